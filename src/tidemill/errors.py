@@ -1,0 +1,59 @@
+"""Errors a user can act on: what happened, where, what to do. The command line prints them without a traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class TidemillError(Exception):
+    """Something the user can mend; `remedy` says how."""
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  → {self.remedy}" if self.remedy else self.message
+
+
+class ConfigError(TidemillError):
+    """A recipe or an override cannot work as written."""
+
+
+class DataError(TidemillError):
+    """A data file or row cannot be used."""
+
+
+class ModelError(TidemillError):
+    """A model folder cannot be used."""
+
+
+class CheckpointError(TidemillError):
+    """A checkpoint cannot be written or read."""
+
+
+class RewardError(TidemillError):
+    """A reward function failed in a way that ends the run."""
+
+
+class DockError(TidemillError):
+    """The sample flow was used in a way it does not allow."""
+
+
+class MissingExtra(TidemillError):
+    """A feature needs a package that is not installed."""
+
+    def __init__(self, what: str, package: str, extra: str) -> None:
+        super().__init__(f"{what} needs the package {package!r}, which is not installed", f"pip install 'tidemill[{extra}]'")
+
+
+def nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:
+    return difflib.get_close_matches(name, list(known), n=n, cutoff=0.5)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """'; did you mean X or Y?' or nothing."""
+    close = nearest(name, known)
+    return f"; did you mean {' or '.join(close)}?" if close else ""

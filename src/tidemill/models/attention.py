@@ -1,0 +1,59 @@
+"""One registry of attention by device, plugged into transformers models through its AttentionInterface.
+
+A forward call carries an attention *context* (packed sequences to learn from, or a paged cache to decode with) as the
+keyword `tide`; transformers hands it down to `attend`, which gives it the layer's projections. So one module definition
+serves rollout and learning.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+NAME = "tidemill"
+
+
+class Context(Protocol):
+    """Knows how the tokens of one forward pass may see each other."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+        """q (tokens, heads, dim), k and v (tokens, kv_heads, dim) → (tokens, heads, v_dim)."""
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    tide: Context | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature: q, k, v are (1, heads, tokens, dim); gives (1, tokens, heads, dim)."""
+    if tide is None:
+        raise RuntimeError("attention 'tidemill' needs its context: call the model with tide=...")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    out = tide.attend(
+        module.layer_idx, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scale, sliding_window, softcap
+    )
+    return out.unsqueeze(0), None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The context knows who sees whom; transformers need not build a mask."""
+    return
+
+
+def register() -> None:
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, _no_mask)
+
+
+register()

@@ -1,0 +1,92 @@
+"""The rollout interface: requests in, completions out, whichever engine makes the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+Finish = Literal["stop", "length", "error", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. Log-probabilities are those of the distribution at `temperature`."""
+
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    max_tokens: int = 256
+    stop_tokens: tuple[int, ...] = ()  # beside the model's own end tokens
+    stop_strings: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_tokens: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt, `n` samples of it. Sample k draws with a stream made of (sampling.seed, id, k) alone, so the same
+    request gives the same tokens whatever shares the batch."""
+
+    id: int
+    prompt: Sequence[int]
+    sampling: Sampling = field(default_factory=Sampling)
+    n: int = 1
+    on_done: Callable[[Completion], None] | None = None
+    user: Any = None
+
+
+@dataclass(slots=True)
+class Completion:
+    """One finished sample of a request."""
+
+    request: Request
+    index: int  # which of the request's n
+    tokens: list[int]  # the response, its end token included when it stopped by one
+    logprobs: list[float]
+    versions: list[int]  # weight version that made each token
+    finish: Finish
+    error: str | None = None
+    kept: list[float] | None = None  # log of the probability mass kept by top-p / top-k / min-p, per token; None: all
+
+
+@dataclass(slots=True)
+class Partial:
+    """An unfinished sample: what was made so far, to go on later."""
+
+    request: Request
+    index: int
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    kept: list[float] | None = None
+
+
+class RolloutEngine(Protocol):
+    version: int  # of the weights now serving
+
+    def submit(self, request: Request) -> None: ...
+
+    def step(self) -> list[Completion]:
+        """Advance every running sequence by at least one token; give what finished."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def pause(self) -> list[Partial]: ...
+
+    def resume(self, partials: Sequence[Partial]) -> None: ...
+
+    def cancel(self, request_id: int) -> None: ...
+
+    def load(self, weights: Any, version: int) -> None:
+        """Serve new weights. In one process with one layout the tensors are shared and only the version changes."""
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
