@@ -1,0 +1,89 @@
+"""What an algorithm is: a table of stages, an advantage per sample or token, and a loss over packed tokens.
+
+A loss is a weighted sum over response tokens, `sum(weights * per_token)`. The weights carry the aggregation (what the
+mean is taken over) and are worked out once for a whole update, so the loss does not depend on how the update is cut
+into micro-batches or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from tidemill.batch import Batch
+from tidemill.config import Config
+from tidemill.graph import Graph
+
+Reduce = Literal["mean", "sum", "max", "min"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """One metric of one micro-batch, in a form that adds up: `value` is a sum (for mean and sum) or an extreme."""
+
+    value: Tensor | float
+    count: Tensor | float = 1.0  # what a mean divides by
+    reduce: Reduce = "mean"
+
+
+Stats = dict[str, Stat]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """The response tokens of one micro-batch, packed: every tensor is (tokens,). No sample is split over micro-batches."""
+
+    logprobs: Tensor  # of the policy being learned; carries gradient
+    old_logprobs: Tensor  # of the policy the ratio compares with
+    advantages: Tensor
+    weights: Tensor  # of each token in the update's loss; 0 for tokens the model did not make
+    mask: Tensor  # 1.0 for tokens the model made, else 0.0
+    row: Tensor  # index of the token's sample in this micro-batch
+    rows: int
+    entropy: Tensor | None = None  # carries gradient when the loss asks for it
+    ref_logprobs: Tensor | None = None
+    rollout_logprobs: Tensor | None = None
+    values: Tensor | None = None  # a critic's new values; carries gradient
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # other columns, one value per token
+
+
+class Algorithm(Protocol):
+    """One file in algorithms/. Stateless: settings come in with the config."""
+
+    name: str
+    about: str  # one line, for lists
+
+    def graph(self, config: Config) -> Graph: ...
+
+    def advantages(self, batch: Batch, config: Config) -> Batch:
+        """For complete groups: the column `advantages`, one float32 per sample or per response token."""
+
+    def loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]: ...
+
+
+def total(stats: list[Stats]) -> dict[str, float]:
+    """Metrics of many micro-batches (of one or many ranks) as one number each."""
+    merged: dict[str, float] = {}
+    for name in dict.fromkeys(n for s in stats for n in s):
+        parts = [s[name] for s in stats if name in s]
+        values = [float(p.value) for p in parts]
+        match parts[0].reduce:
+            case "mean":
+                count = sum(float(p.count) for p in parts)
+                merged[name] = sum(values) / count if count else 0.0
+            case "sum":
+                merged[name] = sum(values)
+            case "max":
+                merged[name] = max(values)
+            case "min":
+                merged[name] = min(values)
+    return merged
+
+
+def segment_sum(values: Tensor, row: Tensor, rows: int) -> Tensor:
+    """(tokens,) → (rows,): the sum over each sample's tokens."""
+    return torch.zeros(rows, dtype=values.dtype, device=values.device).index_add_(0, row, values)

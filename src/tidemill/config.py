@@ -1,0 +1,242 @@
+"""Every setting of a recipe, with its default and one line of help. Cross-checks that need no model live here too."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+DType = Literal["float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+
+class TinyModel(Section):
+    """A small decoder made on the spot, with random weights and a character tokenizer."""
+
+    architecture: Literal["qwen2", "qwen3", "llama"] = Field("qwen3", description="transformers architecture")
+    hidden: int = Field(128, ge=8, description="width of the residual stream")
+    layers: int = Field(4, ge=1, description="decoder layers")
+    heads: int = Field(4, ge=1, description="attention heads")
+    kv_heads: int = Field(2, ge=1, description="key/value heads; divides heads")
+    intermediate: int = Field(384, ge=8, description="width inside the MLP")
+    window: int = Field(256, ge=8, description="longest sequence, prompt and response")
+    alphabet: str = Field(
+        "0123456789+-*/=()<>.,:;?! \nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ'\"[]{}_#$%&@^|~`\\",
+        description="characters the tokenizer knows, one token each",
+    )
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> TinyModel:
+        if self.heads % self.kv_heads or self.hidden % self.heads:
+            raise ValueError(
+                f"heads ({self.heads}) must divide hidden ({self.hidden}) and be a multiple of kv_heads ({self.kv_heads})"
+            )
+        return self
+
+
+class Model(Section):
+    path: str | None = Field(None, description="a Hugging Face folder (config.json, safetensors, tokenizer)")
+    warm_start: str | None = Field(None, description="recipe that makes the model first, when path is not given")
+    tiny: TinyModel | None = Field(
+        None, description="a small model made on the spot, when neither path nor warm_start is given"
+    )
+    dtype: DType = Field("float32", description="of the weights")
+    trust_remote_code: bool = Field(False, description="run Python code found in the model folder")
+
+
+class Data(Section):
+    source: str = Field(
+        "arithmetic", description="a file (.jsonl .csv .parquet), a Hugging Face dataset folder, or a generator's name"
+    )
+    args: dict[str, Any] = Field({}, description="the generator's own settings")
+    eval_source: str | None = Field(None, description="held-out data; without it, held_out rows of source")
+    eval_args: dict[str, Any] | None = Field(None, description="the held-out generator's settings; without it, args")
+    held_out: int = Field(200, ge=0, description="rows kept from source for evaluation, never trained on")
+    columns: dict[str, str] = Field(
+        {}, description="our name: the file's name, for prompt, answer, response, messages, …"
+    )
+    template: str | None = Field(None, description="prompt text with {column} places, in stead of the column prompt")
+    system: str | None = Field(None, description="system message, for chat models")
+    chat: Literal["auto", "on", "off"] = Field(
+        "auto", description="use the tokenizer's chat template; auto: when it has one"
+    )
+    max_prompt_tokens: int = Field(1024, ge=1, description="a longer prompt is a bad row")
+    on_bad_row: Literal["fail", "skip"] = Field("fail", description="what a row that cannot be used does to the run")
+    shuffle: bool = Field(True, description="new order each pass over the data")
+
+
+class Train(Section):
+    steps: int = Field(100, ge=1, description="steps of the whole run")
+    prompts_per_step: int = Field(16, ge=1, description="prompts that enter each step")
+    samples_per_prompt: int = Field(8, ge=1, description="responses made of each prompt (a group)")
+    updates_per_step: int = Field(1, ge=1, description="optimizer updates made of one step's samples")
+    tokens_per_microbatch: int = Field(16384, ge=1, description="most tokens in one forward and backward pass")
+    passes_per_step: int = Field(1, ge=1, description="times each sample is learned from (inner epochs)")
+    stop_at_accuracy: float | None = Field(
+        None, ge=0, le=1, description="end early once held-out accuracy reaches this"
+    )
+
+
+class Rollout(Section):
+    engine: Literal["native", "hf", "vllm"] = Field("native", description="what makes the tokens")
+    max_new_tokens: int = Field(256, ge=1, description="longest response")
+    temperature: float = Field(1.0, ge=0, description="of sampling; 0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus of sampling")
+    top_k: int = Field(0, ge=0, description="most likely tokens kept; 0: all")
+    min_p: float = Field(0.0, ge=0, le=1, description="least probability kept, relative to the most likely token's")
+    stop: tuple[str, ...] = Field((), description="strings that end a response")
+    concurrent: int = Field(256, ge=1, description="most sequences decoded at once")
+    page_size: int = Field(16, ge=1, description="tokens per page of the key/value cache")
+    cache_tokens: int | None = Field(
+        None, ge=1, description="size of the key/value cache; none: what concurrent sequences need"
+    )
+
+
+class RewardSpec(Section):
+    function: str = Field(description="a built-in reward's name, or package.module:function")
+    weight: float = Field(1.0, description="factor in the total")
+    args: dict[str, Any] = Field({}, description="keyword arguments of the function")
+
+
+class Rewards(Section):
+    functions: tuple[RewardSpec, ...] = Field(
+        (RewardSpec(function="exact"),), description="rewards, added with their weights"
+    )
+    timeout_s: float = Field(10.0, gt=0, description="longest one sample's reward may take")
+    on_error: Literal["zero", "drop", "fail"] = Field(
+        "zero",
+        description="a reward that raises, hangs or is not finite: counts as 0, drops the sample's group, or ends the run",
+    )
+    correct_above: float = Field(0.5, description="a sample counts as correct when its first reward exceeds this")
+    workers: int = Field(1, ge=1, description="processes for rewards that do not run in this one")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_forms(cls, value: Any) -> Any:
+        """`rewards: exact` and `rewards: [exact, {function: …}]` are short for the long form."""
+        if isinstance(value, str):
+            value = [value]
+        if isinstance(value, list | tuple):
+            value = {"functions": value}
+        if isinstance(value, dict) and isinstance(value.get("functions"), list | tuple | str):
+            given = value["functions"]
+            given = [given] if isinstance(given, str) else given
+            value = {**value, "functions": [{"function": f} if isinstance(f, str) else f for f in given]}
+        return value
+
+    @model_validator(mode="after")
+    def _some(self) -> Rewards:
+        if not self.functions:
+            raise ValueError("name at least one reward function")
+        return self
+
+
+class KL(Section):
+    coef: float = Field(
+        0.0, ge=0, description="weight of the divergence from the frozen reference; 0: no reference model"
+    )
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="k1: log ratio, k2: half its square, k3: unbiased and positive"
+    )
+    place: Literal["loss", "reward"] = Field("loss", description="a term of the loss, or taken from the reward")
+
+
+class Algorithm(Section):
+    name: str = Field("grpo", description="one of the files in algorithms/")
+    clip_low: float = Field(0.2, ge=0, description="ratio may fall to 1 - this before it is clipped")
+    clip_high: float = Field(0.2, ge=0, description="ratio may rise to 1 + this before it is clipped")
+    dual_clip: float | None = Field(None, gt=1, description="bound on the loss of negative advantages; none: no bound")
+    advantage_scale: Literal["std", "none"] = Field(
+        "std", description="divide group advantages by their standard deviation"
+    )
+    std_bias: Literal["sample", "population"] = Field("sample", description="n-1 or n in the standard deviation")
+    std_eps: float = Field(1e-4, ge=0, description="added to the standard deviation")
+    aggregation: Literal["token_mean", "sample_mean", "group_mean", "constant"] = Field(
+        "token_mean", description="what the loss is a mean over"
+    )
+    constant_length: int | None = Field(
+        None, ge=1, description="divisor of aggregation constant; none: rollout.max_new_tokens"
+    )
+    entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
+    old_logprobs: Literal["rollout", "recompute"] = Field(
+        "rollout",
+        description="the old policy's log-probabilities: the rollout engine's own, or computed again by the learner",
+    )
+    kl: KL = KL()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class Learn(Section):
+    lr: float = Field(1e-6, ge=0, description="learning rate")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="of the learning rate after warm-up"
+    )
+    warmup_steps: int = Field(0, ge=0, description="updates over which the learning rate rises from 0")
+    min_lr_share: float = Field(0.0, ge=0, le=1, description="share of lr that linear and cosine end at")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's two decays")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")
+    clip_norm: float | None = Field(1.0, gt=0, description="largest gradient norm; none: no clipping")
+    recompute: Literal["none", "full"] = Field(
+        "none", description="compute activations again in the backward pass to save memory"
+    )
+    share_prompts: bool = Field(True, description="compute a group's prompt once and let its responses attend to it")
+    logprob_chunk: int = Field(4096, ge=1, description="tokens whose logits exist at once")
+
+
+class Flow(Section):
+    schedule: Literal["sync", "streamed"] = Field(
+        "sync", description="stages one after the other, or each on what is ready"
+    )
+    lease_s: float = Field(600.0, gt=0, description="longest a stage may hold samples before they are given out again")
+
+
+class Eval(Section):
+    every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after")
+    size: int = Field(200, ge=0, description="held-out problems used; 0: no evaluation")
+    samples: int = Field(1, ge=1, description="sampled answers per problem, for pass@k")
+    temperature: float = Field(1.0, ge=0, description="of the sampled answers")
+    before: bool = Field(True, description="evaluate before the first step")
+    after: bool = Field(True, description="evaluate after the last step")
+
+
+class Checkpoint(Section):
+    every: int = Field(10, ge=0, description="steps between checkpoints; 0: only at the end")
+    keep: int = Field(2, ge=1, description="newest checkpoints kept; the best is kept too")
+
+
+class Observe(Section):
+    tensorboard: bool = Field(True, description="write TensorBoard events")
+    samples_per_step: int = Field(8, ge=0, description="samples written to samples.jsonl each step")
+    progress: Literal["auto", "rich", "plain", "off"] = Field(
+        "auto", description="what the terminal shows while it runs"
+    )
+
+
+class Config(Section):
+    """A whole run."""
+
+    name: str = Field("run", min_length=1, description="the run's folder under folder")
+    about: str = Field("", description="one line: what this recipe is for")
+    folder: str = Field("runs", description="where runs are kept")
+    seed: int = Field(0, ge=0, description="of data order, sampling and new weights")
+    device: str = Field("auto", description="auto, cpu, or an accelerator's name")
+    threads: int | None = Field(None, ge=1, description="CPU threads; none: all cores")
+    model: Model = Model()
+    data: Data = Data()
+    train: Train = Train()
+    rollout: Rollout = Rollout()
+    rewards: Rewards = Rewards()
+    algorithm: Algorithm = Algorithm()
+    learn: Learn = Learn()
+    flow: Flow = Flow()
+    eval: Eval = Eval()
+    checkpoint: Checkpoint = Checkpoint()
+    observe: Observe = Observe()
