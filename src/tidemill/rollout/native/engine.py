@@ -16,16 +16,17 @@ from torch import Tensor
 
 from tidemill.batch import Array
 from tidemill.rollout.engine import Completion, Finish, Partial, Request
-from tidemill.rollout.native.attention import NOWHERE, Chunk, Paged, Walk, pack_owners
+from tidemill.rollout.native.attention import Chunk, Paged
 from tidemill.rollout.native.cache import PagePool, PageStore
+from tidemill.rollout.native.kernels import LANES, Kernels
+from tidemill.rollout.native.kernels import load as load_kernels
+from tidemill.rollout.native.rows import Rows
 from tidemill.rollout.native.runner import PlainRunner, make_runner
-from tidemill.rollout.native.sampling import Draw, Drawn, draw, steer
+from tidemill.rollout.native.sampling import Draw, Drawn, draw, steer, uniform_array
 from tidemill.rollout.native.scheduler import Reading, Scheduler, Sequence, Trunk
 
 # Prompt tokens read in one step. Larger products gain nothing on a CPU; running sequences would only wait longer.
 STEP_TOKENS = 2048
-# Below this share of pages in use, listing them costs less than walking over the unused ones between.
-DENSE_SHARE = 0.6
 
 
 class NativeEngine:
@@ -44,6 +45,7 @@ class NativeEngine:
         step_tokens: int = STEP_TOKENS,
         tokenizer: Any = None,
         plain: bool = False,
+        kernels: bool = True,
     ) -> None:
         parameter = next(model.parameters())
         self.device = parameter.device
@@ -58,11 +60,16 @@ class NativeEngine:
         self.pool = PagePool(pages, page_size)
         self.store = PageStore(pages, page_size, self.device)
         self.scheduler = Scheduler(self.pool, max_seqs, max_len, max(step_tokens, max_seqs + page_size))
-        self.runner = make_runner(model, max_len, plain)
+        self.rows = Rows(self.scheduler, self.device)
+        self.kernels = self._kernels(parameter) if kernels else None
+        self.runner = make_runner(model, max_len, self.kernels, plain)
         # Inference mode saves bookkeeping per operation, but a foreign module may keep a tensor it makes.
         self._no_grad = torch.no_grad if isinstance(self.runner, PlainRunner) else torch.inference_mode
         self._refused: list[Completion] = []
-        self._shared_walk: Walk | None = None
+
+    def _kernels(self, parameter: Tensor) -> Kernels | None:
+        is_host_float = parameter.device.type == "cpu" and parameter.dtype == torch.float32
+        return load_kernels() if is_host_float and self.pool.page_size % LANES == 0 else None
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -187,10 +194,9 @@ class NativeEngine:
             store=self.store,
             page=self._tensor(np.concatenate(pages)),
             offset=position % size,
-            decode=len(rows),
-            lengths=self._tensor(at + 1),
-            walks=self._walks(rows) if len(rows) else [],
+            rows=self.rows.of(rows, at + 1),
             chunks=chunks,
+            kernels=self.kernels,
         )
         wanted = torch.as_tensor(keep, device=self.device) if readings else None
         return self.runner.forward(self._tensor(np.concatenate(ids)), position, context, wanted)
@@ -198,42 +204,17 @@ class NativeEngine:
     def _tensor(self, array: Array) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def _walks(self, rows: Array) -> list[Walk]:
-        """Every (page, owner) pair of the running rows: own pages in storage order, shared ones packed."""
-        slots = self.scheduler.slots
-        row_of = np.zeros(len(slots.active), np.int64)
-        row_of[rows] = np.arange(len(rows))
-        walks = []
-        high = self.pool.high()
-        slot = slots.page_slot[:high]
-        owned = slot >= 0
-        if owned.sum() >= DENSE_SHARE * high:
-            owner = np.where(owned, row_of[slot], 0)
-            start = np.where(owned, slots.page_start[:high], NOWHERE)
-            walks.append(Walk(high, self._tensor(owner).view(-1, 1), self._tensor(start).view(-1, 1)))
-        elif owned.any():
-            pages = np.flatnonzero(owned)
-            owner, start = row_of[slot[pages]], slots.page_start[pages]
-            walks.append(Walk(self._tensor(pages), self._tensor(owner).view(-1, 1), self._tensor(start).view(-1, 1)))
-        shared = slots.shared[rows]
-        if shared.any():
-            if self.scheduler.changed:
-                row, place = np.nonzero(np.arange(shared.max()) < shared[:, None])
-                self._shared_walk = pack_owners(
-                    slots.table[rows[row], place], row, place * self.pool.page_size, self.device
-                )
-            assert self._shared_walk is not None
-            walks.append(self._shared_walk)
-        self.scheduler.changed = False
-        return walks
-
     def _draw(self, rows: Array, logits: Tensor) -> Drawn:
         slots = self.scheduler.slots
         temperature, greedy = slots.temperature[rows], slots.greedy[rows]
         truncated = np.flatnonzero(slots.truncated[rows])
+        steered = np.flatnonzero(slots.steered[rows])
+        if self.kernels is not None and not len(truncated) and not len(steered):
+            u = uniform_array(slots.key[rows], slots.before[rows] + slots.made[rows])
+            tokens, logprobs = self.kernels.draw(logits.contiguous(), temperature, u, greedy)
+            return Drawn(torch.from_numpy(tokens), torch.from_numpy(logprobs), None)
         cut = rows[truncated]
         has_cut = len(cut) > 0
-        steered = np.flatnonzero(slots.steered[rows])
         how = Draw(
             key=self._tensor(slots.key[rows]),
             position=self._tensor(slots.before[rows] + slots.made[rows]),
@@ -266,7 +247,8 @@ class NativeEngine:
         made = slots.made[rows]
         slots.tokens[rows, made] = tokens
         slots.logprobs[rows, made] = logprobs
-        slots.kept[rows, made] = 0.0 if drawn.kept is None else drawn.kept.cpu().numpy()
+        if slots.truncated[rows].any():
+            slots.kept[rows, made] = 0.0 if drawn.kept is None else drawn.kept.cpu().numpy()
         slots.token[rows] = tokens
         slots.made[rows] = made + 1
         broken = ~np.isfinite(logprobs)
