@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tidemill.batch import Array
-from tidemill.rollout.engine import Completion, Finish, Partial, Request
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, token_limit
 from tidemill.rollout.native.attention import Chunk, Paged
 from tidemill.rollout.native.cache import PagePool, PageStore
 from tidemill.rollout.native.kernels import LANES, Kernels
@@ -31,7 +31,11 @@ STEP_TOKENS = 2048
 
 class NativeEngine:
     """Implements `RolloutEngine`. `model` is a transformers causal LM loaded with attn_implementation="tidemill"; its
-    tensors are read in place and never changed."""
+    tensors are read in place and never changed.
+
+    `reuse_prefix` keeps the pages of finished sequences until their room is needed, so that the next turn of a
+    conversation, or another request with the same beginning, reads only what is new. `plain` runs the module itself
+    instead of the lean forward pass; `kernels` allows the compiled CPU kernels. Both are for comparison."""
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class NativeEngine:
         cache_tokens: int | None = None,
         step_tokens: int = STEP_TOKENS,
         tokenizer: Any = None,
+        reuse_prefix: bool = False,
         plain: bool = False,
         kernels: bool = True,
     ) -> None:
@@ -52,6 +57,7 @@ class NativeEngine:
         self.model = model
         self.tokenizer = tokenizer
         self.max_len = max_len
+        self.reuse_prefix = reuse_prefix
         self.version = 0
         self.vocab = int(model.get_output_embeddings().weight.shape[0])
         self.is_end = np.zeros(self.vocab, bool)
@@ -86,9 +92,12 @@ class NativeEngine:
     def _problem(self, request: Request) -> str | None:
         how, prompt = request.sampling, np.asarray(request.prompt, np.int64)
         size = self.pool.page_size
-        total = min(len(prompt) + how.max_tokens, self.max_len)
         if request.n < 1:
             return f"n is {request.n}; a request needs at least one sample"
+        if request.limits is not None and len(request.limits) != request.n:
+            return f"limits has {len(request.limits)} entries for {request.n} samples"
+        limits = [token_limit(request, i) for i in range(request.n)]
+        total = min(len(prompt) + max(limits), self.max_len)
         if not len(prompt):
             return "the prompt is empty"
         if prompt.min() < 0 or prompt.max() >= self.vocab:
@@ -96,8 +105,8 @@ class NativeEngine:
             return f"the prompt holds token {odd}; the model knows 0 … {self.vocab - 1}"
         if len(prompt) >= self.max_len:
             return f"the prompt has {len(prompt)} tokens; with max_len {self.max_len} at most {self.max_len - 1} fit"
-        if how.max_tokens < 1:
-            return f"max_tokens is {how.max_tokens}; at least one token must be made"
+        if min(limits) < 1:
+            return f"max_tokens is {min(limits)}; at least one token must be made"
         if -(-total // size) > self.pool.pages:
             return f"prompt and response may take {total} tokens; the cache has room for {self.pool.pages * size}"
         if how.temperature < 0 or not np.isfinite(how.temperature):
@@ -280,6 +289,7 @@ class NativeEngine:
         return any(stop in text for stop in how.stop_strings)
 
     def _finish(self, sequence: Sequence, finish: Finish) -> Completion:
+        cached = int(self.scheduler.slots.length[sequence.slot])
         self.scheduler.slots.save(sequence)
         error = None
         if finish == "error":
@@ -287,7 +297,8 @@ class NativeEngine:
             for made in (sequence.tokens, sequence.logprobs, sequence.versions, sequence.kept or [0.0]):
                 made.pop()
             self.store.scrub(sequence.pages)
-        self.scheduler.leave(sequence)
+        is_worth_keeping = self.reuse_prefix and finish in ("stop", "length")
+        self.scheduler.leave(sequence, remember=_context(sequence)[:cached] if is_worth_keeping else None)
         return _completion(sequence, finish, error)
 
     # -- control -------------------------------------------------------------------------------------------------
