@@ -1,4 +1,4 @@
-"""The mismatch meter: how far the engine's log-probabilities are from the learner's, for the same tokens and weights."""
+"""The mismatch meter: how far an engine's log-probabilities are from the learner's, for the same tokens and weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def measure(rollout: Array, learner: Array) -> Mismatch:
         raise ValueError(f"one log-probability per token on both sides: got {rollout.shape} and {learner.shape}")
     if not rollout.size:
         return Mismatch(0.0, 0.0, 1.0, 1.0, 0.0, 0)
-    gap = np.nan_to_num(learner.astype(np.float64) - rollout.astype(np.float64), nan=np.inf, posinf=np.inf, neginf=np.inf)
+    gap = learner.astype(np.float64) - rollout.astype(np.float64)
+    gap[~np.isfinite(gap)] = np.inf
     ratio = np.exp(np.minimum(gap, 80.0))
     size = np.abs(gap)
     far = np.abs(ratio - 1) > 0.1

@@ -57,7 +57,7 @@ def test_truncated_tokens_follow_the_kept_part_and_its_mass_is_recorded(cut: dic
     q[q < cut.get("min_p", 0.0) * q[0]] = 0
     wanted = np.zeros(50)
     wanted[order] = q / q.sum()
-    counts, logprobs, kept = draw_many(
+    counts, _, kept = draw_many(
         logits,
         truncated=torch.arange(ROWS),
         top_k=torch.full((ROWS,), int(cut.get("top_k", 50))),

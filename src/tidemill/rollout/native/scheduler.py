@@ -281,7 +281,8 @@ class _Slots:
         self.length[slot] = length
         self.made[slot] = 0
         self.before[slot] = len(sequence.tokens)
-        self.limit[slot] = min(token_limit(request, sequence.index) - len(sequence.tokens), self.tokens.shape[1] - length)
+        left = token_limit(request, sequence.index) - len(sequence.tokens)
+        self.limit[slot] = min(left, self.tokens.shape[1] - length)
         self.key[slot] = stream_key(how.seed, request.id, sequence.index)
         self.greedy[slot] = how.temperature == 0
         self.temperature[slot] = how.temperature or 1.0
