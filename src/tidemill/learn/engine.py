@@ -164,7 +164,5 @@ def token_batch(batch: Batch, packed: PackedBatch, scores: Scores) -> TokenBatch
         mask=mask,
         row=packed.row,
         rows=packed.rows,
-        columns={
-            n: spread(n) for n, c in batch.items() if n not in own and c.values.dtype.kind == "f"
-        },
+        columns={n: spread(n) for n, c in batch.items() if n not in own and c.values.dtype.kind == "f"},
     )
