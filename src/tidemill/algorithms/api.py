@@ -35,7 +35,7 @@ Stats = dict[str, Stat]
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """The response tokens of one micro-batch, packed: every tensor is (tokens,). No sample is split over micro-batches."""
+    """The response tokens of one micro-batch, packed: every tensor is (tokens,). No sample is split."""
 
     logprobs: Tensor  # of the policy being learned; carries gradient
     old_logprobs: Tensor  # of the policy the ratio compares with
