@@ -72,7 +72,8 @@ def spread_of(r: Floats, index: npt.NDArray[np.int64], counts: Floats) -> Floats
     low = np.full(len(counts), np.inf)
     np.maximum.at(high, index, r)
     np.minimum.at(low, index, r)
-    return high - low
+    spread: Floats = high - low
+    return spread
 
 
 def std_of(r: Floats, index: npt.NDArray[np.int64], counts: Floats, bias: Bias) -> Floats:

@@ -232,47 +232,46 @@ def to_examples(path: str, rows: Iterable[Row], data: Data) -> tuple[list[Exampl
     examples: list[Example] = []
     bad: list[BadRow] = []
     pattern = answer_pattern(data)
-    is_checked = False
+    needed = needed_columns(data)
+    wrong_names: DataError | None = None
     for row in rows:
-        if not isinstance(row, BadRow) and not is_checked:
-            check_columns(row[0], row[1], data)
-            is_checked = True
         made = row if isinstance(row, BadRow) else to_example(row[0], row[1], data, pattern)
+        if not isinstance(row, BadRow) and (error := missing_column(row[0], row[1], needed)):
+            wrong_names = wrong_names or error
+            made = BadRow(row[0], "lacks a column")
         if isinstance(made, Example):
             examples.append(made)
         elif data.on_bad_row == "fail":
-            raise DataError(
-                f"{made.where}: {made.why}", "mend the row, or set data.on_bad_row=skip to leave such rows out"
-            )
+            remedy = "mend the row, or set data.on_bad_row=skip to leave such rows out"
+            raise wrong_names or DataError(f"{made.where}: {made.why}", remedy)
         else:
             bad.append(made)
+    if not examples and wrong_names:  # no row has it: the recipe's mistake, not the rows'
+        raise wrong_names
     return examples, bad
 
 
-def check_columns(where: str, row: Mapping[str, Any], data: Data) -> None:
-    """Names in the recipe that the file does not have are the recipe's mistake, not a bad row."""
-    for ours, theirs in data.columns.items():
-        if theirs not in row:
-            raise DataError(
-                f"{where}: data.columns.{ours} names column {theirs!r}, which the file does not have"
-                f"{did_you_mean(theirs, row)}",
-                f"its columns are {', '.join(row)}",
-            )
+def needed_columns(data: Data) -> list[tuple[str, set[str]]]:
+    """The recipe's key and the columns of which a row must have one."""
+    needed = [(f"data.columns.{ours}", {theirs}) for ours, theirs in data.columns.items()]
     if data.template is not None:
-        known = {*row, *data.columns, "answer"}
-        for name in template_columns(data.template):
-            if name not in known:
-                raise DataError(
-                    f"{where}: data.template names column {name!r}, which the file does not have"
-                    f"{did_you_mean(name, known)}",
-                    f"its columns are {', '.join(row)}",
-                )
-    elif not {"prompt", "messages"} & {*row, *data.columns}:
+        names = [name for name in template_columns(data.template) if name not in (*data.columns, "answer")]
+        return needed + [("data.template", {name}) for name in names]
+    return needed if {"prompt", "messages"} & {*data.columns} else [*needed, ("", {"prompt", "messages"})]
+
+
+def missing_column(where: str, row: Mapping[str, Any], needed: list[tuple[str, set[str]]]) -> DataError | None:
+    for key, names in needed:
+        if names & row.keys():
+            continue
+        if key:
+            (name,) = names
+            message = f"{where}: {key} names column {name!r}, which the row does not have{did_you_mean(name, row)}"
+            return DataError(message, f"its columns are {', '.join(row)}")
         near = did_you_mean("prompt", row) or did_you_mean("question", row)
-        raise DataError(
-            f"{where}: there is no column 'prompt' or 'messages'{near}",
-            f"name it with data.columns.prompt; the file's columns are {', '.join(row)}",
-        )
+        message = f"{where}: there is no column 'prompt' or 'messages'{near}"
+        return DataError(message, f"name it with data.columns.prompt; the row's columns are {', '.join(row)}")
+    return None
 
 
 def answer_pattern(data: Data) -> re.Pattern[str] | None:
