@@ -24,7 +24,7 @@ LENGTH = "length"  # int32, tokens of the sample (prompt and response)
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`offsets is None`: one value (of any trailing shape) per row. Otherwise row i is `values[offsets[i]:offsets[i+1]]`."""
+    """No `offsets`: one value (of any trailing shape) per row. Otherwise row i is `values[offsets[i]:offsets[i+1]]`."""
 
     values: Array
     offsets: npt.NDArray[np.int64] | None = None

@@ -32,8 +32,8 @@ class TinyModel(Section):
     def _heads_divide(self) -> TinyModel:
         if self.heads % self.kv_heads or self.hidden % self.heads:
             raise ValueError(
-                f"heads ({self.heads}) must divide hidden ({self.hidden}) "
-                f"and be a multiple of kv_heads ({self.kv_heads})"
+                f"heads ({self.heads}) must divide hidden ({self.hidden}) and be a multiple of kv_heads"
+                f" ({self.kv_heads})"
             )
         return self
 
@@ -116,7 +116,7 @@ class Rewards(Section):
     timeout_s: float = Field(10.0, gt=0, description="longest one sample's reward may take")
     on_error: Literal["zero", "drop", "fail"] = Field(
         "zero",
-        description="what a reward that raises, hangs or is not finite does: count as 0, drop its group, end the run",
+        description="a reward that raises, hangs or is not finite: counts as 0, drops its group, or ends the run",
     )
     correct_above: float = Field(0.5, description="a sample counts as correct when its first reward exceeds this")
     workers: int = Field(1, ge=1, description="processes for rewards that do not run in this one")

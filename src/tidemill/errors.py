@@ -46,7 +46,8 @@ class MissingExtra(TidemillError):
     """A feature needs a package that is not installed."""
 
     def __init__(self, what: str, package: str, extra: str) -> None:
-        super().__init__(f"{what} needs the package {package!r}, which is not installed", f"pip install 'tidemill[{extra}]'")
+        message = f"{what} needs the package {package!r}, which is not installed"
+        super().__init__(message, f"pip install 'tidemill[{extra}]'")
 
 
 def nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:

@@ -66,13 +66,11 @@ def check(graph: Graph) -> None:
             if column not in writer:
                 later = [s.name for s in graph.stages if column in s.writes]
                 why = f"only {later[0]!r}, which comes later, writes it" if later else "no stage writes it"
-                raise GraphError(
-                    f"{graph.name}: stage {stage.name!r} reads column {column!r}, but {why}{did_you_mean(column, writer)}"
-                )
+                hint = did_you_mean(column, writer)
+                raise GraphError(f"{graph.name}: stage {stage.name!r} reads column {column!r}, but {why}{hint}")
         for column in stage.writes:
             if column in writer:
                 raise GraphError(
                     f"{graph.name}: stage {stage.name!r} writes column {column!r}, already written by {writer[column]}"
                 )
             writer[column] = repr(stage.name)
-

@@ -8,8 +8,8 @@ import torch
 
 from tidemill.algorithms import registry
 from tidemill.algorithms.advantages import group_advantages
+from tidemill.algorithms.aggregate import local_weights, whole
 from tidemill.algorithms.api import TokenBatch, total
-from tidemill.algorithms.losses import token_weights, totals
 from tidemill.batch import Batch, Column
 from tidemill.config import Algorithm, Config
 from tidemill.errors import ConfigError
@@ -92,28 +92,21 @@ def test_kl_in_the_reward_is_taken_from_it_before_the_groups_mean() -> None:
     assert registry.get("grpo").advantages(batch, config).values("advantages") == pytest.approx([0.4, -0.4])
 
 
+def weights_of(how: str, masks: list[list[int]], group: list[int]) -> list[float]:
+    batch = Batch({"group": np.array(group), "mask": Column.jagged(masks, np.uint8)})
+    config = Config(algorithm={"aggregation": how, "constant_length": 10})
+    local = np.repeat(local_weights(batch, config), batch["mask"].lengths) * batch.values("mask")
+    return (local / whole(batch, config)).tolist()
+
+
 def test_token_weights_by_hand() -> None:
-    mask = Column.jagged([[1, 1, 0, 1], [1], [1, 1]], np.uint8)
-    group = [4, 4, 9]
-    weights = lambda how: token_weights(mask, group, how, 10).tolist()  # noqa: E731
+    masks, group = [[1, 1, 0, 1], [1], [1, 1]], [4, 4, 9]
     third, sixth = 1 / 3, 1 / 6
-    assert weights("token_mean") == pytest.approx([sixth, sixth, 0, sixth, sixth, sixth, sixth])
-    assert weights("sample_mean") == pytest.approx([third / 3, third / 3, 0, third / 3, third, third / 2, third / 2])
-    assert weights("group_mean") == pytest.approx([1 / 8, 1 / 8, 0, 1 / 8, 1 / 8, 1 / 4, 1 / 4])
-    assert weights("constant") == pytest.approx([1 / 30, 1 / 30, 0, 1 / 30, 1 / 30, 1 / 30, 1 / 30])
-
-
-def test_weights_of_a_part_use_the_totals_of_the_whole() -> None:
-    mask = Column.jagged([[1, 1, 0, 1], [1], [1, 1], []], np.uint8)
-    group = np.array([4, 9, 4, 9])
-    parts = [np.array([0, 3]), np.array([1, 2])]
-    whole = sum((totals(mask.gather(p), group[p]) for p in parts[1:]), totals(mask.gather(parts[0]), group[parts[0]]))
-    assert whole == totals(mask, group)
-    for how in ("token_mean", "sample_mean", "group_mean", "constant"):
-        expected = Column(token_weights(mask, group, how, 8), mask.offsets)
-        for part in parts:
-            got = token_weights(mask.gather(part), group[part], how, 8, whole)
-            assert got.tolist() == expected.gather(part).values.tolist()
+    assert weights_of("token_mean", masks, group) == pytest.approx([sixth, sixth, 0, sixth, sixth, sixth, sixth])
+    sample = [third / 3, third / 3, 0, third / 3, third, third / 2, third / 2]
+    assert weights_of("sample_mean", masks, group) == pytest.approx(sample)
+    assert weights_of("group_mean", masks, group) == pytest.approx([1 / 8, 1 / 8, 0, 1 / 8, 1 / 8, 1 / 4, 1 / 4])
+    assert weights_of("constant", masks, group) == pytest.approx([1 / 30, 1 / 30, 0, 1 / 30, 1 / 30, 1 / 30, 1 / 30])
 
 
 def test_optional_columns_appear_only_when_settings_need_them() -> None:

@@ -1,84 +1,13 @@
-"""Arithmetic that losses share: what a mean is taken over, clipped ratios, and the statistics each loss reports."""
+"""Arithmetic that losses share: clipped ratios, importance weights, and the statistics each loss reports."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tidemill.algorithms import kl
 from tidemill.algorithms.api import Stat, Stats, TokenBatch
-from tidemill.batch import Column
 from tidemill.config import Algorithm
-
-Aggregation = Literal["token_mean", "sample_mean", "group_mean", "constant"]
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """What an update's weights divide by, counted over all its samples on all ranks."""
-
-    tokens: int
-    samples: int
-    group_tokens: dict[int, int]  # model-made tokens of each group
-
-    def __add__(self, other: Totals) -> Totals:
-        groups = dict(self.group_tokens)
-        for group, tokens in other.group_tokens.items():
-            groups[group] = groups.get(group, 0) + tokens
-        return Totals(self.tokens + other.tokens, self.samples + other.samples, groups)
-
-
-def row_tokens(mask: Column) -> npt.NDArray[np.int64]:
-    """Model-made tokens of each row."""
-    assert mask.offsets is not None, "the mask is a jagged column"
-    sums = np.concatenate([[0], np.cumsum(mask.values, dtype=np.int64)])
-    counts: npt.NDArray[np.int64] = sums[mask.offsets[1:]] - sums[mask.offsets[:-1]]
-    return counts
-
-
-def totals(mask: Column, group: npt.ArrayLike) -> Totals:
-    tokens = row_tokens(mask)
-    ids, index = np.unique(np.asarray(group, np.int64), return_inverse=True)
-    per_group = np.bincount(index.reshape(-1), weights=tokens, minlength=len(ids)).astype(np.int64)
-    return Totals(int(tokens.sum()), len(tokens), dict(zip(ids.tolist(), per_group.tolist())))
-
-
-def token_weights(
-    mask: Column,
-    group: npt.ArrayLike,
-    aggregation: Aggregation,
-    constant_length: int,
-    whole: Totals | None = None,
-) -> npt.NDArray[np.float32]:
-    """The weight of every response token in the update's loss, flat like `mask.values`.
-
-    token_mean   1 / tokens of the update               (DAPO)
-    sample_mean  1 / (samples · tokens of the sample)   (GRPO)
-    group_mean   1 / (groups · tokens of the group)
-    constant     1 / (samples · constant_length)        (Dr. GRPO)
-
-    `whole` counts the whole update when these rows are only a part of it. Tokens the model did not make weigh 0; a
-    sample without model-made tokens counts as a sample whose loss is 0.
-    """
-    whole = totals(mask, group) if whole is None else whole
-    tokens = np.maximum(row_tokens(mask), 1).astype(np.float64)
-    match aggregation:
-        case "token_mean":
-            per_row = np.full(len(tokens), 1.0 / max(whole.tokens, 1))
-        case "sample_mean":
-            per_row = 1.0 / (whole.samples * tokens)
-        case "group_mean":
-            of_group = np.array([max(whole.group_tokens[int(g)], 1) for g in np.asarray(group)], np.float64)
-            per_row = 1.0 / (len(whole.group_tokens) * of_group)
-        case "constant":
-            per_row = np.full(len(tokens), 1.0 / (whole.samples * constant_length))
-    weights = np.repeat(per_row, mask.lengths) * mask.values
-    return weights.astype(np.float32)
 
 
 def log_ratio_of(tokens: TokenBatch) -> Tensor:
@@ -109,7 +38,7 @@ def rollout_correction(tokens: TokenBatch, settings: Algorithm) -> Tensor | None
 
 def finish(per_token: Tensor, tokens: TokenBatch, settings: Algorithm, stats: Stats) -> tuple[Tensor, Stats]:
     """The terms every policy loss shares (KL, entropy bonus), and the weighted sum."""
-    stats["policy_loss"] = Stat((tokens.weights * per_token).detach().sum(), reduce="sum")
+    stats["policy_loss"] = Stat((tokens.weights * per_token).detach().sum(), tokens.weights.sum())
     if tokens.ref_logprobs is not None:
         divergence = kl.estimate(tokens.logprobs * tokens.mask, tokens.ref_logprobs * tokens.mask, settings.kl)
         stats["kl"] = mean_stat(divergence, tokens)
@@ -119,9 +48,7 @@ def finish(per_token: Tensor, tokens: TokenBatch, settings: Algorithm, stats: St
         stats["entropy"] = mean_stat(tokens.entropy, tokens)
         if settings.entropy_coef:
             per_token = per_token - settings.entropy_coef * tokens.entropy
-    loss = (tokens.weights * per_token).sum()
-    stats["loss"] = Stat(loss.detach(), reduce="sum")
-    return loss, stats
+    return (tokens.weights * per_token).sum(), stats
 
 
 def ratio_stats(log_ratio: Tensor, tokens: TokenBatch, settings: Algorithm) -> Stats:

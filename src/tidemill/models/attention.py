@@ -19,7 +19,9 @@ NAME = "tidemill"
 class Context(Protocol):
     """Knows how the tokens of one forward pass may see each other."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
         """q (tokens, heads, dim), k and v (tokens, kv_heads, dim) → (tokens, heads, v_dim)."""
 
 
@@ -40,9 +42,8 @@ def attend(
     if tide is None:
         raise RuntimeError("attention 'tidemill' needs its context: call the model with tide=...")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out = tide.attend(
-        module.layer_idx, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scale, sliding_window, softcap
-    )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = tide.attend(module.layer_idx, q, k, v, scale, sliding_window, softcap)
     return out.unsqueeze(0), None
 
 

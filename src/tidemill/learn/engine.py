@@ -1,0 +1,170 @@
+"""The learner on one device: log-probabilities of packed samples, gradients added up over micro-batches, one update."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tidemill.algorithms.aggregate import local_weights, whole
+from tidemill.algorithms.api import Algorithm, Stat, Stats, TokenBatch, total
+from tidemill.batch import Batch, Column
+from tidemill.config import Config
+from tidemill.learn.logprob import token_logprobs
+from tidemill.learn.optimizer import learning_rate, make_optimizer
+from tidemill.learn.packing import PackedBatch, microbatches, pack, response_column
+
+Scores = tuple[Tensor, Tensor]
+
+
+class Learner:
+    """Owns the policy's optimizer. `accumulate` any number of batches, then `update` once."""
+
+    def __init__(self, model: Any, config: Config, algorithm: Algorithm, updates: int) -> None:
+        self.model, self.config, self.algorithm, self.updates = model, config, algorithm, updates
+        self.device = next(model.parameters()).device
+        self.optimizer = make_optimizer(model.parameters(), config.learn)
+        self.version = 0  # updates made
+        self.skipped = 0  # updates not made because a gradient was not finite
+        self._stats: list[Stats] = []
+        self._whole = 0.0
+        if config.learn.recompute == "full":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.train()  # transformers recomputes only in training mode; dropout is off by our attention and below
+            for module in model.modules():
+                if isinstance(module, torch.nn.Dropout):
+                    module.p = 0.0
+
+    def logprobs(self, batch: Batch) -> Column:
+        """Of every response token, under the weights as they are now."""
+        return score(self.model, batch, self.config)
+
+    def accumulate(self, batch: Batch) -> None:
+        """Add the gradient of these samples (complete groups) to the update's."""
+        batch = batch.merge({"weight": local_weights(batch, self.config)})
+        self._whole += whole(batch, self.config)
+        learn = self.config.learn
+        for rows in microbatches(batch, self.config.train.tokens_per_microbatch, learn.share_prompts):
+            part = batch.gather(rows)
+            packed = pack(part, self.device, learn.share_prompts)
+            tokens = token_batch(part, packed, forward(self.model, packed, self.config))
+            loss, stats = self.algorithm.loss(tokens, self.config)
+            loss.backward()
+            self._stats.append({"loss": Stat(loss.detach(), reduce="sum"), **stats})
+
+    def update(self) -> dict[str, float]:
+        """One optimizer step from what was accumulated; metrics of the whole update."""
+        learn = self.config.learn
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        divisor = max(self._whole, 1.0)
+        for p in parameters:
+            p.grad.div_(divisor)
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, learn.clip_norm or math.inf))
+        lr = learning_rate(learn, self.version, self.updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        if math.isfinite(norm):
+            self.optimizer.step()
+        else:
+            self.skipped += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        self.version += 1
+        metrics = total(self._stats)
+        metrics["loss"] = metrics.get("loss", 0.0) / divisor
+        self._stats, self._whole = [], 0.0
+        return {**metrics, "grad_norm": norm, "lr": lr, "skipped_updates": float(self.skipped)}
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything a resumed run needs: tensors, and plain values beside them."""
+        tensors = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                for key, value in self.optimizer.state.get(p, {}).items():
+                    tensors[f"optimizer.{names[id(p)]}.{key}"] = torch.as_tensor(value).detach()
+        return tensors, {"version": self.version, "skipped": self.skipped}
+
+    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                p.copy_(tensors[f"model.{name}"])
+                prefix = f"optimizer.{name}."
+                kept = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
+                if kept:
+                    self.optimizer.state[p] = {k: v.clone().to(p.device) for k, v in kept.items()}
+        self.version, self.skipped = int(state["version"]), int(state["skipped"])
+
+
+def freeze(model: Any) -> Any:
+    """A copy that never changes: the reference policy."""
+    return copy.deepcopy(model).requires_grad_(False)
+
+
+def forward(model: Any, packed: PackedBatch, config: Config) -> Scores:
+    """Log-probability and entropy of every target, at the temperature that sampled it."""
+    decoder = model.get_decoder()
+    hidden = decoder(
+        input_ids=packed.tokens[None], position_ids=packed.positions[None], use_cache=False, tide=packed.context
+    ).last_hidden_state[0]
+    head = model.get_output_embeddings()
+    return token_logprobs(
+        hidden.index_select(0, packed.predicts),
+        head.weight,
+        packed.targets,
+        temperature=config.rollout.temperature or 1.0,
+        softcap=getattr(model.config.get_text_config(), "final_logit_softcapping", None),
+        bias=head.bias,
+        chunk=config.learn.logprob_chunk,
+    )
+
+
+@torch.no_grad()
+def score(model: Any, batch: Batch, config: Config) -> Column:
+    """Log-probabilities of every response token, as a jagged column in the batch's order."""
+    share = config.learn.share_prompts
+    out = response_column(
+        np.empty(int((batch["tokens"].lengths - batch.values("prompt_length")).sum()), np.float32), batch
+    )
+    assert out.offsets is not None
+    for rows in microbatches(batch, config.train.tokens_per_microbatch, share):
+        packed = pack(batch.gather(rows), next(model.parameters()).device, share)
+        values = forward(model, packed, config)[0].cpu().numpy()
+        cuts = np.cumsum(np.diff(out.offsets)[rows])[:-1]
+        for row, part in zip(rows, np.split(values, cuts)):
+            out.values[out.offsets[row] : out.offsets[row + 1]] = part
+    return out
+
+
+def token_batch(batch: Batch, packed: PackedBatch, scores: Scores) -> TokenBatch:
+    """The loss's view of a micro-batch: every column spread over its response tokens."""
+    device = packed.row.device
+
+    def spread(name: str) -> Tensor:
+        column = batch[name]
+        values = torch.from_numpy(np.ascontiguousarray(column.gather(np.arange(batch.rows)).values, np.float32))
+        values = values.to(device)
+        return values[packed.row] if column.offsets is None else values
+
+    mask = spread("mask")
+    rollout = spread("logprobs")
+    own = {"tokens", "prompt", "mask", "logprobs", "old_logprobs", "ref_logprobs", "advantages", "weight", "versions"}
+    return TokenBatch(
+        logprobs=scores[0],
+        entropy=scores[1],
+        old_logprobs=spread("old_logprobs") if "old_logprobs" in batch else rollout,
+        rollout_logprobs=rollout,
+        ref_logprobs=spread("ref_logprobs") if "ref_logprobs" in batch else None,
+        advantages=spread("advantages"),
+        weights=spread("weight") * mask,
+        mask=mask,
+        row=packed.row,
+        rows=packed.rows,
+        columns={
+            n: spread(n) for n, c in batch.items() if n not in own and c.values.dtype.kind == "f"
+        },
+    )

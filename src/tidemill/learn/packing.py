@@ -1,0 +1,139 @@
+"""From samples to packed micro-batches: no padding, a token budget each, loads as even as they can be made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tidemill.batch import Batch, Column
+from tidemill.models.attention import Context
+from tidemill.models.packed import Packed, SharedPrompt
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """One forward pass. The last token of a sample is only ever predicted, so it is a target and not an input."""
+
+    tokens: Tensor  # (inputs,)
+    positions: Tensor  # (inputs,)
+    context: Context
+    predicts: Tensor  # (targets,) the input whose hidden state predicts each target
+    targets: Tensor  # (targets,) response tokens, sample after sample
+    row: Tensor  # (targets,) the sample of each
+    rows: int
+
+
+def microbatches(batch: Batch, budget: int, share_prompts: bool) -> list[Ints]:
+    """Rows of each micro-batch. With shared prompts a group stays together as far as the budget allows."""
+    units = _units(batch, budget, share_prompts)
+    count = max(1, -(-sum(tokens for tokens, _ in units) // budget))
+    while True:
+        bins: list[tuple[int, list[int]]] = [(0, []) for _ in range(count)]
+        for tokens, rows in sorted(units, key=lambda unit: -unit[0]):
+            lightest = min(range(count), key=lambda i: bins[i][0])
+            bins[lightest] = (bins[lightest][0] + tokens, bins[lightest][1] + rows)
+        if count >= len(units) or max(load for load, _ in bins) <= budget:
+            return [np.array(sorted(rows), np.int64) for _, rows in bins if rows]
+        count += 1
+
+
+def _units(batch: Batch, budget: int, share_prompts: bool) -> list[tuple[int, list[int]]]:
+    """(tokens, rows) that may not be cut further: samples, or groups that share their prompt."""
+    totals = batch["tokens"].lengths
+    if not share_prompts:
+        return [(int(n), [row]) for row, n in enumerate(totals)]
+    prompts = batch.values("prompt_length")
+    units: list[tuple[int, list[int]]] = []
+    for rows in group_rows(batch.values("group")):
+        size, members = int(prompts[rows[0]]), list[int]()
+        for row in rows:
+            response = int(totals[row] - prompts[row])
+            if members and size + response > budget:
+                units.append((size, members))
+                size, members = int(prompts[row]), []
+            size += response
+            members.append(int(row))
+        units.append((size, members))
+    return units
+
+
+def group_rows(groups: npt.NDArray[np.int64]) -> list[Ints]:
+    """Row indices of each group, groups in order of first appearance."""
+    order = np.argsort(groups, kind="stable")
+    cuts = np.flatnonzero(np.diff(groups[order])) + 1
+    return sorted(np.split(order, cuts), key=lambda rows: int(rows[0])) if len(order) else []
+
+
+def pack(batch: Batch, device: torch.device, share_prompts: bool) -> PackedBatch:
+    return _pack_shared(batch, device) if share_prompts else _pack_whole(batch, device)
+
+
+def _pack_whole(batch: Batch, device: torch.device) -> PackedBatch:
+    tokens, prompts = batch["tokens"], batch.values("prompt_length").astype(np.int64)
+    inputs = tokens.lengths - 1
+    starts = np.concatenate([[0], np.cumsum(inputs)[:-1]])
+    responses = tokens.lengths - prompts
+    flat = tokens.gather(np.arange(batch.rows)).values
+    ends = np.cumsum(tokens.lengths)
+    within = _ranges(responses)
+    row = np.repeat(np.arange(batch.rows), responses)
+    return PackedBatch(
+        tokens=_to(np.delete(flat, ends - 1), device),
+        positions=_to(_ranges(inputs), device),
+        context=Packed(inputs.tolist(), device),
+        predicts=_to((starts + prompts - 1)[row] + within, device),
+        targets=_to(flat[(ends - responses)[row] + within], device),
+        row=_to(row, device),
+        rows=batch.rows,
+    )
+
+
+def _pack_shared(batch: Batch, device: torch.device) -> PackedBatch:
+    tokens, prompts = batch["tokens"], batch.values("prompt_length").astype(np.int64)
+    groups = group_rows(batch.values("group"))
+    group_of = np.empty(batch.rows, np.int64)
+    for g, rows in enumerate(groups):
+        group_of[rows] = g
+    lengths = np.array([prompts[rows[0]] for rows in groups])
+    prompt_ends = np.cumsum(lengths)
+    responses = tokens.lengths - prompts
+    inputs = responses - 1
+    split = int(prompt_ends[-1])
+    starts = split + np.concatenate([[0], np.cumsum(inputs)[:-1]])
+    within, row = _ranges(responses), np.repeat(np.arange(batch.rows), responses)
+    row_starts = tokens.offsets[:-1] if tokens.offsets is not None else np.arange(batch.rows)
+    response_at = (row_starts + prompts)[row] + within  # of every response token, in the column's own values
+    is_input = within < inputs[row]
+    prompt_tokens = [tokens[int(rows[0])][: lengths[g]] for g, rows in enumerate(groups)]
+    return PackedBatch(
+        tokens=_to(np.concatenate([*prompt_tokens, tokens.values[response_at[is_input]]]), device),
+        positions=_to(np.concatenate([_ranges(lengths), (prompts[row] + within)[is_input]]), device),
+        context=SharedPrompt(lengths.tolist(), inputs.tolist(), group_of.tolist(), device),
+        # The first response token is predicted by the prompt's last, the others by the response token before them.
+        predicts=_to(np.where(within == 0, prompt_ends[group_of[row]] - 1, starts[row] + within - 1), device),
+        targets=_to(tokens.values[response_at], device),
+        row=_to(row, device),
+        rows=batch.rows,
+    )
+
+
+def response_column(values: npt.NDArray[np.float32], batch: Batch) -> Column:
+    """Flat values of all response tokens as a jagged column of the batch's rows."""
+    lengths = batch["tokens"].lengths - batch.values("prompt_length")
+    return Column(values, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+
+
+def _ranges(lengths: Ints) -> Ints:
+    """0..n0-1, 0..n1-1, …"""
+    total = int(lengths.sum())
+    return np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def _to(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(device)

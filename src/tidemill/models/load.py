@@ -1,0 +1,92 @@
+"""Models in and out: a Hugging Face folder or a tiny model made on the spot, always with our attention plugged in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from tidemill import config as settings
+from tidemill.errors import ModelError
+from tidemill.models import attention, tiny
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(slots=True)
+class Loaded:
+    model: Any  # a transformers causal language model whose attention is ours
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    window: int  # longest sequence the model was made for
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+
+def load(model: settings.Model, *, seed: int, device: torch.device, path: str | Path | None = None) -> Loaded:
+    """`path` (a finished warm start) goes before `model.path`, which goes before `model.tiny`."""
+    folder = path or model.path
+    if folder is not None:
+        return open_folder(Path(folder), model, device)
+    return make_tiny(model.tiny or settings.TinyModel(), DTYPES[model.dtype], seed, device)
+
+
+def make_tiny(shape: settings.TinyModel, dtype: torch.dtype, seed: int, device: torch.device) -> Loaded:
+    tokenizer = tiny.make_tokenizer(shape.alphabet)
+    config = tiny.make_config(shape, len(tokenizer))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        module = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    return _loaded(module.to(dtype=dtype, device=device), tokenizer, shape.window)
+
+
+def open_folder(folder: Path, model: settings.Model, device: torch.device) -> Loaded:
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+        module = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=DTYPES[model.dtype],
+            attn_implementation=attention.NAME,
+            trust_remote_code=model.trust_remote_code,
+        )
+    except Exception as error:
+        raise ModelError(
+            f"model.path={folder}: transformers cannot open it: {_first_line(error)}",
+            "the folder needs config.json and *.safetensors of a causal language model",
+        ) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+    except Exception as error:
+        raise ModelError(
+            f"model.path={folder}: no usable tokenizer: {_first_line(error)}",
+            "copy tokenizer.json and tokenizer_config.json of the model into the folder",
+        ) from error
+    return _loaded(module.to(device), tokenizer, getattr(config.get_text_config(), "max_position_embeddings", 1 << 20))
+
+
+def save_folder(model: Any, tokenizer: Any, folder: Path) -> None:
+    """A folder that AutoModelForCausalLM and AutoTokenizer open, in any program that has transformers."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _loaded(module: Any, tokenizer: Any, window: int) -> Loaded:
+    module.config.use_cache = False
+    module.eval()  # dropout has no place in RL: rollout and learning must agree
+    ids = module.generation_config.eos_token_id
+    ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ids:
+        ids.append(tokenizer.eos_token_id)
+    if not ids:
+        raise ModelError("the model has no end-of-sequence token", "set eos_token in tokenizer_config.json")
+    return Loaded(module, tokenizer, tuple(ids), window)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,46 @@
+"""Small decoders made on the spot: random weights and a tokenizer with one token per character."""
+
+from __future__ import annotations
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers.configuration_utils import PretrainedConfig
+
+from tidemill.config import TinyModel
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+
+
+def make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    vocabulary = {token: i for i, token in enumerate([PAD, EOS, UNKNOWN, *dict.fromkeys(alphabet)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_config(tiny: TinyModel, vocabulary: int) -> PretrainedConfig:
+    return CONFIGS[tiny.architecture](
+        vocab_size=vocabulary,
+        hidden_size=tiny.hidden,
+        intermediate_size=tiny.intermediate,
+        num_hidden_layers=tiny.layers,
+        num_attention_heads=tiny.heads,
+        num_key_value_heads=tiny.kv_heads,
+        head_dim=tiny.hidden // tiny.heads,
+        max_position_embeddings=tiny.window,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        dtype=torch.float32,
+    )
