@@ -21,7 +21,7 @@ CURVES = ("reward", "loss")  # the first that a run has is drawn
 
 
 class Progress:
-    """`with Progress(…) as progress: progress.step(n, metrics)`; shows `reward` or `loss`, `accuracy`, `tokens_per_s`."""
+    """`with Progress(…) as progress: progress.step(n, metrics)`; shows reward or loss, accuracy and tokens/s."""
 
     def __init__(
         self,
