@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -30,7 +30,8 @@ Run = Annotated[Path, typer.Argument(help="a run's folder, for example runs/quic
 @app.command()
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
     """Run a recipe: a model learns by the recipe's algorithm. Everything it makes lands in runs/NAME."""
-    from tidemill import launch, recipe as recipes, show
+    from tidemill import launch, show
+    from tidemill import recipe as recipes
 
     loaded = recipes.load(recipe, overrides or ())
     watch = show.RunWatcher(console, loaded.config)
@@ -48,7 +49,8 @@ def sft(recipe: Recipe = "quickstart-sft", overrides: Overrides = None) -> None:
 @app.command()
 def resume(run: Run) -> None:
     """Go on with a run that was stopped or killed, from its last good checkpoint."""
-    from tidemill import launch, recipe as recipes, show
+    from tidemill import launch, show
+    from tidemill import recipe as recipes
     from tidemill.run import RunFolder
 
     config = recipes.load(RunFolder.open(run).config_file).config

@@ -20,37 +20,32 @@ class NothingLeft(TidemillError):
 
 
 def train(
-    recipe: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str] = (), watch: Watcher | None = None
+    recipe: str | Path | Mapping[str, Any] | Config,
+    overrides: Sequence[str] = (),
+    watch: Watcher | None = None,
 ) -> Summary:
     loaded = recipes.load(recipe, overrides)
     recipes.check(loaded.config)
-    folder = RunFolder.create(loaded.config, loaded.sources)
-    with folder.locked():
-        return _loop(loaded.config, folder, watch)
+    with RunFolder.create(loaded.config, loaded.sources) as folder:
+        return _loop(folder, watch)
 
 
 def resume(run: str | Path, watch: Watcher | None = None) -> Summary:
-    folder = RunFolder.open(run)
-    config = recipes.load(folder.config_file).config
-    with folder.locked():
-        refuse_if_finished(folder, config)
-        return _loop(config, folder, watch)
+    with RunFolder.open(run) as folder:
+        refuse_if_finished(folder)
+        return _loop(folder, watch)
 
 
-def refuse_if_finished(folder: RunFolder, config: Config) -> None:
-    summary = folder.read_summary()
-    if (
-        summary
-        and not summary.get("is_stopped")
-        and (summary.get("is_early") or summary.get("steps", 0) >= config.train.steps)
-    ):
+def refuse_if_finished(folder: RunFolder) -> None:
+    summary = folder.summary()
+    if summary and not summary["is_stopped"]:
         raise NothingLeft(
             f"{folder.path} has nothing left to do: all {summary['steps']} steps are made",
-            f"train on with a new run: tidemill train … model.path=EXPORT, after tidemill export {folder.path} --to EXPORT",
+            f"to train on: tidemill export {folder.path} --to FOLDER, then a new run with model.path=FOLDER",
         )
 
 
-def _loop(config: Config, folder: RunFolder, watch: Watcher | None) -> Summary:
+def _loop(folder: RunFolder, watch: Watcher | None) -> Summary:
     from tidemill.flow.loop import run  # brings torch and transformers: only once the config stands
 
-    return run(config, folder, watch)
+    return run(folder.config, folder, watch)

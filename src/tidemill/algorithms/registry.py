@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from tidemill.algorithms.api import Algorithm
 from tidemill.algorithms.grpo import GRPO
+from tidemill.algorithms.sft import SFT
 from tidemill.errors import ConfigError, did_you_mean
 from tidemill.imports import is_import_path, load
 
-ALGORITHMS: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in (GRPO(),)}
+ALGORITHMS: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in (GRPO(), SFT())}
 
 
 def get(name: str) -> Algorithm:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: raise the log-probability of given responses. One stage; the loss counts response tokens only."""
+"""Supervised fine-tuning: raise the log-probability of given responses. One stage; only response tokens count."""
 
 from __future__ import annotations
 

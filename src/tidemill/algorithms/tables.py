@@ -17,19 +17,19 @@ SOURCE = (ID, GROUP, "prompt", "answer", "meta", "where")
 def rollout() -> Stage:
     """tokens: prompt and response. mask: 1 where the model made the token. finish: index into FINISH."""
     writes = ("tokens", "prompt_length", "logprobs", "versions", "mask", "finish", VERSION, LENGTH)
-    return Stage("rollout", "rollout", (GROUP, "prompt"), writes, "group")
+    return Stage("rollout", "rollout", (ID, GROUP, "prompt"), writes, "group")
 
 
 def reward() -> Stage:
     """parts: a JSON object of each reward function's own value, as text."""
-    reads = ("prompt", "tokens", "prompt_length", "finish", "answer", "meta", "where")
+    reads = (ID, GROUP, "tokens", "prompt_length", "versions", "finish", "answer", "meta", "where")
     return Stage("reward", "reward", reads, ("reward", "correct", "parts"))
 
 
 def policy_logprobs(config: Config) -> tuple[Stage, ...]:
     """Columns that only some settings need: recomputed old log-probabilities, the reference's."""
     settings = config.algorithm
-    reads = ("tokens", "prompt_length", LENGTH)
+    reads = (GROUP, "tokens", "prompt_length", LENGTH)
     stages = []
     if settings.old_logprobs == "recompute":
         stages.append(Stage("old_logprobs", "actor", reads, ("old_logprobs",)))
@@ -47,6 +47,7 @@ def advantage(config: Config, *more: str) -> Stage:
 
 def learn(config: Config, *more: str) -> Stage:
     reads: tuple[str, ...] = (
+        ID,
         GROUP,
         LENGTH,
         "tokens",
@@ -61,7 +62,7 @@ def learn(config: Config, *more: str) -> Stage:
         reads += ("old_logprobs",)
     if config.algorithm.kl.coef > 0:
         reads += ("ref_logprobs",)
-    return Stage("learn", "actor", reads)
+    return Stage("learn", "actor", reads, scope="group")
 
 
 def old_column(config: Config) -> str:

@@ -16,6 +16,7 @@ from tidemill.algorithms.registry import get as get_algorithm
 from tidemill.config import Config
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Source, open_source
+from tidemill.device import host
 from tidemill.dock import LocalDock
 from tidemill.errors import ConfigError
 from tidemill.flow.evaluate import Evaluation, decoder, evaluate
@@ -87,12 +88,12 @@ class Workers:
 
 def start(config: Config, model_path: Path | None = None) -> Workers:
     """Load the model and join the roles. `model_path`: a finished warm start."""
-    torch.set_num_threads(config.threads or devices.cores())
+    torch.set_num_threads(config.threads or host.cores())
     device = devices.pick(config.device)
     algorithm = get_algorithm(config.algorithm.name)
     graph = algorithm.graph(config)
     training, held_out = open_source(config.data, config.seed)
-    loaded = load(config.model, seed=config.seed, device=device.torch_device, path=model_path)
+    loaded = load(config.model, seed=config.seed, device=device.torch, path=model_path)
     check_window(config, loaded)
     with contextlib.ExitStack() as undo:
         scorer = undo.enter_context(Scorer(config.rewards))

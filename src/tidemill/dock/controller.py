@@ -36,6 +36,7 @@ class Controller:
         self.leased = self.done = 0  # rows
         self.turn = 0  # decisions made
         self.parts: dict[int, list[int]] = {}  # rank -> leases decided for it and not yet fetched
+
     def wanted(self, want: Want) -> tuple[str, ...]:
         if want.columns is None:
             return self.stage.reads

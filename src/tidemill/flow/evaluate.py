@@ -63,7 +63,7 @@ def evaluate(
     answers = _answer(engine, problems, greedy, 1, decode, scorer)
     first = [a[0] for a in answers]
     pass_at: dict[int, float] = {}
-    if samples > 1 or config.eval.temperature > 0 and samples:
+    if samples > 1 or (config.eval.temperature > 0 and samples):
         drawn = Sampling(
             temperature=config.eval.temperature,
             top_p=base.top_p,

@@ -1,4 +1,4 @@
-"""Feed: the next prompts as rows for the dock. The data position is one integer, so a resumed run feeds the same rows."""
+"""Feed: the next prompts as rows for the dock. The data position is one integer: a resumed run feeds the same rows."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Feed:
 
 
 class PairFeed(Feed):
-    """Prompts with given responses, for learning from examples: every row is its own group and enters ready to learn."""
+    """Prompts with given responses, to learn from examples: every row is its own group and enters ready to learn."""
 
     def _tokens(self, example: Example) -> Any:
         return self.encode.encode_pair(example)

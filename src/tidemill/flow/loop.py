@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ def train_loop(
         first = restore(found, workers, summary)
     folder.truncate(first)
     watch.started(workers, first)
-    with MetricsWriter(folder, config.observe.tensorboard) as metrics, interruptions(watch) as stop:
+    with MetricsWriter(folder, config.observe.tensorboard, first) as metrics, interruptions(watch) as stop:
         if first == 0 and config.eval.before:
             summary.before = look(workers, config, 0, metrics, watch)
         schedule = SCHEDULES[config.flow.schedule]
@@ -195,15 +195,13 @@ def warm_start(config: Config, folder: RunFolder, watch: Watcher) -> Path | None
     ).config
     watch.noted(f"warm start: {own.about or own.name}")
     recipe.check(own)
-    inner = RunFolder.create(own, fresh=True)
-    workers = start(own)
-    try:
-        train_loop(own, inner, workers, watch, None)
+    with RunFolder.create(own) as inner, closing(start(own)) as workers:
+        summary = train_loop(own, inner, workers, watch, None)
+        if summary.is_stopped:
+            raise KeyboardInterrupt
         aside = made.with_name(".model")
         save_folder(workers.loaded.model, workers.loaded.tokenizer, aside)
         aside.rename(made)
-    finally:
-        workers.close()
     return made
 
 

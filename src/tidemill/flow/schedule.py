@@ -36,7 +36,8 @@ def _poll_until_still(workers: Sequence[Worker], learn: LearnWorker, stop: Calla
     while not learn.is_done:
         if stop() and not learn.has_begun:
             raise Stopped
-        if any([worker.poll() for worker in workers]):  # a list: every worker is polled
+        moves = [worker.poll() for worker in workers]
+        if any(moves):
             moved_at = time.monotonic()
         elif not any(worker.waits for worker in workers):
             return

@@ -18,11 +18,11 @@ from tidemill.algorithms.api import Algorithm
 from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch, Column
 from tidemill.config import Config
 from tidemill.dock import Dock, Lease, Want
-from tidemill.errors import TidemillError
+from tidemill.errors import RewardError, TidemillError
 from tidemill.flow.tally import Tally
 from tidemill.learn.engine import Learner, score
-from tidemill.reward.api import Sample
-from tidemill.reward.score import Scored, Scorer
+from tidemill.reward.api import Sample, Scored
+from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
 
 FINISH = ("stop", "length", "error", "cancelled")  # the column `finish` holds the index
@@ -205,9 +205,15 @@ class RewardWorker:
             {
                 "reward": np.array([r.value for r in scored], np.float32),
                 "correct": np.array([r.correct for r in scored], np.uint8),
+                "parts": Column.text([json.dumps(dict(r.parts)) for r in scored]),
             }
         )
-        dropped = {int(g) for g, r in zip(lease.batch.values(GROUP), scored) if r.dropped}
+        if any(r.error for r in scored) and self.scorer.rewards.on_error == "fail":
+            raise RewardError(
+                next(r.error for r in scored if r.error), "mend the function, or set rewards.on_error=zero (or drop)"
+            )
+        is_dropped = self.scorer.rewards.on_error == "drop"
+        dropped = {int(g) for g, r in zip(lease.batch.values(GROUP), scored) if r.error and is_dropped}
         drop = [int(i) for i, g in zip(lease.batch.values(ID), lease.batch.values(GROUP)) if int(g) in dropped]
         if drop:
             self.tally.add("dropped_samples", len(drop))

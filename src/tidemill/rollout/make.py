@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tidemill.config import Config
+from tidemill.errors import ConfigError
 from tidemill.models.load import Loaded
 from tidemill.rollout.engine import RolloutEngine
 
@@ -28,6 +29,4 @@ def make_engine(loaded: Loaded, config: Config) -> RolloutEngine:
 
             return HFEngine(loaded.model, eos_ids=loaded.eos_ids, tokenizer=loaded.tokenizer)
         case "vllm":
-            from tidemill.rollout.vllm import VLLMEngine
-
-            return VLLMEngine(loaded, config)
+            raise ConfigError("rollout.engine=vllm is not in this version", "use native, or hf")
