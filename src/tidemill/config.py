@@ -50,7 +50,8 @@ class Model(Section):
 
 class Data(Section):
     source: str = Field(
-        "arithmetic", description="a file (.jsonl .csv .parquet), a Hugging Face dataset folder, or a generator's name"
+        "arithmetic",
+        description="a file (.jsonl .json .csv .tsv .parquet), a Hugging Face dataset folder, or a generator's name",
     )
     args: dict[str, Any] = Field({}, description="the generator's own settings")
     eval_source: str | None = Field(None, description="held-out data; without it, held_out rows of source")
@@ -58,6 +59,11 @@ class Data(Section):
     held_out: int = Field(200, ge=0, description="rows kept from source for evaluation, never trained on")
     columns: dict[str, str] = Field(
         {}, description="our name: the file's name, for prompt, answer, response, messages, …"
+    )
+    split: str | None = Field(None, description="split of a dataset folder; none: train")
+    eval_split: str | None = Field(None, description="split of eval_source (or of source) used as held-out data")
+    answer_pattern: str | None = Field(
+        None, description="regular expression whose first group is the answer inside the column answer"
     )
     template: str | None = Field(None, description="prompt text with {column} places, in stead of the column prompt")
     system: str | None = Field(None, description="system message, for chat models")
@@ -100,6 +106,7 @@ class RewardSpec(Section):
     function: str = Field(description="a built-in reward's name, or package.module:function")
     weight: float = Field(1.0, description="factor in the total")
     args: dict[str, Any] = Field({}, description="keyword arguments of the function")
+    label: str | None = Field(None, description="name of its value in metrics; none: the function's name")
 
 
 class Rewards(Section):
@@ -139,22 +146,45 @@ class KL(Section):
     coef: float = Field(
         0.0, ge=0, description="weight of the divergence from the frozen reference; 0: no reference model"
     )
-    estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="k1: log ratio, k2: half its square, k3: unbiased and positive"
+    estimator: Literal["k1", "k2", "k3", "abs"] = Field(
+        "k3", description="k1: log ratio, k2: half its square, k3: unbiased and positive, abs: the log ratio's size"
     )
     place: Literal["loss", "reward"] = Field("loss", description="a term of the loss, or taken from the reward")
+    clamp_log_ratio: float | None = Field(
+        None, gt=0, description="bound on the log ratio inside the estimator; none: no bound"
+    )
+    clamp: float | None = Field(None, gt=0, description="bound on the estimate itself; none: no bound")
+    target: float | None = Field(
+        None, gt=0, description="divergence that an adaptive coef steers towards (place reward); none: coef is fixed"
+    )
+    horizon: int = Field(10000, ge=1, description="samples over which the adaptive coef reacts")
+    reset_every: int = Field(0, ge=0, description="steps after which the reference becomes the policy; 0: never")
+
+
+# What each algorithm's paper chooses where it differs from the defaults below; a recipe's own keys win.
+PAPER: dict[str, dict[str, Any]] = {
+    "grpo": {"aggregation": "sample_mean"},
+}
 
 
 class Algorithm(Section):
+    """Settings that several algorithms share; each algorithm's own choice of them is in PAPER."""
+
     name: str = Field("grpo", description="one of the files in algorithms/")
     clip_low: float = Field(0.2, ge=0, description="ratio may fall to 1 - this before it is clipped")
     clip_high: float = Field(0.2, ge=0, description="ratio may rise to 1 + this before it is clipped")
     dual_clip: float | None = Field(None, gt=1, description="bound on the loss of negative advantages; none: no bound")
-    advantage_scale: Literal["std", "none"] = Field(
-        "std", description="divide group advantages by their standard deviation"
+    baseline: Literal["mean", "leave_one_out", "none"] = Field(
+        "mean", description="taken from each reward: its group's mean, the mean of the others, or nothing"
+    )
+    advantage_scale: Literal["std", "batch_std", "none"] = Field(
+        "std", description="divide advantages by the standard deviation of their group, of all rewards taken together"
     )
     std_bias: Literal["sample", "population"] = Field("sample", description="n-1 or n in the standard deviation")
     std_eps: float = Field(1e-4, ge=0, description="added to the standard deviation")
+    group_of_one: Literal["zero", "reward"] = Field(
+        "zero", description="advantage of a sample without others to compare with"
+    )
     aggregation: Literal["token_mean", "sample_mean", "group_mean", "constant"] = Field(
         "token_mean", description="what the loss is a mean over"
     )
@@ -166,12 +196,19 @@ class Algorithm(Section):
         "rollout",
         description="the old policy's log-probabilities: the rollout engine's own, or computed again by the learner",
     )
+    rollout_correction: Literal["none", "token", "sequence"] = Field(
+        "none", description="importance weight for the gap between rollout and recomputed old log-probabilities"
+    )
+    rollout_correction_cap: float = Field(2.0, gt=0, description="largest weight of rollout_correction")
     kl: KL = KL()
 
     @model_validator(mode="before")
     @classmethod
-    def _short_form(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+    def _paper_defaults(cls, value: Any) -> Any:
+        value = {"name": value} if isinstance(value, str) else value
+        if isinstance(value, dict):
+            value = {**PAPER.get(str(value.get("name", "grpo")), {}), **value}
+        return value
 
 
 class Learn(Section):

@@ -1,0 +1,125 @@
+"""From examples to tokens: chat template, system message, prompt template, limits. Text is tokenised once, here."""
+
+from __future__ import annotations
+
+import string
+from typing import TYPE_CHECKING, Any
+
+from tidemill.data.source import Example, Message
+from tidemill.errors import ConfigError, DataError, did_you_mean
+
+if TYPE_CHECKING:
+    from tidemill.config import Data
+
+
+class PromptTokens:
+    """Turns examples into token lists with one tokenizer and one set of data settings."""
+
+    def __init__(self, tokenizer: Any, data: Data) -> None:
+        self.tokenizer = tokenizer
+        self.data = data
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        if data.chat == "on" and not has_template:
+            raise ConfigError(
+                "data.chat is on, but the model's tokenizer has no chat template",
+                "set data.chat=off, or add a chat template to the model folder",
+            )
+        self.is_chat = has_template and data.chat != "off"
+        if data.system and not self.is_chat:
+            raise ConfigError(
+                "data.system is set, but prompts are not in chat form (no chat template, or data.chat=off)",
+                "put the instruction into data.template",
+            )
+
+    def encode(self, example: Example) -> list[int]:
+        """The prompt's tokens. A prompt that is empty or too long is a DataError that names the row."""
+        if self.is_chat:
+            tokens = self._chat_tokens(self._messages(example))
+        else:
+            tokens = self._plain_tokens(self.text(example))
+        if not tokens:
+            raise DataError(f"{example.where}: the prompt is empty")
+        limit = self.data.max_prompt_tokens
+        if len(tokens) > limit:
+            raise DataError(
+                f"{example.where}: the prompt has {len(tokens)} tokens, more than data.max_prompt_tokens ({limit})",
+                "raise data.max_prompt_tokens, shorten the prompt, or set data.on_bad_row=skip",
+            )
+        return tokens
+
+    def encode_pair(self, example: Example) -> tuple[list[int], list[int]]:
+        """Prompt and response for supervised training; the response ends with the model's end token."""
+        if example.response is None:
+            raise DataError(
+                f"{example.where}: the row has no response to learn from",
+                "name the response's column with data.columns.response",
+            )
+        return self.encode(example), self.response_tokens(example.response)
+
+    def response_tokens(self, text: str) -> list[int]:
+        tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
+        end = self.tokenizer.eos_token_id
+        return tokens if end is None or (tokens and tokens[-1] == end) else [*tokens, end]
+
+    def text(self, example: Example) -> str:
+        """The prompt as plain text, before any chat template."""
+        if self.data.template is not None:
+            return fill(self.data.template, example)
+        if isinstance(example.prompt, str):
+            return example.prompt
+        if self.data.chat != "off":
+            raise DataError(
+                f"{example.where}: the prompt is a list of chat messages, but the tokenizer has no chat template",
+                "use a chat model, or set data.chat=off to join the messages' texts",
+            )
+        return "\n".join(str(message["content"]) for message in example.prompt)
+
+    def _messages(self, example: Example) -> list[Message]:
+        if isinstance(example.prompt, list) and self.data.template is None:
+            messages = list(example.prompt)
+        else:
+            messages = [{"role": "user", "content": self.text(example)}]
+        if self.data.system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.data.system}, *messages]
+        if not any(str(message["content"]).strip() for message in messages):
+            raise DataError(f"{example.where}: the prompt is empty")
+        return messages
+
+    def _chat_tokens(self, messages: list[Message]) -> list[int]:
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _plain_tokens(self, text: str) -> list[int]:
+        tokens = list(self.tokenizer.encode(text)) if text else []
+        # Some tokenizers close every text with the end token; a prompt that goes on must not be closed.
+        while tokens and tokens[-1] == self.tokenizer.eos_token_id:
+            tokens.pop()
+        return tokens
+
+
+def fill(template: str, example: Example) -> str:
+    """The template with its `{column}` places filled; `{{` and `}}` are literal braces."""
+    columns = {**example.meta, "prompt": example.prompt, "answer": example.answer}
+    for name in template_columns(template):
+        if name not in columns:
+            raise DataError(
+                f"{example.where}: data.template names column {name!r}, which the row does not have"
+                f"{did_you_mean(name, columns)}",
+                f"its columns are {', '.join(columns)}",
+            )
+    return string.Formatter().vformat(template, (), columns)
+
+
+def template_columns(template: str) -> list[str]:
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+    except ValueError as error:
+        raise ConfigError(
+            f"data.template cannot be read: {error}", "write {column} for a column and {{ }} for plain braces"
+        ) from error
+    if bad := [field for field in fields if not field.isidentifier()]:
+        raise ConfigError(
+            f"data.template has the place {{{bad[0]}}}, which is no column name",
+            "write {column} for a column and {{ }} for plain braces",
+        )
+    return fields

@@ -1,0 +1,331 @@
+"""Files to examples: JSONL, CSV, Parquet, Hugging Face dataset folders. Bad rows are named and counted."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tidemill.data.prompts import template_columns
+from tidemill.data.source import Example, Message, Rows
+from tidemill.errors import ConfigError, DataError, MissingExtra, did_you_mean
+
+if TYPE_CHECKING:
+    from tidemill.config import Data
+
+OUR_COLUMNS = ("prompt", "messages", "answer", "response")
+KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    where: str
+    why: str
+
+
+Row = tuple[str, dict[str, Any]] | BadRow
+
+
+def read(path: str, data: Data, split: str | None = None) -> Rows:
+    """All usable rows of a file or folder."""
+    file = Path(path).expanduser()
+    if not file.exists():
+        raise missing(path)
+    rows = read_folder(file, split or data.split) if file.is_dir() else read_file(file)
+    examples, bad = to_examples(path, rows, data)
+    if not examples:
+        raise DataError(
+            f"{path} has no usable row: {bad[0].where}: {bad[0].why}" if bad else f"{path} is empty: it has no rows"
+        )
+    return Rows(path, tuple(examples), len(bad))
+
+
+def missing(path: str) -> DataError:
+    from tidemill.data.generators import registry
+
+    file = Path(path).expanduser()
+    siblings = [str(file.parent / p.name) for p in file.parent.iterdir()] if file.parent.is_dir() else []
+    return DataError(
+        f"data.source {path!r} is no file, folder or generator{did_you_mean(path, [*siblings, *registry()])}",
+        f"generators: {', '.join(registry())}, reasoning_gym:TASK; files: {' '.join(KINDS)}",
+    )
+
+
+def read_file(file: Path) -> Iterator[Row]:
+    if file.stat().st_size == 0:
+        raise DataError(f"{file} is empty: it has no bytes", "check how the file was written or copied")
+    match file.suffix.lower():
+        case ".jsonl":
+            return read_jsonl(file)
+        case ".json":
+            return read_json(file)
+        case ".csv":
+            return read_csv(file, ",")
+        case ".tsv":
+            return read_csv(file, "\t")
+        case ".parquet":
+            return read_parquet(file)
+        case ".arrow":
+            return read_arrow(file)
+    raise DataError(f"{file}: files that end in {file.suffix or 'nothing'} cannot be read", f"use {' '.join(KINDS)}")
+
+
+def read_jsonl(file: Path) -> Iterator[Row]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{file}:{number}"
+            try:
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except UnicodeDecodeError as error:
+                yield BadRow(where, f"is not UTF-8 text ({error.reason} at byte {error.start})")
+            except (json.JSONDecodeError, RecursionError) as error:
+                yield BadRow(where, f"is not JSON ({error})")
+            else:
+                yield (where, row) if isinstance(row, dict) else BadRow(where, f"is a {kind(row)}, not an object")
+
+
+def read_json(file: Path) -> Iterator[Row]:
+    """One list of objects; a file of one object per line is taken as JSONL."""
+    try:
+        content = json.loads(file.read_bytes().decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            yield from read_jsonl(file)
+            return
+        raise DataError(f"{file}:{error.lineno}: is not JSON ({error.msg})") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    if not isinstance(content, list):
+        raise DataError(f"{file} holds a {kind(content)}, not a list of objects")
+    for number, row in enumerate(content, 1):
+        where = f"{file}:row {number}"
+        yield (where, row) if isinstance(row, dict) else BadRow(where, f"is a {kind(row)}, not an object")
+
+
+def kind(value: Any) -> str:
+    return {list: "list", dict: "object", str: "string", type(None): "null"}.get(type(value), "number")
+
+
+def read_csv(file: Path, delimiter: str) -> Iterator[Row]:
+    with file.open(encoding="utf-8-sig", newline="") as text:
+        reader = csv.reader(text, delimiter=delimiter, strict=True)
+        header: list[str] | None = None
+        while True:
+            where = f"{file}:{reader.line_num + 1}"
+            try:
+                fields = next(reader, None)
+            except csv.Error as error:
+                yield BadRow(where, f"is not CSV ({error})")
+                return  # after a broken quote no later line can be trusted
+            except UnicodeDecodeError as error:
+                raise DataError(f"{where}: is not UTF-8 text ({error.reason})") from error
+            if fields is None:
+                return
+            if not fields:
+                continue
+            if header is None:
+                header = fields
+            elif len(fields) != len(header):
+                yield BadRow(where, f"has {len(fields)} fields where the header has {len(header)}")
+            else:
+                yield where, dict(zip(header, fields))
+
+
+def read_parquet(file: Path) -> Iterator[Row]:
+    arrow = pyarrow(file)
+    try:
+        table = arrow.parquet.ParquetFile(file)
+        number = 0
+        for batch in table.iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{file}:row {number}", row
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(
+            f"{file} cannot be read as Parquet: {error}", "the file may be cut short; copy it again"
+        ) from error
+
+
+def read_arrow(file: Path) -> Iterator[Row]:
+    """The stream (or file) form of Arrow that Hugging Face's save_to_disk writes."""
+    arrow = pyarrow(file)
+    number = 0
+    try:
+        with arrow.memory_map(str(file)) as source:
+            try:
+                batches: Iterable[Any] = arrow.ipc.open_stream(source)
+            except arrow.ArrowInvalid:
+                opened = arrow.ipc.open_file(source)
+                batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
+            for batch in batches:
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{file}:row {number}", row
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(
+            f"{file} cannot be read as Arrow: {error}", "the file may be cut short; copy it again"
+        ) from error
+
+
+def pyarrow(file: Path) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        raise MissingExtra(f"reading {file}", "pyarrow", "data") from None
+    return pyarrow
+
+
+def read_folder(folder: Path, split: str | None) -> Iterator[Row]:
+    """A folder of save_to_disk (one dataset or a dict of splits), or any folder of data files."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_text()).get("splits", [])
+        return read_folder(folder / choose_split(folder, splits, split), None)
+    if (folder / "state.json").is_file():
+        names = [entry["filename"] for entry in json.loads((folder / "state.json").read_text())["_data_files"]]
+        return chain_files([folder / name for name in names])
+    files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in KINDS and p.name != "dataset_infos.json")
+    if not files:
+        raise DataError(f"{folder} holds no data file", f"data files end in {' '.join(KINDS)}")
+    if len(files) > 1 or split:
+        splits = list(dict.fromkeys(split_of(p, folder) for p in files))
+        if split or "train" in splits:
+            chosen = choose_split(folder, splits, split)
+            files = [p for p in files if split_of(p, folder) == chosen]
+    return chain_files(files)
+
+
+def split_of(file: Path, folder: Path) -> str:
+    """`data/train-00000-of-00002.parquet` and `train/part.jsonl` both belong to train."""
+    for part in file.relative_to(folder).parts:
+        stem = re.split(r"[-_.]", part)[0]
+        if stem in ("train", "test", "validation", "valid", "dev"):
+            return stem
+    return re.split(r"[-.]", file.name)[0]
+
+
+def choose_split(folder: Path, splits: list[str], wanted: str | None) -> str:
+    if wanted is None and len(splits) == 1:
+        return splits[0]
+    wanted = wanted or "train"
+    if wanted not in splits:
+        raise DataError(
+            f"{folder} has no split {wanted!r}{did_you_mean(wanted, splits)}",
+            f"choose one with data.split: {', '.join(splits)}",
+        )
+    return wanted
+
+
+def chain_files(files: list[Path]) -> Iterator[Row]:
+    for file in files:
+        yield from read_file(file)
+
+
+def to_examples(path: str, rows: Iterable[Row], data: Data) -> tuple[list[Example], list[BadRow]]:
+    examples: list[Example] = []
+    bad: list[BadRow] = []
+    pattern = answer_pattern(data)
+    needed = needed_columns(data)
+    wrong_names: DataError | None = None
+    for row in rows:
+        made = row if isinstance(row, BadRow) else to_example(row[0], row[1], data, pattern)
+        if not isinstance(row, BadRow) and (error := missing_column(row[0], row[1], needed)):
+            wrong_names = wrong_names or error
+            made = BadRow(row[0], "lacks a column")
+        if isinstance(made, Example):
+            examples.append(made)
+        elif data.on_bad_row == "fail":
+            remedy = "mend the row, or set data.on_bad_row=skip to leave such rows out"
+            raise wrong_names or DataError(f"{made.where}: {made.why}", remedy)
+        else:
+            bad.append(made)
+    if not examples and wrong_names:  # no row has it: the recipe's mistake, not the rows'
+        raise wrong_names
+    return examples, bad
+
+
+def needed_columns(data: Data) -> list[tuple[str, set[str]]]:
+    """The recipe's key and the columns of which a row must have one."""
+    needed = [(f"data.columns.{ours}", {theirs}) for ours, theirs in data.columns.items()]
+    if data.template is not None:
+        names = [name for name in template_columns(data.template) if name not in (*data.columns, "answer")]
+        return needed + [("data.template", {name}) for name in names]
+    return needed if {"prompt", "messages"} & {*data.columns} else [*needed, ("", {"prompt", "messages"})]
+
+
+def missing_column(where: str, row: Mapping[str, Any], needed: list[tuple[str, set[str]]]) -> DataError | None:
+    for key, names in needed:
+        if names & row.keys():
+            continue
+        if key:
+            (name,) = names
+            message = f"{where}: {key} names column {name!r}, which the row does not have{did_you_mean(name, row)}"
+            return DataError(message, f"its columns are {', '.join(row)}")
+        near = did_you_mean("prompt", row) or did_you_mean("question", row)
+        message = f"{where}: there is no column 'prompt' or 'messages'{near}"
+        return DataError(message, f"name it with data.columns.prompt; the row's columns are {', '.join(row)}")
+    return None
+
+
+def answer_pattern(data: Data) -> re.Pattern[str] | None:
+    if data.answer_pattern is None:
+        return None
+    try:
+        pattern = re.compile(data.answer_pattern)
+    except re.error as error:
+        raise ConfigError(f"data.answer_pattern is no regular expression: {error}") from error
+    if pattern.groups < 1:
+        raise ConfigError("data.answer_pattern needs a group: the part in parentheses is the answer")
+    return pattern
+
+
+def to_example(where: str, row: Mapping[str, Any], data: Data, pattern: re.Pattern[str] | None) -> Example | BadRow:
+    named = {**row, **{ours: row.get(theirs) for ours, theirs in data.columns.items()}}
+    meta = {name: value for name, value in named.items() if name not in OUR_COLUMNS}
+    prompt, response = named.get("prompt"), named.get("response")
+    if prompt is None and isinstance(named.get("messages"), list):
+        messages = named["messages"]
+        if why := wrong_messages(messages):
+            return BadRow(where, why)
+        if messages[-1]["role"] == "assistant":
+            prompt, response = messages[:-1], messages[-1]["content"] if response is None else response
+        else:
+            prompt = messages
+    if prompt is None and data.template is None:
+        return BadRow(where, "has no prompt")
+    if isinstance(prompt, list):
+        if why := wrong_messages(prompt):
+            return BadRow(where, why)
+    elif prompt is not None and not isinstance(prompt, str):
+        return BadRow(where, f"has a prompt that is a {kind(prompt)}, not text or a list of messages")
+    elif data.template is None and not (prompt or "").strip():
+        return BadRow(where, "has an empty prompt")
+    answer = as_text(named.get("answer"))
+    if pattern is not None:
+        found = pattern.search(answer)
+        if found is None:
+            return BadRow(where, f"has an answer that data.answer_pattern does not match: {answer[:60]!r}")
+        answer = found[1].strip()
+    return Example(prompt or "", answer, None if response is None else as_text(response), meta, where)
+
+
+def wrong_messages(messages: list[Message]) -> str | None:
+    if not messages:
+        return "has an empty list of messages"
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            return "has a message without role and content"
+    return None
+
+
+def as_text(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

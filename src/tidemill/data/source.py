@@ -1,0 +1,158 @@
+"""Where prompts come from: examples by index, from files or generators, split into training and held-out.
+
+Everything is a function of (settings, seed, index), so the position of a run in its data is one integer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tidemill.errors import DataError
+
+if TYPE_CHECKING:
+    from tidemill.config import Data
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One problem. `where` names its origin in messages to people: file:line or generator:index."""
+
+    prompt: str | list[Message]
+    answer: str = ""
+    response: str | None = None  # what a good answer looks like, for supervised training
+    meta: Mapping[str, Any] = field(default_factory=dict)  # the row's other columns
+    where: str = ""
+
+
+class Source(Protocol):
+    """Examples by index. `size` is None for an endless generator."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int | None: ...
+
+    def example(self, index: int) -> Example: ...
+
+
+class Order:
+    """Which example comes at a position: a new permutation each pass, the identity without shuffling.
+
+    The first pass after `size` positions is pass 1, and so on; an endless source is taken as it comes.
+    """
+
+    def __init__(self, source: Source, seed: int, shuffle: bool = True) -> None:
+        if source.size == 0:
+            raise DataError(f"{source.name} has no examples")
+        self.size = source.size
+        self.seed = seed
+        self.shuffle = shuffle
+        self._passes: OrderedDict[int, npt.NDArray[np.int64]] = OrderedDict()
+
+    def order(self, position: int) -> int:
+        if self.size is None:
+            return position
+        number, place = divmod(position, self.size)
+        return int(self._permutation(number)[place]) if self.shuffle else place
+
+    __call__ = order
+
+    def _permutation(self, number: int) -> npt.NDArray[np.int64]:
+        """A prompt that runs ahead may straddle two passes, so the last two permutations are kept."""
+        assert self.size is not None
+        if number not in self._passes:
+            self._passes[number] = np.random.default_rng((self.seed, number)).permutation(self.size)
+            while len(self._passes) > 2:
+                self._passes.popitem(last=False)
+        return self._passes[number]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A fixed list of examples."""
+
+    name: str
+    examples: tuple[Example, ...]
+    bad_rows: int = 0  # left out because they could not be used
+
+    @property
+    def size(self) -> int:
+        return len(self.examples)
+
+    def example(self, index: int) -> Example:
+        return self.examples[index]
+
+
+def open_source(data: Data, seed: int) -> tuple[Source, Source]:
+    """Training and held-out data. No held-out problem occurs in training."""
+    from tidemill.data import generators, readers
+
+    if generators.is_generator(data.source):
+        return open_generated(data, seed)
+    rows = readers.read(data.source, data)
+    if data.eval_source is None and data.eval_split is None:
+        return split(rows, data.held_out, seed)
+    aside: Source
+    if data.eval_source and generators.is_generator(data.eval_source):
+        aside = generators.open_pair(data.eval_source, data.eval_args or {}, data.held_out, seed)[1]
+        return rows, aside
+    aside = readers.read(data.eval_source or data.source, data, data.eval_split)
+    return without(rows, aside), aside
+
+
+def open_generated(data: Data, seed: int) -> tuple[Source, Source]:
+    from tidemill.data import generators, readers
+
+    train, aside = generators.open_pair(data.source, data.args, data.held_out, seed)
+    if data.eval_source is None and data.eval_args is None:
+        return train, aside
+    if data.eval_source and not generators.is_generator(data.eval_source):
+        return train, readers.read(data.eval_source, data, data.eval_split)
+    args = data.args if data.eval_args is None else data.eval_args
+    return train, generators.open_pair(data.eval_source or data.source, args, data.held_out, seed)[1]
+
+
+def without(rows: Rows, aside: Rows) -> Rows:
+    """The rows whose prompt is not held out."""
+    prompts = {repr(example.prompt) for example in aside.examples}
+    kept = tuple(example for example in rows.examples if repr(example.prompt) not in prompts)
+    if not kept:
+        raise DataError(
+            f"every prompt of {rows.name} is also in the held-out data {aside.name}: none is left to train on"
+        )
+    return Rows(rows.name, kept, rows.bad_rows)
+
+
+def split(rows: Rows, held_out: int, seed: int) -> tuple[Rows, Rows]:
+    """Keep `held_out` rows aside, the same ones for the same seed. Rows with the same prompt stay on one side."""
+    prompts: dict[str, list[Example]] = {}
+    for example in rows.examples:
+        prompts.setdefault(repr(example.prompt), []).append(example)
+    keys = list(prompts)
+    random.Random(f"held-out {seed}").shuffle(keys)
+    aside: set[str] = set()
+    count = 0
+    for key in keys:
+        if count >= held_out:
+            break
+        aside.add(key)
+        count += len(prompts[key])
+    if len(aside) == len(keys):
+        raise DataError(
+            f"{rows.name} has {len(rows.examples)} usable rows with {len(keys)} different prompts, "
+            f"and data.held_out keeps {held_out} of them for evaluation: none is left to train on",
+            "lower data.held_out, or name held-out data with data.eval_source",
+        )
+    kept = [example for example in rows.examples if repr(example.prompt) not in aside]
+    out = [example for example in rows.examples if repr(example.prompt) in aside]
+    return Rows(rows.name, tuple(kept), rows.bad_rows), Rows(f"{rows.name} (held out)", tuple(out), 0)

@@ -1,0 +1,134 @@
+"""Generated tasks with answers that can be checked: arithmetic of rising difficulty, sorting, countdown.
+
+Each also gives the response a supervised warm-up learns from, so a small model can be brought to where RL has a signal.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from tidemill.data.generators import Generator, Problem
+from tidemill.errors import DataError
+
+Span = int | Sequence[int]
+
+
+def span(value: Span, name: str, least: int) -> tuple[int, int]:
+    """`5` or `[3, 6]` as (low, high)."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        low = high = value
+    elif isinstance(value, Sequence) and len(value) == 2 and all(isinstance(v, int) for v in value):
+        low, high = value
+    else:
+        raise DataError(f"data.args.{name} must be a number or [low, high], got {value!r}")
+    if low < least or high < low:
+        raise DataError(f"data.args.{name} must be rising and at least {least}, got {value!r}")
+    return low, high
+
+
+def chain(
+    rng: random.Random, terms: Span = (3, 6), max_value: int = 9, operators: str = "+-", max_total: int | None = None
+) -> Problem:
+    """`7+5-3+8=` with the response `12 9 17`: the running totals, the last of which is the answer.
+
+    Totals stay at or above 0 (a subtraction never takes more than there is) and at or below `max_total`.
+    """
+    if not operators or set(operators) - set("+-"):
+        raise DataError(f"data.args.operators must be made of + and -, got {operators!r}")
+    if max_value < 1:
+        raise DataError(f"data.args.max_value must be at least 1, got {max_value}")
+    count = rng.randint(*span(terms, "terms", 2))
+    total = rng.randint(1, max_value)
+    text, totals = str(total), []
+    for _ in range(count - 1):
+        operator = rng.choice(operators)
+        room = max_value if max_total is None else min(max_value, max_total - total)
+        if operator == "+" and room < 1:
+            operator = "-"
+        if operator == "-" and total < 1:
+            operator = "+"
+        value = rng.randint(1, max(1, min(max_value, total) if operator == "-" else room))
+        total += value if operator == "+" else -value
+        text += f"{operator}{value}"
+        totals.append(str(total))
+    return Problem(f"{text}=", totals[-1], " ".join(totals), {"terms": count})
+
+
+def addition(rng: random.Random, digits: Span = 2, numbers: Span = 2) -> Problem:
+    """`47+85=` with the answer `132`; every number has `digits` digits."""
+    low, high = span(digits, "digits", 1)
+    values = [number(rng, rng.randint(low, high)) for _ in range(rng.randint(*span(numbers, "numbers", 2)))]
+    answer = str(sum(values))
+    return Problem(f"{'+'.join(map(str, values))}=", answer, answer)
+
+
+def multiplication(rng: random.Random, digits: Span = 2) -> Problem:
+    """`12*34=`; the response is the partial products and then the answer."""
+    low, high = span(digits, "digits", 1)
+    a, b = (number(rng, rng.randint(low, high)) for _ in range(2))
+    parts = [str(a * int(digit) * 10**place) for place, digit in enumerate(reversed(str(b)))]
+    steps = parts if len(parts) == 1 else [*parts, str(a * b)]
+    return Problem(f"{a}*{b}=", str(a * b), " ".join(steps))
+
+
+def number(rng: random.Random, digits: int) -> int:
+    return rng.randint(0 if digits == 1 else 10 ** (digits - 1), 10**digits - 1)
+
+
+# Settings of each level: more terms first, then larger numbers, then products.
+LEVELS = (
+    ("chain", {"terms": 2, "max_value": 9}),
+    ("chain", {"terms": (2, 4), "max_value": 9}),
+    ("chain", {"terms": (3, 6), "max_value": 9}),
+    ("chain", {"terms": (3, 6), "max_value": 50}),
+    ("chain", {"terms": (5, 8), "max_value": 99}),
+    ("multiplication", {"digits": (1, 2)}),
+    ("multiplication", {"digits": 2}),
+    ("multiplication", {"digits": (2, 3)}),
+)
+
+
+def arithmetic(rng: random.Random, level: Span = 1) -> Problem:
+    """Sums and products of rising difficulty: level 1 is `3+4=`, level 8 is `123*45=`."""
+    low, high = span(level, "level", 1)
+    if high > len(LEVELS):
+        raise DataError(f"data.args.level must be at most {len(LEVELS)}, got {level!r}")
+    chosen = rng.randint(low, high)
+    name, args = LEVELS[chosen - 1]
+    problem = GENERATORS[name](rng, **args)
+    return Problem(problem.prompt, problem.answer, problem.response, {"level": chosen})
+
+
+def sorting(rng: random.Random, length: Span = (3, 6), max_value: int = 99, descending: bool = False) -> Problem:
+    """`sort 31 4 15=` with the answer `4 15 31`."""
+    values = [rng.randint(0, max_value) for _ in range(rng.randint(*span(length, "length", 2)))]
+    answer = " ".join(map(str, sorted(values, reverse=descending)))
+    return Problem(f"sort {' '.join(map(str, values))}=", answer, answer)
+
+
+def countdown(rng: random.Random, numbers: Span = (3, 4), max_value: int = 20, operators: str = "+-*") -> Problem:
+    """Reach a target from given numbers, each used once: `use 3 5 2 to make 13:`, checked by reward `countdown`."""
+    values = [rng.randint(1, max_value) for _ in range(rng.randint(*span(numbers, "numbers", 2)))]
+    text, total = str(values[0]), values[0]
+    order = values[1:]
+    rng.shuffle(order)
+    for value in order:
+        operator = rng.choice(operators)
+        if operator == "-" and value > total:
+            operator = "+"
+        total = total + value if operator == "+" else total - value if operator == "-" else total * value
+        text = f"({text}){operator}{value}" if operator == "*" and not text.isdigit() else f"{text}{operator}{value}"
+    given = sorted(values)
+    prompt = f"use {' '.join(map(str, given))} to make {total}:"
+    return Problem(prompt, str(total), text, {"numbers": given, "target": total})
+
+
+GENERATORS: dict[str, Generator] = {
+    "arithmetic": arithmetic,
+    "chain": chain,
+    "addition": addition,
+    "multiplication": multiplication,
+    "sorting": sorting,
+    "countdown": countdown,
+}

@@ -1,0 +1,61 @@
+"""A user's own function by import path: `package.module:function` or `path/to/file.py:function`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from tidemill.errors import TidemillError, did_you_mean
+
+PATH = re.compile(r"(?P<module>[A-Za-z_][\w.]*|.+\.py):(?P<name>[A-Za-z_]\w*)")
+
+
+def is_import_path(text: str) -> bool:
+    return PATH.fullmatch(text) is not None
+
+
+def load(path: str, error: type[TidemillError], key: str) -> Any:
+    """The object at an import path. What goes wrong is raised as `error`, naming the recipe's `key`."""
+    match = PATH.fullmatch(path)
+    if match is None:
+        raise error(f"{key}: {path!r} is no import path", "write package.module:function or path/to/file.py:function")
+    module_name, name = match["module"], match["name"]
+    module = load_file(path, module_name, error, key) if module_name.endswith(".py") else None
+    module = module or load_module(path, module_name, error, key)
+    if not hasattr(module, name):
+        names = [n for n in vars(module) if not n.startswith("_")]
+        raise error(f"{key}: {module_name} has no {name!r}{did_you_mean(name, names)}")
+    return getattr(module, name)
+
+
+def load_module(path: str, module_name: str, error: type[TidemillError], key: str) -> Any:
+    if os.getcwd() not in sys.path:  # a console script does not search the folder it is called from
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as missing:
+        remedy = f"{module_name} is looked for in the folder the command runs in and in the installed packages"
+        raise error(f"{key}: cannot import {path!r}: {missing}", remedy) from missing
+    except Exception as failed:
+        raise error(f"{key}: importing {path!r} failed: {type(failed).__name__}: {failed}") from failed
+
+
+def load_file(path: str, file: str, error: type[TidemillError], key: str) -> Any:
+    if not Path(file).is_file():
+        raise error(f"{key}: {path!r}: there is no file {file}")
+    name = f"tidemill_user_{Path(file).stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as failed:
+        del sys.modules[name]
+        raise error(f"{key}: importing {path!r} failed: {type(failed).__name__}: {failed}") from failed
+    return module

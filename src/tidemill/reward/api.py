@@ -1,0 +1,46 @@
+"""What a reward function gets and gives: `def reward(sample: Sample, **args) -> float | bool | Reward`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response to judge."""
+
+    prompt: str
+    response: str
+    answer: str = ""
+    meta: Mapping[str, Any] = field(default_factory=dict)  # the data row's other columns
+    id: int = 0
+    where: str = ""  # the data row's origin, for messages
+    finish: str = "stop"  # why the response ended: stop, length, error, cancelled
+
+    @property
+    def called(self) -> str:
+        return f"sample {self.id} ({self.where})" if self.where else f"sample {self.id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A value, its components (logged on their own) and whether the response counts as correct."""
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    correct: bool | None = None  # None: decided by rewards.correct_above
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What the recipe's reward functions made of one sample. `error`: the first that failed, in words."""
+
+    value: float
+    parts: Mapping[str, float]
+    correct: bool
+    error: str | None = None
+
+
+RewardFunction = Callable[..., "float | bool | Reward"]

@@ -1,0 +1,167 @@
+"""Scorer: the recipe's reward functions over samples, added with their weights, while rollout goes on.
+
+A function that raises, hangs, dies or gives no finite number is named with its sample and counted; what it does to the
+run is `rewards.on_error`. Results keep the order of the samples.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from tidemill.config import Rewards
+from tidemill.errors import ConfigError, RewardError
+from tidemill.reward.api import RewardFunction, Sample, Scored
+from tidemill.reward.outcome import Outcome, judge
+from tidemill.reward.pool import Pool, Unit
+from tidemill.reward.registry import check_args, find, is_quick
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One entry of the recipe's rewards. `slot`: its place among the pool's functions, None when it runs here."""
+
+    label: str
+    name: str
+    args: Mapping[str, Any]
+    weight: float
+    function: RewardFunction
+    slot: int | None
+
+
+class Scorer:
+    def __init__(self, rewards: Rewards) -> None:
+        self.rewards = rewards
+        self.components = components(rewards)
+        self.errors: Counter[str] = Counter()  # faults by kind: raised, timed_out, not_finite, wrong_type, died
+        self.last_error = ""
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "reward")
+        slow = [(c.name, c.args) for c in self.components if c.slot is not None]
+        self._pool = Pool(slow, rewards.workers, rewards.timeout_s) if slow else None
+
+    @property
+    def labels(self) -> list[str]:
+        """The names of the functions' own values in `Scored.parts`."""
+        return [c.label for c in self.components]
+
+    def submit(self, samples: list[Sample]) -> Future[list[Scored]]:
+        """Judge samples in the background."""
+        task = Task(self, samples)
+        slow = [(i, k, c) for k, c in enumerate(self.components) if c.slot is not None for i in range(len(samples))]
+        if self._pool is not None and slow:
+            self._pool.submit([Unit(c.slot or 0, samples[i], task.setter(i, k)) for i, k, c in slow])
+        self._thread.submit(self._judge_here, task, samples)
+        return task.future
+
+    def score(self, samples: list[Sample]) -> list[Scored]:
+        """Judge samples and wait."""
+        return self.submit(samples).result()
+
+    def _judge_here(self, task: Task, samples: list[Sample]) -> None:
+        for k, component in enumerate(self.components):
+            if component.slot is None:
+                for i, sample in enumerate(samples):
+                    task.set(i, k, judge(component.function, sample, component.args))
+        task.finish_if_complete()
+
+    def combine(self, sample: Sample, outcomes: Sequence[Outcome]) -> Scored:
+        """The weighted sum; a component that failed counts as 0."""
+        parts: dict[str, float] = {}
+        error = None
+        for component, outcome in zip(self.components, outcomes):
+            parts[component.label] = outcome.value
+            parts.update({f"{component.label}.{name}": value for name, value in outcome.parts.items()})
+            if outcome.fault:
+                message = f"{sample.called}: reward {component.name!r} {outcome.why}"
+                with self._lock:
+                    self.errors[outcome.fault] += 1
+                    self.last_error = message
+                error = error or message
+        value = sum(c.weight * o.value for c, o in zip(self.components, outcomes))
+        first = outcomes[0]
+        correct = first.value > self.rewards.correct_above if first.correct is None else first.correct
+        return Scored(value, parts, correct and not first.fault, error)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Scorer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class Task:
+    """One call of submit: collects outcomes from several threads and resolves the future once all are there."""
+
+    def __init__(self, scorer: Scorer, samples: list[Sample]) -> None:
+        self.scorer, self.samples = scorer, samples
+        self.future: Future[list[Scored]] = Future()
+        self.outcomes: list[list[Outcome | None]] = [[None] * len(scorer.components) for _ in samples]
+        self.missing = len(samples) * len(scorer.components)
+        self.lock = threading.Lock()
+        self.is_finished = False
+
+    def setter(self, i: int, k: int) -> Any:
+        def done(outcome: Outcome) -> None:
+            self.set(i, k, outcome)
+            self.finish_if_complete()
+
+        return done
+
+    def set(self, i: int, k: int, outcome: Outcome) -> None:
+        with self.lock:
+            self.outcomes[i][k] = outcome
+            self.missing -= 1
+
+    def finish_if_complete(self) -> None:
+        with self.lock:
+            if self.missing or self.is_finished:
+                return
+            self.is_finished = True
+        try:
+            scored = [self.scorer.combine(s, [o for o in row if o]) for s, row in zip(self.samples, self.outcomes)]
+        except Exception as error:
+            self.future.set_exception(error)
+            return
+        failed = next((s.error for s in scored if s.error), None)
+        if failed and self.scorer.rewards.on_error == "fail":
+            remedy = "mend the function, or set rewards.on_error to zero or drop to go on without such samples"
+            self.future.set_exception(RewardError(failed, remedy))
+        else:
+            self.future.set_result(scored)
+
+
+def components(rewards: Rewards) -> tuple[Component, ...]:
+    """Every function found, its arguments checked; quick ones are tried on an empty sample."""
+    made: list[Component] = []
+    slots = 0
+    for spec in rewards.functions:
+        function = find(spec.function)
+        check_args(spec.function, function, spec.args)
+        quick = is_quick(spec.function)
+        if quick:
+            tried = judge(function, Sample("", ""), spec.args)
+            if tried.fault:
+                raise ConfigError(f"rewards: {spec.function!r} cannot work with args {spec.args}: it {tried.why}")
+        label = unique(spec.label or spec.function.rpartition(":")[2], {c.label for c in made})
+        made.append(Component(label, spec.function, spec.args, spec.weight, function, None if quick else slots))
+        slots += not quick
+    return tuple(made)
+
+
+def unique(label: str, taken: set[str]) -> str:
+    number = 2
+    chosen = label
+    while chosen in taken:
+        chosen, number = f"{label}_{number}", number + 1
+    return chosen
