@@ -333,8 +333,10 @@ def run_engine(shape: str, workload: str, *, page: int = 64, variant: tuple[int,
         "start_s": ready, "peak_gib": peak,
     }  # fmt: skip
     if (shape, workload) == ("1.5b", "fixed") and page == 64:
-        profile_step(engine, work)
-        mismatch(engine, model, work)
+        with section("profile"):
+            profile_step(engine, work)
+        with section("mismatch"):
+            mismatch(engine, model, work)
 
 
 MODELS: dict[str, Any] = {}
@@ -403,6 +405,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", default="", help="sections whose name contains this")
     parser.add_argument("--no-7b", action="store_true")
+    parser.add_argument("--vllm", action="store_true", help="also time vLLM on fixed-1.5b, where it is installed")
     chosen = parser.parse_args()
     LOG.unlink(missing_ok=True)
     import transformers
@@ -418,6 +421,8 @@ def main() -> None:
         ("sleep", sleep_gives_back),
         ("fixed 1.5b", lambda: run_engine("1.5b", "fixed")),
     ]
+    if chosen.vllm:
+        sections.append(("vllm", vllm_beside))
     if not chosen.quick:
         sections += [
             ("time kernels", time_kernels),
@@ -440,6 +445,15 @@ def main() -> None:
 def fixed_with_best() -> None:
     _, page, block, warps, stages, _ = min(entry for entry in BEST_ATTEND if entry[5] == 1)
     run_engine("1.5b", "fixed", page=page, variant=(block, warps, stages))
+
+
+def vllm_beside() -> None:
+    MODELS.clear()
+    torch.accelerator.empty_cache()
+    work = bench._work("fixed", bench.Size(), bench.SHAPES["1.5b"][6])
+    theirs = bench._measure("vllm", "1.5b", work, "cuda", 2)
+    FIGURES["vllm fixed-1.5b"] = theirs
+    row("vllm fixed-1.5b", f"{theirs['tokens_per_s']:,.0f} tokens/s, step {theirs['step_ms']:.2f} ms")
 
 
 def only_7b() -> None:

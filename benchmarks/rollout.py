@@ -263,7 +263,10 @@ def _vllm(model: Any, work: Work) -> Callable[[bool], int]:
 
     folder = tempfile.mkdtemp()
     model.save_pretrained(folder)
-    llm = LLM(folder, skip_tokenizer_init=True, max_model_len=work.window + 1, max_num_seqs=work.lengths.size, seed=0)
+    llm = LLM(
+        folder, skip_tokenizer_init=True, max_model_len=work.window + 1, max_num_seqs=work.lengths.size, seed=0,
+        gpu_memory_utilization=0.7,
+    )  # fmt: skip
 
     def roll(brief: bool) -> int:
         prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in work.prompts for _ in work.lengths[0]]

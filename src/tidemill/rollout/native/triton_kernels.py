@@ -100,7 +100,8 @@ def _attend_block(
     else:
         key = tl.load(k_at) if DIM == DIM_PAD else tl.load(k_at, mask=(d < DIM)[:, None], other=0.0)
         value = tl.load(v_at) if V_DIM == V_PAD else tl.load(v_at, mask=(e < V_DIM)[None, :], other=0.0)
-    score = tl.dot(query, key) * scale
+    # "ieee": float32 stays float32; bfloat16 products are exact either way.
+    score = tl.dot(query, key, input_precision="ieee") * scale
     if HAS_CAP:
         score = (2.0 / (1.0 + tl.exp(-2.0 * score / softcap)) - 1.0) * softcap
     if IS_LAST or WINDOW > 0:
@@ -114,7 +115,7 @@ def _attend_block(
     if WINDOW > 0:  # a block may lie wholly before the window, where every score equals its maximum
         weight = tl.where(score > -1e29, weight, 0.0)
     total = total * fade + tl.sum(weight, 1)
-    acc = acc * fade[:, None] + tl.dot(weight.to(value.dtype), value)
+    acc = acc * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
     return higher, total, acc
 
 
