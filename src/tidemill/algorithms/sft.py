@@ -1,0 +1,31 @@
+"""Supervised fine-tuning: imitate given responses. Loss −log π over response tokens only."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tidemill.algorithms import tables
+from tidemill.algorithms.api import Algorithm, Stats, TokenBatch
+from tidemill.algorithms.losses import mean_stat
+from tidemill.batch import Batch
+from tidemill.config import Config
+from tidemill.graph import Graph, Stage
+
+
+class SFT(Algorithm):
+    name = "sft"
+    about = "imitates given responses"
+    food = "responses"
+
+    def graph(self, config: Config) -> Graph:
+        return Graph(self.name, tables.OFFLINE, (Stage("learn", "actor", tables.OFFLINE[1:]),))
+
+    def advantages(self, batch: Batch, config: Config) -> Batch:
+        return Batch({})
+
+    def loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
+        stats: Stats = {"nll": mean_stat(-tokens.logprobs, tokens)}
+        if tokens.entropy is not None:
+            stats["entropy"] = mean_stat(torch.as_tensor(tokens.entropy), tokens)
+        return -(tokens.weights * tokens.logprobs).sum(), stats
