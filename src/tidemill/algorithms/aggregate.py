@@ -1,5 +1,5 @@
 """What a loss is a mean over. Every choice is `sum(local · loss) / whole`: `local` is known per sample or group, and
-`whole` only once the update's last sample is in. So gradients add up sample by sample and are divided once.
+`whole` only once the update's last sample is in. So gradients are added up sample by sample and divided at the end.
 
 | aggregation | local weight of a token | whole |
 |---|---|---|

@@ -2,7 +2,7 @@
 
 A_t = log π_teacher − log π_old at the sampled token, detached: the one-sample estimate of −KL(π ‖ teacher), with no
 discount, so every token is a lesson (Agarwal et al. 2024, arXiv:2306.13649; Gu et al. 2024). Rewards are only measured.
-The teacher takes the reference's place: `algorithm.teacher` names its folder.
+`algorithm.teacher` names the teacher's folder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from tidemill.algorithms import policy, tables
-from tidemill.algorithms.api import Algorithm, Kept, Stats, TokenBatch
+from tidemill.algorithms.api import Algorithm, Stats, TokenBatch
 from tidemill.batch import GROUP, LENGTH, Batch, Column
 from tidemill.config import Config
 from tidemill.graph import Graph, Stage
@@ -22,16 +22,13 @@ class Distill(Algorithm):
     about = "on-policy distillation: a teacher scores every token the policy makes"
 
     def graph(self, config: Config) -> Graph:
-        old = tables.old_column(config)
-        recompute = (tables.old_logprobs(),) if config.algorithm.old_logprobs == "recompute" else ()
-        teacher = Stage("teacher", "teacher", ("tokens", "prompt_length", LENGTH), ("teacher_logprobs",))
-        advantage_reads = (GROUP, "mask", "reward", old, "teacher_logprobs")
+        reads = (GROUP, "tokens", "prompt_length", LENGTH)
         stages = (
             tables.rollout(),
             tables.reward(),
-            *recompute,
-            teacher,
-            Stage("advantage", "reward", advantage_reads, ("advantages",), "group"),
+            *tables.policy_logprobs(config),
+            Stage("teacher", "teacher", reads, ("teacher_logprobs",)),
+            tables.advantage(config, "teacher_logprobs", tables.old_column(config)),
             tables.learn(config),
         )
         return Graph(self.name, tables.SOURCE, stages)
@@ -39,10 +36,10 @@ class Distill(Algorithm):
     def advantages(self, batch: Batch, config: Config) -> Batch:
         gap = batch.values("teacher_logprobs").astype(np.float64) - batch.values(tables.old_column(config))
         values = np.where(batch.values("mask") != 0, gap, 0.0).astype(np.float32)
-        return Batch({"advantages": Column(values, batch["mask"].offsets)})
+        return policy.with_marks(batch, Column(values, batch["mask"].offsets), config)
 
-    def keep(self, batch: Batch, config: Config) -> Kept:
-        return np.ones(batch.rows, np.bool_)
+    def wants_whole_step(self, config: Config) -> bool:
+        return policy.sees_whole_step(config)
 
     def loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
         return policy.clipped_loss(tokens, config)

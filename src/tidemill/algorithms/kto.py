@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tidemill.algorithms import preference, tables
 from tidemill.algorithms.api import Algorithm, Kept, Stat, Stats, TokenBatch, segment_sum
-from tidemill.batch import GROUP, Batch
+from tidemill.batch import GROUP, ID, Batch
 from tidemill.config import Config
 from tidemill.graph import Graph, Stage
 
@@ -28,13 +28,13 @@ class KTO(Algorithm):
     food = "judged"
 
     def graph(self, config: Config) -> Graph:
-        advantage_reads = (GROUP, "mask", "old_logprobs", "ref_logprobs", "mismatched")
-        learn_reads = (*JUDGED[1:-1], "ref_logprobs", "advantages")
+        advantage_reads = (ID, GROUP, "mask", "old_logprobs", "ref_logprobs", "mismatched")
+        learn_reads = (*JUDGED[:-1], "ref_logprobs", "advantages")
         stages = (
             tables.old_logprobs(),
             tables.reference(),
             Stage("advantage", "reward", advantage_reads, ("advantages",), "group"),
-            Stage("learn", "actor", learn_reads),
+            Stage("learn", "actor", learn_reads, scope="group"),
         )
         return Graph(self.name, JUDGED, stages)
 

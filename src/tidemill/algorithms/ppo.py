@@ -15,7 +15,7 @@ from tidemill.algorithms.advantages import gae, whitened
 from tidemill.algorithms.api import Stat, Stats, TokenBatch
 from tidemill.algorithms.losses import mean_stat
 from tidemill.algorithms.shaping import token_rewards
-from tidemill.batch import GROUP, LENGTH, Batch, Column
+from tidemill.batch import GROUP, ID, LENGTH, Batch, Column
 from tidemill.config import Config, Critic
 from tidemill.graph import Graph, Stage
 
@@ -26,14 +26,14 @@ class PPO(policy.GroupPolicy):
     has_critic = True
 
     def graph(self, config: Config) -> Graph:
-        critic_reads = (GROUP, LENGTH, "tokens", "prompt_length", "mask", "values", "returns")
+        critic_reads = (ID, GROUP, LENGTH, "tokens", "prompt_length", "mask", "values", "returns")
         stages = (
             tables.rollout(),
             tables.reward(),
             *tables.policy_logprobs(config),
-            Stage("values", "critic", ("tokens", "prompt_length", LENGTH), ("values",)),
+            Stage("values", "critic", (GROUP, "tokens", "prompt_length", LENGTH), ("values",)),
             tables.advantage(config, "values", writes=("advantages", "returns")),
-            Stage("learn_values", "critic", critic_reads),
+            Stage("learn_values", "critic", critic_reads, scope="group"),
             tables.learn(config),
         )
         return Graph(self.name, tables.SOURCE, stages)

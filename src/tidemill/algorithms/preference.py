@@ -72,7 +72,7 @@ def pair_stats(chosen: Tensor, rejected: Tensor, logprobs: Tensor, pairs: Pairs)
 
 
 def graph(name: str, needs_reference: bool) -> Graph:
-    reads = PAIRS[1:]
+    reads = PAIRS
     stages: tuple[Stage, ...] = (
         Stage("learn", "actor", (*reads, "ref_logprobs") if needs_reference else reads, (), "group"),
     )

@@ -8,12 +8,12 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from tidemill.algorithms import tables
+from tidemill.algorithms import policy, tables
 from tidemill.algorithms.advantages import group_index
 from tidemill.algorithms.api import Algorithm, Kept, Stats, TokenBatch
 from tidemill.algorithms.losses import finish
 from tidemill.algorithms.shaping import task_rewards
-from tidemill.batch import GROUP, ID, Batch
+from tidemill.batch import GROUP, ID, Batch, Column
 from tidemill.config import Config
 from tidemill.graph import Graph
 
@@ -33,7 +33,7 @@ class Rejection(Algorithm):
         return Graph(self.name, tables.SOURCE, stages)
 
     def advantages(self, batch: Batch, config: Config) -> Batch:
-        return Batch({"advantages": np.ones(batch.rows, np.float32)})
+        return policy.with_marks(batch, Column(np.ones(batch.rows, np.float32)), config)
 
     def keep(self, batch: Batch, config: Config) -> Kept:
         correct = batch.values("correct") != 0

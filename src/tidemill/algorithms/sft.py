@@ -19,7 +19,7 @@ class SFT(Algorithm):
     food = "responses"
 
     def graph(self, config: Config) -> Graph:
-        return Graph(self.name, tables.OFFLINE, (Stage("learn", "actor", tables.OFFLINE[1:]),))
+        return Graph(self.name, tables.OFFLINE, (Stage("learn", "actor", tables.OFFLINE, scope="group"),))
 
     def advantages(self, batch: Batch, config: Config) -> Batch:
         return Batch({})

@@ -16,12 +16,12 @@ FINISH = ("stop", "length", "error", "cancelled")  # the column `finish` is an i
 def rollout(*more: str) -> Stage:
     """tokens: prompt and response. mask: 1 where the model made the token. logprobs: of the policy that made it."""
     writes = ("tokens", "prompt_length", "logprobs", "versions", "mask", "finish", VERSION, LENGTH)
-    return Stage("rollout", "rollout", (GROUP, "prompt", *more), writes, "group")
+    return Stage("rollout", "rollout", (ID, GROUP, "prompt", *more), writes, "group")
 
 
 def reward() -> Stage:
     """parts: a JSON object of each reward function's own value, as text."""
-    reads = ("prompt", "tokens", "prompt_length", "finish", "answer", "meta", "where")
+    reads = (ID, GROUP, "tokens", "prompt_length", "versions", "finish", "answer", "meta", "where")
     return Stage("reward", "reward", reads, ("reward", "correct", "parts"))
 
 
@@ -36,36 +36,46 @@ def policy_logprobs(config: Config) -> tuple[Stage, ...]:
 
 
 def old_logprobs() -> Stage:
-    return Stage("old_logprobs", "actor", ("tokens", "prompt_length", LENGTH), ("old_logprobs",))
+    return Stage("old_logprobs", "actor", (GROUP, "tokens", "prompt_length", LENGTH), ("old_logprobs",))
 
 
 def reference() -> Stage:
-    return Stage("reference", "reference", ("tokens", "prompt_length", LENGTH), ("ref_logprobs",))
+    return Stage("reference", "reference", (GROUP, "tokens", "prompt_length", LENGTH), ("ref_logprobs",))
 
 
 def advantage(config: Config, *more: str, writes: tuple[str, ...] = ("advantages",)) -> Stage:
     settings = config.algorithm
-    reads: tuple[str, ...] = (GROUP, "reward", "mask", *more)
+    reads: tuple[str, ...] = (ID, GROUP, "reward", "mask", *more)
     if settings.kl.coef > 0 and settings.kl.place == "reward":
         reads += (old_column(config), "ref_logprobs")
     if settings.overlong.drop_truncated:
         reads += ("finish",)
     if settings.covariance.mode != "none":
-        reads += (ID, old_column(config))
+        reads += (old_column(config),)
         writes += ("held_back",)
     return Stage("advantage", "reward", unique(reads), writes, "group")
 
 
 def learn(config: Config, *more: str) -> Stage:
     settings = config.algorithm
-    reads: tuple[str, ...] = (GROUP, LENGTH, "tokens", "prompt_length", "mask", "logprobs", "versions", "advantages")
+    reads: tuple[str, ...] = (
+        ID,
+        GROUP,
+        LENGTH,
+        "tokens",
+        "prompt_length",
+        "mask",
+        "logprobs",
+        "versions",
+        "advantages",
+    )
     if settings.old_logprobs == "recompute":
         reads += ("old_logprobs",)
     if settings.kl.coef > 0:
         reads += ("ref_logprobs",)
     if settings.covariance.mode != "none":
         reads += ("held_back",)
-    return Stage("learn", "actor", unique(reads + more))
+    return Stage("learn", "actor", unique(reads + more), scope="group")
 
 
 def policy_graph(name: str, config: Config) -> Graph:

@@ -1,0 +1,58 @@
+"""Devices by name. Only this folder knows what an accelerator is called.
+
+Importing it is cheap: torch, and a vendor's package, load when a device is picked.
+"""
+
+from __future__ import annotations
+
+from tidemill.device.api import Device, Memory
+from tidemill.errors import ConfigError, did_you_mean
+
+KINDS = ("cpu", "cuda", "npu")
+
+__all__ = ["KINDS", "Device", "Memory", "available", "pick"]
+
+
+def pick(name: str = "auto") -> Device:
+    """`auto` is the first accelerator that works here, else the CPU; `cuda:1` is one of several."""
+    kind, _, digits = name.partition(":")
+    if kind == "auto":
+        kind = _best_kind()
+    if kind not in KINDS or (digits and not digits.isdigit()):
+        known = ("auto", *KINDS)
+        raise ConfigError(f"device={name} is unknown{did_you_mean(kind, known)}", f"use one of {', '.join(known)}")
+    return _open(kind, int(digits or 0))
+
+
+def available() -> list[Device]:
+    """Every device usable now, accelerators first. A vendor's package that torch did not load is not tried."""
+    import torch
+
+    found: list[Device] = []
+    kind = _best_kind()
+    if kind != "cpu":
+        found += [_open(kind, i) for i in range(torch.accelerator.device_count())]
+    return [*found, _open("cpu", 0)]
+
+
+def _best_kind() -> str:
+    import torch
+
+    if not torch.accelerator.is_available():
+        return "cpu"
+    current = torch.accelerator.current_accelerator()
+    return current.type if current is not None and current.type in KINDS else "cpu"
+
+
+def _open(kind: str, index: int) -> Device:
+    if kind == "cuda":
+        from tidemill.device import cuda
+
+        return cuda.open(index)
+    if kind == "npu":
+        from tidemill.device import npu
+
+        return npu.open(index)
+    from tidemill.device import cpu
+
+    return cpu.open(index)

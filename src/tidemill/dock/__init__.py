@@ -1,5 +1,6 @@
 """The transfer dock: sample flow between workers, without a centre that touches the bytes."""
 
-from tidemill.dock.api import Dock, DockState, Lease, StageCounts, Want
+from tidemill.dock.api import Dock, DockState, Lease, LeaseExpired, StageCounts, Want
+from tidemill.dock.local import LocalDock
 
-__all__ = ["Dock", "DockState", "Lease", "StageCounts", "Want"]
+__all__ = ["Dock", "DockState", "Lease", "LeaseExpired", "LocalDock", "StageCounts", "Want"]

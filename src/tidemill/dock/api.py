@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tidemill.batch import Batch
+from tidemill.errors import DockError
+
+
+class LeaseExpired(DockError):
+    """The lease ran out (or the dock restarted) before this commit: the rows are someone else's now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +24,12 @@ class Want:
     tokens: int | None = None  # budget of the column `length`; one oversized sample or group alone is still given
     at_least: int = 1  # rows (or groups, for a stage of scope `group`) that must be ready first
     sampler: str = "fifo"
-    rank: int = 0  # this consumer's part of a decision made once for all `ranks`
-    ranks: int = 1
+    rank: int = 0  # this consumer's part of a decision made once for all `ranks`: the limits are the decision's,
+    ranks: int = 1  # and each rank gets a share of about equal `length`; every rank asks with the same limits
     columns: tuple[str, ...] | None = None  # None: what the stage reads
+    tag: str | None = None  # only rows that carry this tag
+    group_size: int | None = None  # for rows put without `group_size`
+    seed: int = 0  # of the sampler `shuffle`
 
 
 class Lease(Protocol):
@@ -41,9 +49,11 @@ class Lease(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageCounts:
-    ready: int = 0
+    ready: int = 0  # rows
     leased: int = 0
     done: int = 0
+    waiting: int = 0  # takes parked until more is ready
+    oldest_s: float = 0.0  # age of the row that has waited longest among the ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +64,21 @@ class DockState:
     bytes: int = 0
     version: int = 0
     stages: dict[str, StageCounts] = field(default_factory=dict)
-    dropped: int = 0
-    expired: int = 0
+    dropped: int = 0  # rows ended by a consumer, a sampler or staleness
+    expired: int = 0  # leases that ran out
+    stale: int = 0  # rows found too old, dropped or queued again
+    ended: int = 0  # rows that left the dock, dropped ones included
+    lost: int = 0  # rows whose bytes went with a warehouse, to be put again
+    puts_waiting: int = 0  # producers held back because the dock is full
+    put_wait_s: float = 0.0  # seconds that producers have waited in all
+    refused: int = 0  # messages that did not authenticate or did not parse
+    warehouses: dict[str, dict[str, int]] = field(default_factory=dict)  # bytes in memory, spilled, pulled, ...
 
 
 class Dock(Protocol):
-    def put(self, rows: Batch) -> None:
-        """Enter new rows; they carry `id` and `group`. Putting an id again changes nothing."""
+    def put(self, rows: Batch, tag: str = "") -> None:
+        """Enter new rows; they carry `id` and `group`. Putting an id again changes nothing. Waits while the dock holds
+        all that it may of this tag."""
 
     def take(self, stage: str, want: Want, wait: float = 0.0) -> Lease | None:
         """A lease on ready rows, or None when `wait` seconds passed without enough of them."""

@@ -54,7 +54,7 @@ class Learner:
             packed = pack(part, self.device, learn.share_prompts)
             tokens = token_batch(part, packed, forward(self.model, packed, self.config))
             loss, stats = self.algorithm.loss(tokens, self.config)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             self._stats.append({"loss": Stat(loss.detach(), reduce="sum"), **stats})
 
     def update(self) -> dict[str, float]:
@@ -150,21 +150,25 @@ def token_batch(batch: Batch, packed: PackedBatch, scores: Scores) -> TokenBatch
         values = values.to(device)
         return values[packed.row] if column.offsets is None else values
 
-    mask = spread("mask")
-    rollout = spread("logprobs")
+    def maybe(name: str) -> Tensor | None:
+        return spread(name) if name in batch else None
+
+    mask, now = spread("mask"), scores[0].detach()
+    rollout, advantages = maybe("logprobs"), maybe("advantages")
+    old = maybe("old_logprobs")
+    if old is None:
+        old = now if rollout is None else rollout
     own = {"tokens", "prompt", "mask", "logprobs", "old_logprobs", "ref_logprobs", "advantages", "weight", "versions"}
     return TokenBatch(
         logprobs=scores[0],
         entropy=scores[1],
-        old_logprobs=spread("old_logprobs") if "old_logprobs" in batch else rollout,
+        old_logprobs=old,
         rollout_logprobs=rollout,
-        ref_logprobs=spread("ref_logprobs") if "ref_logprobs" in batch else None,
-        advantages=spread("advantages"),
+        ref_logprobs=maybe("ref_logprobs"),
+        advantages=torch.zeros_like(now) if advantages is None else advantages,
         weights=spread("weight") * mask,
         mask=mask,
         row=packed.row,
         rows=packed.rows,
-        columns={
-            n: spread(n) for n, c in batch.items() if n not in own and c.values.dtype.kind == "f"
-        },
+        columns={n: spread(n) for n, c in batch.items() if n not in own and c.values.dtype.kind == "f"},
     )

@@ -19,7 +19,10 @@ def token_logprobs(
     chunk: int = 4096,
 ) -> tuple[Tensor, Tensor]:
     """hidden (tokens, width), head (vocabulary, width), targets (tokens,) → their log-probability and entropy."""
-    return _TokenLogprobs.apply(hidden, head, bias, targets, temperature, softcap, chunk)
+    scores: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, head, bias, targets, temperature, softcap, chunk
+    )
+    return scores
 
 
 def reference_logprobs(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -26,7 +25,7 @@ class Context(Protocol):
 
 
 def attend(
-    module: torch.nn.Module,
+    module: Any,  # an attention layer of a transformers model
     query: Tensor,
     key: Tensor,
     value: Tensor,

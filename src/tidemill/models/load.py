@@ -41,14 +41,14 @@ def make_tiny(shape: settings.TinyModel, dtype: torch.dtype, seed: int, device: 
     config = tiny.make_config(shape, len(tokenizer))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        module = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+        module: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)  # type: ignore[no-untyped-call]
     return _loaded(module.to(dtype=dtype, device=device), tokenizer, shape.window)
 
 
 def open_folder(folder: Path, model: settings.Model, device: torch.device) -> Loaded:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
-        module = AutoModelForCausalLM.from_pretrained(
+        module: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=DTYPES[model.dtype],

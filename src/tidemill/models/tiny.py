@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
-from transformers.configuration_utils import PretrainedConfig
 
 from tidemill.config import TinyModel
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+CONFIGS: dict[str, Any] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 
 
 def make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
@@ -18,7 +19,7 @@ def make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
@@ -28,7 +29,7 @@ def make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     )
 
 
-def make_config(tiny: TinyModel, vocabulary: int) -> PretrainedConfig:
+def make_config(tiny: TinyModel, vocabulary: int) -> Any:
     return CONFIGS[tiny.architecture](
         vocab_size=vocabulary,
         hidden_size=tiny.hidden,

@@ -1,0 +1,48 @@
+# The menu. `make help` lists it.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test lint types quick slow bench peers clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+install: $(STAMP) ## make .venv and install the locked versions
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Tidemill needs Python 3.11 or newer: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@echo "Installing into $(VENV) (two to four minutes the first time) …"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.lock
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $(STAMP)
+
+quickstart: install ## a small model learns by reinforcement learning, in five minutes
+	@$(BIN)/tidemill train quickstart
+
+test: install lint types quick slow ## everything that must pass
+
+lint: install
+	@$(BIN)/ruff check src tests benchmarks
+	@$(BIN)/ruff format --check -q src tests benchmarks
+
+types: install
+	@$(BIN)/mypy
+
+quick: install ## the quick tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+
+slow: install ## the slow tests: learning, faults, peers
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu"
+
+peers: install ## install what the benchmarks compare with
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.peers.lock
+
+bench: install ## the benchmarks that run on this machine, as tables
+	@for name in step; do $(BIN)/tidemill bench $$name; done
+
+clean: ## remove .venv and caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,32 @@
+"""Tidemill trains language models by reinforcement learning, as distributed dataflow.
+
+import tidemill
+summary = tidemill.train("quickstart", ["train.steps=20"])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tidemill.config import Config
+    from tidemill.flow.loop import Summary
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "resume", "train"]
+
+
+def train(recipe: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str] = ()) -> Summary:
+    """Run a recipe (a name, a path, a mapping or a Config) to its end and say what it came to."""
+    from tidemill.launch import train as launch
+
+    return launch(recipe, overrides)
+
+
+def resume(run: str | Path) -> Summary:
+    """Go on with a run that was stopped or killed."""
+    from tidemill.launch import resume as launch
+
+    return launch(run)

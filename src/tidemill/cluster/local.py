@@ -1,0 +1,129 @@
+"""The local executor: every role in this process. The rollout engine reads the learner's own tensors; nothing moves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tidemill import device as devices
+from tidemill.algorithms.api import Algorithm
+from tidemill.algorithms.registry import get as get_algorithm
+from tidemill.config import Config
+from tidemill.data.prompts import PromptTokens
+from tidemill.data.source import Source, open_source
+from tidemill.device import host
+from tidemill.dock import LocalDock
+from tidemill.errors import ConfigError
+from tidemill.flow.evaluate import Evaluation, decoder, evaluate
+from tidemill.flow.feed import Feed, PairFeed
+from tidemill.flow.stages import (
+    AdvantageWorker,
+    LearnWorker,
+    RewardWorker,
+    RolloutWorker,
+    ScoreWorker,
+    Worker,
+)
+from tidemill.flow.tally import Tally
+from tidemill.learn.engine import Learner, freeze
+from tidemill.models.load import Loaded, load
+from tidemill.reward.score import Scorer
+from tidemill.rollout.engine import RolloutEngine
+from tidemill.rollout.make import make_engine
+
+
+@dataclass(slots=True)
+class Workers:
+    """Everything a run's loop speaks to, wired."""
+
+    config: Config
+    loaded: Loaded
+    algorithm: Algorithm
+    dock: LocalDock
+    feed: Feed
+    engine: RolloutEngine
+    learner: Learner
+    scorer: Scorer
+    stages: list[Worker]
+    learn: LearnWorker
+    tally: Tally
+    held_out: Source
+    kept_samples: list[dict[str, Any]] = field(default_factory=list)
+
+    def evaluate(self, size: int, samples: int) -> Evaluation:
+        return evaluate(
+            self.engine,
+            self.held_out,
+            self.feed.encode,
+            decoder(self.loaded.tokenizer),
+            self.scorer,
+            self.config,
+            size=size,
+            samples=samples,
+        )
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        tensors, learner = self.learner.state()
+        return tensors, {"learner": learner, "feed": self.feed.state()}
+
+    def restore(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        self.learner.restore(tensors, state["learner"])
+        self.feed.restore(state["feed"])
+        self.publish()
+
+    def publish(self) -> None:
+        """The learner's weights are what rollout serves from now on."""
+        self.engine.load(None, self.learner.version)
+        self.dock.advance(self.learner.version)
+
+    def close(self) -> None:
+        self.scorer.close()
+        self.dock.close()
+
+
+def start(config: Config, model_path: Path | None = None) -> Workers:
+    """Load the model and join the roles. `model_path`: a finished warm start."""
+    torch.set_num_threads(config.threads or host.cores())
+    device = devices.pick(config.device)
+    algorithm = get_algorithm(config.algorithm.name)
+    graph = algorithm.graph(config)
+    training, held_out = open_source(config.data, config.seed)
+    loaded = load(config.model, seed=config.seed, device=device.torch, path=model_path)
+    check_window(config, loaded)
+    with contextlib.ExitStack() as undo:
+        scorer = undo.enter_context(Scorer(config.rewards))
+        encode = PromptTokens(loaded.tokenizer, config.data)
+        feed = (Feed if "prompt" in graph.source else PairFeed)(training, config, encode)
+        train = config.train
+        learner = Learner(loaded.model, config, algorithm, train.steps * train.updates_per_step * train.passes_per_step)
+        engine = make_engine(loaded, config)
+        dock = LocalDock(graph.stages, source=graph.source, lease_s=config.flow.lease_s)
+        tally = Tally()
+        kept: list[dict[str, Any]] = []
+        learn = LearnWorker(dock, learner, config, tally)
+        makers: dict[str, Callable[[], Worker]] = {
+            "rollout": lambda: RolloutWorker(dock, engine, config, tally),
+            "reward": lambda: RewardWorker(dock, scorer, decoder(loaded.tokenizer), tally, kept.append),
+            "old_logprobs": lambda: ScoreWorker("old_logprobs", "old_logprobs", dock, loaded.model, config, tally),
+            "reference": lambda: ScoreWorker("reference", "ref_logprobs", dock, freeze(loaded.model), config, tally),
+            "advantage": lambda: AdvantageWorker(dock, algorithm, config, tally),
+            "learn": lambda: learn,
+        }
+        stages = [makers[stage.name]() for stage in graph.stages]
+        undo.pop_all()
+    return Workers(config, loaded, algorithm, dock, feed, engine, learner, scorer, stages, learn, tally, held_out, kept)
+
+
+def check_window(config: Config, loaded: Loaded) -> None:
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if longest > loaded.window:
+        raise ConfigError(
+            f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) + rollout.max_new_tokens "
+            f"({config.rollout.max_new_tokens}) = {longest}, but the model's window is {loaded.window} tokens",
+            f"lower one of them by {longest - loaded.window}",
+        )

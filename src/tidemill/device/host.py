@@ -1,0 +1,66 @@
+"""The machine itself: cores and memory this process may use, containers' limits counted. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import sys
+from pathlib import Path
+
+from tidemill.device.api import Memory
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def cores() -> int:
+    """Cores this process may keep busy: its affinity, and a container's quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _read(CGROUP / "cpu.max").split()
+    if len(quota) == 2 and quota[0].isdigit() and int(quota[1]):
+        allowed = min(allowed, max(1, round(int(quota[0]) / int(quota[1]))))
+    return allowed
+
+
+def memory() -> Memory:
+    total, free = _system_memory()
+    limit, used = _read(CGROUP / "memory.max"), _read(CGROUP / "memory.current")
+    if limit.isdigit() and used.isdigit():
+        total = min(total, int(limit))
+        free = min(free, max(0, int(limit) - int(used)))
+    return Memory(free=free, total=total, reserved=_resident())
+
+
+def processor() -> str:
+    found = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 by itself (AVX-512 BF16, AMX, or Arm's)."""
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    return flags is not None and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[1].split())
+
+
+def _system_memory() -> tuple[int, int]:
+    lines = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE))
+    if "MemTotal" in lines and "MemAvailable" in lines:
+        return int(lines["MemTotal"]) * 1024, int(lines["MemAvailable"]) * 1024
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total, total  # no system call tells what is free where there is no /proc
+
+
+def _resident() -> int:
+    pages = _read(Path("/proc/self/statm")).split()
+    if len(pages) > 1:
+        return int(pages[1]) * os.sysconf("SC_PAGE_SIZE")
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

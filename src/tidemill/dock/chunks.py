@@ -1,0 +1,75 @@
+"""Chunks: which stored pieces are still needed, and how much of its credit each partition uses.
+
+A chunk is what one put or one commit wrote. It is freed whole, when the last of its rows no longer needs it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Chunk:
+    columns: tuple[str, ...]
+    nbytes: int
+    refs: int  # rows that still need it
+    tag: str
+
+
+@dataclass(slots=True)
+class Held:
+    rows: int = 0
+    nbytes: int = 0
+
+
+class Chunks:
+    def __init__(self, max_rows: int | None = None, max_bytes: int | None = None) -> None:
+        self.max_rows, self.max_bytes = max_rows, max_bytes
+        self.freed: list[int] = []  # the caller drains it and lets the bytes go
+        self.nbytes = 0
+        self._chunks: dict[int, Chunk] = {}
+        self._held: dict[str, Held] = {}
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._chunks
+
+    def __getitem__(self, key: int) -> Chunk:
+        return self._chunks[key]
+
+    def items(self) -> Iterable[tuple[int, Chunk]]:
+        return self._chunks.items()
+
+    def has_room(self, tag: str, rows: int, nbytes: int) -> bool:
+        """An empty partition takes any put: one that is larger than the limit must pass too."""
+        held = self._held.get(tag)
+        if held is None or held.rows == 0:
+            return True
+        return (self.max_rows is None or held.rows + rows <= self.max_rows) and (
+            self.max_bytes is None or held.nbytes + nbytes <= self.max_bytes
+        )
+
+    def add(self, key: int, chunk: Chunk) -> None:
+        if chunk.refs == 0:
+            self.freed.append(key)
+            return
+        self._chunks[key] = chunk
+        self.nbytes += chunk.nbytes
+        self._held.setdefault(chunk.tag, Held()).nbytes += chunk.nbytes
+
+    def unref(self, keys: Iterable[int]) -> None:
+        for key, n in Counter(keys).items():
+            chunk = self._chunks[key]
+            chunk.refs -= n
+            if chunk.refs == 0:
+                del self._chunks[key]
+                self.freed.append(key)
+                self.nbytes -= chunk.nbytes
+                self._held[chunk.tag].nbytes -= chunk.nbytes
+
+    def count_rows(self, tag: str, n: int) -> None:
+        self._held.setdefault(tag, Held()).rows += n
+
+    def held(self) -> dict[str, Held]:
+        return self._held

@@ -1,0 +1,138 @@
+"""From stored chunks to one batch: views where the rows lie together in one chunk, else a single copy.
+
+`assemble` is the fast path; `assemble_plainly` says the same in a few lines and is what tests compare it with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch, Column
+from tidemill.dock.records import META, Grant, Ints
+from tidemill.errors import DockError
+
+Array = npt.NDArray[Any]
+Allocate = Callable[[str, tuple[int, ...], np.dtype[Any]], Array]  # column, shape, dtype
+Run = tuple[int, Ints, Ints]  # chunk, positions in the batch, places in the chunk
+
+LONG_ROW = 64  # values; from here on copying row by row beats building an index of every value
+
+
+def assemble(grant: Grant, chunks: Mapping[int, Batch], allocate: Allocate | None = None) -> Batch:
+    """`allocate` gives the arrays to copy into (a reusable, pinned buffer); without it, views where possible."""
+    columns = meta_columns(grant)
+    runs: dict[tuple[int, ...], list[Run]] = {}
+    for name in grant.columns:
+        if name in META:
+            continue
+        parts = tuple(i for i, piece in enumerate(grant.pieces) if _has(piece[1], name, chunks))
+        if parts not in runs:
+            runs[parts] = _runs(grant, parts, name, chunks)
+        columns[name] = _column(name, runs[parts], chunks, len(grant.ids), allocate)
+    return Batch(columns)
+
+
+def assemble_plainly(grant: Grant, chunks: Mapping[int, Batch]) -> Batch:
+    columns = meta_columns(grant)
+    for name in (name for name in grant.columns if name not in META):
+        rows = []
+        for i in range(len(grant.ids)):
+            holders = [(c[i], p[i]) for _, c, p in grant.pieces if c[i] >= 0 and name in chunks[int(c[i])]]
+            chunk, place = holders[-1]
+            rows.append(chunks[int(chunk)][name].gather(np.array([place])))
+        columns[name] = Column.concat(rows)
+    return Batch(columns)
+
+
+def meta_columns(grant: Grant) -> dict[str, Column]:
+    values: dict[str, Array] = {ID: grant.ids, GROUP: grant.group, VERSION: grant.version, LENGTH: grant.length}
+    return {name: Column(array) for name, array in values.items()}
+
+
+def _has(chunk_of: Ints, name: str, chunks: Mapping[int, Batch]) -> bool:
+    return any(name in chunks[key] for key in set(chunk_of.tolist()) if key >= 0)
+
+
+def _runs(grant: Grant, parts: tuple[int, ...], name: str, chunks: Mapping[int, Batch]) -> list[Run]:
+    """Which rows come from which chunk. Later parts are newer and win."""
+    chunk_of = np.full(len(grant.ids), -1, np.int64)
+    place_of = np.zeros(len(grant.ids), np.int64)
+    for i in parts:
+        _, keys, places = grant.pieces[i]
+        mine = np.isin(keys, [key for key in set(keys.tolist()) if key >= 0 and name in chunks[key]])
+        chunk_of[mine], place_of[mine] = keys[mine], places[mine]
+    if (chunk_of < 0).any():
+        missing = grant.ids[chunk_of < 0][:3].tolist()
+        raise DockError(f"column {name!r} is not stored for rows {missing}", "let the put or an earlier stage write it")
+    distinct = dict.fromkeys(chunk_of.tolist())
+    return [(key, np.flatnonzero(chunk_of == key), place_of[chunk_of == key]) for key in distinct]
+
+
+def _column(name: str, runs: list[Run], chunks: Mapping[int, Batch], n: int, allocate: Allocate | None) -> Column:
+    if len(runs) == 1 and allocate is None and _is_range(runs[0][2]):
+        return slice_rows(chunks[runs[0][0]][name], int(runs[0][2][0]), n)
+    sources = [(chunks[key][name], positions, places) for key, positions, places in runs]
+    first = sources[0][0]
+    allocate = allocate or (lambda _, shape, dtype: np.empty(shape, dtype))
+    if first.offsets is None:
+        out = allocate(name, (n, *first.values.shape[1:]), first.values.dtype)
+        for column, positions, places in sources:
+            _copy_fixed(column.values, places, out, positions)
+        return Column(out, None, first.is_text)
+    lengths = np.empty(n, np.int64)
+    for column, positions, places in sources:
+        lengths[positions] = column.offsets[places + 1] - column.offsets[places]  # type: ignore[index]
+    offsets = np.zeros(n + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    out = allocate(name, (int(offsets[-1]), *first.values.shape[1:]), first.values.dtype)
+    for column, positions, places in sources:
+        _copy_jagged(column, places, out, offsets, positions)
+    return Column(out, offsets, first.is_text)
+
+
+def slice_rows(column: Column, start: int, n: int) -> Column:
+    """Rows `start` to `start + n` as views."""
+    if column.offsets is None:
+        return Column(column.values[start : start + n], None, column.is_text)
+    offsets = column.offsets[start : start + n + 1]
+    values = column.values[int(offsets[0]) : int(offsets[-1])]
+    return Column(values, offsets if offsets[0] == 0 else offsets - offsets[0], column.is_text)
+
+
+def _copy_fixed(values: Array, places: Ints, out: Array, positions: Ints) -> None:
+    if not _is_range(positions):
+        out[positions] = values[places]
+        return
+    target = out[positions[0] : positions[-1] + 1]
+    if _is_range(places):
+        target[...] = values[places[0] : places[-1] + 1]
+    else:
+        np.take(values, places, axis=0, out=target, mode="clip")  # "raise" would copy through a buffer
+
+
+def _copy_jagged(column: Column, places: Ints, out: Array, offsets: Ints, positions: Ints) -> None:
+    assert column.offsets is not None
+    if _is_range(positions) and _is_range(places):
+        start, end = column.offsets[places[0]], column.offsets[places[-1] + 1]
+        out[offsets[positions[0]] : offsets[positions[-1] + 1]] = column.values[start:end]
+        return
+    starts, ends = column.offsets[places], column.offsets[places + 1]
+    targets = offsets[positions]
+    if int((ends - starts).sum()) >= LONG_ROW * len(places):
+        for to, start, end in zip(targets.tolist(), starts.tolist(), ends.tolist()):
+            out[to : to + end - start] = column.values[start:end]
+        return
+    lengths = ends - starts
+    inside = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    out[np.repeat(targets, lengths) + inside] = column.values[np.repeat(starts, lengths) + inside]
+
+
+def _is_range(index: Ints) -> bool:
+    n = len(index)
+    if n == 0:
+        return False
+    return int(index[-1]) - int(index[0]) == n - 1 and (n < 3 or bool((np.diff(index) == 1).all()))

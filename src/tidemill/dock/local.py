@@ -1,0 +1,276 @@
+"""LocalDock: the dock inside one process, for threads of it. The ledger behind a lock, the bytes on the heap."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from tidemill.batch import Batch, Column
+from tidemill.dock import snapshot
+from tidemill.dock.api import DockState, Want
+from tidemill.dock.gather import assemble
+from tidemill.dock.ledger import Ledger
+from tidemill.dock.records import Grant, Written, entry, split
+from tidemill.dock.waiters import Waiter, Waiters
+from tidemill.errors import DockError
+from tidemill.graph import Stage
+
+
+class LocalLease:
+    def __init__(self, dock: LocalDock, grant: Grant, batch: Batch) -> None:
+        self._dock, self._grant, self._batch = dock, grant, batch
+
+    @property
+    def batch(self) -> Batch:
+        return self._batch
+
+    @property
+    def deadline(self) -> float:
+        return self._grant.deadline
+
+    def commit(self, outputs: Batch | None = None, drop: Sequence[int] = ()) -> None:
+        self._dock._commit(self._grant, outputs, drop)
+
+    def renew(self) -> None:
+        self._dock._renew(self._grant)
+
+    def abandon(self) -> None:
+        self._dock._abandon(self._grant)
+
+
+class LocalDock:
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        source: Sequence[str] = (),
+        lease_s: float = 600.0,
+        max_staleness: int | None = None,
+        stale: Literal["requeue", "drop"] = "drop",
+        clock: Callable[[], float] = time.monotonic,
+        group_size: int | None = None,
+        max_rows: int | None = None,
+        max_bytes: int | None = None,
+        watch: str = "reward",
+    ) -> None:
+        self._make_ledger: Callable[[], Ledger] = partial(
+            Ledger,
+            stages,
+            lease_s=lease_s,
+            max_staleness=max_staleness,
+            stale=stale,
+            group_size=group_size,
+            max_rows=max_rows,
+            max_bytes=max_bytes,
+            watch=watch,
+        )
+        self._clock = clock
+        self._source = tuple(source)
+        self._read_somewhere = frozenset(column for stage in stages for column in stage.reads)
+        self._watch = watch
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)  # signalled when rows leave: producers may go on
+        self._chunks: dict[int, Batch] = {}
+        self._next_chunk = 0
+        self._puts_waiting = 0
+        self._put_wait_s = 0.0
+        self._is_closed = False
+        self._ledger = self._make_ledger()
+        self._waiters = Waiters(self._ledger)
+
+    def put(self, rows: Batch, tag: str = "") -> None:
+        ids, group, sizes = entry(rows, self._source)
+        written, stored = split(rows, self._read_somewhere, self._watch)
+        own = _own(stored)
+        with self._lock:
+            self._wait_for_room(tag, len(ids), written.nbytes)
+            self._ledger.put(ids, group, sizes, self._store(written, own), tag, self._clock())
+            self._settle()
+
+    def take(self, stage: str, want: Want, wait: float = 0.0) -> LocalLease | None:
+        with self._lock:
+            now = self._clock()
+            self._expire(now)
+            grant = self._ledger.take(stage, want, now)
+            self._settle()
+            if grant is None and wait > 0 and not self._is_closed:
+                grant = self._park(stage, want, now + wait)
+            if grant is None:
+                return None
+            chunks = {key: self._chunks[key] for _, keys, _ in grant.pieces for key in set(keys.tolist()) if key >= 0}
+        return LocalLease(self, grant, assemble(grant, chunks))
+
+    def advance(self, version: int) -> None:
+        with self._lock:
+            self._ledger.advance(version)
+            self._settle()
+
+    def state(self) -> DockState:
+        with self._lock:
+            now = self._clock()
+            self._expire(now)
+            return with_waiting(self._ledger.state(now), self._waiters, self._puts_waiting, self._put_wait_s)
+
+    def close(self) -> None:
+        """Wake everybody who waits; takes then return None at once."""
+        with self._lock:
+            self._is_closed = True
+            self._waiters.expire(float("inf"))
+            self._room.notify_all()
+
+    def snapshot(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+        """All of the dock as a JSON-able record and named arrays. Leased rows are in it as ready."""
+        with self._lock:
+            record, arrays = snapshot.dump(self._ledger)
+            record["texts"] = []
+            for key, batch in self._chunks.items():
+                for name, column in batch.items():
+                    arrays[f"chunk.{key}.{name}.values"] = column.values
+                    if column.offsets is not None:
+                        arrays[f"chunk.{key}.{name}.offsets"] = column.offsets
+                    if column.is_text:
+                        record["texts"].append(f"{key}.{name}")
+            return record, arrays
+
+    def restore(self, record: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> None:
+        """Become what `snapshot` saw. Leases from before are refused."""
+        with self._lock:
+            epoch = self._ledger.epoch + 1
+            self._ledger = self._make_ledger()
+            self._ledger.epoch = epoch
+            self._waiters.expire(float("inf"))
+            self._waiters = Waiters(self._ledger)
+            snapshot.load(self._ledger, record, arrays)
+            columns: dict[int, dict[str, Column]] = {}
+            texts = set(record["texts"])
+            for name in arrays:
+                if name.startswith("chunk.") and name.endswith(".values"):
+                    key, column = name.removeprefix("chunk.").removesuffix(".values").split(".", 1)
+                    offsets = arrays.get(f"chunk.{key}.{column}.offsets")
+                    columns.setdefault(int(key), {})[column] = Column(arrays[name], offsets, f"{key}.{column}" in texts)
+            self._chunks = {key: _own(Batch(named)) for key, named in columns.items()}
+            self._next_chunk = max(self._chunks, default=-1) + 1
+            self._settle()
+
+    # -- a lease's side ----------------------------------------------------------------------------------------------
+
+    def _commit(self, grant: Grant, outputs: Batch | None, drop: Sequence[int]) -> None:
+        batch = outputs if outputs is not None else Batch({})
+        check_outputs(batch, len(grant.ids), outputs is not None)
+        written, stored = split(batch, self._read_somewhere, self._watch)
+        own = _own(stored)
+        with self._lock:
+            placed = self._store(written, own)
+            try:
+                self._ledger.commit(grant.lease, placed, drop, self._clock())
+            except DockError:
+                self._chunks.pop(placed.chunk, None)
+                raise
+            finally:
+                self._settle()
+
+    def _renew(self, grant: Grant) -> None:
+        with self._lock:
+            try:
+                self._ledger.renew(grant.lease, self._clock())
+            finally:
+                self._settle()
+
+    def _abandon(self, grant: Grant) -> None:
+        with self._lock:
+            self._ledger.abandon(grant.lease)
+            self._settle()
+
+    # -- under the lock ----------------------------------------------------------------------------------------------
+
+    def _store(self, written: Written, stored: Batch) -> Written:
+        if not len(stored):
+            return written
+        key = self._next_chunk
+        self._next_chunk += 1
+        self._chunks[key] = stored
+        return Written(written.columns, key, written.nbytes, written.version, written.length, written.score)
+
+    def _settle(self) -> None:
+        """After every step: let freed bytes go, and serve those who wait."""
+        self._waiters.serve(self._clock())
+        freed, self._ledger.chunks.freed = self._ledger.chunks.freed, []
+        for key in freed:
+            self._chunks.pop(key, None)
+        if self._puts_waiting:
+            self._room.notify_all()
+
+    def _expire(self, now: float) -> None:
+        if self._ledger.expire(now):
+            self._settle()
+
+    def _park(self, stage: str, want: Want, deadline: float) -> Grant | None:
+        """Wait, lock released, until a step of someone else serves us or `deadline` passes."""
+        answers: list[Grant | None] = []
+        woken = threading.Event()
+
+        def answer(grant: Grant | None) -> None:
+            answers.append(grant)
+            woken.set()
+
+        waiter = Waiter(stage, want, deadline, answer)
+        self._waiters.park(waiter)
+        while not answers:
+            due = self._ledger.next_deadline()
+            until = deadline if due is None else min(deadline, due)
+            pause = max(0.0, until - self._clock())
+            self._lock.release()
+            try:
+                woken.wait(pause)
+            finally:
+                self._lock.acquire()
+            now = self._clock()
+            self._expire(now)
+            if not answers and now >= deadline:
+                self._waiters.remove(waiter)
+                return None
+        return answers[0]
+
+    def _wait_for_room(self, tag: str, rows: int, nbytes: int) -> None:
+        started = self._clock()
+        if self._ledger.chunks.has_room(tag, rows, nbytes):
+            return
+        self._puts_waiting += 1
+        try:
+            while not self._ledger.chunks.has_room(tag, rows, nbytes) and not self._is_closed:
+                self._room.wait()
+        finally:
+            self._puts_waiting -= 1
+            self._put_wait_s += self._clock() - started
+        if self._is_closed:
+            raise DockError("the dock was closed while this put waited for room")
+
+
+def check_outputs(outputs: Batch, rows: int, given: bool) -> None:
+    if given and len(outputs) and outputs.rows != rows:
+        raise DockError(f"outputs must have a row for each of the lease's {rows} rows, got {outputs.rows}")
+
+
+def with_waiting(state: DockState, waiters: Waiters, puts_waiting: int, put_wait_s: float) -> DockState:
+    stages = {name: replace(counts, waiting=waiters.count(name)) for name, counts in state.stages.items()}
+    return replace(state, stages=stages, puts_waiting=puts_waiting, put_wait_s=put_wait_s)
+
+
+def _own(rows: Batch) -> Batch:
+    """A copy that the producer cannot change afterwards, and no reader either."""
+    columns = {}
+    for name, c in rows.items():
+        columns[name] = Column(_frozen(c.values), None if c.offsets is None else _frozen(c.offsets), c.is_text)
+    return Batch(columns)
+
+
+def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    copy = np.array(array, order="C")
+    copy.flags.writeable = False
+    return copy

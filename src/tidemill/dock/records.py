@@ -1,0 +1,93 @@
+"""The ledger's records: what was written, what was granted, what is held."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch
+from tidemill.errors import DockError
+
+Ints = npt.NDArray[np.int64]
+
+GROUP_SIZE = "group_size"  # optional int32 column of a put: how many rows the group will have
+META = (ID, GROUP, VERSION, LENGTH)  # columns that live in the ledger and come with every lease
+NO_VERSION = -1  # no weights have made anything of the row yet: it cannot be stale
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a put or a commit wrote: the columns' names, the chunk that holds them, and what the ledger keeps itself."""
+
+    columns: tuple[str, ...] = ()
+    chunk: int = -1  # -1: no bytes
+    nbytes: int = 0
+    version: npt.NDArray[np.int32] | None = None
+    length: npt.NDArray[np.int32] | None = None
+    score: npt.NDArray[np.float32] | None = None  # the watched column
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A lease as its taker gets it. `pieces`: (part, chunk of each row or -1, place of each row in its chunk); where
+    two parts hold the same column of a row, the later part is the newer."""
+
+    lease: int
+    deadline: float
+    columns: tuple[str, ...]
+    ids: Ints
+    group: Ints
+    version: npt.NDArray[np.int32]
+    length: npt.NDArray[np.int32]
+    pieces: list[tuple[int, Ints, npt.NDArray[np.int32]]]
+
+
+@dataclass(slots=True)
+class HeldLease:
+    stage: int
+    slots: Ints
+    deadline: float
+    columns: tuple[str, ...]
+
+
+def split(rows: Batch, read_somewhere: Collection[str], watch: str) -> tuple[Written, Batch]:
+    """What the ledger must know of `rows`, and what of them is to be stored: columns that some stage reads."""
+    stored = rows.select(name for name in rows if name in read_somewhere and name not in META)
+    names = tuple(name for name in rows if name != GROUP_SIZE)
+    score = rows[watch].values if watch in rows and _is_scalar(rows, watch) else None
+    return (
+        Written(
+            columns=names,
+            nbytes=stored.nbytes,
+            version=_whole(rows, VERSION, np.int32),
+            length=_whole(rows, LENGTH, np.int32),
+            score=None if score is None else score.astype(np.float32),
+        ),
+        stored,
+    )
+
+
+def entry(rows: Batch, source: Collection[str]) -> tuple[Ints, Ints, Ints | None]:
+    """The ids, groups and group sizes of a put, checked."""
+    missing = [name for name in (ID, GROUP, *source) if name not in rows]
+    if missing:
+        raise DockError(f"rows put into the dock lack {', '.join(missing)}; they have {', '.join(rows) or 'nothing'}")
+    ids, group = _whole(rows, ID, np.int64), _whole(rows, GROUP, np.int64)
+    assert ids is not None and group is not None
+    return ids, group, _whole(rows, GROUP_SIZE, np.int64)
+
+
+def _whole(rows: Batch, name: str, dtype: type) -> npt.NDArray[Any] | None:
+    if name not in rows:
+        return None
+    if not _is_scalar(rows, name) or not np.issubdtype(rows[name].values.dtype, np.integer):
+        raise DockError(f"column {name!r} must hold one whole number per row, got {rows[name].values.dtype}")
+    return rows[name].values.astype(dtype)
+
+
+def _is_scalar(rows: Batch, name: str) -> bool:
+    return rows[name].offsets is None and rows[name].values.ndim == 1

@@ -1,0 +1,60 @@
+"""Parked takes: who waits for what, served first come first served, none held up by another that cannot be served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from tidemill.dock.api import Want
+from tidemill.dock.ledger import Ledger
+from tidemill.dock.records import Grant
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    stage: str
+    want: Want
+    deadline: float
+    answer: Callable[[Grant | None], None]  # called once, with None when the deadline passed
+
+
+class Waiters:
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._parked: dict[str, list[Waiter]] = {}
+
+    def park(self, waiter: Waiter) -> None:
+        self._parked.setdefault(waiter.stage, []).append(waiter)
+
+    def remove(self, waiter: Waiter) -> None:
+        parked = self._parked.get(waiter.stage, [])
+        if waiter in parked:
+            parked.remove(waiter)
+
+    def serve(self, now: float) -> None:
+        """After any step: give what became ready to those who wait for it."""
+        touched, self._ledger.touched = self._ledger.touched, set()
+        for stage in touched:
+            self._serve(stage, now)
+
+    def expire(self, now: float) -> None:
+        for parked in self._parked.values():
+            for waiter in [w for w in parked if w.deadline <= now]:
+                parked.remove(waiter)
+                waiter.answer(None)
+
+    def next_deadline(self) -> float | None:
+        return min((w.deadline for w in self.all()), default=None)
+
+    def count(self, stage: str) -> int:
+        return len(self._parked.get(stage, ()))
+
+    def all(self) -> Iterable[Waiter]:
+        return (waiter for parked in self._parked.values() for waiter in parked)
+
+    def _serve(self, stage: str, now: float) -> None:
+        for waiter in list(self._parked.get(stage, ())):
+            grant = self._ledger.take(stage, waiter.want, now)
+            if grant is not None:
+                self._parked[stage].remove(waiter)
+                waiter.answer(grant)

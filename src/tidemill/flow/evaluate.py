@@ -1,0 +1,148 @@
+"""Evaluation on held-out problems: greedy accuracy, and pass@1 and pass@k of sampled answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import comb
+from typing import Any
+
+from tidemill.config import Config
+from tidemill.data.prompts import PromptTokens
+from tidemill.data.source import Example, Source
+from tidemill.errors import DataError
+from tidemill.flow.stages import sampling_of
+from tidemill.reward.api import Sample
+from tidemill.reward.score import Scorer
+from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
+
+# Far above any training group's id, so that an evaluation never draws a training request's random stream.
+FIRST_ID = 1 << 48
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    prompt: str
+    answer: str
+    response: str
+    correct: bool
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    accuracy: float  # greedy
+    pass_at: dict[int, float] = field(default_factory=dict)  # k: share of problems solved by one of k samples
+    reward: float = 0.0
+    response_tokens: float = 0.0
+    answers: tuple[Answered, ...] = ()
+
+    def metrics(self) -> dict[str, float]:
+        named = {
+            "eval/accuracy": self.accuracy,
+            "eval/reward": self.reward,
+            "eval/response_tokens": self.response_tokens,
+        }
+        return named | {f"eval/pass@{k}": share for k, share in self.pass_at.items()}
+
+
+def evaluate(
+    engine: RolloutEngine,
+    source: Source,
+    encode: PromptTokens,
+    decode: Callable[[list[int]], str],
+    scorer: Scorer,
+    config: Config,
+    *,
+    size: int,
+    samples: int,
+) -> Evaluation:
+    problems = held_out(source, encode, size)
+    base = sampling_of(config, config.seed)
+    greedy = Sampling(temperature=0.0, max_tokens=base.max_tokens, stop_strings=base.stop_strings)
+    answers = _answer(engine, problems, greedy, 1, decode, scorer)
+    first = [a[0] for a in answers]
+    pass_at: dict[int, float] = {}
+    if samples > 1 or (config.eval.temperature > 0 and samples):
+        drawn = Sampling(
+            temperature=config.eval.temperature,
+            top_p=base.top_p,
+            top_k=base.top_k,
+            min_p=base.min_p,
+            max_tokens=base.max_tokens,
+            stop_strings=base.stop_strings,
+            seed=config.seed,
+        )
+        counts = [sum(a.correct for a in each) for each in _answer(engine, problems, drawn, samples, decode, scorer)]
+        pass_at = {k: sum(pass_at_k(samples, c, k) for c in counts) / len(counts) for k in powers_up_to(samples)}
+    return Evaluation(
+        accuracy=sum(a.correct for a in first) / len(first),
+        pass_at=pass_at,
+        reward=sum(a.reward for a in first) / len(first),
+        response_tokens=sum(len(a.response) for a in first) / len(first),
+        answers=tuple(first),
+    )
+
+
+def held_out(source: Source, encode: PromptTokens, size: int) -> list[tuple[Example, list[int]]]:
+    """The first `size` usable held-out problems, always the same ones."""
+    problems: list[tuple[Example, list[int]]] = []
+    last_error = ""
+    for index in range(size if source.size is None else min(size, source.size)):
+        example = source.example(index)
+        try:
+            problems.append((example, encode.encode(example)))
+        except DataError as error:
+            last_error = error.message
+    if not problems:
+        raise DataError(f"{source.name}: no held-out problem can be used", last_error or "set data.held_out above 0")
+    return problems
+
+
+def _answer(
+    engine: RolloutEngine,
+    problems: Sequence[tuple[Example, list[int]]],
+    sampling: Sampling,
+    n: int,
+    decode: Callable[[list[int]], str],
+    scorer: Scorer,
+) -> list[list[Answered]]:
+    for i, (_, prompt) in enumerate(problems):
+        engine.submit(Request(FIRST_ID + i, prompt, sampling, n=n))
+    done: dict[tuple[int, int], Completion] = {}
+    while engine.has_work:
+        for completion in engine.step():
+            done[completion.request.id - FIRST_ID, completion.index] = completion
+    samples = [_sample(problems[i], done[i, k], i * n + k, decode) for i in range(len(problems)) for k in range(n)]
+    scored = scorer.submit(samples).result()
+    flat = [Answered(s.prompt, s.answer, s.response, r.correct, r.value) for s, r in zip(samples, scored)]
+    return [flat[i * n : (i + 1) * n] for i in range(len(problems))]
+
+
+def _sample(
+    problem: tuple[Example, list[int]], made: Completion, id: int, decode: Callable[[list[int]], str]
+) -> Sample:
+    example, prompt = problem
+    return Sample(
+        prompt=decode(prompt),
+        response=decode(made.tokens),
+        answer=example.answer,
+        meta=example.meta,
+        id=id,
+        where=example.where,
+        finish=made.finish,
+    )
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Chance that k of n drawn samples hold a correct one (Chen et al. 2021, equation 1)."""
+    return 1.0 if n - correct < k else 1.0 - comb(n - correct, k) / comb(n, k)
+
+
+def powers_up_to(n: int) -> list[int]:
+    return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
+
+
+def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Token ids to the text a reward sees: end tokens and other special ones left out."""
+    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)

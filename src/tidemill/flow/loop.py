@@ -1,0 +1,244 @@
+"""The run itself: feed, roll out, score, learn, look, save; again. Everything it does is in `train_loop`, in order."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tidemill.cluster.local import Workers, start
+from tidemill.config import Config
+from tidemill.errors import CheckpointError, TidemillError
+from tidemill.flow.evaluate import Evaluation
+from tidemill.flow.schedule import SCHEDULES, Stopped
+from tidemill.learn import checkpoint
+from tidemill.models.load import save_folder
+from tidemill.observe.metrics import MetricsWriter
+from tidemill.run import RunFolder
+
+
+@dataclass(slots=True)
+class Summary:
+    """What a run came to; `summary.json` holds the same."""
+
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    steps: int = 0
+    seconds: float = 0.0
+    tokens_per_s: float = 0.0
+    tokens: float = 0.0
+    is_stopped: bool = False  # by the user, before the last step
+    is_early: bool = False  # by train.stop_at_accuracy
+    rewards: list[float] = field(default_factory=list)
+    before: Evaluation | None = None
+    after: Evaluation | None = None
+    bad_rows: int = 0
+
+    def plain(self) -> dict[str, Any]:
+        names = ("accuracy_before", "accuracy_after", "steps", "seconds", "tokens_per_s", "tokens", "bad_rows")
+        own: dict[str, Any] = {n: getattr(self, n) for n in names}
+        for when, evaluation in (("before", self.before), ("after", self.after)):
+            if evaluation is not None:
+                own[f"pass_at_{when}"] = {str(k): v for k, v in evaluation.pass_at.items()}
+        return own | {"is_stopped": self.is_stopped, "is_early": self.is_early}
+
+
+class Watcher:
+    """What a run tells whoever watches; the command line draws it, tests ignore it."""
+
+    def started(self, workers: Workers, first_step: int) -> None: ...
+    def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
+    def stepped(self, step: int, metrics: dict[str, float]) -> None: ...
+    def noted(self, message: str) -> None: ...
+
+
+def run(config: Config, folder: RunFolder, watch: Watcher | None = None) -> Summary:
+    """From wherever the folder stands to the end of the run."""
+    watch = watch or Watcher()
+    found = checkpoint.latest(folder.checkpoints)
+    if found is not None:
+        for path, why in found.skipped:
+            watch.noted(f"checkpoint {path.name} cannot be used ({why}); going back to {found.path.name}")
+    workers = start(config, warm_start(config, folder, watch))
+    try:
+        return train_loop(config, folder, workers, watch, found)
+    finally:
+        workers.close()
+
+
+def train_loop(
+    config: Config, folder: RunFolder, workers: Workers, watch: Watcher, found: checkpoint.Found | None
+) -> Summary:
+    summary, first = Summary(), 0
+    if found is not None:
+        first = restore(found, workers, summary)
+    folder.truncate(first)
+    watch.started(workers, first)
+    with MetricsWriter(folder, config.observe.tensorboard, first) as metrics, interruptions(watch) as stop:
+        if first == 0 and config.eval.before:
+            summary.before = look(workers, config, 0, metrics, watch)
+        schedule = SCHEDULES[config.flow.schedule]
+        for step in range(first + 1, config.train.steps + 1):
+            at_boundary = workers.feed.state()
+            began = time.perf_counter()
+            rows = workers.feed.rows()
+            workers.learn.begin(int(rows.values("group")[0]))
+            workers.dock.put(rows)
+            try:
+                schedule(workers.stages, workers.learn, stop, stall_s=2 * config.flow.lease_s)
+            except Stopped:
+                workers.feed.restore(at_boundary)
+                summary.is_stopped = True
+                break
+            workers.publish()
+            record(step, workers, metrics, summary, time.perf_counter() - began, watch)
+            if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
+                seen = look(workers, config, step, metrics, watch)
+                if seen.accuracy >= (config.train.stop_at_accuracy or 2.0):
+                    summary.is_early, summary.after = True, seen
+            is_last = step == config.train.steps or summary.is_early or stop()
+            if config.checkpoint.every and step % config.checkpoint.every == 0 and not is_last:
+                save(folder, workers, summary, config, watch)
+            if is_last:
+                summary.is_stopped = stop() and step < config.train.steps and not summary.is_early
+                break
+        if not summary.is_stopped and summary.after is None and config.eval.after:
+            summary.after = look(workers, config, summary.steps, metrics, watch)
+    finish(folder, workers, summary, config, watch)
+    return summary
+
+
+def look(workers: Workers, config: Config, step: int, metrics: MetricsWriter, watch: Watcher) -> Evaluation:
+    evaluation = workers.evaluate(config.eval.size, config.eval.samples)
+    metrics.write(step, evaluation.metrics())
+    watch.evaluated(step, evaluation)
+    return evaluation
+
+
+def record(
+    step: int, workers: Workers, metrics: MetricsWriter, summary: Summary, seconds: float, watch: Watcher
+) -> None:
+    measured = workers.tally.take()
+    tokens = measured.get("prompt_tokens", 0.0) + measured.get("made_tokens", measured.get("learned_tokens", 0.0))
+    measured |= {"tokens_per_s": tokens / seconds, "version": float(workers.learner.version), "time/step": seconds}
+    summary.steps = step
+    summary.seconds += seconds
+    summary.tokens += tokens
+    summary.tokens_per_s = summary.tokens / summary.seconds
+    summary.bad_rows = len(workers.feed.bad_rows)
+    summary.rewards.append(measured.get("reward", -measured.get("loss", 0.0)))
+    metrics.write(step, measured)
+    metrics.samples(step, workers.kept_samples[: workers.config.observe.samples_per_step])
+    workers.kept_samples.clear()
+    watch.stepped(step, measured)
+
+
+def save(folder: RunFolder, workers: Workers, summary: Summary, config: Config, watch: Watcher) -> bool:
+    """Whether it is on disk. A full disk does not end a run that can still be mended: the last checkpoint stays."""
+    tensors, state = workers.state()
+    state |= {
+        "step": summary.steps,
+        "summary": summary.plain() | {"rewards": summary.rewards},
+        "before": None if summary.before is None else dump_evaluation(summary.before),
+    }
+    try:
+        metric = summary.rewards[-1] if summary.rewards else None
+        checkpoint.save(folder.checkpoints, summary.steps, tensors, state, keep=config.checkpoint.keep, metric=metric)
+    except CheckpointError as error:
+        watch.noted(f"{error} (the run goes on; earlier checkpoints are untouched)")
+        return False
+    return True
+
+
+def finish(folder: RunFolder, workers: Workers, summary: Summary, config: Config, watch: Watcher) -> None:
+    for evaluation, name in ((summary.before, "accuracy_before"), (summary.after, "accuracy_after")):
+        if evaluation is not None:
+            setattr(summary, name, evaluation.accuracy)
+    is_saved = save(folder, workers, summary, config, watch)
+    folder.write_summary(summary.plain())
+    if not is_saved:
+        raise CheckpointError(
+            f"the last checkpoint of {folder.path} could not be saved",
+            f"free some disk, then: tidemill resume {folder.path}",
+        )
+
+
+def restore(found: checkpoint.Found, workers: Workers, summary: Summary) -> int:
+    tensors, state = checkpoint.load(found.path)
+    workers.restore(tensors, state)
+    kept = state["summary"]
+    summary.steps, summary.seconds, summary.tokens = int(kept["steps"]), kept["seconds"], kept["tokens"]
+    summary.rewards, summary.tokens_per_s = list(kept["rewards"]), kept["tokens_per_s"]
+    if state["before"] is not None:
+        summary.before = load_evaluation(state["before"])
+    return int(state["step"])
+
+
+def warm_start(config: Config, folder: RunFolder, watch: Watcher) -> Path | None:
+    """The model a recipe wants made first: trained once, kept in the run, found again on resume."""
+    if config.model.path is not None or config.model.warm_start is None:
+        return None
+    made = folder.path / "warm_start" / "model"
+    if (made / "config.json").exists():
+        return made
+    from tidemill import recipe
+
+    own = recipe.load(
+        config.model.warm_start,
+        [f"seed={config.seed}", f"folder={folder.path}", "name=warm_start", f"device={config.device}"]
+        + ([f"threads={config.threads}"] if config.threads else []),
+    ).config
+    watch.noted(f"warm start: {own.about or own.name}")
+    recipe.check(own)
+    with RunFolder.create(own) as inner, closing(start(own)) as workers:
+        summary = train_loop(own, inner, workers, watch, None)
+        if summary.is_stopped:
+            raise KeyboardInterrupt
+        aside = made.with_name(".model")
+        save_folder(workers.loaded.model, workers.loaded.tokenizer, aside)
+        aside.rename(made)
+    return made
+
+
+@contextmanager
+def interruptions(watch: Watcher) -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM end the run at the next safe moment; a second Ctrl-C ends it at once."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+
+    def on_signal(number: int, _: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+        watch.noted(f"{signal.Signals(number).name}: stopping and saving; once more to stop at once")
+
+    before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def dump_evaluation(evaluation: Evaluation) -> dict[str, Any]:
+    import dataclasses
+
+    return dataclasses.asdict(evaluation)
+
+
+def load_evaluation(plain: dict[str, Any]) -> Evaluation:
+    from tidemill.flow.evaluate import Answered
+
+    answers = tuple(Answered(**a) for a in plain["answers"])
+    pass_at = {int(k): v for k, v in plain["pass_at"].items()}
+    return Evaluation(**{**plain, "answers": answers, "pass_at": pass_at})
+
+
+__all__ = ["Summary", "TidemillError", "Watcher", "run"]

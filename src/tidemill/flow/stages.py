@@ -1,0 +1,348 @@
+"""Workers: each takes what its stage may read from the dock, works on it, and commits what the stage writes.
+
+A worker is polled. `poll` does a bounded piece of work and says whether anything moved; schedules decide whom to poll.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from tidemill.algorithms.api import Algorithm
+from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch, Column
+from tidemill.config import Config
+from tidemill.dock import Dock, Lease, Want
+from tidemill.errors import RewardError, TidemillError
+from tidemill.flow.tally import Tally
+from tidemill.learn.engine import Learner, score
+from tidemill.reward.api import Sample, Scored
+from tidemill.reward.score import Scorer
+from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
+
+FINISH = ("stop", "length", "error", "cancelled")  # the column `finish` holds the index
+
+
+class Worker(Protocol):
+    name: str  # its stage
+
+    def poll(self) -> bool:
+        """Do a bounded piece of work; whether anything moved."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether work is under way elsewhere (another thread or process) that this worker will commit."""
+
+
+def sampling_of(config: Config, eos_seed: int) -> Sampling:
+    rollout = config.rollout
+    return Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        max_tokens=rollout.max_new_tokens,
+        stop_strings=rollout.stop,
+        seed=eos_seed,
+    )
+
+
+@dataclass(slots=True)
+class _Rolling:
+    lease: Lease
+    done: dict[int, Completion]
+
+
+class RolloutWorker:
+    """One lease per group, so that a finished group moves on while longer ones are still being made."""
+
+    name = "rollout"
+
+    def __init__(self, dock: Dock, engine: RolloutEngine, config: Config, tally: Tally) -> None:
+        self.dock, self.engine, self.config, self.tally = dock, engine, config, tally
+        self.sampling = sampling_of(config, config.seed)
+        self.rolling: dict[int, _Rolling] = {}
+
+    @property
+    def waits(self) -> bool:
+        return False
+
+    def poll(self) -> bool:
+        moved = self._fill()
+        if not self.engine.has_work:
+            return moved
+        with self.tally.time(self.name):
+            finished = self.engine.step()
+        for completion in finished:
+            self._finish(completion)
+        return True
+
+    def _fill(self) -> bool:
+        """Take groups while the engine has room; the engine queues a little ahead of what it runs."""
+        moved = False
+        room = self.config.rollout.concurrent
+        while sum(len(r.lease.batch[ID].values) - len(r.done) for r in self.rolling.values()) < 2 * room:
+            lease = self.dock.take(self.name, Want(groups=1))
+            if lease is None:
+                return moved
+            group = int(lease.batch.values(GROUP)[0])
+            self.rolling[group] = _Rolling(lease, {})
+            prompt = lease.batch["prompt"][0].tolist()
+            self.engine.submit(Request(group, prompt, self.sampling, n=lease.batch.rows))
+            moved = True
+        return moved
+
+    def _finish(self, completion: Completion) -> None:
+        rolling = self.rolling[completion.request.id]
+        rolling.done[completion.index] = completion
+        if len(rolling.done) < rolling.lease.batch.rows:
+            return
+        del self.rolling[completion.request.id]
+        made = [rolling.done[i] for i in range(rolling.lease.batch.rows)]
+        failed = next((c for c in made if c.finish == "error"), None)
+        if failed is not None:
+            raise TidemillError(
+                f"rollout of group {failed.request.id} failed: {failed.error}",
+                "non-finite weights mean the run diverged: lower learn.lr, or resume from an earlier checkpoint",
+            )
+        rolling.lease.commit(rollout_columns(made))
+        for c in made:
+            self.tally.mean("response_tokens", len(c.tokens))
+            self.tally.mean("truncated_share", float(c.finish == "length"))
+            self.tally.add("prompt_tokens", len(c.request.prompt))
+            self.tally.add("made_tokens", len(c.tokens))
+
+
+def rollout_columns(made: list[Completion]) -> Batch:
+    columns: dict[str, Any] = {
+        "tokens": Column.jagged([[*c.request.prompt, *c.tokens] for c in made], np.int32),
+        "prompt_length": np.array([len(c.request.prompt) for c in made], np.int32),
+        "logprobs": Column.jagged([c.logprobs for c in made], np.float32),
+        "versions": Column.jagged([c.versions for c in made], np.int32),
+        "mask": Column.jagged([np.ones(len(c.tokens)) for c in made], np.uint8),
+        "finish": np.array([FINISH.index(c.finish) for c in made], np.int8),
+        VERSION: np.array([min(c.versions) for c in made], np.int32),
+        LENGTH: np.array([len(c.request.prompt) + len(c.tokens) for c in made], np.int32),
+    }
+    return Batch(columns)
+
+
+class RewardWorker:
+    """Scores samples in the scorer's own threads or processes while others go on."""
+
+    name = "reward"
+
+    def __init__(
+        self,
+        dock: Dock,
+        scorer: Scorer,
+        decode: Callable[[list[int]], str],
+        tally: Tally,
+        keep_samples: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.dock, self.scorer, self.decode, self.tally, self.keep_samples = dock, scorer, decode, tally, keep_samples
+        self.scoring: list[tuple[Lease, list[Sample], Future[list[Scored]]]] = []
+
+    @property
+    def waits(self) -> bool:
+        return bool(self.scoring)
+
+    def poll(self) -> bool:
+        lease = self.dock.take(self.name, Want(rows=1024))
+        if lease is not None:
+            samples = [self._sample(lease.batch.row(i)) for i in range(lease.batch.rows)]
+            self.scoring.append((lease, samples, self.scorer.submit(samples)))
+        done = [s for s in self.scoring if s[2].done()]
+        self.scoring = [s for s in self.scoring if not s[2].done()]
+        for finished in done:
+            self._commit(*finished)
+        return lease is not None or bool(done)
+
+    def _sample(self, row: dict[str, Any]) -> Sample:
+        start = int(row["prompt_length"])
+        tokens = row["tokens"].tolist()
+        return Sample(
+            prompt=self.decode(tokens[:start]),
+            response=self.decode(tokens[start:]),
+            answer=row["answer"],
+            meta=json.loads(row["meta"]),
+            id=int(row[ID]),
+            where=row["where"],
+            finish=FINISH[int(row["finish"])],
+        )
+
+    def _commit(self, lease: Lease, samples: list[Sample], future: Future[list[Scored]]) -> None:
+        scored = future.result()
+        versions = lease.batch["versions"]
+        for i, (sample, result) in enumerate(zip(samples, scored)):
+            self.tally.mean("reward", result.value)
+            self.tally.mean("accuracy", float(result.correct))
+            for part, value in result.parts.items():
+                self.tally.mean(f"reward/{part}", value)
+            if result.error is not None:
+                self.tally.add("reward_errors", 1)
+            self.keep_samples(
+                {
+                    "id": sample.id,
+                    "group": int(lease.batch.values(GROUP)[i]),
+                    "prompt": sample.prompt,
+                    "response": sample.response,
+                    "answer": sample.answer,
+                    "reward": result.value,
+                    "rewards": dict(result.parts),
+                    "correct": result.correct,
+                    "finish": sample.finish,
+                    "versions": sorted({int(v) for v in versions[i]}),
+                    **({"error": result.error} if result.error else {}),
+                }
+            )
+        outputs = Batch(
+            {
+                "reward": np.array([r.value for r in scored], np.float32),
+                "correct": np.array([r.correct for r in scored], np.uint8),
+                "parts": Column.text([json.dumps(dict(r.parts)) for r in scored]),
+            }
+        )
+        if any(r.error for r in scored) and self.scorer.rewards.on_error == "fail":
+            raise RewardError(
+                next(r.error for r in scored if r.error), "mend the function, or set rewards.on_error=zero (or drop)"
+            )
+        is_dropped = self.scorer.rewards.on_error == "drop"
+        dropped = {int(g) for g, r in zip(lease.batch.values(GROUP), scored) if r.error and is_dropped}
+        drop = [int(i) for i, g in zip(lease.batch.values(ID), lease.batch.values(GROUP)) if int(g) in dropped]
+        if drop:
+            self.tally.add("dropped_samples", len(drop))
+        lease.commit(outputs, drop=drop)
+
+
+class AdvantageWorker:
+    name = "advantage"
+    waits = False
+
+    def __init__(self, dock: Dock, algorithm: Algorithm, config: Config, tally: Tally) -> None:
+        self.dock, self.algorithm, self.config, self.tally = dock, algorithm, config, tally
+
+    def poll(self) -> bool:
+        lease = self.dock.take(self.name, Want(groups=4096))
+        if lease is None:
+            return False
+        with self.tally.time(self.name):
+            rewards, groups = lease.batch.values("reward"), lease.batch.values(GROUP)
+            for group in np.unique(groups):
+                own = rewards[groups == group]
+                self.tally.mean("equal_reward_groups", float(own.max() == own.min()))
+                self.tally.mean("reward_std", float(own.std()))
+            lease.commit(self.algorithm.advantages(lease.batch, self.config))
+        return True
+
+
+class ScoreWorker:
+    """Log-probabilities under a model as it is now: the old policy's, or the reference's."""
+
+    waits = False
+
+    def __init__(self, name: str, column: str, dock: Dock, model: Any, config: Config, tally: Tally) -> None:
+        self.name, self.column, self.dock, self.model, self.config, self.tally = (
+            name,
+            column,
+            dock,
+            model,
+            config,
+            tally,
+        )
+
+    def poll(self) -> bool:
+        lease = self.dock.take(self.name, Want(tokens=self.config.train.tokens_per_microbatch * 4))
+        if lease is None:
+            return False
+        with self.tally.time(self.name):
+            lease.commit(Batch({self.column: score(self.model, lease.batch, self.config)}))
+        return True
+
+
+class LearnWorker:
+    """Adds up gradients of the step's groups as they come; updates the weights once an update's last group is in.
+
+    A group's update is fixed by its place in the step, not by when it arrives, and no weight changes before the step's
+    last sample is made: so every schedule computes the same step.
+    """
+
+    name = "learn"
+    waits = False
+
+    def __init__(self, dock: Dock, learner: Learner, config: Config, tally: Tally) -> None:
+        self.dock, self.learner, self.config, self.tally = dock, learner, config, tally
+        self.held: list[Lease] = []
+        self.has_begun = False  # a gradient has been added that an interruption would waste
+        self.begin(0)
+
+    def begin(self, first_group: int) -> None:
+        """A new step, whose groups count from `first_group`."""
+        self.first_group = first_group
+        self.accumulated: set[int] = set()
+        self.has_begun = False
+        self.is_done = False
+
+    def poll(self) -> bool:
+        lease = self.dock.take(self.name, Want(groups=4096))
+        if lease is not None:
+            self.held.append(lease)
+        all_here = sum(held.batch.rows for held in self.held) == self.dock.state().rows
+        if all_here and not self.is_done:
+            self._finish_step()
+            return True
+        if lease is None:
+            return False
+        self._accumulate_ready()
+        return True
+
+    def _update_of(self, batch: Batch) -> Any:
+        per_update = self.config.train.prompts_per_step // self.config.train.updates_per_step
+        return (batch.values(GROUP) - self.first_group) // per_update
+
+    def _accumulate_ready(self) -> None:
+        """Of the first update, what fills a micro-batch; the rest waits."""
+        ready = Batch.concat([held.batch for held in self.held])
+        fresh = ~np.isin(ready.values(GROUP), list(self.accumulated))
+        rows = np.flatnonzero((self._update_of(ready) == 0) & fresh)
+        if ready["tokens"].lengths[rows].sum() >= self.config.train.tokens_per_microbatch:
+            self._accumulate(ready.gather(rows))
+
+    def _accumulate(self, batch: Batch) -> None:
+        self.has_begun = True
+        batch = batch.gather(np.lexsort((batch.values(ID), batch.values(GROUP))))
+        with self.tally.time(self.name):
+            self.learner.accumulate(batch)
+        self.accumulated.update(int(g) for g in np.unique(batch.values(GROUP)))
+
+    def _finish_step(self) -> None:
+        if self.held:
+            self._learn(Batch.concat([held.batch for held in self.held]))
+        for held in self.held:
+            held.commit()
+        self.held = []
+        self.is_done = True
+
+    def _learn(self, whole: Batch) -> None:
+        update_of = self._update_of(whole)
+        for _ in range(self.config.train.passes_per_step):
+            for update in range(self.config.train.updates_per_step):
+                fresh = ~np.isin(whole.values(GROUP), list(self.accumulated))
+                rows = np.flatnonzero((update_of == update) & fresh)
+                if len(rows):
+                    self._accumulate(whole.gather(rows))
+                if self.accumulated:
+                    with self.tally.time(self.name):
+                        self.tally.update(self.learner.update())
+                self.accumulated = set()
+
+
+def stacks_of(workers: list[Worker], since: float) -> str:
+    """Who waits for whom, for a run that stands still."""
+    waiting = ", ".join(w.name for w in workers if w.waits) or "no worker"
+    return f"nothing has moved for {time.monotonic() - since:.0f} s; under way: {waiting}"

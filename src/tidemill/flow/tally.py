@@ -1,0 +1,46 @@
+"""Tally: what the workers of one step counted, as metrics. Means are weighted by how often they were given."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+
+class Tally:
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._means: dict[str, tuple[float, int]] = {}
+        self._updates: list[dict[str, float]] = []
+        self._started = time.perf_counter()
+
+    def add(self, name: str, value: float) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def mean(self, name: str, value: float) -> None:
+        total, count = self._means.get(name, (0.0, 0))
+        self._means[name] = (total + value, count + 1)
+
+    def update(self, metrics: Mapping[str, float]) -> None:
+        """Metrics of one optimizer update; a step's are their mean, or extreme where the name says so."""
+        self._updates.append(dict(metrics))
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(f"time/{name}", time.perf_counter() - started)
+
+    def take(self) -> dict[str, float]:
+        """The step's metrics; counting starts anew."""
+        merged = dict(self._sums)
+        merged.update({n: total / count for n, (total, count) in self._means.items()})
+        for name in dict.fromkeys(n for u in self._updates for n in u):
+            values = [u[name] for u in self._updates if name in u]
+            reduce = max if name.endswith("_max") else min if name.endswith("_min") else None
+            merged[name] = reduce(values) if reduce else sum(values) / len(values)
+        merged["time/step"] = time.perf_counter() - self._started
+        self.__init__()  # type: ignore[misc]
+        return merged

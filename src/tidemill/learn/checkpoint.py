@@ -1,0 +1,263 @@
+"""Checkpoints: safetensors and JSON, written aside and renamed, with a checksum of every file. No pickle.
+
+A folder that is named `step-…` was complete when it got its name; whatever dies, an older one is never touched before
+the new one is safe on disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tidemill.errors import CheckpointError
+from tidemill.settings.estimate import human
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensors = Mapping[str, torch.Tensor]
+
+SHARD_BYTES = 2_000_000_000
+Entry = dict[str, Any]  # of a file in the manifest: bytes, sha256
+MANIFEST, STATE = "manifest.json", "state.json"
+ASIDE, REPLACED = ".tmp-", ".replaced"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    path: Path
+    step: int
+    skipped: list[tuple[Path, str]]  # newer ones that could not be used, and why
+
+
+def save(
+    folder: Path,
+    step: int,
+    tensors: Tensors,
+    state: dict[str, Any],
+    *,
+    keep: int,
+    best: bool = False,
+    metric: float | None = None,
+) -> Path:
+    """Write `folder/step-…`, then prune to the `keep` newest and the best. On failure nothing saved before is lost."""
+    target = folder / f"step-{step:06d}"
+    aside = folder / f"{ASIDE}{target.name}-{os.getpid()}"
+    needed = sum(t.numel() * t.element_size() for t in tensors.values())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _clear_leftovers(folder)
+        aside.mkdir()
+        files = _write_tensors(aside, tensors) | {STATE: _write_json(aside / STATE, state)}
+        _write_json(aside / MANIFEST, {"step": step, "best": best, "metric": metric, "files": files})
+        _put_in_place(aside, target)
+        prune(folder, keep)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise _explain(error, folder, needed) from error
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return target
+
+
+def latest(folder: Path) -> Found | None:
+    """The newest checkpoint whose files are all as they were written; newer, broken ones are reported in `skipped`."""
+    skipped: list[tuple[Path, str]] = []
+    for path in _newest_first(folder):
+        why = fault(path)
+        if why is None:
+            return Found(path, _step(path), skipped)
+        skipped.append((path, why))
+    if skipped:
+        listed = "; ".join(f"{path.name}: {why}" for path, why in skipped)
+        raise CheckpointError(
+            f"no checkpoint in {folder} can be used ({listed})", "start the run again, or copy a good one in"
+        )
+    return None
+
+
+def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors and state of a checkpoint that `latest` found. Tensors are on the CPU."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        for name in _manifest(path)["files"]:
+            if name.endswith(".safetensors"):
+                tensors |= load_file(path / name)
+        state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+    except Exception as error:  # safetensors raises its own types for a broken file
+        raise CheckpointError(
+            f"{path} cannot be read: {_first_line(error)}", "resume from an older checkpoint"
+        ) from error
+    return tensors, state
+
+
+def fault(path: Path) -> str | None:
+    """What is wrong with a checkpoint, or None. Reads every byte."""
+    try:
+        files: Mapping[str, Mapping[str, Any]] = _manifest(path)["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{MANIFEST} is missing or unreadable"
+    for name, expected in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        size = file.stat().st_size
+        if size != expected["bytes"]:
+            return f"{name} has {size:,} bytes instead of {expected['bytes']:,}"
+        if _digest(file) != expected["sha256"]:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Keep the newest `keep` and the best. A folder loses its name before its files: it is never half there."""
+    saved = _newest_first(folder)
+    kept = set(saved[:keep]) | {best for best in [_best(saved)] if best is not None}
+    for path in saved:
+        if path not in kept:
+            gone = path.with_name(f"{ASIDE}{path.name}-old-{os.getpid()}")
+            path.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def best(folder: Path) -> Path | None:
+    """The checkpoint last saved as the best."""
+    return _best(_newest_first(folder))
+
+
+def _best(newest_first: Iterable[Path]) -> Path | None:
+    for path in newest_first:
+        try:
+            if _manifest(path).get("best"):
+                return path
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+# Writing
+
+
+def _write_tensors(folder: Path, tensors: Tensors) -> dict[str, Entry]:
+    from safetensors.torch import save as to_bytes
+
+    shards, files = list(_shards(tensors)), {}
+    for i, names in enumerate(shards):
+        # Our own write, not the library's: it tells a full disk by its errno, and the file is synced before it counts.
+        blob = to_bytes({name: _alone(tensors[name]) for name in names})
+        name = f"tensors-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        files[name] = _write(folder / name, blob)
+    return files
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU, sharing memory with no other: safetensors refuses views of one storage."""
+    here = tensor.detach().contiguous().cpu()
+    return here.clone() if here.untyped_storage().nbytes() != here.numel() * here.element_size() else here
+
+
+def _shards(tensors: Tensors) -> Iterator[list[str]]:
+    shard: list[str] = []
+    size = 0
+    for name in sorted(tensors):
+        more = tensors[name].numel() * tensors[name].element_size()
+        if shard and size + more > SHARD_BYTES:
+            yield shard
+            shard, size = [], 0
+        shard.append(name)
+        size += more
+    yield shard
+
+
+def _write_json(path: Path, value: Any) -> Entry:
+    return _write(path, json.dumps(value, indent=1).encode())
+
+
+def _write(path: Path, data: bytes) -> Entry:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _put_in_place(aside: Path, target: Path) -> None:
+    """Rename. A step saved before (a resumed run may save it again) stays findable until the new one has its name."""
+    _sync_folder(aside)
+    old = target.with_name(f"{target.name}{REPLACED}")
+    if target.exists():
+        target.rename(old)
+    aside.rename(target)
+    _sync_folder(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in a folder as durable as the files."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _clear_leftovers(folder: Path) -> None:
+    """What a killed save left behind. The run's lock makes sure that nobody else is saving here."""
+    replaced = [p for p in folder.glob(f"step-*{REPLACED}") if p.with_suffix("").exists()]
+    for leftover in [*folder.glob(f"{ASIDE}*"), *replaced]:
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _explain(error: OSError, folder: Path, needed: int) -> CheckpointError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return CheckpointError(
+            f"no room for a checkpoint in {folder}: it needs {human(needed)}, {human(_free(folder))} is free "
+            f"({os.strerror(error.errno)}); older checkpoints are untouched",
+            "free some space and resume, or set checkpoint.keep lower or folder to another disk",
+        )
+    return CheckpointError(
+        f"a checkpoint cannot be written in {folder}: {error}", "check that the folder can be written"
+    )
+
+
+def _free(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+# Reading
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    saved = [path for path in folder.glob("step-*") if path.is_dir() and _step(path) >= 0]
+    return sorted(saved, key=lambda path: (_step(path), not path.name.endswith(REPLACED)), reverse=True)
+
+
+def _step(path: Path) -> int:
+    digits = path.name.removeprefix("step-").removesuffix(REPLACED)
+    return int(digits) if digits.isdigit() else -1
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    return manifest
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,165 @@
+"""What the terminal shows while a run goes on: a live panel, one plain line a step, or nothing."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import IO, TYPE_CHECKING, Literal
+
+from tidemill.observe.curve import sparkline
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+Mode = Literal["auto", "rich", "plain", "off"]
+REFRESH_HZ = 4
+RECENT = 20  # steps whose mean pace tells the time left
+
+
+class Progress:
+    """`with Progress(…) as progress: progress.step(n, metrics)`. Reads `reward`, `accuracy` and `tokens_per_s`."""
+
+    def __init__(
+        self,
+        mode: Mode,
+        total_steps: int,
+        *,
+        title: str = "",
+        start_step: int = 0,
+        curve: str = "reward",
+        console: Console | None = None,
+        out: IO[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.mode = _choose(mode, out or sys.stdout)
+        self.total, self.title, self.curve_key = total_steps, title, curve
+        self._step, self._stage = start_step, ""
+        self._latest: dict[str, float] = {}
+        self._curve: list[float] = []
+        self._clock, self._started = clock, clock()
+        self._pace: deque[float] = deque(maxlen=RECENT)
+        self._last_at = self._started
+        self._out = out or sys.stdout
+        self._live = _live(self._render, console) if self.mode == "rich" else None
+
+    def __enter__(self) -> Progress:
+        self._last_at = self._clock()
+        if self._live is not None:
+            self._live.start(refresh=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def stage(self, name: str) -> None:
+        """What is being done within the step."""
+        self._stage = name
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = self._clock()
+        self._pace.append((now - self._last_at) / max(1, step - self._step))
+        self._last_at, self._step, self._stage = now, step, ""
+        self._latest |= metrics
+        if self.curve_key in metrics:
+            self._curve.append(float(metrics[self.curve_key]))
+        if self.mode == "plain":
+            self._say(self.line())
+
+    def note(self, text: str) -> None:
+        """A sentence that stays, above the live panel."""
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False)
+        elif self.mode == "plain":
+            self._say(text)
+
+    def seconds_left(self) -> float | None:
+        if not self._pace:
+            return None
+        return (self.total - self._step) * sum(self._pace) / len(self._pace)
+
+    def line(self) -> str:
+        parts = [f"step {self._step:>{len(str(self.total))}}/{self.total}", *self._facts()]
+        return "  ".join(parts)
+
+    def _facts(self) -> list[str]:
+        known = self._latest
+        facts = []
+        if "reward" in known:
+            facts.append(f"reward {known['reward']:.3f}")
+        if "accuracy" in known:
+            facts.append(f"accuracy {percent(known['accuracy'])}")
+        if "tokens_per_s" in known:
+            facts.append(f"{_short(known['tokens_per_s'])} tokens/s")
+        left = self.seconds_left()
+        if left is not None:
+            facts.append(f"{clock_text(left)} left")
+        return facts
+
+    def _say(self, text: str) -> None:
+        print(text, file=self._out, flush=True)
+
+    def _render(self) -> RenderableType:
+        from rich.panel import Panel
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        head = Text()
+        head.append(f"step {self._step}/{self.total}", style="bold")
+        doing = f"  {self._stage}" if self._stage else ""
+        head.append(f"{doing}   {clock_text(self._clock() - self._started)} so far", style="dim")
+        lines: list[RenderableType] = [head, ProgressBar(total=self.total, completed=self._step)]
+        if self._facts():
+            lines.append(Text("   ".join(self._facts())))
+        if len(self._curve) > 1:
+            line = Text()
+            line.append(f"{self.curve_key} ", style="dim")
+            line.append(sparkline(self._curve, 56), style="green")
+            lines.append(line)
+        grid = Table.grid(expand=True)
+        for row in lines:
+            grid.add_row(row)
+        return Panel(grid, title=self.title or None, title_align="left", width=78)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if math.isfinite(share) else "–"
+
+
+def clock_text(seconds: float) -> str:
+    """12:34, or 1:23:45."""
+    whole = max(0, round(seconds))
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def _short(value: float) -> str:
+    if not math.isfinite(value):
+        return "–"
+    return f"{value:,.0f}" if value < 10_000 else f"{value / 1000:,.1f}k"
+
+
+def _choose(mode: Mode, out: IO[str]) -> str:
+    if mode != "auto":
+        return mode
+    return "rich" if out.isatty() else "plain"
+
+
+class _Redrawn:
+    """Rich draws this anew at every refresh, so clocks move between steps."""
+
+    def __init__(self, render: Callable[[], RenderableType]) -> None:
+        self.render = render
+
+    def __rich__(self) -> RenderableType:
+        return self.render()
+
+
+def _live(render: Callable[[], RenderableType], console: Console | None):  # type: ignore[no-untyped-def]
+    from rich.live import Live
+
+    return Live(_Redrawn(render), console=console, refresh_per_second=REFRESH_HZ, transient=False)

@@ -1,0 +1,132 @@
+"""The reference engine: one request at a time through transformers' own cache and attention. Slow, short, and what the
+other engines are compared with."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from tidemill.rollout.engine import Completion, Finish, Partial, Request
+from tidemill.rollout.native.sampling import Draw, draw, is_steered, is_truncated, steer, stream_key
+
+
+class HFEngine:
+    """Implements `RolloutEngine`; each `step` makes all samples of one request."""
+
+    def __init__(self, model: Any, *, eos_ids: Sequence[int], max_len: int = 2048, tokenizer: Any = None) -> None:
+        self.model = model
+        self.eos_ids = set(eos_ids)
+        self.max_len = max_len
+        self.tokenizer = tokenizer
+        self.version = 0
+        self.waiting: deque[tuple[Request, list[Partial]]] = deque()
+
+    def submit(self, request: Request) -> None:
+        self.waiting.append((request, [Partial(request, i, [], [], []) for i in range(request.n)]))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting)
+
+    @torch.no_grad()
+    def step(self) -> list[Completion]:
+        if not self.waiting:
+            return []
+        request, samples = self.waiting.popleft()
+        with _plain(self.model):
+            done = [completion for sample in samples for completion in self._complete(request, sample)]
+        for completion in done:
+            if request.on_done is not None:
+                request.on_done(completion)
+        return done
+
+    def _complete(self, request: Request, sample: Partial) -> Iterator[Completion]:
+        how, device = request.sampling, next(self.model.parameters()).device
+        key = torch.tensor([stream_key(how.seed, request.id, sample.index)], device=device)
+        limit = min(how.max_tokens, self.max_len - len(request.prompt))
+        cache = DynamicCache(config=self.model.config)
+        ids = torch.tensor([[*request.prompt, *sample.tokens]], device=device)
+        finish: Finish = "length"
+        while len(sample.tokens) < limit:
+            logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            drawn = draw(logits, self._how(sample, key, logits))
+            if not torch.isfinite(drawn.logprobs).all():
+                yield self._completion(sample, "error", "the model gave logits that are not numbers")
+                return
+            sample.tokens.append(int(drawn.tokens))
+            sample.logprobs.append(float(drawn.logprobs))
+            sample.versions.append(self.version)
+            if drawn.kept is not None:
+                sample.kept = [*(sample.kept or []), float(drawn.kept)]
+            if self._stops(how, sample.tokens):
+                finish = "stop"
+                break
+            ids = drawn.tokens.unsqueeze(1)
+        yield self._completion(sample, finish)
+
+    @staticmethod
+    def _how(sample: Partial, key: Tensor, logits: Tensor) -> Draw:
+        how, tensor = sample.request.sampling, partial(torch.tensor, device=logits.device)
+        seen = [*sample.request.prompt, *sample.tokens]
+        return Draw(
+            key=key,
+            position=tensor([len(sample.tokens)]),
+            temperature=tensor([how.temperature or 1.0]),
+            all_greedy=how.temperature == 0,
+            truncated=tensor([0]) if is_truncated(how) else None,
+            top_k=tensor([how.top_k or 1 << 40]),
+            top_p=tensor([how.top_p if how.top_p < 1 else 2.0]),
+            min_p=tensor([how.min_p]),
+            steered=steer(logits[0], how, seen, sample.tokens).unsqueeze(0) if is_steered(how) else None,
+        )
+
+    def _stops(self, how: Any, tokens: list[int]) -> bool:
+        if tokens[-1] in how.stop_tokens or (tokens[-1] in self.eos_ids and not how.ignore_eos):
+            return True
+        return bool(how.stop_strings) and any(stop in self.tokenizer.decode(tokens) for stop in how.stop_strings)
+
+    @staticmethod
+    def _completion(s: Partial, finish: Finish, error: str | None = None) -> Completion:
+        return Completion(s.request, s.index, s.tokens, s.logprobs, s.versions, finish, error, s.kept)
+
+    def pause(self) -> list[Partial]:
+        partials = [sample for _, samples in self.waiting for sample in samples]
+        self.waiting.clear()
+        return partials
+
+    def resume(self, partials: Sequence[Partial]) -> None:
+        self.waiting += [(sample.request, [sample]) for sample in partials]
+
+    def cancel(self, request_id: int) -> None:
+        self.waiting = deque(item for item in self.waiting if item[0].id != request_id)
+
+    def load(self, weights: Any, version: int) -> None:
+        if weights is not None:
+            self.model.load_state_dict(dict(weights), strict=False)
+        self.version = version
+
+    def sleep(self) -> None:
+        """Nothing is kept between requests."""
+
+    def wake(self) -> None:
+        """Nothing to take back."""
+
+
+@contextmanager
+def _plain(model: Any) -> Iterator[None]:
+    """transformers' own attention and no dropout, whatever the model is otherwise used for."""
+    attention, training = model.config._attn_implementation, model.training
+    model.set_attn_implementation("eager")
+    model.eval()
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(attention)
+        model.train(training)

@@ -1,0 +1,32 @@
+"""Which engine a recipe asks for."""
+
+from __future__ import annotations
+
+from tidemill.config import Config
+from tidemill.errors import ConfigError
+from tidemill.models.load import Loaded
+from tidemill.rollout.engine import RolloutEngine
+
+
+def make_engine(loaded: Loaded, config: Config) -> RolloutEngine:
+    rollout = config.rollout
+    max_len = min(loaded.window, config.data.max_prompt_tokens + rollout.max_new_tokens)
+    match rollout.engine:
+        case "native":
+            from tidemill.rollout.native.engine import NativeEngine
+
+            return NativeEngine(
+                loaded.model,
+                eos_ids=loaded.eos_ids,
+                tokenizer=loaded.tokenizer,
+                max_seqs=rollout.concurrent,
+                max_len=max_len,
+                page_size=rollout.page_size,
+                cache_tokens=rollout.cache_tokens,
+            )
+        case "hf":
+            from tidemill.rollout.hf import HFEngine
+
+            return HFEngine(loaded.model, eos_ids=loaded.eos_ids, tokenizer=loaded.tokenizer)
+        case "vllm":
+            raise ConfigError("rollout.engine=vllm is not in this version", "use native, or hf")

@@ -1,0 +1,232 @@
+"""Attention over pages, for every device: walk the pages where they lie instead of gathering them per sequence.
+
+Each page is one small matrix product with the queries of the sequences that own it; a sequence's pages are then joined
+by the usual running-softmax identity. No cache byte is copied, cost follows the pages in use (not the longest
+sequence), and a prompt page shared by a group is read once for all of its samples.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tidemill.batch import Array
+from tidemill.rollout.native.cache import PageStore
+
+warnings.filterwarnings("ignore", message=r"index_reduce\(\) is in beta")
+
+# A shared page is listed once per this many owners: wider entries waste work when groups are uneven.
+OWNERS_PER_ENTRY = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Entries of (page, owners): `pages` is a run from the pool's start (an int, read in place) or page numbers."""
+
+    pages: int | Tensor
+    owners: Tensor  # (entries, owners) rows of the batch
+    start: Tensor  # (entries, owners) position of the page's first token; past any length where there is no owner
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some consecutive tokens of one prompt: rows `first:last` of the batch, after `context` tokens already cached."""
+
+    first: int
+    last: int
+    context: int
+    pages: Tensor
+
+
+@dataclass(slots=True)
+class Paged:
+    """The attention context of one forward pass: `decode` rows of one token each, then chunks of prompts."""
+
+    store: PageStore
+    page: Tensor  # (tokens,) where each token's key and value go
+    offset: Tensor
+    decode: int
+    lengths: Tensor  # (decode,) tokens each decode row sees, its own included
+    walks: list[Walk]
+    chunks: list[Chunk]
+    _bias: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        self.store.write(layer, k, v, self.page, self.offset)
+        if not self.chunks:
+            return self._decode(layer, q, scale, window, softcap)
+        out = q.new_empty(*q.shape[:2], v.shape[-1])
+        if self.decode:
+            out[: self.decode] = self._decode(layer, q[: self.decode], scale, window, softcap)
+        for rows, chunks in _by_shape(self.chunks):
+            out[rows] = self._prefill(layer, q, k, v, rows, chunks, scale, window, softcap)
+        return out
+
+    def _decode(self, layer: int, q: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+        keys, values = self.store.keys[layer], self.store.values[layer]
+        kv_heads, dim = keys.shape[1], values.shape[-1]
+        rows, heads = q.shape[:2]
+        q = (q * scale).reshape(rows, -1)
+        peak = q.new_full((rows, heads), torch.finfo(q.dtype).min)
+        scored = []
+        for i, walk in enumerate(self.walks):
+            scores = _scores(q, keys, walk, heads // kv_heads)
+            if softcap is not None:
+                scores.div_(softcap).tanh_().mul_(softcap)
+            scores.add_(self._mask(i, window))
+            most = scores.amax(-1).transpose(1, 2).reshape(-1, heads)
+            peak.index_reduce_(0, walk.owners.view(-1), most, "amax")
+            scored.append(scores)
+        total = q.new_zeros(rows, heads)
+        out = q.new_zeros(rows, heads * dim)
+        for walk, scores in zip(self.walks, scored):
+            entries, owners = walk.owners.shape
+            flat = walk.owners.view(-1)
+            shift = peak.index_select(0, flat).view(entries, owners, kv_heads, -1, 1).transpose(1, 2)
+            weight = scores.sub_(shift).exp_()  # (entries, kv_heads, owners, group, page_size)
+            total.index_add_(0, flat, weight.sum(-1).transpose(1, 2).reshape(-1, heads))
+            part = _weighted(weight, values, walk).transpose(1, 2).reshape(-1, heads * dim)
+            out.index_add_(0, flat, part)
+        return out.view(rows, heads, dim).div_(total.unsqueeze(-1))
+
+    def _mask(self, walk: int, window: int | None) -> Tensor:
+        """0 where an owner sees a position of the page, -inf elsewhere: (entries, 1, owners, 1, page_size)."""
+        key = (walk, window)
+        if key not in self._bias:
+            self._bias[key] = _page_bias(self.walks[walk], self.lengths, self.store.page_size, window)
+        return self._bias[key]
+
+    def _prefill(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Tensor | slice,
+        chunks: list[Chunk],
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Chunks of one shape at once: (chunks, heads, tokens, dim) against their own context."""
+        n, length, context = len(chunks), chunks[0].last - chunks[0].first, chunks[0].context
+        q = q[rows].view(n, length, *q.shape[1:]).transpose(1, 2)
+        if context == 0:
+            k = k[rows].view(n, length, *k.shape[1:]).transpose(1, 2)
+            v = v[rows].view(n, length, *v.shape[1:]).transpose(1, 2)
+        else:
+            pages = torch.stack([chunk.pages for chunk in chunks])
+            k = _unpage(self.store.keys[layer], pages, context + length)
+            v = _unpage(self.store.values[layer], pages, context + length)
+        out = causal_attention(q, k, v, context, scale, window, softcap)
+        return out.transpose(1, 2).reshape(n * length, q.shape[1], -1)
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, context: int, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """q (n, heads, tokens, dim) at positions `context …` over k, v (n, kv_heads, context + tokens, dim)."""
+    tokens, total = q.shape[2], k.shape[2]
+    at = torch.arange(context, total, device=q.device).unsqueeze(1)
+    seen = torch.arange(total, device=q.device)
+    allowed = seen <= at
+    if window is not None:
+        allowed &= seen > at - window
+    if softcap is None:
+        causal = context == 0 and (window is None or window >= tokens)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=None if causal else allowed, is_causal=causal, scale=scale, enable_gqa=True
+        )
+    group = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * scale
+    scores = (scores / softcap).tanh() * softcap
+    return scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v.repeat_interleave(group, 1)
+
+
+def pack_owners(pages: Array, rows: Array, start: Array, device: torch.device) -> Walk:
+    """Pairs (page, owning row) as entries of up to `OWNERS_PER_ENTRY` owners."""
+    order = np.argsort(pages, kind="stable")
+    pages, rows, start = pages[order], rows[order], start[order]
+    first = np.flatnonzero(np.diff(pages, prepend=-1))
+    run = np.diff(first, append=len(pages))
+    rank = np.arange(len(pages)) - np.repeat(first, run)
+    width = int(min(run.max(), OWNERS_PER_ENTRY))
+    new_entry = rank % width == 0
+    entry = np.cumsum(new_entry) - 1
+    owners = np.zeros((entry[-1] + 1, width), np.int64)
+    begin = np.full(owners.shape, NOWHERE, np.int64)
+    owners[entry, rank % width] = rows
+    begin[entry, rank % width] = start
+    as_tensor = torch.as_tensor
+    return Walk(
+        as_tensor(pages[new_entry], device=device), as_tensor(owners, device=device), as_tensor(begin, device=device)
+    )
+
+
+NOWHERE = 1 << 40  # a start beyond every length: nothing of the page is seen
+
+
+def _scores(q: Tensor, keys: Tensor, walk: Walk, group: int) -> Tensor:
+    """(entries, kv_heads, owners, group, page_size)"""
+    _, kv_heads, page_size, dim = keys.shape
+    entries, owners = walk.owners.shape
+    k = keys[: walk.pages] if isinstance(walk.pages, int) else keys.index_select(0, walk.pages)
+    q = q.index_select(0, walk.owners.view(-1)).view(entries, owners, kv_heads, group * dim)
+    if owners > 1:
+        q = q.transpose(1, 2)
+    q = q.reshape(entries * kv_heads, owners * group, dim)
+    out = torch.bmm(q, k.reshape(entries * kv_heads, page_size, dim).transpose(1, 2))
+    return out.view(entries, kv_heads, owners, group, page_size)
+
+
+def _weighted(weight: Tensor, values: Tensor, walk: Walk) -> Tensor:
+    """(entries, kv_heads, owners, group * v_dim)"""
+    entries, kv_heads, owners, group, page_size = weight.shape
+    v = values[: walk.pages] if isinstance(walk.pages, int) else values.index_select(0, walk.pages)
+    v = v.reshape(entries * kv_heads, page_size, -1)
+    out = torch.bmm(weight.view(entries * kv_heads, owners * group, page_size), v)
+    return out.view(entries, kv_heads, owners, -1)
+
+
+def _page_bias(walk: Walk, lengths: Tensor, page_size: int, window: int | None) -> Tensor:
+    entries, owners = walk.owners.shape
+    length = lengths.index_select(0, walk.owners.view(-1))
+    start = walk.start.view(-1)
+    # Row `s` of the table lets the first `s` positions of a page be seen.
+    table = torch.full((page_size + 1, page_size), float("-inf"), device=lengths.device).triu_()
+    bias = table.index_select(0, (length - start).clamp_(0, page_size))
+    if window is not None:
+        hidden = (length - window - start).clamp_(0, page_size)
+        before = torch.arange(page_size, device=lengths.device) < hidden.unsqueeze(1)
+        bias.masked_fill_(before, float("-inf"))
+    return bias.view(entries, 1, owners, 1, page_size)
+
+
+def _by_shape(chunks: list[Chunk]) -> list[tuple[Tensor | slice, list[Chunk]]]:
+    """Chunks of equal length and context together, with their rows of the batch."""
+    shapes: dict[tuple[int, int], list[Chunk]] = {}
+    for chunk in chunks:
+        shapes.setdefault((chunk.last - chunk.first, chunk.context), []).append(chunk)
+    return [(_rows(group), group) for group in shapes.values()]
+
+
+def _rows(chunks: list[Chunk]) -> Tensor | slice:
+    joined = all(a.last == b.first for a, b in pairwise(chunks))
+    if joined:
+        return slice(chunks[0].first, chunks[-1].last)
+    return torch.cat([torch.arange(chunk.first, chunk.last) for chunk in chunks])
+
+
+def _unpage(pages: Tensor, index: Tensor, tokens: int) -> Tensor:
+    """(n, kv_heads, tokens, dim) of n sequences with `index` (n, pages)."""
+    n = index.shape[0]
+    picked = pages[index].transpose(1, 2)  # (n, kv_heads, pages, page_size, dim)
+    return picked.reshape(n, pages.shape[1], -1, pages.shape[-1])[:, :, :tokens]

@@ -1,0 +1,165 @@
+"""The paged key/value cache: which pages are whose (`PagePool`, host only) and the bytes themselves (`PageStore`).
+
+A page holds `page_size` tokens of one sequence, for every layer. Pages of a prompt are shared by the samples of its
+group; each holder counts as one reference. Full pages can be found again by their content (`PrefixIndex`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tidemill.batch import Array
+
+
+class PagePool:
+    """Hands out page numbers, lowest first, so that pages in use stay close together and attention on the CPU can walk
+    them in storage order."""
+
+    def __init__(self, pages: int, page_size: int) -> None:
+        self.pages = pages
+        self.page_size = page_size
+        self.free: list[int] = list(range(pages))
+        self.holders = np.zeros(pages, np.int32)
+        self.index = PrefixIndex(self)
+        self.used = 0
+
+    @property
+    def available(self) -> int:
+        """Free now, or free as soon as something that is only remembered is forgotten."""
+        return len(self.free) + len(self.index.idle)
+
+    def take(self) -> int:
+        """One page with one holder. Ask `available` first: an empty pool is the scheduler's mistake."""
+        if not self.free:
+            self.index.forget_oldest()
+        page = heapq.heappop(self.free)
+        self.holders[page] = 1
+        self.used += 1
+        return page
+
+    def hold(self, page: int) -> None:
+        if self.holders[page] == 0:
+            self.index.idle.pop(page)
+            self.used += 1
+        self.holders[page] += 1
+
+    def drop(self, page: int) -> None:
+        self.holders[page] -= 1
+        if self.holders[page]:
+            return
+        self.used -= 1
+        if page in self.index.key_of:
+            self.index.idle[page] = None
+        else:
+            heapq.heappush(self.free, page)
+
+    def high(self) -> int:
+        """One more than the highest page that anyone holds."""
+        held = np.flatnonzero(self.holders)
+        return int(held[-1]) + 1 if len(held) else 0
+
+
+class PrefixIndex:
+    """Full pages by content: a page's key digests every token up to its end, so equal keys mean equal contents however
+    pages were reused in between. Pages nobody holds stay until their room is needed, least recently held first."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self.page_of: dict[bytes, int] = {}
+        self.key_of: dict[int, bytes] = {}
+        self.idle: OrderedDict[int, None] = OrderedDict()
+
+    def _keys(self, tokens: Array, pages: int) -> Iterator[bytes]:
+        size = self.pool.page_size
+        digest = hashlib.blake2b(digest_size=16)
+        for i in range(pages):
+            digest.update(tokens[i * size : (i + 1) * size].tobytes())
+            yield digest.digest()
+
+    def remember(self, tokens: Array, pages: Sequence[int]) -> None:
+        """`pages` now hold `tokens`; only whole pages are remembered."""
+        for page, key in zip(pages, self._keys(tokens, len(tokens) // self.pool.page_size)):
+            if key not in self.page_of and page not in self.key_of:
+                self.page_of[key] = page
+                self.key_of[page] = key
+
+    def find(self, tokens: Array) -> list[int]:
+        """The longest known run of pages from the start of `tokens`, each now held once more. The last token is always
+        left out: its logits must be computed."""
+        found: list[int] = []
+        if not self.page_of:
+            return found
+        for key in self._keys(tokens, (len(tokens) - 1) // self.pool.page_size):
+            page = self.page_of.get(key)
+            if page is None:
+                break
+            self.pool.hold(page)
+            found.append(page)
+        return found
+
+    def forget_oldest(self) -> None:
+        page, _ = self.idle.popitem(last=False)
+        self._forget(page)
+        heapq.heappush(self.pool.free, page)
+
+    def forget_all(self) -> None:
+        """New weights: what was remembered is no longer true."""
+        for page in self.idle:
+            heapq.heappush(self.pool.free, page)
+        self.idle.clear()
+        self.page_of.clear()
+        self.key_of.clear()
+
+    def _forget(self, page: int) -> None:
+        key = self.key_of.pop(page)
+        del self.page_of[key]
+
+
+class PageStore:
+    """Keys and values of every layer, (pages, kv_heads, page_size, dim). A layer's shape is learnt from its first
+    write, because only the model knows it (MLA keeps values narrower than keys, some layers have fewer heads)."""
+
+    def __init__(self, pages: int, page_size: int, device: torch.device) -> None:
+        self.pages = pages
+        self.page_size = page_size
+        self.device = device
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def write(self, layer: int, k: Tensor, v: Tensor, page: Tensor, offset: Tensor) -> None:
+        """k, v (tokens, kv_heads, dim); token i goes to `offset[i]` of `page[i]`."""
+        if layer not in self.keys:
+            self.keys[layer], self.values[layer] = self._room(k), self._room(v)
+        self.keys[layer][page, :, offset] = k
+        self.values[layer][page, :, offset] = v
+
+    def _room(self, x: Tensor) -> Tensor:
+        # Zeros, not garbage: masked positions are multiplied by a weight of 0, and 0 * NaN is NaN.
+        shape = (self.pages, x.shape[1], self.page_size, x.shape[2])
+        return torch.zeros(shape, dtype=x.dtype, device=self.device)
+
+    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+        src, dst = torch.as_tensor(source, device=self.device), torch.as_tensor(target, device=self.device)
+        for pages in (*self.keys.values(), *self.values.values()):
+            pages[dst] = pages[src]
+
+    def scrub(self, pages: Sequence[int]) -> None:
+        """Zero pages that may hold NaN, before someone else gets them."""
+        index = torch.as_tensor(pages, device=self.device)
+        for held in (*self.keys.values(), *self.values.values()):
+            held[index] = 0
+
+    def clear(self) -> None:
+        self.keys.clear()
+        self.values.clear()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.keys.values(), *self.values.values()))

@@ -1,0 +1,138 @@
+"""The Llama family's forward pass with few operations, over the Hugging Face module's own parameters.
+
+On a small model most of a decode step is the cost of launching operations: this makes about twenty per layer where the
+module makes about sixty. Parameters are read where they are, so the learner's in-place updates need no copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tidemill.models.attention import Context
+
+# Classes whose layer is: norm, attention with rotary positions, norm, gated SiLU. Qwen3 also norms queries and keys.
+FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# Rotary tables that depend on nothing but the position; "dynamic" and "longrope" look at the sequence's length.
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+def supports(model: Any) -> bool:
+    if type(model).__name__ not in FAMILY:
+        return False
+    config = model.config
+    return (
+        config.hidden_act == "silu"
+        and model.model.rotary_emb.rope_type in STATIC_ROPE
+        and all(type(m) is nn.Linear for layer in model.model.layers for m in _linears(layer))
+        and not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    )
+
+
+def _linears(layer: Any) -> tuple[Any, ...]:
+    a, m = layer.self_attn, layer.mlp
+    return a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    norm_in: Tensor
+    q: tuple[Tensor, Tensor | None]
+    k: tuple[Tensor, Tensor | None]
+    v: tuple[Tensor, Tensor | None]
+    o: tuple[Tensor, Tensor | None]
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    norm_mlp: Tensor
+    gate: tuple[Tensor, Tensor | None]
+    up: tuple[Tensor, Tensor | None]
+    down: tuple[Tensor, Tensor | None]
+    window: int | None
+
+
+class LeanRunner:
+    def __init__(self, model: Any, max_len: int) -> None:
+        self.model = model
+        config = model.config
+        self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.eps = config.rms_norm_eps
+        self.scale = model.model.layers[0].self_attn.scaling
+        self.bind()
+        self.cos, self.sin = self._tables(max_len)
+
+    def bind(self) -> None:
+        """Look the parameters up again: only needed when they were replaced, not when they were changed in place."""
+        body = self.model.model
+        self.layers = [_bind(layer) for layer in body.layers]
+        self.embed = body.embed_tokens.weight
+        self.norm = body.norm.weight
+        self.head = (self.model.lm_head.weight, self.model.lm_head.bias)
+
+    def _tables(self, max_len: int) -> tuple[Tensor, Tensor]:
+        """cos and signed sin, (max_len, 1, dim): rotated(x) = x * cos + swap_halves(x) * sin."""
+        with torch.no_grad():
+            positions = torch.arange(max_len, device=self.embed.device).unsqueeze(0)
+            cos, sin = self.model.model.rotary_emb(self.embed[:1].float(), positions)
+        sin = sin[0].clone()
+        sin[:, : self.dim // 2].neg_()
+        return cos[0].to(self.embed.dtype).unsqueeze(1), sin.to(self.embed.dtype).unsqueeze(1)
+
+    def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
+        x = F.embedding(ids, self.embed)
+        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        for i, layer in enumerate(self.layers):
+            x = self._layer(i, layer, x, cos, sin, context)
+        if keep is not None:
+            x = x.index_select(0, keep)
+        x = F.rms_norm(x, self.norm.shape, self.norm, self.eps)
+        return F.linear(x, *self.head)
+
+    def _layer(self, i: int, w: _Layer, x: Tensor, cos: Tensor, sin: Tensor, context: Context) -> Tensor:
+        tokens = x.shape[0]
+        h = F.rms_norm(x, w.norm_in.shape, w.norm_in, self.eps)
+        q = F.linear(h, *w.q).view(tokens, -1, self.dim)
+        k = F.linear(h, *w.k).view(tokens, -1, self.dim)
+        v = F.linear(h, *w.v).view(tokens, -1, self.dim)
+        if w.q_norm is not None and w.k_norm is not None:
+            q = F.rms_norm(q, w.q_norm.shape, w.q_norm, self.eps)
+            k = F.rms_norm(k, w.k_norm.shape, w.k_norm, self.eps)
+        q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+        a = context.attend(i, q, k, v, self.scale, w.window, None).reshape(tokens, -1)
+        x = _add_linear(x, a, *w.o)
+        h = F.rms_norm(x, w.norm_mlp.shape, w.norm_mlp, self.eps)
+        h = F.silu(F.linear(h, *w.gate), inplace=True).mul_(F.linear(h, *w.up))
+        return _add_linear(x, h, *w.down)
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        swapped = x.roll(self.dim // 2, -1)
+        return (x * cos).addcmul_(swapped, sin)
+
+
+def _add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = torch.addmm(residual, x, weight.t())
+    return out if bias is None else out.add_(bias)
+
+
+def _bind(layer: Any) -> _Layer:
+    a = layer.self_attn
+    q, k, v, o, gate, up, down = ((linear.weight, linear.bias) for linear in _linears(layer))
+    return _Layer(
+        norm_in=layer.input_layernorm.weight,
+        q=q, k=k, v=v, o=o, gate=gate, up=up, down=down,
+        q_norm=a.q_norm.weight if hasattr(a, "q_norm") else None,
+        k_norm=a.k_norm.weight if hasattr(a, "k_norm") else None,
+        norm_mlp=layer.post_attention_layernorm.weight,
+        window=_window(a),
+    )  # fmt: skip
+
+
+def _window(attention: Any) -> int | None:
+    """What the module would hand to the attention function: Llama none, Mistral the config's, Qwen by layer type."""
+    if hasattr(attention, "sliding_window"):
+        return cast(int | None, attention.sliding_window)
+    name = type(attention).__name__
+    return getattr(attention.config, "sliding_window", None) if name == "MistralAttention" else None

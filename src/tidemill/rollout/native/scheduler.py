@@ -1,0 +1,326 @@
+"""Who runs next: sequences in slots, prompts being read, requests waiting; and which pages each of them holds.
+
+Host-side bookkeeping only. What changes every step is kept in arrays indexed by slot, so that a step costs a few array
+operations and not a loop over sequences. A `Trunk` is a run of tokens to be read into the cache once, however many
+samples branch off its end: a prompt with its n samples, or a half-made sample that goes on after a pause.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from tidemill.batch import Array
+from tidemill.rollout.engine import Request
+from tidemill.rollout.native.cache import PagePool
+from tidemill.rollout.native.sampling import is_steered, is_truncated, stream_key
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sample of a request. The tokens it makes lie in its slot's arrays; the lists here hold those from before it
+    last lost its slot."""
+
+    request: Request
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    kept: list[float] | None = None
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    shared: int = 0  # leading pages that others may hold too
+    spans: list[tuple[int, int]] = field(default_factory=list)  # (tokens made in this slot before, version from there)
+
+
+@dataclass(slots=True, eq=False)
+class Trunk:
+    tokens: Array
+    members: deque[Sequence]
+    is_sole: bool  # one sample only: it takes the pages over
+    pages: list[int] = field(default_factory=list)
+    found: int = 0  # leading pages that were already cached
+    done: int = 0  # tokens in the cache
+    logits: Tensor | None = None  # after the last token, once all are read
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Tokens `first:last` of a trunk are read in this step."""
+
+    trunk: Trunk
+    first: int
+    last: int
+
+
+class Scheduler:
+    def __init__(self, pool: PagePool, max_seqs: int, max_len: int, step_tokens: int) -> None:
+        self.pool = pool
+        self.max_seqs = max_seqs
+        self.max_len = max_len
+        self.step_tokens = step_tokens
+        self.waiting: deque[Trunk] = deque()
+        self.reading: list[Trunk] = []
+        self.ready: deque[Trunk] = deque()  # read to the end, some samples not branched off yet
+        self.sequence: list[Sequence | None] = [None] * max_seqs
+        self.free_slots = list(range(max_seqs - 1, -1, -1))
+        self.promised = 0  # slots that samples of admitted trunks will take
+        self.slots = _Slots(max_seqs, max_len, pool)
+        self.changed = True  # rows or pages differ from the step before
+        self.preemptions = 0
+        self._arrivals = 0
+
+    # -- entering ------------------------------------------------------------------------------------------------
+
+    def add(self, trunk: Trunk, *, first: bool = False) -> None:
+        (self.waiting.appendleft if first else self.waiting.append)(trunk)
+
+    def admit(self) -> list[Reading]:
+        """Which prompt tokens to read in this step, beside one token for each running sequence."""
+        budget = self.step_tokens - (self.max_seqs - len(self.free_slots))
+        readings: list[Reading] = []
+        for trunk in self.reading:
+            budget -= self._read(trunk, budget, readings)
+        while budget > 0 and self.waiting and len(self.free_slots) > self.promised:
+            trunk = self.waiting[0]
+            if not self._admit_pages(trunk):
+                break
+            self.waiting.popleft()
+            self.reading.append(trunk)
+            self.promised += len(trunk.members)
+            budget -= self._read(trunk, budget, readings)
+        return readings
+
+    def _read(self, trunk: Trunk, budget: int, readings: list[Reading]) -> int:
+        count = min(budget, len(trunk.tokens) - trunk.done)
+        if count > 0:
+            readings.append(Reading(trunk, trunk.done, trunk.done + count))
+        return max(count, 0)
+
+    def _admit_pages(self, trunk: Trunk) -> bool:
+        size = self.pool.page_size
+        needed = -(-len(trunk.tokens) // size)
+        running = self.max_seqs - len(self.free_slots)
+        # Room for a page more per running sequence, so that admitting does not at once preempt.
+        reserve = running if running or self.reading or self.ready else 0
+        if self.pool.available < needed + reserve:
+            return False
+        trunk.pages = self.pool.index.find(trunk.tokens)
+        trunk.found = len(trunk.pages)
+        trunk.done = trunk.found * size
+        trunk.pages += [self.pool.take() for _ in range(needed - trunk.found)]
+        return True
+
+    def has_read(self, reading: Reading) -> bool:
+        """Note that the tokens are cached; true when the trunk is complete."""
+        trunk = reading.trunk
+        trunk.done = reading.last
+        if trunk.done < len(trunk.tokens):
+            return False
+        self.reading.remove(trunk)
+        self.ready.append(trunk)
+        return True
+
+    def branch(self) -> tuple[list[tuple[Trunk, Sequence]], list[tuple[int, int]]]:
+        """Give slots to samples of complete trunks. Also the page copies to make: a partly filled last page is private
+        to each sample from here on."""
+        born: list[tuple[Trunk, Sequence]] = []
+        copies: list[tuple[int, int]] = []
+        size = self.pool.page_size
+        while self.ready and self.free_slots:
+            trunk = self.ready[0]
+            has_partial = len(trunk.tokens) % size != 0
+            while trunk.members and self.free_slots:
+                takes_over = len(trunk.members) == 1
+                if has_partial and not takes_over and not self.pool.available:
+                    return born, copies
+                sequence = trunk.members.popleft()
+                self.promised -= 1
+                sequence.pages = list(trunk.pages)
+                if not takes_over:
+                    full = len(trunk.tokens) // size
+                    for page in trunk.pages[:full]:
+                        self.pool.hold(page)
+                    if has_partial:
+                        sequence.pages[-1] = self.pool.take()
+                        copies.append((trunk.pages[-1], sequence.pages[-1]))
+                sequence.shared = trunk.found if trunk.is_sole else len(trunk.tokens) // size
+                self._seat(sequence, len(trunk.tokens))
+                born.append((trunk, sequence))
+            if not trunk.members:
+                self.ready.popleft()
+        return born, copies
+
+    def _seat(self, sequence: Sequence, length: int) -> None:
+        slot = self.free_slots.pop()
+        sequence.slot = slot
+        self.sequence[slot] = sequence
+        self._arrivals += 1
+        self.slots.seat(slot, sequence, length, self._arrivals)
+        self.changed = True
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def grow(self) -> list[Sequence]:
+        """A page more for each sequence whose last one is full; the sequences that had to leave for it."""
+        slots = self.slots
+        preempted: list[Sequence] = []
+        for slot in np.flatnonzero(slots.active & (slots.length % self.pool.page_size == 0)).tolist():
+            sequence = self.sequence[slot]
+            if sequence is None or len(sequence.pages) * self.pool.page_size > slots.length[slot]:
+                continue
+            while not self.pool.available and sequence.slot >= 0:
+                preempted.append(self._make_room())
+            if sequence.slot >= 0:
+                slots.add_page(slot, len(sequence.pages), self.pool.take(), sequence.pages)
+                self.changed = True
+        return preempted
+
+    def _make_room(self) -> Sequence:
+        """The youngest running sequence leaves; it is read again later."""
+        active = np.flatnonzero(self.slots.active)
+        youngest = self.sequence[int(active[np.argmax(self.slots.arrival[active])])]
+        assert youngest is not None
+        self.preempt(youngest)
+        self.preemptions += 1
+        return youngest
+
+    def preempt(self, sequence: Sequence) -> None:
+        self.slots.save(sequence)
+        self.leave(sequence)
+        tokens = np.array([*sequence.request.prompt, *sequence.tokens], np.int64)
+        self.add(Trunk(tokens, deque([sequence]), is_sole=True), first=True)
+
+    def leave(self, sequence: Sequence, *, remember: Array | None = None) -> None:
+        """Free the slot and the pages; with `remember`, full pages stay findable by these tokens."""
+        slot = sequence.slot
+        if remember is not None:
+            self.pool.index.remember(remember, sequence.pages)
+        self.slots.clear(slot, sequence.pages[sequence.shared :])
+        for page in sequence.pages:
+            self.pool.drop(page)
+        sequence.pages = []
+        sequence.shared = 0
+        sequence.slot = -1
+        self.sequence[slot] = None
+        self.free_slots.append(slot)
+        self.changed = True
+
+    def _abandon(self, trunk: Trunk) -> None:
+        """Forget what was read of an admitted trunk: its pages go back."""
+        for page in trunk.pages:
+            self.pool.drop(page)
+        trunk.pages = []
+        trunk.done = trunk.found = 0
+        trunk.logits = None
+        self.promised -= len(trunk.members)
+
+    def restart_reading(self) -> None:
+        """Admitted trunks go back to the head of the queue, in order."""
+        for trunk in reversed([*self.ready, *self.reading]):
+            self._abandon(trunk)
+            self.waiting.appendleft(trunk)
+        self.ready.clear()
+        self.reading.clear()
+
+    def remove(self, request_id: int | None) -> list[Sequence]:
+        """Take a request's samples that have no slot out of every queue; None: everybody's."""
+        removed: list[Sequence] = []
+        for queue in (self.ready, self.reading, self.waiting):
+            for trunk in [t for t in queue if request_id is None or t.members[0].request.id == request_id]:
+                queue.remove(trunk)
+                if queue is not self.waiting:
+                    self._abandon(trunk)
+                removed += trunk.members
+        return removed
+
+    def running(self) -> Iterator[Sequence]:
+        return (sequence for sequence in self.sequence if sequence is not None)
+
+
+class _Slots:
+    """What a step needs of every sequence, one array per field, indexed by slot."""
+
+    def __init__(self, max_seqs: int, max_len: int, pool: PagePool) -> None:
+        n, pages = max_seqs, -(-max_len // pool.page_size)
+        self.active = np.zeros(n, bool)
+        self.arrival = np.zeros(n, np.int64)
+        self.length = np.zeros(n, np.int64)  # tokens in the cache
+        self.token = np.zeros(n, np.int64)  # the newest token, not in the cache yet
+        self.made = np.zeros(n, np.int64)  # tokens made since the sequence was seated
+        self.before = np.zeros(n, np.int64)  # and before that
+        self.limit = np.zeros(n, np.int64)  # of `made`
+        self.key = np.zeros(n, np.int64)
+        self.temperature = np.ones(n, np.float32)
+        self.greedy = np.zeros(n, bool)
+        self.top_k = np.zeros(n, np.int64)
+        self.top_p = np.ones(n, np.float32)
+        self.min_p = np.zeros(n, np.float32)
+        self.truncated = np.zeros(n, bool)
+        self.ignore_eos = np.zeros(n, bool)
+        self.watched = np.zeros(n, bool)  # has stop tokens or strings of its own
+        self.steered = np.zeros(n, bool)  # has penalties, bias or allowed tokens
+        self.shared = np.zeros(n, np.int64)
+        self.table = np.zeros((n, pages), np.int64)
+        self.tokens = np.zeros((n, max_len), np.int32)
+        self.logprobs = np.zeros((n, max_len), np.float32)
+        self.kept = np.zeros((n, max_len), np.float32)
+        # By page: the one slot that holds it as its own (-1: none), and the position of its first token.
+        self.page_slot = np.full(pool.pages, -1, np.int64)
+        self.page_start = np.zeros(pool.pages, np.int64)
+        self.page_size = pool.page_size
+
+    def seat(self, slot: int, sequence: Sequence, length: int, arrival: int) -> None:
+        request, how = sequence.request, sequence.request.sampling
+        self.active[slot] = True
+        self.arrival[slot] = arrival
+        self.length[slot] = length
+        self.made[slot] = 0
+        self.before[slot] = len(sequence.tokens)
+        self.limit[slot] = min(how.max_tokens - len(sequence.tokens), self.tokens.shape[1] - length)
+        self.key[slot] = stream_key(how.seed, request.id, sequence.index)
+        self.greedy[slot] = how.temperature == 0
+        self.temperature[slot] = how.temperature or 1.0
+        # Off is written as a value that cannot cut anything, so rounding cannot either.
+        self.top_k[slot] = how.top_k or 1 << 40
+        self.top_p[slot] = how.top_p if how.top_p < 1 else 2.0
+        self.min_p[slot] = how.min_p
+        self.truncated[slot] = is_truncated(how)
+        self.ignore_eos[slot] = how.ignore_eos
+        self.watched[slot] = bool(how.stop_tokens or how.stop_strings)
+        self.steered[slot] = is_steered(how)
+        self.shared[slot] = sequence.shared
+        pages = np.asarray(sequence.pages, np.int64)
+        self.table[slot, : len(pages)] = pages
+        own = pages[sequence.shared :]
+        self.page_slot[own] = slot
+        self.page_start[own] = np.arange(sequence.shared, len(pages)) * self.page_size
+
+    def add_page(self, slot: int, place: int, page: int, pages: list[int]) -> None:
+        pages.append(page)
+        self.table[slot, place] = page
+        self.page_slot[page] = slot
+        self.page_start[page] = place * self.page_size
+
+    def clear(self, slot: int, own: list[int]) -> None:
+        self.active[slot] = False
+        mine = np.asarray(own, np.int64)
+        self.page_slot[mine] = -1
+
+    def save(self, sequence: Sequence) -> None:
+        """Move what the slot made into the sequence's own lists."""
+        slot, made = sequence.slot, int(self.made[sequence.slot])
+        sequence.tokens += self.tokens[slot, :made].tolist()
+        sequence.logprobs += self.logprobs[slot, :made].tolist()
+        ends = [*(start for start, _ in sequence.spans[1:]), made]
+        for (start, version), end in zip(sequence.spans, ends):
+            sequence.versions += [version] * (end - start)
+        sequence.spans = []
+        if sequence.kept is not None or self.truncated[slot]:
+            sequence.kept = (sequence.kept or []) + self.kept[slot, :made].tolist()
+        self.made[slot] = 0
+        self.before[slot] = len(sequence.tokens)

@@ -1,0 +1,172 @@
+"""Everything that can be known to fail before a model is loaded, as sentences: the key, what it got, what would do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tidemill import device
+from tidemill.config import Config, Model
+from tidemill.errors import did_you_mean
+from tidemill.settings import estimate
+from tidemill.settings.estimate import human, longest
+
+# Algorithms whose advantage compares the samples of one prompt with each other: one sample says nothing.
+GROUP_ALGORITHMS = frozenset({"grpo", "dr_grpo", "drgrpo", "dapo", "gspo", "cispo", "rloo", "gmpo"})
+DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+LONGEST_NAME = 200  # bytes; file systems stop at 255, and runs moved aside get a suffix
+
+
+def problems(config: Config, model: Model) -> list[str]:
+    """`model` is the one that will be trained (a warm start's own)."""
+    checks: tuple[Callable[[Config, Model], Iterator[str]], ...] = (
+        _name, _batch, _lengths, _model_folder, _data_files, _device, _disk,
+    )  # fmt: skip
+    return [problem for check in checks for problem in check(config, model)]
+
+
+def _name(config: Config, _: Model) -> Iterator[str]:
+    name = config.name
+    if name in (".", "..") or any(c in '/\\:*?"<>|' or ord(c) < 32 for c in name) or name != name.strip():
+        yield f"name is {name!r}, which cannot be a folder's name; use letters, digits, - and _"
+    elif len(name.encode()) > LONGEST_NAME:
+        yield f"name has {len(name.encode())} bytes; at most {LONGEST_NAME} fit a folder's name"
+    if config.folder and (place := Path(config.folder).expanduser()).exists() and not place.is_dir():
+        yield f"folder is {config.folder!r}, which is a file; name a folder"
+
+
+def _batch(config: Config, _: Model) -> Iterator[str]:
+    train = config.train
+    if train.prompts_per_step % train.updates_per_step:
+        fit = _either([n for n in range(1, train.prompts_per_step + 1) if train.prompts_per_step % n == 0])
+        yield (
+            f"train.updates_per_step is {train.updates_per_step}, which does not divide train.prompts_per_step "
+            f"({train.prompts_per_step}); {fit} would do"
+        )
+    if config.algorithm.name in GROUP_ALGORITHMS and train.samples_per_prompt < 2:
+        yield (
+            f"train.samples_per_prompt is {train.samples_per_prompt}, but {config.algorithm.name} compares the samples "
+            "of one prompt; 2 or more would do, 8 is usual"
+        )
+
+
+def _lengths(config: Config, model: Model) -> Iterator[str]:
+    prompt, response, most = config.data.max_prompt_tokens, config.rollout.max_new_tokens, longest(config)
+    both = f"data.max_prompt_tokens ({prompt}) + rollout.max_new_tokens ({response}) = {most}"
+    if config.train.tokens_per_microbatch < most:
+        yield (
+            f"train.tokens_per_microbatch is {config.train.tokens_per_microbatch}, but the longest sample must fit: "
+            f"{both}; raise it to {most}, or lower one of these"
+        )
+    shape = estimate.shape_of(model)
+    if shape is not None and shape.window is not None and shape.window < most:
+        whose = "model.tiny.window" if model.path is None else f"the window of {model.path}"
+        room = shape.window - response
+        fix = f"data.max_prompt_tokens={room} would do" if room > 0 else "lower rollout.max_new_tokens"
+        yield f"{whose} is {shape.window} tokens, less than {both}; {fix}"
+    if config.rollout.cache_tokens is not None and config.rollout.cache_tokens < most:
+        yield f"rollout.cache_tokens is {config.rollout.cache_tokens}, but one sample needs {both}"
+
+
+def _model_folder(_: Config, model: Model) -> Iterator[str]:
+    if model.path is None:
+        return
+    folder = Path(model.path).expanduser()
+    if not folder.is_dir():
+        looks_like_hub = model.path.count("/") == 1 and not model.path.startswith((".", "/", "~"))
+        advice = (
+            f"models are not downloaded on their own: `hf download {model.path} --local-dir models/{folder.name}`, "
+            f"then model.path=models/{folder.name}"
+            if looks_like_hub
+            else "give a folder with config.json, *.safetensors and a tokenizer"
+        )
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        yield f"model.path={model.path} {what}; {advice}"
+        return
+    yield from _folder_config(folder)
+    yield from _folder_weights(folder)
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        yield (
+            f"model.path={folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json of the model into it"
+        )
+
+
+def _folder_config(folder: Path) -> Iterator[str]:
+    try:
+        json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        yield f"model.path={folder} has no config.json; copy the model's config.json into it"
+    except (OSError, ValueError) as error:
+        yield f"model.path={folder}: config.json cannot be read ({error}); copy the model's own again"
+
+
+def _folder_weights(folder: Path) -> Iterator[str]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError):
+            yield f"model.path={folder}: {index.name} cannot be read; copy the model's own again"
+            return
+        missing = [s for s in shards if not (folder / s).exists()]
+        if missing:
+            yield (
+                f"model.path={folder} lacks {len(missing)} of {len(shards)} weight files, the first {missing[0]}; "
+                "copy them into it"
+            )
+    elif not any(folder.glob("*.safetensors")):
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+        advice = "it has pickled weights, which can run code: save the model again with safe_serialization=True"
+        yield f"model.path={folder} has no *.safetensors; {advice if pickled else 'copy the weights into it'}"
+
+
+def _data_files(config: Config, _: Model) -> Iterator[str]:
+    for key, source in (("data.source", config.data.source), ("data.eval_source", config.data.eval_source)):
+        if source is None or not _names_a_file(source):
+            continue  # generators are looked up where they are registered
+        path = Path(source).expanduser()
+        if not path.exists():
+            beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+            yield f"{key}={source} does not exist{did_you_mean(path.name, beside) or '; check the path'}"
+        elif path.is_file() and path.stat().st_size == 0:
+            yield f"{key}={source} is an empty file; it needs at least one row"
+        elif path.is_dir() and not any(path.iterdir()):
+            yield f"{key}={source} is an empty folder; a dataset folder has .parquet, .arrow, .csv or .jsonl files"
+
+
+def _names_a_file(source: str) -> bool:
+    return source.endswith(DATA_FILES) or (":" not in source and "/" in source) or Path(source).expanduser().exists()
+
+
+def _device(config: Config, _: Model) -> Iterator[str]:
+    kind, index = [*config.device.split(":", 1), ""][:2]
+    if (kind != "auto" and kind not in device.KINDS) or (index and not index.isdigit()):
+        known = ("auto", *device.KINDS)
+        yield f"device is {config.device!r}, but can be {_either(list(known))}{did_you_mean(kind, known)}"
+
+
+def _disk(config: Config, model: Model) -> Iterator[str]:
+    shape = estimate.shape_of(model)
+    if shape is None or shape.parameters is None:
+        return
+    # One more than is kept: a checkpoint is written aside before the oldest goes.
+    needed = estimate.checkpoint_bytes(config, shape.parameters) * (estimate.checkpoints_kept(config) + 1)
+    place = Path(config.folder).expanduser().resolve()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        yield (
+            f"folder={config.folder} has {human(free)} free, but checkpoints may take {human(needed)}; "
+            "free some, name another folder, or lower checkpoint.keep"
+        )
+
+
+def _either(values: list[object] | list[int] | list[str]) -> str:
+    words = [str(v) for v in values]
+    if len(words) > 8:
+        words = [*words[:4], "…", *words[-3:]]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -1,0 +1,193 @@
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from tidemill import device
+from tidemill.device import accelerator, cuda, host, npu
+from tidemill.device.api import Device
+from tidemill.errors import ConfigError
+
+GB = 10**9
+
+
+class StandInBackend(types.ModuleType):
+    """The part of torch.npu's public interface that is used, over a machine with two devices."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.npu")
+        self.synchronized: list[int] = []
+        self.seeds: list[int] = []
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 2
+
+    def get_device_name(self, index: int) -> str:
+        return "Ascend910B3"
+
+    def mem_get_info(self, index: int) -> tuple[int, int]:
+        return 60 * GB, 64 * GB
+
+    def memory_reserved(self, index: int) -> int:
+        return 3 * GB
+
+    def synchronize(self, index: int) -> None:
+        self.synchronized.append(index)
+
+    def manual_seed_all(self, seed: int) -> None:
+        self.seeds.append(seed)
+
+    def is_bf16_supported(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def ascend(monkeypatch) -> StandInBackend:
+    """torch_npu as it shows itself: importing it adds `torch.npu`."""
+    backend = StandInBackend()
+    package = types.ModuleType("torch_npu")
+    monkeypatch.setitem(sys.modules, "torch_npu", package)
+    monkeypatch.setattr(torch, "npu", backend, raising=False)
+    return backend
+
+
+def check_contract(subject: Device) -> None:
+    assert subject.kind in device.KINDS
+    assert subject.torch.type == subject.kind
+    assert subject.name
+    memory = subject.memory()
+    assert 0 < memory.free <= memory.total
+    assert memory.reserved >= 0
+    subject.synchronize()
+    subject.seed(3)
+    assert subject.supports("float32")
+    assert not subject.supports("float7")
+    peak = subject.peak()
+    assert peak is None or (peak.flops > 0 and peak.bytes_per_s > 0)
+    watts = subject.power_w()
+    assert watts is None or watts > 0
+
+
+def test_the_cpu_keeps_the_contract():
+    check_contract(device.pick("cpu"))
+
+
+def test_an_npu_keeps_the_contract(ascend, monkeypatch):
+    monkeypatch.setattr(npu, "torch", types.SimpleNamespace(npu=ascend))
+    monkeypatch.setattr(accelerator.torch, "device", lambda kind, index: types.SimpleNamespace(type=kind, index=index))
+    picked = device.pick("npu:1")
+    check_contract(picked)
+    assert (picked.kind, picked.index) == ("npu", 1)
+    assert picked.peak().flops == pytest.approx(294.9e12)
+    assert ascend.synchronized == [1]
+    assert ascend.seeds == [3]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
+def test_a_gpu_keeps_the_contract():
+    check_contract(device.pick("cuda:0"))
+    assert device.pick("auto").kind == "cuda"
+
+
+def test_seeding_repeats_random_numbers():
+    cpu = device.pick("cpu")
+    cpu.seed(7)
+    first = torch.rand(3)
+    cpu.seed(7)
+    assert torch.equal(first, torch.rand(3))
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is here")
+def test_auto_falls_to_the_cpu_where_there_is_no_accelerator():
+    assert device.pick("auto").kind == "cpu"
+    assert [d.kind for d in device.available()] == ["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gpu", "device=gpu is unknown"),
+        ("cpu:1", "there is one CPU device"),
+        ("cuda:a", "device=cuda:a is unknown"),
+    ],
+)
+def test_a_device_that_cannot_be_is_refused(name, words):
+    with pytest.raises(ConfigError, match=words):
+        device.pick(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="an NVIDIA GPU is here")
+def test_a_missing_gpu_is_refused_with_its_remedy():
+    with pytest.raises(ConfigError, match="sees no NVIDIA GPU") as caught:
+        device.pick("cuda")
+    assert caught.value.remedy
+
+
+def test_a_missing_npu_package_is_refused_with_its_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    monkeypatch.delattr(torch, "npu", raising=False)
+    with pytest.raises(ConfigError, match="torch_npu"):
+        device.pick("npu")
+
+
+def test_an_npu_package_without_its_driver_is_refused_in_one_sentence(monkeypatch):
+    def fail(name: str) -> None:
+        raise ImportError("libascend_hal.so: cannot open shared object file")
+
+    monkeypatch.delattr(torch, "npu", raising=False)
+    monkeypatch.setattr(npu.importlib, "import_module", fail)
+    with pytest.raises(ConfigError, match=r"torch_npu cannot load: libascend_hal\.so"):
+        device.pick("npu")
+
+
+def test_an_index_past_the_last_device_is_refused(ascend, monkeypatch):
+    monkeypatch.setattr(npu, "torch", types.SimpleNamespace(npu=ascend))
+    with pytest.raises(ConfigError, match="there are 2 NPUs"):
+        device.pick("npu:2")
+
+
+def test_the_first_matching_data_sheet_is_used():
+    def peak(name: str):
+        backend = types.SimpleNamespace(get_device_name=lambda index: name)
+        return accelerator.Accelerator("cuda", 0, backend, cuda.PEAKS, ("x",), "").peak()
+
+    assert peak("NVIDIA H200").bytes_per_s == pytest.approx(4.8e12)
+    assert peak("NVIDIA GH200 480GB").bytes_per_s == pytest.approx(4.0e12)
+    assert peak("NVIDIA H100 80GB HBM3").flops == pytest.approx(989e12)
+    assert peak("NVIDIA H100 PCIe").flops == pytest.approx(756e12)
+    assert peak("NVIDIA L40S").flops == pytest.approx(362e12)
+    assert peak("Some Toy") is None
+
+
+def test_power_is_read_from_the_vendors_tool(tmp_path, monkeypatch):
+    tool = tmp_path / "npu-smi"
+    tool.write_text('#!/bin/sh\n[ "$5" = 1 ] && printf "NPU ID : 1\\n  NPU Real-time Power(W) : 93.5\\n"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    settings = ("npu-smi", "info", "-t", "power", "-i", "{index}"), r"(?i)power[^:\n]*:\s*([\d.]+)"
+    assert accelerator.Accelerator("npu", 1, None, (), *settings).power_w() == 93.5
+    assert accelerator.Accelerator("npu", 0, None, (), *settings).power_w() is None  # the tool fails
+    monkeypatch.setenv("PATH", "")
+    assert accelerator.Accelerator("npu", 1, None, (), *settings).power_w() is None
+
+
+def test_a_containers_limits_count(tmp_path, monkeypatch):
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    monkeypatch.setattr(host, "CGROUP", tmp_path)
+    memory = host.memory()
+    assert (memory.total, memory.free) == (1_000_000, 600_000)
+    assert host.cores() == 1
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host.memory().total > 1_000_000
+
+
+def test_naming_devices_needs_no_torch():
+    subprocess.run([sys.executable, "-c", "import sys, tidemill.device; assert 'torch' not in sys.modules"], check=True)

@@ -1,0 +1,217 @@
+"""What the native engine promises: the same tokens whatever shares the batch, nothing leaked, one bad request alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from tests.rollout.tiny import VOCAB, roll, tiny_model
+
+from tidemill.rollout.engine import Completion, Request, Sampling
+from tidemill.rollout.hf import HFEngine
+from tidemill.rollout.native.engine import NativeEngine
+from tidemill.rollout.native.lean import LeanRunner
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return tiny_model("qwen3")
+
+
+@pytest.fixture
+def engine(model: torch.nn.Module) -> Iterator[NativeEngine]:
+    """Every test ends with no page and no slot held."""
+    engine = NativeEngine(model, eos_ids=[2], max_seqs=8, max_len=64, page_size=4, cache_tokens=512, step_tokens=32)
+    yield engine
+    assert engine.pool.used == 0
+    assert engine.pool.available == engine.pool.pages
+    assert len(engine.scheduler.free_slots) == 8
+    assert engine.scheduler.promised == 0
+
+
+def requests(count: int, *, n: int = 3, seed: int = 5, **sampling: object) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    how = Sampling(**{"max_tokens": 12, "seed": 7, **sampling})  # type: ignore[arg-type]
+    return [Request(i, rng.integers(3, VOCAB, rng.integers(1, 20)).tolist(), how, n=n) for i in range(count)]
+
+
+def tokens(done: dict[tuple[int, int], Completion]) -> dict[tuple[int, int], list[int]]:
+    return {key: completion.tokens for key, completion in done.items()}
+
+
+def test_sampled_tokens_do_not_depend_on_the_batch(engine: NativeEngine, model: torch.nn.Module) -> None:
+    asked = requests(9)
+    together = tokens(roll(engine, asked))
+    backwards = tokens(roll(engine, asked[::-1]))
+    alone = {k: v for request in asked for k, v in tokens(roll(engine, [request])).items()}
+    assert together == backwards == alone == tokens(roll(HFEngine(model, eos_ids=[2]), asked))
+    assert len({tuple(t) for t in together.values()}) > 20  # samples of one prompt differ
+
+
+def test_another_seed_gives_other_tokens(engine: NativeEngine) -> None:
+    assert tokens(roll(engine, requests(2, seed=5))) != tokens(roll(engine, requests(2, seed=6)))
+
+
+def test_lean_and_plain_runners_agree(model: torch.nn.Module, engine: NativeEngine) -> None:
+    assert isinstance(engine.runner, LeanRunner)
+    plain = roll(NativeEngine(model, eos_ids=[2], max_seqs=8, max_len=64, plain=True), requests(6))
+    for key, completion in roll(engine, requests(6)).items():
+        assert completion.tokens == plain[key].tokens
+        np.testing.assert_allclose(completion.logprobs, plain[key].logprobs, atol=1e-5)
+
+
+def test_logprobs_are_those_of_the_distribution_at_the_temperature(
+    engine: NativeEngine, model: torch.nn.Module
+) -> None:
+    how = {"temperature": 0.6, "top_p": 0.8, "top_k": 30}
+    wanted = roll(HFEngine(model, eos_ids=[2]), requests(4, **how))
+    for key, completion in roll(engine, requests(4, **how)).items():
+        np.testing.assert_allclose(completion.logprobs, wanted[key].logprobs, atol=1e-4)
+        np.testing.assert_allclose(completion.kept, wanted[key].kept, atol=1e-4)
+        assert max(completion.kept) <= 1e-6
+
+
+STEERING = {
+    "repetition": {"repetition_penalty": 1.7},
+    "presence": {"presence_penalty": 1.5},
+    "bias": {"logit_bias": {11: 4.0, 12: -3.0}},
+    "allowed": {"allowed_tokens": (4, 8, 15, 16, 23, 42)},
+    "allowed greedy": {"allowed_tokens": (4, 8, 15, 16, 23, 42), "temperature": 0.0},
+    "min_p": {"min_p": 0.2},
+    "stop": {"stop_tokens": tuple(range(10, 30))},
+}
+
+
+@pytest.mark.parametrize("name", STEERING)
+def test_steered_sampling_equals_the_reference(engine: NativeEngine, model: torch.nn.Module, name: str) -> None:
+    asked = requests(4, **STEERING[name])
+    wanted = roll(HFEngine(model, eos_ids=[2]), asked)
+    made = roll(engine, asked)
+    assert tokens(made) == tokens(wanted)
+    if "allowed" in name:
+        assert {t for c in made.values() for t in c.tokens} <= {4, 8, 15, 16, 23, 42}
+    for key, completion in made.items():
+        assert completion.finish == wanted[key].finish
+        np.testing.assert_allclose(completion.logprobs, wanted[key].logprobs, atol=1e-4)
+        if completion.kept is not None:
+            np.testing.assert_allclose(completion.kept, wanted[key].kept, atol=1e-4)
+
+
+def test_preempted_sequences_make_the_same_tokens(model: torch.nn.Module) -> None:
+    roomy = NativeEngine(model, eos_ids=[], max_seqs=8, max_len=64, page_size=4)
+    tight = NativeEngine(model, eos_ids=[], max_seqs=8, max_len=64, page_size=4, cache_tokens=72)
+    asked = requests(5, max_tokens=30)
+    assert tokens(roll(tight, asked)) == tokens(roll(roomy, asked))
+    assert tight.scheduler.preemptions > 0
+    assert tight.pool.used == 0
+
+
+def test_training_mode_and_gradients_are_left_alone(model: torch.nn.Module) -> None:
+    model.train()
+    try:
+        roll(NativeEngine(model, eos_ids=[2], max_len=64, plain=True), requests(1))
+        assert model.training
+        assert all(p.requires_grad and p.grad is None and not p.is_inference() for p in model.parameters())
+    finally:
+        model.eval()
+
+
+def test_a_paused_run_goes_on_to_the_same_tokens(engine: NativeEngine) -> None:
+    asked = requests(9)
+    wanted = tokens(roll(engine, asked))
+    for request in asked:
+        engine.submit(request)
+    done = {}
+    for version in range(6):
+        for completion in engine.step() + engine.step():
+            done[completion.request.id, completion.index] = completion
+        partials = engine.pause()
+        assert not engine.has_work
+        engine.load(None, version + 1)
+        engine.resume(partials)
+    done |= roll(engine, [])
+    assert tokens(done) == wanted
+    assert any(len(set(completion.versions)) > 1 for completion in done.values())
+    for completion in done.values():
+        assert len(completion.versions) == len(completion.tokens) == len(completion.logprobs)
+        assert completion.versions == sorted(completion.versions)
+
+
+def test_versions_change_in_the_middle_of_a_running_sequence(engine: NativeEngine) -> None:
+    engine.submit(Request(0, [5, 6, 7], Sampling(max_tokens=6, ignore_eos=True)))
+    engine.step()
+    engine.step()
+    engine.load(None, 4)
+    (completion,) = roll(engine, []).values()
+    assert completion.versions == [0, 0, 4, 4, 4, 4]
+
+
+def test_cancelled_requests_come_back_as_cancelled(engine: NativeEngine) -> None:
+    for request in requests(6):
+        engine.submit(request)
+    engine.step()
+    for request_id in (0, 1, 5):
+        engine.cancel(request_id)
+    done = roll(engine, [])
+    assert len(done) == 18
+    cancelled = {key for key, completion in done.items() if completion.finish == "cancelled"}
+    assert cancelled == {(r, i) for r in (0, 1, 5) for i in range(3)}
+
+
+def test_sleep_gives_the_memory_back_and_work_goes_on_after(engine: NativeEngine) -> None:
+    asked = requests(5)
+    wanted = tokens(roll(engine, asked))
+    for request in asked:
+        engine.submit(request)
+    early = engine.step() + engine.step()
+    assert engine.store.nbytes > 0
+    engine.sleep()
+    assert engine.store.nbytes == 0
+    engine.wake()
+    done = roll(engine, []) | {(c.request.id, c.index): c for c in early}
+    assert tokens(done) == wanted
+
+
+BAD = {
+    "n is 0": Request(0, [5], n=0),
+    "prompt is empty": Request(0, []),
+    "the model knows": Request(0, [VOCAB]),
+    "with max_len 64": Request(0, [5] * 64),
+    "max_tokens is 0": Request(0, [5], Sampling(max_tokens=0)),
+    "temperature is -1": Request(0, [5], Sampling(temperature=-1)),
+    "top_p 0": Request(0, [5], Sampling(top_p=0.0)),
+    "stop_tokens holds token 999": Request(0, [5], Sampling(stop_tokens=(999,))),
+    "need a tokenizer": Request(0, [5], Sampling(stop_strings=("x",))),
+    "logit_bias holds token -3": Request(0, [5], Sampling(logit_bias={-3: 1.0})),
+    "allowed_tokens is empty": Request(0, [5], Sampling(allowed_tokens=())),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_bad_request_gets_an_error_and_the_others_go_on(engine: NativeEngine, message: str) -> None:
+    heard: list[Completion] = []
+    good = Request(1, [5, 6], Sampling(max_tokens=3, ignore_eos=True), on_done=heard.append)
+    done = roll(engine, [BAD[message], good])
+    assert done[0, 0].finish == "error"
+    assert message in (done[0, 0].error or "")
+    assert done[1, 0].finish == "length"
+    assert heard == [done[1, 0]]
+
+
+def test_nan_logits_end_their_own_request_only() -> None:
+    model = tiny_model("qwen3")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[9] = float("nan")
+    engine = NativeEngine(model, eos_ids=[], max_seqs=4, max_len=64, page_size=4)
+    how = Sampling(max_tokens=8, allowed_tokens=tuple(range(20, 40)))
+    wanted = tokens(roll(engine, [Request(1, [5, 6, 7], how, n=2)]))
+    done = roll(engine, [Request(0, [5, 6, 9], how, n=2), Request(1, [5, 6, 7], how, n=2)])
+    assert [done[0, i].finish for i in range(2)] == ["error", "error"]
+    assert "not numbers" in (done[0, 0].error or "")
+    assert (
+        tokens(roll(engine, [Request(1, [5, 6, 7], how, n=2)]))
+        == wanted
+        == {k: v for k, v in tokens(done).items() if k[0] == 1}
+    )

@@ -1,0 +1,93 @@
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from tidemill import recipe
+from tidemill.config import Model, TinyModel
+from tidemill.settings import estimate
+
+CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+
+
+def make(tiny: TinyModel) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_config(
+        CONFIGS[tiny.architecture](
+            vocab_size=len(set(tiny.alphabet)) + estimate.SPECIAL_TOKENS,
+            hidden_size=tiny.hidden,
+            intermediate_size=tiny.intermediate,
+            num_hidden_layers=tiny.layers,
+            num_attention_heads=tiny.heads,
+            num_key_value_heads=tiny.kv_heads,
+            head_dim=tiny.hidden // tiny.heads,
+            tie_word_embeddings=True,
+        ),
+        attn_implementation="sdpa",
+    )
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_a_small_models_parameters_are_counted_exactly(architecture):
+    tiny = TinyModel(architecture=architecture, layers=2)
+    assert estimate.shape_of(Model(tiny=tiny)).parameters == make(tiny).num_parameters()
+
+
+def test_a_folders_parameters_are_counted_from_headers(tmp_path):
+    (tmp_path / "config.json").write_text('{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}')
+    save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7)}, tmp_path / "model-1.safetensors")
+    save_file({"c": torch.zeros(2, dtype=torch.bfloat16)}, tmp_path / "model-2.safetensors")
+    assert estimate.shape_of(Model(path=str(tmp_path))).parameters == 24
+
+
+def test_a_broken_weight_file_gives_no_count_instead_of_failing(tmp_path):
+    (tmp_path / "config.json").write_text('{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}')
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
+    assert estimate.shape_of(Model(path=str(tmp_path))).parameters is None
+
+
+def test_the_activation_estimate_is_near_what_autograd_keeps():
+    tiny = TinyModel(hidden=128, layers=3, heads=4, kv_heads=2, intermediate=384)
+    model, tokens, kept = make(tiny).model, 300, {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = model(input_ids=torch.randint(0, 90, (1, tokens)), use_cache=False).last_hidden_state
+    measured = sum(size for pointer, size in kept.items() if pointer not in weights)
+    assert out.requires_grad
+    guess = estimate.activation_bytes(estimate.shape_of(Model(tiny=tiny)), tokens, width=4, recompute=False)
+    assert 0.75 < guess / measured < 1.35, f"estimated {guess:,}, measured {measured:,}"
+
+
+def test_the_plan_says_what_the_batch_settings_come_to():
+    overrides = ["train.prompts_per_step=8", "train.samples_per_prompt=4", "train.updates_per_step=2", "train.steps=10"]
+    overrides += ["data.max_prompt_tokens=30", "rollout.max_new_tokens=20", "train.tokens_per_microbatch=400"]
+    rows = {label: value for label, value, _ in recipe.plan(recipe.load({}, overrides).config, parameters=1000)}
+    assert rows["samples per step"] == "32"
+    assert rows["updates per step"] == "2"
+    assert rows["samples per update"] == "16"
+    assert rows["micro-batches per update"] == "at most 2"
+    assert rows["tokens per step"] == "at most 1,600"
+    assert rows["parameters"] == "1,000"
+    assert "memory, by estimate" in rows
+
+
+def test_a_reference_model_and_recompute_change_the_memory():
+    def memory(*overrides: str) -> estimate.Memory:
+        config = recipe.load({}, overrides).config
+        return estimate.memory(config, estimate.shape_of(config.model))
+
+    assert memory().reference == 0
+    assert memory("algorithm.kl.coef=0.1").reference == memory().weights
+    assert memory("learn.recompute=full").activations < memory().activations
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (34_000, "34 kB"), (2.5e9, "2.5 GB"), (9e12, "9.0 TB")],
+)
+def test_sizes_are_said_for_people(size, text):
+    assert estimate.human(size) == text

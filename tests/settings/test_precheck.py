@@ -1,0 +1,115 @@
+import json
+
+import pytest
+
+from tidemill import recipe
+from tidemill.errors import ConfigError
+from tidemill.settings import precheck
+
+FITTING = ["data.max_prompt_tokens=64", "rollout.max_new_tokens=64"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TIDEMILL_RECIPES", str(tmp_path))
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        recipe.check(recipe.load({}, [*FITTING, *overrides]).config)
+    return str(caught.value)
+
+
+def test_settings_that_work_pass():
+    recipe.check(recipe.load({}, FITTING).config)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.updates_per_step=3", "does not divide train.prompts_per_step (16); 1, 2, 4, 8 or 16 would do"),
+        ("train.samples_per_prompt=1", "grpo compares the samples of one prompt; 2 or more would do"),
+        ("train.tokens_per_microbatch=100", "data.max_prompt_tokens (64) + rollout.max_new_tokens (64) = 128"),
+        ("model.tiny.window=100", "model.tiny.window is 100 tokens, less than"),
+        ("data.max_prompt_tokens=250", "data.max_prompt_tokens=192 would do"),
+        ("rollout.cache_tokens=100", "rollout.cache_tokens is 100, but one sample needs"),
+        ("name=a/b", "cannot be a folder's name"),
+        ("name=..", "cannot be a folder's name"),
+        ("device=gpu", "device is 'gpu', but can be auto, cpu, cuda or npu"),
+        ("device=cuda:x", "device is 'cuda:x'"),
+        ("data.source=missing.jsonl", "data.source=missing.jsonl does not exist"),
+        ("data.eval_source=./missing", "data.eval_source=./missing does not exist"),
+        ("model.warm_start=warm", "model.warm_start: there is no recipe 'warm'"),
+        ("model.path=Org/Model-1B", "hf download Org/Model-1B --local-dir models/Model-1B"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_would_do(override, words):
+    assert words in refusal(override)
+
+
+def test_all_problems_come_in_one_message_of_few_lines():
+    message = refusal("train.updates_per_step=3", "train.samples_per_prompt=1", "device=gpu")
+    assert message.startswith("3 things cannot work:")
+    assert len(message.splitlines()) == 4
+
+
+def test_a_single_sample_per_prompt_is_fine_where_nothing_is_compared():
+    recipe.check(recipe.load({}, [*FITTING, "train.samples_per_prompt=1", "algorithm=ppo"]).config)
+
+
+def test_an_empty_data_file_and_a_near_name_are_told(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "train.jsonl").write_text("{}")
+    assert "data.source=empty.jsonl is an empty file" in refusal("data.source=empty.jsonl")
+    assert "did you mean train.jsonl" in refusal("data.source=trian.jsonl")
+    (tmp_path / "set").mkdir()
+    assert "is an empty folder" in refusal("data.source=set")
+
+
+def test_each_thing_a_model_folder_lacks_is_named_with_its_remedy(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    message = refusal(f"model.path={folder}")
+    assert "has no config.json" in message
+    assert "has no *.safetensors" in message
+    assert "has no tokenizer; copy tokenizer.json" in message
+    (folder / "pytorch_model.bin").touch()
+    assert "pickled weights" in refusal(f"model.path={folder}")
+
+
+def test_missing_shards_of_a_model_are_counted(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model-1.safetensors").touch()
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "lacks 1 of 2 weight files, the first model-2.safetensors" in refusal(f"model.path={folder}")
+
+
+def test_the_window_of_a_model_folder_counts(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 96}
+    (folder / "config.json").write_text(json.dumps(shape))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    assert f"the window of {folder} is 96 tokens" in refusal(f"model.path={folder}")
+
+
+def test_the_window_of_a_warm_start_is_that_of_its_own_recipe(tmp_path):
+    (tmp_path / "warm.yaml").write_text("model: {tiny: {window: 100}}\n")
+    assert "model.tiny.window is 100" in refusal("model.warm_start=warm")
+
+
+def test_warm_starts_in_a_ring_are_refused(tmp_path):
+    (tmp_path / "warm.yaml").write_text("model: {warm_start: warm}\n")
+    assert "warm starts form a ring" in refusal("model.warm_start=warm")
+
+
+def test_a_disk_too_small_for_the_checkpoints_is_told(monkeypatch):
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(precheck.shutil, "disk_usage", lambda _: usage)
+    assert "folder=runs has 1.0 kB free, but checkpoints may take" in refusal()
