@@ -42,8 +42,8 @@ def test_a_recipe_is_found_by_name_and_by_path(folder):
 
 
 def test_a_missing_recipe_names_the_nearest(folder):
-    write(folder, "quickstart.yaml", "")
-    assert "did you mean quickstart?" in refusal("quikstart")
+    write(folder, "hedgehog.yaml", "")
+    assert "did you mean hedgehog?" in refusal("hegdehog")
 
 
 def test_a_recipe_extends_another_and_mappings_merge_while_lists_replace(folder):
@@ -173,6 +173,7 @@ def test_several_errors_are_told_at_once_with_key_value_place_and_what_would_do(
     [
         ("train: [", "r.yaml:1 is not YAML"),
         ("name: a\n\tseed: 1\n", "r.yaml:2 is not YAML"),
+        ("about: one: two\n", "put a text with ': ' in it in quotes"),
         ("- 1\n", "a recipe is a mapping"),
         ("seed: 1\nname: b\nseed: 2\n", "seed is given twice in r.yaml, on lines 1 and 3"),
         ("extends: [a, b]\n", "wants one path or recipe name"),

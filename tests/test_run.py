@@ -39,7 +39,7 @@ def test_the_readme_says_what_ran_how_to_resume_and_what_was_set():
         assert "learn.lr" not in text
         run.write_summary({"accuracy_before": 0.2, "accuracy_after": 0.9})
         assert "| accuracy_after | 0.9 |" in (run.path / "README.md").read_text()
-        assert run.summary()["accuracy_after"] == 0.9
+        assert run.read_summary()["accuracy_after"] == 0.9
 
 
 def test_an_older_run_of_the_name_is_moved_aside_and_nothing_is_lost():
@@ -123,7 +123,7 @@ def test_the_summary_is_replaced_at_once(monkeypatch):
         monkeypatch.setattr(os, "fsync", full)
         with pytest.raises(TidemillError, match="No space left on device"):
             run.write_summary({"steps": 2})
-        assert run.summary() == {"steps": 1}
+        assert run.read_summary() == {"steps": 1}
         assert not list(run.path.glob(".*.tmp"))
 
 

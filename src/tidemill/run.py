@@ -103,7 +103,7 @@ class RunFolder:
         _replace(self.summary_file, json.dumps(summary, indent=2).encode() + b"\n")
         self.write_readme(summary)
 
-    def summary(self) -> dict[str, Any]:
+    def read_summary(self) -> dict[str, Any]:
         if not self.summary_file.exists():
             return {}
         found: dict[str, Any] = json.loads(self.summary_file.read_text(encoding="utf-8"))

@@ -58,7 +58,7 @@ def ascend(monkeypatch) -> StandInBackend:
 
 def check_contract(subject: Device) -> None:
     assert subject.kind in device.KINDS
-    assert subject.torch.type == subject.kind
+    assert subject.torch_device.type == subject.kind
     assert subject.name
     memory = subject.memory()
     assert 0 < memory.free <= memory.total

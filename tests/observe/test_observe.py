@@ -202,6 +202,13 @@ def test_progress_off_says_nothing():
     assert out.getvalue() == ""
 
 
+def test_a_run_without_rewards_shows_its_loss():
+    out = io.StringIO()
+    with Progress("plain", 3, out=out) as progress:
+        progress.step(1, {"loss": 2.0})
+    assert "loss 2.000" in out.getvalue()
+
+
 def test_a_resumed_run_counts_time_left_from_its_own_steps():
     clock = Clock()
     with Progress("off", 100, start_step=90, clock=clock) as progress:

@@ -93,7 +93,7 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
     algorithm = get_algorithm(config.algorithm.name)
     graph = algorithm.graph(config)
     training, held_out = open_source(config.data, config.seed)
-    loaded = load(config.model, seed=config.seed, device=device.torch, path=model_path)
+    loaded = load(config.model, seed=config.seed, device=device.torch_device, path=model_path)
     check_window(config, loaded)
     with contextlib.ExitStack() as undo:
         scorer = undo.enter_context(Scorer(config.rewards))
@@ -126,4 +126,20 @@ def check_window(config: Config, loaded: Loaded) -> None:
             f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) + rollout.max_new_tokens "
             f"({config.rollout.max_new_tokens}) = {longest}, but the model's window is {loaded.window} tokens",
             f"lower one of them by {longest - loaded.window}",
+        )
+
+
+def evaluate_trained(loaded: Loaded, config: Config, *, size: int, samples: int) -> Evaluation:
+    """Measure a model that is not being trained."""
+    _, held_out = open_source(config.data, config.seed)
+    with Scorer(config.rewards) as scorer:
+        return evaluate(
+            make_engine(loaded, config),
+            held_out,
+            PromptTokens(loaded.tokenizer, config.data),
+            decoder(loaded.tokenizer),
+            scorer,
+            config,
+            size=size,
+            samples=samples,
         )

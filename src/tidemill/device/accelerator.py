@@ -25,7 +25,7 @@ class Accelerator:
     power_pattern: str  # its first group is watts
 
     @property
-    def torch(self) -> torch.device:
+    def torch_device(self) -> torch.device:
         return torch.device(self.kind, self.index)
 
     @property

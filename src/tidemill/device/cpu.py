@@ -17,7 +17,7 @@ class Cpu:
     index: int = 0
 
     @property
-    def torch(self) -> torch.device:
+    def torch_device(self) -> torch.device:
         return torch.device("cpu")
 
     @property

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 Mode = Literal["auto", "rich", "plain", "off"]
 REFRESH_HZ = 4
 RECENT = 20  # steps whose mean pace tells the time left
+CURVES = ("reward", "loss")  # the first that a run has is drawn
 
 
 class Progress:
-    """`with Progress(…) as progress: progress.step(n, metrics)`. Reads `reward`, `accuracy` and `tokens_per_s`."""
+    """`with Progress(…) as progress: progress.step(n, metrics)`; shows reward or loss, accuracy and tokens/s."""
 
     def __init__(
         self,
@@ -29,13 +30,12 @@ class Progress:
         *,
         title: str = "",
         start_step: int = 0,
-        curve: str = "reward",
         console: Console | None = None,
         out: IO[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.mode = _choose(mode, out or sys.stdout)
-        self.total, self.title, self.curve_key = total_steps, title, curve
+        self.total, self.title, self.curve_key = total_steps, title, ""
         self._step, self._stage = start_step, ""
         self._latest: dict[str, float] = {}
         self._curve: list[float] = []
@@ -64,6 +64,7 @@ class Progress:
         self._pace.append((now - self._last_at) / max(1, step - self._step))
         self._last_at, self._step, self._stage = now, step, ""
         self._latest |= metrics
+        self.curve_key = self.curve_key or next((key for key in CURVES if key in metrics), "")
         if self.curve_key in metrics:
             self._curve.append(float(metrics[self.curve_key]))
         if self.mode == "plain":
@@ -88,8 +89,8 @@ class Progress:
     def _facts(self) -> list[str]:
         known = self._latest
         facts = []
-        if "reward" in known:
-            facts.append(f"reward {known['reward']:.3f}")
+        if self.curve_key in known:
+            facts.append(f"{self.curve_key} {known[self.curve_key]:.3f}")
         if "accuracy" in known:
             facts.append(f"accuracy {percent(known['accuracy'])}")
         if "tokens_per_s" in known:

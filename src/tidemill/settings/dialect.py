@@ -67,12 +67,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         _note_lines(node, "", lines, path)
         tree = parse(text)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        at = f":{mark.line + 1}" if mark else ""
-        what = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError(
-            f"{display(path)}{at} is not YAML: {what}", "check indentation, colons and quotes there"
-        ) from None
+        raise _explain(path, error) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{display(path)} cannot be read: {error}") from None
     if tree is None:
@@ -80,6 +75,16 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{display(path)} holds {type(tree).__name__}, but a recipe is a mapping of keys to values")
     return tree, lines
+
+
+def _explain(path: Path, error: yaml.YAMLError) -> ConfigError:
+    mark = getattr(error, "problem_mark", None)
+    at = f":{mark.line + 1}" if mark else ""
+    what = getattr(error, "problem", None) or str(error).splitlines()[0]
+    remedy = "check indentation, colons and quotes there"
+    if "mapping values are not allowed" in what:
+        remedy = "put a text with ': ' in it in quotes"
+    return ConfigError(f"{display(path)}{at} is not YAML: {what}", remedy)
 
 
 def _note_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int], path: Path) -> None:

@@ -1,0 +1,1 @@
+"""What `tidemill bench NAME` runs."""

@@ -1,0 +1,182 @@
+"""What this machine can do: devices, versions, memory, disk, extras; and what a recipe would take of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from tidemill import device, recipe
+from tidemill.config import Config
+from tidemill.device import hints, host
+from tidemill.errors import TidemillError
+from tidemill.recipe import Loaded
+from tidemill.settings import estimate
+from tidemill.settings.estimate import human
+
+Status = Literal["ok", "note", "warn", "bad"]  # bad: will fail; warn: will fail sometimes or be slow; note: not needed
+
+NEEDED = {
+    "torch": "2.11",
+    "transformers": "5.9",
+    "safetensors": "0.5",
+    "numpy": "2.0",
+    "pydantic": "2.9",
+    "PyYAML": "6",
+    "typer": "0.15",
+    "rich": "13",
+    "tensorboard": "2.18",
+}
+# Extra → what it is for, and the modules that prove it.
+EXTRAS = {
+    "data": ("Parquet files and dataset folders", ("pyarrow",)),
+    "plot": ("the reward curve as PNG", ("matplotlib",)),
+    "cluster": ("many processes and machines", ("ray", "zmq", "msgspec", "psutil")),
+    "rewards": ("mathematics, reasoning tasks, JSON schemas", ("math_verify", "reasoning_gym", "jsonschema")),
+    "peers": ("`tidemill bench` beside other trainers", ("trl",)),
+    "dev": ("`make test`", ("pytest", "hypothesis", "ruff", "mypy")),
+}
+ENGINES = {"vllm": "rollout.engine=vllm"}
+LITTLE_DISK, LITTLE_MEMORY = 2 * 10**9, 2 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    area: str
+    what: str
+    status: Status = "ok"
+    remedy: str = ""
+
+
+def examine(loaded: Loaded | None = None) -> list[Finding]:
+    found = [*_machine(loaded.config.folder if loaded else "runs"), *_packages(), *_devices(), *_extras()]
+    if loaded is not None:
+        found += _recipe(loaded.config)
+    return found
+
+
+def is_healthy(findings: list[Finding]) -> bool:
+    return not any(f.status == "bad" for f in findings)
+
+
+def _machine(folder: str) -> Iterator[Finding]:
+    yield Finding("machine", f"{platform.system()} {platform.release()}, {platform.machine()}")
+    yield Finding("processor", f"{host.processor()}, {host.cores()} cores to use")
+    memory = host.memory()
+    yield Finding(
+        "memory",
+        f"{human(memory.free)} free of {human(memory.total)}",
+        "warn" if memory.free < LITTLE_MEMORY else "ok",
+        "close other programs" if memory.free < LITTLE_MEMORY else "",
+    )
+    place = Path(folder).expanduser().resolve()
+    while not place.exists():
+        place = place.parent
+    disk = shutil.disk_usage(place)
+    little = disk.free < LITTLE_DISK
+    remedy = "free some, or set folder=… to another disk" if little else ""
+    yield Finding(
+        "disk", f"{human(disk.free)} free of {human(disk.total)} at {place}", "warn" if little else "ok", remedy
+    )
+    if Path("/dev/shm").is_dir():
+        shared = shutil.disk_usage("/dev/shm")
+        yield Finding("shared memory", f"{human(shared.free)} free of {human(shared.total)}")
+
+
+def _packages() -> Iterator[Finding]:
+    yield Finding("python", platform.python_version())
+    for package, least in NEEDED.items():
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            yield Finding(package, "not installed", "bad", f"pip install '{package}>={least}'")
+            continue
+        old = _parts(version) < _parts(least)
+        remedy = f"pip install --upgrade '{package}>={least}'" if old else ""
+        yield Finding(package, version + (f", older than {least}" if old else ""), "bad" if old else "ok", remedy)
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def _devices() -> Iterator[Finding]:
+    try:
+        usable = device.available()
+    except Exception as error:  # a broken torch fails in its own ways; that is what a doctor is for
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        yield Finding("device", f"torch cannot be used: {first}", "bad", "install torch again")
+        return
+    for one in usable:
+        memory = one.memory()
+        narrow = "float32 and bfloat16" if one.supports("bfloat16") else "float32; bfloat16 works but slowly"
+        kind = f"device={one.kind}" + (f":{one.index}" if one.kind != "cpu" else "")
+        yield Finding(kind, f"{one.name}; {human(memory.free)} free of {human(memory.total)}; {narrow}")
+    for seen, remedy in hints.unused({one.kind for one in usable}):
+        yield Finding("device", f"{seen}, but torch does not use it", "warn", remedy)
+
+
+def _extras() -> Iterator[Finding]:
+    for extra, (purpose, modules) in EXTRAS.items():
+        missing = [m for m in modules if importlib.util.find_spec(m) is None]
+        if missing:
+            what = f"{purpose}: no, without {', '.join(missing)}"
+            yield Finding(f"[{extra}]", what, "note", f"pip install 'tidemill[{extra}]'")
+        else:
+            yield Finding(f"[{extra}]", f"{purpose}: yes")
+    for package, purpose in ENGINES.items():
+        if importlib.util.find_spec(package) is None:
+            yield Finding(
+                package, f"{purpose}: no; the native engine needs nothing more", "note", f"pip install {package}"
+            )
+
+
+def _recipe(config: Config) -> Iterator[Finding]:
+    try:
+        recipe.check(config)
+        yield Finding("recipe", f"{config.name}: its settings can work")
+    except TidemillError as error:
+        yield Finding("recipe", error.message, "bad", error.remedy)
+        return
+    shape = estimate.shape_of(recipe.model_of(config))
+    needed = estimate.memory(config, shape) if shape else None
+    if needed is None:
+        yield Finding("recipe memory", "the model's folder does not tell its size", "note")
+        return
+    try:
+        chosen = device.pick(config.device)
+    except TidemillError as error:
+        yield Finding("recipe device", error.message, "bad", error.remedy)
+        return
+    free = chosen.memory().free
+    parts = ", ".join(f"{name} {human(size)}" for name, size in needed.parts() if size)
+    fits = needed.total <= free
+    yield Finding(
+        "recipe memory",
+        f"{human(needed.total)} by estimate ({parts}); {human(free)} is free on {chosen.kind}",
+        "ok" if fits else "bad",
+        "" if fits else "; ".join(_savings(config, needed)),
+    )
+    if not chosen.supports(config.model.dtype):
+        yield Finding("recipe dtype", f"{config.model.dtype} is slow on this device", "warn", "model.dtype=float32")
+
+
+def _savings(config: Config, needed: estimate.Memory) -> Iterator[str]:
+    """What would help, the largest part first."""
+    advice = {
+        "activations": "learn.recompute=full, or a smaller train.tokens_per_microbatch",
+        "logits": "a smaller learn.logprob_chunk",
+        "cache": "a smaller rollout.concurrent or rollout.cache_tokens",
+        "reference": "algorithm.kl.coef=0 needs no reference model",
+    }
+    for name, _ in sorted(needed.parts(), key=lambda part: -part[1]):
+        if name in advice and getattr(needed, name) > needed.total / 20:
+            yield advice[name]
+    if config.model.dtype == "float32":
+        yield "model.dtype=bfloat16 halves the weights"

@@ -1,0 +1,93 @@
+import importlib.util
+import json
+from importlib import metadata
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tidemill import doctor, recipe
+from tidemill.device import hints
+
+FITTING = ["data.max_prompt_tokens=64", "rollout.max_new_tokens=64", "device=cpu"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def by_area(found: list[doctor.Finding]) -> dict[str, doctor.Finding]:
+    return {f.area: f for f in found}
+
+
+def test_this_machine_is_described_and_healthy():
+    found = doctor.examine()
+    areas = by_area(found)
+    assert {"processor", "memory", "disk", "python", "torch", "transformers", "device=cpu", "[cluster]"} <= areas.keys()
+    assert doctor.is_healthy(found)
+    assert "GB free of" in areas["memory"].what
+
+
+def test_everything_that_is_not_well_has_a_remedy(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(metadata, "version", lambda name: "1.0" if name != "rich" else _missing(name))
+    found = doctor.examine()
+    assert all(f.remedy for f in found if f.status != "ok")
+    areas = by_area(found)
+    assert areas["torch"].what == "1.0, older than 2.11"
+    assert areas["rich"].status == "bad"
+    assert areas["[plot]"].remedy == "pip install 'tidemill[plot]'"
+    assert not doctor.is_healthy(found)
+
+
+def _missing(name: str) -> str:
+    raise metadata.PackageNotFoundError(name)
+
+
+@pytest.mark.parametrize(("version", "least", "old"), [("2.13.0+cpu", "2.11", False), ("2.9.1", "2.11", True)])
+def test_versions_are_compared_as_numbers(version, least, old):
+    assert (doctor._parts(version) < doctor._parts(least)) is old
+
+
+def test_a_torch_that_does_not_work_is_a_finding_not_a_crash(monkeypatch):
+    def broken() -> None:
+        raise OSError("libcudart.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(doctor.device, "available", broken)
+    found = by_area(doctor.examine())
+    assert "libcudart.so.12" in found["device"].what
+    assert found["device"].status == "bad"
+
+
+def test_hardware_that_torch_does_not_use_is_named_with_its_remedy(monkeypatch):
+    monkeypatch.setattr(hints, "_seen", lambda tool, node: f"{node} is there")
+    assert [seen for seen, _ in hints.unused({"cpu"})] == ["/dev/nvidia0 is there", "/dev/davinci0 is there"]
+    assert [seen for seen, _ in hints.unused({"cpu", "cuda"})] == ["/dev/davinci0 is there"]
+
+
+def test_a_recipe_is_told_its_memory_next_to_what_is_free():
+    found = by_area(doctor.examine(recipe.load({}, FITTING)))
+    assert "settings can work" in found["recipe"].what
+    memory = found["recipe memory"]
+    assert memory.status == "ok"
+    for part in ("weights", "gradients", "optimizer", "activations", "cache", "is free on cpu"):
+        assert part in memory.what
+
+
+def test_a_recipe_that_cannot_work_is_bad():
+    found = by_area(doctor.examine(recipe.load({}, [*FITTING, "train.updates_per_step=3"])))
+    assert found["recipe"].status == "bad"
+    assert "does not divide" in found["recipe"].what
+
+
+def test_a_recipe_that_does_not_fit_is_told_what_would_help(tmp_path):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    shape = {"hidden_size": 16384, "num_hidden_layers": 100, "num_attention_heads": 128, "vocab_size": 150_000}
+    (folder / "config.json").write_text(json.dumps(shape))
+    (folder / "tokenizer.json").write_text("{}")
+    save_file({"w": torch.zeros(4)}, folder / "model.safetensors")
+    found = by_area(doctor.examine(recipe.load({}, [*FITTING, f"model.path={folder}"])))
+    assert found["recipe memory"].status == "bad"
+    assert "learn.recompute=full" in found["recipe memory"].remedy
