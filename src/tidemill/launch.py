@@ -37,7 +37,7 @@ def resume(run: str | Path, watch: Watcher | None = None) -> Summary:
 
 
 def refuse_if_finished(folder: RunFolder) -> None:
-    summary = folder.summary()
+    summary = folder.read_summary()
     if summary and not summary["is_stopped"]:
         raise NothingLeft(
             f"{folder.path} has nothing left to do: all {summary['steps']} steps are made",

@@ -93,7 +93,7 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
     algorithm = get_algorithm(config.algorithm.name)
     graph = algorithm.graph(config)
     training, held_out = open_source(config.data, config.seed)
-    loaded = load(config.model, seed=config.seed, device=device.torch, path=model_path)
+    loaded = load(config.model, seed=config.seed, device=device.torch_device, path=model_path)
     check_window(config, loaded)
     with contextlib.ExitStack() as undo:
         scorer = undo.enter_context(Scorer(config.rewards))
