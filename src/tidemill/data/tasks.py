@@ -28,31 +28,39 @@ def span(value: Span, name: str, least: int) -> tuple[int, int]:
 
 
 def chain(
-    rng: random.Random, terms: Span = (3, 6), max_value: int = 9, operators: str = "+-", max_total: int | None = None
+    rng: random.Random,
+    terms: Span = (3, 6),
+    max_value: int = 9,
+    operators: str = "+-",
+    max_total: int | None = None,
+    worked: float = 1.0,
 ) -> Problem:
-    """`7+5-3+8=` with the response `12 9 17`: the running totals, the last of which is the answer.
+    """`7+5-3=` with the answer `9`. Totals stay at or above 0, and at or below `max_total`.
 
-    Totals stay at or above 0 (a subtraction never takes more than there is) and at or below `max_total`.
+    The given response works it out, `7+5=12 12-3=9`, in a share `worked` of the problems; the others say ` 9` at once.
+    A model warmed up on few worked ones guesses; that working it out pays is for RL to find.
     """
     if not operators or set(operators) - set("+-"):
         raise DataError(f"data.args.operators must be made of + and -, got {operators!r}")
-    if max_value < 1:
-        raise DataError(f"data.args.max_value must be at least 1, got {max_value}")
+    if max_value < 1 or (max_total is not None and max_total < 1):
+        raise DataError(f"data.args.max_value and max_total must be at least 1, got {max_value} and {max_total}")
+    ceiling = max_value * 100 if max_total is None else max_total
     count = rng.randint(*span(terms, "terms", 2))
-    total = rng.randint(1, max_value)
-    text, totals = str(total), []
+    total = rng.randint(1, min(max_value, ceiling))
+    text, steps = str(total), []
     for _ in range(count - 1):
         operator = rng.choice(operators)
-        room = max_value if max_total is None else min(max_value, max_total - total)
+        room = min(max_value, ceiling - total)
         if operator == "+" and room < 1:
             operator = "-"
         if operator == "-" and total < 1:
             operator = "+"
         value = rng.randint(1, max(1, min(max_value, total) if operator == "-" else room))
-        total += value if operator == "+" else -value
+        before, total = total, total + (value if operator == "+" else -value)
         text += f"{operator}{value}"
-        totals.append(str(total))
-    return Problem(f"{text}=", totals[-1], " ".join(totals), {"terms": count})
+        steps.append(f"{before}{operator}{value}={total}")
+    response = " ".join(steps) if rng.random() < worked else f" {total}"
+    return Problem(f"{text}=", str(total), response, {"terms": count})
 
 
 def addition(rng: random.Random, digits: Span = 2, numbers: Span = 2) -> Problem:
