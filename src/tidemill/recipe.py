@@ -32,9 +32,13 @@ class Loaded:
     path: Path | None = None
 
 
-def load(recipe: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str] = ()) -> Loaded:
+def load(recipe: str | Path | Mapping[str, Any] | Config | Loaded, overrides: Sequence[str] = ()) -> Loaded:
     """The config of a recipe (a path, a name, a mapping or a ready config) with `key.sub=value` overrides."""
     path: Path | None = None
+    if isinstance(recipe, Loaded):
+        if not overrides:
+            return recipe  # with its sources
+        recipe = recipe.config
     if isinstance(recipe, Config):
         layers = [flatten(recipe.model_dump(exclude_unset=True), from_one(PYTHON))]
     elif isinstance(recipe, Mapping):
