@@ -25,18 +25,19 @@ errors = Console(stderr=True, highlight=False)
 Recipe = Annotated[str, typer.Argument(help="a recipe's name (see `tidemill recipes`) or the path of a YAML file")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings over the recipe's: key.sub=value …")]
 Run = Annotated[Path, typer.Argument(help="a run's folder, for example runs/quickstart")]
+Where = Annotated[Path, typer.Argument(help="a run's folder, or a Hugging Face folder")]
 
 
 @app.command()
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
     """Run a recipe: a model learns by the recipe's algorithm. Everything it makes lands in runs/NAME."""
     from tidemill import launch, show
-    from tidemill import recipe as recipes
+    from tidemill import recipe as recipe_files
 
-    loaded = recipes.load(recipe, overrides or ())
+    loaded = recipe_files.load(recipe, overrides or ())
     watch = show.RunWatcher(console, loaded.config)
     with watch:
-        summary = launch.train(loaded.config, watch=watch)
+        summary = launch.train(loaded, watch=watch)
     show.ending(console, loaded.config, watch.folder, summary)
 
 
@@ -50,14 +51,149 @@ def sft(recipe: Recipe = "quickstart-sft", overrides: Overrides = None) -> None:
 def resume(run: Run) -> None:
     """Go on with a run that was stopped or killed, from its last good checkpoint."""
     from tidemill import launch, show
-    from tidemill import recipe as recipes
     from tidemill.run import RunFolder
 
-    config = recipes.load(RunFolder.open(run).config_file).config
+    config = RunFolder.open(run, exclusive=False).config
     watch = show.RunWatcher(console, config)
     with watch:
         summary = launch.resume(run, watch=watch)
-    show.ending(console, config, watch.folder, summary)
+    show.ending(console, config, Path(run), summary)
+
+
+@app.command("eval")
+def evaluate(
+    where: Where,
+    recipe: Annotated[str | None, typer.Option(help="which problems and rewards; a run has its own")] = None,
+    overrides: Overrides = None,
+    samples: Annotated[int, typer.Option("-k", "--samples", help="sampled answers per problem, for pass@k", min=1)] = 1,
+    size: Annotated[int, typer.Option(help="held-out problems; 0: as the recipe says", min=0)] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+) -> None:
+    """Measure a run or a Hugging Face folder on held-out problems: greedy accuracy, pass@1 and pass@k."""
+    import json
+
+    from tidemill import launch, show
+
+    evaluation = launch.evaluate(where, recipe, overrides or (), samples=samples, size=size)
+    if as_json:
+        print(json.dumps(evaluation.metrics()))
+    else:
+        console.print(show.evaluation_table(evaluation))
+
+
+@app.command()
+def generate(
+    where: Where,
+    prompt: Annotated[str | None, typer.Argument(help="the prompt; without it, standard input")] = None,
+    interactive: Annotated[bool, typer.Option("-i", "--interactive", help="chat: one line in, one answer out")] = False,
+    max_tokens: Annotated[int, typer.Option(help="longest answer", min=1)] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy", min=0.0)] = 0.0,
+    top_p: Annotated[float, typer.Option(help="nucleus", min=0.01, max=1.0)] = 1.0,
+    n: Annotated[int, typer.Option("-n", help="answers", min=1)] = 1,
+    seed: Annotated[int, typer.Option(help="of sampling", min=0)] = 0,
+) -> None:
+    """Prompt in, text out. WHERE is a run or a Hugging Face folder."""
+    from tidemill.rollout.engine import Sampling
+    from tidemill.trained import Speaker, open_trained
+
+    trained = open_trained(where)
+    room = trained.loaded.window - 1
+    speaker = Speaker(
+        trained, Sampling(temperature=temperature, top_p=top_p, max_tokens=min(max_tokens, room), seed=seed)
+    )
+    if interactive:
+        console.print("one line in, one answer out; an empty line or Ctrl-D ends", style="dim")
+        for reply in speaker.chat(iter(lambda: _ask(), "")):
+            console.print(reply, markup=False)
+        return
+    text = prompt if prompt is not None else sys.stdin.read().strip()
+    for completion in speaker.answer(speaker.encode([{"role": "user", "content": text}]), n):
+        print(speaker.text(completion))
+
+
+def _ask() -> str:
+    try:
+        return console.input("[bold]> [/]").strip()
+    except EOFError:
+        return ""
+
+
+@app.command()
+def export(
+    run: Where,
+    to: Annotated[Path, typer.Option("--to", help="the new folder")],
+) -> None:
+    """Write a run's newest checkpoint as a Hugging Face folder that AutoModelForCausalLM.from_pretrained opens."""
+    from tidemill.trained import export as write
+
+    trained = write(run, to)
+    console.print(f"step {trained.step} of {run} is now {to} ({trained.loaded.parameters:,} parameters)")
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes that can be run by name."""
+    from tidemill import show
+
+    console.print(show.recipes_table())
+
+
+@app.command()
+def config(
+    recipe: Annotated[str | None, typer.Argument(help="a recipe's name or path; without it, the defaults")] = None,
+    overrides: Overrides = None,
+    as_yaml: Annotated[bool, typer.Option("--yaml", help="as YAML that can be run")] = False,
+) -> None:
+    """Show every setting: key, value, where it came from, help. Checks the recipe too."""
+    from tidemill import recipe as recipe_files
+    from tidemill import show
+
+    loaded = recipe_files.load(recipe if recipe is not None else {}, overrides or ())
+    if as_yaml:
+        print(recipe_files.dump(loaded.config), end="")
+        return
+    console.print(show.config_table(loaded))
+    if recipe is not None:
+        console.print(show.plan_table(loaded.config))
+        recipe_files.check(loaded.config)
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[str | None, typer.Option("--recipe", help="also judge whether this recipe fits here")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Examine this machine: devices, versions, memory, disk; what would work, what would not, and the remedy."""
+    from tidemill import doctor as examination
+    from tidemill import recipe as recipe_files
+    from tidemill import show
+
+    findings = examination.examine(recipe_files.load(recipe, overrides or ()) if recipe else None)
+    console.print(show.doctor_table(findings))
+    if not examination.is_healthy(findings):
+        raise typer.Exit(1)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(
+    context: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="the benchmark; without it, a list")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object, last on standard output")] = False,
+) -> None:
+    """Measure: tidemill bench NAME [--option value …]. Peers are measured beside us, in the same run."""
+    from tidemill import bench as benches
+    from tidemill import show
+
+    if name is None:
+        console.print(show.benches_table(benches.listing()))
+        return
+    options = benches.parse_options(context.args)
+    with benches.only_result_on_stdout():
+        result = benches.run(name, options)
+    if as_json:
+        print(benches.as_json(result))
+    else:
+        console.print(benches.render(result))
 
 
 def main() -> None:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from tidemill import recipe as recipes
 from tidemill.config import Config
-from tidemill.errors import TidemillError
+from tidemill.errors import ConfigError, TidemillError
 from tidemill.run import RunFolder
 
 if TYPE_CHECKING:
+    from tidemill.flow.evaluate import Evaluation
     from tidemill.flow.loop import Summary, Watcher
 
 
@@ -20,13 +21,15 @@ class NothingLeft(TidemillError):
 
 
 def train(
-    recipe: str | Path | Mapping[str, Any] | Config,
+    recipe: str | Path | Mapping[str, Any] | Config | recipes.Loaded,
     overrides: Sequence[str] = (),
     watch: Watcher | None = None,
 ) -> Summary:
-    loaded = recipes.load(recipe, overrides)
+    loaded = recipe if isinstance(recipe, recipes.Loaded) else recipes.load(recipe, overrides)
     recipes.check(loaded.config)
     with RunFolder.create(loaded.config, loaded.sources) as folder:
+        if folder.moved is not None and watch is not None:
+            watch.noted(f"an older run of this name is now {folder.moved}")
         return _loop(folder, watch)
 
 
@@ -49,3 +52,17 @@ def _loop(folder: RunFolder, watch: Watcher | None) -> Summary:
     from tidemill.flow.loop import run  # brings torch and transformers: only once the config stands
 
     return run(folder.config, folder, watch)
+
+
+def evaluate(
+    where: str | Path, recipe: str | None = None, overrides: Sequence[str] = (), *, samples: int = 1, size: int = 0
+) -> Evaluation:
+    """Measure a run with its own problems, or any model folder with a recipe's."""
+    from tidemill.cluster.local import evaluate_trained
+    from tidemill.trained import open_trained
+
+    trained = open_trained(where)
+    if recipe is None and trained.step is None:
+        raise ConfigError(f"{where} is a plain model folder: which problems?", "tidemill eval FOLDER --recipe RECIPE")
+    config = recipes.load(recipe if recipe is not None else trained.config, overrides).config
+    return evaluate_trained(trained.loaded, config, size=size or config.eval.size, samples=samples)

@@ -196,6 +196,16 @@ def result_table(summary: Summary) -> RenderableType:
     return Group(table, Text(pace, style="dim"))
 
 
+def evaluation_table(evaluation: Evaluation) -> RenderableType:
+    table = _table("", "")
+    table.add_row("held-out accuracy, greedy", Text(percent(evaluation.accuracy), style="bold"))
+    for k, share in evaluation.pass_at.items():
+        table.add_row(f"pass@{k}, sampled", percent(share))
+    table.add_row("reward, greedy", f"{evaluation.reward:.3f}")
+    table.add_row("problems", str(len(evaluation.answers)))
+    return table
+
+
 def _share(value: float | None) -> str:
     return "–" if value is None else percent(value)
 

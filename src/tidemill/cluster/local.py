@@ -127,3 +127,19 @@ def check_window(config: Config, loaded: Loaded) -> None:
             f"({config.rollout.max_new_tokens}) = {longest}, but the model's window is {loaded.window} tokens",
             f"lower one of them by {longest - loaded.window}",
         )
+
+
+def evaluate_trained(loaded: Loaded, config: Config, *, size: int, samples: int) -> Evaluation:
+    """Measure a model that is not being trained."""
+    _, held_out = open_source(config.data, config.seed)
+    with Scorer(config.rewards) as scorer:
+        return evaluate(
+            make_engine(loaded, config),
+            held_out,
+            PromptTokens(loaded.tokenizer, config.data),
+            decoder(loaded.tokenizer),
+            scorer,
+            config,
+            size=size,
+            samples=samples,
+        )

@@ -20,6 +20,7 @@ from tidemill.learn import checkpoint
 from tidemill.models.load import save_folder
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.run import RunFolder
+from tidemill.trained import keep_definition
 
 
 @dataclass(slots=True)
@@ -66,6 +67,7 @@ def run(config: Config, folder: RunFolder, watch: Watcher | None = None) -> Summ
             watch.noted(f"checkpoint {path.name} cannot be used ({why}); going back to {found.path.name}")
     workers = start(config, warm_start(config, folder, watch))
     try:
+        keep_definition(workers.loaded, folder.path)
         return train_loop(config, folder, workers, watch, found)
     finally:
         workers.close()

@@ -42,7 +42,7 @@ def make_tiny(shape: settings.TinyModel, dtype: torch.dtype, seed: int, device: 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         module: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)  # type: ignore[no-untyped-call]
-    return _loaded(module.to(dtype=dtype, device=device), tokenizer, shape.window)
+    return wrap(module.to(dtype=dtype, device=device), tokenizer, shape.window)
 
 
 def open_folder(folder: Path, model: settings.Model, device: torch.device) -> Loaded:
@@ -67,7 +67,7 @@ def open_folder(folder: Path, model: settings.Model, device: torch.device) -> Lo
             f"model.path={folder}: no usable tokenizer: {_first_line(error)}",
             "copy tokenizer.json and tokenizer_config.json of the model into the folder",
         ) from error
-    return _loaded(module.to(device), tokenizer, getattr(config.get_text_config(), "max_position_embeddings", 1 << 20))
+    return wrap(module.to(device), tokenizer, getattr(config.get_text_config(), "max_position_embeddings", 1 << 20))
 
 
 def save_folder(model: Any, tokenizer: Any, folder: Path) -> None:
@@ -76,7 +76,8 @@ def save_folder(model: Any, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _loaded(module: Any, tokenizer: Any, window: int) -> Loaded:
+def wrap(module: Any, tokenizer: Any, window: int) -> Loaded:
+    """Ready to roll out and to learn."""
     module.config.use_cache = False
     module.eval()  # dropout has no place in RL: rollout and learning must agree
     ids = module.generation_config.eos_token_id

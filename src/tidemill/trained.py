@@ -1,0 +1,127 @@
+"""A model that can be asked, measured or given away: the newest checkpoint of a run, or any Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from tidemill import config as settings
+from tidemill import device as devices
+from tidemill.config import Config
+from tidemill.errors import CheckpointError, ConfigError, ModelError
+from tidemill.learn import checkpoint
+from tidemill.models import attention
+from tidemill.models.load import DTYPES, Loaded, open_folder, save_folder, wrap
+from tidemill.rollout.engine import Completion, Request, Sampling
+from tidemill.rollout.native.engine import NativeEngine
+from tidemill.run import RunFolder
+
+DEFINITION = "model"  # in a run's folder: config.json and tokenizer, without weights
+
+
+@dataclass(slots=True)
+class Trained:
+    loaded: Loaded
+    config: Config
+    step: int | None  # of the checkpoint; None for a plain folder
+
+
+def keep_definition(loaded: Loaded, run: Path) -> None:
+    """So that a run's checkpoints can be opened without whatever the run started from."""
+    loaded.model.config.save_pretrained(run / DEFINITION)
+    loaded.model.generation_config.save_pretrained(run / DEFINITION)
+    loaded.tokenizer.save_pretrained(run / DEFINITION)
+
+
+def open_trained(where: str | Path, device: str = "auto") -> Trained:
+    place = devices.pick(device).torch_device
+    folder = Path(where).expanduser()
+    if (folder / "config.json").exists():
+        return Trained(open_folder(folder, settings.Model(path=str(folder)), place), Config(), None)
+    try:
+        run = RunFolder.open(where, exclusive=False)
+    except ConfigError as error:
+        raise ModelError(
+            f"{where} is neither a run nor a Hugging Face folder (no config.yaml, no config.json)", error.remedy
+        ) from error
+    return _from_run(run, place)
+
+
+def _from_run(run: RunFolder, place: torch.device) -> Trained:
+    found = checkpoint.latest(run.checkpoints)
+    if found is None:
+        raise CheckpointError(f"{run.path} has no checkpoint yet", f"tidemill resume {run.path} goes on with it")
+    tensors, _ = checkpoint.load(found.path)
+    definition = AutoConfig.from_pretrained(run.path / DEFINITION)
+    model = AutoModelForCausalLM.from_config(definition, attn_implementation=attention.NAME)  # type: ignore[no-untyped-call]
+    model = model.to(DTYPES[run.config.model.dtype])
+    own = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    missing = [name for name, _ in model.named_parameters() if name not in own]
+    if missing:
+        raise CheckpointError(f"{found.path} lacks {len(missing)} of the model's tensors, first {missing[0]}")
+    model.load_state_dict(own, strict=False)  # tied weights and buffers are made by the model itself
+    tokenizer = AutoTokenizer.from_pretrained(run.path / DEFINITION)
+    window = getattr(definition.get_text_config(), "max_position_embeddings", 1 << 20)
+    return Trained(wrap(model.to(place), tokenizer, window), run.config, found.step)
+
+
+def export(where: str | Path, folder: Path) -> Trained:
+    """The newest checkpoint as a Hugging Face folder, written aside and renamed."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"--to {folder} is not empty", "name a new folder")
+    trained = open_trained(where, "cpu")
+    aside = folder.with_name(f".{folder.name}.tmp")
+    save_folder(trained.loaded.model, trained.loaded.tokenizer, aside)
+    if folder.exists():
+        folder.rmdir()
+    aside.rename(folder)
+    return trained
+
+
+class Speaker:
+    """Text in, text out, a token at a time."""
+
+    def __init__(self, trained: Trained, sampling: Sampling) -> None:
+        self.loaded, self.sampling = trained.loaded, sampling
+        self.engine = NativeEngine(
+            trained.loaded.model,
+            eos_ids=trained.loaded.eos_ids,
+            tokenizer=trained.loaded.tokenizer,
+            max_seqs=64,
+            max_len=trained.loaded.window,
+        )
+        self.asked = 0
+
+    def answer(self, tokens: list[int], n: int = 1) -> list[Completion]:
+        self.engine.submit(Request(self.asked, tokens, self.sampling, n=n))
+        self.asked += 1
+        done: list[Completion] = []
+        while self.engine.has_work:
+            done += self.engine.step()
+        for completion in done:
+            if completion.error is not None:
+                raise ModelError(completion.error)
+        return sorted(done, key=lambda c: c.index)
+
+    def text(self, completion: Completion) -> str:
+        return str(self.loaded.tokenizer.decode(completion.tokens, skip_special_tokens=True))
+
+    def encode(self, messages: list[dict[str, str]]) -> list[int]:
+        """A conversation through the chat template, or its last message alone where there is none."""
+        tokenizer = self.loaded.tokenizer
+        if tokenizer.chat_template:
+            encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            return list(encoded["input_ids"])
+        return list(tokenizer(messages[-1]["content"])["input_ids"])
+
+    def chat(self, lines: Iterator[str]) -> Iterator[str]:
+        messages: list[dict[str, str]] = []
+        for line in lines:
+            messages.append({"role": "user", "content": line})
+            reply = self.text(self.answer(self.encode(messages))[0])
+            messages.append({"role": "assistant", "content": reply})
+            yield reply
