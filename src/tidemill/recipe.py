@@ -208,9 +208,16 @@ def _shown(value: Any) -> str:
 
 def _sources(config: Config, given: Mapping[str, Given]) -> dict[str, str]:
     found = {}
-    for key, _ in leaves(config):
+    plain = dict(leaves(Config()))
+    for key, value in leaves(config):
         inside = [g.where for k, g in given.items() if k.startswith(f"{key}.")]
-        found[key] = given[key].where if key in given else (inside[-1] if inside else DEFAULT)
+        if key in given:
+            found[key] = given[key].where
+        elif inside:
+            found[key] = inside[-1]
+        else:
+            of_algorithm = key.startswith("algorithm.") and value != plain.get(key, value)
+            found[key] = f"{DEFAULT} of {config.algorithm.name}" if of_algorithm else DEFAULT
     return found
 
 

@@ -35,7 +35,7 @@ def config_table(loaded: recipe.Loaded) -> RenderableType:
     """Every key, its value, where it came from, its help; what was set stands out."""
     table = _table("key", "value", "from", "help")
     for key, value, source, help in recipe.describe(loaded):
-        style = "dim" if source == recipe.DEFAULT else "bold"
+        style = "dim" if source.startswith(recipe.DEFAULT) else "bold"
         table.add_row(Text(key, style=style), Text(_value(value)), Text(source, style="dim"), Text(help, style="dim"))
     return table
 
