@@ -45,6 +45,7 @@ def test_settings_that_work_pass():
         ("rewards=exat", "there is no reward 'exat'; did you mean exact"),
         ("rewards=[{function: exact, args: {ignorecase: true}}]", "did you mean ignore_case"),
         ("rewards=my_rewards:good", "cannot import 'my_rewards:good'"),
+        ("algorithm=losses", "there is no algorithm 'losses'"),
         ("algorithm=grop", "there is no algorithm 'grop'; did you mean grpo"),
         ("model.warm_start=warm", "model.warm_start: there is no recipe 'warm'"),
         ("model.path=Org/Model-1B", "hf download Org/Model-1B --local-dir models/Model-1B"),
@@ -62,6 +63,8 @@ def test_all_problems_come_in_one_message_of_few_lines():
 
 def test_a_single_sample_per_prompt_is_fine_where_nothing_is_compared():
     recipe.check(recipe.load({}, [*FITTING, "train.samples_per_prompt=1", "algorithm=sft"]).config)
+    one = ["train.samples_per_prompt=1", "algorithm.group_of_one=reward"]
+    recipe.check(recipe.load({}, [*FITTING, *one]).config)
 
 
 def test_an_empty_data_file_and_a_near_name_are_told(tmp_path):

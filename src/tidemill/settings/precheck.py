@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tidemill import device
-from tidemill.config import Config, Model
+from tidemill.config import PAPER, Config, Model
 from tidemill.errors import TidemillError, did_you_mean
 from tidemill.settings import estimate
 from tidemill.settings.estimate import human, longest
 
 # Algorithms whose advantage compares the samples of one prompt with each other: one sample says nothing.
-GROUP_ALGORITHMS = frozenset({"grpo", "dr_grpo", "drgrpo", "dapo", "gspo", "cispo", "rloo", "gmpo"})
+GROUP_ALGORITHMS = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp_baseline"})
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 LONGEST_NAME = 200  # bytes; file systems stop at 255, and runs moved aside get a suffix
 
@@ -45,7 +45,8 @@ def _batch(config: Config, _: Model) -> Iterator[str]:
             f"train.updates_per_step is {train.updates_per_step}, which does not divide train.prompts_per_step "
             f"({train.prompts_per_step}); {fit} would do"
         )
-    if config.algorithm.name in GROUP_ALGORITHMS and train.samples_per_prompt < 2:
+    compares = config.algorithm.name in GROUP_ALGORITHMS and config.algorithm.group_of_one == "zero"
+    if compares and train.samples_per_prompt < 2:
         yield (
             f"train.samples_per_prompt is {train.samples_per_prompt}, but {config.algorithm.name} compares the samples "
             "of one prompt; 2 or more would do, 8 is usual"
@@ -153,7 +154,6 @@ def _data_file(key: str, source: str, generators: list[str]) -> Iterator[str]:
 
 
 def _functions(config: Config, _: Model) -> Iterator[str]:
-    from tidemill import algorithms
     from tidemill.reward import registry
 
     for spec in config.rewards.functions:
@@ -161,8 +161,8 @@ def _functions(config: Config, _: Model) -> Iterator[str]:
             registry.check_args(spec.function, registry.find(spec.function), spec.args)
         except TidemillError as error:
             yield _with_remedy("", error)
-    # A name that has its own file needs no look into the registry, which brings torch.
-    if not any((Path(folder) / f"{config.algorithm.name}.py").exists() for folder in algorithms.__path__):
+    # A name with defaults of its own needs no look into the registry, which brings torch.
+    if config.algorithm.name not in PAPER:
         from tidemill.algorithms.registry import get
 
         try:
