@@ -33,30 +33,30 @@ def chain(
     max_value: int = 9,
     operators: str = "+-",
     max_total: int | None = None,
+    modulus: int | None = None,
     worked: float = 1.0,
 ) -> Problem:
-    """`7+5-3=` with the answer `9`. Totals stay at or above 0, and at or below `max_total`.
+    """`7+5-3=` with the answer `9`. Totals stay at or above 0 and at or below `max_total`, or wrap around at `modulus`.
 
     The given response works it out, `7+5=12 12-3=9`, in a share `worked` of the problems; the others say ` 9` at once.
     A model warmed up on few worked ones guesses; that working it out pays is for RL to find.
     """
     if not operators or set(operators) - set("+-"):
         raise DataError(f"data.args.operators must be made of + and -, got {operators!r}")
-    if max_value < 1 or (max_total is not None and max_total < 1):
-        raise DataError(f"data.args.max_value and max_total must be at least 1, got {max_value} and {max_total}")
-    ceiling = max_value * 100 if max_total is None else max_total
+    if max_value < 1 or (max_total is not None and max_total < 1) or (modulus is not None and modulus < 2):
+        raise DataError("data.args: max_value and max_total must be at least 1, and modulus at least 2")
     count = rng.randint(*span(terms, "terms", 2))
-    total = rng.randint(1, min(max_value, ceiling))
+    total = rng.randint(1, max_value if max_total is None else min(max_value, max_total))
     text, steps = str(total), []
     for _ in range(count - 1):
-        operator = rng.choice(operators)
-        room = min(max_value, ceiling - total)
-        if operator == "+" and room < 1:
-            operator = "-"
-        if operator == "-" and total < 1:
-            operator = "+"
-        value = rng.randint(1, max(1, min(max_value, total) if operator == "-" else room))
+        operator, most = rng.choice(operators), max_value
+        if modulus is None:
+            room = max_value if max_total is None else min(max_value, max_total - total)
+            operator = "-" if room < 1 else "+" if total < 1 else operator
+            most = room if operator == "+" else min(max_value, total)
+        value = rng.randint(1, most)
         before, total = total, total + (value if operator == "+" else -value)
+        total = total if modulus is None else total % modulus
         text += f"{operator}{value}"
         steps.append(f"{before}{operator}{value}={total}")
     response = " ".join(steps) if rng.random() < worked else f" {total}"
