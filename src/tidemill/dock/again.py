@@ -74,8 +74,9 @@ def redo(ledger: Ledger, effect: tuple[Any, ...]) -> None:
             ledger.put(ids, group, sizes, Written(**_tuples(what)), tag, now)
         case ("commit", lease, stage, ids, places, what, gone):
             c = ledger.controller(stage)
-            outputs = Written(**_tuples(what))
-            ledger.finish(c, lease, ledger.slots_of(ids.tolist()), places, outputs, ledger.slots_of(gone.tolist()))
+            kept, ended = ledger.slots_of(ids.tolist()), ledger.slots_of(gone.tolist())
+            c.ready.remove(ledger.units(c, np.concatenate([kept, ended])))  # leases are not recorded: nobody took it
+            ledger.finish(c, lease, kept, places, Written(**_tuples(what)), ended)
         case ("advance", version):
             ledger.version = version
         case ("end", ids):

@@ -371,7 +371,7 @@ class Ledger:
         rows.written[slots] |= news
         for c in self.controllers:
             if what.version is not None:
-                c.ready.rekey(self._units(c, slots))
+                c.ready.rekey(self.units(c, slots))
             if news & c.reads:
                 idle = (rows.pending[slots] & ~rows.leased[slots] & c.bit) != 0
                 self.make_ready(c, slots[idle & (rows.written[slots] & c.reads == c.reads)])
@@ -472,7 +472,7 @@ class Ledger:
             self.chunks.count_rows(self.tags[tag], -1)
         rows.release(slots)
 
-    def _units(self, c: Controller, slots: Ints) -> Ints:
+    def units(self, c: Controller, slots: Ints) -> Ints:
         if not c.is_group:
             return slots
         keys = dict.fromkeys(self.rows.group[slots].tolist())
