@@ -30,6 +30,7 @@ from tidemill.errors import DockError
 from tidemill.graph import Stage
 
 WAIT_SLICE_S = 1.0  # a longer wait is asked for in pieces, so that a lost ledger is noticed
+LOST_PAUSE_S = 0.02  # before asking again for rows whose bytes were lost: the ledger hears of it in a moment
 LEDGER_PATIENCE_S = 30.0  # a ledger that does not answer for this long is reported; it should be back in under two
 
 
@@ -147,24 +148,25 @@ class RemoteDock:
 
     def _write(self, written: Written, stored: Batch, message: Any) -> None:
         """Write the bytes, then tell the ledger; when the bytes were lost in between, both again."""
+        if not len(stored):
+            self._tell_written(message(_outputs(written, 0, ())))
+            return
+        plan = chunks.plan(stored)
         while True:
-            if not len(stored):
-                outputs, reservation = _outputs(written, 0, ()), None
-            else:
-                plan = chunks.plan(stored)
-                reservation = self._node.reserve(plan.nbytes)
+            reservation = self._node.reserve(plan.nbytes)
+            try:
                 chunks.write(stored, plan, reservation.target)
                 copies = self._node.copies(reservation, plan.nbytes, self._replicas)
-                outputs = _outputs(written, plan.nbytes, copies)
-            try:
-                while isinstance(self._ask(message(outputs), wait_s=WAIT_SLICE_S), m.Nothing):
-                    pass  # the dock is full: wait on
+                self._tell_written(message(_outputs(written, plan.nbytes, copies)))
                 return
             except SegmentGone:
                 self._node.refresh()
             finally:
-                if reservation is not None:
-                    self._node.settle(reservation)
+                self._node.settle(reservation)
+
+    def _tell_written(self, message: m.Message) -> None:
+        while isinstance(self._ask(message, wait_s=WAIT_SLICE_S), m.Nothing):
+            pass  # the dock is full: asking again is the waiting
 
     def _commit(self, grant: Grant, outputs: Batch | None, drop: Sequence[int]) -> None:
         batch = outputs if outputs is not None else Batch({})
@@ -181,6 +183,7 @@ class RemoteDock:
             stored = {chunk.key: chunks.read(self._node.read(chunk)) for chunk in granted.chunks}
         except SegmentGone:
             self._ask(m.Abandon(granted.lease))
+            time.sleep(LOST_PAUSE_S)
             self._node.refresh()
             return None
         return RemoteLease(self, _grant(granted), stored)

@@ -10,7 +10,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.nbytes = 0
+        self.records = 0  # since the snapshot
         self._number = max((_number(path) for path in folder.glob("journal-*")), default=0)
         self._fd = -1
 
@@ -64,16 +64,17 @@ class Journal:
         """Go on appending; a torn end is cut off first."""
         path = self.folder / f"journal-{self._number}"
         self._fd = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
-        self.nbytes = sound_bytes(path)
-        os.ftruncate(self._fd, self.nbytes)
-        os.lseek(self._fd, self.nbytes, os.SEEK_SET)
+        ends = [end for _, end in _sound(path.read_bytes())]
+        self.records = len(ends)
+        os.ftruncate(self._fd, ends[-1] if ends else 0)
+        os.lseek(self._fd, 0, os.SEEK_END)
 
-    def append(self, effects: Iterable[tuple[Any, ...]]) -> None:
+    def append(self, effects: Sequence[tuple[Any, ...]]) -> None:
         record = b"".join(_framed(_encoder.encode(effect)) for effect in effects)
         view = memoryview(record)
         while view:
             view = view[os.write(self._fd, view) :]
-        self.nbytes += len(record)
+        self.records += len(effects)
 
     def rotate(self, snapshot: Snapshot) -> None:
         """Start anew from `snapshot`. The old journal goes only when the new state is complete on disk."""
@@ -107,13 +108,6 @@ def read_records(path: Path) -> Iterator[tuple[Any, ...]]:
     data = path.read_bytes() if path.exists() else b""
     for start, end in _sound(data):
         yield tuple(_decoder.decode(data[start:end]))
-
-
-def sound_bytes(path: Path) -> int:
-    end = 0
-    for _, end in _sound(path.read_bytes()):  # noqa: B007 - the last end is what is asked for
-        pass
-    return end
 
 
 def _sound(data: bytes) -> Iterator[tuple[int, int]]:

@@ -23,7 +23,7 @@ from tidemill.errors import DockError, did_you_mean
 from tidemill.graph import Stage
 
 EPOCH_SHIFT = 40  # lease ids are epoch << 40 | serial: one from before a restart is never mistaken for a new one
-REMEMBERED_COMMITS = 1 << 16  # a commit repeated because its answer was lost is recognised this long
+REMEMBERED_COMMITS = 1 << 13  # a commit repeated because its answer was lost is recognised this long
 NONE = np.empty(0, np.int64)
 
 
@@ -156,6 +156,12 @@ class Ledger:
         held = self._held_lease(lease, now)
         held.deadline = now + self.lease_s
         return held.deadline
+
+    def lease_span(self) -> tuple[int, int]:
+        """Serial numbers of the oldest lease held (or the next one to come) and of the last one given."""
+        last = self._lease_serial
+        oldest = min(self._leases) & ((1 << EPOCH_SHIFT) - 1) if self._leases else last + 1
+        return oldest, last
 
     def lease_rows(self, lease: int, now: float) -> int:
         """How many rows a lease holds; refused when it is no longer held."""

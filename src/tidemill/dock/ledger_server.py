@@ -36,7 +36,9 @@ log = logging.getLogger("tidemill.dock")
 
 TICK_S = 0.05  # how late an expiry may be noticed
 AT_ONCE = 256  # messages handled before the loop journals and answers
-SNAPSHOT_BYTES = 64 << 20  # a journal this long is replaced by a snapshot
+# A journal of this many records, and of more than there are rows, is replaced by a snapshot: a restart reads about
+# 8,000 records a second and has two seconds for everything.
+SNAPSHOT_RECORDS = 2000
 REMEMBERED_CLIENTS = 1 << 14
 REPEAT_HOLD_S = 1.0  # an order to copy a chunk that was not followed is given again after this
 CATALOG = "catalog"
@@ -164,7 +166,7 @@ class LedgerServer:
         for client, seq, body in self._outbox:
             self._socket.send_multipart((client, seq, body))
         self._outbox.clear()
-        if self._journal.nbytes > SNAPSHOT_BYTES:
+        if self._journal.records > max(SNAPSHOT_RECORDS, len(self._ledger.slot_of)):
             self._journal.rotate(self._snapshot())
 
     def _tick(self, now: float) -> None:
@@ -352,6 +354,7 @@ class LedgerServer:
         record["warehouses"] = {w.hello.node: w.figures for w in self._catalog.warehouses.values()}
         record["short_of_copies"] = self._catalog.short_of_copies()
         record["epoch"] = self.epoch
+        record["oldest_lease"], record["last_lease"] = self._ledger.lease_span()
         return record
 
     def _setup_message(self) -> m.Setup:

@@ -16,6 +16,7 @@ from tidemill.errors import DockError
 
 PATIENCE_S = 30.0  # a node without a warehouse for this long is reported
 CALL_S = 5.0
+COPY_PATIENCE_S = 5.0
 RETRY_S = 0.02
 
 
@@ -44,16 +45,29 @@ class Node:
     def copies(self, reservation: Reservation, nbytes: int, replicas: int) -> tuple[m.Copy, ...]:
         """Where the chunk lies, after as many other warehouses as asked for have pulled it."""
         copies = [reservation.copy]
-        if replicas:
-            others = [w for w in self._warehouses.values() if w.warehouse != reservation.copy.warehouse]
-            others.sort(key=lambda w: (w.warehouse - reservation.copy.warehouse) % (1 << 56))  # a ring: load spreads
-            for other in others:
-                if len(copies) > replicas:
-                    break
-                answer = self._try(other.control, m.Fetch(m.ChunkAt(-1, nbytes, (copies[0],)), self._streams()))
-                if isinstance(answer, m.Fetched):
-                    copies.append(answer.copy)
+        deadline = time.monotonic() + COPY_PATIENCE_S
+        while len(copies) <= replicas:
+            others = self._others(copies)
+            if len(others) < replicas + 1 - len(copies):
+                self.refresh()  # one may have come back
+                others = self._others(copies)
+            if not others or time.monotonic() > deadline:
+                break  # fewer copies than asked for; the ledger has more made when it can
+            answer = self._try(others[0].control, m.Fetch(m.ChunkAt(-1, nbytes, (copies[0],)), self._streams()))
+            if isinstance(answer, m.Fetched):
+                copies.append(answer.copy)
+            else:
+                time.sleep(RETRY_S)
+                self.refresh()
+                if reservation.copy.warehouse not in self._warehouses:
+                    raise SegmentGone("the warehouse written to is gone", "write it again")
         return tuple(copies)
+
+    def _others(self, copies: list[m.Copy]) -> list[m.Announce]:
+        """Warehouses without a copy, next in the ring first: so the load spreads."""
+        holders = {copy.warehouse for copy in copies}
+        others = [w for w in self._warehouses.values() if w.warehouse not in holders]
+        return sorted(others, key=lambda w: (w.warehouse - copies[0].warehouse) % (1 << 56))
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -104,7 +118,7 @@ class Node:
             self._callers.clear()
 
     def _choose_home(self) -> m.Announce | None:
-        here = [w for w in self._warehouses.values() if (Path(w.arena) / "identity").exists()]
+        here = [w for w in self._warehouses.values() if Path(w.arena).is_dir()]
         if self._name is not None:
             here = [w for w in here if w.node == self._name]
         return min(here, key=lambda w: w.node) if here else None

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,16 @@ HURRIED_DEATHS = 5  # so many starts that end within a second each are given up
 
 
 class Keeper:
-    """One process, started again whenever it ends. The thread that starts it also waits for it: the process is told
-    to stop when that thread ends."""
+    """One process, and a spare beside it that takes over when it ends. The thread that starts them also waits for
+    them: the kernel tells them to stop when that thread ends."""
 
-    def __init__(self, name: str, command: Callable[[], list[str]], log: Path, on_death: Callable[[], None]) -> None:
+    def __init__(self, name: str, command: list[str], log: Path, on_death: Callable[[], None]) -> None:
         self.name = name
         self.restarts = 0
         self.error: str | None = None
         self._command, self._log, self._on_death = command, log, on_death
         self._process: subprocess.Popen[str] | None = None
+        self._spare: subprocess.Popen[str] | None = None
         self._ready = threading.Event()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._keep, daemon=True, name=f"keep-{name}")
@@ -56,25 +58,29 @@ class Keeper:
 
     def stop(self) -> None:
         self._is_stopping = True
-        process = self._process
-        if process is not None and process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        for process in (self._spare, self._process):
+            if process is not None and process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(STOP_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
         self._thread.join(STOP_S)
 
     def _keep(self) -> None:
         hurried = 0
         while not self._is_stopping:
             started = time.monotonic()
-            with open(self._log, "ab") as log:
-                self._process = subprocess.Popen(self._command(), stdout=subprocess.PIPE, stderr=log, text=True)
-            assert self._process.stdout is not None
-            if self._process.stdout.readline() == "ready\n":
+            process = self._process = self._spare or self._spawn()
+            self._spare = None
+            assert process.stdin is not None and process.stdout is not None
+            with suppress(BrokenPipeError):  # it died before its turn; the loop tries the next
+                process.stdin.write("begin\n")
+                process.stdin.flush()
+            if process.stdout.readline() == "ready\n":
                 self._ready.set()
-            self._process.wait()
+                self._spare = self._spawn()
+            process.wait()
             if self._is_stopping:
                 return
             hurried = hurried + 1 if time.monotonic() - started < 1.0 else 0
@@ -84,6 +90,12 @@ class Keeper:
                 return
             self.restarts += 1
             self._on_death()
+
+    def _spawn(self) -> subprocess.Popen[str]:
+        with open(self._log, "ab") as log:
+            return subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
 
 
 class DockServer:
@@ -108,7 +120,8 @@ class DockServer:
         self.address.save(self.folder)
         self._lock = threading.Lock()
         self._caller = Caller(token, self.address.ledger)
-        self.ledger = Keeper("ledger", self._ledger_command, self.folder / "ledger.log", lambda: None)
+        command = self._command("ledger", str(self._port))
+        self.ledger = Keeper("ledger", command, self.folder / "ledger.log", lambda: None)
         self.warehouses: dict[str, Keeper] = {}
         self._arenas: dict[str, m.Announce] = {}
         for name in nodes:
@@ -121,18 +134,26 @@ class DockServer:
     def add_warehouse(self, name: str) -> None:
         log = self.folder / f"{name}.log"
         command = self._command("warehouse", name, self.address.ledger)
-        self.warehouses[name] = Keeper(name, lambda: command, log, lambda: self._warehouse_died(name))
+        self.warehouses[name] = Keeper(name, command, log, lambda: self._warehouse_died(name))
 
     def wait_announced(self, name: str, within_s: float = START_S) -> m.Announce:
         """Until the ledger knows the warehouse of this name."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             for hello in self._ask(m.AskSetup()).warehouses:
-                if hello.node == name and (Path(hello.arena) / "identity").exists():
+                if hello.node == name and Path(hello.arena).is_dir():
                     self._arenas[name] = hello
                     return hello  # type: ignore[no-any-return]
             time.sleep(0.01)
         raise DockError(f"warehouse {name!r} has not reached the ledger", f"look at {self.folder / name}.log")
+
+    def find(self, name: str) -> int | None:
+        """The key of the warehouse of this name, if the ledger knows one now."""
+        for hello in self._ask(m.AskSetup()).warehouses:
+            if hello.node == name:
+                self._arenas[name] = hello
+                return int(hello.warehouse)
+        return None
 
     def connect(self, node: str | None = None) -> RemoteDock:
         return RemoteDock(self.address, node)
@@ -157,15 +178,12 @@ class DockServer:
     def _warehouse_died(self, name: str) -> None:
         """Its bytes outlive the process. When they went too, the ledger must know at once."""
         hello = self._arenas.get(name)
-        if hello is not None and not (Path(hello.arena) / "identity").exists():
+        if hello is not None and not Path(hello.arena).is_dir():
             self._ask(m.Lost(hello.warehouse))
 
     def _ask(self, message: m.Message) -> Any:
         with self._lock:
             return self._caller.ask(message, within_s=START_S)
-
-    def _ledger_command(self) -> list[str]:
-        return self._command("ledger", str(self._port))
 
     def _command(self, kind: str, *rest: str) -> list[str]:
         return [sys.executable, "-m", "tidemill.dock.process", kind, str(self.folder), self._host, *rest]

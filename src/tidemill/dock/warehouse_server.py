@@ -39,7 +39,7 @@ from tidemill.errors import DockError
 log = logging.getLogger("tidemill.dock")
 
 TICK_S = 0.05
-REPORT_S = 0.3  # heartbeat to the ledger; also how soon a restarted ledger is noticed
+REPORT_S = 0.2  # heartbeat to the ledger; also how soon a restarted ledger is noticed
 LEND_WAIT_S = 1.0  # a writer that finds memory full asks again after this
 PREPARED_SEGMENTS = 4
 
@@ -70,9 +70,9 @@ class WarehouseServer:
             log.warning("/dev/shm cannot hold %d bytes: the arena is a folder on disk, %s", memory_bytes, place)
         self.node = name
         self._is_shared = is_shared
-        self._arena = Arena(place, folder / "spill", memory_bytes, setup.segment_bytes)
+        self.key, place = _identity(place)
+        self._arena = Arena(place, folder / f"spill-{self.key}", memory_bytes, setup.segment_bytes)
         self._spill_bytes = setup.spill_bytes or memory_bytes
-        self.key = _identity(place)
         self._views = Views()
         self._writer = Writer(place, self.key, self._views, self._lend_to_self, self._arena.close)
         self._stream = StreamServer(place, self.key, token, host, self._views)
@@ -238,12 +238,12 @@ class WarehouseServer:
         return None
 
     def _start_pull(self, chunk: m.ChunkAt, sources: dict[int, str]) -> Pull:
-        if chunk.key in self._pulls:
-            return self._pulls[chunk.key]
         key = chunk.key
-        if key < 0:
+        if key < 0:  # a replica of something not sealed yet: each its own
             self._anonymous -= 1
             key = self._anonymous
+        elif key in self._pulls:
+            return self._pulls[key]
         pull = self._pulls[key] = Pull(chunk, self._writer.reserve(chunk.nbytes))
         target = pull.reservation.target.data
 
@@ -344,11 +344,13 @@ class WarehouseServer:
             os.write(self._wake_write, b"x")
 
 
-def _identity(arena: Path) -> int:
-    """The warehouse's name, kept with its bytes: who has the same bytes is the same warehouse."""
-    path = arena / "identity"
-    if not path.exists():
-        scratch = arena / "identity.tmp"
-        scratch.write_text(str(int.from_bytes(os.urandom(7), "little")))
-        os.replace(scratch, path)
-    return int(path.read_text())
+def _identity(place: Path) -> tuple[int, Path]:
+    """The warehouse's key and its arena, whose name ends in the key: who has the same bytes is the same warehouse, and
+    nobody who looked at the bytes of one can take another's for them."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    for left in sorted(place.parent.glob(f"{place.name}-*")):
+        return int(left.name.rpartition("-")[2], 16), left
+    key = int.from_bytes(os.urandom(7), "little")
+    arena = place.with_name(f"{place.name}-{key:014x}")
+    arena.mkdir(mode=0o700)
+    return key, arena

@@ -20,7 +20,7 @@ from tidemill.dock.messages import Message, decode_answer, encode
 from tidemill.errors import DockError
 
 MAX_MESSAGE_BYTES = 64 << 20  # metadata of two million rows; a longer message closes its connection
-RESEND_CHECK_S = 0.2  # how often a caller that waits looks whether its connection broke
+RESEND_CHECK_S = 0.1  # how often a caller that waits looks whether its connection broke
 PROMPT_CHECK_S = 0.02  # the same where the caller knows another address to try
 SEQ = struct.Struct("<Q")
 
@@ -97,7 +97,9 @@ class Caller:
     def __init__(self, token: str, address: str, resends: bool = True) -> None:
         context: zmq.Context[Any] = zmq.Context.instance()
         self._socket = calling_socket(context, token, new_identity(), address)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        # Who knows another address to try also wants to hear that nobody listens at this one.
+        events = zmq.EVENT_DISCONNECTED if resends else zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+        self._monitor = self._socket.get_monitor_socket(events)
         self._seq = 0
         self.address = address
         self._resends = resends
