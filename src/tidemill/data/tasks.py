@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from tidemill.data.generators import Generator, Problem
 from tidemill.errors import DataError
@@ -28,11 +29,17 @@ def span(value: Span, name: str, least: int) -> tuple[int, int]:
 
 
 def chain(
-    rng: random.Random, terms: Span = (3, 6), max_value: int = 9, operators: str = "+-", max_total: int | None = None
+    rng: random.Random,
+    terms: Span = (3, 6),
+    max_value: int = 9,
+    operators: str = "+-",
+    max_total: int | None = None,
+    pairs: bool = False,
 ) -> Problem:
     """`7+5-3+8=` with the response `12 9 17`: the running totals, the last of which is the answer.
 
-    Totals stay at or above 0 (a subtraction never takes more than there is) and at or below `max_total`.
+    Totals stay at or above 0 (a subtraction never takes more than there is) and at or below `max_total`. With `pairs`
+    there is also a response to reject: the same, with a slip in one total that the later ones carry on.
     """
     if not operators or set(operators) - set("+-"):
         raise DataError(f"data.args.operators must be made of + and -, got {operators!r}")
@@ -52,7 +59,17 @@ def chain(
         total += value if operator == "+" else -value
         text += f"{operator}{value}"
         totals.append(str(total))
-    return Problem(f"{text}=", totals[-1], " ".join(totals), {"terms": count})
+    meta: dict[str, Any] = {"terms": count}
+    if pairs:
+        meta["rejected"] = " ".join(with_slip(rng, [int(t) for t in totals]))
+    return Problem(f"{text}=", totals[-1], " ".join(totals), meta)
+
+
+def with_slip(rng: random.Random, totals: list[int]) -> list[str]:
+    at, slip = rng.randrange(len(totals)), rng.choice([-2, -1, 1, 2, 10])
+    if totals[at] + slip < 0:
+        slip = -slip
+    return [str(total + slip if place >= at else total) for place, total in enumerate(totals)]
 
 
 def addition(rng: random.Random, digits: Span = 2, numbers: Span = 2) -> Problem:
