@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import ast
+import operator
 from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
 
 from tidemill.reward.answers import final_answer
 from tidemill.reward.api import Sample
 
 LONGEST = 200  # characters; a longer expression is no answer
-OPERATORS = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
-    ast.Div: lambda a, b: a / b,
+OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
 }
 
 
 def countdown(sample: Sample, final: str = "last_line") -> bool:
-    """The final answer, up to an equals sign, is an expression over exactly the row's `numbers` that is its `target`."""
+    """The final answer, up to an equals sign, uses exactly the row's `numbers` and equals its `target`."""
     text = final_answer(sample.response, final).split("=")[0].strip()
     if not text or len(text) > LONGEST:
         return False
@@ -38,6 +40,5 @@ def evaluate(node: ast.expr, used: list[int]) -> Fraction:
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         left, right = evaluate(node.left, used), evaluate(node.right, used)
-        result: Fraction = OPERATORS[type(node.op)](left, right)
-        return result
+        return OPERATORS[type(node.op)](left, right)
     raise ValueError("not an expression of numbers")

@@ -37,8 +37,8 @@ def judge(
 ) -> Reward:
     """The score divided by `scale`. `url` is the endpoint's base (…/v1); the key is read from an environment variable.
 
-    An endpoint that is down or busy is tried again `retries` times, waiting longer each time; then this reward fails and
-    `rewards.on_error` decides. Set `rewards.timeout_s` above `request_s` and the waits together.
+    An endpoint that is down or busy is tried again `retries` times, waiting longer each time; then this reward fails
+    and `rewards.on_error` decides. Set `rewards.timeout_s` above `request_s` and the waits together.
     """
     reference = f"Known answer:\n{sample.answer}\n" if sample.answer else ""
     text = PROMPT.format(

@@ -18,12 +18,12 @@ from tidemill.reward.api import Sample
 
 LONGEST = 1000  # characters of an answer; a longer one is compared as text only
 TAIL = 300  # characters at the end of a response without a marked answer, where the algebra looks for one
-PARSE_S = 3  # math-verify's own limit, where its signal can interrupt
+PARSE_S = 1  # math-verify's own limit, where its signal can interrupt
 
 FRACTION = re.compile(r"(-?)\\frac\{(-?\d{1,30})\}\{(-?\d{1,30})\}|(-?\d{1,30})/(\d{1,30})")
 # a^b^c, a^{b^{c}}, 9**9**9, or an exponent of four digits and more: numbers that nobody can write out.
 TOWER = re.compile(
-    r"(?:\^|\*\*)\s*[\{\(]*\s*-?[\d.]+\s*(?:\^|\*\*|!)|(?:\^|\*\*)\s*[\{\(]*\s*-?\d{4,}|\d{4,}\s*!|!\s*!"
+    r"(?:\^|\*\*)\s*[\{\(]*\s*-?[\d.]+\s*(?:\^|\*\*|!)|(?:\^|\*\*)\s*[\{\(]*\s*-?\d{4,}|\d{4,}\s*!|!\s*\)*\s*!"
 )
 DROPPED = re.compile(r"\\left|\\right|\\!|\\,|\\;|\\ |\\displaystyle|\$|\\\(|\\\)|\\\[|\\\]|\s+")
 UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}$|\^?\\circ$|°$|\\%$|%$")
@@ -62,7 +62,7 @@ def same(given: str, gold: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """The answer without what does not change its meaning: spaces, dollar signs, sizes of brackets, units at the end."""
+    """The answer without what does not change its meaning: spaces, dollar signs, sizes of brackets, units."""
     text = DROPPED.sub("", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").rstrip(".")
     text = UNITS.sub("", text)
     if text[:2].isalpha() or "=" not in text:
