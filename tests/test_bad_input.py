@@ -120,7 +120,7 @@ def test_a_broken_model_folder_is_refused(tmp_path: Path) -> None:
     assert "config.json" in message(error)
 
 
-REWARDS = '''
+REWARDS = """
 import math, time
 
 def raises(sample):
@@ -135,7 +135,7 @@ def hangs(sample):
     if sample.id == 3:
         time.sleep(600)
     return float(sample.id % 2)
-'''
+"""
 
 
 @pytest.fixture

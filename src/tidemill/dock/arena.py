@@ -1,8 +1,8 @@
 """The arena: one warehouse's segments. They are made once, touched once, and recycled; nothing is ever zeroed again.
 
-    free ──lend──▶ lent ──writer closes, or dies──▶ closed ──nobody needs it, nobody looks──▶ free (generation + 1)
-                                                      │
-                                                      └──memory is short──▶ on disk, read from there by mapping
+free ──lend──▶ lent ──writer closes, or dies──▶ closed ──nobody needs it, nobody looks──▶ free (generation + 1)
+                                                  │
+                                                  └──memory is short──▶ on disk, read from there by mapping
 """
 
 from __future__ import annotations

@@ -93,9 +93,7 @@ class Keeper:
 
     def _spawn(self) -> subprocess.Popen[str]:
         with open(self._log, "ab") as log:
-            return subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-            )
+            return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
 
 
 class DockServer:
