@@ -161,24 +161,89 @@ class KL(Section):
     reset_every: int = Field(0, ge=0, description="steps after which the reference becomes the policy; 0: never")
 
 
+class Critic(Section):
+    """The value model of PPO, and how advantages are made of its values."""
+
+    gamma: float = Field(1.0, gt=0, le=1, description="discount of later rewards")
+    lam: float = Field(0.95, ge=0, le=1, description="λ of generalised advantage estimation, for the policy")
+    value_lam: float | None = Field(None, ge=0, le=1, description="λ of the critic's targets; none: lam")
+    length_alpha: float | None = Field(
+        None, gt=0, description="length-adaptive λ = 1 - 1/(this · tokens of the response); none: lam for all"
+    )
+    value_clip: float | None = Field(0.2, gt=0, description="most a value may move in one step; none: no bound")
+    value_coef: float = Field(0.5, ge=0, description="factor of the critic's squared error")
+    whiten: bool = Field(True, description="advantages of a step to mean 0 and standard deviation 1")
+    warmup_steps: int = Field(0, ge=0, description="steps in which only the critic learns")
+    lr: float | None = Field(None, ge=0, description="the critic's learning rate; none: learn.lr")
+
+
+class Preference(Section):
+    """Learning from pairs or judged responses."""
+
+    beta: float = Field(0.1, gt=0, description="inverse temperature of the implied reward")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of pairs taken to be labelled the wrong way")
+    margin: float = Field(0.0, description="by how much a chosen response must win (SimPO's γ)")
+    sft_coef: float = Field(0.0, ge=0, description="weight of imitating the chosen response")
+    good_weight: float = Field(1.0, ge=0, description="weight of good responses (KTO)")
+    bad_weight: float = Field(1.0, ge=0, description="weight of bad responses (KTO)")
+    centre_coef: float = Field(0.0, ge=0, description="pull of a reward model's outputs towards 0")
+
+
+class Overlong(Section):
+    """What happens to responses that come near the longest length."""
+
+    buffer: int = Field(0, ge=0, description="last tokens before max_new_tokens over which the penalty grows; 0: none")
+    penalty: float = Field(1.0, ge=0, description="taken from the reward at full length")
+    drop_truncated: bool = Field(False, description="responses cut off at the longest length are not learned from")
+
+
+class Covariance(Section):
+    """Holding back the few tokens that collapse entropy (clip-cov and KL-cov)."""
+
+    mode: Literal["none", "clip", "kl"] = Field("none", description="detach such tokens, or hold them by a KL penalty")
+    share: float = Field(2e-4, gt=0, lt=1, description="share of tokens held back")
+    low: float = Field(1.0, description="clip: least covariance of a token that may be held back")
+    high: float = Field(5.0, description="clip: largest such covariance")
+    kl_coef: float = Field(1.0, ge=0, description="kl: weight of the penalty")
+
+
 # What each algorithm's paper chooses where it differs from the defaults below; a recipe's own keys win.
 PAPER: dict[str, dict[str, Any]] = {
     "grpo": {"aggregation": "sample_mean"},
+    "dr_grpo": {"aggregation": "constant", "advantage_scale": "none"},
+    "dapo": {"aggregation": "token_mean", "clip_high": 0.28, "dynamic_sampling": True},
+    "gspo": {"aggregation": "sample_mean", "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
+    "rloo": {"aggregation": "sample_mean", "baseline": "leave_one_out", "advantage_scale": "none"},
+    "reinforce_pp": {"aggregation": "token_mean", "baseline": "none", "advantage_scale": "batch_std"},
+    "reinforce_pp_baseline": {"aggregation": "token_mean", "baseline": "mean", "advantage_scale": "batch_std"},
+    "remax": {"aggregation": "constant", "constant_length": 1, "advantage_scale": "none"},
+    "ppo": {"aggregation": "token_mean"},
+    "distill": {"aggregation": "token_mean"},
+    "rejection": {"aggregation": "token_mean"},
+    "sft": {"aggregation": "token_mean"},
+    "dpo": {"aggregation": "group_mean", "preference": {"beta": 0.1}},
+    "ipo": {"aggregation": "group_mean", "preference": {"beta": 0.1}},
+    "kto": {"aggregation": "sample_mean", "old_logprobs": "recompute", "preference": {"beta": 0.1}},
+    "orpo": {"aggregation": "group_mean", "preference": {"beta": 0.1, "sft_coef": 1.0}},
+    "simpo": {"aggregation": "group_mean", "preference": {"beta": 2.0, "margin": 1.0}},
+    "reward_model": {"aggregation": "group_mean"},
 }
 
 
 class Algorithm(Section):
     """Settings that several algorithms share; each algorithm's own choice of them is in PAPER."""
 
-    name: str = Field("grpo", description="one of the files in algorithms/")
+    name: str = Field("grpo", description="one of the files in algorithms/, or package.module:name")
     clip_low: float = Field(0.2, ge=0, description="ratio may fall to 1 - this before it is clipped")
     clip_high: float = Field(0.2, ge=0, description="ratio may rise to 1 + this before it is clipped")
     dual_clip: float | None = Field(None, gt=1, description="bound on the loss of negative advantages; none: no bound")
+    ratio_cap: float | None = Field(None, gt=1, description="bound on the unclipped ratio itself; none: no bound")
     baseline: Literal["mean", "leave_one_out", "none"] = Field(
         "mean", description="taken from each reward: its group's mean, the mean of the others, or nothing"
     )
     advantage_scale: Literal["std", "batch_std", "none"] = Field(
-        "std", description="divide advantages by the standard deviation of their group, of all rewards taken together"
+        "std", description="divide advantages by the standard deviation of their group, or of the whole step"
     )
     std_bias: Literal["sample", "population"] = Field("sample", description="n-1 or n in the standard deviation")
     std_eps: float = Field(1e-4, ge=0, description="added to the standard deviation")
@@ -200,15 +265,34 @@ class Algorithm(Section):
         "none", description="importance weight for the gap between rollout and recomputed old log-probabilities"
     )
     rollout_correction_cap: float = Field(2.0, gt=0, description="largest weight of rollout_correction")
+    dynamic_sampling: bool = Field(
+        False, description="groups whose rewards are all equal are dropped and replaced by new prompts"
+    )
+    dynamic_sampling_rounds: int = Field(
+        8, ge=0, description="most prompts tried in place of dropped groups, as a multiple of prompts_per_step"
+    )
+    keep_best: int | None = Field(
+        None, ge=1, description="rejection sampling: best responses kept of each group; none: all correct ones"
+    )
+    teacher: str | None = Field(None, description="model folder whose log-probabilities distillation learns from")
     kl: KL = KL()
+    critic: Critic = Critic()
+    preference: Preference = Preference()
+    overlong: Overlong = Overlong()
+    covariance: Covariance = Covariance()
 
     @model_validator(mode="before")
     @classmethod
     def _paper_defaults(cls, value: Any) -> Any:
         value = {"name": value} if isinstance(value, str) else value
-        if isinstance(value, dict):
-            value = {**PAPER.get(str(value.get("name", "grpo")), {}), **value}
-        return value
+        if not isinstance(value, dict):
+            return value
+        paper = PAPER.get(str(value.get("name", "grpo")), {})
+        merged = {**paper, **value}
+        for key, own in paper.items():
+            if isinstance(own, dict) and isinstance(value.get(key), dict):
+                merged[key] = {**own, **value[key]}
+        return merged
 
 
 class Learn(Section):

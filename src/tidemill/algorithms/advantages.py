@@ -83,3 +83,47 @@ def std_of(r: Floats, index: npt.NDArray[np.int64], counts: Floats, bias: Bias) 
     total = np.bincount(index, weights=squares, minlength=len(counts))
     result: Floats = np.sqrt(total / np.maximum(counts - (bias == "sample"), 1.0))
     return result
+
+
+def whitened(values: Floats, mask: npt.ArrayLike, eps: float = 1e-8) -> Floats:
+    """Mean 0 and (population) standard deviation 1 over the tokens with mask 1; 0 elsewhere. All equal: all 0."""
+    here = np.asarray(mask, np.bool_)
+    chosen = values[here]
+    if len(chosen) == 0 or chosen.max() == chosen.min():
+        return np.zeros_like(values)
+    scaled: Floats = np.where(here, values - chosen.mean(), 0.0) / (chosen.std() + eps)
+    return scaled
+
+
+def gae(rewards: Floats, values: Floats, mask: npt.ArrayLike, gamma: float, lam: float) -> tuple[Floats, Floats]:
+    """Generalised advantage estimation (Schulman et al. 2016) over one response: advantages and returns per token.
+
+    δ_t = r_t + γ V_{t+1} − V_t,  A_t = δ_t + γλ A_{t+1},  R_t = A_t + V_t; after the last token V and A are 0.
+    Tokens the model did not make (mask 0) are skipped: V_{t+1} is the value at the model's next token, and a reward
+    that falls on a skipped token counts for the model's token before it.
+    """
+    made = np.flatnonzero(np.asarray(mask))
+    advantages, returns = np.zeros_like(values), np.zeros_like(values)
+    if len(made) == 0:
+        return advantages, returns
+    owner = np.maximum(np.searchsorted(made, np.arange(len(rewards)), side="right") - 1, 0)
+    r = np.bincount(owner, weights=rewards, minlength=len(made))
+    next_value = next_advantage = 0.0
+    for k in range(len(made) - 1, -1, -1):
+        t = made[k]
+        delta = r[k] + gamma * next_value - values[t]
+        next_advantage = delta + gamma * lam * next_advantage
+        next_value = values[t]
+        advantages[t] = next_advantage
+        returns[t] = next_advantage + values[t]
+    return advantages, returns
+
+
+def rewards_to_go(rewards: Floats, gamma: float = 1.0) -> Floats:
+    """R_t = r_t + γ R_{t+1} over one response."""
+    out = np.zeros_like(rewards)
+    later = 0.0
+    for t in range(len(rewards) - 1, -1, -1):
+        later = rewards[t] + gamma * later
+        out[t] = later
+    return out

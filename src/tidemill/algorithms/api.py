@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from tidemill.batch import Batch
 from tidemill.config import Config
 from tidemill.graph import Graph
 
+Kept = npt.NDArray[np.bool_]
 Reduce = Literal["mean", "sum", "max", "min"]
 
 
@@ -48,21 +51,44 @@ class TokenBatch:
     ref_logprobs: Tensor | None = None
     rollout_logprobs: Tensor | None = None
     values: Tensor | None = None  # a critic's new values; carries gradient
+    group: Tensor | None = None  # (rows,) group id of each sample
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # other columns, one value per token
 
 
+# What rows an algorithm learns from. prompts: rollout makes the responses. The others come with their tokens:
+# responses (to imitate), pairs (chosen and rejected, one group each), judged (each response good or bad).
+Food = Literal["prompts", "responses", "pairs", "judged"]
+
+
 class Algorithm(Protocol):
-    """One file in algorithms/. Stateless: settings come in with the config."""
+    """One file in algorithms/. Stateless: settings come in with the config. The defaults below suit most."""
 
     name: str
     about: str  # one line, for lists
+    food: Food = "prompts"
+    has_critic: bool = False  # a value model is learned beside the policy, with `value_loss`
+    learns_values: bool = False  # the model learned is itself a value model: `loss` reads `tokens.values`
+    greedy_rows: int = 0  # samples of each group decoded greedily, to compare the others with
 
     def graph(self, config: Config) -> Graph: ...
 
     def advantages(self, batch: Batch, config: Config) -> Batch:
-        """For complete groups: the column `advantages`, one float32 per sample or per response token."""
+        """For complete groups: what the stage `advantage` writes; `advantages` is one float32 per sample or token."""
 
     def loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]: ...
+
+    def value_loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
+        """What the critic learns from, for an algorithm that has one."""
+        return 0.0 * tokens.weights.sum(), {}
+
+    def keep(self, batch: Batch, config: Config) -> Kept:
+        """Which rows go on from `advantage` to `learn`; the others end there, are counted, and new prompts replace
+        groups of which nothing is left."""
+        return np.ones(batch.rows, np.bool_)
+
+    def wants_whole_step(self, config: Config) -> bool:
+        """Whether `advantages` and `keep` must see all groups of a step at once."""
+        return False
 
 
 def total(stats: list[Stats]) -> dict[str, float]:

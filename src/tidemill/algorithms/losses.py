@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tidemill.algorithms import kl
-from tidemill.algorithms.api import Stat, Stats, TokenBatch
+from tidemill.algorithms.api import Stat, Stats, TokenBatch, segment_sum
 from tidemill.config import Algorithm
 
 
@@ -15,11 +15,28 @@ def log_ratio_of(tokens: TokenBatch) -> Tensor:
     return (tokens.logprobs - tokens.old_logprobs) * tokens.mask
 
 
+def sequence_log_ratio(tokens: TokenBatch, per_token: bool) -> Tensor:
+    """The whole response's log ratio at each of its tokens: its sum, or (GSPO) its mean over the response's tokens."""
+    total = segment_sum(log_ratio_of(tokens), tokens.row, tokens.rows)
+    if per_token:
+        total = total / row_lengths(tokens).clamp(min=1.0)
+    return total[tokens.row]
+
+
+def row_lengths(tokens: TokenBatch) -> Tensor:
+    """(rows,) tokens the model made."""
+    return segment_sum(tokens.mask, tokens.row, tokens.rows)
+
+
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, settings: Algorithm) -> Tensor:
-    """PPO's objective (Schulman et al. 2017, eq. 7) per token; dual clip bounds it by c·A where A < 0."""
+    """PPO's objective (Schulman et al. 2017, eq. 7) per token, with two optional bounds against huge ratios.
+
+    `dual_clip` c (Ye et al. 2020): at least c·A where A < 0. `ratio_cap` δ: the free ratio counts as at most δ.
+    """
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
-    objective = torch.minimum(ratio * advantages, clipped * advantages)
+    free = ratio if settings.ratio_cap is None else ratio.clamp(max=settings.ratio_cap)
+    objective = torch.minimum(free * advantages, clipped * advantages)
     if settings.dual_clip is not None:
         bounded = torch.maximum(objective, settings.dual_clip * advantages)
         objective = torch.where(advantages < 0, bounded, objective)
@@ -32,12 +49,26 @@ def rollout_correction(tokens: TokenBatch, settings: Algorithm) -> Tensor | None
         return None
     gap = (tokens.old_logprobs - tokens.rollout_logprobs).detach() * tokens.mask
     if settings.rollout_correction == "sequence":
-        gap = row_sum(gap, tokens)[tokens.row]
+        gap = segment_sum(gap, tokens.row, tokens.rows)[tokens.row]
     return gap.exp().clamp(max=settings.rollout_correction_cap)
 
 
+def held_back(per_token: Tensor, log_ratio: Tensor, tokens: TokenBatch, settings: Algorithm) -> Tensor:
+    """Clip-cov and KL-cov (Cui et al. 2025): marked tokens give no gradient, or pay |log ratio|."""
+    marked = tokens.columns.get("held_back")
+    if settings.covariance.mode == "none" or marked is None:
+        return per_token
+    if settings.covariance.mode == "clip":
+        return torch.where(marked > 0, per_token.detach(), per_token)
+    return per_token + settings.covariance.kl_coef * marked * log_ratio.abs()
+
+
 def finish(per_token: Tensor, tokens: TokenBatch, settings: Algorithm, stats: Stats) -> tuple[Tensor, Stats]:
-    """The terms every policy loss shares (KL, entropy bonus), and the weighted sum."""
+    """The terms every policy loss shares (rollout correction, KL, entropy bonus), and the weighted sum."""
+    correction = rollout_correction(tokens, settings)
+    if correction is not None:
+        per_token = per_token * correction
+        stats["rollout_correction"] = mean_stat(correction, tokens)
     stats["policy_loss"] = Stat((tokens.weights * per_token).detach().sum(), tokens.weights.sum())
     if tokens.ref_logprobs is not None:
         divergence = kl.estimate(tokens.logprobs * tokens.mask, tokens.ref_logprobs * tokens.mask, settings.kl)
@@ -72,8 +103,3 @@ def ratio_stats(log_ratio: Tensor, tokens: TokenBatch, settings: Algorithm) -> S
 def mean_stat(values: Tensor, tokens: TokenBatch) -> Stat:
     """A mean over the tokens the model made."""
     return Stat((values.detach() * tokens.mask).sum(), tokens.mask.sum())
-
-
-def row_sum(values: Tensor, tokens: TokenBatch) -> Tensor:
-    """(tokens,) → (rows,)"""
-    return torch.zeros(tokens.rows, dtype=values.dtype, device=values.device).index_add(0, tokens.row, values)

@@ -1,30 +1,31 @@
-"""Supervised fine-tuning: raise the log-probability of given responses. One stage; only response tokens count."""
+"""Supervised fine-tuning: imitate given responses. Loss −log π over response tokens only."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from tidemill.algorithms.api import Stat, Stats, TokenBatch
+from tidemill.algorithms import tables
+from tidemill.algorithms.api import Algorithm, Stats, TokenBatch
+from tidemill.algorithms.losses import mean_stat
 from tidemill.batch import Batch
 from tidemill.config import Config
 from tidemill.graph import Graph, Stage
 
-SOURCE = ("id", "group", "length", "tokens", "prompt_length", "mask")
 
-
-class SFT:
+class SFT(Algorithm):
     name = "sft"
-    about = "supervised fine-tuning on prompts with given responses"
+    about = "imitates given responses"
+    food = "responses"
 
     def graph(self, config: Config) -> Graph:
-        return Graph(self.name, SOURCE, (Stage("learn", "actor", SOURCE, scope="group"),))
+        return Graph(self.name, tables.OFFLINE, (Stage("learn", "actor", tables.OFFLINE, scope="group"),))
 
     def advantages(self, batch: Batch, config: Config) -> Batch:
-        raise TypeError("supervised fine-tuning has no advantages")
+        return Batch({})
 
     def loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
-        count = tokens.mask.sum()
-        stats = {"nll": Stat((-tokens.logprobs.detach() * tokens.mask).sum(), count)}
+        stats: Stats = {"nll": mean_stat(-tokens.logprobs, tokens)}
         if tokens.entropy is not None:
-            stats["entropy"] = Stat((tokens.entropy.detach() * tokens.mask).sum(), count)
+            stats["entropy"] = mean_stat(torch.as_tensor(tokens.entropy), tokens)
         return -(tokens.weights * tokens.logprobs).sum(), stats

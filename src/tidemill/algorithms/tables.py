@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
-
-import numpy as np
-
-from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch
+from tidemill.batch import GROUP, ID, LENGTH, VERSION
 from tidemill.config import Config
-from tidemill.graph import Stage
+from tidemill.graph import Graph, Stage
 
 # What each row has when it enters: prompt tokens (int32, jagged) and the text columns of its example.
 SOURCE = (ID, GROUP, "prompt", "answer", "meta", "where")
+# What a row has that comes with its tokens (prompt and response): nothing is rolled out.
+OFFLINE = (ID, GROUP, "tokens", "prompt_length", "mask", LENGTH)
+FINISH = ("stop", "length", "error", "cancelled")  # the column `finish` is an index into this
 
 
-def rollout() -> Stage:
-    """tokens: prompt and response. mask: 1 where the model made the token. finish: index into FINISH."""
+def rollout(*more: str) -> Stage:
+    """tokens: prompt and response. mask: 1 where the model made the token. logprobs: of the policy that made it."""
     writes = ("tokens", "prompt_length", "logprobs", "versions", "mask", "finish", VERSION, LENGTH)
-    return Stage("rollout", "rollout", (ID, GROUP, "prompt"), writes, "group")
+    return Stage("rollout", "rollout", (ID, GROUP, "prompt", *more), writes, "group")
 
 
 def reward() -> Stage:
@@ -28,24 +27,37 @@ def reward() -> Stage:
 
 def policy_logprobs(config: Config) -> tuple[Stage, ...]:
     """Columns that only some settings need: recomputed old log-probabilities, the reference's."""
-    settings = config.algorithm
-    reads = (GROUP, "tokens", "prompt_length", LENGTH)
     stages = []
-    if settings.old_logprobs == "recompute":
-        stages.append(Stage("old_logprobs", "actor", reads, ("old_logprobs",)))
-    if settings.kl.coef > 0:
-        stages.append(Stage("reference", "reference", reads, ("ref_logprobs",)))
+    if config.algorithm.old_logprobs == "recompute":
+        stages.append(old_logprobs())
+    if config.algorithm.kl.coef > 0:
+        stages.append(reference())
     return tuple(stages)
 
 
-def advantage(config: Config, *more: str) -> Stage:
-    reads: tuple[str, ...] = (GROUP, "reward", "mask", *more)
-    if config.algorithm.kl.coef > 0 and config.algorithm.kl.place == "reward":
+def old_logprobs() -> Stage:
+    return Stage("old_logprobs", "actor", (GROUP, "tokens", "prompt_length", LENGTH), ("old_logprobs",))
+
+
+def reference() -> Stage:
+    return Stage("reference", "reference", (GROUP, "tokens", "prompt_length", LENGTH), ("ref_logprobs",))
+
+
+def advantage(config: Config, *more: str, writes: tuple[str, ...] = ("advantages",)) -> Stage:
+    settings = config.algorithm
+    reads: tuple[str, ...] = (ID, GROUP, "reward", "mask", *more)
+    if settings.kl.coef > 0 and settings.kl.place == "reward":
         reads += (old_column(config), "ref_logprobs")
-    return Stage("advantage", "reward", tuple(dict.fromkeys(reads)), ("advantages",), "group")
+    if settings.overlong.drop_truncated:
+        reads += ("finish",)
+    if settings.covariance.mode != "none":
+        reads += (old_column(config),)
+        writes += ("held_back",)
+    return Stage("advantage", "reward", unique(reads), writes, "group")
 
 
 def learn(config: Config, *more: str) -> Stage:
+    settings = config.algorithm
     reads: tuple[str, ...] = (
         ID,
         GROUP,
@@ -56,19 +68,25 @@ def learn(config: Config, *more: str) -> Stage:
         "logprobs",
         "versions",
         "advantages",
-        *more,
     )
-    if config.algorithm.old_logprobs == "recompute":
+    if settings.old_logprobs == "recompute":
         reads += ("old_logprobs",)
-    if config.algorithm.kl.coef > 0:
+    if settings.kl.coef > 0:
         reads += ("ref_logprobs",)
-    return Stage("learn", "actor", reads, scope="group")
+    if settings.covariance.mode != "none":
+        reads += ("held_back",)
+    return Stage("learn", "actor", unique(reads + more), scope="group")
+
+
+def policy_graph(name: str, config: Config) -> Graph:
+    """The table of every algorithm that has a policy, rewards and group advantages, and nothing else."""
+    stages = (rollout(), reward(), *policy_logprobs(config), advantage(config), learn(config))
+    return Graph(name, SOURCE, stages)
 
 
 def old_column(config: Config) -> str:
     return "old_logprobs" if config.algorithm.old_logprobs == "recompute" else "logprobs"
 
 
-def part(batch: Batch, name: str) -> np.ndarray:
-    """One reward component of every row, out of the column `parts`."""
-    return np.array([json.loads(text).get(name, 0.0) for text in batch["parts"]], np.float32)
+def unique(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))

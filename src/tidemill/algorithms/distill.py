@@ -1,0 +1,45 @@
+"""On-policy distillation: the policy's own responses, every token rewarded by the teacher (reverse KL).
+
+A_t = log π_teacher − log π_old at the sampled token, detached: the one-sample estimate of −KL(π ‖ teacher), with no
+discount, so every token is a lesson (Agarwal et al. 2024, arXiv:2306.13649; Gu et al. 2024). Rewards are only measured.
+`algorithm.teacher` names the teacher's folder.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from tidemill.algorithms import policy, tables
+from tidemill.algorithms.api import Algorithm, Stats, TokenBatch
+from tidemill.batch import GROUP, LENGTH, Batch, Column
+from tidemill.config import Config
+from tidemill.graph import Graph, Stage
+
+
+class Distill(Algorithm):
+    name = "distill"
+    about = "on-policy distillation: a teacher scores every token the policy makes"
+
+    def graph(self, config: Config) -> Graph:
+        reads = (GROUP, "tokens", "prompt_length", LENGTH)
+        stages = (
+            tables.rollout(),
+            tables.reward(),
+            *tables.policy_logprobs(config),
+            Stage("teacher", "teacher", reads, ("teacher_logprobs",)),
+            tables.advantage(config, "teacher_logprobs", tables.old_column(config)),
+            tables.learn(config),
+        )
+        return Graph(self.name, tables.SOURCE, stages)
+
+    def advantages(self, batch: Batch, config: Config) -> Batch:
+        gap = batch.values("teacher_logprobs").astype(np.float64) - batch.values(tables.old_column(config))
+        values = np.where(batch.values("mask") != 0, gap, 0.0).astype(np.float32)
+        return policy.with_marks(batch, Column(values, batch["mask"].offsets), config)
+
+    def wants_whole_step(self, config: Config) -> bool:
+        return policy.sees_whole_step(config)
+
+    def loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
+        return policy.clipped_loss(tokens, config)

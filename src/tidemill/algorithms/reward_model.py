@@ -1,0 +1,57 @@
+"""Reward-model training (Bradley and Terry 1952): the value at the last token prefers the chosen response.
+
+Loss −log σ(r_chosen − r_rejected − margin) + c (r_chosen + r_rejected)², the second term keeping rewards around 0.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tidemill.algorithms import preference
+from tidemill.algorithms.api import Algorithm, Stat, Stats, TokenBatch
+from tidemill.batch import Batch
+from tidemill.config import Config
+from tidemill.graph import Graph
+
+
+class RewardModel(Algorithm):
+    name = "reward_model"
+    about = "trains a reward model on pairs"
+    food = "pairs"
+    learns_values = True
+
+    def graph(self, config: Config) -> Graph:
+        return preference.graph(self.name, needs_reference=False)
+
+    def advantages(self, batch: Batch, config: Config) -> Batch:
+        return Batch({})
+
+    def loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
+        settings = config.algorithm.preference
+        assert tokens.values is not None, "the reward model's values"
+        pairs = preference.pairs_of(tokens)
+        reward = tokens.values[last_of_rows(tokens)]
+        chosen, rejected = reward[pairs.chosen], reward[pairs.rejected]
+        per_pair = -F.logsigmoid(chosen - rejected - settings.margin)
+        per_pair = per_pair + settings.centre_coef * (chosen + rejected).square()
+        return (pairs.weight * per_pair).sum(), reward_stats(chosen.detach(), rejected.detach())
+
+
+def last_of_rows(tokens: TokenBatch) -> Tensor:
+    """Index of every row's last token."""
+    place = torch.arange(len(tokens.row), device=tokens.row.device)
+    return torch.zeros(tokens.rows, dtype=place.dtype, device=place.device).scatter_reduce(
+        0, tokens.row, place, "amax", include_self=False
+    )
+
+
+def reward_stats(chosen: Tensor, rejected: Tensor) -> Stats:
+    count = float(len(chosen))
+    return {
+        "chosen_reward": Stat(chosen.sum(), count),
+        "rejected_reward": Stat(rejected.sum(), count),
+        "margin": Stat((chosen - rejected).sum(), count),
+        "preference_accuracy": Stat((chosen > rejected).sum(), count),
+    }

@@ -1,0 +1,39 @@
+import pytest
+
+from tidemill.algorithms.registry import ALGORITHMS, ONLINE, get
+from tidemill.config import PAPER, Algorithm, Config
+
+EVERYTHING = {"old_logprobs": "recompute", "kl": {"coef": 0.1, "place": "reward"}, "covariance": {"mode": "kl"}}
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+@pytest.mark.parametrize("settings", [{}, EVERYTHING], ids=["paper", "everything"])
+def test_every_table_fits_together_and_ends_in_learning(name: str, settings: dict) -> None:
+    graph = get(name).graph(Config(algorithm={"name": name, **settings}))
+    last = graph.stages[-1]
+    assert (last.name, last.scope, last.writes) == ("learn", "group", ())
+    assert {"id", "group", "tokens", "prompt_length", "mask"} <= {*last.reads}
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_every_algorithm_says_what_it_is_and_what_its_paper_chose(name: str) -> None:
+    assert get(name).about and "\n" not in get(name).about
+    assert name in PAPER
+    assert Algorithm(name=name).name == name
+
+
+@pytest.mark.parametrize("name", [a.name for a in ONLINE])
+def test_all_that_an_algorithm_reads_is_written(name: str) -> None:
+    """Advantages read no column that their stage does not name."""
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "oracles"))
+    from cases import batch_of, random_samples
+
+    config = Config(algorithm={"name": name, **EVERYTHING})
+    stage = get(name).graph(config).stage("advantage")
+    batch = batch_of(random_samples(0)).select(stage.reads)
+    written = get(name).advantages(batch, config)
+    assert set(written) == set(stage.writes)
+    assert len(get(name).keep(batch, config)) == batch.rows
