@@ -120,12 +120,14 @@ def carry(writer: Side, reader: Side, kind: str, repeats: int = REPEATS) -> tupl
     return puts, gets
 
 
-def rows_per_s(writer: Side, reader: Side, calls: dict[int, int] | None = None) -> dict[str, dict[str, float]]:
+def rows_per_s(
+    writer: Side, reader: Side, calls: dict[int, int] = CALLS, get: str = "get_many"
+) -> dict[str, dict[str, float]]:
     """Small rows, so many per call: all puts first, then all gets, by one process each."""
     speeds: dict[str, dict[str, float]] = {"put": {}, "get": {}}
-    for rows, n in (calls or CALLS).items():
+    for rows, n in calls.items():
         put_s = writer.ask("put_many", rows, n)
-        get_s = reader.ask("get_many", rows, n)
+        get_s = reader.ask(get, rows, n)
         speeds["put"][str(rows)] = round(rows * n / put_s, 1)
         speeds["get"][str(rows)] = round(rows * n / get_s, 1)
     return speeds

@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 import numpy as np
+
 from dock_payload import CALLS, Side, big, carry, jagged, memcpy_gbps, nbytes, rows_per_s, small, summary, timed
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -28,9 +29,8 @@ GIVE_UP_S = 15.0
 def start_ray() -> str:
     import ray
 
-    context = ray.init(
-        num_cpus=16, object_store_memory=STORE_BYTES, include_dashboard=False, logging_level="ERROR", namespace=NAMESPACE
-    )
+    settings: dict[str, Any] = {"include_dashboard": False, "logging_level": "ERROR", "namespace": NAMESPACE}
+    context = ray.init(num_cpus=16, object_store_memory=STORE_BYTES, **settings)
     return str(context.address_info["address"])
 
 
@@ -323,8 +323,8 @@ def moved(writer: Side, reader: Side, repeats: int) -> dict[str, Any]:
         size = nbytes(data)
         puts, gets = carry(writer, reader, kind, repeats)
         figures = {
-            "put_gbps": summary(puts, lambda s: size / s / 1e9),
-            "get_copy_gbps": summary(gets, lambda s: size / s / 1e9),
+            "put_gbps": summary(puts, lambda s, n=size: n / s / 1e9),
+            "get_copy_gbps": summary(gets, lambda s, n=size: n / s / 1e9),
         }
         medians = {name: figure["median"] for name, figure in figures.items()}
         if kind == "big":
