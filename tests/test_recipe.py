@@ -110,6 +110,17 @@ def test_a_short_form_changes_only_what_it_names():
     assert [f.function for f in config.rewards.functions] == ["exact"]
 
 
+def test_an_algorithms_own_defaults_lie_under_whatever_was_written(folder):
+    write(folder, "base.yaml", "algorithm: {name: gspo}\n")
+    write(folder, "child.yaml", "extends: base\nalgorithm: {dual_clip: 3}\n")
+    loaded = recipe.load("child")
+    assert loaded.config.algorithm == recipe.load({"algorithm": {"name": "gspo", "dual_clip": 3}}).config.algorithm
+    assert loaded.config.algorithm.clip_high == 4e-4
+    assert loaded.sources["algorithm.clip_high"] == "default of gspo"
+    assert recipe.load("child", ["algorithm=dapo"]).config.algorithm.clip_high == 0.28
+    assert recipe.load("child", ["algorithm=dapo", "algorithm.clip_high=0.5"]).config.algorithm.clip_high == 0.5
+
+
 def test_a_section_can_be_taken_out_and_put_back(folder):
     write(folder, "base.yaml", "model: {tiny: {layers: 2}}\n")
     write(folder, "out.yaml", "extends: base\nmodel: {tiny: none}\n")
@@ -152,7 +163,7 @@ def test_the_dumped_config_loads_again_to_an_equal_one(text, args):
 def test_a_misspelt_key_is_refused_with_its_place_and_the_nearest_key_of_the_whole_tree(folder):
     write(folder, "r.yaml", "name: x\nlr: 0.1\n")
     message = refusal("r", ["train.step=3", "num_generations=8", "rolout.top_k=1"])
-    assert "unknown key 'lr' (r.yaml:2); did you mean learn.lr?" in message
+    assert "unknown key 'lr' (r.yaml:2); did you mean learn.lr" in message
     assert "unknown key 'train.step' (command line); did you mean train.steps" in message
     assert "train.samples_per_prompt" in message
     assert "rollout.top_k" in message or "did you mean rollout" in message

@@ -92,6 +92,8 @@ def test_the_ending_shows_accuracy_problems_curve_and_what_next(tmp_path):
         assert words in text
     assert "✗ r2" in text  # one it still gets wrong
     assert "p3" not in text
+    rows = shown(show.problems_table(evaluation(False, False).answers, evaluation(False, False).answers))
+    assert rows.count("p0") == rows.count("p1") == 1
     pytest.importorskip("matplotlib")
     assert (tmp_path / "curve.png").exists()
 

@@ -60,13 +60,21 @@ def run(name: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 
 def parse_options(words: Sequence[str]) -> dict[str, Any]:
-    """`key=value` words of the command line, values as YAML."""
-    found = {}
-    for word in words:
+    """`--key value`, `--key=value` or `key=value`, values as YAML; `--peer NAME` may be said several times."""
+    found: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
         key, equals, value = word.partition("=")
-        if not equals:
-            raise ConfigError(f"{word!r} is not an option", "write key=value, such as repeats=5")
-        found[key.strip().lstrip("-")] = dialect.parse(value)
+        if not equals and word.startswith("--"):
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        elif not equals:
+            raise ConfigError(f"{word!r} is not an option", "write --key value or key=value, such as --repeats 5")
+        key = key.strip().lstrip("-").replace("-", "_")
+        if key in ("peer", "peers"):
+            found.setdefault("peers", []).extend(v for v in value.strip("[]").replace(" ", "").split(",") if v)
+        else:
+            found[key] = dialect.parse(value)
     return found
 
 
@@ -198,7 +206,7 @@ def _load(name: str) -> Any:
     root = str(folder().parent)
     if root not in sys.path:
         sys.path.insert(0, root)  # benchmarks import one another as `benchmarks.NAME`
-    return importlib.import_module(f"benchmarks.{name}")
+    return importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
 
 
 def _options(name: str, module: Any, given: Mapping[str, Any]) -> dict[str, Any]:

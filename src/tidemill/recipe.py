@@ -32,9 +32,13 @@ class Loaded:
     path: Path | None = None
 
 
-def load(recipe: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str] = ()) -> Loaded:
+def load(recipe: str | Path | Mapping[str, Any] | Config | Loaded, overrides: Sequence[str] = ()) -> Loaded:
     """The config of a recipe (a path, a name, a mapping or a ready config) with `key.sub=value` overrides."""
     path: Path | None = None
+    if isinstance(recipe, Loaded):
+        if not overrides:
+            return recipe  # with its sources
+        recipe = recipe.config
     if isinstance(recipe, Config):
         layers = [flatten(recipe.model_dump(exclude_unset=True), from_one(PYTHON))]
     elif isinstance(recipe, Mapping):
@@ -204,9 +208,16 @@ def _shown(value: Any) -> str:
 
 def _sources(config: Config, given: Mapping[str, Given]) -> dict[str, str]:
     found = {}
-    for key, _ in leaves(config):
+    plain = dict(leaves(Config()))
+    for key, value in leaves(config):
         inside = [g.where for k, g in given.items() if k.startswith(f"{key}.")]
-        found[key] = given[key].where if key in given else (inside[-1] if inside else DEFAULT)
+        if key in given:
+            found[key] = given[key].where
+        elif inside:
+            found[key] = inside[-1]
+        else:
+            of_algorithm = key.startswith("algorithm.") and value != plain.get(key, value)
+            found[key] = f"{DEFAULT} of {config.algorithm.name}" if of_algorithm else DEFAULT
     return found
 
 

@@ -203,7 +203,7 @@ def _readme(run: RunFolder, summary: Mapping[str, Any]) -> str:
     chosen = [
         f"| `{key}` | `{_cell(value)}` | {run.sources[key]} |"
         for key, value in recipe.leaves(config)
-        if run.sources.get(key, recipe.DEFAULT) != recipe.DEFAULT
+        if not run.sources.get(key, recipe.DEFAULT).startswith(recipe.DEFAULT)
     ]
     results = [f"| {key} | {_cell(value)} |" for key, value in summary.items() if isinstance(value, int | float | str)]
     parts = [
@@ -233,5 +233,7 @@ def _readme(run: RunFolder, summary: Mapping[str, Any]) -> str:
 
 
 def _cell(value: Any) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = str(value)
+    if isinstance(value, float):
+        text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return text.replace("|", "\\|").replace("\n", "\\n").replace("`", "'")[:200]

@@ -35,7 +35,7 @@ def config_table(loaded: recipe.Loaded) -> RenderableType:
     """Every key, its value, where it came from, its help; what was set stands out."""
     table = _table("key", "value", "from", "help")
     for key, value, source, help in recipe.describe(loaded):
-        style = "dim" if source == recipe.DEFAULT else "bold"
+        style = "dim" if source.startswith(recipe.DEFAULT) else "bold"
         table.add_row(Text(key, style=style), Text(_value(value)), Text(source, style="dim"), Text(help, style="dim"))
     return table
 
@@ -211,16 +211,15 @@ def _share(value: float | None) -> str:
 
 
 def problems_table(before: Sequence[Answered], after: Sequence[Answered]) -> RenderableType:
-    """Some held-out problems: first those it has learned, then those it still gets wrong, then the rest."""
+    """Some held-out problems with the answers before and after."""
     table = _table("problem", "answer", "before", "after")
     table.title, table.title_justify, table.title_style = "three held-out problems", "left", "dim"
     pairs = [(b, a) for b, a in zip(before, after) if b.prompt == a.prompt]
-    learned = [p for p in pairs if p[1].correct and not p[0].correct]
-    rest = [p for p in pairs if p not in learned]
+    learned = [i for i, (b, a) in enumerate(pairs) if a.correct and not b.correct]
+    wrong = [i for i, (_, a) in enumerate(pairs) if not a.correct]
     # Two that show what was learned and one that was not, when there are such: no picture better than the run.
-    wrong = [p for p in rest if not p[1].correct]
-    chosen = (learned[: SHOWN_PROBLEMS - 1] + wrong[:1] + learned[SHOWN_PROBLEMS - 1 :] + rest)[:SHOWN_PROBLEMS]
-    for b, a in chosen:
+    order = dict.fromkeys([*learned[: SHOWN_PROBLEMS - 1], *wrong[:1], *learned, *range(len(pairs))])
+    for b, a in [pairs[i] for i in order][:SHOWN_PROBLEMS]:
         table.add_row(Text(_short(a.prompt)), Text(_short(a.answer)), _response(b), _response(a))
     return table
 

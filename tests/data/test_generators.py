@@ -5,14 +5,21 @@ from tidemill.data.source import Order, open_source
 from tidemill.errors import DataError
 
 
-def test_chain_shows_running_totals_and_ends_with_the_answer() -> None:
-    train, _ = open_source(Data(source="chain", args={"terms": [3, 6]}), seed=1)
+def test_chain_is_worked_out_step_by_step_to_the_answer() -> None:
+    train, _ = open_source(Data(source="chain", args={"terms": [3, 6], "pairs": True}), seed=1)
     for index in range(200):
         example = train.example(index)
-        totals = [int(t) for t in (example.response or "").split()]
-        assert eval(str(example.prompt).rstrip("=")) == totals[-1] == int(example.answer)
-        assert min(totals) >= 0
-        assert len(totals) == example.meta["terms"] - 1
+        steps = [step.split("=") for step in (example.response or "").split()]
+        assert all(eval(left) == int(total) >= 0 for left, total in steps)
+        assert eval(str(example.prompt).rstrip("=")) == int(steps[-1][1]) == int(example.answer)
+        assert len(steps) == example.meta["terms"] - 1
+        assert example.meta["rejected"] != example.response
+
+
+def test_chain_says_some_answers_at_once() -> None:
+    train, _ = open_source(Data(source="chain", args={"worked": 0.25, "max_total": 9}), seed=1)
+    bare = [e for e in map(train.example, range(400)) if e.response == f" {e.answer}"]
+    assert 250 < len(bare) < 350
 
 
 @pytest.mark.parametrize("name", ["chain", "arithmetic", "addition", "multiplication", "sorting", "countdown", "code"])

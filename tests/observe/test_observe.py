@@ -130,11 +130,20 @@ def test_a_terminal_curve_has_its_size_its_axis_and_its_shape():
     assert len(lines) == 8
     assert max(len(line) for line in lines) <= 40
     assert lines[0] == "reward"
-    assert "1.00 ┤" in lines[1] and "0 ┤" in lines[-2]
+    assert "1.0 ┤" in lines[1] and "0.5 ┤" in chart and "0.0 ┤" in lines[-2]
     assert lines[-1].endswith("step 100")
     drawn = dots(chart)
     assert min(drawn)[1] == 6  # the leftmost dots are in the lowest row
     assert max(drawn)[1] == 1  # the rightmost in the highest
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [(0.012, 0.023, ("0.012", "0.023")), (1200, 5000, ("1,200", "5,000")), (1e-9, 2e-9, ("1e-09", "2e-09"))],
+)
+def test_an_axis_has_as_many_decimals_as_it_needs(low, high, labels):
+    chart = curve.terminal_curve([low, high])
+    assert all(label in chart for label in labels)
 
 
 @pytest.mark.parametrize("values", [[0.5], [0.5, 0.5, 0.5], [0, 1], [1, float("nan"), 0], [float("inf"), 2.0]])

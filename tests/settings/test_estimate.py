@@ -81,7 +81,9 @@ def test_a_reference_model_and_recompute_change_the_memory():
         return estimate.memory(config, estimate.shape_of(config.model))
 
     assert memory().reference == 0
-    assert memory("algorithm.kl.coef=0.1").reference == memory().weights
+    assert memory("algorithm.kl.coef=0.1").reference == memory("algorithm=dpo").reference == memory().weights
+    assert memory().critic == 0
+    assert memory("algorithm=ppo").critic == 4 * memory().weights
     assert memory("learn.recompute=full").activations < memory().activations
 
 

@@ -38,8 +38,15 @@ def test_settings_that_work_pass():
         ("name=..", "cannot be a folder's name"),
         ("device=gpu", "device is 'gpu', but can be auto, cpu, cuda or npu"),
         ("device=cuda:x", "device is 'cuda:x'"),
-        ("data.source=missing.jsonl", "data.source=missing.jsonl does not exist"),
-        ("data.eval_source=./missing", "data.eval_source=./missing does not exist"),
+        ("data.source=missing.jsonl", "data.source=missing.jsonl is neither a file"),
+        ("data.eval_source=./missing", "data.eval_source=./missing is neither a file"),
+        ("data.source=arithmatic", "did you mean arithmetic"),
+        ("data.args.digts=3", "has no setting 'digts'"),
+        ("rewards=exat", "there is no reward 'exat'; did you mean exact"),
+        ("rewards=[{function: exact, args: {ignorecase: true}}]", "did you mean ignore_case"),
+        ("rewards=my_rewards:good", "cannot import 'my_rewards:good'"),
+        ("algorithm=losses", "there is no algorithm 'losses'"),
+        ("algorithm=grop", "there is no algorithm 'grop'; did you mean grpo"),
         ("model.warm_start=warm", "model.warm_start: there is no recipe 'warm'"),
         ("model.path=Org/Model-1B", "hf download Org/Model-1B --local-dir models/Model-1B"),
     ],
@@ -55,7 +62,9 @@ def test_all_problems_come_in_one_message_of_few_lines():
 
 
 def test_a_single_sample_per_prompt_is_fine_where_nothing_is_compared():
-    recipe.check(recipe.load({}, [*FITTING, "train.samples_per_prompt=1", "algorithm=ppo"]).config)
+    recipe.check(recipe.load({}, [*FITTING, "train.samples_per_prompt=1", "algorithm=sft"]).config)
+    one = ["train.samples_per_prompt=1", "algorithm.group_of_one=reward"]
+    recipe.check(recipe.load({}, [*FITTING, *one]).config)
 
 
 def test_an_empty_data_file_and_a_near_name_are_told(tmp_path):

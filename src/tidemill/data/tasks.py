@@ -34,42 +34,41 @@ def chain(
     max_value: int = 9,
     operators: str = "+-",
     max_total: int | None = None,
+    modulus: int | None = None,
+    worked: float = 1.0,
     pairs: bool = False,
 ) -> Problem:
-    """`7+5-3+8=` with the response `12 9 17`: the running totals, the last of which is the answer.
+    """`7+5-3=` with the answer `9`. Totals stay at or above 0 and at or below `max_total`, or wrap around at `modulus`.
 
-    Totals stay at or above 0 (a subtraction never takes more than there is) and at or below `max_total`. With `pairs`
-    there is also a response to reject: the same, with a slip in one total that the later ones carry on.
+    The given response works it out, `7+5=12 12-3=9`, in a share `worked` of the problems; the others say ` 9` at once.
+    A model warmed up on few worked ones guesses; that working it out pays is for RL to find.
+    With `pairs` there is also a response to reject, whose last total is wrong.
     """
     if not operators or set(operators) - set("+-"):
         raise DataError(f"data.args.operators must be made of + and -, got {operators!r}")
-    if max_value < 1:
-        raise DataError(f"data.args.max_value must be at least 1, got {max_value}")
+    if max_value < 1 or (max_total is not None and max_total < 1) or (modulus is not None and modulus < 2):
+        raise DataError("data.args: max_value and max_total must be at least 1, and modulus at least 2")
     count = rng.randint(*span(terms, "terms", 2))
-    total = rng.randint(1, max_value)
-    text, totals = str(total), []
+    total = rng.randint(1, max_value if max_total is None else min(max_value, max_total))
+    text, steps = str(total), []
     for _ in range(count - 1):
-        operator = rng.choice(operators)
-        room = max_value if max_total is None else min(max_value, max_total - total)
-        if operator == "+" and room < 1:
-            operator = "-"
-        if operator == "-" and total < 1:
-            operator = "+"
-        value = rng.randint(1, max(1, min(max_value, total) if operator == "-" else room))
-        total += value if operator == "+" else -value
+        operator, most = rng.choice(operators), max_value
+        if modulus is None:
+            room = max_value if max_total is None else min(max_value, max_total - total)
+            operator = "-" if room < 1 else "+" if total < 1 else operator
+            most = room if operator == "+" else min(max_value, total)
+        value = rng.randint(1, most)
+        before, total = total, total + (value if operator == "+" else -value)
+        total = total if modulus is None else total % modulus
         text += f"{operator}{value}"
-        totals.append(str(total))
+        steps.append(f"{before}{operator}{value}={total}")
+    response = " ".join(steps) if rng.random() < worked else f" {total}"
     meta: dict[str, Any] = {"terms": count}
     if pairs:
-        meta["rejected"] = " ".join(with_slip(rng, [int(t) for t in totals]))
-    return Problem(f"{text}=", totals[-1], " ".join(totals), meta)
-
-
-def with_slip(rng: random.Random, totals: list[int]) -> list[str]:
-    at, slip = rng.randrange(len(totals)), rng.choice([-2, -1, 1, 2, 10])
-    if totals[at] + slip < 0:
-        slip = -slip
-    return [str(total + slip if place >= at else total) for place, total in enumerate(totals)]
+        slip = rng.choice([-2, -1, 1, 2])
+        wrong = total + slip if total + slip >= 0 else total - slip
+        meta["rejected"] = response[: len(response) - len(str(total))] + str(wrong)
+    return Problem(f"{text}=", str(total), response, meta)
 
 
 def addition(rng: random.Random, digits: Span = 2, numbers: Span = 2) -> Problem:

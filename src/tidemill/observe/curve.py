@@ -29,7 +29,7 @@ def terminal_curve(
     low, high = _range(list(values))
     if high == low:
         low, high = low - 0.5, high + 0.5
-    labels = [_tick(high), _tick((high + low) / 2), _tick(low)]
+    labels = [_tick(value, high - low) for value in (high, (high + low) / 2, low)]
     margin = max(len(label) for label in labels)
     columns, rows = max(4, width - margin - 2), max(2, height - 1 - bool(title))
     canvas = _draw(_resample(values, columns * 2), low, high, rows * 4)
@@ -122,7 +122,7 @@ def _range(values: Sequence[float | None]) -> tuple[float, float]:
     return (min(finite), max(finite)) if finite else (0.0, 0.0)
 
 
-def _tick(value: float) -> str:
-    if value == 0:
-        return "0"
-    return f"{value:.2f}" if 0.01 <= abs(value) < 100 else f"{value:.3g}"
+def _tick(value: float, span: float) -> str:
+    """With as many decimals as tell the top from the middle."""
+    decimals = max(0, 1 - math.floor(math.log10(span)))
+    return f"{value:,.{decimals}f}" if decimals <= 5 and abs(value) < 1e6 else f"{value:.3g}"

@@ -37,6 +37,7 @@ class Request:
     prompt: Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
     n: int = 1
+    limits: Sequence[int] | None = None  # most tokens of each sample, where they differ; else sampling.max_tokens
     on_done: Callable[[Completion], None] | None = None
     user: Any = None
 
@@ -65,6 +66,11 @@ class Partial:
     logprobs: list[float]
     versions: list[int]
     kept: list[float] | None = None
+
+
+def token_limit(request: Request, index: int) -> int:
+    """How many tokens sample `index` may have."""
+    return request.sampling.max_tokens if request.limits is None else request.limits[index]
 
 
 class RolloutEngine(Protocol):

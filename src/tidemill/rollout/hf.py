@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tidemill.rollout.engine import Completion, Finish, Partial, Request
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, token_limit
 from tidemill.rollout.native.sampling import Draw, draw, is_steered, is_truncated, steer, stream_key
 
 
@@ -50,7 +50,7 @@ class HFEngine:
     def _complete(self, request: Request, sample: Partial) -> Iterator[Completion]:
         how, device = request.sampling, next(self.model.parameters()).device
         key = torch.tensor([stream_key(how.seed, request.id, sample.index)], device=device)
-        limit = min(how.max_tokens, self.max_len - len(request.prompt))
+        limit = min(token_limit(request, sample.index), self.max_len - len(request.prompt))
         cache = DynamicCache(config=self.model.config)
         ids = torch.tensor([[*request.prompt, *sample.tokens]], device=device)
         finish: Finish = "length"

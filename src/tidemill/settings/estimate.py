@@ -17,6 +17,8 @@ from tidemill.config import Config, Model, TinyModel
 
 BYTES = {"float32": 4, "bfloat16": 2}
 SPECIAL_TOKENS = 3  # of a small model's tokenizer: padding, end, unknown
+CRITICS = frozenset({"ppo"})  # algorithms that train a second model of the same size
+REFERENCED = frozenset({"dpo", "ipo", "kto"})  # those that need the frozen reference whatever kl.coef is
 DEFAULT_VOCABULARY = 32_000  # when config.json does not say
 
 
@@ -42,6 +44,7 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
+    critic: int
     reference: int
     activations: int
     logits: int
@@ -130,12 +133,14 @@ def memory(config: Config, shape: Shape, parameters: int | None = None) -> Memor
     if count is None:
         return None
     width = BYTES[config.model.dtype]
-    has_reference = config.algorithm.kl.coef > 0
+    algorithm = config.algorithm
+    frozen = (algorithm.kl.coef > 0 or algorithm.name in REFERENCED) + (algorithm.teacher is not None)
     return Memory(
         weights=count * width,
         gradients=count * width,
         optimizer=2 * count * width,
-        reference=count * width if has_reference else 0,
+        critic=4 * count * width if algorithm.name in CRITICS else 0,  # weights, gradients, two moments
+        reference=frozen * count * width,
         activations=activation_bytes(shape, microbatch_tokens(config), width, config.learn.recompute == "full"),
         # logits, their softmax and its gradient, in float32
         logits=3 * 4 * shape.vocabulary * min(config.learn.logprob_chunk, microbatch_tokens(config)),

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from tidemill.config import Config, Section
+from tidemill.config import Algorithm, Config, Rewards, Section
 from tidemill.errors import did_you_mean
 from tidemill.settings import dialect, schema
 
@@ -60,10 +60,16 @@ def flatten(tree: Mapping[str, Any], where: Where, section: type[Section] = Conf
 
 
 def _long_form(section: type[Section], value: Any) -> Any:
-    """`algorithm: grpo` as `{name: grpo}`, so that short forms merge like long ones."""
-    for name, rule in section.__pydantic_decorators__.model_validators.items():
-        if rule.info.mode == "before":
-            value = getattr(section, name)(value)
+    """`algorithm: grpo` as `{name: grpo}`, so that a short form changes only what it names.
+
+    The sections' own validators are not asked: they fill in an algorithm's defaults, which must lie under every layer.
+    """
+    if section is Algorithm and isinstance(value, str):
+        return {"name": value}
+    if section is Rewards and isinstance(value, str | list | tuple):
+        value = {"functions": value}
+    if section is Rewards and isinstance(value, Mapping) and isinstance(value.get("functions"), str):
+        value = {**value, "functions": [value["functions"]]}
     return value
 
 

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tidemill import device
-from tidemill.config import Config, Model
-from tidemill.errors import did_you_mean
+from tidemill.config import PAPER, Config, Model
+from tidemill.errors import TidemillError, did_you_mean
 from tidemill.settings import estimate
 from tidemill.settings.estimate import human, longest
 
 # Algorithms whose advantage compares the samples of one prompt with each other: one sample says nothing.
-GROUP_ALGORITHMS = frozenset({"grpo", "dr_grpo", "drgrpo", "dapo", "gspo", "cispo", "rloo", "gmpo"})
-DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+GROUP_ALGORITHMS = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp_baseline"})
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 LONGEST_NAME = 200  # bytes; file systems stop at 255, and runs moved aside get a suffix
 
@@ -23,7 +22,7 @@ LONGEST_NAME = 200  # bytes; file systems stop at 255, and runs moved aside get 
 def problems(config: Config, model: Model) -> list[str]:
     """`model` is the one that will be trained (a warm start's own)."""
     checks: tuple[Callable[[Config, Model], Iterator[str]], ...] = (
-        _name, _batch, _lengths, _model_folder, _data_files, _device, _disk,
+        _name, _batch, _lengths, _model_folder, _data, _functions, _device, _disk,
     )  # fmt: skip
     return [problem for check in checks for problem in check(config, model)]
 
@@ -46,7 +45,8 @@ def _batch(config: Config, _: Model) -> Iterator[str]:
             f"train.updates_per_step is {train.updates_per_step}, which does not divide train.prompts_per_step "
             f"({train.prompts_per_step}); {fit} would do"
         )
-    if config.algorithm.name in GROUP_ALGORITHMS and train.samples_per_prompt < 2:
+    compares = config.algorithm.name in GROUP_ALGORITHMS and config.algorithm.group_of_one == "zero"
+    if compares and train.samples_per_prompt < 2:
         yield (
             f"train.samples_per_prompt is {train.samples_per_prompt}, but {config.algorithm.name} compares the samples "
             "of one prompt; 2 or more would do, 8 is usual"
@@ -123,22 +123,57 @@ def _folder_weights(folder: Path) -> Iterator[str]:
         yield f"model.path={folder} has no *.safetensors; {advice if pickled else 'copy the weights into it'}"
 
 
-def _data_files(config: Config, _: Model) -> Iterator[str]:
-    for key, source in (("data.source", config.data.source), ("data.eval_source", config.data.eval_source)):
-        if source is None or not _names_a_file(source):
-            continue  # generators are looked up where they are registered
-        path = Path(source).expanduser()
-        if not path.exists():
-            beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-            yield f"{key}={source} does not exist{did_you_mean(path.name, beside) or '; check the path'}"
-        elif path.is_file() and path.stat().st_size == 0:
-            yield f"{key}={source} is an empty file; it needs at least one row"
-        elif path.is_dir() and not any(path.iterdir()):
-            yield f"{key}={source} is an empty folder; a dataset folder has .parquet, .arrow, .csv or .jsonl files"
+def _data(config: Config, _: Model) -> Iterator[str]:
+    from tidemill.data import generators
+
+    data = config.data
+    eval_args = data.args if data.eval_args is None else data.eval_args
+    sources = (("data.source", data.source, data.args), ("data.eval_source", data.eval_source, eval_args))
+    for key, source, args in sources:
+        if source is None:
+            continue
+        if not generators.is_generator(source):
+            yield from _data_file(key, source, [*generators.registry()])
+            continue
+        try:
+            generators.check_args(source, generators.find(source), args)
+        except TidemillError as error:
+            yield _with_remedy(f"{key}={source}", error)
 
 
-def _names_a_file(source: str) -> bool:
-    return source.endswith(DATA_FILES) or (":" not in source and "/" in source) or Path(source).expanduser().exists()
+def _data_file(key: str, source: str, generators: list[str]) -> Iterator[str]:
+    path = Path(source).expanduser()
+    if not path.exists():
+        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        close = did_you_mean(source, generators) or did_you_mean(path.name, beside) or "; check the path"
+        yield f"{key}={source} is neither a file, nor a folder, nor a generator{close}"
+    elif path.is_file() and path.stat().st_size == 0:
+        yield f"{key}={source} is an empty file; it needs at least one row"
+    elif path.is_dir() and not any(path.iterdir()):
+        yield f"{key}={source} is an empty folder; a dataset folder has .parquet, .arrow, .csv or .jsonl files"
+
+
+def _functions(config: Config, _: Model) -> Iterator[str]:
+    from tidemill.reward import registry
+
+    for spec in config.rewards.functions:
+        try:
+            registry.check_args(spec.function, registry.find(spec.function), spec.args)
+        except TidemillError as error:
+            yield _with_remedy("", error)
+    # A name with defaults of its own needs no look into the registry, which brings torch.
+    if config.algorithm.name not in PAPER:
+        from tidemill.algorithms.registry import get
+
+        try:
+            get(config.algorithm.name)
+        except TidemillError as error:
+            yield _with_remedy("", error)
+
+
+def _with_remedy(where: str, error: TidemillError) -> str:
+    told = f"{where}: {error.message}" if where else error.message
+    return f"{told}; {error.remedy}" if error.remedy else told
 
 
 def _device(config: Config, _: Model) -> Iterator[str]:

@@ -108,6 +108,11 @@ def test_preempted_sequences_make_the_same_tokens(model: torch.nn.Module) -> Non
     assert tight.pool.used == 0
 
 
+def test_samples_of_a_request_may_have_limits_of_their_own(engine: NativeEngine) -> None:
+    done = roll(engine, [Request(0, [5, 6, 7], Sampling(ignore_eos=True), n=3, limits=(2, 9, 1))])
+    assert [len(done[0, i].tokens) for i in range(3)] == [2, 9, 1]
+
+
 def test_training_mode_and_gradients_are_left_alone(model: torch.nn.Module) -> None:
     model.train()
     try:

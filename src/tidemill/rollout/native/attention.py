@@ -10,19 +10,17 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.batch import Array
 from tidemill.rollout.native.cache import PageStore
+from tidemill.rollout.native.kernels import Kernels
 
 warnings.filterwarnings("ignore", message=r"index_reduce\(\) is in beta")
-
-# A shared page is listed once per this many owners: wider entries waste work when groups are uneven.
-OWNERS_PER_ENTRY = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,40 +42,75 @@ class Chunk:
     pages: Tensor
 
 
+class DecodeRows(Protocol):
+    """The sequences that get one token in this pass, seen as pages to walk or as tables of pages."""
+
+    count: int
+    table: Array  # (slots, pages)
+    slot: Array  # (count,)
+    length: Array  # (count,) tokens each row sees, its own included
+
+    @property
+    def lengths(self) -> Tensor:
+        """`length` on the device."""
+
+    @property
+    def walks(self) -> list[Walk]: ...
+
+
 @dataclass(slots=True)
 class Paged:
-    """The attention context of one forward pass: `decode` rows of one token each, then chunks of prompts."""
+    """The attention context of one forward pass: decode `rows` of one token each, then chunks of prompts."""
 
     store: PageStore
     page: Tensor  # (tokens,) where each token's key and value go
     offset: Tensor
-    decode: int
-    lengths: Tensor  # (decode,) tokens each decode row sees, its own included
-    walks: list[Walk]
+    rows: DecodeRows
     chunks: list[Chunk]
+    kernels: Kernels | None = None  # used for decoding where there are some
     _bias: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        self.store.write(layer, k, v, self.page, self.offset)
-        if not self.chunks:
-            return self._decode(layer, q, scale, window, softcap)
-        out = q.new_empty(*q.shape[:2], v.shape[-1])
-        if self.decode:
-            out[: self.decode] = self._decode(layer, q[: self.decode], scale, window, softcap)
+        decode = self.rows.count
+        if self.kernels is not None and decode:
+            out = self._decode_in_c(layer, q, k, v, scale, window, softcap)
+        else:
+            self.store.write(layer, k, v, self.page, self.offset)
+            if not self.chunks:
+                return self._decode(layer, q, scale, window, softcap)
+            out = q.new_empty(*q.shape[:2], v.shape[-1])
+            if decode:
+                out[:decode] = self._decode(layer, q[:decode], scale, window, softcap)
         for rows, chunks in _by_shape(self.chunks):
             out[rows] = self._prefill(layer, q, k, v, rows, chunks, scale, window, softcap)
+        return out
+
+    def _decode_in_c(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        assert self.kernels is not None
+        keys, values = self.store.layer(layer, k, v)
+        rows, decode = self.rows, self.rows.count
+        out = torch.empty(*q.shape[:2], v.shape[-1])
+        new_q, new_k, new_v = q[:decode].contiguous(), k[:decode].contiguous(), v[:decode].contiguous()
+        self.kernels.attend(
+            new_q, new_k, new_v, keys, values, rows.table, rows.slot, rows.length, out, scale, window, softcap
+        )
+        if self.chunks:
+            self.store.write(layer, k[decode:], v[decode:], self.page[decode:], self.offset[decode:])
         return out
 
     def _decode(self, layer: int, q: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
         keys, values = self.store.keys[layer], self.store.values[layer]
         kv_heads, dim = keys.shape[1], values.shape[-1]
         rows, heads = q.shape[:2]
+        walks = self.rows.walks
         q = (q * scale).reshape(rows, -1)
         peak = q.new_full((rows, heads), torch.finfo(q.dtype).min)
         scored = []
-        for i, walk in enumerate(self.walks):
+        for i, walk in enumerate(walks):
             scores = _scores(q, keys, walk, heads // kv_heads)
             if softcap is not None:
                 scores.div_(softcap).tanh_().mul_(softcap)
@@ -87,7 +120,7 @@ class Paged:
             scored.append(scores)
         total = q.new_zeros(rows, heads)
         out = q.new_zeros(rows, heads * dim)
-        for walk, scores in zip(self.walks, scored):
+        for walk, scores in zip(walks, scored):
             entries, owners = walk.owners.shape
             flat = walk.owners.view(-1)
             shift = peak.index_select(0, flat).view(entries, owners, kv_heads, -1, 1).transpose(1, 2)
@@ -101,7 +134,7 @@ class Paged:
         """0 where an owner sees a position of the page, -inf elsewhere: (entries, 1, owners, 1, page_size)."""
         key = (walk, window)
         if key not in self._bias:
-            self._bias[key] = _page_bias(self.walks[walk], self.lengths, self.store.page_size, window)
+            self._bias[key] = _page_bias(self.rows.walks[walk], self.rows.lengths, self.store.page_size, window)
         return self._bias[key]
 
     def _prefill(
@@ -124,7 +157,7 @@ class Paged:
             v = v[rows].view(n, length, *v.shape[1:]).transpose(1, 2)
         else:
             pages = torch.stack([chunk.pages for chunk in chunks])
-            k = _unpage(self.store.keys[layer], pages, context + length)
+            k = _unpage(self.store.keys[layer].transpose(2, 3), pages, context + length)
             v = _unpage(self.store.values[layer], pages, context + length)
         out = causal_attention(q, k, v, context, scale, window, softcap)
         return out.transpose(1, 2).reshape(n * length, q.shape[1], -1)
@@ -151,39 +184,16 @@ def causal_attention(
     return scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v.repeat_interleave(group, 1)
 
 
-def pack_owners(pages: Array, rows: Array, start: Array, device: torch.device) -> Walk:
-    """Pairs (page, owning row) as entries of up to `OWNERS_PER_ENTRY` owners."""
-    order = np.argsort(pages, kind="stable")
-    pages, rows, start = pages[order], rows[order], start[order]
-    first = np.flatnonzero(np.diff(pages, prepend=-1))
-    run = np.diff(first, append=len(pages))
-    rank = np.arange(len(pages)) - np.repeat(first, run)
-    width = int(min(run.max(), OWNERS_PER_ENTRY))
-    new_entry = rank % width == 0
-    entry = np.cumsum(new_entry) - 1
-    owners = np.zeros((entry[-1] + 1, width), np.int64)
-    begin = np.full(owners.shape, NOWHERE, np.int64)
-    owners[entry, rank % width] = rows
-    begin[entry, rank % width] = start
-    as_tensor = torch.as_tensor
-    return Walk(
-        as_tensor(pages[new_entry], device=device), as_tensor(owners, device=device), as_tensor(begin, device=device)
-    )
-
-
-NOWHERE = 1 << 40  # a start beyond every length: nothing of the page is seen
-
-
 def _scores(q: Tensor, keys: Tensor, walk: Walk, group: int) -> Tensor:
     """(entries, kv_heads, owners, group, page_size)"""
-    _, kv_heads, page_size, dim = keys.shape
+    _, kv_heads, dim, page_size = keys.shape
     entries, owners = walk.owners.shape
     k = keys[: walk.pages] if isinstance(walk.pages, int) else keys.index_select(0, walk.pages)
     q = q.index_select(0, walk.owners.view(-1)).view(entries, owners, kv_heads, group * dim)
     if owners > 1:
         q = q.transpose(1, 2)
     q = q.reshape(entries * kv_heads, owners * group, dim)
-    out = torch.bmm(q, k.reshape(entries * kv_heads, page_size, dim).transpose(1, 2))
+    out = torch.bmm(q, k.reshape(entries * kv_heads, dim, page_size))
     return out.view(entries, kv_heads, owners, group, page_size)
 
 

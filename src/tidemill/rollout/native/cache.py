@@ -123,8 +123,9 @@ class PrefixIndex:
 
 
 class PageStore:
-    """Keys and values of every layer, (pages, kv_heads, page_size, dim). A layer's shape is learnt from its first
-    write, because only the model knows it (MLA keeps values narrower than keys, some layers have fewer heads)."""
+    """Keys (pages, kv_heads, dim, page_size) and values (pages, kv_heads, page_size, dim) of every layer. Keys lie with
+    positions side by side, so that a vector unit scores many at once. A layer's shape is learnt from its first write,
+    because only the model knows it (MLA keeps values narrower than keys, some layers have fewer heads)."""
 
     def __init__(self, pages: int, page_size: int, device: torch.device) -> None:
         self.pages = pages
@@ -135,15 +136,18 @@ class PageStore:
 
     def write(self, layer: int, k: Tensor, v: Tensor, page: Tensor, offset: Tensor) -> None:
         """k, v (tokens, kv_heads, dim); token i goes to `offset[i]` of `page[i]`."""
-        if layer not in self.keys:
-            self.keys[layer], self.values[layer] = self._room(k), self._room(v)
-        self.keys[layer][page, :, offset] = k
-        self.values[layer][page, :, offset] = v
+        keys, values = self.layer(layer, k, v)
+        keys[page, :, :, offset] = k
+        values[page, :, offset] = v
 
-    def _room(self, x: Tensor) -> Tensor:
-        # Zeros, not garbage: masked positions are multiplied by a weight of 0, and 0 * NaN is NaN.
-        shape = (self.pages, x.shape[1], self.page_size, x.shape[2])
-        return torch.zeros(shape, dtype=x.dtype, device=self.device)
+    def layer(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, made to the shape of k and v when it is new."""
+        if layer not in self.keys:
+            # Zeros, not garbage: masked positions are multiplied by a weight of 0, and 0 * NaN is NaN.
+            size = self.page_size
+            self.keys[layer] = k.new_zeros(self.pages, k.shape[1], k.shape[2], size)
+            self.values[layer] = v.new_zeros(self.pages, v.shape[1], size, v.shape[2])
+        return self.keys[layer], self.values[layer]
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         src, dst = torch.as_tensor(source, device=self.device), torch.as_tensor(target, device=self.device)

@@ -15,22 +15,27 @@ import torch
 from torch import Tensor
 
 from tidemill.batch import Array
-from tidemill.rollout.engine import Completion, Finish, Partial, Request
-from tidemill.rollout.native.attention import NOWHERE, Chunk, Paged, Walk, pack_owners
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, token_limit
+from tidemill.rollout.native.attention import Chunk, Paged
 from tidemill.rollout.native.cache import PagePool, PageStore
+from tidemill.rollout.native.kernels import LANES, Kernels
+from tidemill.rollout.native.kernels import load as load_kernels
+from tidemill.rollout.native.rows import Rows
 from tidemill.rollout.native.runner import PlainRunner, make_runner
-from tidemill.rollout.native.sampling import Draw, Drawn, draw, steer
+from tidemill.rollout.native.sampling import Draw, Drawn, draw, steer, uniform_array
 from tidemill.rollout.native.scheduler import Reading, Scheduler, Sequence, Trunk
 
 # Prompt tokens read in one step. Larger products gain nothing on a CPU; running sequences would only wait longer.
 STEP_TOKENS = 2048
-# Below this share of pages in use, listing them costs less than walking over the unused ones between.
-DENSE_SHARE = 0.6
 
 
 class NativeEngine:
     """Implements `RolloutEngine`. `model` is a transformers causal LM loaded with attn_implementation="tidemill"; its
-    tensors are read in place and never changed."""
+    tensors are read in place and never changed.
+
+    `reuse_prefix` keeps the pages of finished sequences until their room is needed, so that the next turn of a
+    conversation, or another request with the same beginning, reads only what is new. `plain` runs the module itself
+    instead of the lean forward pass; `kernels` allows the compiled CPU kernels. Both are for comparison."""
 
     def __init__(
         self,
@@ -43,13 +48,16 @@ class NativeEngine:
         cache_tokens: int | None = None,
         step_tokens: int = STEP_TOKENS,
         tokenizer: Any = None,
+        reuse_prefix: bool = False,
         plain: bool = False,
+        kernels: bool = True,
     ) -> None:
         parameter = next(model.parameters())
         self.device = parameter.device
         self.model = model
         self.tokenizer = tokenizer
         self.max_len = max_len
+        self.reuse_prefix = reuse_prefix
         self.version = 0
         self.vocab = int(model.get_output_embeddings().weight.shape[0])
         self.is_end = np.zeros(self.vocab, bool)
@@ -58,11 +66,16 @@ class NativeEngine:
         self.pool = PagePool(pages, page_size)
         self.store = PageStore(pages, page_size, self.device)
         self.scheduler = Scheduler(self.pool, max_seqs, max_len, max(step_tokens, max_seqs + page_size))
-        self.runner = make_runner(model, max_len, plain)
+        self.rows = Rows(self.scheduler, self.device)
+        self.kernels = self._kernels(parameter) if kernels else None
+        self.runner = make_runner(model, max_len, self.kernels, plain)
         # Inference mode saves bookkeeping per operation, but a foreign module may keep a tensor it makes.
         self._no_grad = torch.no_grad if isinstance(self.runner, PlainRunner) else torch.inference_mode
         self._refused: list[Completion] = []
-        self._shared_walk: Walk | None = None
+
+    def _kernels(self, parameter: Tensor) -> Kernels | None:
+        is_host_float = parameter.device.type == "cpu" and parameter.dtype == torch.float32
+        return load_kernels() if is_host_float and self.pool.page_size % LANES == 0 else None
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -79,9 +92,12 @@ class NativeEngine:
     def _problem(self, request: Request) -> str | None:
         how, prompt = request.sampling, np.asarray(request.prompt, np.int64)
         size = self.pool.page_size
-        total = min(len(prompt) + how.max_tokens, self.max_len)
         if request.n < 1:
             return f"n is {request.n}; a request needs at least one sample"
+        if request.limits is not None and len(request.limits) != request.n:
+            return f"limits has {len(request.limits)} entries for {request.n} samples"
+        limits = [token_limit(request, i) for i in range(request.n)]
+        total = min(len(prompt) + max(limits), self.max_len)
         if not len(prompt):
             return "the prompt is empty"
         if prompt.min() < 0 or prompt.max() >= self.vocab:
@@ -89,8 +105,8 @@ class NativeEngine:
             return f"the prompt holds token {odd}; the model knows 0 … {self.vocab - 1}"
         if len(prompt) >= self.max_len:
             return f"the prompt has {len(prompt)} tokens; with max_len {self.max_len} at most {self.max_len - 1} fit"
-        if how.max_tokens < 1:
-            return f"max_tokens is {how.max_tokens}; at least one token must be made"
+        if min(limits) < 1:
+            return f"max_tokens is {min(limits)}; at least one token must be made"
         if -(-total // size) > self.pool.pages:
             return f"prompt and response may take {total} tokens; the cache has room for {self.pool.pages * size}"
         if how.temperature < 0 or not np.isfinite(how.temperature):
@@ -187,10 +203,9 @@ class NativeEngine:
             store=self.store,
             page=self._tensor(np.concatenate(pages)),
             offset=position % size,
-            decode=len(rows),
-            lengths=self._tensor(at + 1),
-            walks=self._walks(rows) if len(rows) else [],
+            rows=self.rows.of(rows, at + 1),
             chunks=chunks,
+            kernels=self.kernels,
         )
         wanted = torch.as_tensor(keep, device=self.device) if readings else None
         return self.runner.forward(self._tensor(np.concatenate(ids)), position, context, wanted)
@@ -198,42 +213,17 @@ class NativeEngine:
     def _tensor(self, array: Array) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def _walks(self, rows: Array) -> list[Walk]:
-        """Every (page, owner) pair of the running rows: own pages in storage order, shared ones packed."""
-        slots = self.scheduler.slots
-        row_of = np.zeros(len(slots.active), np.int64)
-        row_of[rows] = np.arange(len(rows))
-        walks = []
-        high = self.pool.high()
-        slot = slots.page_slot[:high]
-        owned = slot >= 0
-        if owned.sum() >= DENSE_SHARE * high:
-            owner = np.where(owned, row_of[slot], 0)
-            start = np.where(owned, slots.page_start[:high], NOWHERE)
-            walks.append(Walk(high, self._tensor(owner).view(-1, 1), self._tensor(start).view(-1, 1)))
-        elif owned.any():
-            pages = np.flatnonzero(owned)
-            owner, start = row_of[slot[pages]], slots.page_start[pages]
-            walks.append(Walk(self._tensor(pages), self._tensor(owner).view(-1, 1), self._tensor(start).view(-1, 1)))
-        shared = slots.shared[rows]
-        if shared.any():
-            if self.scheduler.changed:
-                row, place = np.nonzero(np.arange(shared.max()) < shared[:, None])
-                self._shared_walk = pack_owners(
-                    slots.table[rows[row], place], row, place * self.pool.page_size, self.device
-                )
-            assert self._shared_walk is not None
-            walks.append(self._shared_walk)
-        self.scheduler.changed = False
-        return walks
-
     def _draw(self, rows: Array, logits: Tensor) -> Drawn:
         slots = self.scheduler.slots
         temperature, greedy = slots.temperature[rows], slots.greedy[rows]
         truncated = np.flatnonzero(slots.truncated[rows])
+        steered = np.flatnonzero(slots.steered[rows])
+        if self.kernels is not None and not len(truncated) and not len(steered):
+            u = uniform_array(slots.key[rows], slots.before[rows] + slots.made[rows])
+            tokens, logprobs = self.kernels.draw(logits.contiguous(), temperature, u, greedy)
+            return Drawn(torch.from_numpy(tokens), torch.from_numpy(logprobs), None)
         cut = rows[truncated]
         has_cut = len(cut) > 0
-        steered = np.flatnonzero(slots.steered[rows])
         how = Draw(
             key=self._tensor(slots.key[rows]),
             position=self._tensor(slots.before[rows] + slots.made[rows]),
@@ -266,7 +256,8 @@ class NativeEngine:
         made = slots.made[rows]
         slots.tokens[rows, made] = tokens
         slots.logprobs[rows, made] = logprobs
-        slots.kept[rows, made] = 0.0 if drawn.kept is None else drawn.kept.cpu().numpy()
+        if slots.truncated[rows].any():
+            slots.kept[rows, made] = 0.0 if drawn.kept is None else drawn.kept.cpu().numpy()
         slots.token[rows] = tokens
         slots.made[rows] = made + 1
         broken = ~np.isfinite(logprobs)
@@ -298,6 +289,7 @@ class NativeEngine:
         return any(stop in text for stop in how.stop_strings)
 
     def _finish(self, sequence: Sequence, finish: Finish) -> Completion:
+        cached = int(self.scheduler.slots.length[sequence.slot])
         self.scheduler.slots.save(sequence)
         error = None
         if finish == "error":
@@ -305,7 +297,8 @@ class NativeEngine:
             for made in (sequence.tokens, sequence.logprobs, sequence.versions, sequence.kept or [0.0]):
                 made.pop()
             self.store.scrub(sequence.pages)
-        self.scheduler.leave(sequence)
+        is_worth_keeping = self.reuse_prefix and finish in ("stop", "length")
+        self.scheduler.leave(sequence, remember=_context(sequence)[:cached] if is_worth_keeping else None)
         return _completion(sequence, finish, error)
 
     # -- control -------------------------------------------------------------------------------------------------

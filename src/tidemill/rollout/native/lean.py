@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tidemill.models.attention import Context
+from tidemill.rollout.native.kernels import Kernels
 
 # Classes whose layer is: norm, attention with rotary positions, norm, gated SiLU. Qwen3 also norms queries and keys.
 FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -55,8 +56,9 @@ class _Layer:
 
 
 class LeanRunner:
-    def __init__(self, model: Any, max_len: int) -> None:
+    def __init__(self, model: Any, max_len: int, kernels: Kernels | None = None) -> None:
         self.model = model
+        self.kernels = kernels
         config = model.config
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.eps = config.rms_norm_eps
@@ -79,37 +81,49 @@ class LeanRunner:
             cos, sin = self.model.model.rotary_emb(self.embed[:1].float(), positions)
         sin = sin[0].clone()
         sin[:, : self.dim // 2].neg_()
-        return cos[0].to(self.embed.dtype).unsqueeze(1), sin.to(self.embed.dtype).unsqueeze(1)
+        return cos[0].to(self.embed.dtype).unsqueeze(1).contiguous(), sin.to(self.embed.dtype).unsqueeze(1).contiguous()
 
     def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
         x = F.embedding(ids, self.embed)
-        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         for i, layer in enumerate(self.layers):
-            x = self._layer(i, layer, x, cos, sin, context)
+            x = self._layer(i, layer, x, positions, context)
         if keep is not None:
             x = x.index_select(0, keep)
-        x = F.rms_norm(x, self.norm.shape, self.norm, self.eps)
+        x = self._norm(x, self.norm)
         return F.linear(x, *self.head)
 
-    def _layer(self, i: int, w: _Layer, x: Tensor, cos: Tensor, sin: Tensor, context: Context) -> Tensor:
+    def _layer(self, i: int, w: _Layer, x: Tensor, positions: Tensor, context: Context) -> Tensor:
         tokens = x.shape[0]
-        h = F.rms_norm(x, w.norm_in.shape, w.norm_in, self.eps)
+        h = self._norm(x, w.norm_in)
         q = F.linear(h, *w.q).view(tokens, -1, self.dim)
         k = F.linear(h, *w.k).view(tokens, -1, self.dim)
         v = F.linear(h, *w.v).view(tokens, -1, self.dim)
-        if w.q_norm is not None and w.k_norm is not None:
-            q = F.rms_norm(q, w.q_norm.shape, w.q_norm, self.eps)
-            k = F.rms_norm(k, w.k_norm.shape, w.k_norm, self.eps)
-        q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+        q, k = self._rotate(q, w.q_norm, positions), self._rotate(k, w.k_norm, positions)
         a = context.attend(i, q, k, v, self.scale, w.window, None).reshape(tokens, -1)
         x = _add_linear(x, a, *w.o)
-        h = F.rms_norm(x, w.norm_mlp.shape, w.norm_mlp, self.eps)
-        h = F.silu(F.linear(h, *w.gate), inplace=True).mul_(F.linear(h, *w.up))
+        h = self._norm(x, w.norm_mlp)
+        h = self._gate(F.linear(h, *w.gate), F.linear(h, *w.up))
         return _add_linear(x, h, *w.down)
 
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        swapped = x.roll(self.dim // 2, -1)
-        return (x * cos).addcmul_(swapped, sin)
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self.kernels is not None:
+            return self.kernels.rms(x, weight, self.eps)
+        return F.rms_norm(x, weight.shape, weight, self.eps)
+
+    def _rotate(self, x: Tensor, norm: Tensor | None, positions: Tensor) -> Tensor:
+        """x (tokens, heads, dim) normed and turned to its position; may work in place."""
+        if self.kernels is not None:
+            self.kernels.rotate(x, norm, self.cos, self.sin, positions, self.eps)
+            return x
+        if norm is not None:
+            x = F.rms_norm(x, norm.shape, norm, self.eps)
+        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        return (x * cos).addcmul_(x.roll(self.dim // 2, -1), sin)
+
+    def _gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.kernels is not None:
+            return self.kernels.gate(gate, up)
+        return F.silu(gate, inplace=True).mul_(up)
 
 
 def _add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

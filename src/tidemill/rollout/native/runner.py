@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tidemill.models.attention import Context
 from tidemill.rollout.native import lean
+from tidemill.rollout.native.kernels import Kernels
 
 
 class Runner(Protocol):
@@ -44,7 +45,7 @@ class PlainRunner:
         return cast(Tensor, out.logits[0])
 
 
-def make_runner(model: Any, max_len: int, is_plain: bool = False) -> Runner:
+def make_runner(model: Any, max_len: int, kernels: Kernels | None, is_plain: bool = False) -> Runner:
     if not is_plain and lean.supports(model):
-        return lean.LeanRunner(model, max_len)
+        return lean.LeanRunner(model, max_len, kernels)
     return PlainRunner(model)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tidemill.batch import Array
 from tidemill.rollout.engine import Sampling
 
 _MASK64 = (1 << 64) - 1
@@ -45,6 +47,16 @@ def uniform(key: Tensor, position: Tensor) -> Tensor:
     z = (z ^ _shift(z, 30)) * _signed(_MIX_A)
     z = (z ^ _shift(z, 27)) * _signed(_MIX_B)
     return _shift(z ^ _shift(z, 31), 40).to(torch.float32) * 2.0**-24
+
+
+def uniform_array(key: Array, position: Array) -> Array:
+    """`uniform` for numpy: the same numbers."""
+    with np.errstate(over="ignore"):
+        z = key.view(np.uint64) + position.view(np.uint64) * np.uint64(_GOLDEN)
+        z = (z ^ z >> np.uint64(30)) * np.uint64(_MIX_A)
+        z = (z ^ z >> np.uint64(27)) * np.uint64(_MIX_B)
+    u: Array = ((z ^ z >> np.uint64(31)) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    return u
 
 
 @dataclass(frozen=True, slots=True)

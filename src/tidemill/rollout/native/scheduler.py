@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from tidemill.batch import Array
-from tidemill.rollout.engine import Request
+from tidemill.rollout.engine import Request, token_limit
 from tidemill.rollout.native.cache import PagePool
 from tidemill.rollout.native.sampling import is_steered, is_truncated, stream_key
 
@@ -281,7 +281,8 @@ class _Slots:
         self.length[slot] = length
         self.made[slot] = 0
         self.before[slot] = len(sequence.tokens)
-        self.limit[slot] = min(how.max_tokens - len(sequence.tokens), self.tokens.shape[1] - length)
+        left = token_limit(request, sequence.index) - len(sequence.tokens)
+        self.limit[slot] = min(left, self.tokens.shape[1] - length)
         self.key[slot] = stream_key(how.seed, request.id, sequence.index)
         self.greedy[slot] = how.temperature == 0
         self.temperature[slot] = how.temperature or 1.0

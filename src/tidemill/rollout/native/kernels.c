@@ -1,0 +1,248 @@
+/* The parts of a decode step that are not matrix products, for float32 on a CPU: one pass over memory each.
+ *
+ * Compiled on first use by the machine's own C compiler (see kernels.py); without one, the same arithmetic runs as torch
+ * operations. Every function works on rows first..last of its batch, so that threads can share the rows.
+ * Vectors are 16 floats wide; the compiler splits them where the machine is narrower.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef float v16 __attribute__((vector_size(64), aligned(4)));
+typedef int32_t i16 __attribute__((vector_size(64), aligned(4)));
+
+#define LANES 16
+
+static inline v16 splat(float x) { return (v16){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+
+static inline v16 load(const float *p) {
+    v16 x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+static inline void store(float *p, v16 x) { memcpy(p, &x, sizeof x); }
+
+static inline float total(v16 x) {
+    float s = 0;
+    for (int i = 0; i < LANES; i++) s += x[i];
+    return s;
+}
+
+static inline v16 vmax(v16 a, v16 b) {
+    i16 take = a > b;
+    return (v16)(((i16)a & take) | ((i16)b & ~take));
+}
+
+/* e^x to about 1 ulp for x <= 88: 2^n * e^r with |r| <= ln(2)/2, e^r by its Taylor polynomial of degree 7. NaN stays NaN. */
+static inline v16 vexp(v16 x) {
+    x = (v16)(((i16)x & ~(i16)(x < splat(-87.0f))) | ((i16)splat(-87.0f) & (i16)(x < splat(-87.0f))));
+    v16 magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    v16 n = (x * splat(1.44269504f) + magic) - magic;
+    v16 r = x - n * splat(0.693359375f);
+    r = r - n * splat(-2.12194440e-4f);
+    v16 p = splat(1.0f / 5040.0f);
+    p = p * r + splat(1.0f / 720.0f);
+    p = p * r + splat(1.0f / 120.0f);
+    p = p * r + splat(1.0f / 24.0f);
+    p = p * r + splat(1.0f / 6.0f);
+    p = p * r + splat(0.5f);
+    p = p * r + splat(1.0f);
+    p = p * r + splat(1.0f);
+    i16 power = (__builtin_convertvector(n, i16) + 127) << 23;
+    return p * (v16)power;
+}
+
+/* y = x / rms(x) * weight, rows of `dim`. */
+void tm_rms(const float *x, const float *weight, float *y, int64_t first, int64_t last, int64_t dim, float eps) {
+    for (int64_t r = first; r < last; r++) {
+        const float *in = x + r * dim;
+        float *out = y + r * dim;
+        v16 squares = splat(0);
+        int64_t i = 0;
+        for (; i + LANES <= dim; i += LANES) squares += load(in + i) * load(in + i);
+        float sum = total(squares);
+        for (; i < dim; i++) sum += in[i] * in[i];
+        float scale = 1.0f / sqrtf(sum / (float)dim + eps);
+        for (i = 0; i + LANES <= dim; i += LANES) store(out + i, load(in + i) * splat(scale) * load(weight + i));
+        for (; i < dim; i++) out[i] = in[i] * scale * weight[i];
+    }
+}
+
+/* x (rows, heads, dim) in place: optional norm over dim, then rotation by the tables' row of each position. The first
+ * half of `sin` carries its minus sign. */
+void tm_rotate(float *x, const float *norm, const float *cos, const float *sin, const int64_t *position, int64_t first,
+               int64_t last, int64_t heads, int64_t dim, float eps) {
+    int64_t half = dim / 2;
+    for (int64_t r = first; r < last; r++) {
+        const float *c = cos + position[r] * dim, *s = sin + position[r] * dim;
+        for (int64_t h = 0; h < heads; h++) {
+            float *row = x + (r * heads + h) * dim;
+            if (norm) tm_rms(row, norm, row, 0, 1, dim, eps);
+            int64_t i = 0;
+            for (; i + LANES <= half; i += LANES) {
+                v16 a = load(row + i), b = load(row + half + i);
+                store(row + i, a * load(c + i) + b * load(s + i));
+                store(row + half + i, b * load(c + half + i) + a * load(s + half + i));
+            }
+            for (; i < half; i++) {
+                float a = row[i], b = row[half + i];
+                row[i] = a * c[i] + b * s[i];
+                row[half + i] = b * c[half + i] + a * s[half + i];
+            }
+        }
+    }
+}
+
+/* gate = silu(gate) * up */
+void tm_gate(float *gate, const float *up, int64_t first, int64_t last) {
+    int64_t i = first;
+    for (; i + LANES <= last; i += LANES) {
+        v16 g = load(gate + i);
+        store(gate + i, g / (splat(1.0f) + vexp(-vmax(splat(-80.0f), g))) * load(up + i));
+    }
+    for (; i < last; i++) gate[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
+}
+
+typedef struct {
+    const float *q, *k, *v; /* (rows, heads, dim), (rows, kv_heads, dim), (rows, kv_heads, v_dim) */
+    float *keys, *values;   /* (pages, kv_heads, dim, page), (pages, kv_heads, page, v_dim) */
+    const int64_t *table, *slot, *length; /* pages of each slot; slot and tokens seen of each row */
+    float *out, *scratch;
+    int64_t table_stride, heads, kv_heads, dim, v_dim, page, window; /* window 0: none */
+    float scale, softcap; /* softcap 0: none */
+} attention;
+
+static void write_token(const attention *a, int64_t row, int64_t head) {
+    int64_t at = a->length[row] - 1;
+    int64_t page = a->table[a->slot[row] * a->table_stride + at / a->page], offset = at % a->page;
+    const float *k = a->k + (row * a->kv_heads + head) * a->dim, *v = a->v + (row * a->kv_heads + head) * a->v_dim;
+    float *keys = a->keys + (page * a->kv_heads + head) * a->dim * a->page + offset;
+    for (int64_t i = 0; i < a->dim; i++) keys[i * a->page] = k[i];
+    memcpy(a->values + ((page * a->kv_heads + head) * a->page + offset) * a->v_dim, v, sizeof(float) * a->v_dim);
+}
+
+/* Scores of `group` query heads against 16 positions of a page. A constant `group` keeps the sums in registers. */
+static inline __attribute__((always_inline)) void score_block(const float *q, const float *keys, float *scores, int64_t stride,
+                                                              int group, int64_t dim, int64_t page, float scale) {
+    v16 sum[4];
+    for (int g = 0; g < group; g++) sum[g] = splat(0);
+    for (int64_t i = 0; i < dim; i++) {
+        v16 k = load(keys + i * page);
+        for (int g = 0; g < group; g++) sum[g] += splat(q[g * dim + i]) * k;
+    }
+    for (int g = 0; g < group; g++) store(scores + g * stride, sum[g] * splat(scale));
+}
+
+/* out[g] += weight[g][t] * values[t] for the positions of one page, 64 columns at a time. */
+static inline __attribute__((always_inline)) void weigh_block(const float *weight, const float *values, float *out, int vectors,
+                                                              int64_t tokens, int64_t v_dim) {
+    v16 sum[4];
+    for (int j = 0; j < vectors; j++) sum[j] = load(out + j * LANES);
+    for (int64_t t = 0; t < tokens; t++) {
+        v16 w = splat(weight[t]);
+        for (int j = 0; j < vectors; j++) sum[j] += w * load(values + t * v_dim + j * LANES);
+    }
+    for (int j = 0; j < vectors; j++) store(out + j * LANES, sum[j]);
+}
+
+static void weigh(const float *weight, const float *values, float *out, int64_t tokens, int64_t v_dim) {
+    int64_t i = 0;
+    for (; i + 4 * LANES <= v_dim; i += 4 * LANES) weigh_block(weight, values + i, out + i, 4, tokens, v_dim);
+    for (; i + 2 * LANES <= v_dim; i += 2 * LANES) weigh_block(weight, values + i, out + i, 2, tokens, v_dim);
+    for (; i + LANES <= v_dim; i += LANES) weigh_block(weight, values + i, out + i, 1, tokens, v_dim);
+    for (; i < v_dim; i++)
+        for (int64_t t = 0; t < tokens; t++) out[i] += weight[t] * values[t * v_dim + i];
+}
+
+/* Scores to unnormalised weights; gives 1 / their sum. `from`..`to` are the visible positions of `padded` ones. */
+static float soften(float *s, int64_t from, int64_t to, int64_t padded, float softcap) {
+    if (softcap > 0)
+        for (int64_t t = from; t < to; t++) s[t] = tanhf(s[t] / softcap) * softcap;
+    for (int64_t t = 0; t < from; t++) s[t] = -INFINITY;
+    for (int64_t t = to; t < padded; t++) s[t] = -INFINITY;
+    v16 most = splat(-INFINITY), sum = splat(0);
+    for (int64_t t = 0; t < padded; t += LANES) most = vmax(load(s + t), most);
+    float peak = most[0];
+    for (int i = 1; i < LANES; i++) peak = most[i] > peak ? most[i] : peak;
+    for (int64_t t = 0; t < padded; t += LANES) {
+        v16 w = vexp(load(s + t) - splat(peak));
+        store(s + t, w);
+        sum += w;
+    }
+    for (int64_t t = 0; t < from; t++) { sum[0] -= s[t]; s[t] = 0; }
+    for (int64_t t = to; t < padded; t++) { sum[0] -= s[t]; s[t] = 0; }
+    return 1.0f / total(sum);
+}
+
+static void attend_head(const attention *a, int64_t row, int64_t head) {
+    int64_t group = a->heads / a->kv_heads, length = a->length[row], page = a->page;
+    int64_t from = a->window > 0 && length > a->window ? length - a->window : 0;
+    int64_t skip = from / page * page; /* whole pages before the window */
+    int64_t seen = length - skip, padded = (seen + LANES - 1) / LANES * LANES;
+    const int64_t *table = a->table + a->slot[row] * a->table_stride + skip / page;
+    const float *q = a->q + (row * a->heads + head * group) * a->dim;
+    float *out = a->out + (row * a->heads + head * group) * a->v_dim, *s = a->scratch;
+    for (int64_t t = 0; t < padded; t += LANES) {
+        const float *keys = a->keys + (table[t / page] * a->kv_heads + head) * a->dim * page + t % page;
+        int64_t g = 0;
+        for (; g + 4 <= group; g += 4) score_block(q + g * a->dim, keys, s + g * padded + t, padded, 4, a->dim, page, a->scale);
+        for (; g + 2 <= group; g += 2) score_block(q + g * a->dim, keys, s + g * padded + t, padded, 2, a->dim, page, a->scale);
+        for (; g < group; g++) score_block(q + g * a->dim, keys, s + g * padded + t, padded, 1, a->dim, page, a->scale);
+    }
+    for (int64_t g = 0; g < group; g++) {
+        float *weight = s + g * padded, *sum = out + g * a->v_dim;
+        float scale = soften(weight, from - skip, seen, padded, a->softcap);
+        memset(sum, 0, sizeof(float) * a->v_dim);
+        for (int64_t t = 0; t < seen; t += page) {
+            const float *values = a->values + (table[t / page] * a->kv_heads + head) * page * a->v_dim;
+            weigh(weight + t, values, sum, seen - t < page ? seen - t : page, a->v_dim);
+        }
+        for (int64_t i = 0; i < a->v_dim; i++) sum[i] *= scale;
+    }
+}
+
+/* One new token per row: write its key and value to its page, then attend to everything the row has. `scratch` holds
+ * (heads / kv_heads) * (longest row rounded up to 16) floats. */
+void tm_attend(const attention *a, float *scratch, int64_t first, int64_t last) {
+    attention mine = *a;
+    mine.scratch = scratch;
+    for (int64_t row = first; row < last; row++)
+        for (int64_t head = 0; head < a->kv_heads; head++) {
+            write_token(&mine, row, head);
+            attend_head(&mine, row, head);
+        }
+}
+
+/* One token per row of logits (rows, vocab): the first whose cumulative probability exceeds the row's uniform number, or
+ * the most likely one where `greedy`; and its log-probability at the row's temperature. `scratch` holds vocab floats. */
+void tm_draw(const float *logits, const float *temperature, const float *uniform, const uint8_t *greedy, int64_t *tokens,
+             float *logprobs, float *scratch, int64_t first, int64_t last, int64_t vocab) {
+    for (int64_t r = first; r < last; r++) {
+        const float *x = logits + r * vocab;
+        float scale = 1.0f / temperature[r], peak = -INFINITY;
+        int64_t best = 0, i;
+        int is_number = 1;
+        for (i = 0; i < vocab; i++) is_number &= x[i] == x[i];
+        for (i = 0; i < vocab; i++) if (x[i] > peak) { peak = x[i]; best = i; }
+        double sum = 0;
+        for (i = 0; i + LANES <= vocab; i += LANES) {
+            v16 w = vexp((load(x + i) - splat(peak)) * splat(scale));
+            store(scratch + i, w);
+            sum += total(w);
+        }
+        for (; i < vocab; i++) sum += scratch[i] = expf((x[i] - peak) * scale);
+        int64_t chosen = best;
+        if (!greedy[r]) {
+            double left = uniform[r] * sum;
+            chosen = -1;
+            for (i = 0; i < vocab && chosen < 0; i++) {
+                left -= scratch[i];
+                if (left < 0) chosen = i;
+            }
+            if (chosen < 0) chosen = best;
+        }
+        tokens[r] = chosen;
+        logprobs[r] = is_number ? (x[chosen] - peak) * scale - (float)log(sum) : NAN;
+    }
+}

@@ -1,0 +1,243 @@
+"""The packed learner computes what one sample at a time would, however a step is cut."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tidemill.algorithms.registry import get
+from tidemill.batch import Batch, Column
+from tidemill.config import Config, TinyModel
+from tidemill.learn.engine import Learner, score
+from tidemill.learn.logprob import reference_logprobs, token_logprobs
+from tidemill.learn.packing import microbatches
+from tidemill.models.load import make_tiny
+
+SHAPE = TinyModel(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, window=64)
+CPU = torch.device("cpu")
+
+
+def config(**over: Any) -> Config:
+    sections: dict[str, Any] = {"algorithm": "grpo", "train": {"tokens_per_microbatch": 4096}, **over}
+    return Config.model_validate(sections)
+
+
+def samples(seed: int = 0, groups: int = 5, each: int = 4) -> Batch:
+    rng = np.random.default_rng(seed)
+    tokens, prompts, group = [], [], []
+    for g in range(groups):
+        prompt = rng.integers(3, 40, rng.integers(2, 9))
+        for _ in range(each):
+            tokens.append(np.concatenate([prompt, rng.integers(3, 40, rng.integers(1, 12))]))
+            prompts.append(len(prompt))
+            group.append(g)
+    responses = [len(t) - p for t, p in zip(tokens, prompts)]
+    return Batch(
+        {
+            "id": np.arange(len(tokens)),
+            "group": np.array(group),
+            "tokens": Column.jagged(tokens, np.int32),
+            "prompt_length": np.array(prompts, np.int32),
+            "mask": Column.jagged([np.ones(n) for n in responses], np.uint8),
+            "logprobs": Column.jagged([-3 + rng.normal(size=n) for n in responses], np.float32),
+            "ref_logprobs": Column.jagged([-3 + rng.normal(size=n) for n in responses], np.float32),
+            "advantages": rng.normal(size=len(tokens)).astype(np.float32),
+        }
+    )
+
+
+def one_at_a_time(model: Any, batch: Batch, temperature: float = 1.0) -> list[torch.Tensor]:
+    """The plain reference: transformers' own eager attention, one unpacked sample per forward pass."""
+    plain_config = copy.deepcopy(model.config)
+    plain = AutoModelForCausalLM.from_config(plain_config, attn_implementation="eager")
+    plain.load_state_dict(model.state_dict())
+    found = []
+    for row in range(batch.rows):
+        tokens = torch.from_numpy(batch["tokens"][row].astype(np.int64))
+        start = int(batch.values("prompt_length")[row])
+        logits = plain(tokens[None]).logits[0] / temperature
+        found.append(logits.log_softmax(-1)[start - 1 : -1].gather(1, tokens[start:, None])[:, 0])
+    return found
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_logprobs_equal_one_sample_at_a_time(share: bool, temperature: float) -> None:
+    model, batch = make_tiny(SHAPE, torch.float32, 0, CPU).model, samples()
+    settings = config(
+        learn={"share_prompts": share}, rollout={"temperature": temperature}, train={"tokens_per_microbatch": 60}
+    )
+    packed = score(model, batch, settings)
+    with torch.no_grad():
+        plain = one_at_a_time(model, batch, temperature)
+    for row in range(batch.rows):
+        np.testing.assert_allclose(packed[row], plain[row].numpy(), atol=1e-5)
+
+
+def gradients(batch: Batch, settings: Config) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    model = make_tiny(SHAPE, torch.float32, 0, CPU).model
+    learner = Learner(model, settings, get(settings.algorithm.name), 1)
+    learner.accumulate(batch)
+    divisor = learner._whole
+    grads = {n: p.grad.clone() / divisor for n, p in model.named_parameters()}
+    return grads, learner.update()
+
+
+def assert_same(a: tuple[Any, Any], b: tuple[Any, Any], atol: float = 1e-6) -> None:
+    for name in a[0]:
+        torch.testing.assert_close(a[0][name], b[0][name], atol=atol, rtol=1e-4)
+    assert a[1].keys() == b[1].keys()
+    for name in a[1]:
+        assert a[1][name] == pytest.approx(b[1][name], abs=2e-5, rel=1e-4), name
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sample_mean", "group_mean", "constant"])
+def test_a_step_means_the_same_however_it_is_cut(aggregation: str) -> None:
+    def cut(tokens: int, share: bool) -> Config:
+        return config(
+            algorithm={"name": "grpo", "aggregation": aggregation, "kl": {"coef": 0.1}, "entropy_coef": 0.01},
+            train={"tokens_per_microbatch": tokens},
+            learn={"share_prompts": share},
+        )
+
+    whole = gradients(samples(), cut(100_000, False))
+    for tokens, share in ((40, False), (40, True), (25, True), (100_000, True)):
+        assert_same(whole, gradients(samples(), cut(tokens, share)))
+
+
+def test_the_order_of_samples_and_groups_changes_nothing() -> None:
+    batch = samples()
+    shuffled = batch.gather(np.random.default_rng(1).permutation(batch.rows))
+    settings = config(train={"tokens_per_microbatch": 50})
+    assert_same(gradients(batch, settings), gradients(shuffled, settings))
+
+
+def test_gradients_added_over_several_batches_equal_those_of_one() -> None:
+    batch, settings = samples(), config()
+    model = make_tiny(SHAPE, torch.float32, 0, CPU).model
+    learner = Learner(model, settings, get("grpo"), 1)
+    for part in (np.arange(8), np.arange(8, 20)):
+        learner.accumulate(batch.gather(part))
+    grads = {n: p.grad.clone() / learner._whole for n, p in model.named_parameters()}
+    assert_same((grads, learner.update()), gradients(batch, settings))
+
+
+def test_recompute_changes_nothing_but_memory() -> None:
+    assert_same(gradients(samples(), config()), gradients(samples(), config(learn={"recompute": "full"})))
+
+
+def test_the_gradient_equals_that_of_the_plain_model() -> None:
+    """Of the GRPO loss written out over unpacked samples, through transformers' own attention."""
+    batch, settings = samples(), config(algorithm={"name": "grpo", "aggregation": "sample_mean"})
+    model = make_tiny(SHAPE, torch.float32, 0, CPU).model
+    plain = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), attn_implementation="eager")
+    plain.load_state_dict(model.state_dict())
+    loss = torch.zeros(())
+    for row in range(batch.rows):
+        tokens = torch.from_numpy(batch["tokens"][row].astype(np.int64))
+        start = int(batch.values("prompt_length")[row])
+        logp = plain(tokens[None]).logits[0].log_softmax(-1)[start - 1 : -1].gather(1, tokens[start:, None])[:, 0]
+        ratio = (logp - torch.from_numpy(batch["logprobs"][row].copy())).exp()
+        advantage = float(batch.values("advantages")[row])
+        loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean() / batch.rows
+    loss.backward()
+    grads, metrics = gradients(batch, settings)
+    assert metrics["loss"] == pytest.approx(float(loss), abs=1e-5)
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_with_learning_rate_zero_every_ratio_is_one_and_nothing_is_clipped() -> None:
+    model, batch = make_tiny(SHAPE, torch.float32, 0, CPU).model, samples()
+    settings = config(learn={"lr": 0.0}, train={"tokens_per_microbatch": 50})
+    batch = batch.merge({"logprobs": score(model, batch, settings)})
+    learner = Learner(model, settings, get("grpo"), 2)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for _ in range(2):
+        learner.accumulate(batch)
+        metrics = learner.update()
+        assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+        assert metrics["ratio_min"] == pytest.approx(1.0, abs=1e-5)
+        assert metrics["clip_share_low"] == metrics["clip_share_high"] == 0
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name])
+
+
+def test_an_update_with_a_gradient_that_is_not_finite_is_skipped_and_counted() -> None:
+    model, batch = make_tiny(SHAPE, torch.float32, 0, CPU).model, samples()
+    learner = Learner(model, config(learn={"lr": 1e-2}), get("grpo"), 1)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    learner.accumulate(batch.merge({"advantages": np.full(batch.rows, np.nan, np.float32)}))
+    assert learner.update()["skipped_updates"] == 1
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_a_restored_learner_goes_on_as_if_it_had_never_stopped() -> None:
+    settings, parts = config(learn={"lr": 1e-2}), [samples(s) for s in range(4)]
+    learner = Learner(make_tiny(SHAPE, torch.float32, 0, CPU).model, settings, get("grpo"), 4)
+    other = Learner(make_tiny(SHAPE, torch.float32, 9, CPU).model, settings, get("grpo"), 4)
+    for i, part in enumerate(parts):
+        learner.accumulate(part)
+        learner.update()
+        if i == 1:
+            tensors, state = learner.state()
+            other.restore({k: v.clone() for k, v in tensors.items()}, state)
+        elif i > 1:
+            other.accumulate(part)
+            other.update()
+    for (name, a), (_, b) in zip(learner.model.named_parameters(), other.model.named_parameters()):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_chunked_logprobs_and_entropy_equal_the_plain_form(chunk: int, softcap: float | None) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(10, 6, dtype=torch.float64, requires_grad=True)
+    head = torch.randn(13, 6, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 13, (10,))
+
+    def plain() -> tuple[torch.Tensor, torch.Tensor]:
+        logits = hidden @ head.T
+        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+        logp = (logits / 0.7).float().log_softmax(-1)
+        return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+    weights = torch.randn(2, 10)
+    results = []
+    for form in (
+        lambda: token_logprobs(hidden, head, targets, temperature=0.7, softcap=softcap, chunk=chunk),
+        plain,
+    ):
+        hidden.grad = head.grad = None
+        logprobs, entropy = form()
+        (weights[0] * logprobs + weights[1] * entropy).sum().backward()
+        results.append((logprobs.detach(), entropy.detach(), hidden.grad.clone(), head.grad.clone()))
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_the_plain_twin_of_the_chunked_logprobs_is_the_same_function() -> None:
+    hidden, head, targets = torch.randn(5, 4), torch.randn(7, 4), torch.randint(0, 7, (5,))
+    for ours, theirs in zip(token_logprobs(hidden, head, targets), reference_logprobs(hidden, head, targets)):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_microbatches_hold_every_sample_once_within_the_budget(share: bool) -> None:
+    batch = samples(groups=20)
+    parts = microbatches(batch, 50, share)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(batch.rows))
+    for rows in parts:
+        part = batch.gather(rows)
+        total = part["tokens"].lengths.sum()
+        if share:
+            _, first = np.unique(part.values("group"), return_index=True)
+            prompts = part.values("prompt_length")
+            total += prompts[first].sum() - prompts.sum()
+        assert total <= 50 or len(np.unique(part.values("group"))) == 1
