@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -74,10 +75,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str
 
 def resume_until_done(run: Path) -> None:
     """In this process: a failure shows its own traceback."""
-    try:
+    with contextlib.suppress(launch.NothingLeft):
         launch.resume(run)
-    except launch.NothingLeft:
-        pass
 
 
 @pytest.mark.slow

@@ -34,41 +34,46 @@ def chain(
     max_value: int = 9,
     operators: str = "+-",
     max_total: int | None = None,
-    modulus: int | None = None,
     worked: float = 1.0,
     pairs: bool = False,
 ) -> Problem:
-    """`7+5-3=` with the answer `9`. Totals stay at or above 0 and at or below `max_total`, or wrap around at `modulus`.
+    """`7+5-3=` with the answer `9`. Totals stay at or above 0 and at or below `max_total`.
 
-    The given response works it out, `7+5=12 12-3=9`, in a share `worked` of the problems; the others say ` 9` at once.
-    A model warmed up on few worked ones guesses; that working it out pays is for RL to find.
-    With `pairs` there is also a response to reject, whose last total is wrong.
+    The given response works it out, `7+5=12 12-3=9`, in a share `worked` of the problems. The others are careless: they
+    answer at once, ` 9`, right for two terms and a guess for more. That working it out pays is left for RL to find.
+    With `pairs` there is also a response to reject: worked out with a slip that the later steps carry on.
     """
     if not operators or set(operators) - set("+-"):
         raise DataError(f"data.args.operators must be made of + and -, got {operators!r}")
-    if max_value < 1 or (max_total is not None and max_total < 1) or (modulus is not None and modulus < 2):
-        raise DataError("data.args: max_value and max_total must be at least 1, and modulus at least 2")
+    if max_value < 1 or (max_total is not None and max_total < 1):
+        raise DataError(f"data.args.max_value and max_total must be at least 1, got {max_value} and {max_total}")
+    ceiling = max_value * 10 if max_total is None else max_total
     count = rng.randint(*span(terms, "terms", 2))
-    total = rng.randint(1, max_value if max_total is None else min(max_value, max_total))
-    text, steps = str(total), []
+    total = rng.randint(1, min(max_value, ceiling))
+    moves: list[tuple[str, int]] = []
+    start = total
     for _ in range(count - 1):
-        operator, most = rng.choice(operators), max_value
-        if modulus is None:
-            room = max_value if max_total is None else min(max_value, max_total - total)
-            operator = "-" if room < 1 else "+" if total < 1 else operator
-            most = room if operator == "+" else min(max_value, total)
-        value = rng.randint(1, most)
-        before, total = total, total + (value if operator == "+" else -value)
-        total = total if modulus is None else total % modulus
-        text += f"{operator}{value}"
-        steps.append(f"{before}{operator}{value}={total}")
-    response = " ".join(steps) if rng.random() < worked else f" {total}"
+        room = min(max_value, ceiling - total)
+        operator = "-" if room < 1 else "+" if total < 1 else rng.choice(operators)
+        value = rng.randint(1, room if operator == "+" else min(max_value, total))
+        total += value if operator == "+" else -value
+        moves.append((operator, value))
+    guess = total if count == 2 else rng.randint(0, min(ceiling, 9))
+    response = work_out(start, moves) if rng.random() < worked else f" {guess}"
     meta: dict[str, Any] = {"terms": count}
     if pairs:
-        slip = rng.choice([-2, -1, 1, 2])
-        wrong = total + slip if total + slip >= 0 else total - slip
-        meta["rejected"] = response[: len(response) - len(str(total))] + str(wrong)
+        meta["rejected"] = work_out(start, moves, slip_at=rng.randrange(len(moves)), slip=rng.choice([1, 2]))
+    text = str(start) + "".join(f"{operator}{value}" for operator, value in moves)
     return Problem(f"{text}=", str(total), response, meta)
+
+
+def work_out(total: int, moves: Sequence[tuple[str, int]], slip_at: int = -1, slip: int = 0) -> str:
+    """`7+5=12 12-3=9`; a slip is added to one step's total, and carried on."""
+    steps = []
+    for place, (operator, value) in enumerate(moves):
+        before, total = total, total + (value if operator == "+" else -value) + (slip if place == slip_at else 0)
+        steps.append(f"{before}{operator}{value}={total}")
+    return " ".join(steps)
 
 
 def addition(rng: random.Random, digits: Span = 2, numbers: Span = 2) -> Problem:

@@ -407,6 +407,7 @@ class LearnWorker:
     def _accumulate(self, batch: Batch) -> None:
         self.has_begun = True
         batch = batch.gather(np.lexsort((batch.values(ID), batch.values(GROUP))))
+        self.tally.add("learned_tokens", float(batch["tokens"].lengths.sum()))
         with self.tally.time(self.name):
             self.learner.accumulate(batch)
         self.tally.add("learned_tokens", float(batch["tokens"].lengths.sum()))
