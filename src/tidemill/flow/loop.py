@@ -213,7 +213,7 @@ def warm_start(config: Config, folder: RunFolder, watch: Watcher) -> Path | None
     ).config
     watch.noted(f"warm start: {own.about or own.name}")
     recipe.check(own)
-    with RunFolder.create(own) as inner, closing(start(own)) as workers:
+    with RunFolder.create(own) as inner, closing(start(own, warm_start(own, inner, watch))) as workers:
         summary = train_loop(own, inner, workers, watch, None)
         if summary.is_stopped:
             raise KeyboardInterrupt

@@ -77,7 +77,8 @@ def group_rows(groups: npt.NDArray[np.int64]) -> list[Ints]:
 
 
 def pack(batch: Batch, device: torch.device, share_prompts: bool) -> PackedBatch:
-    return _pack_shared(batch, device) if share_prompts else _pack_whole(batch, device)
+    has_groups = share_prompts and len(np.unique(batch.values("group"))) < batch.rows
+    return _pack_shared(batch, device) if has_groups else _pack_whole(batch, device)
 
 
 def _pack_whole(batch: Batch, device: torch.device) -> PackedBatch:
