@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from tidemill.errors import ReshardError, did_you_mean
 from tidemill.reshard.layout import (
@@ -150,14 +151,14 @@ class Plan:
         )
 
 
-def plan(source: Layout, target: Layout, topology: Topology | None = None) -> Plan:
-    """Who sends what to whom, so that every rank of `target` has its pieces."""
+def plan(source: Layout, target: Layout, topology: Topology | None = None, *, direct: bool = False) -> Plan:
+    """Who sends what to whom, so that every rank of `target` has its pieces. `direct`: nobody passes anything on."""
     topology = topology or Topology()
     needs = _needs(source, target)
-    made = _assign(source, target, topology, needs, pass_round=False)
-    if made.busiest_bytes <= EGRESS_SLACK * made.lower_bound_busiest_bytes:
+    made = _assign(source, target, topology, needs, "direct" if direct else "near")
+    if direct or made.busiest_bytes <= EGRESS_SLACK * made.lower_bound_busiest_bytes:
         return made
-    relayed = _assign(source, target, topology, needs, pass_round=True)
+    relayed = _assign(source, target, topology, needs, "round")
     return relayed if relayed.busiest_bytes < made.busiest_bytes else made
 
 
@@ -269,6 +270,9 @@ def _covered(boxes: Iterable[Box]) -> int:
 # Who sends
 
 
+_How = Literal["direct", "near", "round"]  # pass nothing on; what comes from other nodes; whatever few hold
+
+
 class _Books:
     """What each rank has been asked to send and fetch so far."""
 
@@ -291,7 +295,7 @@ class _Books:
         self.into[transfer.receiver] = self.into.get(transfer.receiver, 0) + transfer.nbytes
 
 
-def _assign(source: Layout, target: Layout, topology: Topology, needs: list[Need], *, pass_round: bool) -> Plan:
+def _assign(source: Layout, target: Layout, topology: Topology, needs: list[Need], how: _How) -> Plan:
     books = _Books(topology)
     copies: list[Transfer] = []
     missing = dict.fromkeys(target.ranks, 0)
@@ -303,7 +307,7 @@ def _assign(source: Layout, target: Layout, topology: Topology, needs: list[Need
             missing[rank] += need.nbytes
         unique += need.nbytes if lacking else 0
         for group in _by_node(lacking, topology):
-            _fetch(need, group, books, pass_round)
+            _fetch(need, group, books, how)
     place = {name: i for i, name in enumerate(target.by_name)}
     transfers = sorted(books.transfers, key=lambda t: place[t.name])  # a tensor's bytes travel together
     return Plan(source, target, topology, tuple(transfers), tuple(copies), missing, unique)
@@ -316,11 +320,11 @@ def _by_node(ranks: list[int], topology: Topology) -> list[list[int]]:
     return list(found.values())
 
 
-def _fetch(need: Need, group: list[int], books: _Books, pass_round: bool) -> None:
+def _fetch(need: Need, group: list[int], books: _Books, how: _How) -> None:
     """Bring a box to all of `group`, ranks of one node that lack it."""
     node = books.topology.node(group[0])
     near = [h for h in need.holders if books.topology.node(h) == node]
-    if len(group) == 1 or (near and not (pass_round and len(group) > len(near))):
+    if len(group) == 1 or how == "direct" or (near and not (how == "round" and len(group) > len(near))):
         for rank in group:
             books.add(_transfer(need, need.box, books.sender(near or need.holders, rank), rank))
         return
