@@ -1,7 +1,7 @@
 """Layouts from tensors as a learner holds them: DTensors of any mesh, and plain tensors.
 
-Each rank describes what it holds; `merge` makes one layout of all descriptions (a pipeline stage or an expert group knows
-only its own).
+Each rank describes what it holds; `merge` makes one layout of all descriptions (a pipeline stage or an expert group
+knows only its own).
 """
 
 from __future__ import annotations

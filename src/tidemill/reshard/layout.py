@@ -1,8 +1,8 @@
 """Layouts: how one model's tensors lie over ranks, as data.
 
-A layout is a list of entries. An entry says of one logical tensor (its name and shape in the whole model) in which local
-tensor it lives (its home), over which mesh the home is cut, and how. From that every rank's pieces follow: which box of
-the logical tensor lies where in which local tensor. Planning needs nothing else.
+A layout is a list of entries. An entry says of one logical tensor (its name and shape in the whole model) in which
+local tensor it lives (its home), over which mesh the home is cut, and how. From that every rank's pieces follow: which
+box of the logical tensor lies where in which local tensor. Planning needs nothing else.
 """
 
 from __future__ import annotations
@@ -167,6 +167,7 @@ class Layout:
     """All tensors of one side. A name may have several entries: the same bytes on other ranks or in other homes."""
 
     entries: tuple[Entry, ...]
+    absent: frozenset[int] = frozenset()  # ranks that are not there any more, and what they held with them
 
     def __post_init__(self) -> None:
         for name, entries in self.by_name.items():
@@ -182,7 +183,7 @@ class Layout:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted({r for m in {e.mesh for e in self.entries} for r in m.ranks}))
+        return tuple(sorted({r for m in {e.mesh for e in self.entries} for r in m.ranks} - self.absent))
 
     @property
     def nbytes(self) -> int:
@@ -191,7 +192,7 @@ class Layout:
 
     def pieces(self, name: str) -> list[Piece]:
         found = (e.piece(place, rank) for e in self.by_name.get(name, ()) for place, rank in e.mesh.coordinates())
-        return [p for p in found if p is not None and volume(p.box)]
+        return [p for p in found if p is not None and volume(p.box) and p.rank not in self.absent]
 
     def homes(self, rank: int) -> dict[str, tuple[Shape, str]]:
         """The local tensors of a rank: the smallest shapes that hold its pieces, and their dtypes."""
@@ -207,7 +208,10 @@ class Layout:
         return found
 
     def astype(self, dtype: str) -> Layout:
-        return Layout(tuple(replace(e, dtype=dtype) for e in self.entries))
+        return replace(self, entries=tuple(replace(e, dtype=dtype) for e in self.entries))
+
+    def without(self, ranks: Iterable[int]) -> Layout:
+        return replace(self, absent=self.absent | frozenset(ranks))
 
 
 def merge(layouts: Iterable[Layout]) -> Layout:

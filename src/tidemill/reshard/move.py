@@ -1,7 +1,7 @@
 """Move: run a plan over a process group, in rounds through a small ring of buffers.
 
-While one round's messages travel the next is packed and the last unpacked. Extra memory is the ring, and one block where a
-checksum is read back. Nothing is known here of what the group runs on: gloo, NCCL and HCCL are asked in the same words.
+While one round's messages travel the next is packed and the last unpacked. Extra memory is the ring, and one block
+where a checksum is read back. Nothing is known here of what the group runs on: gloo, NCCL and HCCL are asked alike.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tidemill.errors import ReshardError
 from tidemill.reshard import pack
+from tidemill.reshard.layout import extents
 from tidemill.reshard.pack import CHECK_BYTES, Merge, Tensors
 from tidemill.reshard.plan import Plan, Transfer
 from tidemill.reshard.schedule import Message, Round, rounds
@@ -88,7 +89,9 @@ def move(job: Job, wire: Wire) -> Moved:
             raise
         except (RuntimeError, OSError) as error:
             wire.close()
-            raise ReshardError(f"weights version {job.version} stopped half way on rank {job.rank}: {error}", REBUILD) from error
+            raise ReshardError(
+                f"weights version {job.version} stopped half way on rank {job.rank}: {error}", REBUILD
+            ) from error
     moved.seconds = time.perf_counter() - started
     return moved
 
@@ -96,7 +99,9 @@ def move(job: Job, wire: Wire) -> Moved:
 class Ring:
     """`depth` buffers of `bucket_bytes` each, allocated once."""
 
-    def __init__(self, depth: int = DEPTH, bucket_bytes: int = BUCKET_BYTES, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, depth: int = DEPTH, bucket_bytes: int = BUCKET_BYTES, device: torch.device | str = "cpu"
+    ) -> None:
         if not 2 <= depth <= 8:
             raise ReshardError(f"a ring of {depth} buffers cannot overlap", "use 2 or 3")
         self.depth = depth
@@ -183,7 +188,8 @@ class GroupWire:
         moved.checked = len(checks.of)
         if not self.agree(not failure, job.version):
             raise ReshardError(
-                f"weights version {job.version} did not arrive whole: {failure or 'another rank found wrong bytes'}", REBUILD
+                f"weights version {job.version} did not arrive whole: {failure or 'another rank found wrong bytes'}",
+                REBUILD,
             )
 
     def agree(self, ok: bool, version: int) -> bool:
@@ -204,7 +210,12 @@ class GroupWire:
         key = (id(job.plan), every, job.version % max(1, every))
         if key not in self._schedules:
             made = rounds(
-                job.plan, job.rank, half_bytes=self.ring.half_bytes, depth=self.ring.depth, check_every=every, version=key[2]
+                job.plan,
+                job.rank,
+                half_bytes=self.ring.half_bytes,
+                depth=self.ring.depth,
+                check_every=every,
+                version=key[2],
             )
             self._schedules[key] = job.plan, made  # the plan is kept so that its id stays its own
         return self._schedules[key][1]
@@ -271,14 +282,14 @@ def copy_local(transfer: Transfer, job: Job, moved: Moved, most_bytes: int) -> N
     """A block that stays on its rank; one that already lies where it should is left alone."""
     if job.merges and transfer.name in job.merges:
         for piece in pack.pieces_of(transfer, most_bytes):
-            merged = torch.empty(pack.extents(piece.box), dtype=getattr(torch, piece.dtype), device=_device(job))
+            merged = torch.empty(extents(piece.box), dtype=getattr(torch, piece.dtype), device=_device(job))
             pack.read(piece, job.sources, merged, job.merges)
             pack.write(piece, job.targets, merged)
         moved.copied_bytes += transfer.nbytes
         return
-    source = pack.region(job.sources, transfer.source, pack.extents(transfer.box))
+    source = pack.region(job.sources, transfer.source, extents(transfer.box))
     for spot in transfer.targets:
-        view = pack.region(job.targets, spot, pack.extents(transfer.box))
+        view = pack.region(job.targets, spot, extents(transfer.box))
         if view.data_ptr() != source.data_ptr():
             view.copy_(source.reshape(view.shape))
             moved.copied_bytes += transfer.nbytes

@@ -1,9 +1,9 @@
 """Plans: which rank sends which box of which tensor to whom, computed once for two layouts.
 
 Every byte that a rank needs and does not hold arrives there exactly once, so the bytes on the wire are the fewest
-possible. Who sends is chosen nearest first (same rank, same device, same node, other node), then least busy. Ranks of one
-node that all lack the same bytes each fetch a share of them from outside and pass it round inside: a slow link carries
-nothing twice.
+possible. Who sends is chosen nearest first (same rank, same device, same node, other node), then least busy. Ranks of
+one node that all lack the same bytes each fetch a share of them from outside and pass it round inside: a slow link
+carries nothing twice.
 """
 
 from __future__ import annotations
@@ -195,7 +195,9 @@ def _needs(source: Layout, target: Layout) -> list[Need]:
             raise ReshardError(f"{name} is {held[0].shape} at the source and {wanted[0].shape} at the target")
         forms = _form(held), _form(wanted)
         if forms not in known:
-            known[forms] = _cells(Layout(forms[0]).pieces(_ANY), Layout(forms[1]).pieces(_ANY), name)
+            known[forms] = _cells(
+                Layout(forms[0], source.absent).pieces(_ANY), Layout(forms[1], target.absent).pieces(_ANY), name
+            )
         dtype = min(wanted[0].dtype, held[0].dtype, key=ITEM_BYTES.__getitem__)  # the narrower travels
         needs += [_named(cell, name, dtype, held, wanted) for cell in known[forms]]
     return needs

@@ -88,7 +88,7 @@ def spread(transfers: Iterable[Transfer]) -> list[Transfer]:
 
 
 def is_checked(index: int, every: int, version: int) -> bool:
-    """Which blocks carry a checksum: none, all, or a sample that moves on with the version until all have been in it."""
+    """Which blocks carry a checksum: none, all, or a sample that moves on with the version until all were in it."""
     return every > 0 and (index + version) % every == 0
 
 

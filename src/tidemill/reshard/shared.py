@@ -22,11 +22,24 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from tidemill.errors import ReshardError
-from tidemill.reshard.move import BUCKET_BYTES, CHECK_EVERY, DEPTH, REBUILD, TIMEOUT_S, Checks, Job, Moved
-from tidemill.reshard.move import copy_local, lay, own_copies, unpack
+from tidemill.reshard.move import (
+    BUCKET_BYTES,
+    CHECK_EVERY,
+    DEPTH,
+    REBUILD,
+    TIMEOUT_S,
+    Checks,
+    Job,
+    Moved,
+    copy_local,
+    lay,
+    own_copies,
+    unpack,
+)
 from tidemill.reshard.plan import Plan
 from tidemill.reshard.schedule import Page, pages
 
+Board = npt.NDArray[np.int64]
 POLL_S = 0.0002
 LOOK_S = 0.05  # how often a waiting rank looks whether the other still lives
 HANDLE_BYTES = 4096
@@ -57,7 +70,7 @@ class SharedWire:
         self._base = [0] * ranks  # pages that each rank filled in earlier transfers
         self._agreed = 0
         self._pages: dict[tuple[int, int, int], tuple[Plan, dict[int, list[Page]]]] = {}
-        self._boards: list[npt.NDArray[np.int64]] = []
+        self._boards: list[Board] = []
         self._rings: list[torch.Tensor] = []
         self._open(token)
 
@@ -94,7 +107,7 @@ class SharedWire:
         _fence()
         board[ROUND] = self._agreed
         for rank, other in enumerate(self._boards):
-            self._wait(rank, lambda other=other: other[ROUND] >= self._agreed, "agree")
+            self._wait(rank, other, ROUND, self._agreed, "agree")
         _fence()
         words = {int(other[WELL + self._agreed % 2]) for other in self._boards}
         return words == {version}
@@ -111,7 +124,7 @@ class SharedWire:
         board, base = self._boards[self.rank], self._base[self.rank]
         if turn >= self.depth:
             for reader in mine[turn - self.depth].readers:
-                self._wait(reader, lambda r=reader: board[_taken(r)] > base + turn - self.depth, "read")
+                self._wait(reader, board, _taken(reader), base + turn - self.depth + 1, "read")
         ring = self._page(self.rank, turn)
         for slot, _ in mine[turn].blocks:
             lay(slot.transfer, job, ring, slot.at, slot.check_at)
@@ -126,7 +139,7 @@ class SharedWire:
             if turn >= len(laid.get(sender, ())) or self.rank not in laid[sender][turn].readers:
                 continue
             board, base = self._boards[sender], self._base[sender]
-            self._wait(sender, lambda b=board, n=base + turn: b[FILLED] > n, "write")
+            self._wait(sender, board, FILLED, base + turn + 1, "write")
             _fence()
             ring = self._page(sender, turn)
             if self._tamper:
@@ -159,10 +172,11 @@ class SharedWire:
 
     # Waiting
 
-    def _wait(self, rank: int, is_done: Callable[[], bool], what: str) -> None:
+    def _wait(self, rank: int, board: Board, word: int, value: int, what: str) -> None:
+        """Until a word on a board has grown to `value`; `rank` is whose doing that is."""
         deadline = time.monotonic() + self.timeout_s
         look = time.monotonic() + LOOK_S
-        while not is_done():
+        while board[word] < value:
             time.sleep(POLL_S)
             now = time.monotonic()
             if now < look:
@@ -185,7 +199,7 @@ class SharedWire:
         mapped = [_create(own, size) if r == self.rank else b"" for r in range(self.ranks)]
         ring = None if host else torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
         if ring is not None:
-            handle = pickle.dumps(reduce_tensor(ring))
+            handle = pickle.dumps(reduce_tensor(ring))  # type: ignore[no-untyped-call]
             mapped[self.rank][board_bytes : board_bytes + len(handle)] = handle  # type: ignore[index]
         board = _board(mapped[self.rank], board_bytes)
         board[PROCESS] = os.getpid()
@@ -204,7 +218,7 @@ class SharedWire:
                 self._rings.append(ring if rank == self.rank else _device_ring(mapped[rank], board_bytes))  # type: ignore[arg-type]
         board[READY] = 2  # has seen all
         for rank, theirs in enumerate(self._boards):
-            self._wait(rank, lambda t=theirs: t[READY] == 2, "open its ring")
+            self._wait(rank, theirs, READY, 2, "open its ring")
         own.unlink()  # all have it mapped: nothing is left behind however the ranks end
 
 
@@ -249,7 +263,9 @@ def _attach(path: Path, size: int, deadline: float, rank: int) -> mmap.mmap:
         except FileNotFoundError:
             pass
         if time.monotonic() > deadline:
-            raise ReshardError(f"rank {rank} did not come to {path.name} in time", "start all ranks with the same token")
+            raise ReshardError(
+                f"rank {rank} did not come to {path.name} in time", "start all ranks with the same token"
+            )
         time.sleep(0.002)
     try:
         mapped = mmap.mmap(descriptor, size)
@@ -263,7 +279,7 @@ def _attach(path: Path, size: int, deadline: float, rank: int) -> mmap.mmap:
     return mapped
 
 
-def _board(mapped: object, size: int) -> npt.NDArray[np.int64]:
+def _board(mapped: object, size: int) -> Board:
     return np.frombuffer(mapped, np.int64, size // 8)  # type: ignore[call-overload, no-any-return]
 
 
