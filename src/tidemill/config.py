@@ -268,6 +268,9 @@ class Algorithm(Section):
     dynamic_sampling: bool = Field(
         False, description="groups whose rewards are all equal are dropped and replaced by new prompts"
     )
+    dynamic_sampling_rounds: int = Field(
+        8, ge=0, description="most prompts tried in place of dropped groups, as a multiple of prompts_per_step"
+    )
     keep_best: int | None = Field(
         None, ge=1, description="rejection sampling: best responses kept of each group; none: all correct ones"
     )

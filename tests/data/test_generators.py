@@ -5,14 +5,28 @@ from tidemill.data.source import Order, open_source
 from tidemill.errors import DataError
 
 
-def test_chain_shows_running_totals_and_ends_with_the_answer() -> None:
-    train, _ = open_source(Data(source="chain", args={"terms": [3, 6]}), seed=1)
+def test_chain_works_every_step_out_and_ends_with_the_answer() -> None:
+    train, _ = open_source(Data(source="chain", args={"terms": [2, 6], "max_total": 12}), seed=1)
     for index in range(200):
         example = train.example(index)
-        totals = [int(t) for t in (example.response or "").split()]
+        steps = [step.split("=") for step in (example.response or "").split()]
+        assert all(eval(left) == int(right) for left, right in steps)
+        totals = [int(right) for _, right in steps]
         assert eval(str(example.prompt).rstrip("=")) == totals[-1] == int(example.answer)
-        assert min(totals) >= 0
+        assert min(totals) >= 0 and max(totals) <= 12
         assert len(totals) == example.meta["terms"] - 1
+
+
+def test_careless_chains_answer_at_once_and_only_short_ones_rightly() -> None:
+    train, _ = open_source(Data(source="chain", args={"terms": [2, 6], "max_total": 9, "worked": 0.25}), seed=1)
+    examples = [train.example(i) for i in range(800)]
+    careless = [e for e in examples if "=" not in (e.response or "")]
+    assert 0.65 < len(careless) / len(examples) < 0.85
+    right = {e.meta["terms"] == 2: 0 for e in careless}
+    for e in careless:
+        right[e.meta["terms"] == 2] += (e.response or "").strip() == e.answer
+    assert right[True] == sum(e.meta["terms"] == 2 for e in careless)
+    assert right[False] < 0.25 * sum(e.meta["terms"] > 2 for e in careless)
 
 
 @pytest.mark.parametrize("name", ["chain", "arithmetic", "addition", "multiplication", "sorting", "countdown", "code"])

@@ -20,16 +20,18 @@ from tidemill.device import host
 from tidemill.dock import LocalDock
 from tidemill.errors import ConfigError
 from tidemill.flow.evaluate import Evaluation, decoder, evaluate
-from tidemill.flow.feed import Feed, PairFeed
+from tidemill.flow.feed import FEEDS, Feed
 from tidemill.flow.stages import (
     AdvantageWorker,
     LearnWorker,
     RewardWorker,
     RolloutWorker,
     ScoreWorker,
+    ValueWorker,
     Worker,
 )
 from tidemill.flow.tally import Tally
+from tidemill.learn.critic import ValueLearner, ValueModel
 from tidemill.learn.engine import Learner, freeze
 from tidemill.models.load import Loaded, load
 from tidemill.reward.score import Scorer
@@ -53,6 +55,7 @@ class Workers:
     learn: LearnWorker
     tally: Tally
     held_out: Source
+    critic: ValueLearner | None = None
     kept_samples: list[dict[str, Any]] = field(default_factory=list)
 
     def evaluate(self, size: int, samples: int) -> Evaluation:
@@ -69,10 +72,17 @@ class Workers:
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors, learner = self.learner.state()
-        return tensors, {"learner": learner, "feed": self.feed.state()}
+        state: dict[str, Any] = {"learner": learner, "feed": self.feed.state()}
+        if self.critic is not None:
+            more, state["critic"] = self.critic.state()
+            tensors |= {f"critic.{name}": tensor for name, tensor in more.items()}
+        return tensors, state
 
     def restore(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         self.learner.restore(tensors, state["learner"])
+        if self.critic is not None:
+            own = {n.removeprefix("critic."): t for n, t in tensors.items() if n.startswith("critic.")}
+            self.critic.restore(own, state["critic"])
         self.feed.restore(state["feed"])
         self.publish()
 
@@ -98,25 +108,63 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
     with contextlib.ExitStack() as undo:
         scorer = undo.enter_context(Scorer(config.rewards))
         encode = PromptTokens(loaded.tokenizer, config.data)
-        feed = (Feed if "prompt" in graph.source else PairFeed)(training, config, encode)
+        feed = FEEDS[algorithm.food](training, config, encode, algorithm.greedy_rows)
         train = config.train
-        learner = Learner(loaded.model, config, algorithm, train.steps * train.updates_per_step * train.passes_per_step)
+        updates = train.steps * train.updates_per_step * train.passes_per_step
+        critic = ValueLearner(ValueModel(loaded.model), config, algorithm, updates) if needs_values(algorithm) else None
+        learner = critic if algorithm.learns_values and critic else Learner(loaded.model, config, algorithm, updates)
         engine = make_engine(loaded, config)
         dock = LocalDock(graph.stages, source=graph.source, lease_s=config.flow.lease_s)
         tally = Tally()
         kept: list[dict[str, Any]] = []
-        learn = LearnWorker(dock, learner, config, tally)
+        learn_values = (
+            LearnWorker(dock, critic, config, tally, "learn_values") if algorithm.has_critic and critic else None
+        )
+        learn = LearnWorker(dock, learner, config, tally, critic=learn_values)
+        most_groups = train.prompts_per_step * (1 + config.algorithm.dynamic_sampling_rounds)
+
+        def refill(count: int) -> int:
+            """New prompts in place of groups that taught nothing, within bounds; how many."""
+            count = min(count, most_groups - (feed.groups - learn.first_group))
+            if count > 0:
+                dock.put(feed.rows(count))
+            return max(count, 0)
+
         makers: dict[str, Callable[[], Worker]] = {
             "rollout": lambda: RolloutWorker(dock, engine, config, tally),
             "reward": lambda: RewardWorker(dock, scorer, decoder(loaded.tokenizer), tally, kept.append),
             "old_logprobs": lambda: ScoreWorker("old_logprobs", "old_logprobs", dock, loaded.model, config, tally),
+            "teacher": lambda: ScoreWorker(
+                "teacher", "teacher_logprobs", dock, teacher(config, device.torch_device), config, tally
+            ),
             "reference": lambda: ScoreWorker("reference", "ref_logprobs", dock, freeze(loaded.model), config, tally),
-            "advantage": lambda: AdvantageWorker(dock, algorithm, config, tally),
+            "advantage": lambda: AdvantageWorker(dock, algorithm, config, tally, refill),
             "learn": lambda: learn,
         }
+        if critic is not None and learn_values is not None:
+            makers |= {"values": lambda: ValueWorker(dock, critic, config, tally), "learn_values": lambda: learn_values}
         stages = [makers[stage.name]() for stage in graph.stages]
         undo.pop_all()
-    return Workers(config, loaded, algorithm, dock, feed, engine, learner, scorer, stages, learn, tally, held_out, kept)
+    own_critic = critic if algorithm.has_critic else None  # a reward model is the learner itself
+    return Workers(
+        *(config, loaded, algorithm, dock, feed, engine, learner, scorer, stages, learn, tally, held_out),
+        critic=own_critic,
+        kept_samples=kept,
+    )
+
+
+def needs_values(algorithm: Algorithm) -> bool:
+    return algorithm.has_critic or algorithm.learns_values
+
+
+def teacher(config: Config, device: torch.device) -> Any:
+    """The model that on-policy distillation learns from."""
+    path = config.algorithm.teacher
+    if path is None:
+        raise ConfigError(
+            f"algorithm {config.algorithm.name} needs a teacher", "set algorithm.teacher to a model folder"
+        )
+    return freeze(load(config.model.model_copy(update={"path": path}), seed=0, device=device).model)
 
 
 def check_window(config: Config, loaded: Loaded) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from tidemill.data.generators import Generator, Problem
 from tidemill.errors import DataError
@@ -34,33 +35,45 @@ def chain(
     operators: str = "+-",
     max_total: int | None = None,
     worked: float = 1.0,
+    pairs: bool = False,
 ) -> Problem:
-    """`7+5-3=` with the answer `9`. Totals stay at or above 0, and at or below `max_total`.
+    """`7+5-3=` with the answer `9`. Totals stay at or above 0 and at or below `max_total`.
 
-    The given response works it out, `7+5=12 12-3=9`, in a share `worked` of the problems; the others say ` 9` at once.
-    A model warmed up on few worked ones guesses; that working it out pays is for RL to find.
+    The given response works it out, `7+5=12 12-3=9`, in a share `worked` of the problems. The others are careless: they
+    answer at once, ` 9`, right for two terms and a guess for more. That working it out pays is left for RL to find.
+    With `pairs` there is also a response to reject: worked out with a slip that the later steps carry on.
     """
     if not operators or set(operators) - set("+-"):
         raise DataError(f"data.args.operators must be made of + and -, got {operators!r}")
     if max_value < 1 or (max_total is not None and max_total < 1):
         raise DataError(f"data.args.max_value and max_total must be at least 1, got {max_value} and {max_total}")
-    ceiling = max_value * 100 if max_total is None else max_total
+    ceiling = max_value * 10 if max_total is None else max_total
     count = rng.randint(*span(terms, "terms", 2))
     total = rng.randint(1, min(max_value, ceiling))
-    text, steps = str(total), []
+    moves: list[tuple[str, int]] = []
+    start = total
     for _ in range(count - 1):
-        operator = rng.choice(operators)
         room = min(max_value, ceiling - total)
-        if operator == "+" and room < 1:
-            operator = "-"
-        if operator == "-" and total < 1:
-            operator = "+"
-        value = rng.randint(1, max(1, min(max_value, total) if operator == "-" else room))
-        before, total = total, total + (value if operator == "+" else -value)
-        text += f"{operator}{value}"
+        operator = "-" if room < 1 else "+" if total < 1 else rng.choice(operators)
+        value = rng.randint(1, room if operator == "+" else min(max_value, total))
+        total += value if operator == "+" else -value
+        moves.append((operator, value))
+    guess = total if count == 2 else rng.randint(0, min(ceiling, 9))
+    response = work_out(start, moves) if rng.random() < worked else f" {guess}"
+    meta: dict[str, Any] = {"terms": count}
+    if pairs:
+        meta["rejected"] = work_out(start, moves, slip_at=rng.randrange(len(moves)), slip=rng.choice([1, 2]))
+    text = str(start) + "".join(f"{operator}{value}" for operator, value in moves)
+    return Problem(f"{text}=", str(total), response, meta)
+
+
+def work_out(total: int, moves: Sequence[tuple[str, int]], slip_at: int = -1, slip: int = 0) -> str:
+    """`7+5=12 12-3=9`; a slip is added to one step's total, and carried on."""
+    steps = []
+    for place, (operator, value) in enumerate(moves):
+        before, total = total, total + (value if operator == "+" else -value) + (slip if place == slip_at else 0)
         steps.append(f"{before}{operator}{value}={total}")
-    response = " ".join(steps) if rng.random() < worked else f" {total}"
-    return Problem(f"{text}=", str(total), response, {"terms": count})
+    return " ".join(steps)
 
 
 def addition(rng: random.Random, digits: Span = 2, numbers: Span = 2) -> Problem:

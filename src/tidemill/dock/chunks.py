@@ -32,7 +32,7 @@ class Chunks:
         self._chunks: dict[int, Chunk] = {}
         self._held: dict[str, Held] = {}
 
-    def __contains__(self, key: int) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._chunks
 
     def __getitem__(self, key: int) -> Chunk:

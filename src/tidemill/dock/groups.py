@@ -76,9 +76,14 @@ class Groups:
         else:
             group.left += 1
         if not group.members and group.seen >= group.size:
-            del self._by_key[key]
-            self._by_handle[group.handle] = None
-            self._free.append(group.handle)
+            self._delete(group)
+
+    def forget(self, key: int, slot: int) -> None:
+        """A row is no longer here, but expected again."""
+        group = self._by_key[key]
+        group.members.remove(slot)
+        if not group.members and group.seen == 0:
+            self._delete(group)
 
     def learn_size(self, size: int) -> list[Group]:
         """The size of groups that did not say; returns those that now know it."""
@@ -88,6 +93,11 @@ class Groups:
         for group in news:
             group.size = size
         return news
+
+    def _delete(self, group: Group) -> None:
+        del self._by_key[group.key]
+        self._by_handle[group.handle] = None
+        self._free.append(group.handle)
 
     def _new(self, key: int) -> Group:
         if not self._free:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tidemill.dock import sampler
+from tidemill.dock import again, sampler
 from tidemill.dock.api import DockState, LeaseExpired, StageCounts, Want
 from tidemill.dock.chunks import Chunk, Chunks
 from tidemill.dock.controller import Controller, make_controllers
@@ -23,7 +23,7 @@ from tidemill.errors import DockError, did_you_mean
 from tidemill.graph import Stage
 
 EPOCH_SHIFT = 40  # lease ids are epoch << 40 | serial: one from before a restart is never mistaken for a new one
-REMEMBERED_COMMITS = 1 << 16  # a commit repeated because its answer was lost is recognised this long
+REMEMBERED_COMMITS = 1 << 13  # a commit repeated because its answer was lost is recognised this long
 NONE = np.empty(0, np.int64)
 
 
@@ -49,7 +49,9 @@ class Ledger:
         self.version = 0
         self.touched: set[str] = set()  # stages that got ready rows since the caller last looked
         self.effects: list[tuple[Any, ...]] | None = None  # what happened, for a journal; None: nobody keeps one
-        self.dropped = self.expired = self.stale = self.ended = 0
+        self.dropped = self.expired = self.stale = self.ended = self.lost = 0
+        self.missing: list[int] = []  # ids whose bytes are lost: only their producer can bring them back
+        self.gone: set[int] = set()  # chunks whose bytes are lost
         self.controllers, self._bits = make_controllers(stages, self)
         self._masks: dict[tuple[str, ...], np.uint64] = {}
         self._part_columns = [set[str]()] + [set(stage.writes) for stage in stages]  # part 0 grows with what is put
@@ -57,10 +59,10 @@ class Ledger:
         self.chunks = Chunks(max_rows, max_bytes)
         self.rows = Rows(parts=len(stages) + 1)
         self._by_name = {c.stage.name: c for c in self.controllers}
-        self._group_stages = [c for c in self.controllers if c.is_group]
-        self._group_bits = np.uint64(sum(int(c.bit) for c in self._group_stages))
-        self._all_stages = np.uint64((1 << len(stages)) - 1)
-        self.groups = Groups(len(self._group_stages), group_size)
+        self.group_stages = [c for c in self.controllers if c.is_group]
+        self.group_bits = np.uint64(sum(int(c.bit) for c in self.group_stages))
+        self.all_stages = np.uint64((1 << len(stages)) - 1)
+        self.groups = Groups(len(self.group_stages), group_size)
         self.slot_of: dict[int, int] = {}
         self.ended_ids = EndedIds()
         self._tag_codes: dict[str, int] = {"": 0}
@@ -79,19 +81,19 @@ class Ledger:
         if n == 0:
             self.chunks.add(what.chunk, Chunk(what.columns, what.nbytes, 0, tag))
             return 0
-        if self._group_stages:
+        if self.group_stages:
             keys, known = group[fresh].tolist(), None if sizes is None else sizes[fresh].tolist()
             self.groups.check_room(keys, known)
         if self.effects is not None:
             self.effects.append(("put", ids, group, sizes, what, tag, now))
         slots = self._enter(ids[fresh], group[fresh], what, fresh, tag, now)
-        if self._group_stages:
+        if self.group_stages:
             for i, slot in enumerate(slots.tolist()):
                 self.groups.join(keys[i], slot, known[i] if known else None)
         for c in self.controllers:
             if self.rows.written[slots[0]] & c.reads == c.reads:
-                self._make_ready(c, slots)
-        self._sift_stale(slots)
+                self.make_ready(c, slots)
+        again.sift(self, slots)
         return n
 
     def advance(self, version: int) -> None:
@@ -99,13 +101,12 @@ class Ledger:
         self.version = version
         if self.effects is not None:
             self.effects.append(("advance", version))
-        if self.max_staleness is not None:
-            self._sift_stale(self.rows.live())
+        again.sift(self, self.rows.live())
 
     def drop(self, ids: Iterable[int]) -> int:
         """End rows wherever they are. Returns how many were still here."""
         slots = self.slots_of(ids)
-        self._end(slots)
+        self.end(slots)
         return len(slots)
 
     # -- consuming ---------------------------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ class Ledger:
         sampler.check(want)
         if c.is_group and self.groups.size is None and want.group_size is not None:
             for group in self.groups.learn_size(want.group_size):
-                for other in self._group_stages:
+                for other in self.group_stages:
                     self._queue_if_complete(other, group.key)
         if c.is_group and self.groups.has_unsized:
             raise DockError(
@@ -135,21 +136,36 @@ class Ledger:
             self.chunks.add(what.chunk, Chunk((), 0, 0, ""))
             return
         held = self._held_lease(lease, now)
-        c = self.controllers[held.stage]
+        c, slots = self.controllers[held.stage], held.slots
         c.check_outputs(what)
         del self._leases[lease]
-        c.leased -= len(held.slots)
-        self.rows.leased[held.slots] &= ~c.bit
+        c.leased -= len(slots)
+        self.rows.leased[slots] &= ~c.bit
+        keep = self.rows.state[slots] == LIVE
         ended = set(drop)
+        if ended:
+            keep &= ~np.isin(self.rows.id[slots], np.fromiter(ended, np.int64, len(ended)))
+        places = np.flatnonzero(keep)
         if self.effects is not None:
-            self.effects.append(("commit", lease, c.stage.name, self.rows.id[held.slots], what, sorted(ended)))
-        self._remember(lease)
-        self._finish(c, held.slots, what, ended)
+            ids = self.rows.id[slots]
+            self.effects.append(("commit", lease, c.stage.name, ids[places], places, what, ids[~keep]))
+        self.finish(c, lease, slots[places], places, what, slots[~keep])
+        again.sift(self, slots[places])
 
     def renew(self, lease: int, now: float) -> float:
         held = self._held_lease(lease, now)
         held.deadline = now + self.lease_s
         return held.deadline
+
+    def lease_span(self) -> tuple[int, int]:
+        """Serial numbers of the oldest lease held (or the next one to come) and of the last one given."""
+        last = self._lease_serial
+        oldest = min(self._leases) & ((1 << EPOCH_SHIFT) - 1) if self._leases else last + 1
+        return oldest, last
+
+    def lease_rows(self, lease: int, now: float) -> int:
+        """How many rows a lease holds; refused when it is no longer held."""
+        return len(self._held_lease(lease, now).slots)
 
     def abandon(self, lease: int) -> None:
         """Give the rows back. A lease that is gone already has given them back."""
@@ -192,7 +208,7 @@ class Ledger:
 
     @property
     def has_groups(self) -> bool:
-        return bool(self._group_stages)
+        return bool(self.group_stages)
 
     def state(self, now: float) -> DockState:
         return DockState(
@@ -204,6 +220,7 @@ class Ledger:
             expired=self.expired,
             stale=self.stale,
             ended=self.ended,
+            lost=self.lost,
         )
 
     def _counts(self, c: Controller, now: float) -> StageCounts:
@@ -217,7 +234,7 @@ class Ledger:
         """Units for `want`, taken out of the ready queue; None when too few are ready."""
         chosen, dull = c.choose(want)
         if len(dull):
-            self._end(c.slots(dull))
+            self.end(c.slots(dull))
         if chosen is not None:
             c.ready.remove(chosen)
         return chosen
@@ -282,19 +299,14 @@ class Ledger:
         rows.leased[slots] &= ~c.bit
         live = rows.state[slots] == LIVE
         ending, slots = slots[~live], slots[live]
-        self._free_rows(ending[rows.leased[ending] == 0])
+        self.free_rows(ending[rows.leased[ending] == 0])
         if c.is_group:
             for key in dict.fromkeys(rows.group[slots].tolist()):
                 self._queue_if_complete(c, key, front=True)
         else:
             c.ready.add(slots, front=True)
         self.touched.add(c.stage.name)
-        self._sift_stale(slots)
-
-    def _remember(self, lease: int) -> None:
-        self.committed[lease] = None
-        if len(self.committed) > REMEMBERED_COMMITS:
-            del self.committed[next(iter(self.committed))]
+        again.sift(self, slots)
 
     # -- what a step does to rows ------------------------------------------------------------------------------------
 
@@ -321,26 +333,25 @@ class Ledger:
         self.serial += n
         self.learn_source(what.columns)
         rows.written[slots] = rows.source[slots] = self._mask(what.columns)
-        rows.pending[slots], rows.leased[slots] = self._all_stages, 0
+        rows.pending[slots], rows.leased[slots] = self.all_stages, 0
         rows.chunk[:, slots] = -1
         self._place(0, slots, what, places, tag)
         self.chunks.count_rows(tag, n)
         return slots
 
-    def _finish(self, c: Controller, slots: Ints, what: Written, drop: set[int]) -> None:
+    def finish(self, c: Controller, lease: int, kept: Ints, places: Ints, what: Written, gone: Ints) -> None:
+        """The one step of a commit: `kept` rows (at `places` in the outputs) are consumed, `gone` ones end."""
         rows = self.rows
-        keep = rows.state[slots] == LIVE
-        if drop:
-            keep &= ~np.isin(rows.id[slots], np.fromiter(drop, np.int64, len(drop)))
-        places = np.flatnonzero(keep)
-        kept, gone = slots[places], slots[~keep]
+        self.committed[lease] = None
+        if len(self.committed) > REMEMBERED_COMMITS:
+            del self.committed[next(iter(self.committed))]
         c.done += len(kept)
         if c.is_group:
             for key in rows.group[kept].tolist():
                 self.groups[key].ready[c.group_index] -= 1
                 self.groups[key].consumed[c.group_index] += 1
-        self._end(gone)
-        self._free_rows(gone[(rows.state[gone] == ENDING) & (rows.leased[gone] == 0)])
+        self.end(gone)
+        self.free_rows(gone[(rows.state[gone] == ENDING) & (rows.leased[gone] == 0)])
         rows.pending[kept] &= ~c.bit
         if what.version is not None:
             rows.version[kept] = what.version[places]
@@ -352,7 +363,6 @@ class Ledger:
         self._place(c.index + 1, kept, what, places, tag)
         self._spread_news(kept, what)
         self._let_go(kept)
-        self._sift_stale(kept)
 
     def _place(self, part: int, slots: Ints, what: Written, places: Ints, tag: str) -> None:
         if what.chunk >= 0:
@@ -367,12 +377,12 @@ class Ledger:
         rows.written[slots] |= news
         for c in self.controllers:
             if what.version is not None:
-                c.ready.rekey(self._units(c, slots))
+                c.ready.rekey(self.units(c, slots))
             if news & c.reads:
                 idle = (rows.pending[slots] & ~rows.leased[slots] & c.bit) != 0
-                self._make_ready(c, slots[idle & (rows.written[slots] & c.reads == c.reads)])
+                self.make_ready(c, slots[idle & (rows.written[slots] & c.reads == c.reads)])
 
-    def _make_ready(self, c: Controller, slots: Ints) -> None:
+    def make_ready(self, c: Controller, slots: Ints) -> None:
         if not len(slots):
             return
         if not c.is_group:
@@ -394,21 +404,21 @@ class Ledger:
         """Free the parts that no pending stage reads, and the rows that went through all stages."""
         rows = self.rows
         is_through = (rows.pending[slots] | rows.leased[slots]) == 0
-        self._free_rows(slots[is_through])
+        self.free_rows(slots[is_through])
         rest = slots[~is_through]
         if not len(rest):
             return
         first = 1 if self.stale_policy == "requeue" else 0  # what is made again is made from part 0
         for part in range(first, len(rows.chunk)):
-            self._unref(part, rest[(rows.pending[rest] & self._part_readers[part]) == 0])
+            self.unref(part, rest[(rows.pending[rest] & self._part_readers[part]) == 0])
 
-    def _unref(self, part: int, slots: Ints) -> None:
+    def unref(self, part: int, slots: Ints) -> None:
         slots = slots[self.rows.chunk[part, slots] >= 0]
         if len(slots):
             self.chunks.unref(self.rows.chunk[part, slots].tolist())
             self.rows.chunk[part, slots] = -1
 
-    def _end(self, slots: Ints) -> None:
+    def end(self, slots: Ints) -> None:
         """Rows stop here: dropped by a consumer, a sampler or staleness. Leased ones are freed as their leases end."""
         rows = self.rows
         slots = slots[rows.state[slots] == LIVE]
@@ -421,9 +431,9 @@ class Ledger:
         for c in self.controllers:
             if not c.is_group:
                 c.ready.remove(slots)
-        if self._group_stages:
+        if self.group_stages:
             self._leave_groups(slots)
-        self._free_rows(slots[rows.leased[slots] == 0])
+        self.free_rows(slots[rows.leased[slots] == 0])
 
     def _leave_groups(self, slots: Ints) -> None:
         """Dropped rows are no longer expected: what is left of their groups may be complete now, or nothing."""
@@ -432,76 +442,43 @@ class Ledger:
         for slot in slots.tolist():
             group = self.groups[int(rows.group[slot])]
             touched[group.key] = group
-            for c in self._group_stages:
+            for c in self.group_stages:
                 if not rows.pending[slot] & c.bit:
                     group.consumed[c.group_index] -= 1
                 elif rows.written[slot] & c.reads == c.reads:
                     group.ready[c.group_index] -= 1
             self.groups.left(group.key, slot, dropped=True)
         for group in touched.values():
-            for c in self._group_stages:
+            for c in self.group_stages:
                 if not group.is_complete(c.group_index):
                     c.ready.remove(np.array([group.handle]))
                 elif not (rows.leased[group.members] & c.bit).any():
                     self._queue_if_complete(c, group.key)
 
-    def _free_rows(self, slots: Ints) -> None:
+    def free_rows(self, slots: Ints) -> None:
         if not len(slots):
             return
         rows = self.rows
-        for part in range(len(rows.chunk)):
-            self._unref(part, slots)
         ids = rows.id[slots].tolist()
-        for i in ids:
-            del self.slot_of[i]
         self.ended_ids.add(ids)
         self.ended += len(ids)
-        for tag in rows.tag[slots].tolist():
-            self.chunks.count_rows(self.tags[tag], -1)
-        if self._group_stages:
+        if self.group_stages:
             for slot in slots[rows.state[slots] == LIVE].tolist():
                 self.groups.left(int(rows.group[slot]), slot, dropped=False)
+        self.clear(slots)
+
+    def clear(self, slots: Ints) -> None:
+        """Take rows out of the table, whatever the reason."""
+        rows = self.rows
+        for part in range(len(rows.chunk)):
+            self.unref(part, slots)
+        for i in rows.id[slots].tolist():
+            del self.slot_of[i]
+        for tag in rows.tag[slots].tolist():
+            self.chunks.count_rows(self.tags[tag], -1)
         rows.release(slots)
 
-    def _sift_stale(self, slots: Ints) -> None:
-        if self.max_staleness is None or not len(slots):
-            return
-        rows = self.rows
-        slots = slots[(rows.state[slots] == LIVE) & (rows.leased[slots] == 0) & (rows.version[slots] != NO_VERSION)]
-        old = slots[self.version - rows.version[slots] > self.max_staleness]
-        if not len(old):
-            return
-        self.stale += len(old)
-        # A row that went through a group stage cannot be made again alone: its group was judged with it.
-        again = (rows.pending[old] & self._group_bits) == self._group_bits
-        if self.stale_policy == "drop":
-            again[:] = False
-        self._end(old[~again])
-        self._requeue(old[again])
-
-    def _requeue(self, slots: Ints) -> None:
-        """Rows go back to what they were when they were put: every stage does them anew."""
-        if not len(slots):
-            return
-        rows = self.rows
-        if self.effects is not None:
-            self.effects.append(("requeue", rows.id[slots]))
-        for c in self.controllers:
-            if not c.is_group:
-                c.ready.remove(slots)
-                continue
-            for slot in slots[(rows.written[slots] & c.reads) == c.reads].tolist():
-                group = self.groups[int(rows.group[slot])]
-                group.ready[c.group_index] -= 1
-                c.ready.remove(np.array([group.handle]))
-        for part in range(1, len(rows.chunk)):
-            self._unref(part, slots)
-        rows.written[slots] = rows.source[slots]
-        rows.pending[slots], rows.version[slots] = self._all_stages, NO_VERSION
-        for c in self.controllers:
-            self._make_ready(c, slots[(rows.written[slots] & c.reads) == c.reads])
-
-    def _units(self, c: Controller, slots: Ints) -> Ints:
+    def units(self, c: Controller, slots: Ints) -> Ints:
         if not c.is_group:
             return slots
         keys = dict.fromkeys(self.rows.group[slots].tolist())

@@ -89,7 +89,11 @@ def balance(weights: Sequence[int] | Ints, ranks: int) -> list[Ints]:
     sizes = np.asarray(weights, np.int64)
     if ranks == 1:
         return [np.arange(len(sizes))]
-    parts = largest_differencing(sizes, ranks)
+    parts = min(
+        largest_differencing(sizes, ranks),
+        [part.tolist() for part in longest_first(sizes, ranks)],
+        key=lambda parts: max(int(sizes[part].sum()) if part else 0 for part in parts),
+    )
     refine(sizes, parts)
     spread_over_empty(sizes, parts)
     return [np.array(sorted(part), np.int64) for part in parts]

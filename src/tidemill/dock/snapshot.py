@@ -28,6 +28,7 @@ def dump(ledger: Ledger) -> tuple[dict[str, Any], Arrays]:
     live = live[np.argsort(rows.serial[live], kind="stable")]
     arrays: Arrays = {f"row.{name}": getattr(rows, name)[live] for name in ROW_FIELDS}
     arrays["row.chunk"], arrays["row.place"] = rows.chunk[:, live], rows.place[:, live]
+    arrays["committed"] = np.fromiter(ledger.committed, np.int64, len(ledger.committed))
     arrays["ended.page"], arrays["ended.bits"] = ledger.ended_ids.dump()
     for c in ledger.controllers:
         arrays[f"order.{c.stage.name}"] = _order(ledger, c)
@@ -45,7 +46,6 @@ def dump(ledger: Ledger) -> tuple[dict[str, Any], Arrays]:
         "groups": ledger.groups.dump(),
         "group_size": ledger.groups.size,
         "chunks": chunks,
-        "committed": list(ledger.committed),
     }
     return record, arrays
 
@@ -63,7 +63,7 @@ def load(ledger: Ledger, record: dict[str, Any], arrays: Arrays) -> None:
     ledger.groups.size = record["group_size"]
     ledger.groups.load(record["groups"])
     ledger.ended_ids.load(arrays["ended.page"], arrays["ended.bits"])
-    ledger.committed.update(dict.fromkeys(record["committed"]))
+    ledger.committed.update(dict.fromkeys(arrays["committed"].tolist()))
     for tag in record["tags"]:
         ledger.learn_tag(tag)
     ledger.serial = record["serial"]

@@ -16,8 +16,8 @@ from tidemill.errors import DataError
 
 
 class Feed:
-    def __init__(self, source: Source, config: Config, encode: PromptTokens) -> None:
-        self.source, self.config, self.encode = source, config, encode
+    def __init__(self, source: Source, config: Config, encode: PromptTokens, greedy_rows: int = 0) -> None:
+        self.source, self.config, self.encode, self.greedy_rows = source, config, encode, greedy_rows
         self.order = Order(source, config.seed, config.data.shuffle)
         self.position = 0  # examples looked at so far, bad ones included
         self.groups = 0  # prompts given out so far
@@ -46,24 +46,25 @@ class Feed:
     def _tokens(self, example: Example) -> Any:
         return self.encode.encode(example)
 
-    def rows(self) -> Batch:
-        """One step's rows: each prompt samples_per_prompt times, a group each."""
-        train, n = self.config.train, self.config.train.samples_per_prompt
-        picked = [pair for pair in self.examples(train.prompts_per_step) for _ in range(n)]
-        groups = np.repeat(np.arange(self.groups, self.groups + train.prompts_per_step, dtype=np.int64), n)
-        self.groups += train.prompts_per_step
-        return Batch(
-            {
-                ID: groups * n + np.tile(np.arange(n), train.prompts_per_step),
-                GROUP: groups,
-                "group_size": np.full(len(groups), n, np.int32),
-                LENGTH: np.array([len(tokens) for _, tokens in picked], np.int32),
-                "prompt": Column.jagged([tokens for _, tokens in picked], np.int32),
-                "answer": Column.text([e.answer for e, _ in picked]),
-                "meta": Column.text([json.dumps(e.meta) for e, _ in picked]),
-                "where": Column.text([e.where for e, _ in picked]),
-            }
-        )
+    def rows(self, prompts: int | None = None) -> Batch:
+        """One step's rows (or those of so many prompts): each prompt samples_per_prompt times, a group each."""
+        prompts, n = prompts or self.config.train.prompts_per_step, self.config.train.samples_per_prompt
+        picked = [pair for pair in self.examples(prompts) for _ in range(n)]
+        groups = np.repeat(np.arange(self.groups, self.groups + prompts, dtype=np.int64), n)
+        self.groups += prompts
+        columns: dict[str, Any] = {
+            ID: groups * n + np.tile(np.arange(n), prompts),
+            GROUP: groups,
+            "group_size": np.full(len(groups), n, np.int32),
+            LENGTH: np.array([len(tokens) for _, tokens in picked], np.int32),
+            "prompt": Column.jagged([tokens for _, tokens in picked], np.int32),
+            "answer": Column.text([e.answer for e, _ in picked]),
+            "meta": Column.text([json.dumps(e.meta) for e, _ in picked]),
+            "where": Column.text([e.where for e, _ in picked]),
+        }
+        if self.greedy_rows:
+            columns["greedy"] = np.tile(np.arange(n) < self.greedy_rows, prompts).astype(np.uint8)
+        return Batch(columns)
 
     def state(self) -> dict[str, int]:
         return {"position": self.position, "groups": self.groups}
@@ -78,19 +79,69 @@ class PairFeed(Feed):
     def _tokens(self, example: Example) -> Any:
         return self.encode.encode_pair(example)
 
-    def rows(self) -> Batch:
-        count = self.config.train.prompts_per_step
+    def rows(self, prompts: int | None = None) -> Batch:
+        count = prompts or self.config.train.prompts_per_step
         pairs = [pair for _, pair in self.examples(count)]
         ids = np.arange(self.groups, self.groups + count, dtype=np.int64)
         self.groups += count
-        return Batch(
-            {
-                ID: ids,
-                GROUP: ids,
-                "group_size": np.ones(count, np.int32),
-                LENGTH: np.array([len(p) + len(r) for p, r in pairs], np.int32),
-                "tokens": Column.jagged([[*p, *r] for p, r in pairs], np.int32),
-                "prompt_length": np.array([len(p) for p, _ in pairs], np.int32),
-                "mask": Column.jagged([np.ones(len(r)) for _, r in pairs], np.uint8),
-            }
-        )
+        return given_rows(ids, ids, 1, pairs)
+
+
+class PreferenceFeed(Feed):
+    """Pairs: a chosen and a rejected response of each prompt, one group, the column `chosen` telling which is which."""
+
+    def _tokens(self, example: Example) -> Any:
+        prompt, chosen = self.encode.encode_pair(example)
+        rejected = example.meta.get("rejected")
+        if not isinstance(rejected, str):
+            raise DataError(
+                f"{example.where}: the row has no rejected response",
+                "name its column with data.columns.rejected, and the chosen one's with data.columns.response",
+            )
+        return prompt, chosen, self.encode.response_tokens(rejected)
+
+    def rows(self, prompts: int | None = None) -> Batch:
+        count = prompts or self.config.train.prompts_per_step
+        triples = [triple for _, triple in self.examples(count)]
+        groups = np.repeat(np.arange(self.groups, self.groups + count, dtype=np.int64), 2)
+        self.groups += count
+        pairs = [(p, r) for p, chosen, rejected in triples for r in (chosen, rejected)]
+        chosen = np.tile(np.array([1.0, 0.0], np.float32), count)
+        return given_rows(2 * groups + np.tile([0, 1], count), groups, 2, pairs).merge({"chosen": chosen})
+
+
+class JudgedFeed(PreferenceFeed):
+    """Single responses, good or bad: a pair gives one of each. Every response also comes behind another's prompt, with
+    `mismatched` 1, to measure how far the policy has moved where nothing was asked of it."""
+
+    def rows(self, prompts: int | None = None) -> Batch:
+        pairs = super().rows(prompts)
+        order = list(range(pairs.rows))
+        prompt_of = [pairs["tokens"][i][: pairs.values("prompt_length")[i]].tolist() for i in order]
+        response = [pairs["tokens"][i][pairs.values("prompt_length")[i] :].tolist() for i in order]
+        strange = [(prompt_of[i], response[(i + 2) % pairs.rows]) for i in order]
+        own = [(prompt_of[i], response[i]) for i in order]
+        ids = np.concatenate([2 * pairs.values(ID), 2 * pairs.values(ID) + 1])
+        chosen = np.concatenate([pairs.values("chosen"), np.zeros(len(order), np.float32)])
+        mismatched = np.repeat(np.array([0.0, 1.0], np.float32), len(order))
+        # A group is a prompt's: its two responses and the two that are not its own.
+        groups = np.concatenate([pairs.values(GROUP), pairs.values(GROUP)])
+        return given_rows(ids, groups, 4, own + strange).merge({"chosen": chosen, "mismatched": mismatched})
+
+
+def given_rows(ids: Any, groups: Any, group_size: int, pairs: list[tuple[list[int], list[int]]]) -> Batch:
+    """Rows that come with their responses."""
+    return Batch(
+        {
+            ID: ids,
+            GROUP: groups,
+            "group_size": np.full(len(ids), group_size, np.int32),
+            LENGTH: np.array([len(p) + len(r) for p, r in pairs], np.int32),
+            "tokens": Column.jagged([[*p, *r] for p, r in pairs], np.int32),
+            "prompt_length": np.array([len(p) for p, _ in pairs], np.int32),
+            "mask": Column.jagged([np.ones(len(r)) for _, r in pairs], np.uint8),
+        }
+    )
+
+
+FEEDS = {"prompts": Feed, "responses": PairFeed, "pairs": PreferenceFeed, "judged": JudgedFeed}

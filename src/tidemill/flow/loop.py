@@ -79,7 +79,7 @@ def train_loop(
     summary, first = Summary(), 0
     if found is not None:
         first = restore(found, workers, summary)
-    folder.truncate(first)
+    folder.truncate(first if found is not None else -1)  # without a checkpoint, what was logged before step 1 goes too
     watch.started(workers, first)
     with MetricsWriter(folder, config.observe.tensorboard, first) as metrics, interruptions(watch) as stop:
         if first == 0 and config.eval.before:

@@ -17,8 +17,10 @@ class Stopped(Exception):
 
 def sync(workers: Sequence[Worker], learn: LearnWorker, stop: Callable[[], bool], stall_s: float) -> None:
     """One stage after the other, each on the whole step."""
-    for worker in workers:
-        _poll_until_still([worker], learn, stop, stall_s)
+    moved = True
+    while moved and not learn.is_done:  # once, unless a stage puts new rows in
+        moves = [_poll_until_still([worker], learn, stop, stall_s) for worker in workers]
+        moved = any(moves)
     _check_done(workers, learn)
 
 
@@ -31,8 +33,9 @@ def streamed(workers: Sequence[Worker], learn: LearnWorker, stop: Callable[[], b
 SCHEDULES = {"sync": sync, "streamed": streamed}
 
 
-def _poll_until_still(workers: Sequence[Worker], learn: LearnWorker, stop: Callable[[], bool], stall_s: float) -> None:
-    moved_at = time.monotonic()
+def _poll_until_still(workers: Sequence[Worker], learn: LearnWorker, stop: Callable[[], bool], stall_s: float) -> bool:
+    """Whether anything moved."""
+    began = moved_at = time.monotonic()
     while not learn.is_done:
         if stop() and not learn.has_begun:
             raise Stopped
@@ -40,13 +43,14 @@ def _poll_until_still(workers: Sequence[Worker], learn: LearnWorker, stop: Calla
         if any(moves):
             moved_at = time.monotonic()
         elif not any(worker.waits for worker in workers):
-            return
+            break
         elif time.monotonic() - moved_at > stall_s:
             raise TidemillError(
                 stacks_of(list(workers), moved_at), "see the log; raise rewards.timeout_s if it is slow"
             )
         else:
             time.sleep(IDLE_S)
+    return moved_at > began
 
 
 def _check_done(workers: Sequence[Worker], learn: LearnWorker) -> None:

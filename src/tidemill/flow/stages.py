@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,11 +20,13 @@ from tidemill.config import Config
 from tidemill.dock import Dock, Lease, Want
 from tidemill.errors import RewardError, TidemillError
 from tidemill.flow.tally import Tally
+from tidemill.learn.critic import ValueLearner
 from tidemill.learn.engine import Learner, score
 from tidemill.reward.api import Sample, Scored
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
 
+GREEDY_ID = 1 << 46  # request ids of greedy rows: apart from every group's own
 FINISH = ("stop", "length", "error", "cancelled")  # the column `finish` holds the index
 
 
@@ -92,17 +94,29 @@ class RolloutWorker:
                 return moved
             group = int(lease.batch.values(GROUP)[0])
             self.rolling[group] = _Rolling(lease, {})
-            prompt = lease.batch["prompt"][0].tolist()
-            self.engine.submit(Request(group, prompt, self.sampling, n=lease.batch.rows))
+            for request in self._requests(group, lease.batch):
+                self.engine.submit(request)
             moved = True
         return moved
 
+    def _requests(self, group: int, batch: Batch) -> list[Request]:
+        """The group's rows; those marked greedy, which others are compared with, apart from the drawn ones."""
+        prompt = batch["prompt"][0].tolist()
+        greedy = batch.values("greedy") != 0 if "greedy" in batch else np.zeros(batch.rows, np.bool_)
+        drawn, fixed = np.flatnonzero(~greedy).tolist(), np.flatnonzero(greedy).tolist()
+        requests = [Request(group, prompt, self.sampling, n=len(drawn), user=(group, drawn))] if drawn else []
+        if fixed:
+            sampling = replace(self.sampling, temperature=0.0)
+            requests.append(Request(GREEDY_ID + group, prompt, sampling, n=len(fixed), user=(group, fixed)))
+        return requests
+
     def _finish(self, completion: Completion) -> None:
-        rolling = self.rolling[completion.request.id]
-        rolling.done[completion.index] = completion
+        group, rows = completion.request.user
+        rolling = self.rolling[group]
+        rolling.done[rows[completion.index]] = completion
         if len(rolling.done) < rolling.lease.batch.rows:
             return
-        del self.rolling[completion.request.id]
+        del self.rolling[group]
         made = [rolling.done[i] for i in range(rolling.lease.batch.rows)]
         failed = next((c for c in made if c.finish == "error"), None)
         if failed is not None:
@@ -221,24 +235,60 @@ class RewardWorker:
 
 
 class AdvantageWorker:
+    """Advantages of complete groups, or of the whole step where the algorithm says so; other rows end here."""
+
     name = "advantage"
     waits = False
 
-    def __init__(self, dock: Dock, algorithm: Algorithm, config: Config, tally: Tally) -> None:
-        self.dock, self.algorithm, self.config, self.tally = dock, algorithm, config, tally
+    def __init__(
+        self, dock: Dock, algorithm: Algorithm, config: Config, tally: Tally, refill: Callable[[int], int] = lambda n: 0
+    ) -> None:
+        self.dock, self.algorithm, self.config, self.tally, self.refill = dock, algorithm, config, tally, refill
+        self.held: list[Lease] = []
 
     def poll(self) -> bool:
         lease = self.dock.take(self.name, Want(groups=4096))
-        if lease is None:
-            return False
+        if lease is not None:
+            self.held.append(lease)
+        if not self.held or (self.algorithm.wants_whole_step(self.config) and not self._all_here()):
+            return lease is not None
         with self.tally.time(self.name):
-            rewards, groups = lease.batch.values("reward"), lease.batch.values(GROUP)
-            for group in np.unique(groups):
-                own = rewards[groups == group]
-                self.tally.mean("equal_reward_groups", float(own.max() == own.min()))
-                self.tally.mean("reward_std", float(own.std()))
-            lease.commit(self.algorithm.advantages(lease.batch, self.config))
+            self._commit(self.held)
+        self.held = []
         return True
+
+    def _all_here(self) -> bool:
+        """Whether every sample of the step is held here or has gone on to learning."""
+        state = self.dock.state()
+        beyond = state.stages["learn"]
+        return sum(h.batch.rows for h in self.held) + beyond.ready + beyond.leased == state.rows
+
+    def _commit(self, leases: list[Lease]) -> None:
+        batch = Batch.concat([lease.batch for lease in leases])
+        self._count(batch)
+        outputs, kept = self.algorithm.advantages(batch, self.config), self.algorithm.keep(batch, self.config)
+        start = 0
+        for lease in leases:
+            rows = np.arange(start, start + lease.batch.rows)
+            dropped = lease.batch.values(ID)[~kept[rows]].tolist()
+            lease.commit(outputs.gather(rows), drop=dropped)
+            start += lease.batch.rows
+        groups = batch.values(GROUP)
+        gone = len(np.unique(groups)) - len(np.unique(groups[kept]))
+        if not kept.all():
+            self.tally.add("dropped_samples", float((~kept).sum()))
+            self.tally.add("dropped_groups", float(gone))
+        if gone and self.config.algorithm.dynamic_sampling:
+            self.tally.add("refilled_groups", float(self.refill(gone)))
+
+    def _count(self, batch: Batch) -> None:
+        if "reward" not in batch:
+            return
+        rewards, groups = batch.values("reward"), batch.values(GROUP)
+        for group in np.unique(groups):
+            own = rewards[groups == group]
+            self.tally.mean("equal_reward_groups", float(own.max() == own.min()))
+            self.tally.mean("reward_std", float(own.std()))
 
 
 class ScoreWorker:
@@ -265,6 +315,24 @@ class ScoreWorker:
         return True
 
 
+class ValueWorker:
+    """The critic's values, before it learns from this step."""
+
+    name = "values"
+    waits = False
+
+    def __init__(self, dock: Dock, critic: ValueLearner, config: Config, tally: Tally) -> None:
+        self.dock, self.critic, self.config, self.tally = dock, critic, config, tally
+
+    def poll(self) -> bool:
+        lease = self.dock.take(self.name, Want(tokens=self.config.train.tokens_per_microbatch * 4))
+        if lease is None:
+            return False
+        with self.tally.time(self.name):
+            lease.commit(Batch({"values": self.critic.values(lease.batch)}))
+        return True
+
+
 class LearnWorker:
     """Adds up gradients of the step's groups as they come; updates the weights once an update's last group is in.
 
@@ -272,11 +340,19 @@ class LearnWorker:
     last sample is made: so every schedule computes the same step.
     """
 
-    name = "learn"
     waits = False
 
-    def __init__(self, dock: Dock, learner: Learner, config: Config, tally: Tally) -> None:
+    def __init__(
+        self,
+        dock: Dock,
+        learner: Learner,
+        config: Config,
+        tally: Tally,
+        name: str = "learn",
+        critic: LearnWorker | None = None,
+    ) -> None:
         self.dock, self.learner, self.config, self.tally = dock, learner, config, tally
+        self.name, self.critic = name, critic  # the critic's own worker, polled before this one
         self.held: list[Lease] = []
         self.has_begun = False  # a gradient has been added that an interruption would waste
         self.begin(0)
@@ -287,6 +363,13 @@ class LearnWorker:
         self.accumulated: set[int] = set()
         self.has_begun = False
         self.is_done = False
+        self.only_critic = False
+        if self.critic is not None:
+            self.critic.begin(first_group)
+            steps = self.critic.learner.version // (
+                self.config.train.updates_per_step * self.config.train.passes_per_step
+            )
+            self.only_critic = steps < self.config.algorithm.critic.warmup_steps
 
     def poll(self) -> bool:
         lease = self.dock.take(self.name, Want(groups=4096))
@@ -302,11 +385,19 @@ class LearnWorker:
         return True
 
     def _update_of(self, batch: Batch) -> Any:
-        per_update = self.config.train.prompts_per_step // self.config.train.updates_per_step
-        return (batch.values(GROUP) - self.first_group) // per_update
+        """Which of the step's updates each row belongs to: by its group's place in the step, or among those kept."""
+        updates = self.config.train.updates_per_step
+        if self.config.algorithm.dynamic_sampling:
+            kept, place = np.unique(batch.values(GROUP), return_inverse=True)
+            return place.reshape(-1) * updates // max(1, len(kept))
+        return (batch.values(GROUP) - self.first_group) // (self.config.train.prompts_per_step // updates)
 
     def _accumulate_ready(self) -> None:
         """Of the first update, what fills a micro-batch; the rest waits."""
+        if self.only_critic:
+            return
+        if self.config.algorithm.dynamic_sampling and self.config.train.updates_per_step > 1:
+            return  # which update a group belongs to is known once the last one is in
         ready = Batch.concat([held.batch for held in self.held])
         fresh = ~np.isin(ready.values(GROUP), list(self.accumulated))
         rows = np.flatnonzero((self._update_of(ready) == 0) & fresh)
@@ -318,10 +409,11 @@ class LearnWorker:
         batch = batch.gather(np.lexsort((batch.values(ID), batch.values(GROUP))))
         with self.tally.time(self.name):
             self.learner.accumulate(batch)
+        self.tally.add("learned_tokens", float(batch["tokens"].lengths.sum()))
         self.accumulated.update(int(g) for g in np.unique(batch.values(GROUP)))
 
     def _finish_step(self) -> None:
-        if self.held:
+        if self.held and not self.only_critic:
             self._learn(Batch.concat([held.batch for held in self.held]))
         for held in self.held:
             held.commit()
@@ -338,8 +430,11 @@ class LearnWorker:
                     self._accumulate(whole.gather(rows))
                 if self.accumulated:
                     with self.tally.time(self.name):
-                        self.tally.update(self.learner.update())
+                        self.tally.update(self._named(self.learner.update()))
                 self.accumulated = set()
+
+    def _named(self, metrics: dict[str, float]) -> dict[str, float]:
+        return metrics if self.name == "learn" else {f"critic/{name}": value for name, value in metrics.items()}
 
 
 def stacks_of(workers: list[Worker], since: float) -> str:

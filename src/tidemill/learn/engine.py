@@ -49,13 +49,16 @@ class Learner:
         batch = batch.merge({"weight": local_weights(batch, self.config)})
         self._whole += whole(batch, self.config)
         learn = self.config.learn
-        for rows in microbatches(batch, self.config.train.tokens_per_microbatch, learn.share_prompts):
-            part = batch.gather(rows)
-            packed = pack(part, self.device, learn.share_prompts)
-            tokens = token_batch(part, packed, forward(self.model, packed, self.config))
-            loss, stats = self.algorithm.loss(tokens, self.config)
+        together = self.algorithm.food == "pairs"
+        for rows in microbatches(batch, self.config.train.tokens_per_microbatch, learn.share_prompts, together):
+            loss, stats = self._loss(batch.gather(rows))
             loss.backward()  # type: ignore[no-untyped-call]
             self._stats.append({"loss": Stat(loss.detach(), reduce="sum"), **stats})
+
+    def _loss(self, part: Batch) -> tuple[Tensor, Stats]:
+        packed = pack(part, self.device, self.config.learn.share_prompts)
+        tokens = token_batch(part, packed, forward(self.model, packed, self.config))
+        return self.algorithm.loss(tokens, self.config)
 
     def update(self) -> dict[str, float]:
         """One optimizer step from what was accumulated; metrics of the whole update."""
@@ -140,7 +143,7 @@ def score(model: Any, batch: Batch, config: Config) -> Column:
     return out
 
 
-def token_batch(batch: Batch, packed: PackedBatch, scores: Scores) -> TokenBatch:
+def token_batch(batch: Batch, packed: PackedBatch, scores: Scores, values: Tensor | None = None) -> TokenBatch:
     """The loss's view of a micro-batch: every column spread over its response tokens."""
     device = packed.row.device
 
@@ -170,5 +173,7 @@ def token_batch(batch: Batch, packed: PackedBatch, scores: Scores) -> TokenBatch
         mask=mask,
         row=packed.row,
         rows=packed.rows,
+        values=values,
+        group=torch.from_numpy(batch.values("group").astype(np.int64)).to(device),
         columns={n: spread(n) for n, c in batch.items() if n not in own and c.values.dtype.kind == "f"},
     )

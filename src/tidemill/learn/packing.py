@@ -29,9 +29,10 @@ class PackedBatch:
     rows: int
 
 
-def microbatches(batch: Batch, budget: int, share_prompts: bool) -> list[Ints]:
-    """Rows of each micro-batch. With shared prompts a group stays together as far as the budget allows."""
-    units = _units(batch, budget, share_prompts)
+def microbatches(batch: Batch, budget: int, share_prompts: bool, whole_groups: bool = False) -> list[Ints]:
+    """Rows of each micro-batch. With shared prompts a group stays together as far as the budget allows; with whole
+    groups it stays together whatever its size, because the loss compares its samples."""
+    units = _whole(batch) if whole_groups else _units(batch, budget, share_prompts)
     count = max(1, -(-sum(tokens for tokens, _ in units) // budget))
     while True:
         bins: list[tuple[int, list[int]]] = [(0, []) for _ in range(count)]
@@ -41,6 +42,11 @@ def microbatches(batch: Batch, budget: int, share_prompts: bool) -> list[Ints]:
         if count >= len(units) or max(load for load, _ in bins) <= budget:
             return [np.array(sorted(rows), np.int64) for _, rows in bins if rows]
         count += 1
+
+
+def _whole(batch: Batch) -> list[tuple[int, list[int]]]:
+    totals = batch["tokens"].lengths
+    return [(int(totals[rows].sum()), rows.tolist()) for rows in group_rows(batch.values("group"))]
 
 
 def _units(batch: Batch, budget: int, share_prompts: bool) -> list[tuple[int, list[int]]]:

@@ -11,7 +11,6 @@ from decimal import Decimal, InvalidOperation
 from tidemill.reward.api import Sample
 
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
-ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 CHOICE = re.compile(r"\(?\b([A-Z])\b\)?")
 
 
@@ -52,8 +51,9 @@ def final_answer(response: str, final: str) -> str:
             lines = response.strip().splitlines()
             return lines[-1].strip() if lines else ""
         case "tag":
-            tags = ANSWER_TAG.findall(response)
-            return tags[-1].strip() if tags else ""
+            end = response.rfind("</answer>")
+            start = response.rfind("<answer>", 0, max(end, 0))
+            return response[start + len("<answer>") : end].strip() if 0 <= start < end else ""
         case "boxed":
             return last_boxed(response) or ""
     raise ValueError(f"final must be all, last_word, last_line, tag or boxed, got {final!r}")

@@ -6,7 +6,6 @@ Only the sample at fault is lost: the ones behind it go to a fresh worker. Worke
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import signal
@@ -17,11 +16,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 from tidemill.reward.api import Sample
 from tidemill.reward.outcome import Outcome
+from tidemill.reward.wire import Wire
 
 START_S = 120.0  # a worker may import a user's large module; no sample's clock runs meanwhile
 MOST_PER_MESSAGE = 32  # units sent at once: saves round trips, keeps lanes even
@@ -85,7 +84,7 @@ class Lane:
         self.thread = threading.Thread(target=self._run, name=f"reward-{number}", daemon=True)
         self.is_closing = False
         self.process: subprocess.Popen[bytes] | None = None
-        self.connection: Connection[Any, Any] | None = None
+        self.wire: Wire | None = None
         self._lock = threading.Lock()
 
     def _run(self) -> None:
@@ -102,10 +101,11 @@ class Lane:
             while pending:
                 pending.popleft().done(outcome)
             return
+        assert self.wire is not None
         try:
-            self._send([(unit.function, as_message(unit.sample)) for unit in pending])
+            self.wire.send([(unit.function, as_message(unit.sample)) for unit in pending])
             while pending:
-                message = self._receive(self.pool.timeout_s)
+                message = self.wire.receive(self.pool.timeout_s)
                 if message is None:
                     self.kill()
                     why = f"took longer than rewards.timeout_s ({self.pool.timeout_s:g} s) and was stopped"
@@ -122,7 +122,7 @@ class Lane:
         if self.process is not None:
             return None
         ours, theirs = socket.socketpair()
-        self.connection = Connection(ours.detach())
+        self.wire = Wire(ours)
         with theirs, self._lock:
             if self.is_closing:
                 return "the scorer was closed"
@@ -140,23 +140,14 @@ class Lane:
                 start_new_session=True,  # the terminal's Ctrl-C is for the run, which ends its workers itself
             )
         try:
-            self._send(self.pool.functions)
-            message = self._receive(START_S)
+            self.wire.send(self.pool.functions)
+            message = self.wire.receive(START_S)
         except (EOFError, OSError):
             return f"its process ended ({self._how_it_ended()})"
         if message is None or "failed" in message:
             self.kill()
             return f"no sign of life within {START_S:g} s" if message is None else str(message["failed"])
         return None
-
-    def _send(self, message: Any) -> None:
-        assert self.connection is not None
-        self.connection.send_bytes(json.dumps(message).encode())
-
-    def _receive(self, within_s: float) -> Any:
-        """The next message, or None when it does not come in time."""
-        assert self.connection is not None
-        return json.loads(self.connection.recv_bytes()) if self.connection.poll(within_s) else None
 
     def _how_it_ended(self) -> str:
         process = self.process
@@ -177,9 +168,9 @@ class Lane:
         if process is not None:
             end_group(process)
             process.wait()
-        if self.connection is not None:
-            self.connection.close()
-            self.connection = None
+        if self.wire is not None:
+            self.wire.close()
+            self.wire = None
 
     def stop(self) -> None:
         """From another thread: the lane, reading from a worker that is gone, sees the end of the stream and ends."""

@@ -24,6 +24,17 @@ BUILT_IN: dict[str, BuiltIn] = {
     "last_number": BuiltIn("tidemill.reward.answers:last_number", True),
     "numeric": BuiltIn("tidemill.reward.answers:numeric", True),
     "choice": BuiltIn("tidemill.reward.answers:choice", True),
+    "math": BuiltIn("tidemill.reward.math_answers:math", False),
+    "regex": BuiltIn("tidemill.reward.text:regex", False),  # a user's pattern can take for ever
+    "json_schema": BuiltIn("tidemill.reward.text:json_schema", False),  # so can a pattern in a schema
+    "format": BuiltIn("tidemill.reward.text:format", True),
+    "length": BuiltIn("tidemill.reward.text:length", True),
+    "stopped": BuiltIn("tidemill.reward.text:stopped", True),
+    "repetition": BuiltIn("tidemill.reward.text:repetition", True),
+    "countdown": BuiltIn("tidemill.reward.countdown:countdown", False),  # deep nesting costs the parser its stack
+    "reasoning_gym": BuiltIn("tidemill.reward.gym:reasoning_gym", False),
+    "code": BuiltIn("tidemill.reward.code:code", False),
+    "judge": BuiltIn("tidemill.reward.judge:judge", False),
 }
 
 

@@ -7,42 +7,41 @@ Its standard output is joined to standard error, so a function that prints does 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import sys
-from multiprocessing.connection import Connection
 from typing import Any
 
 from tidemill.errors import TidemillError
 from tidemill.reward.api import RewardFunction, Sample
 from tidemill.reward.outcome import Outcome, judge
 from tidemill.reward.registry import find
+from tidemill.reward.wire import Wire
 
 PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    wire = Wire.at(int(sys.argv[1]))
     die_with_parent()
     os.dup2(2, 1)
     try:
-        functions = [(load(name), args) for name, args in receive(connection)]
+        functions = [(load(name), args) for name, args in wire.receive()]
     except TidemillError as error:
-        send(connection, {"failed": str(error)})
+        wire.send({"failed": str(error)})
         return
     except Exception as error:
-        send(connection, {"failed": f"{type(error).__name__}: {error}"})
+        wire.send({"failed": f"{type(error).__name__}: {error}"})
         return
-    send(connection, {"ready": True})
+    wire.send({"ready": True})
     while True:
         try:
-            units = receive(connection)
+            units = wire.receive()
         except EOFError:
             return
         for index, sample in units:
             function, args = functions[index]
-            send(connection, encoded(judge(function, Sample(**sample), args)))
+            wire.send(encoded(judge(function, Sample(**sample), args)))
 
 
 def load(name: str) -> RewardFunction:
@@ -56,14 +55,6 @@ def load(name: str) -> RewardFunction:
 
 def encoded(outcome: Outcome) -> dict[str, Any]:
     return {name: getattr(outcome, name) for name in Outcome.__slots__}
-
-
-def receive(connection: Connection[Any, Any]) -> Any:
-    return json.loads(connection.recv_bytes())
-
-
-def send(connection: Connection[Any, Any], message: Any) -> None:
-    connection.send_bytes(json.dumps(message).encode())
 
 
 def die_with_parent() -> None:

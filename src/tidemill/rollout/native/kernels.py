@@ -93,8 +93,7 @@ class Kernels:
         library.tm_attend.argtypes = [ctypes.POINTER(_Attention), pointer, number, number]
         library.tm_draw.argtypes = [pointer] * 7 + [number] * 3
         self._library = library
-        self._threads = torch.get_num_threads()
-        self._pool = ThreadPoolExecutor(self._threads - 1) if self._threads > 1 else None
+        self._pool: ThreadPoolExecutor | None = None
 
     def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last dimension."""
@@ -149,10 +148,13 @@ class Kernels:
         return tokens, logprobs
 
     def _split(self, run: Any, rows: int) -> None:
-        parts = min(self._threads, rows // ROWS_PER_THREAD)
-        if self._pool is None or parts < 2:
+        threads = torch.get_num_threads()
+        parts = min(threads, rows // ROWS_PER_THREAD)
+        if parts < 2:
             run(0, rows)
             return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(threads - 1)
         edges = [rows * i // parts for i in range(parts + 1)]
         waiting = [self._pool.submit(run, a, b) for a, b in pairwise(edges[1:])]
         run(edges[0], edges[1])

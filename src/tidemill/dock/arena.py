@@ -1,0 +1,208 @@
+"""The arena: one warehouse's segments. They are made once, touched once, and recycled; nothing is ever zeroed again.
+
+free ──lend──▶ lent ──writer closes, or dies──▶ closed ──nobody needs it, nobody looks──▶ free (generation + 1)
+                                                  │
+                                                  └──memory is short──▶ on disk, read from there by mapping
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tidemill.dock import segment as seg
+
+MEBIBYTE = 1 << 20
+LOCK_GRACE_S = 2.0  # a writer has this long from being lent a segment to holding its lock
+
+
+@dataclass(slots=True)
+class Segment:
+    number: int
+    nbytes: int
+    generation: int
+    state: Literal["free", "lent", "closed", "spilling"]
+    fd: int
+    since: float = 0.0
+    is_spilled: bool = False
+    maybe_empty: bool = False  # the ledger says, or it is not known, that nobody needs it
+
+
+class Arena:
+    def __init__(self, folder: Path, spill_folder: Path, memory_bytes: int, segment_bytes: int) -> None:
+        self.folder = folder
+        self.memory_bytes, self.segment_bytes = memory_bytes, segment_bytes
+        self.segments: dict[int, Segment] = {}
+        self.recycled = self.spilled = 0
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        spill_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        link = folder / "spill"
+        if not link.is_symlink():
+            link.symlink_to(spill_folder.resolve())
+        self._adopt()
+        self.next_number = max(self.segments, default=-1) + 1
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory behind segments, free ones included."""
+        return sum(s.nbytes for s in self.segments.values() if not s.is_spilled)
+
+    @property
+    def busy_bytes(self) -> int:
+        return sum(s.nbytes for s in self.segments.values() if s.state != "free" and not s.is_spilled)
+
+    @property
+    def spilled_bytes(self) -> int:
+        return sum(s.nbytes for s in self.segments.values() if s.is_spilled)
+
+    def lend(self, nbytes: int) -> Segment | None:
+        """A segment with room, for one writer; None while memory is short."""
+        size = max(self.segment_bytes, -(-nbytes // MEBIBYTE) * MEBIBYTE)
+        fitting = [s for s in self.segments.values() if s.state == "free" and size <= s.nbytes <= 2 * size]
+        chosen = min(fitting, key=lambda s: (s.nbytes, s.number)) if fitting else self._make(size)
+        if chosen is not None:
+            chosen.state, chosen.since, chosen.maybe_empty = "lent", time.monotonic(), False
+        return chosen
+
+    def prepare(self, count: int) -> None:
+        """Make segments ahead of need."""
+        for _ in range(count):
+            if self.used_bytes + self.segment_bytes > self.memory_bytes or self._make(self.segment_bytes) is None:
+                return
+
+    def close(self, number: int, generation: int) -> None:
+        segment = self.segments.get(number)
+        if segment is not None and segment.generation == generation and segment.state == "lent":
+            segment.state, segment.maybe_empty = "closed", True
+
+    def note_empty(self, number: int, generation: int) -> None:
+        segment = self.segments.get(number)
+        if segment is not None and segment.generation == generation:
+            segment.maybe_empty = True
+
+    def doubt_all(self) -> None:
+        """The ledger restarted: its word about what is empty must be asked anew."""
+        for segment in self.segments.values():
+            segment.maybe_empty = segment.state != "free"
+
+    def close_orphans(self, now: float) -> None:
+        """Segments whose writer died: its lock is gone."""
+        for segment in self.segments.values():
+            if segment.state == "lent" and now - segment.since > LOCK_GRACE_S and seg.try_lock_alone(segment.fd):
+                seg.unlock(segment.fd)
+                segment.state, segment.maybe_empty = "closed", True
+
+    def retirable(self) -> dict[int, int]:
+        """Closed segments that may hold nothing: the ledger is to be asked about each once per hint."""
+        asked = [s for s in self.segments.values() if s.state == "closed" and s.maybe_empty]
+        for segment in asked:
+            segment.maybe_empty = False
+        return {s.number: s.generation for s in asked}
+
+    def recycle(self, number: int) -> bool:
+        """Free a segment that the ledger retired. False while somebody still looks at it."""
+        segment = self.segments[number]
+        if segment.state != "closed" or not seg.try_lock_alone(segment.fd):
+            return False
+        segment.generation += 1
+        if segment.is_spilled:
+            os.posix_fallocate(segment.fd, 0, seg.HEADER_BYTES + segment.nbytes)
+            seg.spill_path_of(self.folder, number).unlink(missing_ok=True)
+            segment.is_spilled = False
+        seg.write_header(segment.fd, seg.Header(segment.generation, seg.IN_MEMORY, segment.nbytes))
+        seg.unlock(segment.fd)
+        segment.state, segment.maybe_empty = "free", False
+        self.recycled += 1
+        return True
+
+    # -- spilling ----------------------------------------------------------------------------------------------------
+
+    def spillable(self) -> Segment | None:
+        """The closed segment that has been closed longest and that nobody looks at; locked, until `finish_spill`."""
+        closed = [s for s in self.segments.values() if s.state == "closed" and not s.is_spilled]
+        for segment in sorted(closed, key=lambda s: s.since):
+            if seg.try_lock_alone(segment.fd):
+                segment.state = "spilling"
+                return segment
+        return None
+
+    def copy_out(self, segment: Segment) -> None:
+        """The slow part, for a thread of its own: nobody can look while it runs, those who try wait for the lock."""
+        path = seg.spill_path_of(self.folder, segment.number)
+        with open(seg.path_of(self.folder, segment.number), "rb") as source, open(path, "wb") as target:
+            shutil.copyfileobj(source, target, MEBIBYTE)
+
+    def finish_spill(self, segment: Segment) -> None:
+        seg.write_header(segment.fd, seg.Header(segment.generation, seg.SPILLED, segment.nbytes))
+        size = seg.HEADER_BYTES + segment.nbytes
+        with mmap.mmap(segment.fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE) as mapping:
+            mapping.madvise(mmap.MADV_REMOVE, seg.HEADER_BYTES, segment.nbytes)
+        segment.is_spilled, segment.state = True, "closed"
+        self.spilled += 1
+        seg.unlock(segment.fd)
+
+    # -- making ------------------------------------------------------------------------------------------------------
+
+    def _make(self, nbytes: int) -> Segment | None:
+        for other in [s for s in self.segments.values() if s.state == "free" and not s.is_spilled]:
+            if self.used_bytes + nbytes <= self.memory_bytes:
+                break
+            self._destroy(other)
+        if self.used_bytes + nbytes > self.memory_bytes and self.busy_bytes > 0:
+            return None  # an empty arena makes any segment: one larger than the limit must be possible too
+        number = self.next_number
+        self.next_number += 1
+        try:
+            seg.create(self.folder, number, nbytes)
+        except OSError:  # the file system is smaller than it said, or others filled it
+            seg.path_of(self.folder, number).unlink(missing_ok=True)
+            return None
+        fd = os.open(seg.path_of(self.folder, number), os.O_RDWR)
+        segment = self.segments[number] = Segment(number, nbytes, 0, "free", fd)
+        return segment
+
+    def _destroy(self, segment: Segment) -> None:
+        if seg.try_lock_alone(segment.fd):
+            del self.segments[segment.number]
+            os.close(segment.fd)
+            seg.path_of(self.folder, segment.number).unlink(missing_ok=True)
+
+    def _adopt(self) -> None:
+        """What a warehouse before us left: its bytes are still good. Whether they are needed the ledger knows."""
+        for path in self.folder.glob("s[0-9]*"):
+            fd = os.open(path, os.O_RDWR)
+            try:
+                header = seg.read_header(fd)
+            except seg.SegmentGone:  # died while making it
+                os.close(fd)
+                path.unlink()
+                continue
+            number = int(path.name[1:])
+            self.segments[number] = Segment(
+                number, header.nbytes, header.generation, "lent", fd, -1e9, header.where == seg.SPILLED, True
+            )
+
+    def destroy(self) -> None:
+        for segment in self.segments.values():
+            os.close(segment.fd)
+        self.segments.clear()
+        shutil.rmtree(self.folder / "spill", ignore_errors=True)
+        spill = (self.folder / "spill").resolve()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(spill, ignore_errors=True)
+
+
+def choose_place(name: str, fallback: Path, memory_bytes: int | None, segment_bytes: int) -> tuple[Path, int, bool]:
+    """(folder, bytes, whether it is real shared memory). Where /dev/shm is missing or too small, a folder on disk does
+    the same, mapped like memory but written back by the kernel."""
+    shared = Path("/dev/shm")
+    room = shutil.disk_usage(shared).free if shared.is_dir() and os.access(shared, os.W_OK) else 0
+    wanted = memory_bytes if memory_bytes is not None else room // 2
+    if room >= max(wanted, 4 * segment_bytes):
+        return shared / name, wanted, True
+    return fallback / "arena", memory_bytes or shutil.disk_usage(fallback).free // 2, False

@@ -1,0 +1,113 @@
+"""Chunk: one batch as one run of bytes that describes itself. It can lie anywhere, so it is moved without being read.
+
+    [magic][header length][header: name, dtype, shape, places][pad] [column values][pad] [offsets][pad] ...
+
+Every array starts at a multiple of 64 bytes from the chunk's start. Nothing is padded but to that.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tidemill.batch import Batch, Column
+from tidemill.errors import DockError
+
+ALIGN = 64
+_PREFIX = struct.Struct("<II")
+_MAGIC = 0x74_6D_63_31
+_KINDS = "biufc"  # bool, whole, unsigned, float, complex: what a raw byte copy can carry
+
+
+class ColumnPlace(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+    dtype: str
+    tail: tuple[int, ...]  # shape of one value
+    is_text: bool
+    count: int  # values
+    at: int  # of the values, from the end of the header's page
+    offsets_at: int  # -1: one value per row
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    header: bytes
+    places: list[ColumnPlace]
+    body_at: int
+    nbytes: int
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[ColumnPlace]).decode
+
+
+def plan(batch: Batch) -> Plan:
+    """Where everything goes, before a byte is written."""
+    places = []
+    at = 0
+    for name, column in batch.items():
+        values = column.values
+        if values.dtype.kind not in _KINDS or not values.dtype.isnative:
+            raise DockError(f"column {name!r} has dtype {values.dtype}, which cannot be stored", "use numbers")
+        start, at = at, _aligned(at + values.nbytes)
+        offsets_at = -1
+        if column.offsets is not None:
+            offsets_at, at = at, _aligned(at + column.offsets.nbytes)
+        tail = values.shape[1:]
+        places.append(
+            ColumnPlace(name, values.dtype.str, tail, column.is_text, len(values), start, offsets_at, column.rows)
+        )
+    header = _encode(places)
+    body_at = _aligned(_PREFIX.size + len(header))
+    return Plan(header, places, body_at, body_at + at)
+
+
+def write(batch: Batch, plan: Plan, out: npt.NDArray[np.uint8]) -> None:
+    """One copy per column, straight to its place."""
+    head = _PREFIX.size + len(plan.header)
+    out[:head] = np.frombuffer(_PREFIX.pack(_MAGIC, len(plan.header)) + plan.header, np.uint8)
+    for place in plan.places:
+        column = batch[place.name]
+        _put(out, plan.body_at + place.at, column.values)
+        if column.offsets is not None:
+            _put(out, plan.body_at + place.offsets_at, column.offsets)
+
+
+def read(raw: npt.NDArray[np.uint8]) -> Batch:
+    """The batch as views of `raw`."""
+    magic, length = _PREFIX.unpack(raw[: _PREFIX.size].tobytes())
+    if magic != _MAGIC or length > len(raw):
+        raise DockError("these bytes are not a chunk")
+    places = _decode(raw[_PREFIX.size : _PREFIX.size + length].tobytes())
+    body_at = _aligned(_PREFIX.size + length)
+    columns: dict[str, Column] = {}
+    for place in places:
+        values = _view(raw, body_at + place.at, place.dtype, place.count, place.tail)
+        offsets = None
+        if place.offsets_at >= 0:
+            offsets = _view(raw, body_at + place.offsets_at, "<i8", place.rows + 1, ())
+        columns[place.name] = Column(values, offsets, place.is_text)
+    return Batch(columns)
+
+
+def _put(out: npt.NDArray[np.uint8], at: int, array: npt.NDArray[Any]) -> None:
+    np.copyto(out[at : at + array.nbytes].view(array.dtype).reshape(array.shape), array)
+
+
+def _view(raw: npt.NDArray[np.uint8], at: int, dtype: str, count: int, tail: tuple[int, ...]) -> npt.NDArray[Any]:
+    kind = np.dtype(dtype)
+    nbytes = count * kind.itemsize
+    for n in tail:
+        nbytes *= n
+    array = raw[at : at + nbytes].view(kind)
+    return array.reshape(count, *tail) if tail else array
+
+
+def _aligned(n: int) -> int:
+    return -(-n // ALIGN) * ALIGN

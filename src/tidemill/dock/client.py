@@ -1,0 +1,215 @@
+"""RemoteDock: a process's hand in the dock. Bytes are written to and read from this node's shared memory; the ledger
+hears only of metadata, one round trip per operation."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tidemill.batch import Batch
+from tidemill.dock import chunk as chunks
+from tidemill.dock import messages as m
+from tidemill.dock.address import Address
+from tidemill.dock.api import DockState, LeaseExpired, Want
+from tidemill.dock.buffer import PackedBuffer
+from tidemill.dock.gather import assemble
+from tidemill.dock.local import check_outputs
+from tidemill.dock.node import Node
+from tidemill.dock.records import Grant, Written, entry, split
+from tidemill.dock.segment import SegmentGone
+from tidemill.dock.wire import Caller
+from tidemill.errors import DockError
+from tidemill.graph import Stage
+
+WAIT_SLICE_S = 1.0  # a longer wait is asked for in pieces, so that a lost ledger is noticed
+LOST_PAUSE_S = 0.02  # before asking again for rows whose bytes were lost: the ledger hears of it in a moment
+LEDGER_PATIENCE_S = 30.0  # a ledger that does not answer for this long is reported; it should be back in under two
+
+
+class RemoteLease:
+    def __init__(self, dock: RemoteDock, grant: Grant, stored: dict[int, Batch]) -> None:
+        self._dock, self._grant, self._stored = dock, grant, stored
+
+    @cached_property
+    def batch(self) -> Batch:
+        """Views of the store where the rows lie together, else one copy."""
+        return assemble(self._grant, self._stored)
+
+    def packed(self, buffer: PackedBuffer) -> Batch:
+        """The batch gathered into `buffer`, in one copy; valid until the buffer's next use."""
+        return assemble(self._grant, self._stored, buffer.allocate)
+
+    @property
+    def deadline(self) -> float:
+        return self._grant.deadline
+
+    def commit(self, outputs: Batch | None = None, drop: Sequence[int] = ()) -> None:
+        self._dock._commit(self._grant, outputs, drop)
+
+    def renew(self) -> None:
+        self._dock._ask(m.Renew(self._grant.lease))
+
+    def abandon(self) -> None:
+        self._dock._ask(m.Abandon(self._grant.lease))
+
+
+class RemoteDock:
+    def __init__(self, address: Address, node: str | None = None) -> None:
+        self._address = address
+        self._local = threading.local()
+        self._callers: list[Caller] = []
+        setup = self._ask(m.AskSetup())
+        self.stages = tuple(Stage(*stage) for stage in setup.stages)
+        self._source, self._watch, self._replicas = setup.source, setup.watch, setup.replicas
+        self._read_somewhere = frozenset(column for stage in self.stages for column in stage.reads)
+        self._node = Node(address.token, node, self._directory)
+
+    # -- the dock's interface ----------------------------------------------------------------------------------------
+
+    def put(self, rows: Batch, tag: str = "") -> None:
+        ids, group, sizes = entry(rows, self._source)
+        written, stored = split(rows, self._read_somewhere, self._watch)
+        packed_sizes = None if sizes is None else sizes.tobytes()
+
+        def message(outputs: m.Outputs) -> m.Put:
+            return m.Put(ids.tobytes(), group.tobytes(), packed_sizes, outputs, tag, WAIT_SLICE_S)
+
+        self._write(written, stored, message)
+
+    def take(self, stage: str, want: Want, wait: float = 0.0) -> RemoteLease | None:
+        asked = {name: value for name, value in asdict(want).items() if value is not None}
+        deadline = time.monotonic() + wait
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            answer = self._ask(m.Take(stage, asked, min(left, WAIT_SLICE_S)), wait_s=min(left, WAIT_SLICE_S))
+            if isinstance(answer, m.Granted):
+                lease = self._open(answer)
+                if lease is not None:
+                    return lease
+            elif time.monotonic() >= deadline:
+                return None
+
+    def advance(self, version: int) -> None:
+        self._ask(m.Advance(version))
+
+    def state(self) -> DockState:
+        record = self.figures()
+        known = {name: record[name] for name in DockState.__dataclass_fields__ if name in record}
+        return msgspec.convert(known, DockState)
+
+    def figures(self) -> dict[str, Any]:
+        """Everything the ledger counts, as plain values."""
+        record: dict[str, Any] = self._ask(m.AskState()).state
+        return record
+
+    def missing(self) -> list[int]:
+        """Ids whose bytes were lost with a warehouse since the last call: their producer may put them again."""
+        ids: list[int] = np.frombuffer(self._ask(m.Missing()).ids, np.int64).tolist()
+        return ids
+
+    def close(self) -> None:
+        self._node.close()
+        for caller in self._callers:
+            caller.close()
+        self._callers.clear()
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    def _ask(self, message: m.Message, wait_s: float = 0.0) -> Any:
+        caller: Caller | None = getattr(self._local, "caller", None)
+        if caller is None:
+            caller = self._local.caller = Caller(self._address.token, self._address.ledger)
+            self._callers.append(caller)
+        try:
+            answer = caller.ask(message, within_s=wait_s + LEDGER_PATIENCE_S)
+        except TimeoutError:
+            raise DockError(
+                f"the dock's ledger at {self._address.ledger} has not answered for {LEDGER_PATIENCE_S:.0f} s",
+                "look whether its process runs and whether the token is the dock's own",
+            ) from None
+        if isinstance(answer, m.Refused):
+            kinds = {"lease": LeaseExpired, "gone": SegmentGone}
+            raise kinds.get(answer.kind, DockError)(answer.message, answer.remedy)
+        return answer
+
+    def _directory(self) -> tuple[m.Announce, ...]:
+        warehouses: tuple[m.Announce, ...] = self._ask(m.AskSetup()).warehouses
+        return warehouses
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def _write(self, written: Written, stored: Batch, message: Any) -> None:
+        """Write the bytes, then tell the ledger; when the bytes were lost in between, both again."""
+        if not len(stored):
+            self._tell_written(message(_outputs(written, 0, ())))
+            return
+        plan = chunks.plan(stored)
+        while True:
+            reservation = self._node.reserve(plan.nbytes)
+            try:
+                chunks.write(stored, plan, reservation.target)
+                copies = self._node.copies(reservation, plan.nbytes, self._replicas)
+                self._tell_written(message(_outputs(written, plan.nbytes, copies)))
+                return
+            except SegmentGone:
+                self._node.refresh()
+            finally:
+                self._node.settle(reservation)
+
+    def _tell_written(self, message: m.Message) -> None:
+        while isinstance(self._ask(message, wait_s=WAIT_SLICE_S), m.Nothing):
+            pass  # the dock is full: asking again is the waiting
+
+    def _commit(self, grant: Grant, outputs: Batch | None, drop: Sequence[int]) -> None:
+        batch = outputs if outputs is not None else Batch({})
+        check_outputs(batch, len(grant.ids), outputs is not None)
+        written, stored = split(batch, self._read_somewhere, self._watch)
+        dropped = np.asarray(drop, np.int64).tobytes()
+        self._write(written, stored, lambda outputs: m.Commit(grant.lease, outputs, dropped))
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def _open(self, granted: m.Granted) -> RemoteLease | None:
+        """The lease with its chunks at hand; None when their bytes were lost, and the rows given back."""
+        try:
+            stored = {chunk.key: chunks.read(self._node.read(chunk)) for chunk in granted.chunks}
+        except SegmentGone:
+            self._ask(m.Abandon(granted.lease))
+            time.sleep(LOST_PAUSE_S)
+            self._node.refresh()
+            return None
+        return RemoteLease(self, _grant(granted), stored)
+
+
+def _outputs(written: Written, nbytes: int, copies: tuple[m.Copy, ...]) -> m.Outputs:
+    arrays = (written.version, written.length, written.score)
+    return m.Outputs(written.columns, nbytes, copies, *(None if a is None else a.tobytes() for a in arrays))
+
+
+def _grant(granted: m.Granted) -> Grant:
+    return Grant(
+        lease=granted.lease,
+        deadline=time.monotonic() + granted.lease_s,
+        columns=granted.columns,
+        ids=np.frombuffer(granted.ids, np.int64),
+        group=np.frombuffer(granted.group, np.int64),
+        version=np.frombuffer(granted.version, np.int32),
+        length=np.frombuffer(granted.length, np.int32),
+        pieces=[
+            (piece.part, np.frombuffer(piece.chunks, np.int64), np.frombuffer(piece.places, np.int32))
+            for piece in granted.pieces
+        ],
+    )
+
+
+def connect(address: Address | str | Path, node: str | None = None) -> RemoteDock:
+    """A dock that runs elsewhere: `address` is what its server shows, or the folder it runs in."""
+    return RemoteDock(address if isinstance(address, Address) else Address.find(address), node)

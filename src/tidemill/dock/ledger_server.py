@@ -1,0 +1,419 @@
+"""The ledger's process: one loop that receives, steps the ledger, journals, and only then answers.
+
+Blocked takes and puts are parked here and served by the step that makes room or rows for them; nobody else waits for
+them. A request that comes twice (its answer was lost) gets the first answer again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from tidemill.dock import again, snapshot
+from tidemill.dock import messages as m
+from tidemill.dock.api import LeaseExpired, Want
+from tidemill.dock.catalog import Catalog
+from tidemill.dock.journal import Journal
+from tidemill.dock.local import with_waiting
+from tidemill.dock.records import Grant, Written
+from tidemill.dock.segment import SegmentGone
+from tidemill.dock.setup import DockSetup
+from tidemill.dock.waiters import Waiter, Waiters
+from tidemill.dock.wire import SEQ, Doorkeeper, bound_address, check_host, listening_socket
+from tidemill.errors import DockError
+
+log = logging.getLogger("tidemill.dock")
+
+TICK_S = 0.05  # how late an expiry may be noticed
+AT_ONCE = 256  # messages handled before the loop journals and answers
+# A journal of this many records, and of more than there are rows, is replaced by a snapshot: a restart reads about
+# 8,000 records a second and has two seconds for everything.
+SNAPSHOT_RECORDS = 2000
+REMEMBERED_CLIENTS = 1 << 14
+REPEAT_HOLD_S = 1.0  # an order to copy a chunk that was not followed is given again after this
+CATALOG = "catalog"
+
+
+@dataclass(slots=True)
+class ParkedPut:
+    client: bytes
+    seq: bytes
+    message: m.Put
+    since: float
+    deadline: float
+
+
+class LedgerServer:
+    def __init__(self, setup: DockSetup, folder: Path, token: str, host: str, port: int = 0) -> None:
+        self._setup = setup
+        self._journal = Journal(folder)
+        self.epoch = _next_epoch(folder)
+        self._ledger = setup.ledger(self.epoch)
+        self._catalog = Catalog(setup.replicas)
+        self._recover()
+        self._waiters = Waiters(self._ledger)
+        self._parked_puts: deque[ParkedPut] = deque()
+        self._last: dict[bytes, tuple[bytes, bytes | None]] = {}  # client -> its last request and the answer to it
+        self._outbox: list[tuple[bytes, bytes, bytes]] = []
+        self._warehouse_clients: dict[int, bytes] = {}
+        self._put_wait_s = 0.0
+        self._refused = 0
+        self._ordered: dict[int, float] = {}  # chunk -> when a copy of it was last ordered
+        self._started = time.monotonic()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._doorkeeper = Doorkeeper(self._context, token)
+        self._socket = listening_socket(self._context, token)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
+        self._socket.bind(f"tcp://{check_host(host)}:{port or '*'}")
+        self.address = bound_address(self._socket)
+        self.is_stopping = False
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        poller = zmq.Poller()
+        for socket in (self._socket, self._doorkeeper.socket, self._monitor):
+            poller.register(socket, zmq.POLLIN)
+        ticked = 0.0
+        while not self.is_stopping:
+            events = dict(poller.poll(int(1000 * TICK_S)))
+            if self._doorkeeper.socket in events:
+                self._doorkeeper.answer()
+            if self._monitor in events:
+                self._count_refusals()
+            now = time.monotonic()
+            if self._socket in events:
+                self._receive(now)
+            if now - ticked >= TICK_S:
+                ticked = now
+                self._tick(now)
+            self._settle(now)
+            self._flush()
+        self._journal.rotate(self._snapshot())
+        self._journal.close()
+        self._socket.disable_monitor()
+        self._context.destroy(linger=200)
+
+    def _receive(self, now: float) -> None:
+        for _ in range(AT_ONCE):
+            try:
+                client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 2 or len(frames[0]) != SEQ.size:
+                self._refused += 1
+                continue
+            self._handle(client, frames[0], frames[1], now)
+
+    def _handle(self, client: bytes, seq: bytes, body: bytes, now: float) -> None:
+        last = self._last.get(client)
+        if last is not None and last[0] == seq:
+            if last[1] is not None:
+                self._outbox.append((client, seq, last[1]))
+            return  # else it is parked, and will be answered
+        self._last[client] = (seq, None)
+        if len(self._last) > REMEMBERED_CLIENTS:
+            del self._last[next(iter(self._last))]
+        try:
+            message = m.decode_for_ledger(body)
+            answer = self._step(client, seq, message, now)
+        except LeaseExpired as error:
+            answer = m.Refused("lease", error.message, error.remedy)
+        except SegmentGone as error:
+            answer = m.Refused("gone", error.message, error.remedy)
+        except DockError as error:
+            answer = m.Refused("error", error.message, error.remedy)
+        except (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
+            # The peer has the token but speaks nonsense: say so, count it, and go on serving the others.
+            self._refused += 1
+            answer = m.Refused("error", f"the ledger cannot read this message: {error}", "use matching versions")
+        if answer is not None:
+            self._answer(client, seq, answer)
+
+    def _answer(self, client: bytes, seq: bytes, answer: m.Message) -> None:
+        body = m.encode(answer)
+        if self._last.get(client, (b"",))[0] == seq:
+            self._last[client] = (seq, body)
+        self._outbox.append((client, seq, body))
+
+    def _settle(self, now: float) -> None:
+        """What the steps of this round made possible."""
+        self._waiters.serve(now)
+        while self._admit_parked(now):
+            self._waiters.serve(now)
+        freed, self._ledger.chunks.freed = self._ledger.chunks.freed, []
+        for warehouse, notice in self._catalog.free(key for key in freed if key >= 0):
+            self._tell(warehouse, notice)
+
+    def _flush(self) -> None:
+        """First the journal, then the answers: what was answered is never forgotten."""
+        effects = (self._catalog.effects or []) + (self._ledger.effects or [])
+        if effects:
+            self._journal.append(effects)
+            self._catalog.effects, self._ledger.effects = [], []
+        for client, seq, body in self._outbox:
+            self._socket.send_multipart((client, seq, body))
+        self._outbox.clear()
+        if self._journal.records > max(SNAPSHOT_RECORDS, len(self._ledger.slot_of)):
+            self._journal.rotate(self._snapshot())
+
+    def _tick(self, now: float) -> None:
+        self._ledger.expire(now)
+        self._waiters.expire(now)
+        while self._parked_puts and any(p.deadline <= now for p in self._parked_puts):
+            put = next(p for p in self._parked_puts if p.deadline <= now)
+            self._parked_puts.remove(put)
+            self._put_wait_s += now - put.since
+            self._answer(put.client, put.seq, m.Nothing())
+        self._watch_warehouses(now)
+        for warehouse, chunk in self._catalog.holes():
+            if now - self._ordered.get(chunk.key, -1e9) > REPEAT_HOLD_S:
+                self._ordered[chunk.key] = now
+                self._tell(warehouse, m.Hold(chunk, self._streams()))
+        if not self._catalog.short_of_copies():
+            self._ordered.clear()
+
+    # -- the steps ---------------------------------------------------------------------------------------------------
+
+    def _step(self, client: bytes, seq: bytes, message: m.ToLedger, now: float) -> m.Message | None:
+        match message:
+            case m.Put():
+                return self._put(client, seq, message, now)
+            case m.Take():
+                return self._take(client, seq, message, now)
+            case m.Commit():
+                return self._commit(message, now)
+            case m.Renew(lease):
+                self._ledger.renew(lease, now)
+                return m.Done()
+            case m.Abandon(lease):
+                self._ledger.abandon(lease)
+                return m.Done()
+            case m.Advance(version):
+                self._ledger.advance(version)
+                return m.Done()
+            case m.AskState():
+                return m.State(self._state(now))
+            case m.AskSetup():
+                return self._setup_message()
+            case m.Missing():
+                missing, self._ledger.missing = self._ledger.missing, []
+                return m.Ids(np.array(missing, np.int64).tobytes())
+            case _:
+                return self._warehouse_step(client, message, now)
+
+    def _put(self, client: bytes, seq: bytes, message: m.Put, now: float) -> m.Message | None:
+        rows = len(message.ids) // 8
+        if not self._ledger.chunks.has_room(message.tag, rows, message.outputs.nbytes):
+            self._parked_puts.append(ParkedPut(client, seq, message, now, now + message.wait_s))
+            return None
+        return self._admit(message, now)
+
+    def _admit(self, message: m.Put, now: float) -> m.Message:
+        ids, group = _ints(message.ids), _ints(message.group)
+        sizes = None if message.sizes is None else _ints(message.sizes)
+        if len(group) != len(ids) or (sizes is not None and len(sizes) != len(ids)):
+            raise DockError(f"a put of {len(ids)} ids came with {len(group)} groups")
+        written = self._written(message.outputs, len(ids))
+        try:
+            return m.Done(self._ledger.put(ids, group, sizes, written, message.tag, now))
+        except DockError:
+            self._ledger.chunks.freed.append(written.chunk)
+            raise
+
+    def _admit_parked(self, now: float) -> bool:
+        """The first parked put that fits now, in order of arrival."""
+        for put in self._parked_puts:
+            if self._ledger.chunks.has_room(put.message.tag, len(put.message.ids) // 8, put.message.outputs.nbytes):
+                self._parked_puts.remove(put)
+                self._put_wait_s += now - put.since
+                try:
+                    self._answer(put.client, put.seq, self._admit(put.message, now))
+                except SegmentGone as error:
+                    self._answer(put.client, put.seq, m.Refused("gone", error.message, error.remedy))
+                except DockError as error:
+                    self._answer(put.client, put.seq, m.Refused("error", error.message, error.remedy))
+                return True
+        return False
+
+    def _take(self, client: bytes, seq: bytes, message: m.Take, now: float) -> m.Message | None:
+        want = msgspec.convert(message.want, Want)
+        self._ledger.expire(now)
+        grant = self._ledger.take(message.stage, want, now)
+        if grant is not None:
+            return self._granted(grant, now)
+        if message.wait_s <= 0:
+            return m.Nothing()
+
+        def answer(grant: Grant | None) -> None:
+            self._answer(client, seq, m.Nothing() if grant is None else self._granted(grant, time.monotonic()))
+
+        self._waiters.park(Waiter(message.stage, want, now + message.wait_s, answer))
+        return None
+
+    def _commit(self, message: m.Commit, now: float) -> m.Message:
+        if message.lease in self._ledger.committed:
+            return m.Done()
+        rows = self._ledger.lease_rows(message.lease, now)
+        written = self._written(message.outputs, rows)
+        try:
+            self._ledger.commit(message.lease, written, _ints(message.drop).tolist(), now)
+        except DockError:
+            self._ledger.chunks.freed.append(written.chunk)
+            raise
+        return m.Done()
+
+    def _written(self, outputs: m.Outputs, rows: int) -> Written:
+        version, length = _of_rows(outputs.version, np.int32, rows), _of_rows(outputs.length, np.int32, rows)
+        score = _of_rows(outputs.score, np.float32, rows)
+        chunk = -1
+        if outputs.copies:
+            chunk = self._catalog.add(outputs.nbytes, self._catalog.usable(outputs.copies))
+        return Written(outputs.columns, chunk, outputs.nbytes, version, length, score)
+
+    def _granted(self, grant: Grant, now: float) -> m.Granted:
+        keys = {key for _, chunks, _ in grant.pieces for key in chunks.tolist() if key >= 0}
+        return m.Granted(
+            lease=grant.lease,
+            lease_s=grant.deadline - now,
+            columns=grant.columns,
+            ids=grant.ids.tobytes(),
+            group=grant.group.tobytes(),
+            version=grant.version.tobytes(),
+            length=grant.length.tobytes(),
+            pieces=tuple(m.Piece(part, chunks.tobytes(), places.tobytes()) for part, chunks, places in grant.pieces),
+            chunks=tuple(self._catalog.at(key) for key in keys),
+        )
+
+    # -- warehouses --------------------------------------------------------------------------------------------------
+
+    def _warehouse_step(self, client: bytes, message: m.ToLedger, now: float) -> m.Message | None:
+        match message:
+            case m.Announce():
+                if message.warehouse in self._catalog.lost_warehouses:
+                    raise DockError("this warehouse was given up as lost", "start it with an empty arena")
+                self._warehouse_clients[message.warehouse] = client
+                self._lose_chunks(self._catalog.announce(message, now))
+                return m.Epoch(self.epoch)
+            case m.Report(warehouse, figures):
+                known = self._catalog.warehouses.get(warehouse)
+                if known is None or self._warehouse_clients.get(warehouse) != client:
+                    return m.Epoch(-1)  # unknown here: announce yourself
+                known.heard, known.figures = now, figures
+                return m.Epoch(self.epoch)
+            case m.Held(chunk, copy):
+                if not self._catalog.add_copy(chunk, copy):
+                    self._tell(copy.warehouse, m.Empty(copy.segment, copy.generation))
+                return m.Done()
+            case m.Retire(warehouse, segments):
+                return m.Retired(self._catalog.retire(warehouse, segments))
+            case m.Lost(warehouse):
+                self._lose_chunks(self._catalog.lose(warehouse))
+                return m.Done()
+            case _:
+                raise DockError(f"the ledger has no use for {type(message).__name__}")
+
+    def _lose_chunks(self, chunks: list[int]) -> None:
+        if chunks:
+            log.warning("the bytes of %d chunks are lost; their rows are made or put again", len(chunks))
+            again.lose(self._ledger, chunks)
+
+    def _watch_warehouses(self, now: float) -> None:
+        """A warehouse that has long been silent is given up. One that left a copy elsewhere is missed by nobody."""
+        for key, warehouse in list(self._catalog.warehouses.items()):
+            if now - warehouse.heard > self._setup.warehouse_timeout_s:
+                log.warning("warehouse %x on %s has been silent for too long", key, warehouse.hello.node)
+                self._lose_chunks(self._catalog.lose(key))
+
+    def _tell(self, warehouse: int, notice: m.Message) -> None:
+        client = self._warehouse_clients.get(warehouse)
+        if client is not None:
+            self._outbox.append((client, SEQ.pack(0), m.encode(notice)))
+
+    def _streams(self) -> dict[int, str]:
+        return {key: w.hello.data for key, w in self._catalog.warehouses.items()}
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def _state(self, now: float) -> dict[str, Any]:
+        state = with_waiting(self._ledger.state(now), self._waiters, len(self._parked_puts), self._put_wait_s)
+        record = asdict(state)
+        record["refused"] = self._refused + self._doorkeeper.refused
+        record["warehouses"] = {w.hello.node: w.figures for w in self._catalog.warehouses.values()}
+        record["short_of_copies"] = self._catalog.short_of_copies()
+        record["epoch"] = self.epoch
+        record["oldest_lease"], record["last_lease"] = self._ledger.lease_span()
+        return record
+
+    def _setup_message(self) -> m.Setup:
+        return m.Setup(
+            epoch=self.epoch,
+            stages=tuple((s.name, s.role, s.reads, s.writes, s.scope) for s in self._setup.stages),
+            source=self._setup.source,
+            watch=self._setup.watch,
+            replicas=self._setup.replicas,
+            warehouses=tuple(w.hello for w in self._catalog.warehouses.values()),
+        )
+
+    def _snapshot(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+        record, arrays = snapshot.dump(self._ledger)
+        record[CATALOG] = self._catalog.dump()
+        return record, arrays
+
+    def _recover(self) -> None:
+        saved, effects = self._journal.recover()
+        limit, self._ledger.max_staleness = self._ledger.max_staleness, None
+        if saved is not None:
+            snapshot.load(self._ledger, *saved)
+            self._catalog.load(saved[0][CATALOG])
+        for effect in effects:
+            if effect[0] in ("chunk", "copy", "lost"):
+                self._catalog.redo(effect)
+            else:
+                again.redo(self._ledger, effect)
+        self._ledger.chunks.freed.clear()
+        self._catalog.keep_only(self._ledger.chunks)
+        self._ledger.max_staleness = limit
+        self._ledger.effects, self._catalog.effects = [], []
+        self._journal.open()
+
+    def _count_refusals(self) -> None:
+        while self._monitor.poll(0):
+            zmq.utils.monitor.recv_monitor_message(self._monitor)
+            self._refused += 1
+
+
+def _next_epoch(folder: Path) -> int:
+    """Raised with every start: leases and answers from before are told apart."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = folder / "epoch"
+    epoch = int(path.read_text()) + 1 if path.exists() else 1
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(str(epoch))
+    os.replace(scratch, path)
+    return epoch
+
+
+def _ints(raw: bytes) -> npt.NDArray[np.int64]:
+    return np.frombuffer(raw, np.int64)
+
+
+def _of_rows(raw: bytes | None, dtype: Any, rows: int) -> npt.NDArray[Any] | None:
+    if raw is None:
+        return None
+    array = np.frombuffer(raw, dtype)
+    if len(array) != rows:
+        raise DockError(f"{len(array)} values came for {rows} rows")
+    return array

@@ -1,0 +1,191 @@
+"""A process's side of its node's warehouse: room to write, bytes to read, wherever they lie."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tidemill.dock import messages as m
+from tidemill.dock.segment import Bytes, SegmentGone, Views
+from tidemill.dock.wire import Caller
+from tidemill.dock.writer import Reservation, Writer
+from tidemill.errors import DockError
+
+PATIENCE_S = 30.0  # a node without a warehouse for this long is reported
+CALL_S = 5.0
+COPY_PATIENCE_S = 5.0
+RETRY_S = 0.02
+
+
+class Node:
+    def __init__(self, token: str, name: str | None, directory: Callable[[], tuple[m.Announce, ...]]) -> None:
+        self._token, self._name, self._directory = token, name, directory
+        self._views = Views()
+        self._lock = threading.RLock()
+        self._local = threading.local()
+        self._callers: list[Caller] = []
+        self._warehouses: dict[int, m.Announce] = {}
+        self._home: m.Announce | None = None
+        self._writer: Writer | None = None
+        self.refresh()
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def reserve(self, nbytes: int) -> Reservation:
+        return self._insist(lambda: self._own_writer().reserve(nbytes))  # type: ignore[no-any-return]
+
+    def settle(self, reservation: Reservation) -> None:
+        writer = self._writer
+        if writer is not None and writer.warehouse == reservation.copy.warehouse:
+            writer.settle(reservation)
+
+    def copies(self, reservation: Reservation, nbytes: int, replicas: int) -> tuple[m.Copy, ...]:
+        """Where the chunk lies, after as many other warehouses as asked for have pulled it."""
+        copies = [reservation.copy]
+        deadline = time.monotonic() + COPY_PATIENCE_S
+        while len(copies) <= replicas:
+            others = self._others(copies)
+            if len(others) < replicas + 1 - len(copies):
+                self.refresh()  # one may have come back
+                others = self._others(copies)
+            if not others or time.monotonic() > deadline:
+                break  # fewer copies than asked for; the ledger has more made when it can
+            answer = self._try(others[0].control, m.Fetch(m.ChunkAt(-1, nbytes, (copies[0],)), self._streams()))
+            if isinstance(answer, m.Fetched):
+                copies.append(answer.copy)
+            else:
+                time.sleep(RETRY_S)
+                self.refresh()
+                if reservation.copy.warehouse not in self._warehouses:
+                    raise SegmentGone("the warehouse written to is gone", "write it again")
+        return tuple(copies)
+
+    def _others(self, copies: list[m.Copy]) -> list[m.Announce]:
+        """Warehouses without a copy, next in the ring first: so the load spreads."""
+        holders = {copy.warehouse for copy in copies}
+        others = [w for w in self._warehouses.values() if w.warehouse not in holders]
+        return sorted(others, key=lambda w: (w.warehouse - copies[0].warehouse) % (1 << 56))
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def read(self, chunk: m.ChunkAt) -> Bytes:
+        """A chunk's bytes, mapped. If no copy is on this node, its warehouse pulls one first."""
+        home = self._home
+        for copy in chunk.copies:
+            if home is not None and copy.warehouse == home.warehouse:
+                return self._map(home, copy, chunk.nbytes)
+        return self._insist(lambda: self._pull(chunk))  # type: ignore[no-any-return]
+
+    def _pull(self, chunk: m.ChunkAt) -> Bytes:
+        if any(copy.warehouse not in self._warehouses for copy in chunk.copies):
+            self.refresh()
+        home = self._need_home()
+        while True:
+            answer = self._call(home.control, m.Fetch(chunk, self._streams()))
+            if isinstance(answer, m.Fetched):
+                return self._map(home, answer.copy, chunk.nbytes)
+            if isinstance(answer, m.Refused):
+                raise SegmentGone(answer.message, answer.remedy)
+            time.sleep(RETRY_S)  # memory is full on this node: room comes as others commit
+
+    def _map(self, home: m.Announce, copy: m.Copy, nbytes: int) -> Bytes:
+        return self._views.read(Path(home.arena), copy.segment, copy.generation, copy.offset, nbytes)
+
+    # -- the warehouse -----------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Ask the ledger anew who is where."""
+        with self._lock:
+            self._warehouses = {w.warehouse: w for w in self._directory()}
+            home = self._choose_home()
+            if home != self._home:
+                before, self._home = self._home, home
+                if before is not None and (home is None or before.warehouse != home.warehouse):
+                    self._writer = None
+                    self._views.forget(Path(before.arena))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+            self._views.close()
+            for caller in self._callers:
+                caller.close()
+            self._callers.clear()
+
+    def _choose_home(self) -> m.Announce | None:
+        here = [w for w in self._warehouses.values() if Path(w.arena).is_dir()]
+        if self._name is not None:
+            here = [w for w in here if w.node == self._name]
+        return min(here, key=lambda w: w.node) if here else None
+
+    def _need_home(self) -> m.Announce:
+        home = self._home
+        if home is None:
+            raise ConnectionError("no warehouse on this node")
+        return home
+
+    def _own_writer(self) -> Writer:
+        with self._lock:
+            home = self._need_home()
+            if self._writer is None:
+                self._writer = Writer(Path(home.arena), home.warehouse, self._views, self._lend, self._tell_closed)
+            return self._writer
+
+    def _lend(self, nbytes: int) -> m.Lent:
+        while True:
+            answer = self._call(self._need_home().control, m.Lend(nbytes))
+            if isinstance(answer, m.Lent):
+                return answer
+            if isinstance(answer, m.Refused):
+                raise DockError(answer.message, answer.remedy)
+            # else the warehouse is full: asking again is the waiting
+
+    def _tell_closed(self, segment: int, generation: int) -> None:
+        home = self._home
+        if home is not None:
+            self._caller(home.control).tell(m.Close(segment, generation))
+
+    def _streams(self) -> dict[int, str]:
+        return {key: w.data for key, w in self._warehouses.items()}
+
+    def _insist(self, action: Callable[[], Any]) -> Any:
+        """Try again while the node's warehouse is away: it is being restarted."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return action()
+            except (ConnectionError, TimeoutError, FileNotFoundError) as error:
+                if time.monotonic() > deadline:
+                    where = f"node {self._name!r}" if self._name else "this machine"
+                    raise DockError(f"no warehouse answers on {where}: {error}", "start one for it") from None
+                time.sleep(RETRY_S)
+                self.refresh()
+
+    def _try(self, control: str, message: m.Message) -> Any:
+        try:
+            return self._call(control, message)
+        except (ConnectionError, TimeoutError):
+            return None
+
+    def _call(self, control: str, message: m.Message) -> Any:
+        try:
+            return self._caller(control).ask(message, within_s=CALL_S)
+        except (ConnectionError, TimeoutError):
+            caller = self._local.callers.pop(control)
+            self._callers.remove(caller)
+            caller.close()
+            raise
+
+    def _caller(self, control: str) -> Caller:
+        if not hasattr(self._local, "callers"):
+            self._local.callers = {}
+        callers: dict[str, Caller] = self._local.callers
+        if control not in callers:
+            callers[control] = Caller(self._token, control, resends=False)
+            self._callers.append(callers[control])
+        return callers[control]

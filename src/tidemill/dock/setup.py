@@ -1,0 +1,54 @@
+"""DockSetup: all that makes a dock what it is, as plain data that a process can be started with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from tidemill.dock.ledger import Ledger
+from tidemill.graph import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class DockSetup:
+    stages: tuple[Stage, ...]
+    source: tuple[str, ...] = ()  # columns that every put must bring
+    lease_s: float = 600.0
+    max_staleness: int | None = None
+    stale: Literal["requeue", "drop"] = "drop"
+    group_size: int | None = None
+    max_rows: int | None = None  # per tag; producers wait beyond it
+    max_bytes: int | None = None
+    watch: str = "reward"  # the column that samplers may compare
+    replicas: int = 0  # further warehouses that hold each chunk
+    warehouse_timeout_s: float = 30.0  # a warehouse silent for this long is given up
+    memory_bytes: int | None = None  # of each warehouse; None: half of what the shared memory offers
+    spill_bytes: int | None = None  # above this much in memory, segments go to disk; None: at memory_bytes
+    segment_bytes: int = 32 << 20
+
+    def ledger(self, epoch: int = 1) -> Ledger:
+        return Ledger(
+            self.stages,
+            lease_s=self.lease_s,
+            max_staleness=self.max_staleness,
+            stale=self.stale,
+            group_size=self.group_size,
+            max_rows=self.max_rows,
+            max_bytes=self.max_bytes,
+            watch=self.watch,
+            epoch=epoch,
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> DockSetup:
+        record: dict[str, Any] = json.loads(text)
+        stages = tuple(_stage(stage) for stage in record.pop("stages"))
+        return DockSetup(stages=stages, source=tuple(record.pop("source")), **record)
+
+
+def _stage(record: dict[str, Any]) -> Stage:
+    return Stage(record["name"], record["role"], tuple(record["reads"]), tuple(record["writes"]), record["scope"])

@@ -1,0 +1,226 @@
+"""The byte stream between warehouses: the reader's side pulls ranges of a segment straight into its own.
+
+The sender uses sendfile, the receiver reads into the mapped segment: no byte passes through Python. Both sides prove
+that they have the token, each by a keyed hash over both sides' random numbers, before a request is read.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tidemill.dock import segment as seg
+from tidemill.dock.messages import ChunkAt, Copy
+from tidemill.dock.wire import check_host
+
+NONCE_BYTES = 32
+HANDSHAKE_S = 5.0
+IDLE_S = 60.0
+STREAM_BYTES = 8 << 20  # each stream carries at least this much of a chunk: below, one stream is as fast
+SOCKET_BUFFER = 4 << 20
+MAX_CONNECTIONS = 256
+_REQUEST = struct.Struct("<QQQQ")  # segment, generation, offset, bytes
+_OK, _GONE = b"\x01", b"\x00"
+
+
+class StreamServer:
+    """Serves this warehouse's bytes to others. One thread per connection: sendfile blocks without the interpreter."""
+
+    def __init__(self, arena: Path, warehouse: int, token: str, host: str, views: seg.Views) -> None:
+        self._arena, self._warehouse, self._token, self._views = arena, warehouse, token, views
+        self._listener = socket.create_server((check_host(host), 0), backlog=64)
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self.refused = 0
+        self.sent_bytes = 0
+        self._connections = threading.Semaphore(MAX_CONNECTIONS)
+        threading.Thread(target=self._accept, daemon=True, name="stream-accept").start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            if not self._connections.acquire(blocking=False):
+                self.refused += 1
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), daemon=True, name="stream-serve").start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                connection.settimeout(HANDSHAKE_S)
+                if not greet(connection, self._token, b"server"):
+                    self.refused += 1
+                    return
+                _tune(connection)
+                connection.settimeout(IDLE_S)
+                while (request := _receive(connection, _REQUEST.size)) is not None:
+                    self._answer(connection, *_REQUEST.unpack(request))
+        except OSError:
+            pass  # the other side went away; its pull fails there and is tried from another copy
+        finally:
+            self._connections.release()
+
+    def _answer(self, connection: socket.socket, number: int, generation: int, offset: int, nbytes: int) -> None:
+        try:
+            held = self._views.read(self._arena, number, generation, offset, nbytes)
+        except (seg.SegmentGone, ValueError, OverflowError):
+            connection.sendall(_GONE)
+            return
+        connection.sendall(_OK)
+        path = seg.path_of(self._arena, number)
+        with open(path, "rb") as file:
+            if seg.read_header(file.fileno()).where == seg.SPILLED:
+                connection.sendall(held.data)
+            else:
+                _send_range(connection, file.fileno(), seg.HEADER_BYTES + offset, nbytes)
+        self.sent_bytes += nbytes
+
+
+class Puller:
+    """Fetches chunks from other warehouses, over a few connections to each."""
+
+    def __init__(self, token: str, streams: int = 2) -> None:
+        self._token, self._streams = token, streams
+        self._idle: dict[str, list[socket.socket]] = {}
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(max_workers=8, thread_name_prefix="stream-pull")
+        self._parts = ThreadPoolExecutor(max_workers=8, thread_name_prefix="stream-part")
+        self.pulled_bytes = 0
+
+    def submit(self, job: Any, *arguments: Any) -> Any:
+        return self._pool.submit(job, *arguments)
+
+    def pull(self, chunk: ChunkAt, sources: dict[int, str], into: memoryview) -> None:
+        """Bytes of `chunk` from the first copy that can be had."""
+        failures = []
+        for copy in chunk.copies:
+            address = sources.get(copy.warehouse)
+            if address is None:
+                continue
+            try:
+                self._pull_from(address, copy, into)
+            except (OSError, seg.SegmentGone) as error:
+                failures.append(f"{address}: {error}")
+                continue
+            self.pulled_bytes += len(into)
+            return
+        why = "; ".join(failures) or "no holder known"
+        raise seg.SegmentGone(f"no copy of chunk {chunk.key} can be pulled ({why})")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._parts.shutdown(wait=False, cancel_futures=True)
+
+    def _pull_from(self, address: str, copy: Copy, into: memoryview) -> None:
+        n = max(1, min(self._streams, len(into) // STREAM_BYTES))
+        bounds = [len(into) * i // n for i in range(n + 1)]
+        jobs = [
+            self._parts.submit(self._pull_range, address, copy, bounds[i], into[bounds[i] : bounds[i + 1]])
+            for i in range(1, n)
+        ]
+        self._pull_range(address, copy, 0, into[: bounds[1]])
+        for job in jobs:
+            job.result()
+
+    def _pull_range(self, address: str, copy: Copy, start: int, into: memoryview) -> None:
+        connection, is_reused = self._connection(address)
+        request = _REQUEST.pack(copy.segment, copy.generation, copy.offset + start, len(into))
+        try:
+            connection.sendall(request)
+            status = _receive(connection, 1)
+            if status is None and is_reused:  # closed while idle; a fresh one tells whether the other side lives
+                connection.close()
+                connection, _ = self._connection(address, fresh=True)
+                connection.sendall(request)
+                status = _receive(connection, 1)
+            if status is None:
+                raise ConnectionError("closed the stream")
+            if status != _OK:
+                raise seg.SegmentGone("no longer holds it")
+            _receive_into(connection, into)
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            self._idle.setdefault(address, []).append(connection)
+
+    def _connection(self, address: str, fresh: bool = False) -> tuple[socket.socket, bool]:
+        with self._lock:
+            idle = self._idle.get(address)
+            if idle and not fresh:
+                return idle.pop(), True
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host, int(port)), timeout=HANDSHAKE_S)
+        try:
+            if not greet(connection, self._token, b"client"):
+                raise ConnectionError("does not know the dock's token")
+            _tune(connection)
+            connection.settimeout(IDLE_S)
+        except BaseException:
+            connection.close()
+            raise
+        return connection, False
+
+
+def greet(connection: socket.socket, token: str, side: bytes) -> bool:
+    """Both sides show that they know the token, without showing it."""
+    mine = os.urandom(NONCE_BYTES)
+    connection.sendall(mine)
+    theirs = _receive(connection, NONCE_BYTES)
+    if theirs is None or theirs == mine:
+        return False
+    other = b"client" if side == b"server" else b"server"
+    connection.sendall(_proof(token, side, mine, theirs))
+    proof = _receive(connection, 32)
+    return proof is not None and hmac.compare_digest(proof, _proof(token, other, theirs, mine))
+
+
+def _proof(token: str, side: bytes, own: bytes, others: bytes) -> bytes:
+    return hmac.digest(token.encode(), side + own + others, "sha256")
+
+
+def _tune(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER)
+
+
+def _send_range(connection: socket.socket, fd: int, offset: int, nbytes: int) -> None:
+    end = offset + nbytes
+    connection.settimeout(None)  # sendfile wants a blocking socket; the kernel's own timeout guards it
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(IDLE_S), 0))
+    while offset < end:
+        sent = os.sendfile(connection.fileno(), fd, offset, end - offset)
+        if sent == 0:
+            raise ConnectionError("a segment became shorter while it was sent")
+        offset += sent
+    connection.settimeout(IDLE_S)
+
+
+def _receive(connection: socket.socket, nbytes: int) -> bytes | None:
+    buffer = bytearray(nbytes)
+    try:
+        _receive_into(connection, memoryview(buffer))
+    except ConnectionError:
+        return None
+    return bytes(buffer)
+
+
+def _receive_into(connection: socket.socket, view: memoryview) -> None:
+    while len(view):
+        n = connection.recv_into(view)
+        if n == 0:
+            raise ConnectionError("the other side closed the stream")
+        view = view[n:]

@@ -1,0 +1,143 @@
+"""The wire: sockets that only holders of the dock's token can use, and a caller that survives restarts.
+
+Every socket is a CURVE socket whose keys come from the token: a peer without it does not get past the handshake, and
+what it sends is not parsed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import time
+from typing import Any
+
+import zmq
+import zmq.utils.monitor
+from zmq.utils import z85
+
+from tidemill.dock.messages import Message, decode_answer, encode
+from tidemill.errors import DockError
+
+MAX_MESSAGE_BYTES = 64 << 20  # metadata of two million rows; a longer message closes its connection
+RESEND_CHECK_S = 0.1  # how often a caller that waits looks whether its connection broke
+PROMPT_CHECK_S = 0.02  # the same where the caller knows another address to try
+SEQ = struct.Struct("<Q")
+
+
+def curve_keys(token: str, side: str) -> tuple[bytes, bytes]:
+    """(public, secret) of the server's or the clients' side, made from the token alone."""
+    secret = z85.encode(hashlib.blake2b(token.encode(), digest_size=32, person=f"tm-{side}".encode()).digest())
+    return zmq.curve_public(secret), secret
+
+
+def check_host(host: str) -> str:
+    if host in ("", "*", "0.0.0.0", "::"):
+        raise DockError(f"a dock does not listen on every interface, got {host!r}", "name the cluster's own address")
+    return host
+
+
+def bound_address(socket: zmq.Socket[bytes]) -> str:
+    address = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(address, bytes)
+    return address.rstrip(b"\0").decode()
+
+
+class Doorkeeper:
+    """Answers libzmq's question whether a key may enter (ZAP), and counts those who may not."""
+
+    def __init__(self, context: zmq.Context[Any], token: str) -> None:
+        self.refused = 0
+        self._allowed = z85.decode(curve_keys(token, "client")[0])
+        self.socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind("inproc://zeromq.zap.01")
+
+    def answer(self) -> None:
+        version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
+        is_known = mechanism == b"CURVE" and credentials == [self._allowed]
+        self.refused += not is_known
+        status = [b"200", b"OK"] if is_known else [b"400", b"unknown key"]
+        self.socket.send_multipart([version, request, *status, b"peer", b""])
+
+
+def listening_socket(context: zmq.Context[Any], token: str) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    socket.curve_server = True
+    socket.curve_publickey, socket.curve_secretkey = curve_keys(token, "server")
+    socket.maxmsgsize = MAX_MESSAGE_BYTES
+    socket.router_handover = True  # a client that reconnects under its name replaces its old connection
+    socket.handshake_ivl = 5000
+    socket.linger = 0
+    socket.sndhwm = socket.rcvhwm = 0
+    return socket
+
+
+def calling_socket(context: zmq.Context[Any], token: str, identity: bytes, address: str) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    socket.identity = identity
+    socket.curve_serverkey = curve_keys(token, "server")[0]
+    socket.curve_publickey, socket.curve_secretkey = curve_keys(token, "client")
+    socket.maxmsgsize = MAX_MESSAGE_BYTES
+    socket.reconnect_ivl, socket.reconnect_ivl_max = 10, 100
+    socket.linger = 0
+    socket.sndhwm = socket.rcvhwm = 0
+    socket.connect(address)
+    return socket
+
+
+def new_identity() -> bytes:
+    return b"c" + os.urandom(15)
+
+
+class Caller:
+    """One request at a time over one socket; sends again when the connection broke, and the other side answers a
+    repeated request as it answered the first. One per thread."""
+
+    def __init__(self, token: str, address: str, resends: bool = True) -> None:
+        context: zmq.Context[Any] = zmq.Context.instance()
+        self._socket = calling_socket(context, token, new_identity(), address)
+        # Who knows another address to try also wants to hear that nobody listens at this one.
+        events = zmq.EVENT_DISCONNECTED if resends else zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+        self._monitor = self._socket.get_monitor_socket(events)
+        self._seq = 0
+        self.address = address
+        self._resends = resends
+        self.resent = 0
+
+    def ask(self, message: Message, within_s: float) -> Any:
+        """The answer. Raises TimeoutError when nobody answered, though asked again after every broken connection."""
+        self._seq += 1
+        seq, body = SEQ.pack(self._seq), encode(message)
+        deadline = time.monotonic() + within_s
+        self._socket.send_multipart((seq, body))
+        while True:
+            pause_s = min(RESEND_CHECK_S if self._resends else PROMPT_CHECK_S, deadline - time.monotonic())
+            if self._socket.poll(max(1, int(1000 * pause_s))):
+                got, answer = self._socket.recv_multipart()
+                if got == seq:
+                    return decode_answer(answer)
+                continue  # the answer to a request given up or sent twice
+            if self._is_broken():
+                if not self._resends:
+                    raise ConnectionError(f"{self.address} went away")
+                self.resent += 1
+                self._socket.send_multipart((seq, body))
+            elif time.monotonic() >= deadline:
+                raise TimeoutError(f"no answer from {self.address} within {within_s:.1f} s")
+
+    def tell(self, message: Message) -> None:
+        """Without waiting for an answer."""
+        self._seq += 1
+        self._socket.send_multipart((SEQ.pack(self._seq), encode(message)))
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._socket.close()
+
+    def _is_broken(self) -> bool:
+        was_broken = False
+        while self._monitor.poll(0):
+            zmq.utils.monitor.recv_monitor_message(self._monitor)
+            was_broken = True
+        return was_broken

@@ -1,0 +1,86 @@
+"""Value models: a decoder with one number per token in stead of words. A critic of PPO, or a reward model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tidemill.algorithms.api import Algorithm, Stats
+from tidemill.algorithms.ppo import explained_variance
+from tidemill.batch import Batch, Column
+from tidemill.config import Config
+from tidemill.learn.engine import Learner, token_batch
+from tidemill.learn.packing import PackedBatch, microbatches, pack, response_column
+
+SUMS = ("return_square", "value_error_mean", "value_error_square", "value_tokens")  # only to work others out
+
+
+class ValueModel(torch.nn.Module):
+    """The policy's decoder, copied, and a head that starts at 0 everywhere."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self.config = policy.config
+        self.decoder = copy.deepcopy(policy.get_decoder()).requires_grad_(True)
+        width = policy.get_output_embeddings().weight.shape[1]
+        self.head = torch.nn.Linear(width, 1).to(next(policy.parameters()))
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+
+    def gradient_checkpointing_enable(self, settings: dict[str, Any]) -> None:
+        self.decoder.gradient_checkpointing_enable(settings)
+
+
+class ValueLearner(Learner):
+    """Learns a value model with `value_loss`, or with `loss` where the value model is all there is to learn."""
+
+    def __init__(self, model: ValueModel, config: Config, algorithm: Algorithm, updates: int) -> None:
+        rate = config.algorithm.critic.lr
+        if rate is not None:
+            config = config.model_copy(update={"learn": config.learn.model_copy(update={"lr": rate})})
+        super().__init__(model, config, algorithm, updates)
+
+    def _loss(self, part: Batch) -> tuple[Tensor, Stats]:
+        packed = pack(part, self.device, self.config.learn.share_prompts)
+        new = values_at(self.model, packed)
+        tokens = token_batch(part, packed, (torch.zeros_like(new), torch.zeros_like(new)), new)
+        learn = self.algorithm.loss if self.algorithm.learns_values else self.algorithm.value_loss
+        return learn(tokens, self.config)
+
+    def update(self) -> dict[str, float]:
+        metrics = super().update()
+        if "return_square" in metrics:
+            metrics["explained_variance"] = explained_variance(metrics)
+            metrics = {name: value for name, value in metrics.items() if name not in SUMS}
+        return metrics
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> Column:
+        """The value before each response token, as a jagged column."""
+        share = self.config.learn.share_prompts
+        count = int((batch["tokens"].lengths - batch.values("prompt_length")).sum())
+        out = response_column(np.empty(count, np.float32), batch)
+        assert out.offsets is not None
+        for rows in microbatches(batch, self.config.train.tokens_per_microbatch, share):
+            found = values_at(self.model, pack(batch.gather(rows), self.device, share)).cpu().numpy()
+            cuts = np.cumsum(np.diff(out.offsets)[rows])[:-1]
+            for row, part in zip(rows, np.split(found, cuts)):
+                out.values[out.offsets[row] : out.offsets[row + 1]] = part
+        return out
+
+
+def values_at(model: ValueModel, packed: PackedBatch) -> Tensor:
+    """(targets,) the value of the state in which each response token is chosen.
+
+    The last token of a sample is never an input, for nothing follows it. So a reward model judges where the end token
+    is about to come: it has seen the whole response but for that token.
+    """
+    hidden = model.decoder(
+        input_ids=packed.tokens[None], position_ids=packed.positions[None], use_cache=False, tide=packed.context
+    ).last_hidden_state[0]
+    values: Tensor = model.head(hidden.index_select(0, packed.predicts))[:, 0].float()
+    return values

@@ -1,0 +1,323 @@
+"""The parts of a decode step that are not matrix products, for accelerators that Triton compiles for.
+
+The same arithmetic as `kernels.c`, and the same names: a step of the lean runner is nine launches a layer, and the draw
+reads the logits once. No function here looks at a value on the host, so all of it can be captured in a graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Positions of the cache handled at once, and programs wanted before a sequence is split over several.
+BLOCK = 64
+PROGRAMS_WANTED = 4 * 132
+MOST_SPLITS = 16
+# Logits reduced by one program of the draw.
+VOCAB_BLOCK = 4096
+
+
+@triton.jit
+def _rms(x, weight, out, eps, dim, BLOCK_DIM: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK_DIM)
+    inside = at < dim
+    value = tl.load(x + row * dim + at, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / dim + eps)
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * dim + at, (value * scale * w).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotate(
+    x, q_norm, k_norm, cos, sin, position, stride, eps, q_heads, heads,
+    HAS_NORM: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Heads 0..heads of each row of x, in place; the first `q_heads` are queries, the others keys."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    at = tl.arange(0, BLOCK_HALF)
+    inside = (head[:, None] < heads) & (at[None, :] < HALF)
+    where = row * stride + head[:, None] * DIM + at[None, :]
+    a = tl.load(x + where, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(x + where + HALF, mask=inside, other=0.0).to(tl.float32)
+    in_half = at < HALF
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)
+        is_query = (head < q_heads)[:, None]
+        wq_a = tl.load(q_norm + at, mask=in_half, other=0.0).to(tl.float32)[None, :]
+        wq_b = tl.load(q_norm + HALF + at, mask=in_half, other=0.0).to(tl.float32)[None, :]
+        wk_a = tl.load(k_norm + at, mask=in_half, other=0.0).to(tl.float32)[None, :]
+        wk_b = tl.load(k_norm + HALF + at, mask=in_half, other=0.0).to(tl.float32)[None, :]
+        a = a * scale[:, None] * tl.where(is_query, wq_a, wk_a)
+        b = b * scale[:, None] * tl.where(is_query, wq_b, wk_b)
+    table = tl.load(position + row) * DIM
+    c_a = tl.load(cos + table + at, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    c_b = tl.load(cos + table + HALF + at, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    s_a = tl.load(sin + table + at, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    s_b = tl.load(sin + table + HALF + at, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    tl.store(x + where, (a * c_a + b * s_a).to(x.dtype.element_ty), mask=inside)
+    tl.store(x + where + HALF, (b * c_b + a * s_b).to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate(x, out, half, BLOCK_DIM: tl.constexpr):
+    """x (rows, 2 * half): out = silu(first half) * second half."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    inside = at < half
+    gate = tl.load(x + row * 2 * half + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * half + half + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * half + at, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _attend(
+    q, k, v, keys, values, table, length, out, part, stats, scale, softcap,
+    q_stride, k_stride, v_stride, table_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One new token per row: its key and value go to its page, and its queries see everything the row has.
+
+    A program serves the query heads of one key/value head, over one of SPLITS parts of the sequence. The program that has
+    the last position writes the new key and value; nobody else reads that position from the cache.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    n = tl.load(length + row)
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(n - WINDOW, 0) // BLOCK_N * BLOCK_N
+    share = tl.cdiv(tl.cdiv(n - low, SPLITS), BLOCK_N) * BLOCK_N
+    start = low + split * share
+    stop = tl.minimum(start + share, n)
+
+    g = tl.arange(0, GROUP_PAD)
+    d = tl.arange(0, DIM_PAD)
+    e = tl.arange(0, V_PAD)
+    in_d, in_e = d < DIM, e < V_DIM
+    query = tl.load(
+        q + row * q_stride + (head * GROUP + g)[:, None] * DIM + d[None, :],
+        mask=(g < GROUP)[:, None] & in_d[None, :], other=0.0,
+    )  # fmt: skip
+    new_k = tl.load(k + row * k_stride + head * DIM + d, mask=in_d, other=0.0)
+    new_v = tl.load(v + row * v_stride + head * V_DIM + e, mask=in_e, other=0.0)
+    peak = tl.full((GROUP_PAD,), -1e30, tl.float32)
+    total = tl.zeros((GROUP_PAD,), tl.float32)
+    acc = tl.zeros((GROUP_PAD, V_PAD), tl.float32)
+    for first in range(start, stop, BLOCK_N):
+        at = first + tl.arange(0, BLOCK_N)
+        is_old = at < n - 1
+        is_new = at == n - 1
+        page = tl.load(table + row * table_stride + at // PAGE, mask=is_old, other=0).to(tl.int64)
+        base = page * KV_HEADS + head
+        key = tl.load(
+            keys + base[None, :] * (DIM * PAGE) + d[:, None] * PAGE + (at % PAGE)[None, :],
+            mask=is_old[None, :] & in_d[:, None], other=0.0,
+        )  # fmt: skip
+        key = tl.where(is_new[None, :], new_k[:, None], key)
+        score = tl.dot(query, key) * scale
+        if HAS_CAP:
+            score = (2.0 / (1.0 + tl.exp(-2.0 * score / softcap)) - 1.0) * softcap
+        seen = at < n
+        if WINDOW > 0:
+            seen = seen & (at >= n - WINDOW)
+        score = tl.where(seen[None, :], score, -1e30)
+        higher = tl.maximum(peak, tl.max(score, 1))
+        fade = tl.exp(peak - higher)
+        weight = tl.where(seen[None, :], tl.exp(score - higher[:, None]), 0.0)
+        total = total * fade + tl.sum(weight, 1)
+        value = tl.load(
+            values + base[:, None] * (PAGE * V_DIM) + (at % PAGE)[:, None] * V_DIM + e[None, :],
+            mask=is_old[:, None] & in_e[None, :], other=0.0,
+        )  # fmt: skip
+        value = tl.where(is_new[:, None], new_v[None, :], value)
+        acc = acc * fade[:, None] + tl.dot(weight.to(value.dtype), value)
+        peak = higher
+
+    if (start < n) & (stop == n):
+        page = tl.load(table + row * table_stride + (n - 1) // PAGE).to(tl.int64)
+        base = page * KV_HEADS + head
+        tl.store(keys + base * (DIM * PAGE) + d * PAGE + (n - 1) % PAGE, new_k, mask=in_d)
+        tl.store(values + (base * PAGE + (n - 1) % PAGE) * V_DIM + e, new_v, mask=in_e)
+
+    inside = (g < GROUP)[:, None] & in_e[None, :]
+    if SPLITS == 1:
+        where = (row * KV_HEADS * GROUP + head * GROUP + g)[:, None] * V_DIM + e[None, :]
+        tl.store(out + where, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    else:
+        cell = ((row * KV_HEADS + head) * SPLITS + split) * GROUP + g
+        tl.store(part + cell[:, None] * V_DIM + e[None, :], acc, mask=inside)
+        tl.store(stats + cell * 2, peak, mask=g < GROUP)
+        tl.store(stats + cell * 2 + 1, total, mask=g < GROUP)
+
+
+@triton.jit
+def _join(part, stats, out, GROUP: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr, SPLITS: tl.constexpr):
+    """The parts of one query head, weighed by their sums."""
+    head = tl.program_id(0).to(tl.int64)
+    kv, g = head // GROUP, head % GROUP
+    s = tl.arange(0, SPLITS)
+    e = tl.arange(0, V_PAD)
+    cell = (kv * SPLITS + s) * GROUP + g
+    peak = tl.load(stats + cell * 2)
+    total = tl.load(stats + cell * 2 + 1)
+    scale = tl.exp(peak - tl.max(peak, 0))
+    value = tl.load(part + cell[:, None] * V_DIM + e[None, :], mask=(e < V_DIM)[None, :], other=0.0)
+    joined = tl.sum(value * scale[:, None], 0) / tl.sum(total * scale, 0)
+    tl.store(out + head * V_DIM + e, joined.to(out.dtype.element_ty), mask=e < V_DIM)
+
+
+@triton.jit
+def _reduce(logits, source, slot, temperature, peaks, sums, bests, vocab, blocks, BLOCK_V: tl.constexpr):
+    """Of one block of a row's logits: the largest, the sum of exponentials relative to it, and where it is."""
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    at = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    where = tl.load(source + row).to(tl.int64) * vocab
+    heat = tl.load(temperature + tl.load(slot + row))
+    x = tl.load(logits + where + at, mask=at < vocab, other=-float("inf")).to(tl.float32) / heat
+    peak = tl.max(x, 0)
+    cell = row * blocks + block
+    tl.store(peaks + cell, peak)
+    tl.store(sums + cell, tl.sum(tl.exp(x - peak), 0))
+    tl.store(bests + cell, tl.argmax(x, 0) + block * BLOCK_V)
+
+
+@triton.jit
+def _choose(
+    logits, source, slot, temperature, greedy, key, position, peaks, sums, bests, tokens, logprobs, latest, vocab, blocks,
+    BLOCK_V: tl.constexpr, BLOCKS_PAD: tl.constexpr,
+):  # fmt: skip
+    """The row's token: the first whose cumulative probability exceeds the row's random number."""
+    row = tl.program_id(0)
+    where = tl.load(source + row).to(tl.int64) * vocab
+    mine = tl.load(slot + row)
+    heat = tl.load(temperature + mine)
+    b = tl.arange(0, BLOCKS_PAD)
+    peak = tl.load(peaks + row * blocks + b, mask=b < blocks, other=-float("inf"))
+    part = tl.load(sums + row * blocks + b, mask=b < blocks, other=0.0)
+    top = tl.max(peak, 0)
+    mass = part * tl.exp(peak - top)
+    total = tl.sum(mass, 0)
+    target = _uniform(tl.load(key + mine), tl.load(position + row).to(tl.int64)) * total
+    # The block in which the running sum passes the target, and the sum before it.
+    summed = tl.cumsum(mass, 0)
+    chosen = tl.minimum(tl.sum((summed <= target).to(tl.int32), 0), blocks - 1)
+    before = tl.sum(tl.where(b < chosen, mass, 0.0), 0)
+    at = chosen * BLOCK_V + tl.arange(0, BLOCK_V)
+    x = tl.load(logits + where + at, mask=at < vocab, other=-float("inf")).to(tl.float32) / heat
+    inner = before + tl.cumsum(tl.exp(x - top), 0)
+    token = chosen * BLOCK_V + tl.sum((inner <= target).to(tl.int32), 0)
+    # Rounding can leave the target beyond the last sum: the most likely token of the block is then as good as any.
+    most = tl.argmax(peak, 0)
+    best = tl.load(bests + row * blocks + most)
+    last = tl.minimum((chosen + 1) * BLOCK_V, vocab)
+    token = tl.where(token >= last, tl.load(bests + row * blocks + chosen), token)
+    token = tl.where(tl.load(greedy + mine) != 0, best, token)
+    value = tl.load(logits + where + token).to(tl.float32) / heat
+    tl.store(tokens + row, token)
+    tl.store(logprobs + row, value - top - tl.log(total))
+    tl.store(latest + mine, token.to(tl.int64))
+
+
+@triton.jit
+def _uniform(key, position):
+    """`sampling.uniform`: the same number from the same key and position."""
+    z = key.to(tl.uint64, bitcast=True) + position.to(tl.uint64) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return ((z ^ (z >> 31)) >> 40).to(tl.float32) * 5.9604644775390625e-08  # 2 ** -24
+
+
+def _pad(n: int) -> int:
+    return max(triton.next_power_of_2(n), 16)
+
+
+class TritonKernels:
+    """The methods of `kernels.Kernels` that the lean runner calls, and attention and draw over device tensors."""
+
+    def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(x)
+        dim = x.shape[-1]
+        block = triton.next_power_of_2(dim)
+        _rms[(x.numel() // dim,)](x, weight, out, eps, dim, block, num_warps=4 if block <= 4096 else 8)
+        return out
+
+    def rotate(
+        self, x: Tensor, heads: tuple[int, int], norms: tuple[Tensor, Tensor] | None, cos: Tensor, sin: Tensor,
+        position: Tensor, eps: float,
+    ) -> None:  # fmt: skip
+        """x (tokens, width) in place: its first `heads` = (queries, keys) heads are normed and turned."""
+        dim, both = cos.shape[-1], sum(heads)
+        block = min(triton.next_power_of_2(both), 16)
+        grid = (x.shape[0], triton.cdiv(both, block))
+        q_norm, k_norm = norms or (cos, cos)
+        _rotate[grid](
+            x, q_norm, k_norm, cos, sin, position, x.stride(0), eps, heads[0], both,
+            norms is not None, dim, dim // 2, triton.next_power_of_2(dim // 2), block, num_warps=4,
+        )  # fmt: skip
+
+    def gate(self, x: Tensor) -> Tensor:
+        """x (tokens, 2 * width): silu(first half) * second half."""
+        rows, half = x.shape[0], x.shape[1] // 2
+        out = x.new_empty(rows, half)
+        _gate[(rows, triton.cdiv(half, 1024))](x, out, half, 1024, num_warps=4)
+        return out
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: Tensor, scale: float,
+        window: int | None, softcap: float | None, splits: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """q (rows, heads, dim), k and v (rows, kv_heads, dim) with heads side by side; `table` (rows, pages)."""
+        rows, heads, dim = q.shape
+        kv_heads, v_dim = v.shape[1:]
+        group = heads // kv_heads
+        splits = splits or splits_for(rows * kv_heads)
+        out = q.new_empty(rows, heads, v_dim)
+        part = stats = out
+        if splits > 1:
+            part = torch.empty(rows * heads * splits * v_dim, dtype=torch.float32, device=q.device)
+            stats = torch.empty(rows * heads * splits * 2, dtype=torch.float32, device=q.device)
+        _attend[(rows, kv_heads, splits)](
+            q, k, v, keys, values, table, length, out, part, stats, scale, softcap or 1.0,
+            q.stride(0), k.stride(0), v.stride(0), table.stride(0),
+            kv_heads, group, _pad(group), dim, _pad(dim), v_dim, _pad(v_dim),
+            keys.shape[-1], window or 0, softcap is not None, splits, BLOCK, num_warps=4, num_stages=3,
+        )  # fmt: skip
+        if splits > 1:
+            _join[(rows * heads,)](part, stats, out, group, v_dim, _pad(v_dim), splits, num_warps=2)
+        return out
+
+    def draw(self, logits: Tensor, source: Tensor, slot: Tensor, position: Tensor, state: Any) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probabilities of rows whose logits are `logits[source]`; `state` has, by slot, the temperature,
+        greedy, key and latest token, and takes the new one."""
+        rows, vocab = slot.shape[0], logits.shape[1]
+        blocks = triton.cdiv(vocab, VOCAB_BLOCK)
+        peaks, sums = (torch.empty(rows, blocks, dtype=torch.float32, device=logits.device) for _ in range(2))
+        bests = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+        tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
+        logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+        _reduce[(rows, blocks)](
+            logits, source, slot, state.temperature, peaks, sums, bests, vocab, blocks, VOCAB_BLOCK, num_warps=8
+        )
+        _choose[(rows,)](
+            logits, source, slot, state.temperature, state.greedy, state.key, position, peaks, sums, bests, tokens,
+            logprobs, state.latest, vocab, blocks, VOCAB_BLOCK, triton.next_power_of_2(blocks), num_warps=8,
+        )  # fmt: skip
+        return tokens, logprobs
+
+
+def splits_for(programs: int) -> int:
+    """A power of two of parts per sequence, so that few sequences still fill the device."""
+    splits = 1
+    while splits < MOST_SPLITS and programs * splits < PROGRAMS_WANTED:
+        splits *= 2
+    return splits

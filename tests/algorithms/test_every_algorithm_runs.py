@@ -1,0 +1,94 @@
+"""Each algorithm through the whole flow, a few steps on a decoder of 0.1 M parameters."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import tidemill
+from tidemill.algorithms.registry import ALGORITHMS
+
+SHAPE = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 64, "window": 40}
+TINY = {**SHAPE, "alphabet": "0123456789+-= "}
+
+
+def run(folder: Path, name: str, steps: int = 2, **more) -> list[dict]:
+    """The metrics of every step."""
+    recipe = {
+        "folder": str(folder),
+        "name": f"{name}-{len(list(folder.iterdir()))}",
+        "threads": 1,
+        "model": {"tiny": TINY},
+        "data": {"source": "chain", "args": {"terms": 2, "max_value": 4, "pairs": True}, "max_prompt_tokens": 12},
+        "rollout": {"max_new_tokens": 6},
+        "rewards": "last_number",
+        "train": {"steps": steps, "prompts_per_step": 6, "samples_per_prompt": 4, "tokens_per_microbatch": 100},
+        "learn": {"lr": 1e-3},
+        "eval": {"size": 4, "before": False, "after": False},
+        "observe": {"tensorboard": False},
+        "algorithm": {"name": name, **more.pop("algorithm", {})},
+    }
+    for key, value in more.items():
+        recipe[key] = {**recipe.get(key, {}), **value}
+    tidemill.train(recipe)
+    lines = (folder / recipe["name"] / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("teacher")
+    import torch
+
+    from tidemill.config import Model
+    from tidemill.models.load import load, save_folder
+
+    loaded = load(Model(tiny=TINY), seed=7, device=torch.device("cpu"))
+    save_folder(loaded.model, loaded.tokenizer, folder / "model")
+    return str(folder / "model")
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_every_algorithm_makes_steps_with_finite_losses(name: str, tmp_path, teacher) -> None:
+    algorithm = {"teacher": teacher} if name == "distill" else {}
+    for metrics in run(tmp_path, name, algorithm=algorithm):
+        assert math.isfinite(metrics["loss"]) and metrics["skipped_updates"] == 0
+
+
+@pytest.mark.parametrize("name", ["dapo", "ppo", "reinforce_pp", "remax", "kto"])
+def test_streaming_computes_the_same_step(name: str, tmp_path) -> None:
+    """Also with stages that wait for the whole step, drop rows, or put new ones in."""
+    runs = [run(tmp_path, name, flow={"schedule": s}) for s in ("sync", "streamed")]
+    for sync, streamed in zip(*runs):
+        for metric in ("loss", "grad_norm"):
+            assert streamed[metric] == pytest.approx(sync[metric], rel=1e-4, abs=1e-6)
+
+
+def test_dynamic_sampling_keeps_the_batch_full_and_counts_what_it_dropped(tmp_path) -> None:
+    metrics = run(tmp_path, "dapo", algorithm={"dynamic_sampling_rounds": 400})
+    for step in metrics:
+        assert step["dropped_groups"] == step["refilled_groups"] > 0
+        assert step["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_the_critic_alone_learns_while_it_warms_up(tmp_path) -> None:
+    metrics = run(tmp_path, "ppo", steps=3, algorithm={"critic": {"warmup_steps": 2}})
+    assert ["grad_norm" in step for step in metrics] == [False, False, True]
+    assert all("critic/explained_variance" in step for step in metrics)
+
+
+def test_a_run_without_its_teacher_is_refused(tmp_path) -> None:
+    with pytest.raises(tidemill.errors.ConfigError, match="needs a teacher"):
+        run(tmp_path, "distill")
+
+
+def test_covariance_modes_and_reference_terms_run(tmp_path) -> None:
+    for mode in ("clip", "kl"):
+        settings = {
+            "covariance": {"mode": mode, "share": 0.1, "low": 0.0},
+            "kl": {"coef": 0.01, "place": "reward"},
+            "old_logprobs": "recompute",
+            "rollout_correction": "token",
+        }
+        assert math.isfinite(run(tmp_path, "grpo", algorithm=settings)[-1]["loss"])

@@ -1,0 +1,64 @@
+"""The fast way from chunks to a batch says what the plain way says."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill.batch import Batch, Column
+from tidemill.dock.buffer import PackedBuffer
+from tidemill.dock.gather import assemble, assemble_plainly
+from tidemill.dock.records import Grant
+
+
+def make_chunk(rng, rows, long_rows):
+    top = 200 if long_rows else 6
+    return Batch(
+        {
+            "fixed": rng.random((rows, 3)),
+            "jagged": Column.jagged([rng.integers(0, 9, rng.integers(0, top)) for _ in range(rows)], np.int16),
+            "text": Column.text(["é" * int(rng.integers(0, 4)) for _ in range(rows)]),
+        }
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 12), st.booleans(), st.booleans())
+def test_the_fast_gather_agrees_with_the_plain_one(seed, n_chunks, n, long_rows, in_order):
+    rng = np.random.default_rng(seed)
+    chunks = {key: make_chunk(rng, 8, long_rows) for key in range(n_chunks)}
+    chunk_of = rng.integers(0, n_chunks, n)
+    if in_order:
+        chunk_of = np.sort(chunk_of)
+    place_of = rng.integers(0, 8, n).astype(np.int32)
+    if in_order and n <= 8:
+        place_of = np.arange(n, dtype=np.int32)
+    chunks[99] = Batch({"fixed": np.zeros((8, 3))})  # a later part that holds some rows' newer values
+    newer = np.where(rng.random(n) < 0.3, 99, -1)
+    pieces = [(0, chunk_of, place_of), (1, newer, place_of)]
+    meta = np.arange(n)
+    grant = Grant(1, 0.0, ("fixed", "jagged", "text"), meta, meta, meta.astype(np.int32), meta.astype(np.int32), pieces)
+    plain = assemble_plainly(grant, chunks)
+    for fast in (assemble(grant, chunks), assemble(grant, chunks, PackedBuffer(pinned=False).allocate)):
+        assert set(fast) == set(plain)
+        for name in plain:
+            assert np.array_equal(fast[name].values, plain[name].values), name
+            assert np.array_equal(fast[name].lengths, plain[name].lengths), name
+        assert list(fast["text"]) == list(plain["text"])
+
+
+def test_rows_that_lie_together_are_views():
+    chunk = make_chunk(np.random.default_rng(0), 8, True)
+    ids = np.arange(3)
+    pieces = [(0, np.zeros(3, np.int64), np.arange(2, 5, dtype=np.int32))]
+    grant = Grant(1, 0.0, ("fixed", "jagged"), ids, ids, ids.astype(np.int32), ids.astype(np.int32), pieces)
+    batch = assemble(grant, {0: chunk})
+    for name in ("fixed", "jagged"):
+        assert np.shares_memory(batch.values(name), chunk.values(name))
+
+
+def test_a_reused_buffer_does_not_grow():
+    buffer = PackedBuffer(pinned=False)
+    first = buffer.allocate("x", (10,), np.dtype(np.float64))
+    size = buffer.nbytes
+    again = buffer.allocate("x", (4, 2), np.dtype(np.float64))
+    assert buffer.nbytes == size and np.shares_memory(first, again)

@@ -1,0 +1,160 @@
+"""The ledger against a plain model of itself, through random lives: puts, takes, commits, drops, expiries, restarts."""
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tidemill.dock import LeaseExpired, Want, again, snapshot
+from tidemill.dock.ledger import Ledger
+from tidemill.dock.records import Written
+from tidemill.graph import Stage
+
+STAGES = (
+    Stage("make", "r", ("prompt",), ("tokens",)),
+    Stage("score", "r", ("tokens",), ("reward",)),
+    Stage("judge", "r", ("reward",), ("advantage",), scope="group"),
+    Stage("learn", "r", ("tokens", "advantage")),
+)
+NAMES = [stage.name for stage in STAGES]
+SIZE = 3
+
+
+def new_ledger(epoch=1):
+    return Ledger(STAGES, lease_s=10, epoch=epoch)
+
+
+class LedgerLife(RuleBasedStateMachine):
+    """`consumed[stage]`: every id that the stage has committed. Never one twice, never one lost."""
+
+    @initialize()
+    def start(self):
+        self.ledger = new_ledger()
+        self.ledger.effects = []
+        self.history = []
+        self.now = 0.0
+        self.leases = []
+        self.put_ids, self.ended = set(), set()
+        self.consumed = {name: set() for name in NAMES}
+        self.chunk = 0
+        self.alive_chunks = set()
+
+    def written(self, *columns, n):
+        self.chunk += 1
+        self.alive_chunks.add(self.chunk)
+        score = np.zeros(n, np.float32) if "reward" in columns else None
+        return Written(columns, self.chunk, 10, score=score)
+
+    @rule(group=st.integers(0, 5), again=st.booleans())
+    def put(self, group, again):
+        ids = np.arange(group * SIZE, group * SIZE + (SIZE if again else 2))
+        what = self.written("prompt", n=len(ids))
+        n = self.ledger.put(ids, ids // SIZE, np.full(len(ids), SIZE), what, "", self.now)
+        assert n == len(set(ids.tolist()) - self.put_ids)
+        self.put_ids |= set(ids.tolist())
+
+    @rule(stage=st.sampled_from(NAMES), rows=st.integers(1, 5), sampler=st.sampled_from(["fifo", "oldest"]))
+    def take(self, stage, rows, sampler):
+        grant = self.ledger.take(stage, Want(rows=rows, groups=2, sampler=sampler), self.now)
+        if grant is None:
+            return
+        ids = grant.ids.tolist()
+        held = {i for other, s, d in self.leases if s == stage and d > self.now for i in other.ids.tolist()}
+        assert not held & set(ids), "leased twice"
+        assert not self.consumed[stage] & set(ids), "given after it was consumed"
+        if stage == "judge":
+            for key in set(grant.group.tolist()):
+                whole = {i for i in self.put_ids if i // SIZE == key}
+                assert len(whole) == SIZE and whole - self.ended <= set(ids), "a group in parts"
+        for part, chunks, _ in grant.pieces:
+            assert set(chunks.tolist()) - {-1} <= self.alive_chunks, (part, "bytes freed too early")
+        self.leases.append((grant, stage, self.now + 10))
+
+    @rule(data=st.data(), dropped=st.integers(0, 2))
+    def commit(self, data, dropped):
+        if not self.leases:
+            return
+        grant, stage, deadline = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        ids = grant.ids.tolist()
+        writes = STAGES[NAMES.index(stage)].writes
+        what = self.written(*writes, n=len(ids)) if writes else Written()
+        drop = ids[:dropped]
+        try:
+            self.ledger.commit(grant.lease, what, drop, self.now)
+        except LeaseExpired:
+            assert deadline <= self.now or grant.lease >> 40 != self.ledger.epoch
+            self.alive_chunks.discard(what.chunk)
+            return
+        assert deadline > self.now
+        kept = set(ids) - set(drop) - self.ended
+        assert not kept & self.consumed[stage], "committed twice"
+        self.consumed[stage] |= kept
+        self.ended |= set(drop)
+
+    @rule()
+    def abandon(self):
+        if self.leases:
+            self.ledger.abandon(self.leases.pop()[0].lease)
+
+    @rule(seconds=st.sampled_from([1, 6, 11]))
+    def time_passes(self, seconds):
+        self.now += seconds
+        self.ledger.expire(self.now)
+
+    @rule(from_journal=st.booleans())
+    def restart(self, from_journal):
+        other = new_ledger(self.ledger.epoch + 1)
+        if from_journal:
+            for effect in self.history:
+                again.redo(other, effect)
+        else:
+            snapshot.load(other, *snapshot.dump(self.ledger))
+        other.chunks.freed.clear()
+        assert other.slot_of.keys() == {i for i, s in self.ledger.slot_of.items() if self.ledger.rows.state[s] == 1}
+        self.ledger, other.effects = other, []
+        self.leases = [(grant, stage, -1.0) for grant, stage, _ in self.leases]
+
+    @invariant()
+    def books_balance(self):
+        if not hasattr(self, "ledger"):
+            return
+        from dataclasses import asdict
+
+        for effect in self.ledger.effects:
+            self.history.append(tuple(asdict(x) if isinstance(x, Written) else x for x in effect))
+        self.ledger.effects = []
+        for key in self.ledger.chunks.freed:
+            self.alive_chunks.discard(key)
+        self.ledger.chunks.freed.clear()
+        assert {key for key, _ in self.ledger.chunks.items()} <= self.alive_chunks
+        state = self.ledger.state(self.now)
+        here = set(self.ledger.slot_of)
+        through = set.intersection(*self.consumed.values())
+        assert here | self.ended | through == self.put_ids, "a row is lost"
+        for name in NAMES:
+            assert state.stages[name].done == len(self.consumed[name])
+        if not here:
+            assert state.bytes == 0
+
+    def teardown(self):
+        """Left alone, every row must still get through."""
+        if not hasattr(self, "ledger"):
+            return
+        self.now += 100
+        self.ledger.expire(self.now)
+        for group in range(6):
+            ids = np.arange(group * SIZE, group * SIZE + SIZE)
+            self.ledger.put(ids, ids // SIZE, np.full(SIZE, SIZE), self.written("prompt", n=SIZE), "", self.now)
+            self.put_ids |= set(ids.tolist())
+        for stage in STAGES:
+            while grant := self.ledger.take(stage.name, Want(rows=100, groups=100), self.now):
+                what = self.written(*stage.writes, n=len(grant.ids)) if stage.writes else Written()
+                self.ledger.commit(grant.lease, what, (), self.now)
+                assert not self.consumed[stage.name] & set(grant.ids.tolist())
+                self.consumed[stage.name] |= set(grant.ids.tolist())
+        assert self.ledger.state(self.now).rows == 0, "a row got stuck"
+        assert self.ledger.chunks.nbytes == 0
+
+
+LedgerLife.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLedgerLife = LedgerLife.TestCase

@@ -1,0 +1,108 @@
+"""The Triton kernels compute what torch computes; without a device they run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+HAS_DEVICE = torch.accelerator.is_available()
+if not HAS_DEVICE:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+pytest.importorskip("triton")
+
+from tidemill.rollout.native.attention import causal_attention  # noqa: E402
+from tidemill.rollout.native.sampling import Draw, draw, stream_key  # noqa: E402
+from tidemill.rollout.native.triton_kernels import TritonKernels  # noqa: E402
+
+DEVICE = torch.accelerator.current_accelerator() if HAS_DEVICE else torch.device("cpu")
+KERNELS = TritonKernels()
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE)
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a, b, atol=3e-3 if HAS_DEVICE else 1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dim", [24, 128])
+def test_norm_gate_and_rotation(dim: int) -> None:
+    torch.manual_seed(dim)
+    x, w = randn(5, dim), randn(dim)
+    close(KERNELS.rms(x, w, 1e-6), F.rms_norm(x, (dim,), w, 1e-6))
+    close(KERNELS.gate(x), F.silu(x[:, : dim // 2]) * x[:, dim // 2 :])
+    both, wide = randn(5, 7 * dim), randn(20, dim)
+    cos, sin, at = randn(20, dim), wide, torch.randint(0, 20, (5,), device=DEVICE)
+    q, k = both[:, : 3 * dim].reshape(5, 3, dim), both[:, 3 * dim : 5 * dim].reshape(5, 2, dim)
+    kept = both[:, 5 * dim :].clone()
+    norms = randn(dim), randn(dim)
+
+    def turned(x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        x = F.rms_norm(x, (dim,), norm, 1e-6)
+        return x * cos[at].unsqueeze(1) + x.roll(dim // 2, -1) * sin[at].unsqueeze(1)
+
+    wanted = torch.cat([turned(q, norms[0]).flatten(1), turned(k, norms[1]).flatten(1), kept], 1)
+    KERNELS.rotate(both, (3, 2), norms, cos, sin, at, 1e-6)
+    close(both, wanted)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "v_dim", "window", "softcap"),
+    [(4, 2, 16, 16, None, None), (6, 1, 24, 12, None, 2.0), (2, 2, 32, 32, 40, None)],
+)
+def test_attention_over_pages(
+    splits: int, heads: int, kv_heads: int, dim: int, v_dim: int, window: int | None, softcap: float | None
+) -> None:
+    torch.manual_seed(0)
+    page, lengths = 16, [1, 15, 16, 17, 90, 200]
+    pages = sum(-(-n // page) for n in lengths) + 1
+    keys, values = randn(pages, kv_heads, dim, page), randn(pages, kv_heads, page, v_dim)
+    order = iter(torch.randperm(pages).tolist())
+    table = torch.zeros(len(lengths), 16, dtype=torch.int32)
+    for row, n in enumerate(lengths):
+        for place in range(-(-n // page)):
+            table[row, place] = next(order)
+    q, k, v = randn(6, heads, dim), randn(6, kv_heads, dim), randn(6, kv_heads, v_dim)
+    length = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    out = KERNELS.attend(q, k, v, keys, values, table.to(DEVICE), length, 0.3, window, softcap, splits)
+    for row, n in enumerate(lengths):
+        held = table[row, : -(-n // page)].long().to(DEVICE)
+        all_k = keys[held].permute(1, 0, 3, 2).reshape(kv_heads, -1, dim)[:, :n]
+        all_v = values[held].permute(1, 0, 2, 3).reshape(kv_heads, -1, v_dim)[:, :n]
+        close(all_k[:, -1], k[row])  # the new token was written
+        close(all_v[:, -1], v[row])
+        wanted = causal_attention(
+            q[row].view(1, heads, 1, dim), all_k.unsqueeze(0), all_v.unsqueeze(0), n - 1, 0.3, window, softcap
+        )
+        close(out[row], wanted.view(heads, v_dim))
+
+
+def test_draw_equals_the_torch_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tidemill.rollout.native.triton_kernels.VOCAB_BLOCK", 64)
+    torch.manual_seed(1)
+    rows, vocab = 40, 300
+    logits = randn(rows // 2, vocab) * 3
+    source = torch.arange(rows, device=DEVICE, dtype=torch.int32) // 2
+    slot = torch.randperm(rows + 5)[:rows].to(DEVICE, torch.int32)
+    state = SimpleNamespace(
+        temperature=torch.rand(rows + 5).to(DEVICE) + 0.3,
+        greedy=(torch.arange(rows + 5) % 4 == 0).to(DEVICE, torch.int32),
+        key=torch.tensor([stream_key(0, 0, i) for i in range(rows + 5)]).to(DEVICE),
+        latest=torch.zeros(rows + 5, dtype=torch.int64, device=DEVICE),
+    )
+    position = torch.arange(rows, device=DEVICE, dtype=torch.int32)
+    tokens, logprobs = KERNELS.draw(logits, source, slot, position, state)
+    at = slot.long()
+    how = Draw(state.key[at], position.long(), state.temperature[at], state.greedy[at].bool())
+    wanted = draw(logits[source.long()], how)
+    same = (tokens == wanted.tokens).cpu().numpy()
+    assert same.mean() > 0.95  # a sum may round to the other side
+    np.testing.assert_allclose(logprobs.cpu().numpy()[same], wanted.logprobs.cpu().numpy()[same], atol=1e-4)
+    assert (state.latest[at] == tokens).all()
