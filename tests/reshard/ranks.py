@@ -63,7 +63,7 @@ def join(rank, ranks, port, timeout_s=60.0):
 def start(work, ranks, *args):
     """One process per rank, each running `work(rank, ranks, say, *args)`; what it says comes through the queue."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "tidemill.reshard.shared", "ranks"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "tidemill.reshard.shared", "tests.reshard.ranks"])
     queue = context.Queue()
     processes = [context.Process(target=_main, args=(work, r, ranks, queue, args), daemon=True) for r in range(ranks)]
     for process in processes:

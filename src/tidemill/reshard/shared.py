@@ -76,8 +76,8 @@ class SharedWire:
 
     def carry(self, job: Job, moved: Moved) -> None:
         laid = self._layout(job)
-        mine, checks, copies = laid[self.rank], Checks(), own_copies(job)
-        moved.rounds = max(map(len, laid.values()))
+        mine, checks, copies = laid.get(self.rank, []), Checks(), own_copies(job)
+        moved.rounds = max(map(len, laid.values()), default=0)
         if not self.agree(True, job.version):
             raise ReshardError(f"ranks do not agree to move version {job.version}", REBUILD)
         for turn in range(moved.rounds + self.depth - 1):
