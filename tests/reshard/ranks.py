@@ -62,13 +62,20 @@ def join(rank, ranks, port, timeout_s=60.0):
 
 def start(work, ranks, *args):
     """One process per rank, each running `work(rank, ranks, say, *args)`; what it says comes through the queue."""
+    queue = _context().Queue()
+    return [start_one(work, rank, ranks, queue, *args) for rank in range(ranks)], queue
+
+
+def start_one(work, rank, ranks, queue, *args):
+    process = _context().Process(target=_main, args=(work, rank, ranks, queue, args), daemon=True)
+    process.start()
+    return process
+
+
+def _context():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "tidemill.reshard.shared", "tests.reshard.ranks"])
-    queue = context.Queue()
-    processes = [context.Process(target=_main, args=(work, r, ranks, queue, args), daemon=True) for r in range(ranks)]
-    for process in processes:
-        process.start()
-    return processes, queue
+    return context
 
 
 def run(work, ranks, *args, timeout_s=240.0):
