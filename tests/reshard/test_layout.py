@@ -132,7 +132,10 @@ def test_sizes_that_cannot_be_cut_are_refused():
         learner(MODEL, parse("fsdp8,ep8"))
 
 
-@pytest.mark.parametrize(("name", "billions"), [("qwen2.5-0.5b", 0.494), ("qwen2.5-32b", 32.76), ("deepseek-v3-671b", 671.03)])  # fmt: skip
+PUBLISHED = [("qwen2.5-0.5b", 0.494), ("qwen2.5-32b", 32.76), ("qwen3-30b-a3b", 30.53), ("deepseek-v3-671b", 671.03)]
+
+
+@pytest.mark.parametrize(("name", "billions"), PUBLISHED)
 def test_published_shapes_have_the_published_number_of_parameters(name, billions):
     from tidemill.reshard.shapes import published
 

@@ -19,7 +19,7 @@ GRID += [(MIXTURE, a, b) for a in LEARNERS + EXPERT_LEARNERS for b in ENGINES + 
 
 
 def all_pairs(rank, size, say, port):
-    """Every pair of the grid, over the group (as if nodes had two ranks, so that bytes are passed on) and over memory."""
+    """Every pair of the grid, over the group (as if nodes had two ranks: bytes are passed on) and over memory."""
     ranks.join(rank, size, port)
     group_wire = GroupWire(Ring(3, 1 << 15), timeout_s=60)
     shared_wire = SharedWire(f"test-{port}", rank, size, bucket_bytes=1 << 14, timeout_s=60)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from tidemill.errors import ReshardError
-from tidemill.reshard.layout import ITEM_BYTES, Box, Shape, extents, fit, fit_offset, volume
+from tidemill.reshard.layout import Shape, extents, fit
 from tidemill.reshard.plan import Spot, Transfer, cut
 
 Tensors = Mapping[str, torch.Tensor]
@@ -47,16 +47,7 @@ def pieces_of(transfer: Transfer, most_bytes: int) -> Iterator[Transfer]:
         return
     count = -(-transfer.nbytes // most_bytes)
     for box in cut(transfer.box, count):
-        yield from pieces_of(_narrowed(transfer, box), most_bytes)
-
-
-def _narrowed(transfer: Transfer, box: Box) -> Transfer:
-    offset = tuple(i[0] - b[0] for i, b in zip(box, transfer.box))
-
-    def moved(spot: Spot) -> Spot:
-        return Spot(spot.home, tuple(a + o for a, o in zip(spot.at, fit_offset(offset, len(spot.at)))))
-
-    return replace(transfer, box=box, source=moved(transfer.source), targets=tuple(map(moved, transfer.targets)))
+        yield from pieces_of(transfer.narrowed(box), most_bytes)
 
 
 def room(transfer: Transfer) -> int:
@@ -123,11 +114,3 @@ def written_checksum(transfer: Transfer, tensors: Tensors) -> Iterator[torch.Ten
     dtype = getattr(torch, transfer.dtype)
     for spot in transfer.targets:
         yield checksum(region(tensors, spot, extents(transfer.box)).to(dtype).contiguous())
-
-
-def item_bytes(tensor: torch.Tensor) -> int:
-    return ITEM_BYTES[str(tensor.dtype).removeprefix("torch.")]
-
-
-def blocks_bytes(transfers: list[Transfer]) -> int:
-    return sum(volume(t.box) * ITEM_BYTES[t.dtype] for t in transfers)

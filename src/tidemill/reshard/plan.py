@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tidemill.errors import ReshardError, did_you_mean
 from tidemill.reshard.layout import (
@@ -29,7 +29,8 @@ from tidemill.reshard.layout import (
 )
 
 SHARE_BYTES = 1 << 16  # what a node lacks is cut in shares no smaller than this
-EGRESS_SLACK = 1.05  # above it, receivers on one node pass bytes on even though a holder is near
+FAR = 1 << 30
+EGRESS_SLACK = 1.1  # above it, receivers on one node pass bytes on even though a holder is near
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +65,30 @@ class Spot:
     at: Shape
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """`box` of `name` from `sender` to `receiver`, as `dtype`. At hop 1 the sender passes on what it received at hop 0:
-    it reads from its own targets."""
+    it reads from its own targets. A tuple, and its spots worked out when asked for: large plans have a million."""
 
     name: str
     box: Box
     dtype: str
     sender: int
     receiver: int
-    source: Spot
-    targets: tuple[Spot, ...]
+    held: Piece
+    wanted: tuple[Piece, ...]
+    nbytes: int
     hop: int = 0
 
     @property
-    def nbytes(self) -> int:
-        return volume(self.box) * ITEM_BYTES[self.dtype]
+    def source(self) -> Spot:
+        return Spot(self.held.home, shift(self.held.at, self.held.box, self.box))
+
+    @property
+    def targets(self) -> tuple[Spot, ...]:
+        return tuple(Spot(p.home, shift(p.at, p.box, self.box)) for p in self.wanted)
+
+    def narrowed(self, box: Box) -> Transfer:
+        return self._replace(box=box, nbytes=volume(box) * ITEM_BYTES[self.dtype])
 
 
 @dataclass(frozen=True)
@@ -278,65 +286,73 @@ _How = Literal["direct", "near", "round"]  # pass nothing on; what comes from ot
 class _Books:
     """What each rank has been asked to send and fetch so far."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, ranks: Iterable[int]) -> None:
         self.topology = topology
-        self.out: dict[int, int] = {}
-        self.into: dict[int, int] = {}
+        self.node = {r: topology.node(r) for r in ranks}
+        self.out = dict.fromkeys(self.node, 0)
+        self.into = dict.fromkeys(self.node, 0)
         self.transfers: list[Transfer] = []
 
-    def sender(self, holders: Iterable[int], receiver: int) -> int:
-        """Nearest first, then least busy, then next round the ring from the receiver."""
-        return min(
-            holders,
-            key=lambda h: (self.topology.distance(h, receiver), self.out.get(h, 0), (h - receiver) % 2**31),
-        )
+    def sender(self, holders: Sequence[int], receiver: int) -> int:
+        """Of holders on one side of the node's border: on the same device first, then least busy, then next round the
+        ring from the receiver."""
+        if len(holders) == 1:
+            return holders[0]
+        if self.topology.devices:
+            device = self.topology.device(receiver)
+            holders = [h for h in holders if self.topology.device(h) == device] or holders
+        out = self.out
+        return min(holders, key=lambda h: (out[h], (h - receiver) % FAR))
 
-    def add(self, transfer: Transfer) -> None:
-        self.transfers.append(transfer)
-        self.out[transfer.sender] = self.out.get(transfer.sender, 0) + transfer.nbytes
-        self.into[transfer.receiver] = self.into.get(transfer.receiver, 0) + transfer.nbytes
+    def add(self, need: Need, box: Box, sender: int, receiver: int, hop: int = 0) -> None:
+        made = _transfer(need, box, sender, receiver, hop)
+        self.transfers.append(made)
+        self.out[sender] += made.nbytes
+        self.into[receiver] += made.nbytes
 
 
 def _assign(source: Layout, target: Layout, topology: Topology, needs: list[Need], how: _How) -> Plan:
-    books = _Books(topology)
+    books = _Books(topology, {*source.ranks, *target.ranks})
     copies: list[Transfer] = []
     missing = dict.fromkeys(target.ranks, 0)
     unique = 0
     for need in sorted(needs, key=lambda n: -n.nbytes):  # large ones first balance better; stable, so ranks agree
         copies += [_transfer(need, need.box, r, r) for r in need.takers if r in need.holders]
+        nbytes = need.nbytes
         lacking = [r for r in need.takers if r not in need.holders]
         for rank in lacking:
-            missing[rank] += need.nbytes
-        unique += need.nbytes if lacking else 0
-        for group in _by_node(lacking, topology):
+            missing[rank] += nbytes
+        unique += nbytes if lacking else 0
+        for group in _by_node(lacking, books.node):
             _fetch(need, group, books, how)
     place = {name: i for i, name in enumerate(target.by_name)}
     transfers = sorted(books.transfers, key=lambda t: place[t.name])  # a tensor's bytes travel together
     return Plan(source, target, topology, tuple(transfers), tuple(copies), missing, unique)
 
 
-def _by_node(ranks: list[int], topology: Topology) -> list[list[int]]:
+def _by_node(ranks: list[int], node: dict[int, int]) -> list[list[int]]:
     found: dict[int, list[int]] = {}
     for rank in ranks:
-        found.setdefault(topology.node(rank), []).append(rank)
+        found.setdefault(node[rank], []).append(rank)
     return list(found.values())
 
 
 def _fetch(need: Need, group: list[int], books: _Books, how: _How) -> None:
     """Bring a box to all of `group`, ranks of one node that lack it."""
-    node = books.topology.node(group[0])
-    near = [h for h in need.holders if books.topology.node(h) == node]
+    node = books.node[group[0]]
+    near = [h for h in need.holders if books.node[h] == node]
+    holders = near or list(need.holders)
     if len(group) == 1 or how == "direct" or (near and not (how == "round" and len(group) > len(near))):
         for rank in group:
-            books.add(_transfer(need, need.box, books.sender(near or need.holders, rank), rank))
+            books.add(need, need.box, books.sender(holders, rank), rank)
         return
     for i, share in enumerate(_shares(need, len(group))):
         # Whoever has fetched least so far takes the next share from outside, and passes it to the others.
-        first = group[i] if need.nbytes >= SHARE_BYTES * len(group) else min(group, key=lambda r: books.into.get(r, 0))
-        books.add(_transfer(need, share, books.sender(near or need.holders, first), first))
+        first = group[i] if need.nbytes >= SHARE_BYTES * len(group) else min(group, key=books.into.__getitem__)
+        books.add(need, share, books.sender(holders, first), first)
         for rank in group:
             if rank != first:
-                books.add(_transfer(need, share, first, rank, hop=1))
+                books.add(need, share, first, rank, hop=1)
 
 
 def _shares(need: Need, count: int) -> list[Box]:
@@ -357,10 +373,8 @@ def cut(box: Box, count: int) -> list[Box]:
 
 def _transfer(need: Need, box: Box, sender: int, receiver: int, hop: int = 0) -> Transfer:
     held = need.takers[sender][0] if hop else need.holders[sender]
-    targets = tuple(Spot(p.home, shift(p.at, p.box, box)) for p in need.takers[receiver])
-    return Transfer(
-        need.name, box, need.dtype, sender, receiver, Spot(held.home, shift(held.at, held.box, box)), targets, hop
-    )
+    nbytes = volume(box) * ITEM_BYTES[need.dtype]
+    return Transfer(need.name, box, need.dtype, sender, receiver, held, need.takers[receiver], nbytes, hop)
 
 
 def _sum_by(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
