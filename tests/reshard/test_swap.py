@@ -36,7 +36,9 @@ def test_memory_is_freed_and_comes_back_bit_for_bit_under_the_same_tensors():
     assert model[1].weight is model[0].weight
 
 
-def test_what_has_not_changed_is_not_copied_again():
+def test_what_has_not_changed_is_not_copied_again(monkeypatch):
+    monkeypatch.setattr(swap, "SMALL_BYTES", 0)
+    monkeypatch.setattr(swap, "BATCH_BYTES", 20_000)  # several batches
     model, optimizer = learner()
     held = Swap("cpu")
     tensors = learner_tensors(model, optimizer)
@@ -51,6 +53,14 @@ def test_what_has_not_changed_is_not_copied_again():
     assert third.copied_bytes == 64 * 4
     held.back()
     assert model[0].bias.isfinite().all()
+
+
+def test_a_small_tensor_is_copied_without_asking():
+    tensors = [torch.randn(10)]
+    held = Swap("cpu")
+    for _ in range(2):
+        assert held.out(tensors).copied_bytes == 40
+        held.back()
 
 
 def test_the_place_of_a_tensor_that_died_is_used_again():

@@ -18,6 +18,8 @@ from tidemill.reshard.pack import checksum
 
 SLAB_BYTES = 1 << 30  # pinned memory is given out in powers of two; a slab wastes nothing
 SMALLEST_SLAB_BYTES = 1 << 20
+BATCH_BYTES = 1 << 29  # compared, or given memory, at a time
+SMALL_BYTES = 1 << 16  # copied without asking whether it changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class Swapped:
     skipped_bytes: int = 0  # freed without a copy: the host has them as they are
     storages: int = 0
     seconds: float = 0.0
+    free_seconds: float = 0.0  # of them, giving memory back to the device
 
 
 @dataclass(slots=True)
@@ -115,34 +118,40 @@ class Swap:
         started = time.perf_counter()
         self._forget_dead()
         held = [self._hold(storage, owner) for storage, owner in _storages(tensors)]
-        stale = self._stale(held)
-        self.slabs.reserve(sum(h.nbytes for h in stale if not h.spans))
-        with _on(self._stream):
-            for one in stale:
-                one.spans = one.spans or self.slabs.take(one.nbytes)
-                for host, device in self._pairs(one):
-                    host.copy_(device, non_blocking=self._on_device)
-        self._synchronize()
+        self.slabs.reserve(sum(h.nbytes for h in held if not h.spans))
+        copied = 0
+        for batch in _batches(held):  # while one batch is copied the next is compared
+            stale = self._stale(batch)
+            copied += sum(h.nbytes for h in stale)
+            with _on(self._stream):
+                for one in stale:
+                    one.spans = one.spans or self.slabs.take(one.nbytes)
+                    for host, device in self._pairs(one):
+                        host.copy_(device, non_blocking=self._on_device)
+        if self._stream is not None:
+            self._stream.synchronize()
+        freeing = time.perf_counter()
         for one in held:
             assert one.storage is not None
             one.storage.resize_(0)
-        self._out = held
         if self._on_device:
             torch.accelerator.empty_cache()
-        copied, whole = sum(h.nbytes for h in stale), sum(h.nbytes for h in held)
-        return Swapped(copied, whole - copied, len(held), time.perf_counter() - started)
+        self._out = held
+        now = time.perf_counter()
+        return Swapped(copied, sum(h.nbytes for h in held) - copied, len(held), now - started, now - freeing)
 
     def back(self, *, wait: bool = True) -> Swapped:
         """Bring everything back. Without `wait` the copies run on while the caller does something else (prefetch)."""
         started = time.perf_counter()
         done = Swapped(sum(h.nbytes for h in self._out), 0, len(self._out))
-        for one in self._out:
-            assert one.storage is not None
-            one.storage.resize_(one.nbytes)
-        with _on(self._stream):
-            for one in self._out:
-                for host, device in self._pairs(one):
-                    device.copy_(host, non_blocking=self._on_device)
+        for batch in _batches(self._out):  # while one batch is copied the next gets its memory
+            for one in batch:
+                assert one.storage is not None
+                one.storage.resize_(one.nbytes)
+            with _on(self._stream):
+                for one in batch:
+                    for host, device in self._pairs(one):
+                        device.copy_(host, non_blocking=self._on_device)
         self._coming = True
         for one in self._out:
             one.storage = None
@@ -185,14 +194,14 @@ class Swap:
         """Those whose bytes the host does not have. By checksum: version counters miss what fused optimizers write, and
         summing on the device takes a few hundredths of a copy's time."""
         with torch.no_grad():
-            sums = [checksum(_bytes(h)) for h in held]
-            known = [(h, s) for h, s in zip(held, sums) if h.sums is not None and h.spans]
+            sums = {id(h): checksum(_bytes(h)) for h in held if h.nbytes > SMALL_BYTES}
+            known = [h for h in held if h.sums is not None]
             same: set[int] = set()
             if known:
-                equal = torch.stack([torch.eq(s, h.sums).all() for h, s in known if h.sums is not None]).tolist()
-                same = {id(h) for (h, _), is_same in zip(known, equal) if is_same}
-            for h, s in zip(held, sums):
-                h.sums = s
+                equal = torch.stack([torch.eq(sums[id(h)], h.sums).all() for h in known if h.sums is not None])
+                same = {id(h) for h, is_same in zip(known, equal.tolist()) if is_same}
+        for h in held:
+            h.sums = sums.get(id(h))
         return [h for h in held if id(h) not in same]
 
     def _forget_dead(self) -> None:
@@ -207,9 +216,16 @@ class Swap:
             yield self.slabs.bytes_of(span), on_device.narrow(0, at, span.nbytes)
             at += span.nbytes
 
-    def _synchronize(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
+
+def _batches(held: list[_Held]) -> Iterator[list[_Held]]:
+    batch: list[_Held] = []
+    for one in held:
+        batch.append(one)
+        if sum(h.nbytes for h in batch) >= BATCH_BYTES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 class _on:
