@@ -216,7 +216,9 @@ def _options(name: str, module: Any, given: Mapping[str, Any]) -> dict[str, Any]
             raise ConfigError(
                 f"bench {name} has no option {key!r}{did_you_mean(key, known)}", f"it has {', '.join(known)}"
             )
-    return {**known, **given, "peers": list(given.get("peers", known["peers"]))}
+    # One word, or several with commas, where a list is expected.
+    lists = {k: str(v).split(",") for k, v in given.items() if isinstance(known[k], list) and not isinstance(v, list)}
+    return {**known, **given, **lists, "peers": list(given.get("peers", known["peers"]))}
 
 
 def _peers_known(known: Mapping[str, str]) -> str:
