@@ -48,12 +48,23 @@ class Model(Section):
     trust_remote_code: bool = Field(False, description="run Python code found in the model folder")
 
 
+class Curriculum(Section):
+    """Harder problems once the easier ones are mostly solved."""
+
+    setting: str = Field("level", description="which of data.args takes one value after the other")
+    values: tuple[Any, ...] = Field(min_length=1, description="its values, easiest first")
+    rise_above: float = Field(0.8, ge=0, le=1, description="accuracy from which the next value is used")
+    fall_below: float = Field(0.1, ge=0, le=1, description="accuracy below which the value before is used again")
+    window: int = Field(256, ge=1, description="samples over which accuracy is measured")
+
+
 class Data(Section):
     source: str = Field(
         "arithmetic",
         description="a file (.jsonl .json .csv .tsv .parquet), a Hugging Face dataset folder, or a generator's name",
     )
     args: dict[str, Any] = Field({}, description="the generator's own settings")
+    curriculum: Curriculum | None = Field(None, description="problems that grow harder with measured accuracy")
     eval_source: str | None = Field(None, description="held-out data; without it, held_out rows of source")
     eval_args: dict[str, Any] | None = Field(None, description="the held-out generator's settings; without it, args")
     held_out: int = Field(200, ge=0, description="rows kept from source for evaluation, never trained on")
@@ -159,6 +170,12 @@ class KL(Section):
     )
     horizon: int = Field(10000, ge=1, description="samples over which the adaptive coef reacts")
     reset_every: int = Field(0, ge=0, description="steps after which the reference becomes the policy; 0: never")
+
+    @model_validator(mode="after")
+    def _adaptive_in_reward(self) -> KL:
+        if self.target is not None and (self.place != "reward" or self.coef == 0):
+            raise ValueError("an adaptive coefficient (target) needs place: reward and a coef above 0 to begin with")
+        return self
 
 
 class Critic(Section):

@@ -139,10 +139,13 @@ def record(
     summary.rewards.append(measured.get("reward", -measured.get("loss", 0.0)))
     if not workers.config.eval.every:
         summary.latest = summary.rewards[-1]
+    trouble = workers.after_step(step, measured)
     metrics.write(step, measured)
     metrics.samples(step, workers.kept_samples[: workers.config.observe.samples_per_step])
     workers.kept_samples.clear()
     watch.stepped(step, measured)
+    for sentence in trouble:
+        watch.noted(sentence)
 
 
 def save(folder: RunFolder, workers: Workers, summary: Summary, config: Config, watch: Watcher) -> bool:
