@@ -1,4 +1,4 @@
-"""The quickstart learns: a smaller budget of the same recipes, in one run. `tidemill bench quickstart` runs it whole."""
+"""The quickstart learns: the same recipes with a smaller budget. `tidemill bench quickstart` runs it whole."""
 
 from __future__ import annotations
 
