@@ -236,6 +236,7 @@ def _rank(rank: int, name: str, token: str, repeats: int, queue: Any) -> None:
 def _moved(rank: int, name: str, token: str, repeats: int) -> dict[str, Any]:
     import torch
 
+    from benchmarks import _weights
     from tidemill import device
     from tidemill.reshard import parallel, shapes
     from tidemill.reshard.move import Job, move
@@ -247,9 +248,7 @@ def _moved(rank: int, name: str, token: str, repeats: int) -> dict[str, Any]:
     source = parallel.learner(model, parallel.parse("fsdp2"))
     target = parallel.engine(model, parallel.parse("tp2"))
     made = plan(source, target, Topology(devices=(0, 0)), direct=True)
-    full = _numbered(model)
-    sources, wanted = _cut(source, rank, full, where), _cut(target, rank, full, where)
-    targets = {n: torch.zeros_like(t) for n, t in wanted.items()}
+    sources, targets = _weights.filled(source, rank, where), _weights.empty(target, rank, where)
     torch.accelerator.synchronize()
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
@@ -261,7 +260,7 @@ def _moved(rank: int, name: str, token: str, repeats: int) -> dict[str, Any]:
         seconds.append(moved.seconds)
     assert moved is not None
     return {
-        "exact": all(torch.equal(targets[n], wanted[n]) for n in wanted),
+        "exact": _weights.is_right(target, rank, {n: t.cpu() for n, t in targets.items()}),
         "seconds": statistics.median(seconds[1:]),
         "received": moved.received_bytes,
         "lower_bound": made.lower_bound_bytes,
@@ -269,35 +268,6 @@ def _moved(rank: int, name: str, token: str, repeats: int) -> dict[str, Any]:
         "ring": wire.nbytes,
         "bucket": wire.bucket_bytes,
     }
-
-
-def _numbered(model: Any) -> dict[str, Any]:
-    """A whole model on the host whose every element is telling: its place, in 16 bits."""
-    import torch
-
-    found = {}
-    for i, (name, shape) in enumerate(model.shapes.items()):
-        count = torch.Size(shape).numel()
-        words = torch.arange(count, dtype=torch.int64).mul_(7919).add_(i * 101).remainder_(30011).to(torch.int16)
-        found[name] = words.view(torch.bfloat16).view(shape)
-    return found
-
-
-def _cut(layout: Any, rank: int, full: Mapping[str, Any], where: Any) -> dict[str, Any]:
-    import torch
-
-    from tidemill.reshard.layout import extents
-    from tidemill.reshard.pack import region
-    from tidemill.reshard.plan import Spot
-
-    homes = layout.homes(rank)
-    tensors = {n: torch.zeros(shape, dtype=getattr(torch, d), device=where) for n, (shape, d) in homes.items()}
-    for name in layout.by_name:
-        for piece in layout.pieces(name):
-            if piece.rank == rank:
-                view = region(tensors, Spot(piece.home, piece.at), extents(piece.box))
-                view.copy_(full[name][tuple(slice(*b) for b in piece.box)].reshape(view.shape))
-    return tensors
 
 
 def main() -> None:

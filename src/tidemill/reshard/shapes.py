@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 
 from tidemill.errors import ReshardError, did_you_mean
 from tidemill.reshard.layout import Shape
-from tidemill.reshard.parallel import Model, decoder
+from tidemill.reshard.parallel import LAYER, Model, decoder
 
 
 @cache
-def published(name: str) -> Model:
+def published(name: str, layers: int = 0) -> Model:
+    """The model of that name; with `layers`, only its first so many."""
     key = name.lower().rsplit("/", 1)[-1]
     if key not in MODELS:
         raise ReshardError(
             f"the shapes of {name!r} are not on file{did_you_mean(key, MODELS)}", f"on file are {', '.join(MODELS)}"
         )
-    return MODELS[key]()
+    model = MODELS[key]()
+    if not layers:
+        return model
+    kept = {n: s for n, s in model.shapes.items() if (found := LAYER.search(n)) is None or int(found[1]) < layers}
+    return replace(model, shapes=kept, layers=min(layers, model.layers))
 
 
 def _qwen25(name: str, layers: int, hidden: int, heads: int, kv: int, ffn: int, vocabulary: int, tied: bool) -> Model:
@@ -53,7 +59,8 @@ def _deepseek_v3() -> Model:
     )  # fmt: skip
 
 
-MODELS = {
+MODELS: dict[str, Callable[[], Model]] = {
+    "tiny": lambda: decoder("tiny", layers=2, hidden=64, heads=8, kv_heads=4, head_dim=8, ffn=96, vocabulary=256),
     "qwen2.5-0.5b": lambda: _qwen25("Qwen2.5-0.5B", 24, 896, 14, 2, 4864, 151_936, True),
     "qwen2.5-1.5b": lambda: _qwen25("Qwen2.5-1.5B", 28, 1536, 12, 2, 8960, 151_936, True),
     "qwen2.5-7b": lambda: _qwen25("Qwen2.5-7B", 28, 3584, 28, 4, 18_944, 152_064, False),
