@@ -283,15 +283,15 @@ def sleep_gives_back() -> None:
     row("sleep", f"{(awake - asleep) / 2**20:.0f} MiB of {engine.store.nbytes / 2**20:.0f} MiB cache given back")
 
 
-def run_engine(shape: str, workload: str, *, page: int = 64, variant: tuple[int, int, int] = (64, 4, 4)) -> None:
+def run_engine(shape: str, workload: str, *, page: int = 32, variant: tuple[int, int, int] = (32, 2, 5)) -> None:
     from tidemill.rollout.engine import Request, Sampling
     from tidemill.rollout.native.engine import NativeEngine
 
-    size = bench.Size()
-    work = bench._work(workload, size, bench.SHAPES[shape][6])
-    model = MODELS.get(shape) or bench._model(shape, "cuda", work.window)
+    work = bench._work(f"{workload}-{shape}")
+    like = bench._shape(shape, "cuda", work.window)
+    model = MODELS.get(shape) or like.model()
     MODELS[shape] = model
-    floor = bench._floor_ms(model, shape, work, "cuda")
+    floor = bench._floor_ms(like, work)
     torch.accelerator.synchronize()
     started = time.perf_counter()
     engine = NativeEngine(model, eos_ids=[], max_seqs=work.lengths.size, max_len=work.window, page_size=page)
@@ -332,7 +332,7 @@ def run_engine(shape: str, workload: str, *, page: int = 64, variant: tuple[int,
         "tokens_per_s": best[0], "step_ms": best[3], "floor_ms": floor / best[2], "share_of_floor": share,
         "start_s": ready, "peak_gib": peak,
     }  # fmt: skip
-    if (shape, workload) == ("1.5b", "fixed") and page == 64:
+    if (shape, workload) == ("1.5b", "fixed") and not BEST_ATTEND:
         with section("profile"):
             profile_step(engine, work)
         with section("mismatch"):
@@ -405,7 +405,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", default="", help="sections whose name contains this")
     parser.add_argument("--no-7b", action="store_true")
-    parser.add_argument("--vllm", action="store_true", help="also time vLLM on fixed-1.5b, where it is installed")
     chosen = parser.parse_args()
     LOG.unlink(missing_ok=True)
     import transformers
@@ -421,8 +420,6 @@ def main() -> None:
         ("sleep", sleep_gives_back),
         ("fixed 1.5b", lambda: run_engine("1.5b", "fixed")),
     ]
-    if chosen.vllm:
-        sections.append(("vllm", vllm_beside))
     if not chosen.quick:
         sections += [
             ("time kernels", time_kernels),
@@ -445,15 +442,6 @@ def main() -> None:
 def fixed_with_best() -> None:
     _, page, block, warps, stages, _ = min(entry for entry in BEST_ATTEND if entry[5] == 1)
     run_engine("1.5b", "fixed", page=page, variant=(block, warps, stages))
-
-
-def vllm_beside() -> None:
-    MODELS.clear()
-    torch.accelerator.empty_cache()
-    work = bench._work("fixed", bench.Size(), bench.SHAPES["1.5b"][6])
-    theirs = bench._measure("vllm", "1.5b", work, "cuda", 2)
-    FIGURES["vllm fixed-1.5b"] = theirs
-    row("vllm fixed-1.5b", f"{theirs['tokens_per_s']:,.0f} tokens/s, step {theirs['step_ms']:.2f} ms")
 
 
 def only_7b() -> None:

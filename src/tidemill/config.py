@@ -107,7 +107,9 @@ class Rollout(Section):
     min_p: float = Field(0.0, ge=0, le=1, description="least probability kept, relative to the most likely token's")
     stop: tuple[str, ...] = Field((), description="strings that end a response")
     concurrent: int = Field(256, ge=1, description="most sequences decoded at once")
-    page_size: int = Field(16, ge=1, description="tokens per page of the key/value cache")
+    page_size: int | None = Field(
+        None, ge=1, description="tokens per page of the key/value cache; none: what the engine measured best"
+    )
     cache_tokens: int | None = Field(
         None, ge=1, description="size of the key/value cache; none: what concurrent sequences need"
     )

@@ -30,9 +30,10 @@ from tidemill.rollout.native.runner import PlainRunner, make_runner
 from tidemill.rollout.native.sampling import Draw, Drawn, draw, steer, uniform_array
 from tidemill.rollout.native.scheduler import Reading, Scheduler, Sequence, Trunk
 
-# Small pages waste little; large ones let an accelerator's attention read long runs.
+# Small pages waste little; larger ones let an accelerator's attention read longer runs. On an H200, 512 rows of 257-768
+# tokens take 84 us with pages of 32 (3.3 TB/s), 90 us with 64 and 97 us with 128.
 PAGE_SIZE = 16
-ACCELERATOR_PAGE_SIZE = 64
+ACCELERATOR_PAGE_SIZE = 32
 # Prompt tokens read in one step. Larger products gain nothing on a CPU; running sequences would only wait longer.
 STEP_TOKENS = 2048
 ACCELERATOR_STEP_TOKENS = 16384
@@ -74,7 +75,7 @@ class NativeEngine:
         self.is_end = np.zeros(self.vocab, bool)
         self.is_end[[i for i in eos_ids if 0 <= i < self.vocab]] = True
         page_size = page_size or (PAGE_SIZE if self.device.type == "cpu" else ACCELERATOR_PAGE_SIZE)
-        pages = -(-(cache_tokens or max_seqs * max_len) // page_size)
+        pages = -(-cache_tokens // page_size) if cache_tokens else max_seqs * -(-max_len // page_size)
         self.pool = PagePool(pages, page_size)
         # One page more than can be given out: captured decoding writes its padding there.
         self.store = PageStore(pages + 1, page_size, self.device)

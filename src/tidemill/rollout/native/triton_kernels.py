@@ -270,9 +270,9 @@ def _pad(n: int) -> int:
 
 class TritonKernels:
     """Implements `fused.FusedKernels`. `block`: positions of the cache that attention handles at once, where a page has
-    as many; pages and blocks are powers of two."""
+    as many; pages and blocks are powers of two. The defaults are the fastest of thirteen measured on an H200."""
 
-    def __init__(self, block: int = 64, warps: int = 4, stages: int = 4) -> None:
+    def __init__(self, block: int = 32, warps: int = 2, stages: int = 5) -> None:
         self.block, self.warps, self.stages = block, warps, stages
 
     def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
