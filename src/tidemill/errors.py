@@ -42,6 +42,10 @@ class DockError(TidemillError):
     """The sample flow was used in a way it does not allow."""
 
 
+class ReshardError(TidemillError):
+    """Weights cannot be moved as asked, or did not arrive whole."""
+
+
 class MissingExtra(TidemillError):
     """A feature needs a package that is not installed."""
 

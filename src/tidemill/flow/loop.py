@@ -141,7 +141,8 @@ def record(
         summary.latest = summary.rewards[-1]
     trouble = workers.after_step(step, measured)
     metrics.write(step, measured)
-    metrics.samples(step, workers.kept_samples[: workers.config.observe.samples_per_step])
+    kept = sorted(workers.kept_samples, key=lambda sample: sample["id"])  # not in the order rewards came back
+    metrics.samples(step, kept[: workers.config.observe.samples_per_step])
     workers.kept_samples.clear()
     watch.stepped(step, measured)
     for sentence in trouble:

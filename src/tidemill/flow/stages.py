@@ -32,6 +32,7 @@ FINISH = ("stop", "length", "error", "cancelled")  # the column `finish` holds t
 
 class Worker(Protocol):
     name: str  # its stage
+    runs_beside: bool  # in threads or processes of its own, so that it takes no time from others
 
     def poll(self) -> bool:
         """Do a bounded piece of work; whether anything moved."""
@@ -64,6 +65,7 @@ class RolloutWorker:
     """One lease per group, so that a finished group moves on while longer ones are still being made."""
 
     name = "rollout"
+    runs_beside = False
 
     def __init__(self, dock: Dock, engine: RolloutEngine, config: Config, tally: Tally) -> None:
         self.dock, self.engine, self.config, self.tally = dock, engine, config, tally
@@ -150,6 +152,7 @@ class RewardWorker:
     """Scores samples in the scorer's own threads or processes while others go on."""
 
     name = "reward"
+    runs_beside = True
 
     def __init__(
         self,
@@ -238,6 +241,7 @@ class AdvantageWorker:
     """Advantages of complete groups, or of the whole step where the algorithm says so; other rows end here."""
 
     name = "advantage"
+    runs_beside = False
     waits = False
 
     def __init__(
@@ -295,6 +299,7 @@ class ScoreWorker:
     """Log-probabilities under a model as it is now: the old policy's, or the reference's."""
 
     waits = False
+    runs_beside = False
 
     def __init__(self, name: str, column: str, dock: Dock, model: Any, config: Config, tally: Tally) -> None:
         self.name, self.column, self.dock, self.model, self.config, self.tally = (
@@ -320,6 +325,7 @@ class ValueWorker:
 
     name = "values"
     waits = False
+    runs_beside = False
 
     def __init__(self, dock: Dock, critic: ValueLearner, config: Config, tally: Tally) -> None:
         self.dock, self.critic, self.config, self.tally = dock, critic, config, tally
@@ -341,6 +347,7 @@ class LearnWorker:
     """
 
     waits = False
+    runs_beside = False
 
     def __init__(
         self,

@@ -110,9 +110,7 @@ class GraphDecoder:
         self.state.greedy[index] = self._upload(self.slots.greedy[rows].astype(np.int32))
         self.state.key[index] = self._upload(self.slots.key[rows])
 
-    def decode(
-        self, rows: Array, length: Array, position: Array, draw: Callable[[Tensor], Drawn] | None
-    ) -> Fetch:
+    def decode(self, rows: Array, length: Array, position: Array, draw: Callable[[Tensor], Drawn] | None) -> Fetch:
         """One token more for each slot of `rows`, of which each will then see `length` tokens. With `draw`, tokens are
         drawn by it and the pass is not captured."""
         bucket = self._bucket(self._size(len(rows)))

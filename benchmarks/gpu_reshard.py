@@ -1,0 +1,289 @@
+"""Weights on an accelerator: the learner's state out to pinned host memory and back, and two processes on one device.
+
+Needs torch and numpy only: `PYTHONPATH=src python benchmarks/gpu_reshard.py` prints a table and, last, one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in ("src", "")]
+
+ABOUT = "swap a 1.5B learner's full state out and in; move weights between two processes of one device"
+OPTIONS = {"model": "qwen2.5-1.5b", "moved_model": "qwen2.5-0.5b"}
+PEERS: dict[str, str] = {}
+
+
+def run(options: Mapping[str, Any]) -> dict[str, Any]:
+    from tidemill import device
+
+    chosen = device.pick()
+    if chosen.kind == "cpu":
+        from tidemill.errors import ConfigError
+
+        raise ConfigError("bench gpu_reshard measures copies to and from an accelerator; there is none here")
+    repeats = int(options["repeats"])
+    result: dict[str, Any] = {"device": chosen.name}
+    result |= _swap(chosen, str(options["model"]), repeats)
+    result |= _two_processes(str(options["moved_model"]), repeats)
+    return result
+
+
+# Swap
+
+
+def _swap(chosen: Any, name: str, repeats: int) -> dict[str, Any]:
+    import torch
+
+    from tidemill.reshard import parallel, shapes
+    from tidemill.reshard.pack import checksum
+    from tidemill.reshard.swap import Swap
+
+    where = chosen.torch_device
+    torch.zeros(1, device=where)
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+    alone_free = chosen.memory().free
+    pinned = _pinned_copy(where)
+    torch.accelerator.empty_cache()
+    model = shapes.published(name)
+    timeline = [("start", *_memory())]
+    learner = _learner_state(model, where)
+    timeline.append(("learning", *_memory()))
+    state_bytes = sum(t.numel() * t.element_size() for t in learner)
+    sums = [checksum(t) for t in learner]
+    held = Swap(where)
+    started = time.perf_counter()
+    held.slabs.reserve(state_bytes)
+    pin_seconds = time.perf_counter() - started
+    out, back, went = [], [], []
+    for _ in range(repeats + 1):  # the first is a warm-up
+        for tensor in learner:
+            tensor.add_(1)  # as a step does: everything is new
+            tensor.sub_(1)
+        sums = [checksum(t) for t in learner]
+        torch.accelerator.synchronize()
+        out.append(_timed(lambda: went.append(held.out(learner))))
+        freed = chosen.memory().free
+        reserved = torch.accelerator.memory_reserved()
+        back.append(_timed(held.back))
+    exact = all(torch.equal(a, checksum(t)) for a, t in zip(sums, learner))
+    unchanged = held.out(learner)
+    held.back()
+    engine = _one_iteration(held, learner, model, where, timeline)
+    gb = state_bytes / 1e9
+    rates = {"out": gb / statistics.median(out[1:]), "back": gb / statistics.median(back[1:])}
+    return {
+        "exact": exact,
+        "state_bytes": state_bytes,
+        "pinned_out_gb_per_s": pinned["out"],
+        "pinned_back_gb_per_s": pinned["back"],
+        "swap_out_gb_per_s": rates["out"],
+        "swap_back_gb_per_s": rates["back"],
+        "swap_out_share_of_pinned": rates["out"] / pinned["out"],
+        "swap_back_share_of_pinned": rates["back"] / pinned["back"],
+        "swap_out_seconds": statistics.median(out[1:]),
+        "swap_back_seconds": statistics.median(back[1:]),
+        "of_which_freeing_seconds": statistics.median(w.free_seconds for w in went[1:]),
+        "pin_seconds": pin_seconds,
+        "reserved_after_out_bytes": reserved,
+        "free_alone_bytes": alone_free,
+        "free_after_out_bytes": freed,
+        "free_share_of_alone": freed / alone_free,
+        "unchanged_copied_bytes": unchanged.copied_bytes,
+        "unchanged_seconds": unchanged.seconds,
+        **engine,
+        "timeline": timeline,
+        "parameters": parallel.count(model),
+    }
+
+
+def _learner_state(model: Any, where: Any) -> list[Any]:
+    """Parameters and gradients in 16 bits; main weights and Adam's two moments in 32."""
+    import torch
+
+    kinds = [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32, torch.float32]
+    return [torch.randn(s, device=where).to(k) for k in kinds for s in model.shapes.values()]
+
+
+def _one_iteration(held: Any, learner: list[Any], model: Any, where: Any, timeline: list[Any]) -> dict[str, Any]:
+    """Learn, hand the weights to an engine of other (fused) tensors, swap out, roll out, come back: memory at each."""
+    import torch
+
+    from tidemill.reshard import parallel
+    from tidemill.reshard.move import Job, Moved, copy_local, own_copies
+    from tidemill.reshard.plan import plan
+
+    one = parallel.parse("dp1")
+    source, target = parallel.learner(model, one), parallel.engine(model, one)
+    sources = dict(zip(model.shapes, learner))
+    targets = {n: torch.empty(s, dtype=getattr(torch, d), device=where) for n, (s, d) in target.homes(0).items()}
+    made = plan(source, target)
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    moved = Moved(1)
+    job = Job(made, 0, sources, targets, 1)
+    started = time.perf_counter()
+    for transfer in own_copies(job):
+        copy_local(transfer, job, moved, 1 << 26)
+    torch.accelerator.synchronize()
+    seconds = time.perf_counter() - started
+    extra = torch.accelerator.max_memory_allocated() - before
+    timeline.append(("engine has weights", *_memory()))
+    held.out(learner)
+    timeline.append(("learner out", *_memory()))
+    cache = [torch.empty(1 << 30, dtype=torch.uint8, device=where) for _ in range(40)]
+    timeline.append(("rolling out, 40 GiB cache", *_memory()))
+    del cache
+    torch.accelerator.empty_cache()
+    timeline.append(("cache given back", *_memory()))
+    held.back()
+    timeline.append(("learner back", *_memory()))
+    targets.clear()
+    torch.accelerator.empty_cache()
+    timeline.append(("learning again", *_memory()))
+    identity = plan(source, parallel.engine(model, one, fused=False))
+    return {
+        "fuse_copied_bytes": moved.copied_bytes,
+        "fuse_seconds": seconds,
+        "fuse_peak_extra_bytes": extra,
+        "one_process_moved_bytes": identity.bytes if identity.is_identity else -1,
+    }
+
+
+def _memory() -> tuple[int, int]:
+    import torch
+
+    torch.accelerator.synchronize()
+    return torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
+
+
+def _pinned_copy(where: Any, nbytes: int = 1 << 30, times: int = 7) -> dict[str, float]:
+    """GB/s of plain copies of one large pinned buffer: what the link gives."""
+    import torch
+
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(nbytes, dtype=torch.uint8, device=where)
+
+    def rate(copy: Callable[[], object]) -> float:
+        copy()
+        torch.accelerator.synchronize()
+        return nbytes / 1e9 / statistics.median(_timed(copy) for _ in range(times))
+
+    found = {
+        "out": rate(lambda: host.copy_(there, non_blocking=True)),
+        "back": rate(lambda: there.copy_(host, non_blocking=True)),
+    }
+    return found
+
+
+def _timed(work: Callable[[], object]) -> float:
+    import torch
+
+    started = time.perf_counter()
+    work()
+    torch.accelerator.synchronize()
+    return time.perf_counter() - started
+
+
+# Two processes on one device
+
+
+def _two_processes(name: str, repeats: int) -> dict[str, Any]:
+    import torch.multiprocessing as mp
+
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    token = f"gpu-{os.getpid()}"
+    processes = [context.Process(target=_rank, args=(r, name, token, repeats, queue), daemon=True) for r in range(2)]
+    for process in processes:
+        process.start()
+    said = [queue.get(timeout=80) for _ in processes]
+    for process in processes:
+        process.join(10)
+    failed = [s["error"] for s in said if "error" in s]
+    if failed:
+        return {"ipc_error": failed[0]}
+    seconds = max(s["seconds"] for s in said)
+    received = sum(s["received"] for s in said)
+    return {
+        "ipc_exact": all(s["exact"] for s in said),
+        "ipc_seconds": seconds,
+        "ipc_received_bytes": received,
+        "ipc_lower_bound_bytes": said[0]["lower_bound"],
+        "ipc_gb_per_s": received / 1e9 / seconds,
+        "ipc_peak_extra_bytes": max(s["peak"] for s in said),
+        "ipc_ring_bytes": said[0]["ring"],
+        "ipc_bucket_bytes": said[0]["bucket"],
+    }
+
+
+def _rank(rank: int, name: str, token: str, repeats: int, queue: Any) -> None:
+    try:
+        queue.put(_moved(rank, name, token, repeats))
+    except Exception as error:
+        queue.put({"error": f"rank {rank}: {type(error).__name__}: {error}"})
+
+
+def _moved(rank: int, name: str, token: str, repeats: int) -> dict[str, Any]:
+    import torch
+
+    from benchmarks import _weights
+    from tidemill import device
+    from tidemill.reshard import parallel, shapes
+    from tidemill.reshard.move import Job, move
+    from tidemill.reshard.plan import Topology, plan
+    from tidemill.reshard.shared import SharedWire
+
+    where = device.pick().torch_device
+    model = shapes.published(name)
+    source = parallel.learner(model, parallel.parse("fsdp2"))
+    target = parallel.engine(model, parallel.parse("tp2"))
+    made = plan(source, target, Topology(devices=(0, 0)), direct=True)
+    sources, targets = _weights.filled(source, rank, where), _weights.empty(target, rank, where)
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    wire = SharedWire(token, rank, 2, device=where, bucket_bytes=32 << 20, timeout_s=60)
+    seconds, moved = [], None
+    for version in range(1, repeats + 2):
+        moved = move(Job(made, rank, sources, targets, version, "all" if version == 1 else "sample"), wire)
+        torch.accelerator.synchronize()
+        seconds.append(moved.seconds)
+    assert moved is not None
+    return {
+        "exact": _weights.is_right(target, rank, {n: t.cpu() for n, t in targets.items()}),
+        "seconds": statistics.median(seconds[1:]),
+        "received": moved.received_bytes,
+        "lower_bound": made.lower_bound_bytes,
+        "peak": torch.accelerator.max_memory_allocated() - before,
+        "ring": wire.nbytes,
+        "bucket": wire.bucket_bytes,
+    }
+
+
+def main() -> None:
+    import torch
+
+    started = time.perf_counter()
+    result = run({**OPTIONS, "repeats": 3, "peers": []})
+    result["bench_seconds"] = time.perf_counter() - started
+    result["torch"] = torch.__version__
+    for key, value in result.items():
+        if key != "timeline":
+            print(f"{key:32} {value:,.4g}" if isinstance(value, int | float) else f"{key:32} {value}")
+    for phase, allocated, reserved in result["timeline"]:
+        print(f"  {phase:28} {allocated / 1e9:8.2f} GB in use {reserved / 1e9:8.2f} GB reserved")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

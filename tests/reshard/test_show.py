@@ -1,0 +1,57 @@
+import json
+
+import pytest
+
+from tidemill.errors import ReshardError
+from tidemill.reshard import show
+from tidemill.reshard.shapes import published
+
+
+def test_a_dry_plan_of_a_published_model_needs_no_devices():
+    found = show.dry_plan("Qwen/Qwen2.5-32B", "tp8,dp2", "tp4,dp4", devices=16)
+    assert found.parameters == pytest.approx(32.76e9, rel=1e-3)
+    assert found.bytes == found.lower_bound_bytes
+    assert found.by_distance["other node"] == 0
+    assert found.most_in_bytes < found.model_bytes / 3.9
+    assert found.peak_extra_bytes < found.gather_peak_extra_bytes / 100
+    assert found.lower_bound_seconds["25"] == pytest.approx(2 * found.lower_bound_seconds["50"])
+    json.dumps(found.as_dict())
+
+
+def test_the_text_says_bytes_peak_lower_bound_and_who_sends_to_whom():
+    text = show.render(show.dry_plan("tiny", "fsdp4", "tp2,dp2", per_node=2))
+    for word in ("on the wire", "other node", "extra memory", "no plan is faster", "gathering everything", "rows send"):
+        assert word in text
+    rows = [line for line in text.splitlines() if "│" in line]
+    assert len(rows) == 4
+    assert all("█" in line or "▓" in line or "▒" in line for line in rows)
+
+
+def test_many_ranks_are_drawn_in_groups_of_whole_nodes():
+    text = show.dry_plan("tiny", "dp64", "tp4,dp16", per_node=8, apart=True).picture
+    assert len([line for line in text.splitlines() if "│" in line]) == 16
+    assert "8 ranks" in text
+
+
+def test_nothing_moves_between_equal_layouts():
+    assert show.dry_plan("tiny", "dp2", "dp2").picture == "nothing moves"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"model": "qwen2.5-33b"}, "did you mean qwen2.5-32b"),
+        ({"source": "tp8,pd2"}, "did you mean"),
+        ({"devices": 32}, "tp8,dp2 makes 16"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_words(arguments, words):
+    usual = {"model": "qwen2.5-32b", "source": "tp8,dp2", "target": "tp4,dp4", "devices": 16}
+    with pytest.raises(ReshardError, match=words):
+        show.dry_plan(**{**usual, **arguments})
+
+
+def test_every_model_on_file_has_shapes():
+    from tidemill.reshard.shapes import MODELS
+
+    assert all(published(name).shapes for name in MODELS)
