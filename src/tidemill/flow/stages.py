@@ -24,6 +24,7 @@ from tidemill.learn.critic import ValueLearner
 from tidemill.learn.engine import Learner, score
 from tidemill.reward.api import Sample, Scored
 from tidemill.reward.score import Scorer
+from tidemill.reward.text import repetition
 from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
 
 GREEDY_ID = 1 << 46  # request ids of greedy rows: apart from every group's own
@@ -199,6 +200,7 @@ class RewardWorker:
         for i, (sample, result) in enumerate(zip(samples, scored)):
             self.tally.mean("reward", result.value)
             self.tally.mean("accuracy", float(result.correct))
+            self.tally.mean("repetition", -repetition(sample))
             for part, value in result.parts.items():
                 self.tally.mean(f"reward/{part}", value)
             if result.error is not None:
