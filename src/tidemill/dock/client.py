@@ -161,6 +161,7 @@ class RemoteDock:
                 self._tell_written(message(_outputs(written, plan.nbytes, copies)))
                 return
             except SegmentGone:
+                time.sleep(LOST_PAUSE_S)
                 self._node.refresh()
             finally:
                 self._node.settle(reservation)
