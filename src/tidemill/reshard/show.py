@@ -66,8 +66,8 @@ def dry_plan(
     held = learner(shapes, wide, dtype=dtype)
     wanted = engine(shapes, narrow, first=wide.size if apart else 0, dtype=dtype)
     made = plan(held, wanted, Topology(per_node))
-    where = "then" if apart else "on"
-    title = f"{shapes.name}: {wide} ({wide.size}) → {narrow} ({narrow.size}), {where} {len(made.ranks)} devices"
+    where = "side by side on" if apart else "on"
+    title = f"{shapes.name}: {wide} → {narrow}, {where} {len(made.ranks)} devices"
     return report(made, title, count(shapes), ring_bytes=depth * bucket_bytes, bucket_bytes=bucket_bytes)
 
 
