@@ -229,7 +229,7 @@ class NativeEngine:
             chunks=chunks,
             kernels=self.kernels,
         )
-        wanted = torch.as_tensor(keep, device=self.device) if readings else None
+        wanted = torch.tensor(keep, dtype=torch.int64, device=self.device) if readings else None
         return self.runner.forward(self._tensor(np.concatenate(ids)), position, context, wanted)
 
     def _tensor(self, array: Array) -> Tensor:
