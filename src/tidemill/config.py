@@ -328,8 +328,25 @@ class Learn(Section):
     recompute: Literal["none", "full"] = Field(
         "none", description="compute activations again in the backward pass to save memory"
     )
+    recompute_every: int = Field(1, ge=1, description="with recompute: of this many layers one is computed again")
+    offload: Literal["none", "activations"] = Field(
+        "none", description="activations wait for the backward pass in the host's memory"
+    )
     share_prompts: bool = Field(True, description="compute a group's prompt once and let its responses attend to it")
     logprob_chunk: int = Field(4096, ge=1, description="tokens whose logits exist at once")
+    attention: Literal["auto", "blocks", "flash", "flex"] = Field(
+        "auto", description="attention over packed samples; auto: what suits device, dtype and model"
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        "off", description="compile the decoder's layers; auto: on accelerators. The first steps take longer"
+    )
+    master: Literal["none", "float32", "stochastic"] = Field(
+        "none", description="for bfloat16 weights: none, a float32 copy with float32 gradients, or stochastic rounding"
+    )
+    moments: Literal["same", "float32", "int8"] = Field(
+        "same", description="AdamW's moments: the weights' dtype, float32, or 8 bits with a scale per block"
+    )
+    optimizer_on_host: bool = Field(False, description="the optimizer's state lives in the host's memory")
 
 
 class Flow(Section):
