@@ -28,7 +28,7 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
     name = options["shape"] if options["shape"] != "auto" else "quickstart" if device == "cpu" else "1.5b"
     if device == "cpu":
         torch.set_num_threads(1)
-    model = bench._shape(name, device, PROMPT + RESPONSE).model()
+    model = bench._shape(name, device, PROMPT + RESPONSE).model
     repeats = int(options["repeats"])
     rates = {str(n): throughput(model, n, device, repeats) for n in options["sequences"]}
     values = list(rates.values())
