@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ class Shape:
     def dtype(self) -> torch.dtype:
         return torch.float32 if self.device == "cpu" else torch.bfloat16
 
+    @cached_property
     def model(self) -> Any:
         from transformers import AutoModelForCausalLM
 
@@ -62,7 +64,7 @@ def native(shape: Shape, works: list[Work]) -> Roll:
     from tidemill.rollout.native.engine import NativeEngine
 
     seqs, window = max(work.lengths.size for work in works), max(work.window for work in works)
-    engine = NativeEngine(shape.model(), eos_ids=[], max_seqs=seqs, max_len=window)
+    engine = NativeEngine(shape.model, eos_ids=[], max_seqs=seqs, max_len=window)
     if engine.decoder is not None:
         with torch.inference_mode():
             engine.decoder.capture()
@@ -84,7 +86,7 @@ def native(shape: Shape, works: list[Work]) -> Roll:
 def hf(shape: Shape, works: list[Work]) -> Roll:
     from transformers import StoppingCriteria, StoppingCriteriaList
 
-    model = shape.model()
+    model = shape.model
     model.set_attn_implementation("sdpa")
 
     def roll(work: Work, brief: bool) -> int:
@@ -109,7 +111,7 @@ def hf(shape: Shape, works: list[Work]) -> Roll:
 def hf_batching(shape: Shape, works: list[Work]) -> Roll:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    model = shape.model()
+    model = shape.model
     model.set_attn_implementation("paged|sdpa")
     blocks = max(-(-(work.window + 32) // 32) * work.lengths.size for work in works)
     settings = ContinuousBatchingConfig(num_blocks=blocks, block_size=32, max_batch_tokens=1024)
@@ -140,9 +142,9 @@ def vllm(shape: Shape, works: list[Work]) -> Roll:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        _vllm_folder(shape), load_format="dummy", dtype=str(shape.dtype).removeprefix("torch."), seed=0,
+        _vllm_folder(shape), load_format="dummy", dtype=str(shape.dtype).removeprefix("torch."),
         max_model_len=max(work.window for work in works) + 1, max_num_seqs=max(w.lengths.size for w in works),
-        gpu_memory_utilization=0.7, enable_prefix_caching=True, disable_log_stats=True,
+        gpu_memory_utilization=0.6, enable_prefix_caching=True, disable_log_stats=True,
     )  # fmt: skip
 
     def how(length: int, n: int) -> Any:

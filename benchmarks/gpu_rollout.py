@@ -289,7 +289,7 @@ def run_engine(shape: str, workload: str, *, page: int = 32, variant: tuple[int,
 
     work = bench._work(f"{workload}-{shape}")
     like = bench._shape(shape, "cuda", work.window)
-    model = MODELS.get(shape) or like.model()
+    model = MODELS.get(shape) or like.model
     MODELS[shape] = model
     floor = bench._floor_ms(like, work)
     torch.accelerator.synchronize()

@@ -28,7 +28,7 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
     name = options["shape"] if options["shape"] != "auto" else "quickstart" if device == "cpu" else "1.5b"
     if device == "cpu":
         torch.set_num_threads(1)
-    model = bench._shape(name, device, PROMPT + RESPONSE).model()
+    model = bench._shape(name, device, PROMPT + RESPONSE).model
     repeats = int(options["repeats"])
     rates = {str(n): throughput(model, n, device, repeats) for n in options["sequences"]}
     values = list(rates.values())
@@ -82,25 +82,24 @@ def throughput(model: Any, sequences: int, device: str, repeats: int) -> float:
 
 
 def queue_cost(model: Any, waiting: int, device: str) -> dict[str, float]:
-    """The median step with all slots taken and nobody waiting, and with `waiting` requests behind them."""
-    engine = _engine(model, SLOTS, PROMPT + 3 * STEPS)
-    _ask(engine, SLOTS, 3 * STEPS)
-    for _ in range(STEPS // 2):
-        engine.step()
-    alone = _median_step_ms(engine, device)
-    _ask(engine, waiting, RESPONSE, first_id=SLOTS)
-    behind = _median_step_ms(engine, device)
-    engine.pause()
-    return {"waiting": waiting, "step_ms": alone, "step_ms_with_queue": behind, "ratio": behind / alone}
-
-
-def _median_step_ms(engine: Any, device: str) -> float:
-    times = []
+    """The median step with all slots taken and nobody waiting, and with `waiting` requests behind them. Two engines
+    take turns, so that contexts are equally long and a busy machine hits both."""
+    engines = [_engine(model, SLOTS, PROMPT + 2 * STEPS) for _ in range(2)]
+    for engine in engines:
+        _ask(engine, SLOTS, 2 * STEPS)
+        for _ in range(STEPS // 2):
+            engine.step()
+    _ask(engines[1], waiting, RESPONSE, first_id=SLOTS)
+    times: list[list[float]] = [[], []]
     for _ in range(STEPS):
-        started = _clock(device)
-        engine.step()
-        times.append(_clock(device) - started)
-    return float(np.median(times) * 1e3)
+        for engine, taken in zip(engines, times):
+            started = _clock(device)
+            engine.step()
+            taken.append(_clock(device) - started)
+    alone, behind = (float(np.median(taken) * 1e3) for taken in times)
+    for engine in engines:
+        engine.pause()
+    return {"waiting": waiting, "step_ms": alone, "step_ms_with_queue": behind, "ratio": behind / alone}
 
 
 def main() -> None:

@@ -46,7 +46,8 @@ class NativeEngine:
     `reuse_prefix` keeps the pages of finished sequences until their room is needed, so that the next turn of a
     conversation, or another request with the same beginning, reads only what is new. `plain` runs the module itself
     instead of the lean forward pass; `kernels` allows compiled kernels and `graphs` captured decoding on an
-    accelerator. All three are for comparison."""
+    accelerator. All three are for comparison. `group` is a process group whose ranks share the work of one model; each
+    must be given the same requests, in the same order, between the same steps."""
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class NativeEngine:
         plain: bool = False,
         kernels: bool = True,
         graphs: bool = True,
+        group: Any = None,
     ) -> None:
         parameter = next(model.parameters())
         self.device = parameter.device
@@ -84,7 +86,8 @@ class NativeEngine:
         self.scheduler = Scheduler(self.pool, max_seqs, max_len, max(step_tokens, max_seqs + page_size))
         self.rows = Rows(self.scheduler, self.device)
         self.kernels = self._kernels(parameter) if kernels else None
-        self.runner = make_runner(model, max_len, self.kernels, plain, fused=self.device.type != "cpu" and kernels)
+        is_fused = self.device.type != "cpu" and kernels
+        self.runner = make_runner(model, max_len, self.kernels, plain, is_fused, group)
         # Inference mode saves bookkeeping per operation, but a foreign module may keep a tensor it makes.
         self._no_grad = torch.no_grad if isinstance(self.runner, PlainRunner) else torch.inference_mode
         self.decoder = self._graph_decoder(graphs)

@@ -39,19 +39,22 @@ def _linears(layer: Any) -> tuple[Any, ...]:
     return a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj
 
 
+Weight = tuple[Tensor, Tensor | None]  # and bias
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     norm_in: Tensor
-    q: tuple[Tensor, Tensor | None]
-    k: tuple[Tensor, Tensor | None]
-    v: tuple[Tensor, Tensor | None]
-    o: tuple[Tensor, Tensor | None]
+    q: Weight
+    k: Weight
+    v: Weight
+    o: Weight
     q_norm: Tensor | None
     k_norm: Tensor | None
     norm_mlp: Tensor
-    gate: tuple[Tensor, Tensor | None]
-    up: tuple[Tensor, Tensor | None]
-    down: tuple[Tensor, Tensor | None]
+    gate: Weight
+    up: Weight
+    down: Weight
     window: int | None
 
 
@@ -72,7 +75,7 @@ class LeanRunner:
         self.layers = [_bind(layer) for layer in body.layers]
         self.embed = body.embed_tokens.weight
         self.norm = body.norm.weight
-        self.head = (self.model.lm_head.weight, self.model.lm_head.bias)
+        self.head: Weight = (self.model.lm_head.weight, self.model.lm_head.bias)
 
     def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
         x = F.embedding(ids, self.embed)
@@ -91,10 +94,10 @@ class LeanRunner:
         v = F.linear(h, *w.v).view(tokens, -1, self.dim)
         q, k = self._rotate(q, w.q_norm, positions), self._rotate(k, w.k_norm, positions)
         a = context.attend(i, q, k, v, self.scale, w.window, None).reshape(tokens, -1)
-        x = _add_linear(x, a, *w.o)
+        x = self._add(x, a, *w.o)
         h = self._norm(x, w.norm_mlp)
         h = self._gate(F.linear(h, *w.gate), F.linear(h, *w.up))
-        return _add_linear(x, h, *w.down)
+        return self._add(x, h, *w.down)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.kernels is not None:
@@ -111,15 +114,14 @@ class LeanRunner:
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         return (x * cos).addcmul_(x.roll(self.dim // 2, -1), sin)
 
+    def _add(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = torch.addmm(residual, x, weight.t())
+        return out if bias is None else out.add_(bias)
+
     def _gate(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.kernels is not None:
             return self.kernels.gate(gate, up)
         return F.silu(gate, inplace=True).mul_(up)
-
-
-def _add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = torch.addmm(residual, x, weight.t())
-    return out if bias is None else out.add_(bias)
 
 
 def _bind(layer: Any) -> _Layer:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
+from tidemill.errors import ModelError
 from tidemill.models.attention import Context
 from tidemill.rollout.native import lean
 from tidemill.rollout.native.kernels import Kernels
@@ -46,8 +47,18 @@ class PlainRunner:
         return cast(Tensor, out.logits[0])
 
 
-def make_runner(model: Any, max_len: int, kernels: Kernels | None, is_plain: bool, fused: bool) -> Runner:
-    """`fused`: the model is on an accelerator whose kernels may be used."""
+def make_runner(
+    model: Any, max_len: int, kernels: Kernels | None, is_plain: bool, fused: bool, group: Any = None
+) -> Runner:
+    """`fused`: the model is on an accelerator whose kernels may be used. `group`: ranks that share the work."""
+    if group is not None:
+        if is_plain or not lean.supports(model):
+            raise ModelError(
+                f"{type(model).__name__} cannot be served tensor-parallel", f"this works for {', '.join(lean.FAMILY)}"
+            )
+        from tidemill.rollout.native.parallel import ParallelRunner
+
+        return ParallelRunner(model, max_len, kernels, group)
     if not is_plain and lean.supports(model):
         if fused and importlib.util.find_spec("triton") is not None:
             from tidemill.rollout.native.fused import FusedRunner

@@ -1,0 +1,49 @@
+"""The rollout benchmark's own promises: equal work for everyone, a deadline that holds, failures in the table."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks import rollout
+
+from tidemill.errors import ConfigError
+
+
+def test_the_tail_is_the_same_for_every_engine_and_has_long_samples() -> None:
+    first, second = rollout._work("tail-1.5b"), rollout._work("tail-1.5b")
+    assert first.prompts == second.prompts and (first.lengths == second.lengths).all()
+    assert first.lengths.shape == (64, 8) and first.lengths.max() == 2048 and first.lengths.min() >= 1
+
+
+def test_an_engine_that_starts_slowly_serves_all_cases_of_a_shape() -> None:
+    names = ["fixed-1.5b", "tail-1.5b", "fixed-7b"]
+    assert rollout._by_shape("vllm", names) == {"1.5b": names[:2], "7b": names[2:]}
+    assert rollout._by_shape("native", names) == {name: [name] for name in names}
+
+
+def test_what_hangs_is_stopped_at_the_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hanging = tmp_path / "hanging.py"
+    hanging.write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
+    monkeypatch.setattr(rollout, "__file__", str(hanging))
+    monkeypatch.setenv("OUT", str(tmp_path))
+    began = time.perf_counter()
+    rows = rollout.Apart("cpu", 1, deadline_s=2.0).measure("native", "1.5b", ["fixed-1.5b"])
+    assert rows == {"fixed-1.5b": {"error": "native was stopped at the deadline"}}
+    assert time.perf_counter() - began < 60
+
+
+def test_the_table_shows_ratios_and_what_failed() -> None:
+    case: dict[str, Any] = {"tokens_per_s": 300.0, "peers": {"vllm": {"tokens_per_s": 100.0}, "hf": {"error": "x"}}}
+    text = rollout.ratio_table({"cases": {"fixed-1.5b": case}})
+    assert "3.00x" in text and "nan" in text
+
+
+def test_an_unknown_case_is_refused_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match=r"fixed-2b"):
+        rollout.run({"cases": "fixed-2b", "device": "cpu", "peers": [], "repeats": 1, "deadline_s": 0})
