@@ -327,6 +327,10 @@ class Learn(Section):
     moments: Literal["same", "float32", "int8"] = Field(
         "same", description="AdamW's moments: the weights' dtype, float32, or 8 bits with a scale per block"
     )
+    lora_rank: int = Field(
+        0, ge=0, description="learn low-rank changes of the layers' matrices, of this rank; 0: all weights"
+    )
+    lora_alpha: float = Field(32.0, gt=0, description="with lora_rank: their factor is this over the rank")
     optimizer_on_host: bool = Field(False, description="the optimizer's state lives in the host's memory")
 
 

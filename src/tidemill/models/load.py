@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tidemill import config as settings
 from tidemill.errors import ModelError
-from tidemill.models import attention, tiny
+from tidemill.models import attention, lora, tiny
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -72,7 +72,7 @@ def open_folder(folder: Path, model: settings.Model, device: torch.device) -> Lo
 
 def save_folder(model: Any, tokenizer: Any, folder: Path) -> None:
     """A folder that AutoModelForCausalLM and AutoTokenizer open, in any program that has transformers."""
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict=lora.merged(model) if lora.is_attached(model) else None)
     tokenizer.save_pretrained(folder)
 
 
