@@ -302,6 +302,9 @@ class Learn(Section):
     )
     warmup_steps: int = Field(0, ge=0, description="updates over which the learning rate rises from 0")
     min_lr_share: float = Field(0.0, ge=0, le=1, description="share of lr that linear and cosine end at")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: orthogonal steps for the layers' matrices, AdamW for the rest"
+    )
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's two decays")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")

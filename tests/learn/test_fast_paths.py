@@ -12,6 +12,7 @@ from tidemill.algorithms.registry import get
 from tidemill.learn.adam import Adam, _decode, _encode, stochastic_bfloat16
 from tidemill.learn.engine import Learner, freeze, score
 from tidemill.learn.layers import compile_layers
+from tidemill.learn.muon import orthogonal
 from tidemill.models import lora
 from tidemill.models.load import make_tiny
 
@@ -124,3 +125,28 @@ def test_merged_adapters_are_the_adapted_model() -> None:
     plain.load_state_dict(lora.merged(model), strict=False)
     ours, theirs = (torch.from_numpy(score(m, batch, settings).values) for m in (model, plain))
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(8, 30), (30, 8)])
+def test_muon_steps_along_the_nearest_orthogonal_matrix(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    made = orthogonal(x)
+    values = torch.linalg.svdvals(made)
+    assert values.min() > 0.6 and values.max() < 1.3
+    u, _, v = torch.linalg.svd(x, full_matrices=False)
+    assert torch.nn.functional.cosine_similarity(made.flatten(), (u @ v).flatten(), dim=0) > 0.97
+
+
+def test_muon_moves_matrices_against_their_gradient_and_leaves_the_rest_to_adam() -> None:
+    model = make_tiny(SHAPE, torch.float32, 0, CPU).model
+    learner = Learner(model, config(learn={"lr": 1e-3, "optimizer": "muon"}), get("grpo"), 1)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    learner.accumulate(samples())
+    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+    learner.update()
+    for name, p in model.named_parameters():
+        assert ((p - before[name]) * grads[name]).sum() < 0, name
+    kinds = {n: set(learner.optimizer.state[p]) for n, p in model.named_parameters()}
+    assert kinds["model.layers.0.mlp.up_proj.weight"] == {"momentum"}
+    assert "exp_avg" in kinds["model.embed_tokens.weight"]

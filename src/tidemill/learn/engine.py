@@ -38,7 +38,7 @@ class Learner:
             lora.attach(model, config.learn.lora_rank, config.learn.lora_alpha, config.seed)
         self.attention = choose(model, config.learn.attention)
         self.gradients = Gradients(model.parameters(), wide=config.learn.master == "float32")
-        self.optimizer = make_optimizer(model.parameters(), config.learn, self.gradients)
+        self.optimizer = make_optimizer(model, config.learn, self.gradients)
         self.version = 0  # updates made
         self.skipped = 0  # updates not made because a gradient was not finite
         self._stats: list[Stats] = []

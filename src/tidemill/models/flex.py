@@ -116,9 +116,13 @@ class Flex:
 
         some, full = block_table(self.sight, window is not None)
         tokens = len(self.sight.start)
-        tables: Any = [upload(x, self.device, np.int32)[None, None] for m in (some & ~full, full) for x in _indices(m)]
-        seen = self._seen(window)
-        return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(tokens, tokens))
+        counts, blocks, full_counts, full_blocks = (
+            upload(x, self.device, np.int32)[None, None] for m in (some & ~full, full) for x in _indices(m)
+        )
+        return BlockMask.from_kv_blocks(
+            counts, blocks, full_counts, full_blocks,
+            BLOCK_SIZE=BLOCK, mask_mod=self._seen(window), seq_lengths=(tokens, tokens),
+        )  # fmt: skip
 
     def _seen(self, window: int | None) -> Callable[..., Tensor]:
         start, first, last, position = self.start, self.first, self.last, self.position
