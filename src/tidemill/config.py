@@ -321,6 +321,9 @@ class Learn(Section):
     )
     warmup_steps: int = Field(0, ge=0, description="updates over which the learning rate rises from 0")
     min_lr_share: float = Field(0.0, ge=0, le=1, description="share of lr that linear and cosine end at")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: orthogonal steps for the layers' matrices, AdamW for the rest"
+    )
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's two decays")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")
@@ -346,6 +349,10 @@ class Learn(Section):
     moments: Literal["same", "float32", "int8"] = Field(
         "same", description="AdamW's moments: the weights' dtype, float32, or 8 bits with a scale per block"
     )
+    lora_rank: int = Field(
+        0, ge=0, description="learn low-rank changes of the layers' matrices, of this rank; 0: all weights"
+    )
+    lora_alpha: float = Field(32.0, gt=0, description="with lora_rank: their factor is this over the rank")
     optimizer_on_host: bool = Field(False, description="the optimizer's state lives in the host's memory")
 
 

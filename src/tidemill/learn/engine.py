@@ -21,6 +21,7 @@ from tidemill.learn.layers import kept_activations, prepare
 from tidemill.learn.logprob import token_logprobs
 from tidemill.learn.optimizer import learning_rate, make_optimizer, state_home
 from tidemill.learn.packing import PackedBatch, microbatches, pack, response_column
+from tidemill.models import lora
 from tidemill.models.contexts import choose
 from tidemill.models.upload import upload
 
@@ -33,9 +34,11 @@ class Learner:
     def __init__(self, model: Any, config: Config, algorithm: Algorithm, updates: int) -> None:
         self.model, self.config, self.algorithm, self.updates = model, config, algorithm, updates
         self.device = next(model.parameters()).device
+        if config.learn.lora_rank:
+            lora.attach(model, config.learn.lora_rank, config.learn.lora_alpha, config.seed)
         self.attention = choose(model, config.learn.attention)
         self.gradients = Gradients(model.parameters(), wide=config.learn.master == "float32")
-        self.optimizer = make_optimizer(model.parameters(), config.learn, self.gradients)
+        self.optimizer = make_optimizer(model, config.learn, self.gradients)
         self.version = 0  # updates made
         self.skipped = 0  # updates not made because a gradient was not finite
         self._stats: list[Stats] = []
@@ -84,7 +87,8 @@ class Learner:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything a resumed run needs: tensors, and plain values beside them."""
-        tensors = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
+        tensors = {f"model.{name}": p for name, p in lora.merged(self.model).items()}
+        tensors |= {f"adapter.{name}": p for name, p in lora.adapters(self.model).items()}
         names = {id(p): name for name, p in self.model.named_parameters()}
         for group in self.optimizer.param_groups:
             for p in group["params"]:
@@ -95,7 +99,10 @@ class Learner:
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         with torch.no_grad():
             for name, p in self.model.named_parameters():
-                p.copy_(tensors[f"model.{name}"])
+                if f"adapter.{name}" in tensors:
+                    p.copy_(tensors[f"adapter.{name}"])
+                elif p.requires_grad:  # what is not learned is as it was loaded
+                    p.copy_(tensors[f"model.{name}"])
                 prefix = f"optimizer.{name}."
                 kept = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
                 if kept:
@@ -106,7 +113,9 @@ class Learner:
 
 
 def freeze(model: Any) -> Any:
-    """A copy that never changes: the reference policy."""
+    """What never changes, the reference policy: a copy, or with low-rank adapters the same model without them."""
+    if lora.is_attached(model):
+        return lora.Reference(model)
     return copy.deepcopy(model).requires_grad_(False)
 
 
@@ -138,7 +147,8 @@ def score(model: Any, batch: Batch, config: Config) -> Column:
     assert out.offsets is not None
     for rows in microbatches(batch, config.train.tokens_per_microbatch, share):
         packed = pack(batch.gather(rows), next(model.parameters()).device, share, attention)
-        values = forward(model, packed, config)[0].cpu().numpy()
+        with lora.without(model):
+            values = forward(model, packed, config)[0].cpu().numpy()
         cuts = np.cumsum(np.diff(out.offsets)[rows])[:-1]
         for row, part in zip(rows, np.split(values, cuts)):
             out.values[out.offsets[row] : out.offsets[row + 1]] = part

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ class Gradients:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.wide = wide
         self._sums: dict[Parameter, Tensor] = {}
-        self._hooks = [p.register_post_accumulate_grad_hook(self._add) for p in self.parameters] if wide else []
+        self._hooks: list[Any] = []
+        if wide:
+            self._hooks = [p.register_post_accumulate_grad_hook(self._add) for p in self.parameters]  # type: ignore[no-untyped-call]
 
     def _add(self, p: Tensor) -> None:
         assert isinstance(p, Parameter) and p.grad is not None
@@ -38,7 +41,7 @@ class Gradients:
         if not grads:
             return torch.zeros(())
         torch._foreach_div_(grads, divisor)
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float32)))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float32)))
         if largest_norm is not None and math.isfinite(largest_norm):
             torch._foreach_mul_(grads, (largest_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm

@@ -44,7 +44,7 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
 
     Attention stays outside: it has its own kernels, and its context differs from call to call.
     """
-    AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.attend))
+    AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.attend))  # type: ignore[no-untyped-call]
     for layer in layers_of(model):
         layer.compile(dynamic=True, backend=backend)
 

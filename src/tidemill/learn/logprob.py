@@ -62,7 +62,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # an unused entropy costs nothing in the backward pass
         parts = [
             _statistics(fused)(_logits(h, head, bias), t, temperature, softcap)
-            for h, t in zip(hidden.split(chunk), targets.split(chunk))
+            for h, t in zip(torch.split(hidden, chunk), torch.split(targets, chunk))
         ]
         logprobs, entropy, log_z = (torch.cat(part) for part in zip(*parts))
         ctx.save_for_backward(hidden, head, bias, targets, log_z, entropy)

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tidemill.learn.adam import Adam
 from tidemill.learn.gradients import Gradients
+from tidemill.learn.layers import layers_of
+from tidemill.learn.muon import Muon
 
 if TYPE_CHECKING:
     from tidemill.config import Learn
 
 
-def make_optimizer(
-    parameters: Iterable[torch.nn.Parameter], learn: Learn, gradients: Gradients
-) -> torch.optim.Optimizer:
+def make_optimizer(model: Any, learn: Learn, gradients: Gradients) -> torch.optim.Optimizer:
     """Vectors (norms, biases) are not decayed: pulling a norm's gain to zero only hurts."""
-    trained = [p for p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": learn.weight_decay},
+    trained = [p for p in model.parameters() if p.requires_grad]
+    inner = {id(p) for layer in layers_of(model) for p in layer.parameters() if p.ndim == 2}
+    is_muon = learn.optimizer == "muon"
+    matrices = [p for p in trained if is_muon and id(p) in inner]
+    others = [p for p in trained if p.ndim >= 2 and not (is_muon and id(p) in inner)]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": learn.weight_decay, "is_matrix": True},
+        {"params": others, "weight_decay": learn.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
+    if is_muon:
+        return Muon(groups, lr=learn.lr, betas=learn.betas, eps=learn.eps, gradient=gradients.of)
     if learn.master == "none" and learn.moments == "same" and not learn.optimizer_on_host:
         return torch.optim.AdamW(groups, lr=learn.lr, betas=learn.betas, eps=learn.eps, fused=True)
     return Adam(

@@ -9,15 +9,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from tidemill.models.upload import upload
+
+if TYPE_CHECKING:  # slow to import, and only wanted where it is used
+    from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
 Ints = npt.NDArray[np.int64]
@@ -110,20 +112,27 @@ class Flex:
         return out[0].transpose(0, 1)
 
     def _block_mask(self, window: int | None) -> BlockMask:
+        from torch.nn.attention.flex_attention import BlockMask
+
         some, full = block_table(self.sight, window is not None)
         tokens = len(self.sight.start)
-        tables = [upload(x, self.device, np.int32)[None, None] for m in (some & ~full, full) for x in _indices(m)]
-        seen = self._seen(window)
-        return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(tokens, tokens))
+        counts, blocks, full_counts, full_blocks = (
+            upload(x, self.device, np.int32)[None, None] for m in (some & ~full, full) for x in _indices(m)
+        )
+        return BlockMask.from_kv_blocks(
+            counts, blocks, full_counts, full_blocks,
+            BLOCK_SIZE=BLOCK, mask_mod=self._seen(window), seq_lengths=(tokens, tokens),
+        )  # fmt: skip
 
     def _seen(self, window: int | None) -> Callable[..., Tensor]:
         start, first, last, position = self.start, self.first, self.last, self.position
+        nearest = len(start) if window is None else window
 
         def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return ((start[q] <= k) & (k <= q)) | ((first[q] <= k) & (k < last[q]))
 
         def seen_near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return seen(b, h, q, k) & (position[q] - position[k] < window)
+            return seen(b, h, q, k) & (position[q] - position[k] < nearest)
 
         return seen if window is None else seen_near
 
@@ -143,6 +152,8 @@ def shared(prompts: Sequence[int], responses: Sequence[int], group: Sequence[int
 
 @functools.cache
 def _compiled() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
     return torch.compile(flex_attention, dynamic=True)
 
 

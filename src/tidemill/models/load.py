@@ -12,7 +12,7 @@ from transformers.utils import logging as hf_logging
 
 from tidemill import config as settings
 from tidemill.errors import ModelError
-from tidemill.models import attention, tiny
+from tidemill.models import attention, lora, tiny
 
 hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # of shards being read and written: a run has its own display
 
@@ -75,7 +75,7 @@ def open_folder(folder: Path, model: settings.Model, device: torch.device) -> Lo
 
 def save_folder(model: Any, tokenizer: Any, folder: Path) -> None:
     """A folder that AutoModelForCausalLM and AutoTokenizer open, in any program that has transformers."""
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict=lora.merged(model) if lora.is_attached(model) else None)
     tokenizer.save_pretrained(folder)
 
 

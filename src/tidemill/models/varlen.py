@@ -23,8 +23,8 @@ MOST_DIM = 256  # of a head
 
 def works_on(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch has the kernel for this device, and the kernel takes this dtype."""
-    key = torch._C._dispatch_key_for_device(device.type)  # type: ignore[attr-defined]
-    has_kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key(OPERATOR, key)  # type: ignore[attr-defined]
+    key = torch._C._dispatch_key_for_device(device.type)
+    has_kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key(OPERATOR, key)
     return has_kernel and dtype in (torch.bfloat16, torch.float16)
 
 

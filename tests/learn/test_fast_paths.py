@@ -1,0 +1,152 @@
+"""Recomputed, offloaded, compiled, 8-bit, host-side and low-rank learning against the plain learner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.learn.test_engine import CPU, SHAPE, assert_same, config, gradients, samples
+
+from tidemill.algorithms.registry import get
+from tidemill.learn.adam import Adam, _decode, _encode, stochastic_bfloat16
+from tidemill.learn.engine import Learner, freeze, score
+from tidemill.learn.layers import compile_layers
+from tidemill.learn.muon import orthogonal
+from tidemill.models import lora
+from tidemill.models.load import make_tiny
+
+GROUPS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
+
+
+@pytest.mark.parametrize(
+    "learn", [{"recompute": "full", "recompute_every": 2}, {"offload": "activations"}, {"master": "float32"}]
+)
+def test_memory_saved_changes_no_gradient(learn: dict[str, Any]) -> None:
+    learner = Learner(make_tiny(SHAPE, torch.float32, 0, CPU).model, config(learn=learn), get("grpo"), 1)
+    learner.accumulate(samples())
+    found = {n: learner.gradients.of(p) / learner._whole for n, p in learner.model.named_parameters()}
+    assert_same((found, learner.update()), gradients(samples(), config()))
+
+
+@pytest.mark.slow
+def test_compiled_layers_give_the_same_gradients() -> None:
+    """Through the compiler's tracing and partitioning; the code it makes is checked on the device."""
+    from transformers import AttentionInterface
+
+    from tidemill.models import attention
+
+    model = make_tiny(SHAPE, torch.float32, 0, CPU).model
+    try:
+        compile_layers(model, backend="aot_eager")
+        learner = Learner(model, config(), get("grpo"), 1)
+        learner.accumulate(samples())
+        found = {n: p.grad.clone() / learner._whole for n, p in model.named_parameters()}
+        assert_same((found, learner.update()), gradients(samples(), config()))
+    finally:
+        AttentionInterface.register(attention.NAME, attention.attend)
+
+
+def stepped(make: Any, steps: int = 5) -> torch.Tensor:
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(300))
+    optimizer = make(p)
+    for _ in range(steps):
+        p.grad = torch.randn(300)
+        optimizer.step()
+    return p.detach()
+
+
+def test_our_adam_is_torchs_where_both_can_do_it() -> None:
+    plain = stepped(lambda p: torch.optim.AdamW([{"params": [p], "weight_decay": 0.1}], **GROUPS))
+    for extra in ({}, {"master": "float32"}, {"on_host": True}):
+        ours = stepped(
+            lambda p, extra=extra: Adam(
+                [{"params": [p], "weight_decay": 0.1}], gradient=lambda p: p.grad, **GROUPS, **extra
+            )
+        )
+        torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
+
+
+def test_eight_bit_moments_stay_near_and_never_divide_by_nothing() -> None:
+    x = torch.logspace(-8, 0, 1000)
+    for name, most in (("exp_avg", 0.02), ("exp_avg_sq", 0.04)):
+        back = _decode(_encode(name, x.clone(), "int8"), name, x.shape)
+        assert ((back - x).abs() / x.max()).max() < most
+    assert (_decode(_encode("exp_avg_sq", x.clone(), "int8"), "exp_avg_sq", x.shape) > 0).all()
+
+
+def test_stochastic_rounding_keeps_the_mean() -> None:
+    x = torch.full((20_000,), 1.0 + 2**-10)  # an eighth of the way to bfloat16's next number
+    rounded = stochastic_bfloat16(x, seed=1).float()
+    assert set(rounded.unique().tolist()) == {1.0, 1.0 + 2**-7}
+    assert rounded.mean().item() == pytest.approx(1.0 + 2**-10, abs=2e-4)
+
+
+def test_a_restored_learner_with_eight_bit_moments_goes_on_as_if_it_had_never_stopped() -> None:
+    settings = config(learn={"lr": 1e-2, "moments": "int8", "optimizer_on_host": True, "lora_rank": 2})
+    learner, other = (
+        Learner(make_tiny(SHAPE, torch.float32, 0, CPU).model, settings, get("grpo"), 2) for _ in range(2)
+    )
+    learner.accumulate(samples(1))
+    learner.update()
+    tensors, state = learner.state()
+    other.restore({k: v.clone() for k, v in tensors.items()}, state)
+    for one in (learner, other):
+        one.accumulate(samples(2))
+        one.update()
+    for (name, a), (_, b) in zip(learner.model.named_parameters(), other.model.named_parameters()):
+        assert torch.equal(a, b), name
+
+
+def test_low_rank_learning_moves_the_policy_and_not_its_reference() -> None:
+    model, batch = make_tiny(SHAPE, torch.float32, 0, CPU).model, samples()
+    before = score(model, batch, config()).values
+    settings = config(learn={"lr": 1e-2, "lora_rank": 4})
+    learner, reference = Learner(model, settings, get("grpo"), 1), freeze(model)
+    torch.testing.assert_close(torch.from_numpy(score(model, batch, settings).values), torch.from_numpy(before))
+    for _ in range(2):  # the first update moves B alone, for A's gradient is 0 where B is
+        learner.accumulate(batch)
+        learner.update()
+    after = score(model, batch, settings).values
+    assert abs(after - before).max() > 1e-3
+    assert abs(score(reference, batch, settings).values - before).max() < 1e-6
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert trained == set(lora.adapters(model))
+
+
+def test_merged_adapters_are_the_adapted_model() -> None:
+    model, batch = make_tiny(SHAPE, torch.float32, 0, CPU).model, samples()
+    settings = config(learn={"lr": 1e-2, "lora_rank": 4})
+    learner = Learner(model, settings, get("grpo"), 1)
+    learner.accumulate(batch)
+    learner.update()
+    plain = make_tiny(SHAPE, torch.float32, 5, CPU).model
+    plain.load_state_dict(lora.merged(model), strict=False)
+    ours, theirs = (torch.from_numpy(score(m, batch, settings).values) for m in (model, plain))
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(8, 30), (30, 8)])
+def test_muon_steps_along_the_nearest_orthogonal_matrix(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    made = orthogonal(x)
+    values = torch.linalg.svdvals(made)
+    assert values.min() > 0.6 and values.max() < 1.3
+    u, _, v = torch.linalg.svd(x, full_matrices=False)
+    assert torch.nn.functional.cosine_similarity(made.flatten(), (u @ v).flatten(), dim=0) > 0.97
+
+
+def test_muon_moves_matrices_against_their_gradient_and_leaves_the_rest_to_adam() -> None:
+    model = make_tiny(SHAPE, torch.float32, 0, CPU).model
+    learner = Learner(model, config(learn={"lr": 1e-3, "optimizer": "muon"}), get("grpo"), 1)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    learner.accumulate(samples())
+    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+    learner.update()
+    for name, p in model.named_parameters():
+        assert ((p - before[name]) * grads[name]).sum() < 0, name
+    kinds = {n: set(learner.optimizer.state[p]) for n, p in model.named_parameters()}
+    assert kinds["model.layers.0.mlp.up_proj.weight"] == {"momentum"}
+    assert "exp_avg" in kinds["model.embed_tokens.weight"]

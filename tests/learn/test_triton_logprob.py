@@ -1,0 +1,34 @@
+"""The Triton kernels, in Triton's interpreter where there is no device, against their plain forms."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.accelerator.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+pytest.importorskip("triton")
+
+from tidemill.learn import logprob, triton_logprob
+
+DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+
+
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, 5.0)])
+@pytest.mark.parametrize("vocabulary", [37, 4099])
+def test_kernels_equal_their_plain_forms(vocabulary: int, temperature: float, softcap: float | None) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, vocabulary, device=DEVICE) * 4
+    targets = torch.randint(0, vocabulary, (3,), device=DEVICE)
+    found = triton_logprob.statistics(logits, targets, temperature, softcap)
+    wanted = logprob.statistics(logits, targets, temperature, softcap)
+    for ours, plain in zip(found, wanted):
+        torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
+    g = torch.randn(2, 3, device=DEVICE)
+    for given in ((g[0], g[1]), (g[0], None), (None, g[1])):
+        rest = (targets, wanted[2], wanted[1], *given, temperature, softcap, torch.float32)
+        torch.testing.assert_close(
+            triton_logprob.logit_gradient(logits, *rest), logprob.logit_gradient(logits, *rest), atol=1e-5, rtol=1e-4
+        )
