@@ -232,8 +232,7 @@ class Soak:
         done = figures["stages"]["learn"]["done"]
         if done != produced or figures["dropped"]:
             print("missing:", sorted(self.dock.missing())[:20], "figures:", figures, file=sys.stderr)
-            for log in self.server.folder.glob("*.log"):
-                print(log.name, log.read_text()[-2000:], file=sys.stderr)
+            show_logs(self.server.folder)
         twice = sum(n - 1 for n in logged.values() if n > 1)
         return {
             "rows": produced,
@@ -252,6 +251,11 @@ class Soak:
     def _repeat_last_puts(self) -> None:
         """A producer killed after its last put but before noting it: put once more what may be missing; all known."""
         self.workers = [w for w in self.workers if w.target is consume]
+
+
+def show_logs(folder: Path) -> None:
+    for log in folder.glob("*.log"):
+        print(f"--- {log.name}", log.read_text()[-3000:], sep="\n", file=sys.stderr)
 
 
 def run(options: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -274,6 +278,9 @@ def run(options: dict[str, Any] | None = None) -> dict[str, Any]:
                     print(f"{i + 1}/{kills}", worst, file=sys.stderr)
             counted = soak.finish()
             soak.dock.close()
+    except TidemillError:
+        show_logs(folder / "dock")
+        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     every = [s for kind in KINDS for s in soak.recoveries[kind]]

@@ -10,20 +10,29 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
+import os
 import resource
+import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks._rollout_engines import ENGINES, SLOW_STARTERS, Roll, Shape, Work
+from tidemill.errors import ConfigError
+
 ABOUT = "tokens per second of the native engine; peers: hf (generate), hf_batching (generate_batch), vllm"
-OPTIONS = {"cases": "auto", "device": "auto"}
-PEERS = {"hf": "transformers", "hf_batching": "transformers", "vllm": "vllm"}
+OPTIONS = {"cases": "auto", "device": "auto", "deadline_s": 0}
+PEERS = {"hf": "transformers", "hf_batching": "transformers", "vllm": "vllm", "vllm_mp": "vllm"}
 
 # hidden, layers, heads, kv heads, head dim, intermediate, vocabulary, tied
 SHAPES = {
@@ -54,28 +63,22 @@ GPU_CASES = ("fixed-0.5b", "tail-0.5b", "fixed-1.5b", "tail-1.5b", "fixed-7b", "
 TAIL_SIGMA = 0.8
 
 
-@dataclass(frozen=True)
-class Work:
-    """What is asked: prompts, samples of each, and how long every response is."""
-
-    prompts: list[list[int]]
-    lengths: np.ndarray  # (prompts, samples)
-
-    @property
-    def tokens(self) -> int:
-        return int(self.lengths.sum())
-
-    @property
-    def window(self) -> int:
-        return len(self.prompts[0]) + int(self.lengths.max())
-
-
 def run(options: Mapping[str, Any]) -> dict[str, Any]:
     device = _device(options["device"])
     names = options["cases"]
     names = (CPU_CASES if device == "cpu" else GPU_CASES) if names == "auto" else names
-    names = names.split(",") if isinstance(names, str) else names
-    cases = {name: _case(name, device, options["peers"], int(options["repeats"])) for name in names}
+    names = list(names.split(",") if isinstance(names, str) else names)
+    unknown = [name for name in names if name not in CPU_CASES + GPU_CASES]
+    if unknown:
+        raise ConfigError(f"there is no case {unknown[0]!r}", f"cases are {', '.join(CPU_CASES + GPU_CASES)}")
+    apart = Apart(device, int(options["repeats"]), float(options["deadline_s"] or 0))
+    cases: dict[str, Any] = {name: {"peers": {}} for name in names}
+    for engine in ("native", *options["peers"]):
+        for shape, together in _by_shape(engine, names).items():
+            for name, row in apart.measure(engine, shape, together).items():
+                (cases[name] if engine == "native" else cases[name]["peers"].setdefault(engine, {})).update(row)
+    for case in cases.values():
+        _add_floor(case)
     return {"cases": cases, "device": device, "clock": "cpu seconds" if device == "cpu" else "wall seconds"}
 
 
@@ -86,73 +89,126 @@ def _device(name: str) -> str:
     return found.type if found is not None else "cpu"
 
 
-def _case(name: str, device: str, peers: list[str], repeats: int) -> dict[str, Any]:
+def _by_shape(engine: str, names: list[str]) -> dict[str, list[str]]:
+    """Cases that one process measures."""
+    together: dict[str, list[str]] = {}
+    for name in names:
+        together.setdefault(name.split("-")[1] if engine in SLOW_STARTERS else name, []).append(name)
+    return together
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Measures in a process of its own, so that memory and warm-up are its own and a crash or a hang is one row."""
+
+    device: str
+    repeats: int
+    deadline_s: float  # for everything; 0: none
+    started: float = field(default_factory=time.perf_counter)
+
+    def measure(self, engine: str, shape: str, names: list[str]) -> dict[str, Any]:
+        out = Path(os.environ.get("OUT") or tempfile.mkdtemp())
+        result, log = out / f"rollout-{engine}-{shape}.json", out / f"rollout-{engine}-{shape}.log"
+        result.unlink(missing_ok=True)
+        spent = time.perf_counter() - self.started
+        error = self._start(engine, names, result, log, max(self.deadline_s - spent, 1) if self.deadline_s else None)
+        rows: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
+        took = time.perf_counter() - self.started - spent
+        for name in names:
+            rows.setdefault(name, {"error": error})
+            _say(f"{name:16} {engine:12} {_line(rows[name])}  (process {took:.0f} s)")
+        if error:
+            _say(f"{error}; {log} ends with:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-25:]))
+        return rows
+
+    def _start(self, engine: str, names: list[str], result: Path, log: Path, limit_s: float | None) -> str | None:
+        """Run to the end or the limit; what went wrong, or None."""
+        words = ["--measure", engine, "--cases", ",".join(names), "--device", self.device]
+        words += ["--repeats", str(self.repeats), "--result", str(result)]
+        with log.open("w") as text:
+            child = subprocess.Popen(
+                [sys.executable, __file__, *words], stdout=text, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            code = child.wait(limit_s)
+            return None if code == 0 else f"{engine} ended with exit status {code}"
+        except subprocess.TimeoutExpired:
+            return f"{engine} was stopped at the deadline"
+        finally:
+            with suppress(ProcessLookupError):  # processes it started too
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    if "tokens_per_s" not in row:
+        return f"failed: {row['error']}"
+    return f"{row['tokens_per_s']:,.0f} tokens/s, step {row['step_ms']:.2f} ms, start {row['start_s']:.1f} s"
+
+
+def _add_floor(case: dict[str, Any]) -> None:
+    """The floor is the machine's and the model's, so it is measured once, beside us."""
+    for row in case["peers"].values():
+        if "step_ms" in row and "floor_ms" in case:
+            row["floor_ms"] = case["floor_ms"]
+            row["share_of_floor"] = case["share_of_floor"] * row["tokens_per_s"] / case["tokens_per_s"]
+
+
+def _work(name: str) -> Work:
     workload, shape = name.split("-")
-    size = SIZES.get(shape, Size())
-    work = _work(workload, size, SHAPES[shape][6])
-    result = _apart(_measure, "native", shape, work, device, repeats)
-    measured = {peer: _apart(_measure, peer, shape, work, device, repeats) for peer in peers}
-    return {**result, "peers": measured}
-
-
-def _work(workload: str, size: Size, vocabulary: int) -> Work:
+    size, vocabulary = SIZES.get(shape, Size()), SHAPES[shape][6]
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, vocabulary, (size.prompts, size.prompt)).tolist()
-    shape = (size.prompts, size.samples)
+    samples = (size.prompts, size.samples)
     if workload == "fixed":
-        return Work(prompts, np.full(shape, size.response))
-    drawn = np.exp(rng.normal(math.log(size.median), TAIL_SIGMA, shape))
+        return Work(prompts, np.full(samples, size.response))
+    drawn = np.exp(rng.normal(math.log(size.median), TAIL_SIGMA, samples))
     return Work(prompts, np.clip(drawn, 1, size.longest).astype(int))
 
 
-def _apart(function: Callable[..., Any], *args: Any) -> Any:
-    """In a process of its own, so that memory and warm-up are its own. An accelerator's context cannot be forked."""
-    if args[3] != "cpu":
-        return function(*args)
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=lambda: sender.send(function(*args)))
-    process.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError:
-        raise RuntimeError(f"{args[0]} ended without a result; what it said is above") from None
-    finally:
-        process.join()
-
-
-def _measure(engine: str, shape: str, work: Work, device: str, repeats: int) -> dict[str, Any]:
+def measure(engine: str, names: list[str], device: str, repeats: int, result: Path) -> None:
+    """In this process; what is done is written down after each case."""
     if device == "cpu":
         torch.set_num_threads(1)
-    model = _model(shape, device, work.window)
-    floor = _floor_ms(model, shape, work, device)
+    works = {name: _work(name) for name in names}
+    shape = _shape(names[0].split("-")[1], device, max(work.window for work in works.values()))
+    floors = {name: _floor_ms(shape, work) for name, work in works.items()} if engine == "native" else {}
     started = time.perf_counter()
-    roll = ENGINES[engine](model, work)
+    roll = ENGINES[engine](shape, list(works.values()))
     start_s = time.perf_counter() - started
-    roll(True)  # warm up on a few tokens
-    seconds, steps = zip(*(_timed(roll, device) for _ in range(repeats)))
-    tokens = work.tokens / np.array(seconds)
-    step_ms = float(np.median(np.array(seconds) / np.array(steps) * 1e3))
+    rows: dict[str, Any] = {}
+    for name, work in works.items():
+        roll(work, True)  # warm up on a few tokens
+        seconds, steps = zip(*(_timed(roll, work, device) for _ in range(repeats)))
+        rows[name] = _row(work, np.array(seconds), np.array(steps))
+        rows[name] |= {"start_s": start_s, "peak_gib": _peak_gib(device)}
+        if name in floors:
+            rows[name]["floor_ms"] = floors[name] / float(np.median(steps))
+            rows[name]["share_of_floor"] = floors[name] / (float(np.median(seconds)) * 1e3)
+        result.write_text(json.dumps(rows))
+
+
+def _row(work: Work, seconds: np.ndarray, steps: np.ndarray) -> dict[str, Any]:
+    tokens = work.tokens / seconds
     return {
         "tokens_per_s": float(np.median(tokens)),
         "spread": float((tokens.max() - tokens.min()) / np.median(tokens)),
-        "step_ms": step_ms,
-        "floor_ms": floor / np.median(steps),
-        "share_of_floor": floor / (float(np.median(seconds)) * 1e3),
-        "start_s": start_s,
-        "peak_gib": _peak_gib(device),
+        "step_ms": float(np.median(seconds / steps * 1e3)),
     }
 
 
-def _timed(roll: Callable[[bool], int], device: str) -> tuple[float, int]:
+def _timed(roll: Roll, work: Work, device: str) -> tuple[float, int]:
     if device == "cpu":
         started = time.process_time()
-        steps = roll(False)
+        steps = roll(work, False)
         return time.process_time() - started, steps
     torch.accelerator.synchronize()
     started = time.perf_counter()
-    steps = roll(False)
+    steps = roll(work, False)
     torch.accelerator.synchronize()
     return time.perf_counter() - started, steps
 
@@ -160,132 +216,35 @@ def _timed(roll: Callable[[bool], int], device: str) -> tuple[float, int]:
 def _peak_gib(device: str) -> float:
     if device == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return torch.accelerator.max_memory_allocated() / 2**30
+    # Of this process; where another holds the memory, what is taken of the device.
+    free, everything = torch.accelerator.get_memory_info()
+    return (torch.accelerator.max_memory_allocated() or everything - free) / 2**30
 
 
-def _model(shape: str, device: str, window: int) -> Any:
-    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+def _shape(name: str, device: str, window: int) -> Shape:
+    from transformers import Qwen2Config, Qwen3Config
 
-    import tidemill.models.attention  # noqa: F401  registers the attention
-
-    hidden, layers, heads, kv_heads, dim, inside, vocabulary, tied = SHAPES[shape]
-    kind = Qwen3Config if shape in SIZES else Qwen2Config
+    hidden, layers, heads, kv_heads, dim, inside, vocabulary, tied = SHAPES[name]
+    kind = Qwen3Config if name in SIZES else Qwen2Config
     config = kind(
         vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=dim, intermediate_size=inside, tie_word_embeddings=tied,
         max_position_embeddings=max(window, 4096), bos_token_id=None, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation="tidemill", dtype=torch.float32 if device == "cpu" else torch.bfloat16
-        )
-    return model.eval()
-
-
-# Engines: each gives a function that does the work (or a little of it) and says how many steps it took.
-
-
-def _native(model: Any, work: Work) -> Callable[[bool], int]:
-    from tidemill.rollout.engine import Request, Sampling
-    from tidemill.rollout.native.engine import NativeEngine
-
-    engine = NativeEngine(model, eos_ids=[], max_seqs=work.lengths.size, max_len=work.window)
-
-    def roll(brief: bool) -> int:
-        for i, prompt in enumerate(work.prompts):
-            limits = np.minimum(work.lengths[i], 3 if brief else 1 << 30).tolist()
-            engine.submit(Request(i, prompt, Sampling(), n=len(limits), limits=limits))
-        steps = made = 0
-        while engine.has_work:
-            made += sum(len(completion.tokens) for completion in engine.step())
-            steps += 1
-        assert brief or made == work.tokens
-        return steps
-
-    return roll
-
-
-def _hf(model: Any, work: Work) -> Callable[[bool], int]:
-    from transformers import StoppingCriteria, StoppingCriteriaList
-
-    samples = work.lengths.shape[1]
-    device = next(model.parameters()).device
-    ids = torch.tensor(work.prompts, device=device).repeat_interleave(samples, 0)
-    ends = torch.tensor(work.lengths.ravel() + ids.shape[1], device=device)
-
-    class AtItsLength(StoppingCriteria):
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-            return input_ids.shape[1] >= ends
-
-    def roll(brief: bool) -> int:
-        model.set_attn_implementation("sdpa")
-        longest = 3 if brief else int(work.lengths.max())
-        with torch.no_grad():
-            model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=longest,
-                stopping_criteria=StoppingCriteriaList([AtItsLength()]), pad_token_id=0,
-            )  # fmt: skip
-        return longest
-
-    return roll
-
-
-def _hf_batching(model: Any, work: Work) -> Callable[[bool], int]:
-    from transformers import ContinuousBatchingConfig, GenerationConfig
-
-    model.set_attn_implementation("paged|sdpa")
-    blocks = -(-(work.window + 32) // 32) * work.lengths.size
-    settings = ContinuousBatchingConfig(num_blocks=blocks, block_size=32, max_batch_tokens=1024)
-
-    def roll(brief: bool) -> int:
-        generation = GenerationConfig(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
-        with model.continuous_batching_context_manager(
-            generation_config=generation, continuous_batching_config=settings, block=True
-        ) as manager:
-            left = 0
-            for i, prompt in enumerate(work.prompts):
-                for length in work.lengths[i].tolist():
-                    manager.add_request(prompt, max_new_tokens=min(length, 3) if brief else length)
-                    left += 1
-            while left:
-                result = manager.get_result(timeout=1)
-                left -= result is not None and result.is_finished()
-        return 3 if brief else int(work.lengths.max())
-
-    return roll
-
-
-def _vllm(model: Any, work: Work) -> Callable[[bool], int]:
-    import tempfile
-
-    from vllm import LLM, SamplingParams
-
-    folder = tempfile.mkdtemp()
-    model.save_pretrained(folder)
-    llm = LLM(folder, skip_tokenizer_init=True, max_model_len=work.window + 1, max_num_seqs=work.lengths.size, seed=0)
-
-    def roll(brief: bool) -> int:
-        prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in work.prompts for _ in work.lengths[0]]
-        lengths = np.minimum(work.lengths.ravel(), 3 if brief else 1 << 30).tolist()
-        how = [SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0) for length in lengths]
-        llm.generate(prompts, how, use_tqdm=False)
-        return 3 if brief else int(work.lengths.max())
-
-    return roll
-
-
-ENGINES = {"native": _native, "hf": _hf, "hf_batching": _hf_batching, "vllm": _vllm}
+    return Shape(config, device)
 
 
 # The floor: what bytes and arithmetic alone would take, summed over the steps of a perfect schedule.
 
 
-def _floor_ms(model: Any, shape: str, work: Work, device: str) -> float:
-    _, layers, heads, kv_heads, dim, *_ = SHAPES[shape]
-    weights = sum(p.numel() for p in model.parameters())
-    width = next(model.parameters()).element_size()
-    flops_per_s, bytes_per_s = _rates(device, next(model.parameters()).dtype)
+def _floor_ms(shape: Shape, work: Work) -> float:
+    config = shape.config
+    layers, heads, kv_heads, dim = (
+        config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    )  # fmt: skip
+    weights = sum(p.numel() for p in Shape(config, "meta").model().parameters())
+    width = shape.dtype.itemsize
+    flops_per_s, bytes_per_s = _rates(shape.device, shape.dtype)
     prompt = len(work.prompts[0])
     total = 2 * weights * prompt * len(work.prompts) / flops_per_s
     per_token = 2 * layers * kv_heads * dim * width
@@ -308,17 +267,32 @@ def _rates(device: str, dtype: torch.dtype) -> tuple[float, float]:
     big = torch.zeros(2**27 if device == "cpu" else 2**31, dtype=torch.uint8, device=device)
     other = torch.zeros_like(big)
 
+    clock = time.process_time if device == "cpu" else time.perf_counter
+
     def best(work: Callable[[], Any]) -> float:
         times = []
         for _ in range(5):
-            started = time.perf_counter()
+            started = clock()
             work()
             if device != "cpu":
                 torch.accelerator.synchronize()
-            times.append(time.perf_counter() - started)
+            times.append(clock() - started)
         return min(times)
 
     return 2 * n**3 / best(lambda: a @ a), 2 * big.nbytes / best(lambda: other.copy_(big))
+
+
+def ratio_table(result: Mapping[str, Any]) -> str:
+    """Ours, each peer's, and how many times faster we are."""
+    peers = sorted({peer for case in result["cases"].values() for peer in case["peers"]})
+    lines = [f"{'tokens per second':18}{'native':>12}" + "".join(f"{peer:>14}{'ratio':>8}" for peer in peers)]
+    for name, case in result["cases"].items():
+        cells = [f"{name:18}{case.get('tokens_per_s', math.nan):>12,.0f}"]
+        for peer in peers:
+            theirs = case["peers"].get(peer, {}).get("tokens_per_s", math.nan)
+            cells.append(f"{theirs:>14,.0f}{case.get('tokens_per_s', math.nan) / theirs:>7.2f}x")
+        lines.append("".join(cells))
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -328,16 +302,22 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--peers", default="", help=f"some of {', '.join(PEERS)}")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--deadline-s", type=float, default=0, help="stop what still runs after this long")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    parser.add_argument("--result", help=argparse.SUPPRESS)
     options = vars(parser.parse_args())
+    if options["measure"]:
+        measure(
+            options["measure"], options["cases"].split(","), options["device"], options["repeats"],
+            Path(options["result"]),
+        )  # fmt: skip
+        return
     options["peers"] = [peer for peer in options["peers"].split(",") if peer]
     result = run(options)
-    if options["json"]:
-        print(json.dumps(result))
-        return
-    for name, case in result["cases"].items():
-        for who, row in {"native": case, **case["peers"]}.items():
-            print(f"{name:18} {who:12} " + " ".join(f"{k} {v:.3g}" for k, v in row.items() if k != "peers"))
+    if os.environ.get("OUT"):
+        Path(os.environ["OUT"], "rollout.json").write_text(json.dumps(result, indent=1))
+    print(json.dumps(result) if options["json"] else ratio_table(result))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

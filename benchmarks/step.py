@@ -31,8 +31,7 @@ SHAPES = {
     "quickstart": {},
     "10x": {"hidden": 512, "layers": 4, "heads": 8, "kv_heads": 4, "intermediate": 1408},
 }
-WARM_UP = ["data.args.worked=1.0", "train.stop_at_accuracy=null", "eval.every=0", "eval.after=false"]
-WARM_UP_STEPS = {"quickstart": 60, "10x": 40}  # enough that every response ends by itself
+WARM_UP_STEPS = {"quickstart": 100, "10x": 40}  # enough that responses end by themselves
 JOB = {"prompts": 32, "samples": 8, "max_new_tokens": 40}
 
 
@@ -48,7 +47,7 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
                     rounds[system].append(in_process(system, model, options))
             case = merged(rounds["ours"])
             case["peers"] = {peer: merged(rounds[peer]) for peer in options["peers"]}
-            for peer, theirs in case["peers"].items():
+            for theirs in case["peers"].values():
                 theirs["ratio_tokens_per_s"] = case["tokens_per_s"]["median"] / theirs["tokens_per_s"]["median"]
                 theirs["ratio_tokens_per_cpu_s"] = (
                     case["tokens_per_cpu_s"]["median"] / theirs["tokens_per_cpu_s"]["median"]
@@ -75,12 +74,11 @@ def make_model(name: str, folder: Path, options: Mapping[str, Any]) -> Path:
         "import sys, json; from pathlib import Path\n"
         "from tidemill import launch; from tidemill.trained import export\n"
         "folder, overrides = sys.argv[1], json.loads(sys.argv[2])\n"
-        "launch.train('quickstart-sft', overrides)\n"
+        "launch.train('quickstart-worked', overrides)\n"
         "export(folder + '/sft', Path(folder) / 'model')\n"
     )
     shape = [f"model.tiny.{key}={value}" for key, value in SHAPES[name].items()]
     overrides = [
-        *WARM_UP,
         *shape,
         f"train.steps={WARM_UP_STEPS[name]}",
         f"folder={folder}",

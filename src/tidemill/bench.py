@@ -38,7 +38,8 @@ def folder() -> Path:
 
 def listing() -> list[tuple[str, str]]:
     """Name and one line about each, read without running any."""
-    return [(p.stem, _about(p)) for p in sorted(folder().glob("*.py")) if not p.name.startswith("_")]
+    found = [(p.stem, _about(p)) for p in sorted(folder().glob("*.py"))]
+    return [(name, about) for name, about in found if about]  # the others are parts of these
 
 
 def run(name: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -200,13 +201,14 @@ def _about(path: Path) -> str:
 
 def _load(name: str) -> Any:
     known = [n for n, _ in listing()]
+    name = name.replace("-", "_")
     if name not in known:
         hint = f"benchmarks are {', '.join(known)}" if known else "benchmarks come with the repository, not the package"
         raise ConfigError(f"there is no benchmark {name!r}{did_you_mean(name, known)}", hint)
     root = str(folder().parent)
     if root not in sys.path:
         sys.path.insert(0, root)  # benchmarks import one another as `benchmarks.NAME`
-    return importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
+    return importlib.import_module(f"benchmarks.{name}")
 
 
 def _options(name: str, module: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,7 +218,9 @@ def _options(name: str, module: Any, given: Mapping[str, Any]) -> dict[str, Any]
             raise ConfigError(
                 f"bench {name} has no option {key!r}{did_you_mean(key, known)}", f"it has {', '.join(known)}"
             )
-    return {**known, **given, "peers": list(given.get("peers", known["peers"]))}
+    # One word, or several with commas, where a list is expected.
+    lists = {k: str(v).split(",") for k, v in given.items() if isinstance(known[k], list) and not isinstance(v, list)}
+    return {**known, **given, **lists, "peers": list(given.get("peers", known["peers"]))}
 
 
 def _peers_known(known: Mapping[str, str]) -> str:

@@ -196,10 +196,38 @@ def bench(
         console.print(benches.render(result))
 
 
+reshard = typer.Typer(help="The weight flow, from the learner's layout to the rollout's.", no_args_is_help=True)
+app.add_typer(reshard, name="reshard")
+
+
+@reshard.command()
+def plan(
+    model: Annotated[str, typer.Option(help="a published model's name, such as qwen2.5-32b")],
+    source: Annotated[str, typer.Option("--from", help="the learner's layout, such as tp8,dp2")],
+    target: Annotated[str, typer.Option("--to", help="the rollout's layout, such as tp4,dp4")],
+    devices: Annotated[int, typer.Option(help="devices there are; 0: as many as the layouts say", min=0)] = 0,
+    per_node: Annotated[int, typer.Option(help="devices in a node", min=1)] = 8,
+    apart: Annotated[bool, typer.Option(help="the rollout has devices of its own")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+) -> None:
+    """What moving a model's weights would cost, without devices: bytes, memory, seconds, who sends to whom."""
+    import json
+
+    from tidemill.reshard import show as reshard_show
+
+    found = reshard_show.dry_plan(model, source, target, devices=devices, per_node=per_node, apart=apart)
+    print(json.dumps(found.as_dict()) if as_json else reshard_show.render(found))
+
+
+@reshard.callback()
+def _reshard() -> None:
+    """Keeps `plan` a command of its own while it is the only one."""
+
+
 def main() -> None:
     """Errors a user can mend are a few lines; anything else keeps its traceback, because it is our mistake."""
     try:
-        app(standalone_mode=False)
+        app(standalone_mode=False, prog_name="tidemill")
     except typer.Exit as leave:
         sys.exit(leave.exit_code)
     except Exception as error:

@@ -48,12 +48,23 @@ class Model(Section):
     trust_remote_code: bool = Field(False, description="run Python code found in the model folder")
 
 
+class Curriculum(Section):
+    """Harder problems once the easier ones are mostly solved."""
+
+    setting: str = Field("level", description="which of data.args takes one value after the other")
+    values: tuple[Any, ...] = Field(min_length=1, description="its values, easiest first")
+    rise_above: float = Field(0.8, ge=0, le=1, description="accuracy from which the next value is used")
+    fall_below: float = Field(0.1, ge=0, le=1, description="accuracy below which the value before is used again")
+    window: int = Field(256, ge=1, description="samples over which accuracy is measured")
+
+
 class Data(Section):
     source: str = Field(
         "arithmetic",
         description="a file (.jsonl .json .csv .tsv .parquet), a Hugging Face dataset folder, or a generator's name",
     )
     args: dict[str, Any] = Field({}, description="the generator's own settings")
+    curriculum: Curriculum | None = Field(None, description="problems that grow harder with measured accuracy")
     eval_source: str | None = Field(None, description="held-out data; without it, held_out rows of source")
     eval_args: dict[str, Any] | None = Field(None, description="the held-out generator's settings; without it, args")
     held_out: int = Field(200, ge=0, description="rows kept from source for evaluation, never trained on")
@@ -96,7 +107,9 @@ class Rollout(Section):
     min_p: float = Field(0.0, ge=0, le=1, description="least probability kept, relative to the most likely token's")
     stop: tuple[str, ...] = Field((), description="strings that end a response")
     concurrent: int = Field(256, ge=1, description="most sequences decoded at once")
-    page_size: int = Field(16, ge=1, description="tokens per page of the key/value cache")
+    page_size: int | None = Field(
+        None, ge=1, description="tokens per page of the key/value cache; none: what the engine measured best"
+    )
     cache_tokens: int | None = Field(
         None, ge=1, description="size of the key/value cache; none: what concurrent sequences need"
     )
@@ -159,6 +172,12 @@ class KL(Section):
     )
     horizon: int = Field(10000, ge=1, description="samples over which the adaptive coef reacts")
     reset_every: int = Field(0, ge=0, description="steps after which the reference becomes the policy; 0: never")
+
+    @model_validator(mode="after")
+    def _adaptive_in_reward(self) -> KL:
+        if self.target is not None and (self.place != "reward" or self.coef == 0):
+            raise ValueError("an adaptive coefficient (target) needs place: reward and a coef above 0 to begin with")
+        return self
 
 
 class Critic(Section):
@@ -309,8 +328,25 @@ class Learn(Section):
     recompute: Literal["none", "full"] = Field(
         "none", description="compute activations again in the backward pass to save memory"
     )
+    recompute_every: int = Field(1, ge=1, description="with recompute: of this many layers one is computed again")
+    offload: Literal["none", "activations"] = Field(
+        "none", description="activations wait for the backward pass in the host's memory"
+    )
     share_prompts: bool = Field(True, description="compute a group's prompt once and let its responses attend to it")
     logprob_chunk: int = Field(4096, ge=1, description="tokens whose logits exist at once")
+    attention: Literal["auto", "blocks", "flash", "flex"] = Field(
+        "auto", description="attention over packed samples; auto: what suits device, dtype and model"
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        "off", description="compile the decoder's layers; auto: on accelerators. The first steps take longer"
+    )
+    master: Literal["none", "float32", "stochastic"] = Field(
+        "none", description="for bfloat16 weights: none, a float32 copy with float32 gradients, or stochastic rounding"
+    )
+    moments: Literal["same", "float32", "int8"] = Field(
+        "same", description="AdamW's moments: the weights' dtype, float32, or 8 bits with a scale per block"
+    )
+    optimizer_on_host: bool = Field(False, description="the optimizer's state lives in the host's memory")
 
 
 class Flow(Section):

@@ -92,3 +92,34 @@ def test_covariance_modes_and_reference_terms_run(tmp_path) -> None:
             "rollout_correction": "token",
         }
         assert math.isfinite(run(tmp_path, "grpo", algorithm=settings)[-1]["loss"])
+
+
+def test_the_kl_coefficient_is_steered_towards_its_target(tmp_path) -> None:
+    kl = {"coef": 0.1, "place": "reward", "target": 10.0, "horizon": 24}
+    coefs = [step["kl_coef"] for step in run(tmp_path, "grpo", steps=3, algorithm={"kl": kl})]
+    assert coefs == pytest.approx([0.08, 0.064, 0.0512])  # far below the target: a fifth less each step
+
+
+def test_a_reset_reference_is_where_the_policy_is(tmp_path) -> None:
+    held = run(tmp_path, "grpo", steps=4, algorithm={"kl": {"coef": 0.001}})
+    reset = run(tmp_path, "grpo", steps=4, algorithm={"kl": {"coef": 0.001, "reset_every": 1}})
+    assert all(abs(step["kl"]) < 1e-6 for step in reset)
+    assert held[-1]["kl"] > 1e-6
+
+
+def test_problems_grow_harder_once_they_are_solved(tmp_path) -> None:
+    from tidemill.config import Curriculum as Settings
+    from tidemill.data.curriculum import open_curriculum
+
+    source = open_curriculum("chain", {"max_value": 4}, Settings(setting="terms", values=(2, 3, 4), window=100), seed=0)
+    terms = lambda: {source.example(i).meta["terms"] for i in range(20)}  # noqa: E731
+    assert terms() == {2}
+    assert not source.report(0.9, 60) and source.report(0.9, 60)
+    assert terms() == {3}
+    saved = source.state()
+    assert source.report(0.0, 100) and terms() == {2}
+    source.restore(saved)
+    assert terms() == {3}
+    curriculum = {"setting": "terms", "values": [2, 3], "rise_above": 0.0, "window": 1}
+    data = {"args": {"max_value": 4}, "curriculum": curriculum, "max_prompt_tokens": 12}
+    assert run(tmp_path, "grpo", data=data)

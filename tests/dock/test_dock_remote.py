@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from test_dock_local import STAGES, advantages, prompts, rewards, rollout, run_stage
+from tests.dock.test_dock_local import STAGES, advantages, prompts, rewards, rollout, run_stage
 
 from tidemill.batch import Batch
 from tidemill.dock import LeaseExpired, Want

@@ -22,6 +22,7 @@ from tidemill.flow.loop import Watcher
 STEPS = 6
 RECIPE: dict[str, Any] = {
     "name": "small",
+    "device": "cpu",
     "threads": 1,
     "model": {"tiny": {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48, "window": 64}},
     "data": {"source": "chain", "args": {"terms": 3, "max_total": 9}, "max_prompt_tokens": 16},

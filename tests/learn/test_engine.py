@@ -147,7 +147,7 @@ def test_the_gradient_equals_that_of_the_plain_model() -> None:
         loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean() / batch.rows
     loss.backward()
     grads, metrics = gradients(batch, settings)
-    assert metrics["loss"] == pytest.approx(float(loss), abs=1e-5)
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
     for name, p in plain.named_parameters():
         torch.testing.assert_close(grads[name], p.grad, atol=1e-5, rtol=1e-4)
 

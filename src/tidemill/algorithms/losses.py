@@ -69,6 +69,11 @@ def finish(per_token: Tensor, tokens: TokenBatch, settings: Algorithm, stats: St
     if correction is not None:
         per_token = per_token * correction
         stats["rollout_correction"] = mean_stat(correction, tokens)
+    if settings.old_logprobs == "recompute" and tokens.rollout_logprobs is not None:
+        gap = (tokens.old_logprobs - tokens.rollout_logprobs).abs() * tokens.mask
+        stats["gap_mean"] = mean_stat(gap, tokens)
+        if len(gap):
+            stats["gap_max"] = Stat(gap.max(), reduce="max")
     stats["policy_loss"] = Stat((tokens.weights * per_token).detach().sum(), tokens.weights.sum())
     if tokens.ref_logprobs is not None:
         divergence = kl.estimate(tokens.logprobs * tokens.mask, tokens.ref_logprobs * tokens.mask, settings.kl)

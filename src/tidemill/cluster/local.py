@@ -21,6 +21,7 @@ from tidemill.dock import LocalDock
 from tidemill.errors import ConfigError
 from tidemill.flow.evaluate import Evaluation, decoder, evaluate
 from tidemill.flow.feed import FEEDS, Feed
+from tidemill.flow.reference import ReferenceKeeper
 from tidemill.flow.stages import (
     AdvantageWorker,
     LearnWorker,
@@ -34,6 +35,7 @@ from tidemill.flow.tally import Tally
 from tidemill.learn.critic import ValueLearner, ValueModel
 from tidemill.learn.engine import Learner, freeze
 from tidemill.models.load import Loaded, load
+from tidemill.observe import health
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import RolloutEngine
 from tidemill.rollout.make import make_engine
@@ -57,6 +59,9 @@ class Workers:
     held_out: Source
     critic: ValueLearner | None = None
     kept_samples: list[dict[str, Any]] = field(default_factory=list)
+    kl: ReferenceKeeper | None = None
+    history: list[dict[str, float]] = field(default_factory=list)  # metrics of the steps made by this process
+    told: set[str] = field(default_factory=set)  # warnings given already
 
     def evaluate(self, size: int, samples: int) -> Evaluation:
         return evaluate(
@@ -76,6 +81,9 @@ class Workers:
         if self.critic is not None:
             more, state["critic"] = self.critic.state()
             tensors |= {f"critic.{name}": tensor for name, tensor in more.items()}
+        if self.kl is not None:
+            more, state["kl"] = self.kl.state()
+            tensors |= more
         return tensors, state
 
     def restore(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
@@ -83,8 +91,20 @@ class Workers:
         if self.critic is not None:
             own = {n.removeprefix("critic."): t for n, t in tensors.items() if n.startswith("critic.")}
             self.critic.restore(own, state["critic"])
+        if self.kl is not None:
+            self.kl.restore(tensors, state["kl"])
         self.feed.restore(state["feed"])
         self.publish()
+
+    def after_step(self, step: int, measured: dict[str, float]) -> list[str]:
+        """What changes between steps: level of problems, KL coefficient, reference. Gives new warnings, in words."""
+        self.feed.report(measured)
+        if self.kl is not None:
+            self.kl.after_step(step, measured, self.loaded.model)
+        self.history.append(measured)
+        fresh = [sign for sign in health.signs(self.history) if sign.sign not in self.told]
+        self.told |= {sign.sign for sign in fresh}
+        return [sign.sentence for sign in fresh]
 
     def publish(self) -> None:
         """The learner's weights are what rollout serves from now on."""
@@ -149,6 +169,7 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
     return Workers(
         *(config, loaded, algorithm, dock, feed, engine, learner, scorer, stages, learn, tally, held_out),
         critic=own_critic,
+        kl=ReferenceKeeper.of(config, stages),
         kept_samples=kept,
     )
 

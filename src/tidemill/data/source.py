@@ -97,7 +97,7 @@ def open_source(data: Data, seed: int) -> tuple[Source, Source]:
     """Training and held-out data. No held-out problem occurs in training."""
     from tidemill.data import generators, readers
 
-    if generators.is_generator(data.source):
+    if generators.is_generator(data.source) or data.curriculum is not None:
         return open_generated(data, seed)
     rows = readers.read(data.source, data)
     if data.eval_source is None and data.eval_split is None:
@@ -113,7 +113,14 @@ def open_source(data: Data, seed: int) -> tuple[Source, Source]:
 def open_generated(data: Data, seed: int) -> tuple[Source, Source]:
     from tidemill.data import generators, readers
 
-    train, aside = generators.open_pair(data.source, data.args, data.held_out, seed)
+    train: Source
+    if data.curriculum is not None:
+        from tidemill.data.curriculum import open_curriculum
+
+        levels = open_curriculum(data.source, data.args, data.curriculum, seed)
+        train, aside = levels, generators.open_pair(data.source, levels.args[-1], data.held_out, seed)[1]
+    else:
+        train, aside = generators.open_pair(data.source, data.args, data.held_out, seed)
     if data.eval_source is None and data.eval_args is None:
         return train, aside
     if data.eval_source and not generators.is_generator(data.eval_source):

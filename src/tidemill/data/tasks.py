@@ -128,6 +128,16 @@ def sorting(rng: random.Random, length: Span = (3, 6), max_value: int = 99, desc
     return Problem(f"sort {' '.join(map(str, values))}=", answer, answer)
 
 
+def reversal(
+    rng: random.Random, length: Span = 4, letters: str = "01234567", reversed_share: float = 1.0, pairs: bool = False
+) -> Problem:
+    """`0123=` with the answer `3210`. The given response is that in a share of the problems, and a plain copy in the
+    others: a model warmed up so has both ways in it, and RL has to find which one pays. It learns in seconds."""
+    word = "".join(rng.choice(letters) for _ in range(rng.randint(*span(length, "length", 2))))
+    response = word[::-1] if rng.random() < reversed_share else word
+    return Problem(f"{word}=", word[::-1], response, {"rejected": word} if pairs else {})
+
+
 def countdown(rng: random.Random, numbers: Span = (3, 4), max_value: int = 20, operators: str = "+-*") -> Problem:
     """Reach a target from given numbers, each used once: `use 3 5 2 to make 13:`, checked by reward `countdown`."""
     values = [rng.randint(1, max_value) for _ in range(rng.randint(*span(numbers, "numbers", 2)))]
@@ -151,5 +161,6 @@ GENERATORS: dict[str, Generator] = {
     "addition": addition,
     "multiplication": multiplication,
     "sorting": sorting,
+    "reversal": reversal,
     "countdown": countdown,
 }

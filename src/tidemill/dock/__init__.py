@@ -1,6 +1,57 @@
-"""The transfer dock: sample flow between workers, without a centre that touches the bytes."""
+"""The transfer dock: sample flow between workers, without a centre that touches the bytes.
+
+`LocalDock` serves the threads of one process and needs nothing else. `serve` and `connect` are the same across
+processes and nodes; they need the packages of the extra `cluster`.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from tidemill.dock.api import Dock, DockState, Lease, LeaseExpired, StageCounts, Want
 from tidemill.dock.local import LocalDock
+from tidemill.errors import MissingExtra
 
-__all__ = ["Dock", "DockState", "Lease", "LeaseExpired", "LocalDock", "StageCounts", "Want"]
+if TYPE_CHECKING:
+    from tidemill.dock.buffer import PackedBuffer
+    from tidemill.dock.client import RemoteDock, connect
+    from tidemill.dock.server import DockServer, serve
+    from tidemill.dock.setup import DockSetup
+
+__all__ = [
+    "Dock",
+    "DockServer",
+    "DockSetup",
+    "DockState",
+    "Lease",
+    "LeaseExpired",
+    "LocalDock",
+    "PackedBuffer",
+    "RemoteDock",
+    "StageCounts",
+    "Want",
+    "connect",
+    "serve",
+]
+
+_ACROSS_PROCESSES = {
+    "DockServer": "server",
+    "DockSetup": "setup",
+    "PackedBuffer": "buffer",
+    "RemoteDock": "client",
+    "connect": "client",
+    "serve": "server",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded when asked for: who needs only the in-process dock does not need ZeroMQ."""
+    if name not in _ACROSS_PROCESSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    try:
+        module = import_module(f"tidemill.dock.{_ACROSS_PROCESSES[name]}")
+    except ModuleNotFoundError as error:
+        if error.name in ("zmq", "msgspec"):
+            raise MissingExtra("a dock across processes", error.name, "cluster") from None
+        raise
+    return getattr(module, name)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from tidemill.dock import segment as seg
+from tidemill.errors import DockError
 
 MEBIBYTE = 1 << 20
 LOCK_GRACE_S = 2.0  # a writer has this long from being lent a segment to holding its lock
@@ -59,6 +60,14 @@ class Arena:
     @property
     def spilled_bytes(self) -> int:
         return sum(s.nbytes for s in self.segments.values() if s.is_spilled)
+
+    def check_fits(self, nbytes: int) -> None:
+        """Refuse what could never be stored: waiting for room would not help, and trying would fill the machine."""
+        if not 0 <= nbytes <= self.memory_bytes:
+            raise DockError(
+                f"a chunk of {nbytes:,} bytes does not fit a warehouse of {self.memory_bytes:,}",
+                "put fewer rows at once, or raise memory_bytes",
+            )
 
     def lend(self, nbytes: int) -> Segment | None:
         """A segment with room, for one writer; None while memory is short."""
@@ -153,8 +162,8 @@ class Arena:
             if self.used_bytes + nbytes <= self.memory_bytes:
                 break
             self._destroy(other)
-        if self.used_bytes + nbytes > self.memory_bytes and self.busy_bytes > 0:
-            return None  # an empty arena makes any segment: one larger than the limit must be possible too
+        if self.used_bytes + nbytes > self.memory_bytes:
+            return None
         number = self.next_number
         self.next_number += 1
         try:

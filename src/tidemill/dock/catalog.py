@@ -38,10 +38,12 @@ class Catalog:
         self._short: set[int] = set()  # chunks with fewer copies than they should have
 
     def usable(self, copies: Iterable[Copy]) -> list[Copy]:
-        """Copies that may be sealed. None: the segment was recycled under its writer, or its warehouse is gone."""
-        good = [c for c in copies if not self._is_gone(c)]
-        if not good:
-            raise SegmentGone("what was written is gone with its warehouse", "write it again")
+        """Copies that may be sealed. Refused when fewer are good than could be: a segment was recycled before the
+        ledger heard of what is in it, or a warehouse went or came meanwhile. The writer then writes again."""
+        good = [c for c in copies if c.warehouse in self.warehouses and not self._is_gone(c)]
+        possible = min(1 + self.replicas, len(self.warehouses))
+        if len(good) < max(1, possible):
+            raise SegmentGone(f"only {len(good)} of {max(1, possible)} copies are still there", "write it again")
         return good
 
     def add(self, nbytes: int, copies: list[Copy]) -> int:

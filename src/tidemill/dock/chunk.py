@@ -7,8 +7,10 @@ Every array starts at a multiple of 64 bytes from the chunk's start. Nothing is 
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -44,25 +46,31 @@ class Plan:
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(list[ColumnPlace]).decode
+_decode_header = lru_cache(maxsize=256)(msgspec.msgpack.Decoder(list[ColumnPlace]).decode)  # shapes repeat
 
 
 def plan(batch: Batch) -> Plan:
     """Where everything goes, before a byte is written."""
+    return _plan(tuple((n, c.values.dtype, c.values.shape, c.is_text, _row_count(c)) for n, c in batch.items()))
+
+
+def _row_count(column: Column) -> int:
+    return -1 if column.offsets is None else len(column.offsets) - 1
+
+
+@lru_cache(maxsize=256)  # small puts mostly have the same shape as the last
+def _plan(shapes: tuple[tuple[str, np.dtype[Any], tuple[int, ...], bool, int], ...]) -> Plan:
     places = []
     at = 0
-    for name, column in batch.items():
-        values = column.values
-        if values.dtype.kind not in _KINDS or not values.dtype.isnative:
-            raise DockError(f"column {name!r} has dtype {values.dtype}, which cannot be stored", "use numbers")
-        start, at = at, _aligned(at + values.nbytes)
+    for name, dtype, shape, is_text, jagged_rows in shapes:
+        if dtype.kind not in _KINDS or not dtype.isnative:
+            raise DockError(f"column {name!r} has dtype {dtype}, which cannot be stored", "use numbers")
+        start, at = at, _aligned(at + math.prod(shape) * dtype.itemsize)
         offsets_at = -1
-        if column.offsets is not None:
-            offsets_at, at = at, _aligned(at + column.offsets.nbytes)
-        tail = values.shape[1:]
-        places.append(
-            ColumnPlace(name, values.dtype.str, tail, column.is_text, len(values), start, offsets_at, column.rows)
-        )
+        if jagged_rows >= 0:
+            offsets_at, at = at, _aligned(at + 8 * (jagged_rows + 1))
+        rows = shape[0] if jagged_rows < 0 else jagged_rows
+        places.append(ColumnPlace(name, dtype.str, shape[1:], is_text, shape[0], start, offsets_at, rows))
     header = _encode(places)
     body_at = _aligned(_PREFIX.size + len(header))
     return Plan(header, places, body_at, body_at + at)
@@ -70,8 +78,7 @@ def plan(batch: Batch) -> Plan:
 
 def write(batch: Batch, plan: Plan, out: npt.NDArray[np.uint8]) -> None:
     """One copy per column, straight to its place."""
-    head = _PREFIX.size + len(plan.header)
-    out[:head] = np.frombuffer(_PREFIX.pack(_MAGIC, len(plan.header)) + plan.header, np.uint8)
+    out.data[: _PREFIX.size + len(plan.header)] = _PREFIX.pack(_MAGIC, len(plan.header)) + plan.header
     for place in plan.places:
         column = batch[place.name]
         _put(out, plan.body_at + place.at, column.values)
@@ -84,7 +91,7 @@ def read(raw: npt.NDArray[np.uint8]) -> Batch:
     magic, length = _PREFIX.unpack(raw[: _PREFIX.size].tobytes())
     if magic != _MAGIC or length > len(raw):
         raise DockError("these bytes are not a chunk")
-    places = _decode(raw[_PREFIX.size : _PREFIX.size + length].tobytes())
+    places = _decode_header(raw[_PREFIX.size : _PREFIX.size + length].tobytes())
     body_at = _aligned(_PREFIX.size + length)
     columns: dict[str, Column] = {}
     for place in places:

@@ -58,8 +58,9 @@ class Chunks:
         self.nbytes += chunk.nbytes
         self._held.setdefault(chunk.tag, Held()).nbytes += chunk.nbytes
 
-    def unref(self, keys: Iterable[int]) -> None:
-        for key, n in Counter(keys).items():
+    def unref(self, keys: list[int]) -> None:
+        """Rows that no longer need these, one entry per row."""
+        for key, n in Counter(keys).items() if len(keys) > 1 else ((key, 1) for key in keys):
             chunk = self._chunks[key]
             chunk.refs -= n
             if chunk.refs == 0:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from tidemill.errors import DockError
 from tidemill.graph import Stage
 
 WAIT_SLICE_S = 1.0  # a longer wait is asked for in pieces, so that a lost ledger is noticed
+DEFAULT_WANT = Want()
 LOST_PAUSE_S = 0.02  # before asking again for rows whose bytes were lost: the ledger hears of it in a moment
 LEDGER_PATIENCE_S = 30.0  # a ledger that does not answer for this long is reported; it should be back in under two
 
@@ -85,7 +86,7 @@ class RemoteDock:
         self._write(written, stored, message)
 
     def take(self, stage: str, want: Want, wait: float = 0.0) -> RemoteLease | None:
-        asked = {name: value for name, value in asdict(want).items() if value is not None}
+        asked = _plain(want)
         deadline = time.monotonic() + wait
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -160,6 +161,7 @@ class RemoteDock:
                 self._tell_written(message(_outputs(written, plan.nbytes, copies)))
                 return
             except SegmentGone:
+                time.sleep(LOST_PAUSE_S)
                 self._node.refresh()
             finally:
                 self._node.settle(reservation)
@@ -187,6 +189,12 @@ class RemoteDock:
             self._node.refresh()
             return None
         return RemoteLease(self, _grant(granted), stored)
+
+
+@lru_cache(maxsize=256)
+def _plain(want: Want) -> dict[str, Any]:
+    """What differs from the default; consumers ask the same again and again."""
+    return {name: value for name, value in asdict(want).items() if value != getattr(DEFAULT_WANT, name)}
 
 
 def _outputs(written: Written, nbytes: int, copies: tuple[m.Copy, ...]) -> m.Outputs:

@@ -73,8 +73,10 @@ class Controller:
             is_all = len(units) < look
             if want.sampler == "differing":
                 units, all_dull = self._set_dull_aside(units)
-            described = self.describe(units)
-            n = sampler.prefix(described, want, self.is_group)
+            if self.is_group or want.tokens is not None:
+                n = sampler.prefix(self.describe(units), want, self.is_group)
+            else:  # the same without arrays: one row each, no budget
+                n = min(len(units), want.rows or len(units))
             if is_all or n < len(units):  # else everything seen fits, and more may
                 break
             if limit is not None and n >= limit:

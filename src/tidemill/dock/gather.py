@@ -59,6 +59,11 @@ def _has(chunk_of: Ints, name: str, chunks: Mapping[int, Batch]) -> bool:
 
 def _runs(grant: Grant, parts: tuple[int, ...], name: str, chunks: Mapping[int, Batch]) -> list[Run]:
     """Which rows come from which chunk. Later parts are newer and win."""
+    if len(parts) == 1:
+        _, keys, places = grant.pieces[parts[0]]
+        first = int(keys[0])
+        if len(keys) == 1 or bool((keys == first).all()):  # the usual case: all from one chunk
+            return [(first, np.arange(len(keys)), places.astype(np.int64))]
     chunk_of = np.full(len(grant.ids), -1, np.int64)
     place_of = np.zeros(len(grant.ids), np.int64)
     for i in parts:

@@ -7,6 +7,7 @@ one consumer of a stage at a time; a group stage gets groups whole; what no stag
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -54,6 +55,8 @@ class Ledger:
         self.gone: set[int] = set()  # chunks whose bytes are lost
         self.controllers, self._bits = make_controllers(stages, self)
         self._masks: dict[tuple[str, ...], np.uint64] = {}
+        self._parts_cache: dict[tuple[str, ...], list[int]] = {}
+        self.highest_id = -(1 << 63)
         self._part_columns = [set[str]()] + [set(stage.writes) for stage in stages]  # part 0 grows with what is put
         self._part_readers = self._readers()
         self.chunks = Chunks(max_rows, max_bytes)
@@ -90,8 +93,9 @@ class Ledger:
         if self.group_stages:
             for i, slot in enumerate(slots.tolist()):
                 self.groups.join(keys[i], slot, known[i] if known else None)
+        written = self._mask(what.columns)
         for c in self.controllers:
-            if self.rows.written[slots[0]] & c.reads == c.reads:
+            if written & c.reads == c.reads:
                 self.make_ready(c, slots)
         again.sift(self, slots)
         return n
@@ -144,7 +148,7 @@ class Ledger:
         keep = self.rows.state[slots] == LIVE
         ended = set(drop)
         if ended:
-            keep &= ~np.isin(self.rows.id[slots], np.fromiter(ended, np.int64, len(ended)))
+            keep &= np.array([i not in ended for i in self.rows.id[slots].tolist()], bool)
         places = np.flatnonzero(keep)
         if self.effects is not None:
             ids = self.rows.id[slots]
@@ -266,9 +270,9 @@ class Ledger:
         lease, rows = self._leases[key], self.rows
         slots = lease.slots
         pieces = []
-        for part, names in enumerate(self._part_columns):
+        for part in self._parts_with(lease.columns):
             chunks = rows.chunk[part, slots]
-            if not names.isdisjoint(lease.columns) and (chunks >= 0).any():
+            if (chunks >= 0).any():
                 pieces.append((part, chunks, rows.place[part, slots]))
         return Grant(
             lease=key,
@@ -312,6 +316,11 @@ class Ledger:
 
     def _fresh(self, keys: list[int]) -> Ints:
         """Positions of ids never seen before; an id twice in one put counts once."""
+        low, high = min(keys, default=0), max(keys, default=0)
+        if low > self.highest_id and len(set(keys)) == len(keys):  # the usual case: producers count upwards
+            self.highest_id = high
+            return np.arange(len(keys))
+        self.highest_id = max(self.highest_id, high)
         known, ended = self.slot_of, self.ended_ids
         fresh: dict[int, int] = {}
         for i, key in enumerate(keys):
@@ -322,6 +331,8 @@ class Ledger:
     def _enter(self, ids: Ints, group: Ints, what: Written, places: Ints, tag: str, now: float) -> Ints:
         rows, n = self.rows, len(ids)
         slots = rows.allocate(n)
+        for c in self.controllers:
+            c.ready.ensure(len(rows.id))
         self.slot_of.update(zip(ids.tolist(), slots.tolist()))
         self.learn_tag(tag)
         rows.id[slots], rows.group[slots], rows.born[slots] = ids, group, now
@@ -374,19 +385,20 @@ class Ledger:
         if not len(slots):
             return
         rows, news = self.rows, self._mask(what.columns)
-        rows.written[slots] |= news
+        before = rows.written[slots]
+        rows.written[slots] = now = before | news
         for c in self.controllers:
             if what.version is not None:
                 c.ready.rekey(self.units(c, slots))
             if news & c.reads:
-                idle = (rows.pending[slots] & ~rows.leased[slots] & c.bit) != 0
-                self.make_ready(c, slots[idle & (rows.written[slots] & c.reads == c.reads)])
+                became = (now & c.reads == c.reads) & (before & c.reads != c.reads)
+                self.make_ready(c, slots[became & (rows.pending[slots] & c.bit != 0)])
 
     def make_ready(self, c: Controller, slots: Ints) -> None:
         if not len(slots):
             return
         if not c.is_group:
-            c.ready.add(slots[~c.ready.has(slots)])
+            c.ready.add(slots)
             self.touched.add(c.stage.name)
             return
         for key in self.rows.group[slots].tolist():
@@ -459,9 +471,8 @@ class Ledger:
         if not len(slots):
             return
         rows = self.rows
-        ids = rows.id[slots].tolist()
-        self.ended_ids.add(ids)
-        self.ended += len(ids)
+        self.ended_ids.add(rows.id[slots])
+        self.ended += len(slots)
         if self.group_stages:
             for slot in slots[rows.state[slots] == LIVE].tolist():
                 self.groups.left(int(rows.group[slot]), slot, dropped=False)
@@ -470,12 +481,12 @@ class Ledger:
     def clear(self, slots: Ints) -> None:
         """Take rows out of the table, whatever the reason."""
         rows = self.rows
-        for part in range(len(rows.chunk)):
-            self.unref(part, slots)
+        held = rows.chunk[:, slots]
+        self.chunks.unref(held[held >= 0].tolist())
         for i in rows.id[slots].tolist():
             del self.slot_of[i]
-        for tag in rows.tag[slots].tolist():
-            self.chunks.count_rows(self.tags[tag], -1)
+        for tag, n in Counter(rows.tag[slots].tolist()).items():
+            self.chunks.count_rows(self.tags[tag], -n)
         rows.release(slots)
 
     def units(self, c: Controller, slots: Ints) -> Ints:
@@ -490,9 +501,17 @@ class Ledger:
             self._masks[columns] = np.uint64(bits)
         return self._masks[columns]
 
+    def _parts_with(self, columns: tuple[str, ...]) -> list[int]:
+        """Parts that may hold some of these columns."""
+        if columns not in self._parts_cache:
+            parts = [part for part, names in enumerate(self._part_columns) if not names.isdisjoint(columns)]
+            self._parts_cache[columns] = parts
+        return self._parts_cache[columns]
+
     def learn_source(self, columns: tuple[str, ...]) -> None:
         if not self._part_columns[0].issuperset(columns):
             self._part_columns[0].update(columns)
+            self._parts_cache.clear()
             self._part_readers = self._readers()
 
     def _readers(self) -> list[np.uint64]:

@@ -29,7 +29,7 @@ from tidemill.dock.records import Grant, Written
 from tidemill.dock.segment import SegmentGone
 from tidemill.dock.setup import DockSetup
 from tidemill.dock.waiters import Waiter, Waiters
-from tidemill.dock.wire import SEQ, Doorkeeper, bound_address, check_host, listening_socket
+from tidemill.dock.wire import SEQ, Doorkeeper, Gate, bound_address, check_host, listening_socket
 from tidemill.errors import DockError
 
 log = logging.getLogger("tidemill.dock")
@@ -73,9 +73,7 @@ class LedgerServer:
         self._context: zmq.Context[Any] = zmq.Context()
         self._doorkeeper = Doorkeeper(self._context, token)
         self._socket = listening_socket(self._context, token)
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        )
+        self._gate = Gate(self._socket)
         self._socket.bind(f"tcp://{check_host(host)}:{port or '*'}")
         self.address = bound_address(self._socket)
         self.is_stopping = False
@@ -84,16 +82,15 @@ class LedgerServer:
 
     def run(self) -> None:
         poller = zmq.Poller()
-        for socket in (self._socket, self._doorkeeper.socket, self._monitor):
+        for socket in (self._socket, self._doorkeeper.socket, self._gate.socket):
             poller.register(socket, zmq.POLLIN)
         ticked = 0.0
         while not self.is_stopping:
             events = dict(poller.poll(int(1000 * TICK_S)))
             if self._doorkeeper.socket in events:
                 self._doorkeeper.answer()
-            if self._monitor in events:
-                self._count_refusals()
             now = time.monotonic()
+            self._gate.watch(now)
             if self._socket in events:
                 self._receive(now)
             if now - ticked >= TICK_S:
@@ -350,7 +347,7 @@ class LedgerServer:
     def _state(self, now: float) -> dict[str, Any]:
         state = with_waiting(self._ledger.state(now), self._waiters, len(self._parked_puts), self._put_wait_s)
         record = asdict(state)
-        record["refused"] = self._refused + self._doorkeeper.refused
+        record["refused"] = self._refused + self._gate.refused
         record["warehouses"] = {w.hello.node: w.figures for w in self._catalog.warehouses.values()}
         record["short_of_copies"] = self._catalog.short_of_copies()
         record["epoch"] = self.epoch
@@ -388,11 +385,6 @@ class LedgerServer:
         self._ledger.max_staleness = limit
         self._ledger.effects, self._catalog.effects = [], []
         self._journal.open()
-
-    def _count_refusals(self) -> None:
-        while self._monitor.poll(0):
-            zmq.utils.monitor.recv_monitor_message(self._monitor)
-            self._refused += 1
 
 
 def _next_epoch(folder: Path) -> int:

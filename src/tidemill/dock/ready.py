@@ -90,8 +90,14 @@ class Ready:
         self._orders: dict[str, dict[int, Queue]] = {}
         self._front = self._back = FIRST_TICKET
 
+    def ensure(self, units: int) -> None:
+        """Be ready for units numbered below this; must be said before they are."""
+        if units > len(self.tickets):
+            grown = np.zeros(max(units, 2 * len(self.tickets)), np.int64)
+            grown[: len(self.tickets)] = self.tickets
+            self.tickets = grown
+
     def has(self, units: Ints) -> npt.NDArray[np.bool_]:
-        self._grow(units)
         waiting: npt.NDArray[np.bool_] = self.tickets[units] != 0
         return waiting
 
@@ -100,7 +106,6 @@ class Ready:
         n = len(units)
         if not n:
             return
-        self._grow(units)
         if front:
             self._front -= n
             tickets = np.arange(self._front, self._front + n)
@@ -115,9 +120,9 @@ class Ready:
             self._index(name, units, tickets, front)
 
     def remove(self, units: Ints) -> None:
-        self._grow(units)
-        self.count -= int(np.count_nonzero(self.tickets[units]))
-        self.tickets[units] = 0
+        if self.count:
+            self.count -= int(np.count_nonzero(self.tickets[units]))
+            self.tickets[units] = 0
 
     def rekey(self, units: Ints) -> None:
         """A key (the version, say) of `units` changed: ready ones move to the queue of their new key."""
@@ -158,7 +163,7 @@ class Ready:
     def _index(self, name: str, units: Ints, tickets: Ints, front: bool) -> None:
         key_of, queues = self._keys[name], self._orders[name]
         keys = key_of(units)
-        for key in np.unique(keys).tolist():
+        for key in set(keys.tolist()):
             if key not in queues:
                 queues[key] = self._queue(key_of, key)
             mine = keys == key
@@ -166,10 +171,3 @@ class Ready:
 
     def _queue(self, key_of: Key, key: int) -> Queue:
         return Queue(lambda units, tickets: (self.tickets[units] == tickets) & (key_of(units) == key))
-
-    def _grow(self, units: Ints) -> None:
-        top = int(units.max()) + 1 if len(units) else 0
-        if top > len(self.tickets):
-            grown = np.zeros(max(top, 2 * len(self.tickets)), np.int64)
-            grown[: len(self.tickets)] = self.tickets
-            self.tickets = grown

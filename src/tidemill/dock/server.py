@@ -27,7 +27,7 @@ from tidemill.graph import Stage
 
 START_S = 60.0
 STOP_S = 5.0
-HURRIED_DEATHS = 5  # so many starts that end within a second each are given up
+FAILED_STARTS = 5  # so many in a row that end before the process is ready are given up
 
 
 class Keeper:
@@ -68,24 +68,24 @@ class Keeper:
         self._thread.join(STOP_S)
 
     def _keep(self) -> None:
-        hurried = 0
+        failed = 0
         while not self._is_stopping:
-            started = time.monotonic()
             process = self._process = self._spare or self._spawn()
             self._spare = None
             assert process.stdin is not None and process.stdout is not None
             with suppress(BrokenPipeError):  # it died before its turn; the loop tries the next
                 process.stdin.write("begin\n")
                 process.stdin.flush()
+            failed += 1
             if process.stdout.readline() == "ready\n":
+                failed = 0
                 self._ready.set()
                 self._spare = self._spawn()
             process.wait()
             if self._is_stopping:
                 return
-            hurried = hurried + 1 if time.monotonic() - started < 1.0 else 0
-            if hurried >= HURRIED_DEATHS:
-                self.error = f"it ended {hurried} times within a second of its start"
+            if failed >= FAILED_STARTS:
+                self.error = f"it ended {failed} times before it was ready"
                 self._ready.set()
                 return
             self.restarts += 1

@@ -43,6 +43,7 @@ def dump(ledger: Ledger) -> tuple[dict[str, Any], Arrays]:
         "turn": [c.turn for c in ledger.controllers],
         "tags": ledger.tags,
         "serial": ledger.serial,
+        "highest_id": ledger.highest_id,
         "groups": ledger.groups.dump(),
         "group_size": ledger.groups.size,
         "chunks": chunks,
@@ -66,7 +67,7 @@ def load(ledger: Ledger, record: dict[str, Any], arrays: Arrays) -> None:
     ledger.committed.update(dict.fromkeys(arrays["committed"].tolist()))
     for tag in record["tags"]:
         ledger.learn_tag(tag)
-    ledger.serial = record["serial"]
+    ledger.serial, ledger.highest_id = record["serial"], record["highest_id"]
     ledger.learn_source(tuple(record["columns"]))
     slots = _load_rows(ledger, arrays)
     needed = Counter(arrays["row.chunk"].ravel().tolist())
@@ -80,6 +81,8 @@ def load(ledger: Ledger, record: dict[str, Any], arrays: Arrays) -> None:
 def _load_rows(ledger: Ledger, arrays: Arrays) -> Ints:
     rows = ledger.rows
     slots = rows.allocate(len(arrays["row.id"]))
+    for c in ledger.controllers:
+        c.ready.ensure(len(rows.id))
     for name in ROW_FIELDS:
         getattr(rows, name)[slots] = arrays[f"row.{name}"]
     rows.chunk[:, slots], rows.place[:, slots] = arrays["row.chunk"], arrays["row.place"]

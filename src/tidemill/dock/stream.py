@@ -57,11 +57,12 @@ class StreamServer:
             threading.Thread(target=self._serve, args=(connection,), daemon=True, name="stream-serve").start()
 
     def _serve(self, connection: socket.socket) -> None:
+        is_known = False
         try:
             with connection:
                 connection.settimeout(HANDSHAKE_S)
-                if not greet(connection, self._token, b"server"):
-                    self.refused += 1
+                is_known = greet(connection, self._token, b"server")
+                if not is_known:
                     return
                 _tune(connection)
                 connection.settimeout(IDLE_S)
@@ -70,6 +71,7 @@ class StreamServer:
         except OSError:
             pass  # the other side went away; its pull fails there and is tried from another copy
         finally:
+            self.refused += not is_known
             self._connections.release()
 
     def _answer(self, connection: socket.socket, number: int, generation: int, offset: int, nbytes: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import numpy.typing as npt
 
@@ -84,10 +82,17 @@ class EndedIds:
     def __init__(self) -> None:
         self._pages: dict[int, int] = {}
 
-    def add(self, ids: Iterable[int]) -> None:
+    def add(self, ids: Ints) -> None:
         pages = self._pages
-        for i in ids:
-            pages[i >> 6] = pages.get(i >> 6, 0) | 1 << (i & 63)
+        if len(ids) < 16:
+            for i in ids.tolist():
+                pages[i >> 6] = pages.get(i >> 6, 0) | 1 << (i & 63)
+            return
+        ids = np.sort(ids)
+        starts = np.flatnonzero(np.diff(ids >> 6, prepend=ids[0] - 64 >> 6))
+        bits = np.bitwise_or.reduceat(np.uint64(1) << (ids & 63).astype(np.uint64), starts)
+        for page, mask in zip((ids[starts] >> 6).tolist(), bits.tolist()):
+            pages[page] = pages.get(page, 0) | mask
 
     def __contains__(self, i: int) -> bool:
         return bool(self._pages.get(i >> 6, 0) >> (i & 63) & 1)

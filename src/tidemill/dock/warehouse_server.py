@@ -27,6 +27,7 @@ from tidemill.dock.stream import Puller, StreamServer
 from tidemill.dock.wire import (
     SEQ,
     Doorkeeper,
+    Gate,
     bound_address,
     calling_socket,
     check_host,
@@ -91,6 +92,7 @@ class WarehouseServer:
         self._context: zmq.Context[Any] = zmq.Context()
         self._doorkeeper = Doorkeeper(self._context, token)
         self._socket = listening_socket(self._context, token)
+        self._gate = Gate(self._socket)
         self._socket.bind(f"tcp://{check_host(host)}:*")
         self.address = bound_address(self._socket)
         self._ledger = calling_socket(self._context, token, new_identity(), ledger)
@@ -102,13 +104,14 @@ class WarehouseServer:
 
     def run(self) -> None:
         poller = zmq.Poller()
-        for source in (self._socket, self._ledger, self._doorkeeper.socket, self._wake_read):
+        for source in (self._socket, self._ledger, self._doorkeeper.socket, self._gate.socket, self._wake_read):
             poller.register(source, zmq.POLLIN)
         self._announce()
         while not self.is_stopping:
             events = dict(poller.poll(int(1000 * TICK_S)))
             if self._doorkeeper.socket in events:
                 self._doorkeeper.answer()
+            self._gate.watch(time.monotonic())
             if self._wake_read in events:
                 os.read(self._wake_read, 4096)
             self._finish_jobs()
@@ -162,6 +165,7 @@ class WarehouseServer:
             case m.Lend(nbytes):
                 if nbytes < 0:
                     raise DockError(f"a segment of {nbytes} bytes cannot be lent")
+                self._arena.check_fits(nbytes)
                 segment = self._arena.lend(nbytes)
                 if segment is None:
                     self._parked.append(ParkedLend(client, seq, nbytes, time.monotonic() + LEND_WAIT_S))
@@ -188,7 +192,7 @@ class WarehouseServer:
             "pull_requests": self._pull_requests,
             "sent_bytes": self._stream.sent_bytes,
             "writers_waiting": len(self._parked),
-            "refused": self._refused + self._doorkeeper.refused + self._stream.refused,
+            "refused": self._refused + self._gate.refused + self._stream.refused,
             "is_shared_memory": int(self._is_shared),
         }
 
@@ -228,6 +232,7 @@ class WarehouseServer:
 
     def _fetch(self, client: bytes, seq: bytes, chunk: m.ChunkAt, sources: dict[int, str]) -> m.Message | None:
         self._pull_requests += 1
+        self._arena.check_fits(chunk.nbytes)
         if chunk.key in self._pulled:
             return m.Fetched(self._pulled[chunk.key])
         try:
@@ -319,8 +324,10 @@ class WarehouseServer:
                 case m.Retired(segments):
                     self._recycle(segments)
                 case m.Hold(chunk, sources):
-                    if chunk.key not in self._pulled:
-                        with suppress(SegmentGone):  # memory is full; the ledger orders again
+                    if chunk.key in self._pulled:  # the ledger restarted before it heard
+                        self._ask_ledger(m.Held(chunk.key, self._pulled[chunk.key]))
+                    else:
+                        with suppress(DockError):  # memory is full; the ledger orders again
                             self._start_pull(chunk, sources)
                 case m.Refused(_, message, remedy):
                     log.error("the ledger refused this warehouse: %s (%s)", message, remedy)

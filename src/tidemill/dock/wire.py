@@ -10,6 +10,7 @@ import hashlib
 import os
 import struct
 import time
+from collections import deque
 from typing import Any
 
 import zmq
@@ -21,6 +22,7 @@ from tidemill.errors import DockError
 
 MAX_MESSAGE_BYTES = 64 << 20  # metadata of two million rows; a longer message closes its connection
 RESEND_CHECK_S = 0.1  # how often a caller that waits looks whether its connection broke
+HANDSHAKE_S = 3.0
 PROMPT_CHECK_S = 0.02  # the same where the caller knows another address to try
 SEQ = struct.Struct("<Q")
 
@@ -44,10 +46,9 @@ def bound_address(socket: zmq.Socket[bytes]) -> str:
 
 
 class Doorkeeper:
-    """Answers libzmq's question whether a key may enter (ZAP), and counts those who may not."""
+    """Answers libzmq's question whether a key may enter (ZAP)."""
 
     def __init__(self, context: zmq.Context[Any], token: str) -> None:
-        self.refused = 0
         self._allowed = z85.decode(curve_keys(token, "client")[0])
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
@@ -56,9 +57,29 @@ class Doorkeeper:
     def answer(self) -> None:
         version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
         is_known = mechanism == b"CURVE" and credentials == [self._allowed]
-        self.refused += not is_known
         status = [b"200", b"OK"] if is_known else [b"400", b"unknown key"]
         self.socket.send_multipart([version, request, *status, b"peer", b""])
+
+
+class Gate:
+    """Counts who came to a listening socket and did not get in: connections that ended, or sat, without a handshake.
+    libzmq says that someone came and that someone got in, but not who; so those who came are only counted down."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.refused = 0
+        self._waiting: deque[float] = deque()
+        self.socket = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+    def watch(self, now: float) -> None:
+        while self.socket.poll(0):
+            event = zmq.utils.monitor.recv_monitor_message(self.socket)["event"]
+            if event == zmq.EVENT_ACCEPTED:
+                self._waiting.append(now)
+            elif self._waiting:
+                self._waiting.pop()
+        while self._waiting and now - self._waiting[0] > HANDSHAKE_S + 1.0:
+            self._waiting.popleft()
+            self.refused += 1
 
 
 def listening_socket(context: zmq.Context[Any], token: str) -> zmq.Socket[bytes]:
@@ -67,7 +88,7 @@ def listening_socket(context: zmq.Context[Any], token: str) -> zmq.Socket[bytes]
     socket.curve_publickey, socket.curve_secretkey = curve_keys(token, "server")
     socket.maxmsgsize = MAX_MESSAGE_BYTES
     socket.router_handover = True  # a client that reconnects under its name replaces its old connection
-    socket.handshake_ivl = 5000
+    socket.handshake_ivl = int(1000 * HANDSHAKE_S)
     socket.linger = 0
     socket.sndhwm = socket.rcvhwm = 0
     return socket

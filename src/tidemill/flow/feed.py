@@ -10,6 +10,7 @@ import numpy as np
 
 from tidemill.batch import GROUP, ID, LENGTH, Batch, Column
 from tidemill.config import Config
+from tidemill.data.curriculum import Curriculum
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Example, Order, Source
 from tidemill.errors import DataError
@@ -66,11 +67,20 @@ class Feed:
             columns["greedy"] = np.tile(np.arange(n) < self.greedy_rows, prompts).astype(np.uint8)
         return Batch(columns)
 
-    def state(self) -> dict[str, int]:
-        return {"position": self.position, "groups": self.groups}
+    def state(self) -> dict[str, Any]:
+        own = {"position": self.position, "groups": self.groups}
+        return own | ({"curriculum": self.source.state()} if isinstance(self.source, Curriculum) else {})
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         self.position, self.groups = int(state["position"]), int(state["groups"])
+        if isinstance(self.source, Curriculum):
+            self.source.restore(state["curriculum"])
+
+    def report(self, metrics: dict[str, float]) -> None:
+        """What a step measured, for a source that grows harder with it."""
+        if isinstance(self.source, Curriculum) and "accuracy" in metrics:
+            train = self.config.train
+            self.source.report(metrics["accuracy"], train.prompts_per_step * train.samples_per_prompt)
 
 
 class PairFeed(Feed):

@@ -39,6 +39,8 @@ class Summary:
     before: Evaluation | None = None
     after: Evaluation | None = None
     bad_rows: int = 0
+    best: float | None = None  # accuracy (or reward, without evaluations) of the best checkpoint so far
+    latest: float | None = None  # of the weights as they are now
 
     def plain(self) -> dict[str, Any]:
         names = ("accuracy_before", "accuracy_after", "steps", "seconds", "tokens_per_s", "tokens", "bad_rows")
@@ -81,9 +83,9 @@ def train_loop(
         first = restore(found, workers, summary)
     folder.truncate(first if found is not None else -1)  # without a checkpoint, what was logged before step 1 goes too
     watch.started(workers, first)
-    with MetricsWriter(folder, config.observe.tensorboard, first) as metrics, interruptions(watch) as stop:
+    with recording(folder, config, first, watch) as metrics, interruptions(watch) as stop:
         if first == 0 and config.eval.before:
-            summary.before = look(workers, config, 0, metrics, watch)
+            summary.before = look(workers, config, summary, metrics, watch)
         schedule = SCHEDULES[config.flow.schedule]
         for step in range(first + 1, config.train.steps + 1):
             at_boundary = workers.feed.state()
@@ -100,7 +102,7 @@ def train_loop(
             workers.publish()
             record(step, workers, metrics, summary, time.perf_counter() - began, watch)
             if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
-                seen = look(workers, config, step, metrics, watch)
+                seen = look(workers, config, summary, metrics, watch)
                 if seen.accuracy >= (config.train.stop_at_accuracy or 2.0):
                     summary.is_early, summary.after = True, seen
             is_last = step == config.train.steps or summary.is_early or stop()
@@ -110,15 +112,16 @@ def train_loop(
                 summary.is_stopped = stop() and step < config.train.steps and not summary.is_early
                 break
         if not summary.is_stopped and summary.after is None and config.eval.after:
-            summary.after = look(workers, config, summary.steps, metrics, watch)
+            summary.after = look(workers, config, summary, metrics, watch)
     finish(folder, workers, summary, config, watch)
     return summary
 
 
-def look(workers: Workers, config: Config, step: int, metrics: MetricsWriter, watch: Watcher) -> Evaluation:
+def look(workers: Workers, config: Config, summary: Summary, metrics: MetricsWriter, watch: Watcher) -> Evaluation:
     evaluation = workers.evaluate(config.eval.size, config.eval.samples)
-    metrics.write(step, evaluation.metrics())
-    watch.evaluated(step, evaluation)
+    summary.latest = evaluation.accuracy
+    metrics.write(summary.steps, evaluation.metrics())
+    watch.evaluated(summary.steps, evaluation)
     return evaluation
 
 
@@ -126,7 +129,7 @@ def record(
     step: int, workers: Workers, metrics: MetricsWriter, summary: Summary, seconds: float, watch: Watcher
 ) -> None:
     measured = workers.tally.take()
-    tokens = measured.get("prompt_tokens", 0.0) + measured.get("made_tokens", measured.get("learned_tokens", 0.0))
+    tokens = measured.get("learned_tokens", 0.0)
     measured |= {"tokens_per_s": tokens / seconds, "version": float(workers.learner.version), "time/step": seconds}
     summary.steps = step
     summary.seconds += seconds
@@ -134,10 +137,16 @@ def record(
     summary.tokens_per_s = summary.tokens / summary.seconds
     summary.bad_rows = len(workers.feed.bad_rows)
     summary.rewards.append(measured.get("reward", -measured.get("loss", 0.0)))
+    if not workers.config.eval.every:
+        summary.latest = summary.rewards[-1]
+    trouble = workers.after_step(step, measured)
     metrics.write(step, measured)
-    metrics.samples(step, workers.kept_samples[: workers.config.observe.samples_per_step])
+    kept = sorted(workers.kept_samples, key=lambda sample: sample["id"])  # not in the order rewards came back
+    metrics.samples(step, kept[: workers.config.observe.samples_per_step])
     workers.kept_samples.clear()
     watch.stepped(step, measured)
+    for sentence in trouble:
+        watch.noted(sentence)
 
 
 def save(folder: RunFolder, workers: Workers, summary: Summary, config: Config, watch: Watcher) -> bool:
@@ -145,12 +154,22 @@ def save(folder: RunFolder, workers: Workers, summary: Summary, config: Config, 
     tensors, state = workers.state()
     state |= {
         "step": summary.steps,
-        "summary": summary.plain() | {"rewards": summary.rewards},
+        "summary": summary.plain() | {"rewards": summary.rewards, "best": summary.best, "latest": summary.latest},
         "before": None if summary.before is None else dump_evaluation(summary.before),
     }
+    metric = summary.latest
+    is_best = metric is not None and (summary.best is None or metric >= summary.best)
     try:
-        metric = summary.rewards[-1] if summary.rewards else None
-        checkpoint.save(folder.checkpoints, summary.steps, tensors, state, keep=config.checkpoint.keep, metric=metric)
+        checkpoint.save(
+            folder.checkpoints,
+            summary.steps,
+            tensors,
+            state,
+            keep=config.checkpoint.keep,
+            best=is_best,
+            metric=metric,
+        )
+        summary.best = metric if is_best else summary.best
     except CheckpointError as error:
         watch.noted(f"{error} (the run goes on; earlier checkpoints are untouched)")
         return False
@@ -176,6 +195,7 @@ def restore(found: checkpoint.Found, workers: Workers, summary: Summary) -> int:
     kept = state["summary"]
     summary.steps, summary.seconds, summary.tokens = int(kept["steps"]), kept["seconds"], kept["tokens"]
     summary.rewards, summary.tokens_per_s = list(kept["rewards"]), kept["tokens_per_s"]
+    summary.best, summary.latest = kept["best"], kept["latest"]
     if state["before"] is not None:
         summary.before = load_evaluation(state["before"])
     return int(state["step"])
@@ -197,7 +217,7 @@ def warm_start(config: Config, folder: RunFolder, watch: Watcher) -> Path | None
     ).config
     watch.noted(f"warm start: {own.about or own.name}")
     recipe.check(own)
-    with RunFolder.create(own) as inner, closing(start(own)) as workers:
+    with RunFolder.create(own) as inner, closing(start(own, warm_start(own, inner, watch))) as workers:
         summary = train_loop(own, inner, workers, watch, None)
         if summary.is_stopped:
             raise KeyboardInterrupt
@@ -205,6 +225,16 @@ def warm_start(config: Config, folder: RunFolder, watch: Watcher) -> Path | None
         save_folder(workers.loaded.model, workers.loaded.tokenizer, aside)
         aside.rename(made)
     return made
+
+
+@contextmanager
+def recording(folder: RunFolder, config: Config, first: int, watch: Watcher) -> Iterator[MetricsWriter]:
+    metrics = MetricsWriter(folder, config.observe.tensorboard, first)
+    try:
+        yield metrics
+    finally:
+        if trouble := metrics.close():
+            watch.noted(trouble)
 
 
 @contextmanager

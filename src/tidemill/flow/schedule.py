@@ -16,10 +16,12 @@ class Stopped(Exception):
 
 
 def sync(workers: Sequence[Worker], learn: LearnWorker, stop: Callable[[], bool], stall_s: float) -> None:
-    """One stage after the other, each on the whole step."""
+    """One stage after the other, each on the whole step; rewards run beside whatever is under way."""
+    beside = [worker for worker in workers if worker.runs_beside]
     moved = True
     while moved and not learn.is_done:  # once, unless a stage puts new rows in
-        moves = [_poll_until_still([worker], learn, stop, stall_s) for worker in workers]
+        turns = [list(dict.fromkeys([worker, *beside])) for worker in workers]
+        moves = [_poll_until_still(turn, learn, stop, stall_s) for turn in turns]
         moved = any(moves)
     _check_done(workers, learn)
 

@@ -24,6 +24,7 @@ from tidemill.learn.critic import ValueLearner
 from tidemill.learn.engine import Learner, score
 from tidemill.reward.api import Sample, Scored
 from tidemill.reward.score import Scorer
+from tidemill.reward.text import repetition
 from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
 
 GREEDY_ID = 1 << 46  # request ids of greedy rows: apart from every group's own
@@ -32,6 +33,7 @@ FINISH = ("stop", "length", "error", "cancelled")  # the column `finish` holds t
 
 class Worker(Protocol):
     name: str  # its stage
+    runs_beside: bool  # in threads or processes of its own, so that it takes no time from others
 
     def poll(self) -> bool:
         """Do a bounded piece of work; whether anything moved."""
@@ -64,6 +66,7 @@ class RolloutWorker:
     """One lease per group, so that a finished group moves on while longer ones are still being made."""
 
     name = "rollout"
+    runs_beside = False
 
     def __init__(self, dock: Dock, engine: RolloutEngine, config: Config, tally: Tally) -> None:
         self.dock, self.engine, self.config, self.tally = dock, engine, config, tally
@@ -150,6 +153,7 @@ class RewardWorker:
     """Scores samples in the scorer's own threads or processes while others go on."""
 
     name = "reward"
+    runs_beside = True
 
     def __init__(
         self,
@@ -196,6 +200,7 @@ class RewardWorker:
         for i, (sample, result) in enumerate(zip(samples, scored)):
             self.tally.mean("reward", result.value)
             self.tally.mean("accuracy", float(result.correct))
+            self.tally.mean("repetition", -repetition(sample))
             for part, value in result.parts.items():
                 self.tally.mean(f"reward/{part}", value)
             if result.error is not None:
@@ -238,6 +243,7 @@ class AdvantageWorker:
     """Advantages of complete groups, or of the whole step where the algorithm says so; other rows end here."""
 
     name = "advantage"
+    runs_beside = False
     waits = False
 
     def __init__(
@@ -295,6 +301,7 @@ class ScoreWorker:
     """Log-probabilities under a model as it is now: the old policy's, or the reference's."""
 
     waits = False
+    runs_beside = False
 
     def __init__(self, name: str, column: str, dock: Dock, model: Any, config: Config, tally: Tally) -> None:
         self.name, self.column, self.dock, self.model, self.config, self.tally = (
@@ -320,6 +327,7 @@ class ValueWorker:
 
     name = "values"
     waits = False
+    runs_beside = False
 
     def __init__(self, dock: Dock, critic: ValueLearner, config: Config, tally: Tally) -> None:
         self.dock, self.critic, self.config, self.tally = dock, critic, config, tally
@@ -341,6 +349,7 @@ class LearnWorker:
     """
 
     waits = False
+    runs_beside = False
 
     def __init__(
         self,
@@ -407,6 +416,7 @@ class LearnWorker:
     def _accumulate(self, batch: Batch) -> None:
         self.has_begun = True
         batch = batch.gather(np.lexsort((batch.values(ID), batch.values(GROUP))))
+        self.tally.add("learned_tokens", float(batch["tokens"].lengths.sum()))
         with self.tally.time(self.name):
             self.learner.accumulate(batch)
         self.tally.add("learned_tokens", float(batch["tokens"].lengths.sum()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 class Tally:
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
-        self._means: dict[str, tuple[float, int]] = {}
+        self._means: dict[str, list[float]] = {}
         self._updates: list[dict[str, float]] = []
         self._started = time.perf_counter()
 
@@ -18,8 +19,7 @@ class Tally:
         self._sums[name] = self._sums.get(name, 0.0) + value
 
     def mean(self, name: str, value: float) -> None:
-        total, count = self._means.get(name, (0.0, 0))
-        self._means[name] = (total + value, count + 1)
+        self._means.setdefault(name, []).append(value)
 
     def update(self, metrics: Mapping[str, float]) -> None:
         """Metrics of one optimizer update; a step's are their mean, or extreme where the name says so."""
@@ -36,7 +36,8 @@ class Tally:
     def take(self) -> dict[str, float]:
         """The step's metrics; counting starts anew."""
         merged = dict(self._sums)
-        merged.update({n: total / count for n, (total, count) in self._means.items()})
+        # fsum rounds once: the order in which workers counted does not show.
+        merged.update({n: math.fsum(values) / len(values) for n, values in self._means.items()})
         for name in dict.fromkeys(n for u in self._updates for n in u):
             values = [u[name] for u in self._updates if name in u]
             reduce = max if name.endswith("_max") else min if name.endswith("_min") else None

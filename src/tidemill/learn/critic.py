@@ -31,6 +31,9 @@ class ValueModel(torch.nn.Module):
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
 
+    def get_decoder(self) -> Any:
+        return self.decoder
+
     def gradient_checkpointing_enable(self, settings: dict[str, Any]) -> None:
         self.decoder.gradient_checkpointing_enable(settings)
 
@@ -45,7 +48,7 @@ class ValueLearner(Learner):
         super().__init__(model, config, algorithm, updates)
 
     def _loss(self, part: Batch) -> tuple[Tensor, Stats]:
-        packed = pack(part, self.device, self.config.learn.share_prompts)
+        packed = pack(part, self.device, self.config.learn.share_prompts, self.attention)
         new = values_at(self.model, packed)
         tokens = token_batch(part, packed, (torch.zeros_like(new), torch.zeros_like(new)), new)
         learn = self.algorithm.loss if self.algorithm.learns_values else self.algorithm.value_loss
@@ -66,7 +69,7 @@ class ValueLearner(Learner):
         out = response_column(np.empty(count, np.float32), batch)
         assert out.offsets is not None
         for rows in microbatches(batch, self.config.train.tokens_per_microbatch, share):
-            found = values_at(self.model, pack(batch.gather(rows), self.device, share)).cpu().numpy()
+            found = values_at(self.model, pack(batch.gather(rows), self.device, share, self.attention)).cpu().numpy()
             cuts = np.cumsum(np.diff(out.offsets)[rows])[:-1]
             for row, part in zip(rows, np.split(found, cuts)):
                 out.values[out.offsets[row] : out.offsets[row + 1]] = part

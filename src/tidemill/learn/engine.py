@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,9 +16,13 @@ from tidemill.algorithms.aggregate import local_weights, whole
 from tidemill.algorithms.api import Algorithm, Stat, Stats, TokenBatch, total
 from tidemill.batch import Batch, Column
 from tidemill.config import Config
+from tidemill.learn.gradients import Gradients
+from tidemill.learn.layers import kept_activations, prepare
 from tidemill.learn.logprob import token_logprobs
-from tidemill.learn.optimizer import learning_rate, make_optimizer
+from tidemill.learn.optimizer import learning_rate, make_optimizer, state_home
 from tidemill.learn.packing import PackedBatch, microbatches, pack, response_column
+from tidemill.models.contexts import choose
+from tidemill.models.upload import upload
 
 Scores = tuple[Tensor, Tensor]
 
@@ -28,17 +33,14 @@ class Learner:
     def __init__(self, model: Any, config: Config, algorithm: Algorithm, updates: int) -> None:
         self.model, self.config, self.algorithm, self.updates = model, config, algorithm, updates
         self.device = next(model.parameters()).device
-        self.optimizer = make_optimizer(model.parameters(), config.learn)
+        self.attention = choose(model, config.learn.attention)
+        self.gradients = Gradients(model.parameters(), wide=config.learn.master == "float32")
+        self.optimizer = make_optimizer(model.parameters(), config.learn, self.gradients)
         self.version = 0  # updates made
         self.skipped = 0  # updates not made because a gradient was not finite
         self._stats: list[Stats] = []
         self._whole = 0.0
-        if config.learn.recompute == "full":
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            model.train()  # transformers recomputes only in training mode; dropout is off by our attention and below
-            for module in model.modules():
-                if isinstance(module, torch.nn.Dropout):
-                    module.p = 0.0
+        prepare(model, config.learn)
 
     def logprobs(self, batch: Batch) -> Column:
         """Of every response token, under the weights as they are now."""
@@ -51,23 +53,21 @@ class Learner:
         learn = self.config.learn
         together = self.algorithm.food == "pairs"
         for rows in microbatches(batch, self.config.train.tokens_per_microbatch, learn.share_prompts, together):
-            loss, stats = self._loss(batch.gather(rows))
+            with kept_activations(learn, self.device):
+                loss, stats = self._loss(batch.gather(rows))
             loss.backward()  # type: ignore[no-untyped-call]
             self._stats.append({"loss": Stat(loss.detach(), reduce="sum"), **stats})
 
     def _loss(self, part: Batch) -> tuple[Tensor, Stats]:
-        packed = pack(part, self.device, self.config.learn.share_prompts)
+        packed = pack(part, self.device, self.config.learn.share_prompts, self.attention)
         tokens = token_batch(part, packed, forward(self.model, packed, self.config))
         return self.algorithm.loss(tokens, self.config)
 
     def update(self) -> dict[str, float]:
         """One optimizer step from what was accumulated; metrics of the whole update."""
         learn = self.config.learn
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
         divisor = max(self._whole, 1.0)
-        for p in parameters:
-            p.grad.div_(divisor)
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, learn.clip_norm or math.inf))
+        norm = float(self.gradients.divide_and_clip(divisor, learn.clip_norm))
         lr = learning_rate(learn, self.version, self.updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -75,9 +75,9 @@ class Learner:
             self.optimizer.step()
         else:
             self.skipped += 1
-        self.optimizer.zero_grad(set_to_none=True)
+        self.gradients.clear()
         self.version += 1
-        metrics = total(self._stats)
+        metrics = total(on_host(self._stats))
         metrics["loss"] = metrics.get("loss", 0.0) / divisor
         self._stats, self._whole = [], 0.0
         return {**metrics, "grad_norm": norm, "lr": lr, "skipped_updates": float(self.skipped)}
@@ -99,7 +99,9 @@ class Learner:
                 prefix = f"optimizer.{name}."
                 kept = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
                 if kept:
-                    self.optimizer.state[p] = {k: v.clone().to(p.device) for k, v in kept.items()}
+                    self.optimizer.state[p] = {
+                        k: v.clone().to(state_home(self.optimizer, p, k)) for k, v in kept.items()
+                    }
         self.version, self.skipped = int(state["version"]), int(state["skipped"])
 
 
@@ -129,13 +131,13 @@ def forward(model: Any, packed: PackedBatch, config: Config) -> Scores:
 @torch.no_grad()
 def score(model: Any, batch: Batch, config: Config) -> Column:
     """Log-probabilities of every response token, as a jagged column in the batch's order."""
-    share = config.learn.share_prompts
+    share, attention = config.learn.share_prompts, choose(model, config.learn.attention)
     out = response_column(
         np.empty(int((batch["tokens"].lengths - batch.values("prompt_length")).sum()), np.float32), batch
     )
     assert out.offsets is not None
     for rows in microbatches(batch, config.train.tokens_per_microbatch, share):
-        packed = pack(batch.gather(rows), next(model.parameters()).device, share)
+        packed = pack(batch.gather(rows), next(model.parameters()).device, share, attention)
         values = forward(model, packed, config)[0].cpu().numpy()
         cuts = np.cumsum(np.diff(out.offsets)[rows])[:-1]
         for row, part in zip(rows, np.split(values, cuts)):
@@ -149,8 +151,7 @@ def token_batch(batch: Batch, packed: PackedBatch, scores: Scores, values: Tenso
 
     def spread(name: str) -> Tensor:
         column = batch[name]
-        values = torch.from_numpy(np.ascontiguousarray(column.gather(np.arange(batch.rows)).values, np.float32))
-        values = values.to(device)
+        values = upload(column.gather(np.arange(batch.rows)).values, device, np.float32)
         return values[packed.row] if column.offsets is None else values
 
     def maybe(name: str) -> Tensor | None:
@@ -174,6 +175,22 @@ def token_batch(batch: Batch, packed: PackedBatch, scores: Scores, values: Tenso
         row=packed.row,
         rows=packed.rows,
         values=values,
-        group=torch.from_numpy(batch.values("group").astype(np.int64)).to(device),
+        group=upload(batch.values("group"), device),
         columns={n: spread(n) for n, c in batch.items() if n not in own and c.values.dtype.kind == "f"},
     )
+
+
+def on_host(stats: list[Stats]) -> list[Stats]:
+    """All numbers of all micro-batches in one copy: fetched one by one, each would wait for the device."""
+    found = [x for s in stats for stat in s.values() for x in (stat.value, stat.count) if isinstance(x, Tensor)]
+    if not found:
+        return stats
+    numbers = iter(torch.stack([x.detach().double() for x in found]).tolist())
+
+    def plain(x: Tensor | float) -> float:
+        return next(numbers) if isinstance(x, Tensor) else x
+
+    return [
+        {name: dataclasses.replace(stat, value=plain(stat.value), count=plain(stat.count)) for name, stat in s.items()}
+        for s in stats
+    ]

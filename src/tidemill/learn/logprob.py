@@ -1,11 +1,18 @@
-"""Log-probability and entropy of tokens from hidden states, in chunks: full logits never exist, forward or backward."""
+"""Log-probability and entropy of tokens from hidden states, in chunks: full logits never exist, forward or backward.
+
+On accelerators with Triton the softmax part is one pass over a chunk's logits (`triton_logprob`), and 16-bit products
+come out in float32, so that a logit is rounded nowhere.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def token_logprobs(
@@ -17,10 +24,16 @@ def token_logprobs(
     softcap: float | None = None,
     bias: Tensor | None = None,
     chunk: int = 4096,
+    fused: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """hidden (tokens, width), head (vocabulary, width), targets (tokens,) → their log-probability and entropy."""
+    """hidden (tokens, width), head (vocabulary, width), targets (tokens,) → their log-probability and entropy.
+
+    `fused`: use the Triton kernels; None: where they can be used.
+    """
+    if fused is None:
+        fused = HAS_TRITON and hidden.device.type != "cpu"
     scores: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, head, bias, targets, temperature, softcap, chunk
+        hidden, head, bias, targets, temperature, softcap, chunk, fused
     )
     return scores
 
@@ -44,54 +57,112 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         softcap: float | None,
         chunk: int,
+        fused: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # an unused entropy costs nothing in the backward pass
-        tokens = hidden.shape[0]
-        logprobs = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
-        entropy, log_z = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for start in range(0, tokens, chunk):
-            part = slice(start, start + chunk)
-            logits = _logits(hidden[part], head, bias, temperature, softcap)
-            log_z[part] = logits.logsumexp(-1)
-            logprobs[part] = logits.gather(1, targets[part, None])[:, 0] - log_z[part]
-            p = (logits - log_z[part, None]).exp_()
-            entropy[part] = log_z[part] - (p * logits).sum(-1)
+        parts = [
+            _statistics(fused)(_logits(h, head, bias), t, temperature, softcap)
+            for h, t in zip(hidden.split(chunk), targets.split(chunk))
+        ]
+        logprobs, entropy, log_z = (torch.cat(part) for part in zip(*parts))
         ctx.save_for_backward(hidden, head, bias, targets, log_z, entropy)
-        ctx.settings = (temperature, softcap, chunk)
+        ctx.settings = (temperature, softcap, chunk, fused)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, head, bias, targets, log_z, entropy = ctx.saved_tensors
-        temperature, softcap, chunk = ctx.settings
-        grad_hidden = torch.empty_like(hidden)
-        grad_head = torch.zeros_like(head)
-        grad_bias = None if bias is None else torch.zeros_like(bias)
+        temperature, softcap, chunk, fused = ctx.settings
+        wants_hidden, wants_head, wants_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        # Sums over chunks are kept in float32: a 16-bit sum would lose small chunks.
+        grad_head = torch.zeros_like(head, dtype=_wide(head.dtype)) if wants_head else None
+        grad_bias = torch.zeros_like(bias, dtype=_wide(bias.dtype)) if wants_bias else None
+        gradient = _gradient(fused)
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
             h = hidden[part]
-            logits = _logits(h, head, bias, temperature, softcap)
-            logp = logits - log_z[part, None]
-            p = logp.exp()
-            grad = torch.zeros_like(p)
-            if grad_logprobs is not None:
-                grad -= p * grad_logprobs[part, None]
-                grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
-            if grad_entropy is not None:
-                # dH/dlogit = -p (log p + H)
-                grad -= grad_entropy[part, None] * p * (logp + entropy[part, None])
-            if softcap is not None:
-                grad *= 1 - (logits * temperature / softcap) ** 2
-            grad = (grad / temperature).to(h.dtype)
-            grad_hidden[part] = grad @ head
-            grad_head += grad.T @ h
+            grad = gradient(
+                _logits(h, head, bias), targets[part], log_z[part], entropy[part],
+                None if grad_logprobs is None else grad_logprobs[part].contiguous(),
+                None if grad_entropy is None else grad_entropy[part].contiguous(),
+                temperature, softcap, h.dtype,
+            )  # fmt: skip
+            if grad_hidden is not None:
+                torch.mm(grad, head, out=grad_hidden[part])
+            if grad_head is not None:
+                grad_head += _wide_product(grad.t(), h)
             if grad_bias is not None:
-                grad_bias += grad.sum(0)
-        return grad_hidden, grad_head, grad_bias, None, None, None, None
+                grad_bias += grad.sum(0, dtype=grad_bias.dtype)
+        head_out = None if grad_head is None else grad_head.to(head.dtype)
+        bias_out = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, head_out, bias_out, None, None, None, None, None
 
 
-def _logits(h: Tensor, head: Tensor, bias: Tensor | None, temperature: float, softcap: float | None) -> Tensor:
-    logits = torch.nn.functional.linear(h, head, bias).float()
+def statistics(
+    logits: Tensor, targets: Tensor, temperature: float, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, vocabulary) raw logits → log-probability of the target, entropy, log of the normaliser."""
+    logits = _bounded(logits, temperature, softcap)
+    log_z = logits.logsumexp(-1)
+    p = (logits - log_z[:, None]).exp_()
+    return logits.gather(1, targets[:, None])[:, 0] - log_z, log_z - (p * logits).sum(-1), log_z
+
+
+def logit_gradient(
+    logits: Tensor, targets: Tensor, log_z: Tensor, entropy: Tensor, grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None, temperature: float, softcap: float | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Of the raw logits, from the gradients of what `statistics` gave."""
+    logits = _bounded(logits, temperature, softcap)
+    logp = logits - log_z[:, None]
+    p = logp.exp()
+    grad = torch.zeros_like(p)
+    if grad_logprobs is not None:
+        grad -= p * grad_logprobs[:, None]
+        grad.scatter_add_(1, targets[:, None], grad_logprobs[:, None])
+    if grad_entropy is not None:
+        # dH/dlogit = -p (log p + H)
+        grad -= grad_entropy[:, None] * p * (logp + entropy[:, None])
+    if softcap is not None:
+        grad *= 1 - (logits * temperature / softcap) ** 2
+    return (grad / temperature).to(dtype)
+
+
+def _statistics(fused: bool) -> Any:
+    if not fused:
+        return statistics
+    from tidemill.learn import triton_logprob
+
+    return triton_logprob.statistics
+
+
+def _gradient(fused: bool) -> Any:
+    if not fused:
+        return logit_gradient
+    from tidemill.learn import triton_logprob
+
+    return triton_logprob.logit_gradient
+
+
+def _logits(h: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return _wide_product(h, head.t()).float()
+    return torch.nn.functional.linear(h, head, bias).float()
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32 where the inputs are 16-bit and the device can; the products are float32 inside anyway."""
+    if a.device.type == "cpu" or a.dtype not in (torch.bfloat16, torch.float16):
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _bounded(logits: Tensor, temperature: float, softcap: float | None) -> Tensor:
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     return logits if temperature == 1.0 else logits / temperature

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tidemill.batch import Batch, Column
 from tidemill.models.attention import Context
-from tidemill.models.packed import Packed, SharedPrompt
+from tidemill.models.contexts import KINDS, Attention
+from tidemill.models.upload import upload
 
 Ints = npt.NDArray[np.int64]
 
@@ -76,11 +77,14 @@ def group_rows(groups: npt.NDArray[np.int64]) -> list[Ints]:
     return sorted(np.split(order, cuts), key=lambda rows: int(rows[0])) if len(order) else []
 
 
-def pack(batch: Batch, device: torch.device, share_prompts: bool) -> PackedBatch:
-    return _pack_shared(batch, device) if share_prompts else _pack_whole(batch, device)
+def pack(
+    batch: Batch, device: torch.device, share_prompts: bool, attention: Attention = KINDS["blocks"]
+) -> PackedBatch:
+    has_groups = share_prompts and len(np.unique(batch.values("group"))) < batch.rows
+    return _pack_shared(batch, device, attention) if has_groups else _pack_whole(batch, device, attention)
 
 
-def _pack_whole(batch: Batch, device: torch.device) -> PackedBatch:
+def _pack_whole(batch: Batch, device: torch.device, attention: Attention) -> PackedBatch:
     tokens, prompts = batch["tokens"], batch.values("prompt_length").astype(np.int64)
     inputs = tokens.lengths - 1
     starts = np.concatenate([[0], np.cumsum(inputs)[:-1]])
@@ -90,17 +94,17 @@ def _pack_whole(batch: Batch, device: torch.device) -> PackedBatch:
     within = _ranges(responses)
     row = np.repeat(np.arange(batch.rows), responses)
     return PackedBatch(
-        tokens=_to(np.delete(flat, ends - 1), device),
-        positions=_to(_ranges(inputs), device),
-        context=Packed(inputs.tolist(), device),
-        predicts=_to((starts + prompts - 1)[row] + within, device),
-        targets=_to(flat[(ends - responses)[row] + within], device),
-        row=_to(row, device),
+        tokens=upload(np.delete(flat, ends - 1), device),
+        positions=upload(_ranges(inputs), device),
+        context=attention.packed(inputs.tolist(), device),
+        predicts=upload((starts + prompts - 1)[row] + within, device),
+        targets=upload(flat[(ends - responses)[row] + within], device),
+        row=upload(row, device),
         rows=batch.rows,
     )
 
 
-def _pack_shared(batch: Batch, device: torch.device) -> PackedBatch:
+def _pack_shared(batch: Batch, device: torch.device, attention: Attention) -> PackedBatch:
     tokens, prompts = batch["tokens"], batch.values("prompt_length").astype(np.int64)
     groups = group_rows(batch.values("group"))
     group_of = np.empty(batch.rows, np.int64)
@@ -118,13 +122,13 @@ def _pack_shared(batch: Batch, device: torch.device) -> PackedBatch:
     is_input = within < inputs[row]
     prompt_tokens = [tokens[int(rows[0])][: lengths[g]] for g, rows in enumerate(groups)]
     return PackedBatch(
-        tokens=_to(np.concatenate([*prompt_tokens, tokens.values[response_at[is_input]]]), device),
-        positions=_to(np.concatenate([_ranges(lengths), (prompts[row] + within)[is_input]]), device),
-        context=SharedPrompt(lengths.tolist(), inputs.tolist(), group_of.tolist(), device),
+        tokens=upload(np.concatenate([*prompt_tokens, tokens.values[response_at[is_input]]]), device),
+        positions=upload(np.concatenate([_ranges(lengths), (prompts[row] + within)[is_input]]), device),
+        context=attention.shared(lengths.tolist(), inputs.tolist(), group_of.tolist(), device),
         # The first response token is predicted by the prompt's last, the others by the response token before them.
-        predicts=_to(np.where(within == 0, prompt_ends[group_of[row]] - 1, starts[row] + within - 1), device),
-        targets=_to(tokens.values[response_at], device),
-        row=_to(row, device),
+        predicts=upload(np.where(within == 0, prompt_ends[group_of[row]] - 1, starts[row] + within - 1), device),
+        targets=upload(tokens.values[response_at], device),
+        row=upload(row, device),
         rows=batch.rows,
     )
 
@@ -139,7 +143,3 @@ def _ranges(lengths: Ints) -> Ints:
     """0..n0-1, 0..n1-1, …"""
     total = int(lengths.sum())
     return np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-
-
-def _to(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(device)

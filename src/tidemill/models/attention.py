@@ -12,6 +12,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from tidemill.errors import ModelError
+
 NAME = "tidemill"
 
 
@@ -35,11 +37,14 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     tide: Context | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: q, k, v are (1, heads, tokens, dim); gives (1, tokens, heads, dim)."""
     if tide is None:
         raise RuntimeError("attention 'tidemill' needs its context: call the model with tide=...")
+    if s_aux is not None:
+        raise ModelError(f"{type(module).__name__} has attention sinks, which are not supported", "see docs/models.md")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = tide.attend(module.layer_idx, q, k, v, scale, sliding_window, softcap)

@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as hf_logging
 
 from tidemill import config as settings
 from tidemill.errors import ModelError
 from tidemill.models import attention, tiny
+
+hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # of shards being read and written: a run has its own display
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

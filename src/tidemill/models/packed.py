@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tidemill.models.upload import upload
+
 # Sequences whose lengths differ by more than this share of the longest go to another block.
 BLOCK_WASTE = 0.25
 
@@ -44,7 +46,7 @@ def make_block(starts: Sequence[int], lengths: Sequence[int], device: torch.devi
     longest = max(lengths)
     tokens = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths)])
     place = np.concatenate([np.arange(i * longest, i * longest + n) for i, n in enumerate(lengths)])
-    return Block(torch.from_numpy(tokens).to(device), torch.from_numpy(place).to(device), len(lengths), longest)
+    return Block(upload(tokens, device), upload(place, device), len(lengths), longest)
 
 
 def blocks(lengths: Sequence[int], device: torch.device) -> list[Block]:
@@ -68,7 +70,8 @@ class Packed:
         self.blocks = blocks(lengths, device)
         # Blocks come out in their own order; this brings tokens back to the packed order.
         order = torch.cat([b.tokens for b in self.blocks])
-        self.restore = None if len(self.blocks) == 1 and _is_sorted(order) else torch.argsort(order)
+        is_sorted = len(self.blocks) == 1 and list(lengths) == sorted(lengths, reverse=True)
+        self.restore = None if is_sorted else torch.argsort(order)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
@@ -93,8 +96,8 @@ class SharedPrompt:
         self.prompts = make_block([0, *np.cumsum(prompts)[:-1].tolist()], prompts, device)
         starts = self.split + np.concatenate([[0], np.cumsum(responses)[:-1]])
         self.responses = make_block(starts.tolist(), responses, device)
-        self.group = torch.tensor(group, device=device)
-        self.prompt_lengths = torch.tensor(prompts, device=device)[self.group]
+        self.group = upload(group, device)
+        self.prompt_lengths = upload(np.asarray(prompts)[np.asarray(group)], device)
         self._masks: dict[int | None, Tensor] = {}
 
     def _mask(self, window: int | None) -> Tensor:
@@ -157,7 +160,3 @@ def _repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     if times == 1:
         return k, v
     return k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-
-
-def _is_sorted(x: Tensor) -> bool:
-    return bool((x[1:] >= x[:-1]).all())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tidemill.config import Config
-from tidemill.errors import ConfigError
 from tidemill.models.load import Loaded
 from tidemill.rollout.engine import RolloutEngine
 
@@ -29,4 +28,12 @@ def make_engine(loaded: Loaded, config: Config) -> RolloutEngine:
 
             return HFEngine(loaded.model, eos_ids=loaded.eos_ids, tokenizer=loaded.tokenizer)
         case "vllm":
-            raise ConfigError("rollout.engine=vllm is not in this version", "use native, or hf")
+            from tidemill.rollout.vllm import start
+
+            return start(
+                loaded.model,
+                eos_ids=loaded.eos_ids,
+                tokenizer=loaded.tokenizer,
+                max_len=max_len,
+                max_seqs=rollout.concurrent,
+            )

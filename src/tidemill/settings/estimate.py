@@ -177,7 +177,7 @@ def microbatch_tokens(config: Config) -> int:
 def cache_tokens(config: Config) -> int:
     if config.rollout.cache_tokens is not None:
         return config.rollout.cache_tokens
-    page = config.rollout.page_size
+    page = config.rollout.page_size or 32  # the largest that an engine chooses by itself
     at_once = min(config.rollout.concurrent, max(samples_per_step(config), config.eval.size))
     return at_once * math.ceil(longest(config) / page) * page
 

@@ -64,7 +64,7 @@ class LeanRunner:
         self.eps = config.rms_norm_eps
         self.scale = model.model.layers[0].self_attn.scaling
         self.bind()
-        self.cos, self.sin = self._tables(max_len)
+        self.cos, self.sin = rotary_tables(model, self.dim, max_len)
 
     def bind(self) -> None:
         """Look the parameters up again: only needed when they were replaced, not when they were changed in place."""
@@ -73,15 +73,6 @@ class LeanRunner:
         self.embed = body.embed_tokens.weight
         self.norm = body.norm.weight
         self.head = (self.model.lm_head.weight, self.model.lm_head.bias)
-
-    def _tables(self, max_len: int) -> tuple[Tensor, Tensor]:
-        """cos and signed sin, (max_len, 1, dim): rotated(x) = x * cos + swap_halves(x) * sin."""
-        with torch.no_grad():
-            positions = torch.arange(max_len, device=self.embed.device).unsqueeze(0)
-            cos, sin = self.model.model.rotary_emb(self.embed[:1].float(), positions)
-        sin = sin[0].clone()
-        sin[:, : self.dim // 2].neg_()
-        return cos[0].to(self.embed.dtype).unsqueeze(1).contiguous(), sin.to(self.embed.dtype).unsqueeze(1).contiguous()
 
     def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
         x = F.embedding(ids, self.embed)
@@ -140,11 +131,23 @@ def _bind(layer: Any) -> _Layer:
         q_norm=a.q_norm.weight if hasattr(a, "q_norm") else None,
         k_norm=a.k_norm.weight if hasattr(a, "k_norm") else None,
         norm_mlp=layer.post_attention_layernorm.weight,
-        window=_window(a),
+        window=attention_window(a),
     )  # fmt: skip
 
 
-def _window(attention: Any) -> int | None:
+def rotary_tables(model: Any, dim: int, max_len: int) -> tuple[Tensor, Tensor]:
+    """cos and signed sin, (max_len, 1, dim): rotated(x) = x * cos + swap_halves(x) * sin. In the model's own dtype, as
+    its module would use them."""
+    like = model.model.embed_tokens.weight
+    with torch.no_grad():
+        positions = torch.arange(max_len, device=like.device).unsqueeze(0)
+        cos, sin = model.model.rotary_emb(like[:1], positions)
+    sin = sin[0].clone()
+    sin[:, : dim // 2].neg_()
+    return cos[0].unsqueeze(1).contiguous(), sin.unsqueeze(1).contiguous()
+
+
+def attention_window(attention: Any) -> int | None:
     """What the module would hand to the attention function: Llama none, Mistral the config's, Qwen by layer type."""
     if hasattr(attention, "sliding_window"):
         return cast(int | None, attention.sliding_window)

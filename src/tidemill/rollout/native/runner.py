@@ -6,6 +6,7 @@ weights with fewer operations for the common family. A test holds the two togeth
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, Protocol, cast
 
 from torch import Tensor
@@ -45,7 +46,13 @@ class PlainRunner:
         return cast(Tensor, out.logits[0])
 
 
-def make_runner(model: Any, max_len: int, kernels: Kernels | None, is_plain: bool = False) -> Runner:
+def make_runner(model: Any, max_len: int, kernels: Kernels | None, is_plain: bool, fused: bool) -> Runner:
+    """`fused`: the model is on an accelerator whose kernels may be used."""
     if not is_plain and lean.supports(model):
+        if fused and importlib.util.find_spec("triton") is not None:
+            from tidemill.rollout.native.fused import FusedRunner
+            from tidemill.rollout.native.triton_kernels import TritonKernels
+
+            return FusedRunner(model, max_len, TritonKernels())
         return lean.LeanRunner(model, max_len, kernels)
     return PlainRunner(model)

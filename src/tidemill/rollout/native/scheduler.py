@@ -74,6 +74,10 @@ class Scheduler:
         self.preemptions = 0
         self._arrivals = 0
 
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.reading or self.ready or len(self.free_slots) < self.max_seqs)
+
     # -- entering ------------------------------------------------------------------------------------------------
 
     def add(self, trunk: Trunk, *, first: bool = False) -> None:
@@ -169,7 +173,8 @@ class Scheduler:
         """A page more for each sequence whose last one is full; the sequences that had to leave for it."""
         slots = self.slots
         preempted: list[Sequence] = []
-        for slot in np.flatnonzero(slots.active & (slots.length % self.pool.page_size == 0)).tolist():
+        is_full = slots.length % self.pool.page_size == 0
+        for slot in np.flatnonzero(slots.active & is_full & (slots.launched < slots.limit)).tolist():
             sequence = self.sequence[slot]
             if sequence is None or len(sequence.pages) * self.pool.page_size > slots.length[slot]:
                 continue
@@ -251,7 +256,8 @@ class _Slots:
         self.arrival = np.zeros(n, np.int64)
         self.length = np.zeros(n, np.int64)  # tokens in the cache
         self.token = np.zeros(n, np.int64)  # the newest token, not in the cache yet
-        self.made = np.zeros(n, np.int64)  # tokens made since the sequence was seated
+        self.made = np.zeros(n, np.int64)  # tokens made since the sequence was seated, as far as the host has seen
+        self.launched = np.zeros(n, np.int64)  # the same, with those a device is still making
         self.before = np.zeros(n, np.int64)  # and before that
         self.limit = np.zeros(n, np.int64)  # of `made`
         self.key = np.zeros(n, np.int64)
@@ -279,7 +285,7 @@ class _Slots:
         self.active[slot] = True
         self.arrival[slot] = arrival
         self.length[slot] = length
-        self.made[slot] = 0
+        self.made[slot] = self.launched[slot] = 0
         self.before[slot] = len(sequence.tokens)
         left = token_limit(request, sequence.index) - len(sequence.tokens)
         self.limit[slot] = min(left, self.tokens.shape[1] - length)

@@ -1,0 +1,465 @@
+"""How fast the dock carries samples, next to what others offer, in one run on one machine.
+
+    python benchmarks/dock.py --json
+    python benchmarks/dock.py --peer-python PATH   # an interpreter that has the peers; default: this one
+
+Every figure has a writer and a reader in processes of their own. Figures are medians; `spread` gives the middle half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+
+from dock_payload import (
+    CALLS,
+    REPEATS,
+    Side,
+    big,
+    carry,
+    jagged,
+    memcpy_gbps,
+    nbytes,
+    rows_per_s,
+    small,
+    summary,
+    timed,
+)
+from tidemill.batch import Batch, Column
+from tidemill.dock import Want
+from tidemill.dock.address import Address
+from tidemill.dock.buffer import PackedBuffer
+from tidemill.dock.client import RemoteDock
+from tidemill.dock.server import DockServer
+from tidemill.dock.setup import DockSetup
+from tidemill.graph import Stage
+
+COLUMNS = tuple(f"c{i}" for i in range(9))
+STAGES = (
+    Stage("big", "reader", COLUMNS),
+    Stage("small", "reader", COLUMNS),
+    Stage("jagged", "reader", ("tokens", "logprobs", "old_logprobs", "advantages", "reward")),
+    Stage("table", "reader", ("x",)),
+    Stage("never", "reader", ("y",)),
+)
+TABLES = (1000, 100_000, 1_000_000)
+TAKE_ROWS = 64
+INSTALL = {
+    "transferqueue": "pip install TransferQueue tensordict 'ray[default]'",
+    "ray_put": "pip install ray",
+    "central_actor": "pip install ray",
+}
+
+
+# -- the dock's own sides ---------------------------------------------------------------------------------------------
+
+
+class DockSide:
+    """A process that writes to or reads from one dock. Rows of a kind carry its name as their tag."""
+
+    def __init__(self, address: Address, node: str | None, number: int = 0) -> None:
+        self._dock = RemoteDock(address, node)
+        self._buffer = PackedBuffer(pinned=False)
+        self._next = number << 40
+        self._cache: dict[str, Any] = {}
+
+    def _rows(self, columns: dict[str, Any]) -> Batch:
+        n = len(next(iter(columns.values())))
+        ids = np.arange(self._next, self._next + n)
+        self._next += n
+        made = {"id": ids, "group": ids, **{name: _column(rows) for name, rows in columns.items()}}
+        return Batch(made)
+
+    def _payload(self, kind: str) -> dict[str, Any]:
+        if kind not in self._cache:
+            data = jagged() if kind == "jagged" else big()
+            self._cache[kind] = {name: _column(rows) for name, rows in data.items()}
+        return self._cache[kind]
+
+    def put(self, kind: str, i: int) -> float:
+        columns = self._payload(kind)
+        n = Batch(columns).rows
+        ids = np.arange(self._next, self._next + n)
+        self._next += n
+        batch = Batch({"id": ids, "group": ids, **columns})
+        return timed(lambda: self._dock.put(batch, tag=kind))
+
+    def get(self, kind: str, i: int) -> float:
+        """Out of the store into one's own memory, in one copy."""
+        leases = []
+
+        def get() -> None:
+            leases.append(self._dock.take(kind, Want(rows=1024, tag=kind)))
+            leases[0].packed(self._buffer)
+
+        seconds = timed(get)
+        self._finish(leases.pop())
+        return seconds
+
+    def view(self, kind: str, i: int) -> float:
+        leases = []
+
+        def get() -> None:
+            leases.append(self._dock.take(kind, Want(rows=1024, tag=kind)))
+            assert not leases[0].batch.values("c0" if kind == "big" else "tokens").flags.owndata
+
+        seconds = timed(get)
+        self._finish(leases.pop())
+        return seconds
+
+    def _finish(self, lease: Any) -> None:
+        ids = lease.batch.values("id").tolist()
+        lease.commit(drop=ids)  # the other stages have no business with these rows
+
+    def put_many(self, rows: int, calls: int) -> float:
+        batches = [self._rows(small(rows)) for _ in range(calls)]
+
+        def put() -> None:
+            for batch in batches:
+                self._dock.put(batch, tag="small")
+
+        return timed(put)
+
+    def get_many(self, rows: int, calls: int) -> float:
+        """Take, look at the values, commit: consumption is confirmed, as it would be in a run."""
+        want = Want(rows=rows, tag="small")
+
+        def get() -> None:
+            for _ in range(calls):
+                lease = self._dock.take("small", want)
+                lease.batch.values("c0")
+                lease.commit()
+
+        seconds = timed(get)
+        self._clear(rows * calls)
+        return seconds
+
+    def take_many(self, rows: int, calls: int) -> float:
+        """Take and look at the values: what a get is elsewhere, where nothing is confirmed."""
+        want = Want(rows=rows, tag="small")
+        leases = []
+
+        def get() -> None:
+            for _ in range(calls):
+                leases.append(self._dock.take("small", want))
+                leases[-1].batch.values("c0")
+
+        seconds = timed(get)
+        for lease in leases:
+            lease.commit()
+        self._clear(rows * calls)
+        return seconds
+
+    def _clear(self, rows: int) -> None:
+        lease = self._dock.take("big", Want(rows=rows, tag="small", columns=()))
+        lease.commit(drop=lease.batch.values("id").tolist())
+
+    def fill(self, rows: int) -> float:
+        """Bring the table up to so many rows that are ready."""
+        started = time.perf_counter()
+        missing = rows - self._dock.state().stages["table"].ready
+        while missing > 0:
+            n = min(missing, 50_000)
+            self._dock.put(self._rows({"x": np.zeros(n, np.int8)}), tag="table")
+            missing -= n
+        return time.perf_counter() - started
+
+    def take(self, calls: int) -> list[float]:
+        want = Want(rows=TAKE_ROWS, tag=None)
+        times = []
+        for _ in range(calls):
+            started = time.perf_counter()
+            lease = self._dock.take("table", want)
+            times.append(time.perf_counter() - started)
+            lease.abandon()
+        return times
+
+    def starve(self) -> None:
+        while True:
+            self._dock.take("never", Want(rows=1), wait=60)
+
+    def ping(self, calls: int) -> list[float]:
+        want = Want(rows=1, tag="small")
+
+        def once() -> None:
+            self._dock.put(self._rows(small(1)), tag="small")
+            self._finish(self._dock.take("small", want))
+
+        return [timed(once) for _ in range(calls)]
+
+    def stream_out(self, calls: int, start_at: float) -> tuple[float, float]:
+        """Write big batches one after the other; when it began and ended."""
+        _wait_until(start_at)
+        started = time.time()
+        for i in range(calls):
+            self.put("big", i)
+        return started, time.time()
+
+    def stream_in(self, calls: int, start_at: float) -> tuple[float, float]:
+        _wait_until(start_at)
+        started = time.time()
+        for _ in range(calls):
+            lease = self._dock.take("big", Want(rows=1024, tag="big"), wait=60)
+            lease.packed(self._buffer)
+            self._finish(lease)
+        return started, time.time()
+
+
+def _column(rows: Any) -> Any:
+    if isinstance(rows, (np.ndarray, Column)):
+        return rows
+    return Column.jagged(rows, rows[0].dtype) if rows[0].ndim else np.array(rows)
+
+
+def _wait_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.time()))
+
+
+# -- the measurements -------------------------------------------------------------------------------------------------
+
+
+def carrying(server: DockServer) -> dict[str, Any]:
+    writer, reader = Side(DockSide, server.address, None), Side(DockSide, server.address, None)
+    result: dict[str, Any] = {"memcpy_gbps": round(memcpy_gbps(), 2)}
+    for kind, data in (("big", big()), ("jagged", jagged())):
+        size = nbytes(data)
+        puts, gets = carry(writer, reader, kind)
+        views = []
+        for i in range(REPEATS):
+            writer.ask("put", kind, i)
+            views.append(reader.ask("view", kind, i))
+        figures = {
+            "put_gbps": summary(puts, lambda s, n=size: n / s / 1e9),
+            "get_copy_gbps": summary(gets, lambda s, n=size: n / s / 1e9),
+            "get_zero_copy_ms": summary(views, lambda s: 1e3 * s),
+        }
+        medians = {name: figure["median"] for name, figure in figures.items()}
+        if kind == "big":
+            result.update(medians)
+            result["spread"] = figures
+        else:
+            result["jagged"] = medians
+    calls = {rows: 5 * n for rows, n in CALLS.items()}
+    result["rows_per_s"] = rows_per_s(writer, reader, calls)
+    result["rows_per_s"]["get_and_commit"] = result["rows_per_s"].pop("get")
+    result["rows_per_s"]["get"] = rows_per_s(writer, reader, calls, get="take_many")["get"]
+    for side in (writer, reader):
+        side.end()
+    return result
+
+
+def tables(server: DockServer) -> dict[str, float]:
+    writer, reader = Side(DockSide, server.address, None, 1), Side(DockSide, server.address, None, 2)
+    times = {}
+    for rows in TABLES:
+        writer.ask("fill", rows)
+        reader.ask("take", 20)
+        times[str(rows)] = round(1e3 * statistics.median(reader.ask("take", 300)), 4)
+    for side in (writer, reader):
+        side.end()
+    return times
+
+
+def starvation(server: DockServer) -> dict[str, float]:
+    """A neighbour's put and take, with and without someone who waits for what never comes; interleaved, so that what
+    else the machine does falls on both."""
+    neighbour = Side(DockSide, server.address, None, 3)
+    neighbour.ask("ping", 50)
+    quiet, starved = [], []
+    for _ in range(5):
+        quiet += neighbour.ask("ping", 60)
+        hungry = [Side(DockSide, server.address, None, 4 + i) for i in range(2)]
+        for one in hungry:
+            one.tell("starve")
+        time.sleep(1.0)
+        starved += neighbour.ask("ping", 60)
+        for one in hungry:
+            one.end()
+    neighbour.end()
+    added = statistics.median(starved) - statistics.median(quiet)
+    return {"added_ms": round(1e3 * added, 4), "alone_ms": round(1e3 * statistics.median(quiet), 4)}
+
+
+def pairs(memory_gbps: float, calls: int = 6) -> dict[str, dict[str, float]]:
+    """Writer and reader pairs at once, each with its own stream of big batches."""
+    result = {}
+    size = nbytes(big())
+    for n in (1, 2, 4):
+        setup = DockSetup(STAGES, memory_bytes=6 << 30, max_bytes=n * 3 * size)  # readers behind: writers wait
+        with DockServer(setup) as server:
+            writers = [Side(DockSide, server.address, None, i + 1) for i in range(n)]
+            readers = [Side(DockSide, server.address, None, i + 100) for i in range(n)]
+            for _ in range(2):  # the second round finds its memory made and mapped
+                start_at = time.time() + 1.0
+                for side in writers:
+                    side.tell("stream_out", calls, start_at)
+                for side in readers:
+                    side.tell("stream_in", calls, start_at)
+                spans = [side.hear() for side in (*writers, *readers)]
+            seconds = max(end for _, end in spans) - min(start for start, _ in spans)
+            for side in (*writers, *readers):
+                side.end()
+        carried = n * calls * size / seconds / 1e9
+        # A byte is copied twice on its way: into the store and out of it.
+        result[str(n)] = {"gbps": round(carried, 2), "share_of_memcpy": round(2 * carried / memory_gbps, 3)}
+    return result
+
+
+def over_tcp(repeats: int = REPEATS) -> dict[str, float]:
+    """The same batch from one warehouse to another over TCP, and a plain socket beside it."""
+    size = nbytes(big())
+    with DockServer(DockSetup(STAGES, memory_bytes=4 << 30), nodes=("a", "b")) as server:
+        writer, reader = Side(DockSide, server.address, "a"), Side(DockSide, server.address, "b")
+        raw, ours = [], []
+        sink = Side(RawReceiver)
+        port = sink.ask("listen")
+        source = Side(RawSender, port)
+        for i in range(repeats + 1):
+            writer.ask("put", "big", i)
+            ours_s = reader.ask("view", "big", i)
+            sink.tell("receive", size)
+            source.ask("send", size)
+            raw_s = sink.hear()
+            if i:
+                ours.append(ours_s)
+                raw.append(raw_s)
+        for side in (writer, reader, sink, source):
+            side.end()
+    gbps = {"dock_gbps": size / statistics.median(ours) / 1e9, "raw_gbps": size / statistics.median(raw) / 1e9}
+    return {name: round(v, 3) for name, v in gbps.items()} | {"share": round(gbps["dock_gbps"] / gbps["raw_gbps"], 3)}
+
+
+class RawReceiver:
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._connection: socket.socket | None = None
+        self._buffer = memoryview(bytearray(nbytes(big())))
+
+    def listen(self) -> int:
+        return int(self._listener.getsockname()[1])
+
+    def receive(self, size: int) -> float:
+        if self._connection is None:
+            self._connection = self._listener.accept()[0]
+            self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
+        view = self._buffer[:size]
+        started = None
+        while len(view):
+            n = self._connection.recv_into(view)
+            started = started or time.perf_counter()
+            view = view[n:]
+        assert started is not None
+        return time.perf_counter() - started
+
+
+class RawSender:
+    def __init__(self, port: int) -> None:
+        self._connection = socket.create_connection(("127.0.0.1", port))
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        self._data = memoryview(bytearray(nbytes(big())))
+
+    def send(self, size: int) -> None:
+        self._connection.sendall(self._data[:size])
+
+
+def peer(name: str, python: str) -> dict[str, Any]:
+    """In a process of its own; a peer that cannot be imported is named with what would install it."""
+    script = Path(__file__).with_name("dock_peers.py")
+    environment = {**os.environ, "RAY_DEDUP_LOGS": "0"}
+    try:
+        done = subprocess.run([python, str(script), name], capture_output=True, text=True, timeout=420, env=environment)
+    except subprocess.TimeoutExpired:
+        return {"error": "did not finish within 420 s"}
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+            return result
+    if "ModuleNotFoundError" in done.stderr or "ImportError" in done.stderr:
+        return {"error": "not installed", "install": INSTALL[name]}
+    return {"error": done.stderr[-400:]}
+
+
+def verdicts(result: dict[str, Any]) -> dict[str, Any]:
+    """The promises, each with what was measured for it; None where the peer did not run."""
+    other = result.get("transferqueue", {})
+
+    def times(ours: float, theirs: float | None) -> float | None:
+        return round(ours / theirs, 2) if theirs else None
+
+    return {
+        "put_share_of_memcpy (>= 0.6)": round(result["put_gbps"] / result["memcpy_gbps"], 3),
+        "put_times_transferqueue (>= 5)": times(result["put_gbps"], other.get("put_gbps")),
+        "get_copy_times_transferqueue (>= 10)": times(result["get_copy_gbps"], other.get("get_copy_gbps")),
+        "get_zero_copy_ms (< 0.5)": result["get_zero_copy_ms"],
+        "put_1_row_times_transferqueue (>= 10)": times(
+            result["rows_per_s"]["put"]["1"], other.get("rows_per_s", {}).get("put", {}).get("1")
+        ),
+        "get_1_row_times_transferqueue (>= 10)": times(
+            result["rows_per_s"]["get"]["1"], other.get("rows_per_s", {}).get("get", {}).get("1")
+        ),
+        "take_at_1m_over_1k (<= 1.5)": round(result["take_ms"]["1000000"] / result["take_ms"]["1000"], 3),
+        "starved_neighbour_ms (< 1)": result["starved_neighbour_ms"],
+        "tcp_share_of_raw_socket (>= 0.8)": result["tcp"]["share"],
+    }
+
+
+def run(options: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Options: peers (names), peer_python. Returns what `tidemill bench dock --json` prints."""
+    options = options or {}
+    names = options.get("peers")
+    names = list(INSTALL) if names is None else names
+    python = options.get("peer_python") or os.environ.get("TIDEMILL_PEER_PYTHON") or sys.executable
+    setup = DockSetup(STAGES, memory_bytes=4 << 30)
+    with DockServer(setup) as server:
+        result = carrying(server)
+    with DockServer(setup) as server:
+        hunger = starvation(server)
+        result["starved_neighbour_ms"], result["neighbour_alone_ms"] = hunger["added_ms"], hunger["alone_ms"]
+    with DockServer(setup) as server:
+        result["take_ms"] = tables(server)
+    result["pairs"] = pairs(result["memcpy_gbps"])
+    result["tcp"] = over_tcp()
+    for name in names:
+        result[name] = peer(name, python)
+    result["verdicts"] = verdicts(result)
+    result["machine"] = {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "kernel": platform.release(),
+    }
+    return result
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--peers", nargs="*", help=f"of: {', '.join(INSTALL)}; default all")
+    parser.add_argument("--peer-python", help="an interpreter that has the peers installed")
+    result = run(vars(parser.parse_args()))
+    print(json.dumps(result) if "--json" in sys.argv else json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

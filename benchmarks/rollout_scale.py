@@ -1,0 +1,116 @@
+"""How the native engine scales: tokens per second over sequences at once, and what a long queue costs a step."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import rollout as bench
+
+ABOUT = "the native engine with 1 to 512 sequences at once, and with 10,000 requests waiting"
+OPTIONS = {"shape": "auto", "device": "auto", "sequences": [1, 8, 64, 256, 512], "waiting": 10_000}
+PROMPT, RESPONSE = 64, 64
+SLOTS, STEPS = 64, 60  # of the queue's measurement
+
+
+def run(options: Mapping[str, Any]) -> dict[str, Any]:
+    device = bench._device(options["device"])
+    name = options["shape"] if options["shape"] != "auto" else "quickstart" if device == "cpu" else "1.5b"
+    if device == "cpu":
+        torch.set_num_threads(1)
+    model = bench._shape(name, device, PROMPT + RESPONSE).model()
+    repeats = int(options["repeats"])
+    rates = {str(n): throughput(model, n, device, repeats) for n in options["sequences"]}
+    values = list(rates.values())
+    return {
+        "shape": name,
+        "device": device,
+        "tokens_per_s": rates,
+        "is_monotone": all(a < b for a, b in pairwise(values)),
+        "queue": queue_cost(model, int(options["waiting"]), device),
+    }
+
+
+def _clock(device: str) -> float:
+    if device == "cpu":
+        return time.process_time()
+    torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def _engine(model: Any, slots: int, max_len: int) -> Any:
+    from tidemill.rollout.native.engine import NativeEngine
+
+    engine = NativeEngine(model, eos_ids=[], max_seqs=slots, max_len=max_len)
+    if engine.decoder is not None:
+        with torch.inference_mode():
+            engine.decoder.capture()
+    return engine
+
+
+def _ask(engine: Any, count: int, length: int, first_id: int = 0) -> None:
+    from tidemill.rollout.engine import Request, Sampling
+
+    rng = np.random.default_rng(first_id)
+    for i in range(count):
+        prompt = rng.integers(3, engine.vocab, PROMPT).tolist()
+        engine.submit(Request(first_id + i, prompt, Sampling(max_tokens=length)))
+
+
+def throughput(model: Any, sequences: int, device: str, repeats: int) -> float:
+    """Tokens per second of `sequences` at once, each with a prompt of its own; the median of some runs."""
+    engine = _engine(model, sequences, PROMPT + RESPONSE)
+    rates = []
+    for attempt in range(repeats + 1):  # the first warms up
+        _ask(engine, sequences, RESPONSE)
+        started, made = _clock(device), 0
+        while engine.has_work:
+            made += sum(len(completion.tokens) for completion in engine.step())
+        if attempt:
+            rates.append(made / (_clock(device) - started))
+    return float(np.median(rates))
+
+
+def queue_cost(model: Any, waiting: int, device: str) -> dict[str, float]:
+    """The median step with all slots taken and nobody waiting, and with `waiting` requests behind them."""
+    engine = _engine(model, SLOTS, PROMPT + 3 * STEPS)
+    _ask(engine, SLOTS, 3 * STEPS)
+    for _ in range(STEPS // 2):
+        engine.step()
+    alone = _median_step_ms(engine, device)
+    _ask(engine, waiting, RESPONSE, first_id=SLOTS)
+    behind = _median_step_ms(engine, device)
+    engine.pause()
+    return {"waiting": waiting, "step_ms": alone, "step_ms_with_queue": behind, "ratio": behind / alone}
+
+
+def _median_step_ms(engine: Any, device: str) -> float:
+    times = []
+    for _ in range(STEPS):
+        started = _clock(device)
+        engine.step()
+        times.append(_clock(device) - started)
+    return float(np.median(times) * 1e3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--repeats", type=int, default=3)
+    chosen = vars(parser.parse_args())
+    print(json.dumps(run({**OPTIONS, **chosen}), indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Captured work: what a function asks of the accelerator, recorded once and run again at no cost on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Graph:
+    """`work` reads and writes the same tensors at every replay; `result` is what it gave. Graphs that share a `pool`
+    share their scratch memory, so only one of them may run at a time."""
+
+    def __init__(self, work: Callable[[], Any], pool: Any = None) -> None:
+        module: Any = torch.get_device_module()
+        # Run once outside: kernels compile, libraries choose algorithms and allocate their workspaces.
+        side = module.Stream()
+        side.wait_stream(module.current_stream())
+        with module.stream(side):
+            work()
+        module.current_stream().wait_stream(side)
+        kind = getattr(module, "CUDAGraph", None) or module.NPUGraph
+        graph = kind()
+        with module.graph(graph, pool=pool):
+            self.result = work()
+        self.pool = graph.pool()
+        self.replay: Callable[[], None] = graph.replay

@@ -1,0 +1,62 @@
+"""What changes about the reference during a run: how strongly it holds the policy, and where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tidemill.algorithms.kl import adapted
+from tidemill.config import Config
+from tidemill.flow.stages import AdvantageWorker, ScoreWorker, Worker
+
+
+class ReferenceKeeper:
+    """Steers `kl.coef` towards `kl.target`, and moves the reference to the policy every `kl.reset_every` steps."""
+
+    def __init__(self, config: Config, advantage: AdvantageWorker | None, reference: ScoreWorker) -> None:
+        self.settings, self.train = config.algorithm.kl, config.train
+        self.advantage, self.reference = advantage, reference
+        self.coef = self.settings.coef
+
+    @staticmethod
+    def of(config: Config, stages: Sequence[Worker]) -> ReferenceKeeper | None:
+        """None when nothing about the reference changes."""
+        kl = config.algorithm.kl
+        reference = next((w for w in stages if isinstance(w, ScoreWorker) and w.name == "reference"), None)
+        if reference is None or (kl.target is None and not kl.reset_every):
+            return None
+        return ReferenceKeeper(config, next((w for w in stages if isinstance(w, AdvantageWorker)), None), reference)
+
+    def after_step(self, step: int, measured: dict[str, float], policy: Any) -> None:
+        kl = self.settings
+        if kl.target is not None and "kl" in measured:
+            samples = self.train.prompts_per_step * self.train.samples_per_prompt
+            self._hold(adapted(self.coef, measured["kl"], kl.target, kl.horizon, samples))
+            measured["kl_coef"] = self.coef
+        if kl.reset_every and step % kl.reset_every == 0:
+            with torch.no_grad():
+                for own, new in zip(self.reference.model.parameters(), policy.parameters()):
+                    own.copy_(new)
+
+    def _hold(self, coef: float) -> None:
+        self.coef = coef
+        if self.advantage is None:
+            return
+        config = self.advantage.config
+        kl = config.algorithm.kl.model_copy(update={"coef": coef})
+        self.advantage.config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl": kl})})
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """The reference's own weights are kept only if they move."""
+        named = self.reference.model.named_parameters() if self.settings.reset_every else ()
+        return {f"reference.{name}": p.detach() for name, p in named}, {"coef": self.coef}
+
+    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, float]) -> None:
+        self._hold(float(state["coef"]))
+        if self.settings.reset_every:
+            with torch.no_grad():
+                for name, p in self.reference.model.named_parameters():
+                    p.copy_(tensors[f"reference.{name}"])

@@ -1,0 +1,200 @@
+"""Decoding on an accelerator: one captured graph per batch size, from the latest token ids to the next ones.
+
+What a step needs that the host knows (slots, lengths, pages) goes over in one small copy; token ids never leave the
+device between steps. Results come back in the background, and the host prepares the next step meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tidemill.batch import Array
+from tidemill.device.graph import Graph
+from tidemill.rollout.native.cache import PageStore
+from tidemill.rollout.native.fused import FusedKernels, FusedRunner
+from tidemill.rollout.native.pending import Fetch
+from tidemill.rollout.native.sampling import Drawn
+
+# A batch is padded to the next of these; padding rows decode a dummy token into a page of their own.
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+BUCKET_STEP = 128  # beyond the last
+# Host buffers in turn: one being filled, one being copied, one being read.
+BUFFERS = 3
+CONTROL = 3  # rows of a control block before the page table: slot, length, position
+
+
+class SlotState:
+    """What drawing needs of each sequence, on the device; the last slot is for padding."""
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.temperature = torch.ones(slots + 1, device=device)
+        self.greedy = torch.zeros(slots + 1, dtype=torch.int32, device=device)
+        self.key = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self.latest = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+
+
+def _host_buffer(device: torch.device, *shape: int) -> Tensor:
+    """Memory that the device can copy to and from in the background."""
+    return torch.zeros(shape, dtype=torch.int32, pin_memory=device.type != "cpu")
+
+
+def _event(device: torch.device) -> torch.Event | None:
+    return None if device.type == "cpu" else torch.Event(device=device)
+
+
+class Bucket:
+    """The buffers of one batch size, and its graph once captured."""
+
+    def __init__(self, rows: int, pages: int, device: torch.device) -> None:
+        self.rows = rows
+        size = rows * (CONTROL + pages)
+        self.control = torch.zeros(size, dtype=torch.int32, device=device)
+        self.slot, self.length, self.position = self.control[: CONTROL * rows].view(CONTROL, rows)
+        self.table = self.control[CONTROL * rows :].view(rows, pages)
+        self.staging = [_host_buffer(device, size) for _ in range(BUFFERS)]
+        self.source = torch.arange(rows, dtype=torch.int32, device=device)
+        self.graph: Graph | None = None
+
+
+class _Context:
+    """Implements `models.attention.Context` for one token per row."""
+
+    def __init__(self, store: PageStore, kernels: FusedKernels, bucket: Bucket) -> None:
+        self.store, self.kernels, self.bucket = store, kernels, bucket
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        keys, values = self.store.layer(layer, k, v)
+        bucket = self.bucket
+        return self.kernels.attend(q, k, v, keys, values, bucket.table, bucket.length, scale, window, softcap)
+
+
+class GraphDecoder:
+    def __init__(self, runner: FusedRunner, store: PageStore, slots: Any, vocab: int) -> None:
+        self.runner, self.store, self.slots, self.vocab = runner, store, slots, vocab
+        self.kernels = runner.kernels
+        self.device = store.device
+        self.most = len(slots.active)
+        self.state = SlotState(self.most, self.device)
+        self.buckets: dict[int, Bucket] = {}
+        self._pool: Any = None
+        self._turn = 0
+        self._results = [(_host_buffer(self.device, 2, self.most), _event(self.device)) for _ in range(2 * BUFFERS)]
+
+    def capture(self) -> None:
+        """Capture every batch size now, the largest first, so that the others fit in its memory."""
+        sizes = sorted({self._size(n) for n in (*BUCKETS, *range(1, self.most + 1, BUCKET_STEP)) if n <= self.most})
+        for rows in sorted({*sizes, self._size(self.most)}, reverse=True):
+            self._bucket(rows)
+
+    def forget_graphs(self) -> None:
+        self.buckets.clear()
+        self._pool = None
+
+    @staticmethod
+    def _size(rows: int) -> int:
+        return next((b for b in BUCKETS if b >= rows), -(-rows // BUCKET_STEP) * BUCKET_STEP)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def seat(self, rows: Array) -> None:
+        """Slots with new tenants: take over how they draw."""
+        index = self._upload(rows)
+        self.state.temperature[index] = self._upload(self.slots.temperature[rows])
+        self.state.greedy[index] = self._upload(self.slots.greedy[rows].astype(np.int32))
+        self.state.key[index] = self._upload(self.slots.key[rows])
+
+    def decode(self, rows: Array, length: Array, position: Array, draw: Callable[[Tensor], Drawn] | None) -> Fetch:
+        """One token more for each slot of `rows`, of which each will then see `length` tokens. With `draw`, tokens are
+        drawn by it and the pass is not captured."""
+        bucket = self._bucket(self._size(len(rows)))
+        self._stage(bucket, rows, length, position)
+        if draw is not None:
+            return self._take(rows, draw(self._logits(bucket)[: len(rows)]))
+        assert bucket.graph is not None
+        bucket.graph.replay()
+        tokens, logprobs = bucket.graph.result
+        return self._fetch(tokens, logprobs, len(rows))
+
+    def begin(
+        self, rows: Array, logits: list[Tensor], position: Array, draw: Callable[[Tensor], Drawn] | None
+    ) -> Fetch:
+        """The first token of each slot, from the logits after its prompt (one tensor object per prompt)."""
+        place: dict[int, int] = {}
+        source = np.array([place.setdefault(id(row), len(place)) for row in logits], np.int32)
+        unique = torch.stack(list({id(row): row for row in logits}.values()))
+        if draw is not None:
+            return self._take(rows, draw(unique[self._upload(source).long()]))
+        slot, at = self._upload(rows.astype(np.int32)), self._upload(position.astype(np.int32))
+        return self._fetch(*self.kernels.draw(unique, self._upload(source), slot, at, self.state), len(rows))
+
+    def _stage(self, bucket: Bucket, rows: Array, length: Array, position: Array) -> None:
+        n, size = len(rows), bucket.rows
+        host = bucket.staging[self._turn % BUFFERS]
+        self._turn += 1
+        block = host.numpy()
+        control = block[: CONTROL * size].reshape(CONTROL, size)
+        control[0, :n], control[0, n:] = rows, self.most
+        control[1, :n], control[1, n:] = length, 1
+        control[2, :n] = position
+        table = block[CONTROL * size :].reshape(size, -1)
+        table[:n] = self.slots.table[rows]
+        table[n:] = self.store.pages - 1  # the padding's own page
+        bucket.control.copy_(host, non_blocking=True)
+
+    def _take(self, rows: Array, drawn: Drawn) -> Fetch:
+        """Tokens drawn outside the graph: remember them as the latest."""
+        self.state.latest[self._upload(rows)] = drawn.tokens
+
+        def fetch() -> tuple[Array, Array, Array | None]:
+            kept = None if drawn.kept is None else drawn.kept.cpu().numpy()
+            return drawn.tokens.cpu().numpy(), drawn.logprobs.cpu().numpy(), kept
+
+        return fetch
+
+    def _fetch(self, tokens: Tensor, logprobs: Tensor, n: int) -> Fetch:
+        """Start the way back of tokens and log-probabilities, in one buffer as raw 32-bit words."""
+        host, event = self._results[0]
+        self._results.append(self._results.pop(0))
+        host[0, :n].copy_(tokens[:n], non_blocking=True)
+        host[1, :n].copy_(logprobs[:n].view(torch.int32), non_blocking=True)
+        if event is not None:
+            event.record()
+
+        def fetch() -> tuple[Array, Array, Array | None]:
+            if event is not None:
+                event.synchronize()
+            words = host.numpy()
+            return words[0, :n].astype(np.int64), words[1, :n].view(np.float32).copy(), None
+
+        return fetch
+
+    def _upload(self, array: Array) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+    # -- capture -------------------------------------------------------------------------------------------------
+
+    def _bucket(self, rows: int) -> Bucket:
+        bucket = self.buckets.get(rows)
+        if bucket is None:
+            bucket = self.buckets[rows] = Bucket(rows, self.slots.table.shape[1], self.device)
+            none = np.zeros(0, np.int64)
+            self._stage(bucket, none, none, none)  # all padding
+            bucket.graph = Graph(lambda: self._step(bucket), self._pool)
+            self._pool = bucket.graph.pool
+        return bucket
+
+    def _logits(self, bucket: Bucket) -> Tensor:
+        ids = self.state.latest[bucket.slot.long()]
+        context = _Context(self.store, self.kernels, bucket)
+        return self.runner.forward(ids, (bucket.length - 1).long(), context, None)
+
+    def _step(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        logits = self._logits(bucket)
+        return self.kernels.draw(logits, bucket.source, bucket.slot, bucket.position, self.state)

@@ -1,0 +1,293 @@
+"""vLLM behind the rollout interface: generation, log-probabilities, weights loaded in place, sleep, pause and resume.
+
+Only vLLM's public API and a worker extension are used. Every sample is a vLLM request of its own, so that it can be
+paused, limited and cancelled alone; prefix caching reads a group's prompt once. After each load a short text is scored
+by both sides, because a load that went wrong gives no error by itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tidemill.errors import ModelError
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, Sampling, token_limit
+from tidemill.rollout.hf import _plain
+from tidemill.rollout.mismatch import Mismatch, measure
+from tidemill.rollout.native.check import Limits, find_problem
+from tidemill.rollout.native.sampling import is_steered, is_truncated
+
+# Mean gap of log-probabilities after a load. bfloat16 alone makes hundredths; a stale output layer whole nats.
+PARITY_NATS = 0.15
+PROBE_TOKENS = 48
+EXTENSION = "tidemill.rollout.vllm_worker.WeightLoader"
+
+
+class VLLMEngine:
+    """Implements `RolloutEngine` over an `LLM` whose engine lives in this process; `start` makes one. `model` is the
+    learner's: the source of weights where `load` is given none, and what a load is checked against."""
+
+    def __init__(
+        self,
+        llm: Any,
+        make_params: Callable[..., Any],
+        model: Any,
+        *,
+        eos_ids: Sequence[int],
+        max_len: int,
+        tokenizer: Any = None,
+        sleep_level: int = 1,
+    ) -> None:
+        self.llm, self.model, self.tokenizer = llm, model, tokenizer
+        self.engine = llm.llm_engine
+        self.eos_ids = list(eos_ids)
+        self.max_len = max_len
+        self.sleep_level = sleep_level
+        self.version = 0
+        self.parity: Mismatch | None = None  # of the latest load
+        vocab = int(model.get_output_embeddings().weight.shape[0])
+        self.limits = Limits(vocab, max_len, 1 << 62, tokenizer is not None)
+        self._make_params = make_params
+        self._running: dict[str, Partial] = {}
+        self._done: list[Completion] = []
+        self._asleep: list[Partial] = []
+        self._names = 0
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        problem = find_problem(request, self.limits) or _unsupported(request.sampling)
+        for index in range(max(request.n, 1)):
+            if problem:
+                self._done.append(Completion(request, index, [], [], [], "error", problem))
+            else:
+                self._start(Partial(request, index, [], [], []))
+
+    def _start(self, sample: Partial) -> None:
+        request = sample.request
+        context = [*request.prompt, *sample.tokens]
+        left = min(token_limit(request, sample.index) - len(sample.tokens), self.max_len - len(context))
+        if left < 1:
+            self._done.append(_completion(sample, "length"))
+            return
+        self._names += 1
+        name = f"{request.id}/{sample.index}/{self._names}"
+        self._running[name] = sample
+        params = self._make_params(**params_of(request.sampling, left, self.eos_ids))
+        self.engine.add_request(name, {"prompt_token_ids": context}, params)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._done or self._running)
+
+    def step(self) -> list[Completion]:
+        if self._running:
+            self._absorb(self.engine.step())
+        done, self._done = self._done, []
+        for completion in done:
+            if completion.request.on_done is not None:
+                completion.request.on_done(completion)
+        return done
+
+    def _absorb(self, outputs: Iterable[Any]) -> None:
+        """Write new tokens down; what ended goes to `_done`."""
+        stopped = []
+        for output in outputs:
+            sample = self._running.get(output.request_id)
+            if sample is None:  # aborted while it was on its way
+                continue
+            made = output.outputs[0]
+            sample.tokens += made.token_ids
+            sample.logprobs += [chosen[token].logprob for token, chosen in zip(made.token_ids, made.logprobs or ())]
+            sample.versions += [self.version] * len(made.token_ids)
+            finish = _finish(made.finish_reason)
+            if finish is None and self._stops(sample):
+                stopped.append(output.request_id)
+                finish = "stop"
+            if finish is not None:
+                self._end(output.request_id, finish)
+        if stopped:
+            self.engine.abort_request(stopped)
+
+    def _end(self, name: str, finish: Finish) -> None:
+        sample = self._running.pop(name)
+        if not np.isfinite(sample.logprobs).all():
+            self._done.append(_completion(sample, "error", "the model gave logits that are not numbers"))
+        else:
+            self._done.append(_completion(sample, finish))
+
+    def _stops(self, sample: Partial) -> bool:
+        stops = sample.request.sampling.stop_strings
+        if not stops:
+            return False
+        # A stop string of c bytes lies within the last c tokens, plus one that may end inside a character.
+        reach = max(len(stop.encode()) for stop in stops) + 1
+        text = self.tokenizer.decode(sample.tokens[-reach:])
+        return any(stop in text for stop in stops)
+
+    # -- control -------------------------------------------------------------------------------------------------
+
+    def pause(self) -> list[Partial]:
+        partials = list(self._running.values())
+        if self._running:
+            self.engine.abort_request(list(self._running))
+        self._running.clear()
+        return partials
+
+    def resume(self, partials: Sequence[Partial]) -> None:
+        for sample in partials:
+            self._start(sample)
+
+    def cancel(self, request_id: int) -> None:
+        names = [name for name, sample in self._running.items() if sample.request.id == request_id]
+        if names:
+            self.engine.abort_request(names)
+        for name in names:
+            self._done.append(_completion(self._running.pop(name), "cancelled"))
+
+    def load(self, weights: Any, version: int) -> None:
+        """Copy weights (Hugging Face names; None: the learner's as they are) into the ones that serve, and check.
+        Running samples keep their keys and values; what prefix caching remembers is forgotten."""
+        named = list(self.model.named_parameters() if weights is None else _pairs(weights))
+        self.engine.collective_rpc("tidemill_load", args=(named,))
+        self.engine.reset_prefix_cache()
+        self.version = version
+        self._check()
+
+    def sleep(self) -> None:
+        """Give memory back; what was running is read again after `wake`. At level 2 the weights go too, and `load` must
+        come before the next token."""
+        self._asleep += self.pause()
+        self.llm.sleep(level=self.sleep_level)
+
+    def wake(self) -> None:
+        self.llm.wake_up()
+        if self.sleep_level == 2:
+            self.load(None, self.version)
+        asleep, self._asleep = self._asleep, []
+        self.resume(asleep)
+
+    # -- parity --------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Score one text on both sides."""
+        length = min(PROBE_TOKENS, self.max_len - 1)
+        probe = np.random.default_rng(0).integers(0, self.limits.vocab, length).tolist()
+        self.parity = measure(self._score(probe), _score_plainly(self.model, probe))
+        if not self.parity.mean < PARITY_NATS:
+            raise ModelError(
+                f"after loading weights, vLLM's log-probabilities are {self.parity.mean:.2f} nats from the learner's "
+                f"on average (at most {PARITY_NATS} are rounding)",
+                "a weight may have kept its old value, such as a tied output layer; use rollout.engine=native, or a "
+                "vLLM version whose in-place load refreshes it",
+            )
+
+    def _score(self, tokens: list[int]) -> np.ndarray:
+        """vLLM's log-probability of each token after the first. Others that run go on meanwhile."""
+        self._names += 1
+        name = f"probe/{self._names}"
+        params = self._make_params(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        self.engine.add_request(name, {"prompt_token_ids": tokens}, params)
+        while True:
+            outputs = self.engine.step()
+            self._absorb(output for output in outputs if output.request_id != name)
+            for output in outputs:
+                if output.request_id == name and output.finished:
+                    scored = zip(tokens[1:], output.prompt_logprobs[1:])
+                    return np.array([chosen[token].logprob for token, chosen in scored], np.float32)
+
+
+def start(
+    model: Any, *, eos_ids: Sequence[int], max_len: int, max_seqs: int, tokenizer: Any = None,
+    memory_share: float = 0.5, sleep_level: int = 1, **options: Any,
+) -> VLLMEngine:  # fmt: skip
+    """vLLM with the learner's model: made with random weights of its shape, then loaded from it. `options` go to
+    `vllm.LLM` as they are."""
+    # In this process, so that weights are handed over and not sent.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    try:
+        from vllm import LLM, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+    except ImportError as error:
+        raise ModelError(f"rollout.engine=vllm needs vLLM: {error}", "pip install vllm, or use native") from None
+
+    def make_params(**how: Any) -> Any:
+        return SamplingParams(output_kind=RequestOutputKind.DELTA, **how)
+
+    parameter = next(model.parameters())
+    llm = LLM(
+        _config_folder(model), load_format="dummy", skip_tokenizer_init=True,
+        dtype=str(parameter.dtype).removeprefix("torch."), max_model_len=max_len, max_num_seqs=max_seqs,
+        gpu_memory_utilization=memory_share, generation_config="vllm", logprobs_mode="processed_logprobs",
+        worker_extension_cls=EXTENSION, enable_sleep_mode=parameter.device.type != "cpu", disable_log_stats=True,
+        **options,
+    )  # fmt: skip
+    engine = VLLMEngine(
+        llm, make_params, model, eos_ids=eos_ids, max_len=max_len, tokenizer=tokenizer, sleep_level=sleep_level
+    )
+    engine.load(None, 0)
+    return engine
+
+
+def _config_folder(model: Any) -> str:
+    """vLLM reads a model's shape from a folder, and again whenever it likes: it stays until the process ends."""
+    folder = tempfile.mkdtemp(prefix="tidemill-vllm-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    return folder
+
+
+def params_of(how: Sampling, left: int, eos_ids: Sequence[int]) -> dict[str, Any]:
+    """A sample's settings in vLLM's words. End tokens are named, so that one rule holds for all of them."""
+    ends = {*how.stop_tokens, *(() if how.ignore_eos else eos_ids)}
+    return {
+        "temperature": how.temperature,
+        "max_tokens": left,
+        "ignore_eos": True,
+        "stop_token_ids": sorted(ends),
+        "logprobs": 0,
+        "detokenize": False,
+    }
+
+
+def _unsupported(how: Sampling) -> str | None:
+    if is_truncated(how) or is_steered(how):
+        return (
+            "vLLM gives log-probabilities of what it drew from, after top_p, top_k, min_p, penalties and bias, and not "
+            "the mass that was kept; use rollout.engine=native for these"
+        )
+    return None
+
+
+def _pairs(weights: Any) -> Iterable[tuple[str, Tensor]]:
+    return weights.items() if hasattr(weights, "items") else weights
+
+
+def _finish(reason: str | None) -> Finish | None:
+    if reason is None:
+        return None
+    return "stop" if reason == "stop" else "length" if reason == "length" else "error"
+
+
+@torch.no_grad()
+def _score_plainly(model: Any, tokens: list[int]) -> np.ndarray:
+    ids = torch.tensor([tokens], device=next(model.parameters()).device)
+    with _plain(model):
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    scored: np.ndarray = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
+    return scored
+
+
+def _completion(s: Partial, finish: Finish, error: str | None = None) -> Completion:
+    return Completion(s.request, s.index, s.tokens, s.logprobs, s.versions, finish, error, s.kept)

@@ -1,0 +1,33 @@
+"""What runs inside a vLLM worker: the one call that vLLM's own interface lacks, added by its `worker_extension_cls`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class WeightLoader:
+    """Becomes a base class of vLLM's worker, so names here must not be names there."""
+
+    device: Any
+    model_runner: Any
+
+    def tidemill_load(self, named: Iterable[tuple[str, Tensor]]) -> int:
+        """Take tensors with their Hugging Face names into the weights that serve now; how many parameters changed.
+
+        Through vLLM's reload and not the module's `load_weights` alone: a weight that was packed or copied after
+        loading (a tied output layer on a CPU) would keep its old value without any error."""
+        count = 0
+
+        def counted() -> Iterable[tuple[str, Tensor]]:
+            nonlocal count
+            for name, tensor in named:
+                count += 1
+                yield name, tensor.detach()
+
+        with torch.no_grad(), torch.device(self.device):
+            self.model_runner.reload_weights(weights_iterator=counted())
+        return count

@@ -1,0 +1,160 @@
+"""Parts die; samples do not. Targeted cases here, and a short run of the random ones."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_dock_local import STAGES, prompts, rewards, rollout, run_stage
+from test_dock_remote import LEARN, rows
+
+from tidemill.batch import Batch
+from tidemill.dock import LeaseExpired, Want
+from tidemill.dock import chunk as chunks
+from tidemill.dock.client import RemoteDock
+from tidemill.dock.records import split
+from tidemill.dock.server import DockServer
+from tidemill.dock.setup import DockSetup
+from tidemill.graph import Stage
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def lose_warehouse(server, name):
+    """The process and its bytes, as when the node dies."""
+    hello = server.wait_announced(name)
+    shutil.rmtree(hello.arena)
+    os.kill(server.warehouses[name].pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while server.find(name) in (None, hello.warehouse):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _take_and_wait(address, taken):
+    lease = RemoteDock(address).take("learn", Want(rows=2), wait=10)
+    taken.put(lease.batch.values("id").tolist())
+    signal.pause()
+
+
+def test_rows_of_a_consumer_that_dies_come_back(tmp_path):
+    with DockServer(DockSetup(LEARN, lease_s=1.0), tmp_path) as server:
+        dock = server.connect()
+        dock.put(rows([1, 2]))
+        taken = SPAWN.Queue()
+        consumer = SPAWN.Process(target=_take_and_wait, args=(server.address, taken), daemon=True)
+        consumer.start()
+        assert taken.get(timeout=30) == [1, 2]
+        os.kill(consumer.pid, signal.SIGKILL)
+        lease = dock.take("learn", Want(rows=2, at_least=2), wait=10)
+        assert lease.batch.values("id").tolist() == [1, 2] and dock.state().expired == 1
+        dock.close()
+
+
+def _write_half(address, written):
+    dock = RemoteDock(address)
+    _, stored = split(rows([1]), ("x",), "reward")
+    plan = chunks.plan(stored)
+    reservation = dock._node.reserve(plan.nbytes)
+    reservation.target[: plan.nbytes // 2] = 1
+    written.set()
+    signal.pause()
+
+
+def test_nothing_is_seen_of_a_put_whose_producer_died_half_way_and_its_memory_comes_back(tmp_path):
+    with DockServer(DockSetup(LEARN), tmp_path) as server:
+        dock = server.connect()
+        written = SPAWN.Event()
+        producer = SPAWN.Process(target=_write_half, args=(server.address, written), daemon=True)
+        producer.start()
+        assert written.wait(30)
+        os.kill(producer.pid, signal.SIGKILL)
+        producer.join()
+        assert dock.state().rows == 0
+        deadline = time.monotonic() + 60
+        while dock.figures()["warehouses"]["node0"]["busy_bytes"] > 0:
+            assert time.monotonic() < deadline, "the dead writer's segment stays lent"
+            time.sleep(0.05)
+        dock.put(rows([1]))
+        assert dock.take("learn", Want(rows=1)).batch.values("x")[0, 0] == 1
+        dock.close()
+
+
+def test_a_restarted_ledger_knows_everything_but_the_leases(tmp_path):
+    with DockServer(DockSetup(STAGES, source=("prompt",)), tmp_path) as server:
+        dock = server.connect()
+        dock.put(prompts(range(8)))
+        run_stage(dock, "rollout", rollout, rows=6)
+        run_stage(dock, "reward", rewards, rows=4)
+        lease = dock.take("reward", Want(rows=2))
+        started = time.monotonic()
+        os.kill(server.ledger.pid, signal.SIGKILL)
+        state = dock.state()  # the client finds its way back by itself
+        assert time.monotonic() - started < 20  # under two seconds on a machine of its own: the soak measures it
+        assert {name: (c.ready, c.done) for name, c in state.stages.items()} == {
+            "rollout": (2, 6), "reward": (2, 4), "advantage": (4, 0), "learn": (0, 0),
+        }  # fmt: skip
+        with pytest.raises(LeaseExpired):
+            lease.commit(rewards(lease.batch))
+        assert list(dock.take("reward", Want(rows=9)).batch["tokens"])[1].tolist() == [5]
+        dock.put(prompts(range(8)))
+        assert dock.state().rows == 8
+        dock.close()
+
+
+def test_a_warehouse_process_that_dies_leaves_its_bytes_to_the_next(tmp_path):
+    with DockServer(DockSetup(LEARN), tmp_path) as server:
+        dock = server.connect()
+        dock.put(rows([1, 2, 3]))
+        os.kill(server.warehouses["node0"].pid, signal.SIGKILL)
+        dock.put(rows([4], values=1 << 20))
+        assert dock.take("learn", Want(rows=3)).batch.values("x")[:, 0].tolist() == [1, 2, 3]
+        assert dock.take("learn", Want(rows=1)).batch.values("x")[0, -1] == 4
+        assert dock.state().lost == 0
+        dock.close()
+
+
+def test_a_lost_warehouse_is_replaced_by_its_replica(tmp_path):
+    with DockServer(DockSetup(LEARN, replicas=1), tmp_path, nodes=("a", "b")) as server:
+        dock = server.connect("a")
+        for i in range(10):
+            dock.put(rows([i]))
+        lose_warehouse(server, "a")
+        for i in range(10):
+            lease = dock.take("learn", Want(rows=1), wait=60)
+            assert lease.batch.values("x")[0, 0] == i
+            lease.commit()
+        figures = dock.figures()
+        assert (figures["lost"], figures["ended"], figures["short_of_copies"]) == (0, 10, 0)
+        dock.close()
+
+
+def test_without_a_replica_outputs_are_made_again_and_lost_sources_are_asked_for(tmp_path):
+    stages = (Stage("double", "w", ("x",), ("y",)), Stage("learn", "w", ("x", "y")))
+    with DockServer(DockSetup(stages), tmp_path, nodes=("a", "b")) as server:
+        source, worker = server.connect("a"), server.connect("b")
+        source.put(rows([1, 2]))
+        lease = worker.take("double", Want(rows=1))
+        lease.commit(Batch({"y": lease.batch.values("x") * 2}))
+        lose_warehouse(server, "b")  # with the output of row 1
+        state = source.state()
+        assert (state.stages["double"].ready, state.stages["learn"].ready) == (2, 0)
+        lose_warehouse(server, "a")  # with what was put
+        assert sorted(source.missing()) == [1, 2] and source.state().rows == 0
+        source.put(rows([1, 2]))
+        assert source.take("double", Want(rows=2), wait=5).batch.values("x")[:, 0].tolist() == [1, 2]
+        source.close()
+        worker.close()
+
+
+def test_random_kills_lose_nothing_and_double_nothing():
+    import dock_faults
+
+    result = dock_faults.run({"kills": 12, "seed": int(os.environ.get("FAULT_SEED", "3"))})
+    assert result["rows"] > 0 and result["kills"] == 12
+    assert (result["lost"], result["doubled"], result["wrong"]) == (0, 0, 0), result

@@ -1,0 +1,61 @@
+import pytest
+
+from tidemill.observe.health import signs, warnings
+
+FINE = {
+    "equal_reward_groups": 0.2,
+    "accuracy": 0.5,
+    "reward": 0.5,
+    "truncated_share": 0.02,
+    "entropy": 0.8,
+    "old_kl": 0.001,
+    "clip_share_low": 0.01,
+    "clip_share_high": 0.01,
+    "ratio_max": 1.5,
+    "gap_mean": 1e-4,
+    "kl": 0.01,
+    "response_tokens": 100.0,
+    "skipped_updates": 0.0,
+    "critic/explained_variance": 0.5,
+}
+
+
+def test_a_healthy_run_gets_no_warning() -> None:
+    assert warnings([FINE] * 30) == []
+    assert warnings([]) == []
+
+
+@pytest.mark.parametrize(
+    ("sign", "change", "words"),
+    [
+        ("equal_groups", {"equal_reward_groups": 0.62}, "62% of groups have equal rewards"),
+        ("equal_groups", {"equal_reward_groups": 0.7, "accuracy": 0.95}, "solved already"),
+        ("truncation", {"truncated_share": 0.4}, "40% of responses are cut off"),
+        ("entropy", {"entropy": 0.02}, "Entropy has fallen from 0.8 to 0.02"),
+        ("old_kl", {"old_kl": 0.3}, "0.3 nats per token"),
+        ("clipping", {"clip_share_low": 0.2, "clip_share_high": 0.2}, "40% of tokens are clipped"),
+        ("ratio", {"ratio_max": 55.0}, "55 times as likely"),
+        ("gap", {"gap_mean": 0.05}, "old_logprobs=recompute"),
+        ("kl", {"kl": 3.0}, "3 nats per token away"),
+        ("reward_errors", {"reward_errors": 2.0}, "10 rewards failed in the last 5 steps"),
+        ("length", {"response_tokens": 300.0}, "from 100 to 300 tokens"),
+        ("skipped", {"skipped_updates": 2.0}, "2 updates were skipped"),
+        ("critic", {"critic/explained_variance": -0.2}, "explains nothing"),
+        ("repetition", {"repetition": 0.5}, "50% of word sequences repeat"),
+    ],
+)
+def test_each_sign_is_told_in_words_with_a_remedy(sign, change, words) -> None:
+    (found,) = signs([FINE] * 20 + [{**FINE, **change}] * 5)
+    assert found.sign == sign
+    assert words in found.sentence
+    assert "Try" in found.sentence or "Mend" in found.sentence
+
+
+def test_one_odd_step_is_no_alarm() -> None:
+    assert warnings([*[FINE] * 20, {**FINE, "truncated_share": 0.5, "entropy": 0.1}]) == []
+
+
+def test_a_run_that_never_earns_anything_is_told() -> None:
+    steps = [{"reward": 0.0, "accuracy": 0.0}] * 20
+    assert any("No response has earned any reward" in w for w in warnings(steps))
+    assert not any("No response" in w for w in warnings(steps[:10]))

@@ -1,0 +1,159 @@
+"""Decoding ahead of the host gives what decoding in step gives. Without a device, torch operations stand for the
+kernels (which have their own tests) and a replay runs the captured work again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.rollout.tiny import VOCAB, roll, tiny_model
+from torch import Tensor
+
+from tidemill.rollout.engine import Completion, Request, Sampling
+from tidemill.rollout.native import graphs
+from tidemill.rollout.native.attention import causal_attention
+from tidemill.rollout.native.engine import NativeEngine
+from tidemill.rollout.native.fused import FusedRunner
+from tidemill.rollout.native.sampling import Draw, draw
+
+HAS_DEVICE = torch.accelerator.is_available()
+DEVICE = torch.accelerator.current_accelerator() if HAS_DEVICE else torch.device("cpu")
+
+
+class TorchKernels:
+    """Implements `fused.FusedKernels`, row by row."""
+
+    def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def rotate(
+        self, x: Tensor, heads: tuple[int, int], norms: Any, cos: Tensor, sin: Tensor, position: Tensor, eps: float
+    ) -> None:
+        dim = cos.shape[-1]
+        split = x.view(len(x), -1, dim)
+        for i, part in enumerate(split.split((*heads, split.shape[1] - sum(heads)), 1)[:2]):
+            normed = part if norms is None else self.rms(part, norms[i], eps)
+            part.copy_(normed * cos[position] + normed.roll(dim // 2, -1) * sin[position])
+
+    def gate(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, 1)
+        return F.silu(gate) * up
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: Tensor,
+        scale: float, window: int | None, softcap: float | None,
+    ) -> Tensor:  # fmt: skip
+        out = q.new_empty(*q.shape[:2], v.shape[-1])
+        page = keys.shape[-1]
+        for row, n in enumerate(length.tolist()):
+            held = table[row, : -(-n // page)].long()
+            keys[held[-1], :, :, (n - 1) % page] = k[row]
+            values[held[-1], :, (n - 1) % page] = v[row]
+            all_k = keys[held].permute(1, 0, 3, 2).flatten(1, 2)[:, :n]
+            all_v = values[held].permute(1, 0, 2, 3).flatten(1, 2)[:, :n]
+            seen = causal_attention(q[row, None, :, None], all_k[None], all_v[None], n - 1, scale, window, softcap)
+            out[row] = seen[0, :, 0]
+        return out
+
+    def draw(self, logits: Tensor, source: Tensor, slot: Tensor, position: Tensor, state: Any) -> tuple[Tensor, Tensor]:
+        at = slot.long()
+        how = Draw(state.key[at], position.long(), state.temperature[at], state.greedy[at].bool())
+        drawn = draw(logits[source.long()], how)
+        state.latest[at] = drawn.tokens
+        return drawn.tokens.int(), drawn.logprobs
+
+
+class AgainEachTime:
+    """Stands for a graph where there is no device: the result's tensors are filled anew by every replay."""
+
+    pool = None
+
+    def __init__(self, work: Callable[[], Any], pool: Any = None) -> None:
+        self.work = work
+        self.result = work()
+
+    def replay(self) -> None:
+        for held, fresh in zip(self.result, self.work()):
+            held.copy_(fresh)
+
+
+def ahead(monkeypatch: pytest.MonkeyPatch, model: Any, **options: Any) -> NativeEngine:
+    engine = NativeEngine(model, max_seqs=6, max_len=64, page_size=16, step_tokens=40, **options)
+    if not HAS_DEVICE:
+        monkeypatch.setattr(graphs, "Graph", AgainEachTime)
+        engine.kernels = None
+        engine.runner = FusedRunner(model, 64, TorchKernels())
+        engine.decoder = graphs.GraphDecoder(engine.runner, engine.store, engine.scheduler.slots, engine.vocab)
+    assert engine.decoder is not None
+    return engine
+
+
+def asked(count: int, **how: Any) -> list[Request]:
+    rng = np.random.default_rng(0)
+    options = {"max_tokens": 9, **how}
+    return [Request(i, rng.integers(3, VOCAB, 2 + 7 * i).tolist(), Sampling(**options), n=2) for i in range(count)]
+
+
+def tokens(done: dict[tuple[int, int], Completion]) -> dict[tuple[int, int], list[int]]:
+    return {key: completion.tokens for key, completion in done.items()}
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen2-window"])
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.0}, {"top_k": 5}, {"repetition_penalty": 1.5}], ids=str)
+def test_ahead_and_in_step_make_the_same_samples(
+    monkeypatch: pytest.MonkeyPatch, name: str, how: dict[str, Any]
+) -> None:
+    model = tiny_model(name).to(DEVICE)
+    wanted = roll(NativeEngine(model, eos_ids=range(2, 12), max_len=64, plain=True), asked(4, **how))
+    engine = ahead(monkeypatch, model, eos_ids=range(2, 12))
+    made = roll(engine, asked(4, **how))
+    assert tokens(made) == tokens(wanted)
+    assert {c.finish for c in made.values()} == {"stop", "length"}
+    for key, completion in made.items():
+        np.testing.assert_allclose(completion.logprobs, wanted[key].logprobs, atol=5e-3 if HAS_DEVICE else 1e-4)
+    assert engine.pool.used == 0 and len(engine.scheduler.free_slots) == 6
+
+
+def test_joined_projections_follow_the_learner_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen3").to(DEVICE)
+    engine = ahead(monkeypatch, model, eos_ids=[])
+    before = tokens(roll(engine, asked(2)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    engine.load(None, 1)
+    after = tokens(roll(engine, asked(2)))
+    assert after != before
+    assert after == tokens(roll(NativeEngine(model, eos_ids=[], max_len=64, plain=True), asked(2)))
+    again = FusedRunner(model, 64, TorchKernels())  # a second engine joins nothing anew
+    assert again.layers[0].qkv[0].data_ptr() == engine.runner.layers[0].qkv[0].data_ptr()  # type: ignore[attr-defined]
+
+
+def test_pausing_loses_no_token_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen3").to(DEVICE)
+    wanted = tokens(roll(NativeEngine(model, eos_ids=[2], max_len=64, plain=True), asked(4)))
+    engine = ahead(monkeypatch, model, eos_ids=[2])
+    for request in asked(4):
+        engine.submit(request)
+    done: dict[tuple[int, int], Completion] = {}
+    for version in range(1, 5):
+        for completion in engine.step() + engine.step():
+            done[completion.request.id, completion.index] = completion
+        partials = engine.pause()
+        engine.load(None, version)
+        engine.resume(partials)
+    done |= roll(engine, [])
+    assert tokens(done) == wanted
+
+
+def test_preempted_sequences_make_the_same_tokens_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen3").to(DEVICE)
+    requests = asked(4, max_tokens=30)
+    wanted = tokens(roll(NativeEngine(model, eos_ids=[2], max_len=64, plain=True), requests))
+    tight = ahead(monkeypatch, model, eos_ids=[2], cache_tokens=144)
+    assert tokens(roll(tight, requests)) == wanted
+    assert tight.scheduler.preemptions > 0
