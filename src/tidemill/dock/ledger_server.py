@@ -82,7 +82,7 @@ class LedgerServer:
 
     def run(self) -> None:
         poller = zmq.Poller()
-        for socket in (self._socket, self._doorkeeper.socket, self._gate.socket):
+        for socket in (self._socket, self._doorkeeper.socket):
             poller.register(socket, zmq.POLLIN)
         ticked = 0.0
         while not self.is_stopping:
@@ -90,7 +90,6 @@ class LedgerServer:
             if self._doorkeeper.socket in events:
                 self._doorkeeper.answer()
             now = time.monotonic()
-            self._gate.watch(now)
             if self._socket in events:
                 self._receive(now)
             if now - ticked >= TICK_S:
@@ -167,6 +166,7 @@ class LedgerServer:
             self._journal.rotate(self._snapshot())
 
     def _tick(self, now: float) -> None:
+        self._gate.watch(now)
         self._ledger.expire(now)
         self._waiters.expire(now)
         while self._parked_puts and any(p.deadline <= now for p in self._parked_puts):
