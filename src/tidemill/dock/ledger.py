@@ -409,6 +409,8 @@ class Ledger:
         for key in self.rows.group[slots].tolist():
             self.groups[key].ready[c.group_index] += 1
             self._queue_if_complete(c, key)
+        if self.groups.has_unsized:  # who waits is told that it waits for nothing
+            self.touched.add(c.stage.name)
 
     def _queue_if_complete(self, c: Controller, key: int, front: bool = False) -> None:
         group = self.groups[key]
