@@ -288,6 +288,7 @@ def run(options: dict[str, Any] | None = None) -> dict[str, Any]:
         "kills": kills,
         **counted,
         "recovery_s_max": round(max(every, default=0.0), 3),
+        "recoveries_over_2_s": sum(s > 2 for s in every),
         "recovery_s_median": round(statistics.median(every), 3) if every else 0.0,
         "recovery_s": {
             kind: {"kills": len(v), "median": round(statistics.median(v), 3), "max": round(max(v), 3)}

@@ -256,6 +256,25 @@ def test_a_take_that_waits_is_woken_when_a_lease_runs_out():
     assert dock.take("rollout", Want(rows=2), wait=10).batch.rows == 2
 
 
+def test_a_waiter_whose_want_turns_out_wrong_hears_of_it_and_not_the_producer():
+    dock = LocalDock(STAGES[2:3])
+    heard = []
+
+    def wait():
+        try:
+            dock.take("advantage", Want(groups=1), wait=30)
+        except DockError as error:
+            heard.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not dock.state().stages["advantage"].waiting:
+        pass
+    dock.put(Batch({"id": np.array([0]), "group": np.array([0]), "reward": np.zeros(1, np.float32)}))
+    thread.join(10)
+    assert "how many rows a group has" in heard[0] and dock.state().rows == 1
+
+
 def test_a_full_dock_makes_the_producer_wait():
     dock = LocalDock((Stage("learn", "actor", ("x",)),), max_rows=2)
 

@@ -8,7 +8,7 @@ import pytest
 from tests.dock.test_dock_local import STAGES, advantages, prompts, rewards, rollout, run_stage
 
 from tidemill.batch import Batch
-from tidemill.dock import LeaseExpired, Want
+from tidemill.dock import LeaseExpired, Want, join
 from tidemill.dock.buffer import PackedBuffer
 from tidemill.dock.client import connect
 from tidemill.dock.server import DockServer
@@ -115,6 +115,16 @@ def test_another_node_pulls_each_chunk_once_however_many_read_it(two_nodes):
     second.commit()
     for dock in (a, b, other_b):
         dock.close()
+
+
+def test_another_machine_joins_with_its_own_warehouse(two_nodes, tmp_path):
+    node = join(two_nodes.folder, "c", "127.0.0.1", folder=tmp_path, memory_bytes=64 << 20)
+    dock = node.connect()
+    two_nodes.wait_announced("c")
+    dock.put(rows([300]))
+    assert two_nodes.connect("a").take("learn", Want(rows=1), wait=20).batch.values("x")[0, 0] == 300
+    dock.close()
+    node.close()
 
 
 def test_segments_are_recycled_so_that_memory_does_not_grow(tmp_path):

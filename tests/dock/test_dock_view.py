@@ -45,7 +45,8 @@ def test_labels_are_escaped():
 
 
 def test_sizes_are_readable():
-    assert [in_units(n) for n in (0, 999, 1000, 302_000_000, 5e15)] == ["0 B", "999 B", "1.0 kB", "302.0 MB", "5000.0 TB"]
+    sizes = [in_units(n) for n in (0, 999, 1000, 302_000_000, 5e15)]
+    assert sizes == ["0 B", "999 B", "1.0 kB", "302.0 MB", "5000.0 TB"]
 
 
 def test_the_in_process_dock_needs_neither_zeromq_nor_torch():

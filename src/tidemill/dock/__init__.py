@@ -13,11 +13,12 @@ from tidemill.errors import MissingExtra
 if TYPE_CHECKING:
     from tidemill.dock.buffer import PackedBuffer
     from tidemill.dock.client import RemoteDock, connect
-    from tidemill.dock.server import DockServer, serve
+    from tidemill.dock.server import DockNode, DockServer, join, serve
     from tidemill.dock.setup import DockSetup
 
 __all__ = [
     "Dock",
+    "DockNode",
     "DockServer",
     "DockSetup",
     "DockState",
@@ -29,6 +30,7 @@ __all__ = [
     "StageCounts",
     "Want",
     "connect",
+    "join",
     "serve",
 ]
 
@@ -36,8 +38,10 @@ _ACROSS_PROCESSES = {
     "DockServer": "server",
     "DockSetup": "setup",
     "PackedBuffer": "buffer",
+    "DockNode": "server",
     "RemoteDock": "client",
     "connect": "client",
+    "join": "server",
     "serve": "server",
 }
 

@@ -74,6 +74,7 @@ class Ledger:
         self.committed: dict[int, None] = {}
         self.serial = 0
         self._lease_serial = 0
+        self._no_expiry_before = float("inf")  # spares most calls the look at every lease
 
     # -- producing ---------------------------------------------------------------------------------------------------
 
@@ -178,10 +179,13 @@ class Ledger:
 
     def expire(self, now: float) -> int:
         """Give back what every overdue lease holds. Returns how many there were."""
+        if now < self._no_expiry_before:
+            return 0
         overdue = [key for key, lease in self._leases.items() if lease.deadline <= now]
         for key in overdue:
             self._give_back(self._leases.pop(key))
         self.expired += len(overdue)
+        self._no_expiry_before = min((lease.deadline for lease in self._leases.values()), default=float("inf"))
         return len(overdue)
 
     def next_deadline(self) -> float | None:
@@ -261,6 +265,7 @@ class Ledger:
     def _lease(self, c: Controller, slots: Ints, columns: tuple[str, ...], now: float) -> int:
         self._lease_serial += 1
         key = self.epoch << EPOCH_SHIFT | self._lease_serial
+        self._no_expiry_before = min(self._no_expiry_before, now + self.lease_s)
         self._leases[key] = HeldLease(c.index, slots, now + self.lease_s, columns)
         self.rows.leased[slots] |= c.bit
         c.leased += len(slots)
@@ -404,6 +409,8 @@ class Ledger:
         for key in self.rows.group[slots].tolist():
             self.groups[key].ready[c.group_index] += 1
             self._queue_if_complete(c, key)
+        if self.groups.has_unsized:  # who waits is told that it waits for nothing
+            self.touched.add(c.stage.name)
 
     def _queue_if_complete(self, c: Controller, key: int, front: bool = False) -> None:
         group = self.groups[key]

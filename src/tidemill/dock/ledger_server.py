@@ -82,7 +82,7 @@ class LedgerServer:
 
     def run(self) -> None:
         poller = zmq.Poller()
-        for socket in (self._socket, self._doorkeeper.socket, self._gate.socket):
+        for socket in (self._socket, self._doorkeeper.socket):
             poller.register(socket, zmq.POLLIN)
         ticked = 0.0
         while not self.is_stopping:
@@ -90,7 +90,6 @@ class LedgerServer:
             if self._doorkeeper.socket in events:
                 self._doorkeeper.answer()
             now = time.monotonic()
-            self._gate.watch(now)
             if self._socket in events:
                 self._receive(now)
             if now - ticked >= TICK_S:
@@ -126,16 +125,12 @@ class LedgerServer:
         try:
             message = m.decode_for_ledger(body)
             answer = self._step(client, seq, message, now)
-        except LeaseExpired as error:
-            answer = m.Refused("lease", error.message, error.remedy)
-        except SegmentGone as error:
-            answer = m.Refused("gone", error.message, error.remedy)
         except DockError as error:
-            answer = m.Refused("error", error.message, error.remedy)
+            answer = _refusal(error)
         except (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
             # The peer has the token but speaks nonsense: say so, count it, and go on serving the others.
             self._refused += 1
-            answer = m.Refused("error", f"the ledger cannot read this message: {error}", "use matching versions")
+            answer = _refusal(error)
         if answer is not None:
             self._answer(client, seq, answer)
 
@@ -167,6 +162,7 @@ class LedgerServer:
             self._journal.rotate(self._snapshot())
 
     def _tick(self, now: float) -> None:
+        self._gate.watch(now)
         self._ledger.expire(now)
         self._waiters.expire(now)
         while self._parked_puts and any(p.deadline <= now for p in self._parked_puts):
@@ -212,7 +208,9 @@ class LedgerServer:
                 return self._warehouse_step(client, message, now)
 
     def _put(self, client: bytes, seq: bytes, message: m.Put, now: float) -> m.Message | None:
-        rows = len(message.ids) // 8
+        rows = len(_ints(message.ids))
+        if len(_ints(message.group)) != rows or (message.sizes is not None and len(_ints(message.sizes)) != rows):
+            raise DockError(f"a put of {rows} ids must come with as many groups and sizes")
         if not self._ledger.chunks.has_room(message.tag, rows, message.outputs.nbytes):
             self._parked_puts.append(ParkedPut(client, seq, message, now, now + message.wait_s))
             return None
@@ -221,8 +219,6 @@ class LedgerServer:
     def _admit(self, message: m.Put, now: float) -> m.Message:
         ids, group = _ints(message.ids), _ints(message.group)
         sizes = None if message.sizes is None else _ints(message.sizes)
-        if len(group) != len(ids) or (sizes is not None and len(sizes) != len(ids)):
-            raise DockError(f"a put of {len(ids)} ids came with {len(group)} groups")
         written = self._written(message.outputs, len(ids))
         try:
             return m.Done(self._ledger.put(ids, group, sizes, written, message.tag, now))
@@ -238,10 +234,8 @@ class LedgerServer:
                 self._put_wait_s += now - put.since
                 try:
                     self._answer(put.client, put.seq, self._admit(put.message, now))
-                except SegmentGone as error:
-                    self._answer(put.client, put.seq, m.Refused("gone", error.message, error.remedy))
-                except DockError as error:
-                    self._answer(put.client, put.seq, m.Refused("error", error.message, error.remedy))
+                except (DockError, ValueError) as error:
+                    self._answer(put.client, put.seq, _refusal(error))
                 return True
         return False
 
@@ -254,8 +248,11 @@ class LedgerServer:
         if message.wait_s <= 0:
             return m.Nothing()
 
-        def answer(grant: Grant | None) -> None:
-            self._answer(client, seq, m.Nothing() if grant is None else self._granted(grant, time.monotonic()))
+        def answer(given: Grant | DockError | None) -> None:
+            if isinstance(given, DockError):
+                self._answer(client, seq, _refusal(given))
+            else:
+                self._answer(client, seq, m.Nothing() if given is None else self._granted(given, time.monotonic()))
 
         self._waiters.park(Waiter(message.stage, want, now + message.wait_s, answer))
         return None
@@ -385,6 +382,13 @@ class LedgerServer:
         self._ledger.max_staleness = limit
         self._ledger.effects, self._catalog.effects = [], []
         self._journal.open()
+
+
+def _refusal(error: Exception) -> m.Refused:
+    if not isinstance(error, DockError):
+        return m.Refused("error", f"the ledger cannot read this message: {error}", "use matching versions")
+    kind = "lease" if isinstance(error, LeaseExpired) else "gone" if isinstance(error, SegmentGone) else "error"
+    return m.Refused(kind, error.message, error.remedy)
 
 
 def _next_epoch(folder: Path) -> int:

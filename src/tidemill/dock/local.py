@@ -212,11 +212,11 @@ class LocalDock:
 
     def _park(self, stage: str, want: Want, deadline: float) -> Grant | None:
         """Wait, lock released, until a step of someone else serves us or `deadline` passes."""
-        answers: list[Grant | None] = []
+        answers: list[Grant | DockError | None] = []
         woken = threading.Event()
 
-        def answer(grant: Grant | None) -> None:
-            answers.append(grant)
+        def answer(given: Grant | DockError | None) -> None:
+            answers.append(given)
             woken.set()
 
         waiter = Waiter(stage, want, deadline, answer)
@@ -235,6 +235,8 @@ class LocalDock:
             if not answers and now >= deadline:
                 self._waiters.remove(waiter)
                 return None
+        if isinstance(answers[0], DockError):
+            raise answers[0]
         return answers[0]
 
     def _wait_for_room(self, tag: str, rows: int, nbytes: int) -> None:

@@ -184,7 +184,28 @@ class DockServer:
             return self._caller.ask(message, within_s=START_S)
 
     def _command(self, kind: str, *rest: str) -> list[str]:
-        return [sys.executable, "-m", "tidemill.dock.process", kind, str(self.folder), self._host, *rest]
+        return _command(kind, self.folder, self._host, *rest)
+
+
+class DockNode:
+    """One more machine of a dock that runs elsewhere: its warehouse, watched from here."""
+
+    def __init__(self, address: Address, name: str, host: str, folder: Path | str | None = None, **memory: Any) -> None:
+        """`memory`: memory_bytes, spill_bytes, segment_bytes of DockSetup."""
+        self.address, self.name = address, name
+        self.folder = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="tidemill-dock-"))
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (self.folder / SETUP_FILE).write_text(DockSetup(stages=(), **memory).to_json())
+        _token(self.folder / TOKEN_FILE, address.token)
+        command = _command("warehouse", self.folder, check_host(host), name, address.ledger)
+        self.warehouse = Keeper(name, command, self.folder / f"{name}.log", lambda: None)
+        self.warehouse.wait_ready()
+
+    def connect(self) -> RemoteDock:
+        return RemoteDock(self.address, self.name)
+
+    def close(self) -> None:
+        self.warehouse.stop()
 
 
 def serve(
@@ -194,11 +215,20 @@ def serve(
     return DockServer(DockSetup(stages=tuple(stages), **settings), folder, host)
 
 
-def _token(path: Path) -> str:
+def join(address: Address | str | Path, name: str, host: str, **settings: Any) -> DockNode:
+    """Let this machine take part in a dock: workers here write to and read from its own memory."""
+    return DockNode(address if isinstance(address, Address) else Address.find(address), name, host, **settings)
+
+
+def _command(kind: str, folder: Path, host: str, *rest: str) -> list[str]:
+    return [sys.executable, "-m", "tidemill.dock.process", kind, str(folder), host, *rest]
+
+
+def _token(path: Path, token: str | None = None) -> str:
     if not path.exists():
         fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600)
         with os.fdopen(fd, "w") as file:
-            file.write(secrets.token_hex(32))
+            file.write(token or secrets.token_hex(32))
     return path.read_text()
 
 

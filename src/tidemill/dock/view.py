@@ -18,12 +18,12 @@ def render(state: DockState) -> str:
         f"leases expired {state.expired:,}   lost {state.lost:,}   refused {state.refused:,}",
     ]
     if state.puts_waiting or state.put_wait_s:
-        lines.append(f"producers waiting {state.puts_waiting}, {state.put_wait_s:.1f} s in all: the dock is or was full")
-    header = ("stage", "ready", "leased", "done", "oldest", "waiting")
-    rows = [
-        (name, f"{c.ready:,}", f"{c.leased:,}", f"{c.done:,}", f"{c.oldest_s:.1f} s" if c.ready else "-", str(c.waiting))
-        for name, c in state.stages.items()
-    ]
+        lines.append(f"producers waiting {state.puts_waiting}, {state.put_wait_s:.1f} s in all: full")
+    header: tuple[str, ...] = ("stage", "ready", "leased", "done", "oldest", "waiting")
+    rows: list[tuple[str, ...]] = []
+    for name, c in state.stages.items():
+        oldest = f"{c.oldest_s:.1f} s" if c.ready else "-"
+        rows.append((name, f"{c.ready:,}", f"{c.leased:,}", f"{c.done:,}", oldest, str(c.waiting)))
     lines += ["", *table(header, rows)]
     if state.warehouses:
         shown = ("used_bytes", "busy_bytes", "spilled_bytes", "pulled_bytes", "sent_bytes")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tidemill.dock.api import Want
 from tidemill.dock.ledger import Ledger
 from tidemill.dock.records import Grant
+from tidemill.errors import DockError
 
 
 @dataclass(slots=True, eq=False)
@@ -15,7 +16,7 @@ class Waiter:
     stage: str
     want: Want
     deadline: float
-    answer: Callable[[Grant | None], None]  # called once, with None when the deadline passed
+    answer: Callable[[Grant | DockError | None], None]  # called once; None: the deadline passed
 
 
 class Waiters:
@@ -54,7 +55,10 @@ class Waiters:
 
     def _serve(self, stage: str, now: float) -> None:
         for waiter in list(self._parked.get(stage, ())):
-            grant = self._ledger.take(stage, waiter.want, now)
-            if grant is not None:
+            try:
+                answer: Grant | DockError | None = self._ledger.take(stage, waiter.want, now)
+            except DockError as error:  # the waiter's mistake, not of whoever's step woke it
+                answer = error
+            if answer is not None:
                 self._parked[stage].remove(waiter)
-                waiter.answer(grant)
+                waiter.answer(answer)

@@ -104,14 +104,13 @@ class WarehouseServer:
 
     def run(self) -> None:
         poller = zmq.Poller()
-        for source in (self._socket, self._ledger, self._doorkeeper.socket, self._gate.socket, self._wake_read):
+        for source in (self._socket, self._ledger, self._doorkeeper.socket, self._wake_read):
             poller.register(source, zmq.POLLIN)
         self._announce()
         while not self.is_stopping:
             events = dict(poller.poll(int(1000 * TICK_S)))
             if self._doorkeeper.socket in events:
                 self._doorkeeper.answer()
-            self._gate.watch(time.monotonic())
             if self._wake_read in events:
                 os.read(self._wake_read, 4096)
             self._finish_jobs()
@@ -135,6 +134,7 @@ class WarehouseServer:
             self._ask_ledger(m.Report(self.key, self.figures()))
         if now - self._swept > TICK_S:
             self._swept = now
+            self._gate.watch(now)
             self._arena.close_orphans(now)
             self._ask_retire()
             self._spill_if_needed()
