@@ -196,6 +196,18 @@ def bench(
         console.print(benches.render(result))
 
 
+@app.command()
+def dock(
+    run: Run,
+    prometheus: Annotated[bool, typer.Option("--prometheus", help="as Prometheus text")] = False,
+) -> None:
+    """Look into the dock that serves a run: rows per stage, bytes, the oldest, who waits."""
+    from tidemill.dock import view
+
+    state = view.look(run)
+    print(view.prometheus(state) if prometheus else view.render(state))
+
+
 reshard = typer.Typer(help="The weight flow, from the learner's layout to the rollout's.", no_args_is_help=True)
 app.add_typer(reshard, name="reshard")
 
