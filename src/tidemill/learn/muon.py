@@ -45,4 +45,5 @@ def orthogonal(x: Tensor) -> Tensor:
     for _ in range(STEPS):
         square = y @ y.T
         y = a * y + (b * square + c * square @ square) @ y
-    return y.T.contiguous() if is_tall else y
+    made: Tensor = y.T.contiguous() if is_tall else y
+    return made
