@@ -341,7 +341,7 @@ class Learn(Section):
         "auto", description="attention over packed samples; auto: what suits device, dtype and model"
     )
     compile: Literal["auto", "on", "off"] = Field(
-        "off", description="compile the decoder's layers; auto: on accelerators. The first steps take longer"
+        "auto", description="compile the decoder's layers; auto: on accelerators. The first step takes longer"
     )
     master: Literal["none", "float32", "stochastic"] = Field(
         "none", description="for bfloat16 weights: none, a float32 copy with float32 gradients, or stochastic rounding"

@@ -9,6 +9,7 @@ import torch
 from tests.learn.test_engine import CPU, SHAPE, assert_same, config, gradients, samples
 
 from tidemill.algorithms.registry import get
+from tidemill.learn import layers
 from tidemill.learn.adam import Adam, _decode, _encode, stochastic_bfloat16
 from tidemill.learn.engine import Learner, freeze, score
 from tidemill.learn.layers import compile_layers
@@ -22,7 +23,8 @@ GROUPS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 @pytest.mark.parametrize(
     "learn", [{"recompute": "full", "recompute_every": 2}, {"offload": "activations"}, {"master": "float32"}]
 )
-def test_memory_saved_changes_no_gradient(learn: dict[str, Any]) -> None:
+def test_memory_saved_changes_no_gradient(learn: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "OFFLOAD_BYTES", 0)
     learner = Learner(make_tiny(SHAPE, torch.float32, 0, CPU).model, config(learn=learn), get("grpo"), 1)
     learner.accumulate(samples())
     found = {n: learner.gradients.of(p) / learner._whole for n, p in learner.model.named_parameters()}

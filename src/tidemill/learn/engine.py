@@ -56,7 +56,7 @@ class Learner:
         learn = self.config.learn
         together = self.algorithm.food == "pairs"
         for rows in microbatches(batch, self.config.train.tokens_per_microbatch, learn.share_prompts, together):
-            with kept_activations(learn, self.device):
+            with kept_activations(learn, self.model):
                 loss, stats = self._loss(batch.gather(rows))
             loss.backward()  # type: ignore[no-untyped-call]
             self._stats.append({"loss": Stat(loss.detach(), reduce="sum"), **stats})

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface
 
 from tidemill.learn.logprob import HAS_TRITON
@@ -14,6 +15,8 @@ from tidemill.models import attention
 
 if TYPE_CHECKING:
     from tidemill.config import Learn
+
+OFFLOAD_BYTES = 1 << 20  # smaller tensors cost more to move than to keep
 
 
 def prepare(model: Any, learn: Learn) -> None:
@@ -49,8 +52,24 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
         layer.compile(dynamic=True, backend=backend)
 
 
-def kept_activations(learn: Learn, device: torch.device) -> AbstractContextManager[Any]:
+def kept_activations(learn: Learn, model: Any) -> AbstractContextManager[Any]:
     """Around a forward pass: where what it keeps for the backward pass lies."""
     if learn.offload == "none":
         return nullcontext()
-    return torch.autograd.graph.save_on_cpu(pin_memory=device.type != "cpu")
+    return offloaded({p.untyped_storage().data_ptr() for p in model.parameters()})
+
+
+def offloaded(weights: set[int]) -> AbstractContextManager[Any]:
+    """Large activations to the host; not `weights`, which stay anyway, nor tensors whose strides a kernel relies on."""
+
+    def pack(x: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+        is_small = x.numel() * x.element_size() < OFFLOAD_BYTES
+        if is_small or not x.is_contiguous() or x.untyped_storage().data_ptr() in weights:
+            return x
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type != "cpu")
+        return x.device, host.copy_(x, non_blocking=True)
+
+    def unpack(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+        return kept if isinstance(kept, Tensor) else kept[1].to(kept[0], non_blocking=True)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

@@ -41,8 +41,9 @@ def orthogonal(x: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
     is_tall = x.shape[0] > x.shape[1]
     y = x.T if is_tall else x
-    y = y / (y.norm() + 1e-7)
+    y = y / (torch.linalg.vector_norm(y) + 1e-7)
     for _ in range(STEPS):
         square = y @ y.T
         y = a * y + (b * square + c * square @ square) @ y
-    return y.T if is_tall else y
+    made: Tensor = y.T.contiguous() if is_tall else y
+    return made
