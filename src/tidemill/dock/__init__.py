@@ -7,11 +7,11 @@ processes and nodes; they need the packages of the extra `cluster`.
 from typing import TYPE_CHECKING, Any
 
 from tidemill.dock.api import Dock, DockState, Lease, LeaseExpired, StageCounts, Want
+from tidemill.dock.buffer import PackedBuffer
 from tidemill.dock.local import LocalDock
 from tidemill.errors import MissingExtra
 
 if TYPE_CHECKING:
-    from tidemill.dock.buffer import PackedBuffer
     from tidemill.dock.client import RemoteDock, connect
     from tidemill.dock.server import DockNode, DockServer, join, serve
     from tidemill.dock.setup import DockSetup
@@ -37,7 +37,6 @@ __all__ = [
 _ACROSS_PROCESSES = {
     "DockServer": "server",
     "DockSetup": "setup",
-    "PackedBuffer": "buffer",
     "DockNode": "server",
     "RemoteDock": "client",
     "connect": "client",

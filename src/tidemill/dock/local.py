@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from tidemill.batch import Batch, Column
 from tidemill.dock import snapshot
 from tidemill.dock.api import DockState, Want
+from tidemill.dock.buffer import PackedBuffer
 from tidemill.dock.gather import assemble
 from tidemill.dock.ledger import Ledger
 from tidemill.dock.records import Grant, Written, entry, split
@@ -24,12 +25,17 @@ from tidemill.graph import Stage
 
 
 class LocalLease:
-    def __init__(self, dock: LocalDock, grant: Grant, batch: Batch) -> None:
-        self._dock, self._grant, self._batch = dock, grant, batch
+    def __init__(self, dock: LocalDock, grant: Grant, stored: dict[int, Batch]) -> None:
+        self._dock, self._grant, self._stored = dock, grant, stored
 
-    @property
+    @cached_property
     def batch(self) -> Batch:
-        return self._batch
+        """Views of the store where the rows lie together, else one copy."""
+        return assemble(self._grant, self._stored)
+
+    def packed(self, buffer: PackedBuffer) -> Batch:
+        """The batch gathered into `buffer`, in one copy; valid until the buffer's next use."""
+        return assemble(self._grant, self._stored, buffer.allocate)
 
     @property
     def deadline(self) -> float:
@@ -104,7 +110,7 @@ class LocalDock:
             if grant is None:
                 return None
             chunks = {key: self._chunks[key] for _, keys, _ in grant.pieces for key in set(keys.tolist()) if key >= 0}
-        return LocalLease(self, grant, assemble(grant, chunks))
+        return LocalLease(self, grant, chunks)
 
     def advance(self, version: int) -> None:
         with self._lock:
