@@ -1,6 +1,6 @@
 """Count the bytes that cross between warehouses, and compare with the formula of docs/scaling.md.
 
-    python benchmarks/dock_scaling.py --json
+python benchmarks/dock_scaling.py --json
 """
 
 from __future__ import annotations

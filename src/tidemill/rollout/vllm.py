@@ -271,7 +271,8 @@ def _unsupported(how: Sampling) -> str | None:
 
 
 def _pairs(weights: Any) -> Iterable[tuple[str, Tensor]]:
-    return weights.items() if hasattr(weights, "items") else weights
+    pairs: Iterable[tuple[str, Tensor]] = weights.items() if hasattr(weights, "items") else weights
+    return pairs
 
 
 def _finish(reason: str | None) -> Finish | None:

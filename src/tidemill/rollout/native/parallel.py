@@ -52,9 +52,9 @@ class ParallelRunner(LeanRunner):
         self.head = self._rows(self.head)
 
     def _share(self, layer: _Layer) -> _Layer:
-        split_out = {name: self._rows(getattr(layer, name)) for name in ("q", "k", "v", "gate", "up")}
-        split_in = {name: self._columns(getattr(layer, name)) for name in ("o", "down")}
-        return replace(layer, **split_out, **split_in)
+        split: dict[str, Any] = {name: self._rows(getattr(layer, name)) for name in ("q", "k", "v", "gate", "up")}
+        split |= {name: self._columns(getattr(layer, name)) for name in ("o", "down")}
+        return replace(layer, **split)
 
     def _rows(self, linear: Weight) -> Weight:
         """The part of a linear layer that makes this rank's outputs."""
