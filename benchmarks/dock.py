@@ -392,48 +392,68 @@ def peer(name: str, python: str) -> dict[str, Any]:
     return {"error": done.stderr[-400:]}
 
 
+def _alone(measure: Any) -> Any:
+    with DockServer(DockSetup(STAGES, memory_bytes=4 << 30)) as server:
+        return measure(server)
+
+
+def _starved() -> dict[str, Any]:
+    hunger = _alone(starvation)
+    return {"starved_neighbour_ms": hunger["added_ms"], "neighbour_alone_ms": hunger["alone_ms"]}
+
+
+PARTS: dict[str, Any] = {
+    "carrying": lambda: _alone(carrying),
+    "starved": _starved,
+    "tables": lambda: {"take_ms": _alone(tables)},
+    "tcp": lambda: {"tcp": over_tcp()},
+    "pairs": lambda: {"pairs": pairs(memcpy_gbps())},
+}
+
+
 def verdicts(result: dict[str, Any]) -> dict[str, Any]:
-    """The promises, each with what was measured for it; None where the peer did not run."""
-    other = result.get("transferqueue", {})
+    """The promises, each with what was measured for it; None where a part or the peer did not run."""
 
-    def times(ours: float, theirs: float | None) -> float | None:
-        return round(ours / theirs, 2) if theirs else None
+    def at(*path: str) -> Any:
+        found: Any = result
+        for name in path:
+            found = (found or {}).get(name)
+        return found
 
+    def ratio(above: tuple[str, ...], below: tuple[str, ...]) -> float | None:
+        return round(at(*above) / at(*below), 3) if at(*above) and at(*below) else None
+
+    other = "transferqueue"
     return {
-        "put_share_of_memcpy (>= 0.6)": round(result["put_gbps"] / result["memcpy_gbps"], 3),
-        "put_times_transferqueue (>= 5)": times(result["put_gbps"], other.get("put_gbps")),
-        "get_copy_times_transferqueue (>= 10)": times(result["get_copy_gbps"], other.get("get_copy_gbps")),
-        "get_zero_copy_ms (< 0.5)": result["get_zero_copy_ms"],
-        "put_1_row_times_transferqueue (>= 10)": times(
-            result["rows_per_s"]["put"]["1"], other.get("rows_per_s", {}).get("put", {}).get("1")
-        ),
-        "get_1_row_times_transferqueue (>= 10)": times(
-            result["rows_per_s"]["get"]["1"], other.get("rows_per_s", {}).get("get", {}).get("1")
-        ),
-        "take_at_1m_over_1k (<= 1.5)": round(result["take_ms"]["1000000"] / result["take_ms"]["1000"], 3),
-        "starved_neighbour_ms (< 1)": result["starved_neighbour_ms"],
-        "tcp_share_of_raw_socket (>= 0.8)": result["tcp"]["share"],
+        "put_share_of_memcpy (>= 0.6)": ratio(("put_gbps",), ("memcpy_gbps",)),
+        "put_times_transferqueue (>= 5)": ratio(("put_gbps",), (other, "put_gbps")),
+        "get_copy_times_transferqueue (>= 10)": ratio(("get_copy_gbps",), (other, "get_copy_gbps")),
+        "get_zero_copy_ms (< 0.5)": at("get_zero_copy_ms"),
+        "put_1_row_times_transferqueue (>= 10)": ratio(("rows_per_s", "put", "1"), (other, "rows_per_s", "put", "1")),
+        "get_1_row_times_transferqueue (>= 10)": ratio(("rows_per_s", "get", "1"), (other, "rows_per_s", "get", "1")),
+        "take_at_1m_over_1k (<= 1.5)": ratio(("take_ms", "1000000"), ("take_ms", "1000")),
+        "starved_neighbour_ms (< 1)": at("starved_neighbour_ms"),
+        "tcp_share_of_raw_socket (>= 0.8)": at("tcp", "share"),
     }
 
 
 def run(options: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Options: peers (names), peer_python. Returns what `tidemill bench dock --json` prints."""
+    """Options: peers (names), parts (names), peer_python. Returns what `tidemill bench dock --json` prints."""
     options = options or {}
     names = options.get("peers")
     names = list(INSTALL) if names is None else names
     python = options.get("peer_python") or os.environ.get("TIDEMILL_PEER_PYTHON") or sys.executable
-    setup = DockSetup(STAGES, memory_bytes=4 << 30)
-    with DockServer(setup) as server:
-        result = carrying(server)
-    with DockServer(setup) as server:
-        hunger = starvation(server)
-        result["starved_neighbour_ms"], result["neighbour_alone_ms"] = hunger["added_ms"], hunger["alone_ms"]
-    with DockServer(setup) as server:
-        result["take_ms"] = tables(server)
-    result["pairs"] = pairs(result["memcpy_gbps"])
-    result["tcp"] = over_tcp()
+    parts = options.get("parts") or list(PARTS)
+    result: dict[str, Any] = {"load_average_before": round(os.getloadavg()[0], 1)}
+    for part in parts:
+        print(f"measuring {part}", file=sys.stderr)
+        result.update(PARTS[part]())
+        print(json.dumps(result), file=sys.stderr)
     for name in names:
+        print(f"measuring {name}", file=sys.stderr)
         result[name] = peer(name, python)
+        print(json.dumps(result[name]), file=sys.stderr)
+    result["load_average_after"] = round(os.getloadavg()[0], 1)
     result["verdicts"] = verdicts(result)
     result["machine"] = {
         "cpu": _cpu_name(),
@@ -456,6 +476,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     parser.add_argument("--peers", nargs="*", help=f"of: {', '.join(INSTALL)}; default all")
+    parser.add_argument("--parts", nargs="*", help=f"of: {', '.join(PARTS)}; default all")
     parser.add_argument("--peer-python", help="an interpreter that has the peers installed")
     result = run(vars(parser.parse_args()))
     print(json.dumps(result) if "--json" in sys.argv else json.dumps(result, indent=2))

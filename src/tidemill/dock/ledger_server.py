@@ -41,6 +41,7 @@ AT_ONCE = 256  # messages handled before the loop journals and answers
 SNAPSHOT_RECORDS = 2000
 REMEMBERED_CLIENTS = 1 << 14
 REPEAT_HOLD_S = 1.0  # an order to copy a chunk that was not followed is given again after this
+PAUSE_S = 1.0
 CATALOG = "catalog"
 
 
@@ -69,7 +70,7 @@ class LedgerServer:
         self._put_wait_s = 0.0
         self._refused = 0
         self._ordered: dict[int, float] = {}  # chunk -> when a copy of it was last ordered
-        self._started = time.monotonic()
+        self._ticked = time.monotonic()
         self._context: zmq.Context[Any] = zmq.Context()
         self._doorkeeper = Doorkeeper(self._context, token)
         self._socket = listening_socket(self._context, token)
@@ -325,7 +326,12 @@ class LedgerServer:
             again.lose(self._ledger, chunks)
 
     def _watch_warehouses(self, now: float) -> None:
-        """A warehouse that has long been silent is given up. One that left a copy elsewhere is missed by nobody."""
+        """A warehouse that has long been silent is given up. Time in which this process itself stood still (a paused
+        machine, say) does not count: what the warehouses sent meanwhile lies unread."""
+        paused_s, self._ticked = now - self._ticked, now
+        if paused_s > PAUSE_S:
+            for warehouse in self._catalog.warehouses.values():
+                warehouse.heard += paused_s
         for key, warehouse in list(self._catalog.warehouses.items()):
             if now - warehouse.heard > self._setup.warehouse_timeout_s:
                 log.warning("warehouse %x on %s has been silent for too long", key, warehouse.hello.node)

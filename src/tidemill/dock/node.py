@@ -16,7 +16,7 @@ from tidemill.errors import DockError
 
 PATIENCE_S = 30.0  # a node without a warehouse for this long is reported
 CALL_S = 5.0
-COPY_PATIENCE_S = 60.0  # longer than a silent warehouse stays in the directory
+COPY_PATIENCE_S = 150.0  # longer than a silent warehouse stays in the directory
 RETRY_S = 0.02
 
 

@@ -107,12 +107,12 @@ class DockServer:
         host: str = "127.0.0.1",
         nodes: Sequence[str] = ("node0",),
     ) -> None:
+        self._host = check_host(host)
         self.folder = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="tidemill-dock-"))
         self._is_own_folder = folder is None
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         token = _token(self.folder / TOKEN_FILE)
         (self.folder / SETUP_FILE).write_text(setup.to_json())
-        self._host = check_host(host)
         self._port = _free_port(host)
         self.address = Address(f"tcp://{host}:{self._port}", token)
         self.address.save(self.folder)

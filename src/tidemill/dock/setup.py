@@ -22,7 +22,7 @@ class DockSetup:
     max_bytes: int | None = None
     watch: str = "reward"  # the column that samplers may compare
     replicas: int = 0  # further warehouses that hold each chunk
-    warehouse_timeout_s: float = 30.0  # a warehouse silent for this long is given up
+    warehouse_timeout_s: float = 120.0  # a warehouse silent for this long is given up
     memory_bytes: int | None = None  # of each warehouse; None: half of what the shared memory offers
     spill_bytes: int | None = None  # above this much in memory, segments go to disk; None: at memory_bytes
     segment_bytes: int = 32 << 20
