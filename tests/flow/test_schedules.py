@@ -53,6 +53,15 @@ def test_a_step_of_several_passes_learns_from_each_sample_again(tmp_path: Path) 
     assert next(line["version"] for line in lines if line["step"] == 1 and "version" in line) == 3
 
 
+def test_throughput_counts_every_real_token_once(tmp_path: Path) -> None:
+    folder = run(tmp_path, train={"steps": 2, "updates_per_step": 1, "passes_per_step": 2})
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        if "tokens_per_s" in line:
+            tokens = line["prompt_tokens"] + line["made_tokens"]
+            assert line["tokens_per_s"] * line["time/step"] == pytest.approx(tokens)
+            assert line["learned_tokens"] == 2 * tokens  # two passes
+
+
 def test_recomputed_old_logprobs_and_a_reference_take_part(tmp_path: Path) -> None:
     lines = numbers(
         run(tmp_path, train={"steps": 2}, algorithm={"name": "grpo", "old_logprobs": "recompute", "kl": {"coef": 0.1}})

@@ -129,7 +129,8 @@ def record(
     step: int, workers: Workers, metrics: MetricsWriter, summary: Summary, seconds: float, watch: Watcher
 ) -> None:
     measured = workers.tally.take()
-    tokens = measured.get("learned_tokens", 0.0)
+    made = "made_tokens" in measured  # learning from one's own samples: each counts once, however often it is learned
+    tokens = measured["prompt_tokens"] + measured["made_tokens"] if made else measured.get("learned_tokens", 0.0)
     measured |= {"tokens_per_s": tokens / seconds, "version": float(workers.learner.version), "time/step": seconds}
     summary.steps = step
     summary.seconds += seconds

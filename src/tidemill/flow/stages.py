@@ -419,7 +419,6 @@ class LearnWorker:
         self.tally.add("learned_tokens", float(batch["tokens"].lengths.sum()))
         with self.tally.time(self.name):
             self.learner.accumulate(batch)
-        self.tally.add("learned_tokens", float(batch["tokens"].lengths.sum()))
         self.accumulated.update(int(g) for g in np.unique(batch.values(GROUP)))
 
     def _finish_step(self) -> None:
