@@ -20,9 +20,9 @@ def pack(array: npt.NDArray[Any]) -> bytes:
         first = array[0]
         if array[-1] == first:
             if (array == first).all():
-                return _SAME + first.tobytes()
+                return _SAME + array[:1].tobytes()
         elif array.dtype.kind == "i" and int(array[-1]) - int(first) == len(array) - 1 and (np.diff(array) == 1).all():
-            return _RANGE + first.tobytes()
+            return _RANGE + array[:1].tobytes()
     return _PLAIN + array.tobytes()
 
 
