@@ -109,12 +109,12 @@ def _obey(pipe: Any, make: Callable[..., Any], arguments: tuple[Any, ...]) -> No
 
 
 def carry(writer: Side, reader: Side, kind: str, repeats: int = REPEATS) -> tuple[list[float], list[float]]:
-    """Times of `repeats` puts in one process and gets in the other, after one of each to warm up."""
+    """Times of `repeats` puts in one process and gets in the other, after two of each to warm up."""
     puts, gets = [], []
-    for i in range(repeats + 1):
+    for i in range(-2, repeats):
         put_s = writer.ask("put", kind, i)
         get_s = reader.ask("get", kind, i)
-        if i:
+        if i >= 0:
             puts.append(put_s)
             gets.append(get_s)
     return puts, gets

@@ -20,6 +20,7 @@ from tidemill.dock import messages as m
 from tidemill.dock.address import Address
 from tidemill.dock.api import DockState, LeaseExpired, Want
 from tidemill.dock.buffer import PackedBuffer
+from tidemill.dock.compact import unpack
 from tidemill.dock.gather import assemble
 from tidemill.dock.local import check_outputs
 from tidemill.dock.node import Node
@@ -203,18 +204,16 @@ def _outputs(written: Written, nbytes: int, copies: tuple[m.Copy, ...]) -> m.Out
 
 
 def _grant(granted: m.Granted) -> Grant:
+    n = granted.rows
     return Grant(
         lease=granted.lease,
         deadline=time.monotonic() + granted.lease_s,
         columns=granted.columns,
-        ids=np.frombuffer(granted.ids, np.int64),
-        group=np.frombuffer(granted.group, np.int64),
-        version=np.frombuffer(granted.version, np.int32),
-        length=np.frombuffer(granted.length, np.int32),
-        pieces=[
-            (piece.part, np.frombuffer(piece.chunks, np.int64), np.frombuffer(piece.places, np.int32))
-            for piece in granted.pieces
-        ],
+        ids=unpack(granted.ids, np.int64, n),
+        group=unpack(granted.group, np.int64, n),
+        version=unpack(granted.version, np.int32, n),
+        length=unpack(granted.length, np.int32, n),
+        pieces=[(p.part, unpack(p.chunks, np.int64, n), unpack(p.places, np.int32, n)) for p in granted.pieces],
     )
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,22 @@ from tidemill.errors import DockError
 
 Array = npt.NDArray[Any]
 Allocate = Callable[[str, tuple[int, ...], np.dtype[Any]], Array]  # column, shape, dtype
-Run = tuple[int, Ints, Ints]  # chunk, positions in the batch, places in the chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows of one chunk: where they go in the batch, where they lie in the chunk, whether each is one range."""
+
+    chunk: int
+    positions: Ints
+    places: Ints
+    goes_together: bool
+    lies_together: bool
+
+    @staticmethod
+    def of(chunk: int, positions: Ints, places: Ints) -> Run:
+        return Run(chunk, positions, places, _is_range(positions), _is_range(places))
+
 
 LONG_ROW = 64  # values; from here on copying row by row beats building an index of every value
 
@@ -25,11 +41,12 @@ LONG_ROW = 64  # values; from here on copying row by row beats building an index
 def assemble(grant: Grant, chunks: Mapping[int, Batch], allocate: Allocate | None = None) -> Batch:
     """`allocate` gives the arrays to copy into (a reusable, pinned buffer); without it, views where possible."""
     columns = meta_columns(grant)
+    holders = [[chunks[key] for key in set(piece[1].tolist()) if key >= 0] for piece in grant.pieces]
     runs: dict[tuple[int, ...], list[Run]] = {}
     for name in grant.columns:
         if name in META:
             continue
-        parts = tuple(i for i, piece in enumerate(grant.pieces) if _has(piece[1], name, chunks))
+        parts = tuple(i for i, stored in enumerate(holders) if any(name in chunk for chunk in stored))
         if parts not in runs:
             runs[parts] = _runs(grant, parts, name, chunks)
         columns[name] = _column(name, runs[parts], chunks, len(grant.ids), allocate)
@@ -53,17 +70,13 @@ def meta_columns(grant: Grant) -> dict[str, Column]:
     return {name: Column(array) for name, array in values.items()}
 
 
-def _has(chunk_of: Ints, name: str, chunks: Mapping[int, Batch]) -> bool:
-    return any(name in chunks[key] for key in set(chunk_of.tolist()) if key >= 0)
-
-
 def _runs(grant: Grant, parts: tuple[int, ...], name: str, chunks: Mapping[int, Batch]) -> list[Run]:
     """Which rows come from which chunk. Later parts are newer and win."""
     if len(parts) == 1:
         _, keys, places = grant.pieces[parts[0]]
         first = int(keys[0])
         if len(keys) == 1 or bool((keys == first).all()):  # the usual case: all from one chunk
-            return [(first, np.arange(len(keys)), places.astype(np.int64))]
+            return [Run.of(first, np.arange(len(keys)), places.astype(np.int64))]
     chunk_of = np.full(len(grant.ids), -1, np.int64)
     place_of = np.zeros(len(grant.ids), np.int64)
     for i in parts:
@@ -74,28 +87,28 @@ def _runs(grant: Grant, parts: tuple[int, ...], name: str, chunks: Mapping[int, 
         missing = grant.ids[chunk_of < 0][:3].tolist()
         raise DockError(f"column {name!r} is not stored for rows {missing}", "let the put or an earlier stage write it")
     distinct = dict.fromkeys(chunk_of.tolist())
-    return [(key, np.flatnonzero(chunk_of == key), place_of[chunk_of == key]) for key in distinct]
+    return [Run.of(key, np.flatnonzero(chunk_of == key), place_of[chunk_of == key]) for key in distinct]
 
 
 def _column(name: str, runs: list[Run], chunks: Mapping[int, Batch], n: int, allocate: Allocate | None) -> Column:
-    if len(runs) == 1 and allocate is None and _is_range(runs[0][2]):
-        return slice_rows(chunks[runs[0][0]][name], int(runs[0][2][0]), n)
-    sources = [(chunks[key][name], positions, places) for key, positions, places in runs]
+    if len(runs) == 1 and allocate is None and runs[0].lies_together:
+        return slice_rows(chunks[runs[0].chunk][name], int(runs[0].places[0]), n)
+    sources = [(chunks[run.chunk][name], run) for run in runs]
     first = sources[0][0]
     allocate = allocate or (lambda _, shape, dtype: np.empty(shape, dtype))
     if first.offsets is None:
         out = allocate(name, (n, *first.values.shape[1:]), first.values.dtype)
-        for column, positions, places in sources:
-            _copy_fixed(column.values, places, out, positions)
+        for column, run in sources:
+            _copy_fixed(column.values, out, run)
         return Column(out, None, first.is_text)
     lengths = np.empty(n, np.int64)
-    for column, positions, places in sources:
-        lengths[positions] = column.offsets[places + 1] - column.offsets[places]  # type: ignore[index]
+    for column, run in sources:
+        lengths[run.positions] = column.offsets[run.places + 1] - column.offsets[run.places]  # type: ignore[index]
     offsets = np.zeros(n + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     out = allocate(name, (int(offsets[-1]), *first.values.shape[1:]), first.values.dtype)
-    for column, positions, places in sources:
-        _copy_jagged(column, places, out, offsets, positions)
+    for column, run in sources:
+        _copy_jagged(column, out, offsets, run)
     return Column(out, offsets, first.is_text)
 
 
@@ -108,20 +121,21 @@ def slice_rows(column: Column, start: int, n: int) -> Column:
     return Column(values, offsets if offsets[0] == 0 else offsets - offsets[0], column.is_text)
 
 
-def _copy_fixed(values: Array, places: Ints, out: Array, positions: Ints) -> None:
-    if not _is_range(positions):
-        out[positions] = values[places]
+def _copy_fixed(values: Array, out: Array, run: Run) -> None:
+    if not run.goes_together:
+        out[run.positions] = values[run.places]
         return
-    target = out[positions[0] : positions[-1] + 1]
-    if _is_range(places):
-        target[...] = values[places[0] : places[-1] + 1]
+    target = out[run.positions[0] : run.positions[-1] + 1]
+    if run.lies_together:
+        target[...] = values[run.places[0] : run.places[-1] + 1]
     else:
-        np.take(values, places, axis=0, out=target, mode="clip")  # "raise" would copy through a buffer
+        np.take(values, run.places, axis=0, out=target, mode="clip")  # "raise" would copy through a buffer
 
 
-def _copy_jagged(column: Column, places: Ints, out: Array, offsets: Ints, positions: Ints) -> None:
+def _copy_jagged(column: Column, out: Array, offsets: Ints, run: Run) -> None:
     assert column.offsets is not None
-    if _is_range(positions) and _is_range(places):
+    positions, places = run.positions, run.places
+    if run.goes_together and run.lies_together:
         start, end = column.offsets[places[0]], column.offsets[places[-1] + 1]
         out[offsets[positions[0]] : offsets[positions[-1] + 1]] = column.values[start:end]
         return

@@ -23,6 +23,7 @@ from tidemill.dock import again, snapshot
 from tidemill.dock import messages as m
 from tidemill.dock.api import LeaseExpired, Want
 from tidemill.dock.catalog import Catalog
+from tidemill.dock.compact import pack
 from tidemill.dock.journal import Journal
 from tidemill.dock.local import with_waiting
 from tidemill.dock.records import Grant, Written
@@ -281,14 +282,15 @@ class LedgerServer:
     def _granted(self, grant: Grant, now: float) -> m.Granted:
         keys = {key for _, chunks, _ in grant.pieces for key in chunks.tolist() if key >= 0}
         return m.Granted(
+            rows=len(grant.ids),
             lease=grant.lease,
             lease_s=grant.deadline - now,
             columns=grant.columns,
-            ids=grant.ids.tobytes(),
-            group=grant.group.tobytes(),
-            version=grant.version.tobytes(),
-            length=grant.length.tobytes(),
-            pieces=tuple(m.Piece(part, chunks.tobytes(), places.tobytes()) for part, chunks, places in grant.pieces),
+            ids=pack(grant.ids),
+            group=pack(grant.group),
+            version=pack(grant.version),
+            length=pack(grant.length),
+            pieces=tuple(m.Piece(part, pack(chunks), pack(places)) for part, chunks, places in grant.pieces),
             chunks=tuple(self._catalog.at(key) for key in keys),
         )
 

@@ -179,6 +179,9 @@ class Refused(Message):
 
 
 class Granted(Message):
+    """Arrays in the form of `compact.pack`."""
+
+    rows: int
     lease: int
     lease_s: float
     columns: tuple[str, ...]

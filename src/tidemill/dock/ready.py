@@ -80,7 +80,7 @@ class Queue:
 class Ready:
     """All ready units of one stage. Orders besides arrival are kept from when they are first asked for."""
 
-    __slots__ = ("_arrival", "_back", "_front", "_keys", "_orders", "count", "tickets")
+    __slots__ = ("_arrival", "_back", "_front", "_has_rekeyed", "_keys", "_orders", "count", "tickets")
 
     def __init__(self, keys: dict[str, Key]) -> None:
         self.tickets = np.zeros(64, np.int64)
@@ -89,6 +89,7 @@ class Ready:
         self._arrival = Queue(lambda units, tickets: self.tickets[units] == tickets)
         self._orders: dict[str, dict[int, Queue]] = {}
         self._front = self._back = FIRST_TICKET
+        self._has_rekeyed = False
 
     def ensure(self, units: int) -> None:
         """Be ready for units numbered below this; must be said before they are."""
@@ -127,6 +128,7 @@ class Ready:
     def rekey(self, units: Ints) -> None:
         """A key (the version, say) of `units` changed: ready ones move to the queue of their new key."""
         if self._orders and len(units):
+            self._has_rekeyed = True
             units = units[self.has(units)]
             for name in self._orders:
                 self._index(name, units, self.tickets[units], False)
@@ -140,8 +142,9 @@ class Ready:
         if queue is None:
             return EMPTY
         units = queue.peek(k)
-        distinct = dict.fromkeys(units.tolist())  # a key that changed and changed back leaves two entries
-        return units if len(distinct) == len(units) else np.fromiter(distinct, np.int64)
+        if self._has_rekeyed:  # a key that changed and changed back leaves two entries
+            units = np.fromiter(dict.fromkeys(units.tolist()), np.int64)
+        return units
 
     def known_keys(self, name: str) -> list[int]:
         """Keys that have ready units, ascending."""
