@@ -47,6 +47,10 @@ from tidemill.dock.server import DockServer
 from tidemill.dock.setup import DockSetup
 from tidemill.graph import Stage
 
+ABOUT = "put, get and take of the dock, in GB/s, rows/s and ms; peers: transferqueue, ray_put, central_actor"
+PEERS = {"transferqueue": "transfer_queue", "ray_put": "ray", "central_actor": "ray"}
+OPTIONS: dict[str, Any] = {"parts": [], "peer_python": ""}
+
 COLUMNS = tuple(f"c{i}" for i in range(9))
 STAGES = (
     Stage("big", "reader", COLUMNS),
@@ -468,6 +472,7 @@ def run(options: dict[str, Any] | None = None) -> dict[str, Any]:
         print(json.dumps(result[name]), file=sys.stderr)
     result["load_average_after"] = round(os.getloadavg()[0], 1)
     result["verdicts"] = verdicts(result)
+    result["peers"] = {name: result.pop(name) for name in names}
     result["machine"] = {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),

@@ -35,6 +35,9 @@ from tidemill.dock.setup import DockSetup
 from tidemill.errors import TidemillError
 from tidemill.graph import Stage
 
+ABOUT = "kill the dock's parts at random under load: rows lost, rows doubled, slowest recovery"
+OPTIONS: dict[str, Any] = {"kills": 1000, "seed": 0, "lease_s": 1.0, "verbose": False}
+
 STAGES = (
     Stage("double", "worker", ("x",), ("y",)),
     Stage("judge", "worker", ("y",), ("z",), scope="group"),
