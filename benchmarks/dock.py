@@ -100,7 +100,9 @@ class DockSide:
     def copy(self, kind: str) -> float:
         """The same arrays to memory of this process: what a put could cost at best."""
         columns = [column.values for column in Batch(self._payload(kind)).values()]
-        targets = self._cache.setdefault(f"{kind} target", [np.zeros_like(values) for values in columns])
+        if f"{kind} target" not in self._cache:
+            self._cache[f"{kind} target"] = [values.copy() for values in columns]
+        targets = self._cache[f"{kind} target"]
 
         def copy() -> None:
             for target, values in zip(targets, columns):
@@ -249,7 +251,7 @@ def carrying(server: DockServer) -> dict[str, Any]:
         size = nbytes(data)
         puts, gets = carry(writer, reader, kind)
         views, copies = [], []
-        for i in range(3 * REPEATS):
+        for i in range(REPEATS):
             puts.append(writer.ask("put", kind, i))
             copies.append(writer.ask("copy", kind))
             views.append(reader.ask("view", kind, i))
