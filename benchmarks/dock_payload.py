@@ -12,6 +12,7 @@ import numpy as np
 
 ROWS, COLUMNS, WIDTH = 1024, 9, 8192  # 302 MB of fp32
 SMALL_WIDTH = 128  # a row of 9 such columns is 4.6 kB: what one finished sample of a short answer weighs
+BIG_BYTES = ROWS * COLUMNS * WIDTH * 4
 CALLS = {1: 200, 8: 100, 64: 50}  # calls timed, by rows per call
 REPEATS = 7
 
@@ -121,9 +122,11 @@ class Copier:
         return timed(lambda: np.copyto(target, source))
 
 
-def carry(writer: Side, reader: Side, kind: str, repeats: int = REPEATS) -> tuple[list[float], list[float], list[float]]:
+def carry(writer: Side, reader: Side, kind: str, repeats: int = REPEATS) -> tuple[list[float], ...]:
     """Seconds of puts in one process, gets in the other, and plain copies between them; two rounds warm up."""
-    puts, gets, copies = [], [], []
+    puts: list[float] = []
+    gets: list[float] = []
+    copies: list[float] = []
     for i in range(-2, repeats):
         seconds = writer.ask("put", kind, i), reader.ask("get", kind, i), writer.ask("copy")
         if i >= 0:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dock_payload import CALLS, Copier, Side, big, carry, jagged, nbytes, rows_per_s, small, summary, timed
+from dock_payload import BIG_BYTES, CALLS, Copier, Side, big, carry, jagged, nbytes, rows_per_s, small, summary, timed
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 NAMESPACE = "transfer_queue"
@@ -323,7 +323,7 @@ def moved(writer: Side, reader: Side, repeats: int) -> dict[str, Any]:
         size = nbytes(data)
         puts, gets, copies = carry(writer, reader, kind, repeats)
         figures = {
-            "memcpy_gbps": summary(copies, lambda s, n=nbytes(big()): n / s / 1e9),
+            "memcpy_gbps": summary(copies, lambda s: BIG_BYTES / s / 1e9),
             "put_gbps": summary(puts, lambda s, n=size: n / s / 1e9),
             "get_copy_gbps": summary(gets, lambda s, n=size: n / s / 1e9),
         }
