@@ -12,6 +12,7 @@ import numpy as np
 
 ROWS, COLUMNS, WIDTH = 1024, 9, 8192  # 302 MB of fp32
 SMALL_WIDTH = 128  # a row of 9 such columns is 4.6 kB: what one finished sample of a short answer weighs
+BIG_BYTES = ROWS * COLUMNS * WIDTH * 4
 CALLS = {1: 200, 8: 100, 64: 50}  # calls timed, by rows per call
 REPEATS = 7
 
@@ -108,16 +109,30 @@ def _obey(pipe: Any, make: Callable[..., Any], arguments: tuple[Any, ...]) -> No
             pipe.send(("error", f"{type(error).__name__}: {error}"))
 
 
-def carry(writer: Side, reader: Side, kind: str, repeats: int = REPEATS) -> tuple[list[float], list[float]]:
-    """Times of `repeats` puts in one process and gets in the other, after two of each to warm up."""
-    puts, gets = [], []
+class Copier:
+    """A side that can also copy what `big` weighs inside its own memory: what the machine allows at that moment."""
+
+    _pages: tuple[np.ndarray, np.ndarray] | None = None
+
+    def copy(self) -> float:
+        if self._pages is None:
+            source = np.ones(ROWS * COLUMNS * WIDTH, np.float32)
+            self._pages = source, source.copy()
+        source, target = self._pages
+        return timed(lambda: np.copyto(target, source))
+
+
+def carry(writer: Side, reader: Side, kind: str, repeats: int = REPEATS) -> tuple[list[float], ...]:
+    """Seconds of puts in one process, gets in the other, and plain copies between them; two rounds warm up."""
+    puts: list[float] = []
+    gets: list[float] = []
+    copies: list[float] = []
     for i in range(-2, repeats):
-        put_s = writer.ask("put", kind, i)
-        get_s = reader.ask("get", kind, i)
+        seconds = writer.ask("put", kind, i), reader.ask("get", kind, i), writer.ask("copy")
         if i >= 0:
-            puts.append(put_s)
-            gets.append(get_s)
-    return puts, gets
+            for times, one in zip((puts, gets, copies), seconds):
+                times.append(one)
+    return puts, gets, copies
 
 
 def rows_per_s(

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dock_payload import CALLS, Side, big, carry, jagged, memcpy_gbps, nbytes, rows_per_s, small, summary, timed
+from dock_payload import BIG_BYTES, CALLS, Copier, Side, big, carry, jagged, nbytes, rows_per_s, small, summary, timed
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 NAMESPACE = "transfer_queue"
@@ -44,7 +44,7 @@ def join_ray(address: str) -> None:
 # -- TransferQueue ----------------------------------------------------------------------------------------------------
 
 
-class TransferQueueSide:
+class TransferQueueSide(Copier):
     """Newest release, SimpleStorage with two units, its synchronous client. A put inserts rows into a partition; a get
     is get_meta (which samples and marks consumption) and get_data."""
 
@@ -185,7 +185,7 @@ def transferqueue() -> dict[str, Any]:
 # -- Ray --------------------------------------------------------------------------------------------------------------
 
 
-class RayPutSide:
+class RayPutSide(Copier):
     """`ray.put` of a dict of arrays and `ray.get`; the reference goes through a small named actor."""
 
     def __init__(self, address: str) -> None:
@@ -239,7 +239,7 @@ class RayPutSide:
         return timed(get)
 
 
-class CentralSide:
+class CentralSide(Copier):
     """Everything through one Ray actor that keeps it."""
 
     def __init__(self, address: str) -> None:
@@ -318,11 +318,12 @@ def with_ray(side: type) -> dict[str, Any]:
 
 
 def moved(writer: Side, reader: Side, repeats: int) -> dict[str, Any]:
-    result: dict[str, Any] = {"memcpy_gbps": round(memcpy_gbps(), 2)}
+    result: dict[str, Any] = {}
     for kind, data in (("big", big()), ("jagged", jagged())):
         size = nbytes(data)
-        puts, gets = carry(writer, reader, kind, repeats)
+        puts, gets, copies = carry(writer, reader, kind, repeats)
         figures = {
+            "memcpy_gbps": summary(copies, lambda s: BIG_BYTES / s / 1e9),
             "put_gbps": summary(puts, lambda s, n=size: n / s / 1e9),
             "get_copy_gbps": summary(gets, lambda s, n=size: n / s / 1e9),
         }
