@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Read once, when torch loads OpenMP: threads that wait for each other sleep in stead of spinning. On a machine with other
-# work a spinning thread holds the core its partner needs (measured: 81 tokens/s spinning, 1,615 sleeping).
+# Read once, when torch loads OpenMP: threads that wait for each other sleep in stead of spinning. On a busy machine a
+# spinning thread holds the core its partner needs (measured: 81 tokens/s spinning, 1,615 sleeping).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
