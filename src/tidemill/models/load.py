@@ -81,7 +81,6 @@ def save_folder(model: Any, tokenizer: Any, folder: Path) -> None:
 
 def wrap(module: Any, tokenizer: Any, window: int) -> Loaded:
     """Ready to roll out and to learn."""
-    module.config.use_cache = False
     module.eval()  # dropout has no place in RL: rollout and learning must agree
     ids = module.generation_config.eos_token_id
     ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
