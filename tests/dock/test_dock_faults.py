@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from test_dock_local import STAGES, prompts, rewards, rollout, run_stage
-from test_dock_remote import LEARN, rows
+from tests.dock.test_dock_local import STAGES, prompts, rewards, rollout, run_stage
+from tests.dock.test_dock_remote import LEARN, rows
 
 from tidemill.batch import Batch
 from tidemill.dock import LeaseExpired, Want

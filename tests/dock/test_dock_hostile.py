@@ -9,7 +9,7 @@ import time
 import msgspec
 import pytest
 import zmq
-from test_dock_remote import LEARN, rows
+from tests.dock.test_dock_remote import LEARN, rows
 
 from tidemill.dock import Want
 from tidemill.dock import messages as m
