@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint types quick slow bench peers clean
+.PHONY: help install quickstart test lint types quick slow learning bench peers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -36,7 +36,10 @@ quick: install ## the quick tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
 slow: install ## the slow tests: learning, faults, peers
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu and not learning"
+
+learning: install ## train every algorithm on a small task and check that it learns (ten minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m learning
 
 peers: install ## install what the benchmarks compare with
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.peers.lock

@@ -19,7 +19,7 @@ SEEDS = range(int(os.environ.get("TIDEMILL_SEEDS", "1")))
 BELOW, ABOVE = 0.4, 0.75
 TEACHER_STEPS = 80  # of GRPO, 128 samples each
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.learning]
 
 
 def export(run: Path, to: Path) -> str:
