@@ -23,7 +23,7 @@ def test_grpo_teaches_a_guessing_model_to_work_sums_out(tmp_path: Path) -> None:
     assert summary.accuracy_before is not None and summary.accuracy_after is not None
     assert summary.accuracy_before < 0.4
     assert summary.accuracy_after > max(0.6, 2 * summary.accuracy_before)
-    assert sum(summary.rewards[-4:]) > 2 * sum(summary.rewards[:4])
+    assert sum(summary.rewards[-4:]) > 1.5 * sum(summary.rewards[:4])
 
 
 def export(run: Path, folder: Path) -> None:

@@ -15,7 +15,7 @@ from tidemill.reshard.plan import plan
 from tidemill.reshard.serve import TORN, Serving
 from tidemill.reshard.shared import SharedWire
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 15.0
 SOURCE = parallel.learner(DENSE, parallel.parse("fsdp2"))  # ranks 0 and 1
 TARGET = parallel.engine(DENSE, parallel.parse("dp2"), first=2)  # ranks 2 and 3
 RANKS = 4
