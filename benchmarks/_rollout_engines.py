@@ -133,7 +133,7 @@ def hf_batching(shape: Shape, works: list[Work]) -> Roll:
     return roll
 
 
-def vllm_job(shape: Shape, works: dict[str, Work], repeats: int, own_process: bool) -> dict[str, Any]:
+def vllm_job(shape: Shape, works: dict[str, Work], repeats: int) -> dict[str, Any]:
     """What `_vllm_peer.py` is to measure, in a process where only vLLM lives."""
     parameters = sum(p.numel() for p in Shape(shape.config, "meta").model.parameters())
     window = max(work.window for work in works.values()) + 1
@@ -142,7 +142,6 @@ def vllm_job(shape: Shape, works: dict[str, Work], repeats: int, own_process: bo
         "is_dummy": parameters > MOST_WRITTEN,
         "device": shape.device,
         "dtype": str(shape.dtype).removeprefix("torch."),
-        "own_process": own_process,
         "window": window if shape.device == "cpu" else max(window, 4096),
         "sequences": max(work.lengths.size for work in works.values()),
         "vocab": shape.config.vocab_size,
@@ -170,6 +169,11 @@ def _vllm_folder(shape: Shape) -> str:
 
 
 ENGINES = {"native": native, "hf": hf, "hf_batching": hf_batching}
-# vLLM with everything in one process, and with its engine in a process of its own. They take a minute to start, so one
-# serves all the work on a shape.
-VLLM = ("vllm", "vllm_mp")
+# vLLM with everything in one process; with its engine in a process of its own, as it comes; and so with its newer model
+# runner, which 0.24 takes by itself for some architectures only. They take a minute to start, so one serves all the
+# work on a shape.
+VLLM = {
+    "vllm": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    "vllm_mp": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    "vllm_v2": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"},
+}

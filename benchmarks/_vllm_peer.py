@@ -18,8 +18,6 @@ from typing import Any
 
 def main(job: dict[str, Any], result: Path) -> None:
     is_cpu = job["device"] == "cpu"
-    if not job["own_process"]:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     folder = job["folder"] if job["is_dummy"] else with_weights(job)
     from vllm import LLM
 

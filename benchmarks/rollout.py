@@ -149,9 +149,9 @@ class Apart:
         works = {name: _work(name) for name in names}
         shape = _shape(names[0].split("-")[1], self.device, max(work.window for work in works.values()))
         job = result.with_suffix(".job")
-        job.write_text(json.dumps(vllm_job(shape, works, self.repeats, own_process=engine == "vllm_mp")))
+        job.write_text(json.dumps(vllm_job(shape, works, self.repeats)))
         words = [VLLM_PYTHON or sys.executable, str(Path(__file__).with_name("_vllm_peer.py")), str(job), str(result)]
-        return words, _vllm_environment(self.device)
+        return words, _vllm_environment(self.device) | VLLM[engine]
 
 
 def _vllm_environment(device: str) -> dict[str, str]:
