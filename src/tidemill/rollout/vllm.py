@@ -176,6 +176,10 @@ class VLLMEngine:
         asleep, self._asleep = self._asleep, []
         self.resume(asleep)
 
+    def close(self) -> None:
+        """End vLLM, so that another can start in this process."""
+        self.engine.engine_core.shutdown()
+
     # -- parity --------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
