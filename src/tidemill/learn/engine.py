@@ -19,6 +19,7 @@ from tidemill.config import Config
 from tidemill.learn.gradients import Gradients
 from tidemill.learn.layers import kept_activations, prepare
 from tidemill.learn.logprob import token_logprobs
+from tidemill.learn.meter import mismatch
 from tidemill.learn.optimizer import learning_rate, make_optimizer, state_home
 from tidemill.learn.packing import PackedBatch, microbatches, pack, response_column
 from tidemill.models import lora
@@ -74,7 +75,8 @@ class Learner:
     def _loss(self, part: Batch) -> tuple[Tensor, Stats]:
         packed = pack(part, self.device, self.config.learn.share_prompts, self.attention)
         tokens = token_batch(part, packed, forward(self.model, packed, self.config))
-        return self.algorithm.loss(tokens, self.config)
+        loss, stats = self.algorithm.loss(tokens, self.config)
+        return loss, stats | mismatch(part, tokens, self.version, self.config.rollout.engine)
 
     def update(self) -> dict[str, float]:
         """One optimizer step from what was accumulated; metrics of the whole update."""
