@@ -328,8 +328,9 @@ class Learn(Section):
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")
     clip_norm: float | None = Field(1.0, gt=0, description="largest gradient norm; none: no clipping")
-    recompute: Literal["none", "full"] = Field(
-        "none", description="compute activations again in the backward pass to save memory"
+    recompute: Literal["none", "selective", "mlp", "full"] = Field(
+        "none",
+        description="compute again in the backward pass to save memory: the MLPs' activations, the MLPs, or whole layers",
     )
     recompute_every: int = Field(1, ge=1, description="with recompute: of this many layers one is computed again")
     offload: Literal["none", "activations"] = Field(

@@ -9,6 +9,8 @@ import torch
 from tests.learn.test_engine import CPU, SHAPE, assert_same, config, gradients, samples
 
 from tidemill.algorithms.registry import get
+from tidemill.config import TinyModel
+from tidemill.errors import ModelError
 from tidemill.learn import layers
 from tidemill.learn.adam import Adam, _decode, _encode, stochastic_bfloat16
 from tidemill.learn.engine import Learner, freeze, score
@@ -16,12 +18,21 @@ from tidemill.learn.layers import compile_layers
 from tidemill.learn.muon import orthogonal
 from tidemill.models import lora
 from tidemill.models.load import make_tiny
+from tidemill.models.packed import Packed
 
 GROUPS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 
 
 @pytest.mark.parametrize(
-    "learn", [{"recompute": "full", "recompute_every": 2}, {"offload": "activations"}, {"master": "float32"}]
+    "learn",
+    [
+        {"recompute": "full"},
+        {"recompute": "full", "recompute_every": 2},
+        {"recompute": "mlp"},
+        {"recompute": "selective"},
+        {"offload": "activations"},
+        {"master": "float32"},
+    ],
 )
 def test_memory_saved_changes_no_gradient(learn: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "OFFLOAD_BYTES", 0)
@@ -31,22 +42,66 @@ def test_memory_saved_changes_no_gradient(learn: dict[str, Any], monkeypatch: py
     assert_same((found, learner.update()), gradients(samples(), config()))
 
 
+def kept_bytes(learn: dict[str, Any], tokens: int = 512) -> int:
+    """What one forward pass leaves for the backward pass, weights not counted."""
+    shape = TinyModel(hidden=64, layers=4, heads=4, kv_heads=2, intermediate=192, window=tokens)
+    model = make_tiny(shape, torch.float32, 0, CPU).model
+    layers.prepare(model, config(learn=learn).learn)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = model.get_decoder()(
+            input_ids=torch.ones(1, tokens, dtype=torch.int64), use_cache=False, tide=Packed([tokens], CPU)
+        )
+    assert out.last_hidden_state.requires_grad
+    return sum(size for at, size in kept.items() if at not in weights)
+
+
+def test_each_kind_of_recompute_keeps_less_than_the_one_before() -> None:
+    everything, selective, mlp, full = (
+        kept_bytes({"recompute": kind}) for kind in ("none", "selective", "mlp", "full")
+    )
+    width, each = 192 * 512 * 4, 4  # bytes of one tensor of the MLP's width, layers
+    assert everything - selective >= 1.9 * each * width  # silu's output and its product with up
+    assert selective - mlp >= 1.9 * each * width  # gate and up
+    assert full < mlp / 3
+
+
+def test_an_undone_model_keeps_everything_again() -> None:
+    model = make_tiny(SHAPE, torch.float32, 0, CPU).model
+    forward = model.get_decoder().layers[0].mlp.forward
+    for kind in ("selective", "mlp", "full"):
+        layers.prepare(model, config(learn={"recompute": kind, "compile": "on"}).learn)
+        layers.undo(model)
+    assert model.get_decoder().layers[0].mlp.forward == forward
+    assert not model.is_gradient_checkpointing and not model.training
+
+
+def test_an_mlp_that_is_not_gated_is_refused_by_name() -> None:
+    model = make_tiny(SHAPE, torch.float32, 0, CPU).model
+    del model.get_decoder().layers[0].mlp.gate_proj
+    with pytest.raises(ModelError, match=r"selective.*Qwen3DecoderLayer"):
+        layers.recompute(model, "selective")
+
+
 @pytest.mark.slow
-def test_compiled_layers_give_the_same_gradients() -> None:
+@pytest.mark.parametrize("kind", ["none", "selective", "mlp", "full"])
+def test_compiled_layers_give_the_same_gradients(kind: str) -> None:
     """Through the compiler's tracing and partitioning; the code it makes is checked on the device."""
-    from transformers import AttentionInterface
-
-    from tidemill.models import attention
-
     model = make_tiny(SHAPE, torch.float32, 0, CPU).model
     try:
-        compile_layers(model, backend="aot_eager")
-        learner = Learner(model, config(), get("grpo"), 1)
+        compile_layers(model, backend="aot_eager_decomp_partition")
+        learner = Learner(model, config(learn={"recompute": kind}), get("grpo"), 1)
         learner.accumulate(samples())
         found = {n: p.grad.clone() / learner._whole for n, p in model.named_parameters()}
         assert_same((found, learner.update()), gradients(samples(), config()))
     finally:
-        AttentionInterface.register(attention.NAME, attention.attend)
+        layers.undo(model)
 
 
 def stepped(make: Any, steps: int = 5) -> torch.Tensor:
