@@ -330,7 +330,7 @@ class Learn(Section):
     clip_norm: float | None = Field(1.0, gt=0, description="largest gradient norm; none: no clipping")
     recompute: Literal["none", "selective", "mlp", "full"] = Field(
         "none",
-        description="compute again in the backward pass to save memory: the MLPs' activations, the MLPs, or whole layers",
+        description="what the backward pass computes again to save memory: the MLPs' activations, the MLPs, or all",
     )
     recompute_every: int = Field(1, ge=1, description="with recompute: of this many layers one is computed again")
     offload: Literal["none", "activations"] = Field(

@@ -16,6 +16,7 @@ from tidemill.learn.adam import Adam, _decode, _encode, stochastic_bfloat16
 from tidemill.learn.engine import Learner, freeze, score
 from tidemill.learn.layers import compile_layers
 from tidemill.learn.muon import orthogonal
+from tidemill.learn.pinned import Pinned
 from tidemill.models import lora
 from tidemill.models.load import make_tiny
 from tidemill.models.packed import Packed
@@ -123,6 +124,15 @@ def test_our_adam_is_torchs_where_both_can_do_it() -> None:
             )
         )
         torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
+
+
+def test_host_tensors_lie_apart_in_few_pieces() -> None:
+    arena = Pinned(chunk=1024, pin=False)
+    wanted = [torch.randn(n) for n in (3, 100, 60, 300, 17)] + [torch.arange(5, dtype=torch.uint8)]
+    made = [arena.like(x).copy_(x) for x in wanted]
+    for x, y in zip(wanted, made):
+        assert y.dtype == x.dtype and y.data_ptr() % 64 == 0 and torch.equal(x, y)
+    assert arena.allocated == 1024 + 2048  # the largest alone needs more than a chunk
 
 
 def test_eight_bit_moments_stay_near_and_never_divide_by_nothing() -> None:

@@ -48,7 +48,7 @@ def recompute(model: Any, kind: Recompute, every: int = 1) -> None:
         return
     for layer in chosen:
         mlp = getattr(layer, "mlp", None)
-        if mlp is None or (kind == "selective" and GATED != {name for name, _ in mlp.named_children()} - {"act_fn"}):
+        if mlp is None or (kind == "selective" and dict(mlp.named_children()).keys() - {"act_fn"} != GATED):
             raise ModelError(
                 f"learn.recompute={kind} does not know the MLP of {type(layer).__name__}", "use learn.recompute=full"
             )
