@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -65,11 +66,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         def noted(self, message: str) -> None:
             print(f"note: {message}", flush=True)
 
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            launch.train(recipe(job, folder, "bfloat16" if on_device else "float32"), watch=Clock())
-        except Enough:
-            pass
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(Enough):
+        launch.train(recipe(job, folder, "bfloat16" if on_device else "float32"), watch=Clock())
     return {"laps": laps, "peak_gib": torch.accelerator.max_memory_allocated() / GIB if on_device else 0.0}
 
 

@@ -9,6 +9,7 @@ own, the peer's without tidemill in it. Device power is sampled by this process;
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -75,7 +76,7 @@ class Power:
         if len(inside) < 2:
             return None
         points = [(start, inside[0][1]), *inside, (end, inside[-1][1])]
-        return sum((t1 - t0) * (w0 + w1) / 2 for (t0, w0), (t1, w1) in zip(points, points[1:]))
+        return sum((t1 - t0) * (w0 + w1) / 2 for (t0, w0), (t1, w1) in itertools.pairwise(points))
 
     def close(self) -> None:
         self._done.set()
