@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from tidemill.errors import ModelError
+from tidemill.learn import fp8
 from tidemill.learn.logprob import HAS_TRITON
 from tidemill.models import attention
 
@@ -25,6 +26,8 @@ OFFLOAD_BYTES = 1 << 20  # smaller tensors cost more to move than to keep
 
 
 def prepare(model: Any, learn: Learn) -> None:
+    if learn.fp8 != "none":
+        fp8.attach(layers_of(model), learn.fp8)
     if learn.recompute != "none":
         recompute(model, learn.recompute, learn.recompute_every)
     on_accelerator = next(model.parameters()).device.type != "cpu"
@@ -104,6 +107,7 @@ def undo(model: Any) -> None:
     AttentionInterface.register(attention.NAME, attention.attend)
     model.get_decoder().gradient_checkpointing_disable()
     model.eval()
+    fp8.detach(layers_of(model))
     for layer in layers_of(model):
         layer._compiled_call_impl = None
         if hasattr(layer, "mlp"):
