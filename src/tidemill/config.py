@@ -354,6 +354,7 @@ class Learn(Section):
         0, ge=0, description="learn low-rank changes of the layers' matrices, of this rank; 0: all weights"
     )
     lora_alpha: float = Field(32.0, gt=0, description="with lora_rank: their factor is this over the rank")
+    dora: bool = Field(False, description="with lora_rank: learn each row's magnitude apart from its direction")
     fp8: Literal["none", "tensorwise", "rowwise"] = Field(
         "none", description="products of the layers in 8-bit floating point, with a scale per tensor or per row"
     )

@@ -182,9 +182,10 @@ def test_low_rank_learning_moves_the_policy_and_not_its_reference() -> None:
     assert trained == set(lora.adapters(model))
 
 
-def test_merged_adapters_are_the_adapted_model() -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_merged_adapters_are_the_adapted_model(dora: bool) -> None:
     model, batch = make_tiny(SHAPE, torch.float32, 0, CPU).model, samples()
-    settings = config(learn={"lr": 1e-2, "lora_rank": 4})
+    settings = config(learn={"lr": 1e-2, "lora_rank": 4, "dora": dora})
     learner = Learner(model, settings, get("grpo"), 1)
     learner.accumulate(batch)
     learner.update()
@@ -192,6 +193,40 @@ def test_merged_adapters_are_the_adapted_model() -> None:
     plain.load_state_dict(lora.merged(model), strict=False)
     ours, theirs = (torch.from_numpy(score(m, batch, settings).values) for m in (model, plain))
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("learn", [{}, {"recompute": "full"}, {"recompute": "selective"}, {"share_prompts": False}])
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapter_gradients_are_the_plain_paths_by_the_chain_rule(dora: bool, learn: dict[str, Any]) -> None:
+    model, batch = make_tiny(SHAPE, torch.float32, 0, CPU).model, samples()
+    learner = Learner(model, config(learn={"lora_rank": 4, "dora": dora, **learn}), get("grpo"), 1)
+    draw = torch.Generator().manual_seed(1)
+    for p in learner.gradients.parameters:  # away from the start, where B is 0
+        p.data += 0.05 * torch.randn(p.shape, generator=draw)
+    plain = make_tiny(SHAPE, torch.float32, 5, CPU).model
+    plain.load_state_dict(lora.merged(model), strict=False)
+    wanted = gradients_of(plain, batch)
+    learner.accumulate(batch)
+    for name, m in model.named_modules():
+        if not isinstance(m, lora.LoraLinear):
+            continue
+        whole = wanted[f"{name}.weight"]  # of the merged weight m V / norm, or V
+        if m.lora_m is not None:
+            direction = (m.weight + m.factor * m.lora_b @ m.lora_a) / m.row_norms()[:, None]
+            close(m.lora_m.grad, (whole * direction).sum(1))
+            whole = whole * (m.lora_m / m.row_norms())[:, None]  # the norm counts as a constant
+        close(m.lora_a.grad, m.factor * m.lora_b.t() @ whole)
+        close(m.lora_b.grad, m.factor * whole @ m.lora_a.t())
+
+
+def gradients_of(model: Any, batch: Any) -> dict[str, torch.Tensor]:
+    learner = Learner(model, config(), get("grpo"), 1)
+    learner.accumulate(batch)
+    return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def close(ours: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, wanted, atol=1e-5 * wanted.abs().max().item(), rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(8, 30), (30, 8)])
