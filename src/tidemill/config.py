@@ -353,8 +353,9 @@ class Learn(Section):
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")
     clip_norm: float | None = Field(1.0, gt=0, description="largest gradient norm; none: no clipping")
-    recompute: Literal["none", "full"] = Field(
-        "none", description="compute activations again in the backward pass to save memory"
+    recompute: Literal["none", "selective", "mlp", "full"] = Field(
+        "none",
+        description="what the backward pass computes again to save memory: the MLPs' activations, the MLPs, or all",
     )
     recompute_every: int = Field(1, ge=1, description="with recompute: of this many layers one is computed again")
     offload: Literal["none", "activations"] = Field(
@@ -378,6 +379,10 @@ class Learn(Section):
         0, ge=0, description="learn low-rank changes of the layers' matrices, of this rank; 0: all weights"
     )
     lora_alpha: float = Field(32.0, gt=0, description="with lora_rank: their factor is this over the rank")
+    dora: bool = Field(False, description="with lora_rank: learn each row's magnitude apart from its direction")
+    fp8: Literal["none", "tensorwise", "rowwise"] = Field(
+        "none", description="products of the layers in 8-bit floating point, with a scale per tensor or per row"
+    )
     optimizer_on_host: bool = Field(False, description="the optimizer's state lives in the host's memory")
     reduce_dtype: Literal["same", "float32", "bfloat16"] = Field(
         "float32", description="in which gradients are added up over ranks; same: the weights' own"

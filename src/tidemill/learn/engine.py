@@ -36,7 +36,8 @@ class Learner:
         self.model, self.config, self.algorithm, self.updates = model, config, algorithm, updates
         self.device = next(model.parameters()).device
         if config.learn.lora_rank:
-            lora.attach(model, config.learn.lora_rank, config.learn.lora_alpha, config.seed)
+            learn = config.learn
+            lora.attach(model, learn.lora_rank, learn.lora_alpha, config.seed, magnitudes=learn.dora)
         self.attention = choose(model, config.learn.attention)
         self.gradients = Gradients(model.parameters(), wide=config.learn.master == "float32")
         self.optimizer = make_optimizer(model, config.learn, self.gradients)
