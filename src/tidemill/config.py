@@ -391,10 +391,28 @@ class Learn(Section):
 
 
 class Flow(Section):
-    schedule: Literal["sync", "streamed"] = Field(
-        "sync", description="stages one after the other, or each on what is ready"
+    schedule: Literal["sync", "streamed", "async"] = Field(
+        "sync", description="stages one after the other, each on what is ready, or rollout ahead of learning as well"
+    )
+    max_staleness: int = Field(
+        1, ge=0, description="async: most steps that the oldest token of a sample may be behind the weights it teaches"
+    )
+    placement: Literal["auto", "colocated", "separated"] = Field(
+        "auto",
+        description="separated: rollout works beside the others with its own copy of the weights; auto: for async",
+    )
+    half_made: Literal["reread", "continue"] = Field(
+        "reread", description="half-made samples under new weights: read again, or with the keys and values they have"
     )
     lease_s: float = Field(600.0, gt=0, description="longest a stage may hold samples before they are given out again")
+
+
+class Reshard(Section):
+    """How weights get from the learner to the rollout."""
+
+    verify: Literal["off", "sample", "all"] = Field(
+        "sample", description="checksums of what arrived: of no block, of one in sixteen, of every one"
+    )
 
 
 class Eval(Section):
@@ -436,6 +454,7 @@ class Config(Section):
     algorithm: Algorithm = Algorithm()
     learn: Learn = Learn()
     flow: Flow = Flow()
+    reshard: Reshard = Reshard()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     observe: Observe = Observe()

@@ -84,24 +84,23 @@ def train_loop(
     folder.truncate(first if found is not None else -1)  # without a checkpoint, what was logged before step 1 goes too
     watch.started(workers, first)
     with recording(folder, config, first, watch) as metrics, interruptions(watch) as stop:
-        if first == 0 and config.eval.before:
+        if first == 0 and config.eval.before and config.eval.size:
             summary.before = look(workers, config, summary, metrics, watch)
         schedule = SCHEDULES[config.flow.schedule]
         for step in range(first + 1, config.train.steps + 1):
             at_boundary = workers.feed.state()
             began = time.perf_counter()
-            rows = workers.feed.rows()
-            workers.learn.begin(int(rows.values("group")[0]))
-            workers.dock.put(rows)
+            workers.begin(step)
             try:
                 schedule(workers.stages, workers.learn, stop, stall_s=2 * config.flow.lease_s)
             except Stopped:
-                workers.feed.restore(at_boundary)
+                if not workers.ahead.lead:  # else the rows stay in the dock, and the dock in the checkpoint
+                    workers.feed.restore(at_boundary)
                 summary.is_stopped = True
                 break
             workers.publish()
             record(step, workers, metrics, summary, time.perf_counter() - began, watch)
-            if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
+            if config.eval.size and config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
                 seen = look(workers, config, summary, metrics, watch)
                 if seen.accuracy >= (config.train.stop_at_accuracy or 2.0):
                     summary.is_early, summary.after = True, seen
@@ -111,7 +110,7 @@ def train_loop(
             if is_last:
                 summary.is_stopped = stop() and step < config.train.steps and not summary.is_early
                 break
-        if not summary.is_stopped and summary.after is None and config.eval.after:
+        if not summary.is_stopped and summary.after is None and config.eval.after and config.eval.size:
             summary.after = look(workers, config, summary, metrics, watch)
     finish(folder, workers, summary, config, watch)
     return summary
