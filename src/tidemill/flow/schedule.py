@@ -7,12 +7,9 @@ from collections.abc import Callable, Sequence
 
 from tidemill.errors import TidemillError
 from tidemill.flow.stages import LearnWorker, Worker, stacks_of
+from tidemill.flow.workers import Stopped
 
 IDLE_S = 0.0005  # between polls when every worker waits for another thread or process
-
-
-class Stopped(Exception):
-    """The user asked to stop, at a moment when the step could be left without losing an update."""
 
 
 def sync(workers: Sequence[Worker], learn: LearnWorker, stop: Callable[[], bool], stall_s: float) -> None:
