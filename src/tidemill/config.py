@@ -437,6 +437,44 @@ class Observe(Section):
     )
 
 
+class Placement(Section):
+    """Which roles share processes with the learner (`colocated`), and which have processes of their own."""
+
+    rollout: Literal["separated", "colocated"] = Field("separated", description="colocated: as many as learners")
+    reward: Literal["separated", "colocated"] = Field("separated", description="feed, rewards and advantages")
+    reference: Literal["separated", "colocated"] = Field("colocated", description="the frozen policy, if there is one")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_for_all(cls, value: Any) -> Any:
+        """`placement: colocated` says it for every role."""
+        return dict.fromkeys(cls.model_fields, value) if isinstance(value, str) else value
+
+
+class Cluster(Section):
+    """Where the roles run. Nothing of it is used while executor is local."""
+
+    executor: Literal["local", "processes", "ray"] = Field(
+        "local", description="this process, processes of this machine, or a Ray cluster"
+    )
+    address: str = Field(
+        "local", description="of Ray: local starts one for this run alone; auto, host:port or ray://… use one that runs"
+    )
+    learners: int = Field(1, ge=1, description="ranks that learn together, each on a share of the samples")
+    rollouts: int = Field(1, ge=1, description="rollout workers, where they are separated")
+    rewards: int = Field(1, ge=1, description="reward workers, where they are separated")
+    placement: Placement = Placement()
+    spread: bool = Field(False, description="put rollout workers on different nodes where there are several")
+    cpus: float = Field(1.0, gt=0, description="CPUs that each worker asks Ray for")
+    memory_mb: int | None = Field(None, ge=1, description="shared memory of each node's warehouse; none: half of it")
+    replicas: int = Field(0, ge=0, description="further nodes that hold a copy of each sample's bytes")
+    lease_s: float = Field(10.0, gt=0, description="silence after which a worker's samples are given to another")
+    start_s: float = Field(180.0, gt=0, description="longest that a worker may take to start")
+    stall_s: float = Field(300.0, gt=0, description="standstill after which the run says who waits for whom")
+    collective_s: float = Field(120.0, gt=0, description="longest that ranks wait for one another in one operation")
+    restarts: int = Field(20, ge=0, description="lost workers made up for without a step made in between")
+
+
 class Config(Section):
     """A whole run."""
 
@@ -455,6 +493,7 @@ class Config(Section):
     learn: Learn = Learn()
     flow: Flow = Flow()
     reshard: Reshard = Reshard()
+    cluster: Cluster = Cluster()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     observe: Observe = Observe()
