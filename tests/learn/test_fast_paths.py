@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.learn.test_engine import CPU, SHAPE, assert_same, config, gradients, samples
 
+from tests.learn.test_engine import CPU, SHAPE, assert_same, config, gradients, samples
 from tidemill.algorithms.registry import get
 from tidemill.learn import layers
 from tidemill.learn.adam import Adam, _decode, _encode, stochastic_bfloat16
