@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-
 from tests.learn.parallel.models import gradients, model
+
 from tidemill.models import experts
 
 IDS = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(0))

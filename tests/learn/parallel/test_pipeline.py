@@ -18,12 +18,12 @@ from tidemill.learn.parallel.schedule import Action, forward_only, kept, play, t
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
-def test_every_action_happens_once_after_all_it_needs(ranks, chunks):
-    for count in (1, 2, 3, 4, 7, 8, 12):
-        table = timetable(ranks, chunks, count)
-        last = ranks * chunks - 1
+def test_every_action_happens_once_after_all_it_needs(count, chunks):
+    for microbatch_count in (1, 2, 3, 4, 7, 8, 12):
+        table = timetable(count, chunks, microbatch_count)
+        last = count * chunks - 1
         done, left = set(), [list(actions) for actions in table]
         while any(left):
             before = len(done)
@@ -31,7 +31,7 @@ def test_every_action_happens_once_after_all_it_needs(ranks, chunks):
                 while actions and all(need in done for need in needs(actions[0], last)):
                     done.add(actions.pop(0))
             assert len(done) > before, "a rank waits for one that waits for it"
-        assert len(done) == 2 * (last + 1) * count
+        assert len(done) == 2 * (last + 1) * microbatch_count
 
 
 def needs(action, last):
@@ -41,15 +41,14 @@ def needs(action, last):
     return [Action(True, stage, m), *([Action(False, stage + 1, m)] if stage < last else [])]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_a_pipeline_idles_and_keeps_no_more_than_it_must(ranks, chunks):
-    count = 2 * ranks
-    table, ticks = play(ranks, chunks, count)
-    assert ticks == 2 * count * chunks + 2 * (ranks - 1)  # the textbook's bubble, in ticks of one run of layers
+def test_a_pipeline_idles_and_keeps_no_more_than_it_must(count, chunks):
+    table, ticks = play(count, chunks, 2 * count)
+    assert ticks == 4 * count * chunks + 2 * (count - 1)  # the textbook's bubble, in ticks of one run of layers
     for rank, actions in enumerate(table):
         in_flight = np.cumsum([1 if a.is_forward else -1 for a in actions])
-        assert in_flight.max() <= kept(rank, ranks, chunks)
+        assert in_flight.max() <= kept(rank, count, chunks)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
@@ -80,7 +79,8 @@ def finisher(made, settings, batch, packs, losses):
     return finish
 
 
-def rank_step(rank, name, chunks, batch, over):
+def rank_step(name, chunks, batch, over):
+    rank = dist.get_rank()
     made, settings = model(name), config(**{**SETTINGS, **over})
     split(made, rank, dist.get_world_size(), chunks)
     stages = Stages(made, rank, dist.get_world_size(), chunks)
@@ -100,7 +100,7 @@ def rank_step(rank, name, chunks, batch, over):
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "chunks"),
+    ("name", "count", "chunks"),
     [
         ("qwen2", 2, 1),  # tied
         ("qwen2", 2, 2),
@@ -111,7 +111,7 @@ def rank_step(rank, name, chunks, batch, over):
         ("mixtral", 4, 1),
     ],
 )
-def test_a_pipeline_gives_loss_gradients_and_scores_of_one_rank(crew, name, ranks, chunks):
+def test_a_pipeline_gives_loss_gradients_and_scores_of_one_rank(ranks, name, count, chunks):
     batch, settings = samples(groups=4), config(**SETTINGS)
     made = model(name)
     learner = Learner(made, settings, get("grpo"), 1)
@@ -119,8 +119,8 @@ def test_a_pipeline_gives_loss_gradients_and_scores_of_one_rank(crew, name, rank
     learner.accumulate(batch)
     wanted = gradients(made)
     loss = sum(float(s["loss"].value) for s in learner._stats)
-    found = crew.run(rank_step, ranks, name, chunks, batch, {})
-    assert found[-1][3] > ranks  # enough micro-batches to fill the pipeline
+    found = ranks.call(rank_step, name, chunks, batch, {}, on=count)
+    assert found[-1][3] > count  # enough micro-batches to fill the pipeline
     assert found[-1][0] == pytest.approx(loss, abs=1e-5)
     rows = microbatches(batch, 40, True)
     np.testing.assert_allclose(
@@ -138,13 +138,13 @@ def test_a_pipeline_gives_loss_gradients_and_scores_of_one_rank(crew, name, rank
         assert torch.equal(*(r[2]["model.embed_tokens.weight"] for r in (found[0], found[-1])))
 
 
-def test_fewer_micro_batches_than_ranks_still_give_one_ranks_gradients(crew):
+def test_fewer_micro_batches_than_ranks_still_give_one_ranks_gradients(ranks):
     batch, over = samples(groups=1, each=2), {"train": {"tokens_per_microbatch": 4096}}
     made = model("qwen2")
     learner = Learner(made, config(**{**SETTINGS, **over}), get("grpo"), 1)
     learner.accumulate(batch)
     for chunks in (1, 2):
-        found = crew.run(rank_step, 2, "qwen2", chunks, batch, over)
+        found = ranks.call(rank_step, "qwen2", chunks, batch, over, on=2)
         assert found[0][3] == 1
         for _, _, grads, _ in found:
             for parameter, grad in grads.items():

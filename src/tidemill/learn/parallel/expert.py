@@ -91,7 +91,7 @@ def forward(module: Any, hidden: Tensor, index: Tensor, weights: Tensor, place: 
 
 
 def _counts(wanted: Tensor, place: Place) -> tuple[Tensor, Tensor]:
-    """(ranks, experts each has) rows that go from here to each expert, and that come from each rank to each expert here."""
+    """(ranks, experts of each): rows that go from here to each expert, and that come from each rank to those here."""
     number = place.home(wanted) * place.count + place.local(wanted)
     sent = torch.bincount(number, minlength=place.ranks * place.count)
     came = torch.empty_like(sent)
