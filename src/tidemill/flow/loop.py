@@ -131,6 +131,7 @@ def record(
     made = "made_tokens" in measured  # learning from one's own samples: each counts once, however often it is learned
     tokens = measured["prompt_tokens"] + measured["made_tokens"] if made else measured.get("learned_tokens", 0.0)
     measured |= {"tokens_per_s": tokens / seconds, "version": float(workers.learner.version), "time/step": seconds}
+    measured |= workers.tally.idle(measured, seconds)
     summary.steps = step
     summary.seconds += seconds
     summary.tokens += tokens
