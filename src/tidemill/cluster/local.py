@@ -30,6 +30,7 @@ from tidemill.flow.beside import Beside
 from tidemill.flow.evaluate import Evaluation, decoder, evaluate
 from tidemill.flow.feed import FEEDS, Feed
 from tidemill.flow.reference import ReferenceKeeper
+from tidemill.flow.schedule import SCHEDULES
 from tidemill.flow.stages import (
     AdvantageWorker,
     LearnWorker,
@@ -41,13 +42,17 @@ from tidemill.flow.stages import (
 )
 from tidemill.flow.tally import Tally
 from tidemill.flow.weights import OwnCopy
+from tidemill.flow.workers import Stopped
+from tidemill.learn import checkpoint
 from tidemill.learn.critic import ValueLearner, ValueModel
 from tidemill.learn.engine import Learner, freeze
-from tidemill.models.load import Loaded, load
+from tidemill.models.load import Loaded, load, save_folder
 from tidemill.observe import health
+from tidemill.observe.metrics import MetricsWriter
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import RolloutEngine
 from tidemill.rollout.make import make_engine
+from tidemill.trained import keep_definition
 
 
 @dataclass(slots=True)
@@ -74,6 +79,33 @@ class Workers:
     history: list[dict[str, float]] = field(default_factory=list)  # metrics of the steps made by this process
     told: set[str] = field(default_factory=set)  # warnings given already
     counted: dict[str, int] = field(default_factory=dict)  # what the dock had counted when it was last asked
+
+    @property
+    def parameters(self) -> int:
+        return self.loaded.parameters
+
+    @property
+    def bad_rows(self) -> int:
+        return len(self.feed.bad_rows)
+
+    def step(self, number: int, stop: Callable[[], bool]) -> None:
+        at_boundary = self.feed.state()
+        self.begin(number)
+        try:
+            SCHEDULES[self.config.flow.schedule](self.stages, self.learn, stop, stall_s=2 * self.config.flow.lease_s)
+        except Stopped:
+            if not self.ahead.lead:  # else the rows stay in the dock, and the dock in the checkpoint
+                self.feed.restore(at_boundary)
+            raise
+        self.publish()
+
+    def measure(self) -> dict[str, float]:
+        return self.tally.take() | {"version": float(self.learner.version)}
+
+    def write_samples(self, step: int, metrics: MetricsWriter) -> None:
+        kept = sorted(self.kept_samples, key=lambda sample: sample["id"])  # not in the order rewards came back
+        metrics.samples(step, kept[: self.config.observe.samples_per_step])
+        self.kept_samples.clear()
 
     def evaluate(self, size: int, samples: int) -> Evaluation:
         return evaluate(
@@ -110,7 +142,14 @@ class Workers:
             tensors |= more
         return tensors, state
 
-    def restore(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+    def save(
+        self, folder: Path, step: int, state: dict[str, Any], *, best: bool = False, metric: float | None = None
+    ) -> None:
+        tensors, own = self.state()
+        checkpoint.save(folder, step, tensors, own | state, keep=self.config.checkpoint.keep, best=best, metric=metric)
+
+    def restore(self, path: Path) -> dict[str, Any]:
+        tensors, state = checkpoint.load(path)
         self.learner.restore(tensors, state["learner"])
         if self.critic is not None:
             own = {n.removeprefix("critic."): t for n, t in tensors.items() if n.startswith("critic.")}
@@ -122,6 +161,16 @@ class Workers:
             self.dock.restore(state["dock"], as_arrays(tensors))
             self.ahead.restore(state["ahead"])
         self.publish()
+        return state
+
+    def rewind(self) -> None:
+        raise NotImplementedError("the learner lives in this process: it is not lost without it")
+
+    def keep_definition(self, run: Path) -> None:
+        keep_definition(self.loaded, run)
+
+    def save_model(self, folder: Path) -> None:
+        save_folder(self.loaded.model, self.loaded.tokenizer, folder)
 
     def after_step(self, step: int, measured: dict[str, float]) -> list[str]:
         """What changes between steps: level of problems, KL coefficient, reference. Gives new warnings, in words."""

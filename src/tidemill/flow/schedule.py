@@ -7,15 +7,12 @@ from collections.abc import Callable, Sequence
 
 from tidemill.errors import TidemillError
 from tidemill.flow.stages import LearnWorker, Worker, stacks_of
+from tidemill.flow.workers import Stopped
 
 # Between polls when every worker waits for another thread or process: short at first, then longer, so that looking does
 # not take time from those that work.
 IDLE_S = 0.0005
 LONGEST_IDLE_S = 0.004
-
-
-class Stopped(Exception):
-    """The user asked to stop, at a moment when the step could be left without losing an update."""
 
 
 def sync(workers: Sequence[Worker], learn: LearnWorker, stop: Callable[[], bool], stall_s: float) -> None:

@@ -162,6 +162,8 @@ class RolloutWorker:
         for c in made:
             self.tally.mean("response_tokens", len(c.tokens))
             self.tally.mean("truncated_share", float(c.finish == "length"))
+            if c.kept is not None:  # top-p, top-k or min-p left tokens out
+                self.tally.mean("kept_mass", float(np.exp(c.kept).mean()))
             self.tally.add("prompt_tokens", len(c.request.prompt))
             self.tally.add("made_tokens", len(c.tokens))
 

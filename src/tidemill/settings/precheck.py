@@ -10,7 +10,7 @@ from pathlib import Path
 from tidemill import device
 from tidemill.config import PAPER, Config, Model
 from tidemill.errors import TidemillError, did_you_mean
-from tidemill.settings import estimate
+from tidemill.settings import estimate, parallel
 from tidemill.settings.estimate import human, longest
 
 # Algorithms whose advantage compares the samples of one prompt with each other: one sample says nothing.
@@ -22,7 +22,7 @@ LONGEST_NAME = 200  # bytes; file systems stop at 255, and runs moved aside get 
 def problems(config: Config, model: Model) -> list[str]:
     """`model` is the one that will be trained (a warm start's own)."""
     checks: tuple[Callable[[Config, Model], Iterator[str]], ...] = (
-        _name, _batch, _flow, _lengths, _model_folder, _data, _functions, _device, _disk,
+        _name, _batch, _flow, _lengths, _model_folder, _data, _functions, _device, _disk, parallel.problems,
     )  # fmt: skip
     return [problem for check in checks for problem in check(config, model)]
 
