@@ -287,6 +287,13 @@ class Algorithm(Section):
         "none", description="importance weight for the gap between rollout and recomputed old log-probabilities"
     )
     rollout_correction_cap: float = Field(2.0, gt=0, description="largest weight of rollout_correction")
+    rollout_correction_floor: float = Field(
+        0.0, ge=0, description="smallest weight of rollout_correction that a mask lets through"
+    )
+    rollout_correction_outside: Literal["truncate", "mask"] = Field(
+        "truncate",
+        description="weights above the cap: count as the cap, or (also below the floor) are not learned from",
+    )
     dynamic_sampling: bool = Field(
         False, description="groups whose rewards are all equal are dropped and replaced by new prompts"
     )

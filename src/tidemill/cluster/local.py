@@ -230,7 +230,9 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
         served = copy.deepcopy(loaded.model).requires_grad_(False) if is_separated else None  # before adapters come
         critic = ValueLearner(ValueModel(loaded.model), config, algorithm, updates) if needs_values(algorithm) else None
         learner = critic if algorithm.learns_values and critic else Learner(loaded.model, config, algorithm, updates)
-        engine = make_engine(loaded, config)
+        # A separated engine that is a server of its own would be started twice: evaluation then has the native one.
+        judge = config.rollout.model_copy(update={"engine": "native"}) if served is not None else config.rollout
+        engine = make_engine(loaded, config.model_copy(update={"rollout": judge}))
         dock = LocalDock(
             graph.stages,
             source=graph.source,
