@@ -6,8 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from tidemill.dock.address import Address
 from tidemill.dock.api import DockState, LeaseExpired, Want
 from tidemill.dock.buffer import PackedBuffer
 from tidemill.dock.compact import unpack
+from tidemill.dock.door import DoorCaller, find_door
 from tidemill.dock.gather import assemble
 from tidemill.dock.local import check_outputs
 from tidemill.dock.node import Node
@@ -31,7 +31,6 @@ from tidemill.errors import DockError
 from tidemill.graph import Stage
 
 WAIT_SLICE_S = 1.0  # a longer wait is asked for in pieces, so that a lost ledger is noticed
-DEFAULT_WANT = Want()
 LOST_PAUSE_S = 0.02  # before asking again for rows whose bytes were lost: the ledger hears of it in a moment
 LEDGER_PATIENCE_S = 30.0  # a ledger that does not answer for this long is reported; it should be back in under two
 
@@ -67,7 +66,7 @@ class RemoteDock:
     def __init__(self, address: Address, node: str | None = None) -> None:
         self._address = address
         self._local = threading.local()
-        self._callers: list[Caller] = []
+        self._callers: list[Caller | DoorCaller] = []
         setup = self._ask(m.AskSetup())
         self.stages = tuple(Stage(*stage) for stage in setup.stages)
         self._source, self._watch, self._replicas = setup.source, setup.watch, setup.replicas
@@ -87,11 +86,10 @@ class RemoteDock:
         self._write(written, stored, message)
 
     def take(self, stage: str, want: Want, wait: float = 0.0) -> RemoteLease | None:
-        asked = _plain(want)
         deadline = time.monotonic() + wait
         while True:
             left = max(0.0, deadline - time.monotonic())
-            answer = self._ask(m.Take(stage, asked, min(left, WAIT_SLICE_S)), wait_s=min(left, WAIT_SLICE_S))
+            answer = self._ask(m.Take(stage, want, min(left, WAIT_SLICE_S)), wait_s=min(left, WAIT_SLICE_S))
             if isinstance(answer, m.Granted):
                 lease = self._open(answer)
                 if lease is not None:
@@ -126,9 +124,10 @@ class RemoteDock:
     # -- asking ------------------------------------------------------------------------------------------------------
 
     def _ask(self, message: m.Message, wait_s: float = 0.0) -> Any:
-        caller: Caller | None = getattr(self._local, "caller", None)
+        caller: Caller | DoorCaller | None = getattr(self._local, "caller", None)
         if caller is None:
-            caller = self._local.caller = Caller(self._address.token, self._address.ledger)
+            where = self._address.token, self._address.ledger
+            caller = self._local.caller = find_door(*where) or Caller(*where)
             self._callers.append(caller)
         try:
             answer = caller.ask(message, within_s=wait_s + LEDGER_PATIENCE_S)
@@ -190,12 +189,6 @@ class RemoteDock:
             self._node.refresh()
             return None
         return RemoteLease(self, _grant(granted), stored)
-
-
-@lru_cache(maxsize=256)
-def _plain(want: Want) -> dict[str, Any]:
-    """What differs from the default; consumers ask the same again and again."""
-    return {name: value for name, value in asdict(want).items() if value != getattr(DEFAULT_WANT, name)}
 
 
 def _outputs(written: Written, nbytes: int, copies: tuple[m.Copy, ...]) -> m.Outputs:

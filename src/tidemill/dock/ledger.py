@@ -16,6 +16,7 @@ import numpy as np
 from tidemill.dock import again, sampler
 from tidemill.dock.api import DockState, LeaseExpired, StageCounts, Want
 from tidemill.dock.chunks import Chunk, Chunks
+from tidemill.dock.compact import span
 from tidemill.dock.controller import Controller, make_controllers
 from tidemill.dock.groups import Groups
 from tidemill.dock.records import META, NO_VERSION, Grant, HeldLease, Ints, Written
@@ -244,7 +245,7 @@ class Ledger:
         if len(dull):
             self.end(c.slots(dull))
         if chosen is not None:
-            c.ready.remove(chosen)
+            c.ready.take_out(chosen)
         return chosen
 
     def _take_part(self, c: Controller, want: Want, columns: tuple[str, ...], now: float) -> Grant | None:
@@ -267,26 +268,26 @@ class Ledger:
         key = self.epoch << EPOCH_SHIFT | self._lease_serial
         self._no_expiry_before = min(self._no_expiry_before, now + self.lease_s)
         self._leases[key] = HeldLease(c.index, slots, now + self.lease_s, columns)
-        self.rows.leased[slots] |= c.bit
+        self.rows.leased[span(slots)] |= c.bit
         c.leased += len(slots)
         return key
 
     def _grant(self, key: int) -> Grant:
         lease, rows = self._leases[key], self.rows
-        slots = lease.slots
+        slots = span(lease.slots)
         pieces = []
         for part in self._parts_with(lease.columns):
-            chunks = rows.chunk[part, slots]
+            chunks = rows.chunk[part, slots].copy()
             if (chunks >= 0).any():
-                pieces.append((part, chunks, rows.place[part, slots]))
+                pieces.append((part, chunks, rows.place[part, slots].copy()))
         return Grant(
             lease=key,
             deadline=lease.deadline,
             columns=lease.columns,
-            ids=rows.id[slots],
-            group=rows.group[slots],
-            version=rows.version[slots],
-            length=rows.length[slots],
+            ids=rows.id[slots].copy(),  # a slice is a view, and the table's rows are reused
+            group=rows.group[slots].copy(),
+            version=rows.version[slots].copy(),
+            length=rows.length[slots].copy(),
             pieces=pieces,
         )
 

@@ -21,9 +21,10 @@ import zmq
 
 from tidemill.dock import again, snapshot
 from tidemill.dock import messages as m
-from tidemill.dock.api import LeaseExpired, Want
+from tidemill.dock.api import LeaseExpired
 from tidemill.dock.catalog import Catalog
-from tidemill.dock.compact import pack
+from tidemill.dock.compact import distinct, pack
+from tidemill.dock.door import Door, open_door
 from tidemill.dock.journal import Journal
 from tidemill.dock.local import with_waiting
 from tidemill.dock.records import Grant, Written
@@ -78,20 +79,23 @@ class LedgerServer:
         self._gate = Gate(self._socket)
         self._socket.bind(f"tcp://{check_host(host)}:{port or '*'}")
         self.address = bound_address(self._socket)
+        self._door = open_door(token, self.address)
         self.is_stopping = False
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         poller = zmq.Poller()
-        for socket in (self._socket, self._doorkeeper.socket):
-            poller.register(socket, zmq.POLLIN)
+        for source in (self._socket, self._doorkeeper.socket, *([self._door] if self._door else ())):
+            poller.register(source, zmq.POLLIN)
         ticked = 0.0
         while not self.is_stopping:
             events = dict(poller.poll(int(1000 * TICK_S)))
             if self._doorkeeper.socket in events:
                 self._doorkeeper.answer()
             now = time.monotonic()
+            if self._door is not None and self._door.fileno() in events:
+                self._receive_at_door(self._door, now)
             if self._socket in events:
                 self._receive(now)
             if now - ticked >= TICK_S:
@@ -101,6 +105,8 @@ class LedgerServer:
             self._flush()
         self._journal.rotate(self._snapshot())
         self._journal.close()
+        if self._door is not None:
+            self._door.close()
         self._socket.disable_monitor()
         self._context.destroy(linger=200)
 
@@ -114,6 +120,22 @@ class LedgerServer:
                 self._refused += 1
                 continue
             self._handle(client, frames[0], frames[1], now)
+
+    def _receive_at_door(self, door: Door, now: float) -> None:
+        letters = door.receive(now)
+        for client in door.left:
+            self._forget(client)
+        door.left.clear()
+        for client, seq, body in letters:
+            self._handle(client, seq, body, now)
+
+    def _forget(self, client: bytes) -> None:
+        """It hung up: what it waits for is not given to it. If it comes back, it asks again."""
+        last = self._last.get(client)
+        if last is not None and last[1] is None:
+            del self._last[client]
+            self._waiters.forget(client)
+            self._parked_puts = deque(put for put in self._parked_puts if put.client != client)
 
     def _handle(self, client: bytes, seq: bytes, body: bytes, now: float) -> None:
         last = self._last.get(client)
@@ -158,13 +180,16 @@ class LedgerServer:
             self._journal.append(effects)
             self._catalog.effects, self._ledger.effects = [], []
         for client, seq, body in self._outbox:
-            self._socket.send_multipart((client, seq, body))
+            if self._door is None or not self._door.send(client, seq, body):
+                self._socket.send_multipart((client, seq, body))
         self._outbox.clear()
         if self._journal.records > max(SNAPSHOT_RECORDS, len(self._ledger.slot_of)):
             self._journal.rotate(self._snapshot())
 
     def _tick(self, now: float) -> None:
         self._gate.watch(now)
+        if self._door is not None:
+            self._door.sweep(now)
         self._ledger.expire(now)
         self._waiters.expire(now)
         while self._parked_puts and any(p.deadline <= now for p in self._parked_puts):
@@ -242,7 +267,7 @@ class LedgerServer:
         return False
 
     def _take(self, client: bytes, seq: bytes, message: m.Take, now: float) -> m.Message | None:
-        want = msgspec.convert(message.want, Want)
+        want = message.want
         self._ledger.expire(now)
         grant = self._ledger.take(message.stage, want, now)
         if grant is not None:
@@ -256,7 +281,7 @@ class LedgerServer:
             else:
                 self._answer(client, seq, m.Nothing() if given is None else self._granted(given, time.monotonic()))
 
-        self._waiters.park(Waiter(message.stage, want, now + message.wait_s, answer))
+        self._waiters.park(Waiter(message.stage, want, now + message.wait_s, answer, client))
         return None
 
     def _commit(self, message: m.Commit, now: float) -> m.Message:
@@ -280,7 +305,12 @@ class LedgerServer:
         return Written(outputs.columns, chunk, outputs.nbytes, version, length, score)
 
     def _granted(self, grant: Grant, now: float) -> m.Granted:
-        keys = {key for _, chunks, _ in grant.pieces for key in chunks.tolist() if key >= 0}
+        keys: set[int] = set()
+        pieces = []
+        for part, chunks, places in grant.pieces:
+            keys.update(distinct(chunks))
+            pieces.append(m.Piece(part, pack(chunks), pack(places)))
+        keys.discard(-1)
         return m.Granted(
             rows=len(grant.ids),
             lease=grant.lease,
@@ -290,7 +320,7 @@ class LedgerServer:
             group=pack(grant.group),
             version=pack(grant.version),
             length=pack(grant.length),
-            pieces=tuple(m.Piece(part, pack(chunks), pack(places)) for part, chunks, places in grant.pieces),
+            pieces=tuple(pieces),
             chunks=tuple(self._catalog.at(key) for key in keys),
         )
 
@@ -352,7 +382,7 @@ class LedgerServer:
     def _state(self, now: float) -> dict[str, Any]:
         state = with_waiting(self._ledger.state(now), self._waiters, len(self._parked_puts), self._put_wait_s)
         record = asdict(state)
-        record["refused"] = self._refused + self._gate.refused
+        record["refused"] = self._refused + self._gate.refused + (self._door.refused if self._door else 0)
         record["warehouses"] = {w.hello.node: w.figures for w in self._catalog.warehouses.values()}
         record["short_of_copies"] = self._catalog.short_of_copies()
         record["epoch"] = self.epoch

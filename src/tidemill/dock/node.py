@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ PATIENCE_S = 30.0  # a node without a warehouse for this long is reported
 CALL_S = 5.0
 COPY_PATIENCE_S = 150.0  # longer than a silent warehouse stays in the directory
 RETRY_S = 0.02
+
+_path = lru_cache(maxsize=64)(Path)  # one object per arena: it is a key in every read
 
 
 class Node:
@@ -92,7 +95,7 @@ class Node:
             time.sleep(RETRY_S)  # memory is full on this node: room comes as others commit
 
     def _map(self, home: m.Announce, copy: m.Copy, nbytes: int) -> Bytes:
-        return self._views.read(Path(home.arena), copy.segment, copy.generation, copy.offset, nbytes)
+        return self._views.read(_path(home.arena), copy.segment, copy.generation, copy.offset, nbytes)
 
     # -- the warehouse -----------------------------------------------------------------------------------------------
 
@@ -105,7 +108,7 @@ class Node:
                 before, self._home = self._home, home
                 if before is not None and (home is None or before.warehouse != home.warehouse):
                     self._writer = None
-                    self._views.forget(Path(before.arena))
+                    self._views.forget(_path(before.arena))
 
     def close(self) -> None:
         with self._lock:
@@ -133,7 +136,7 @@ class Node:
         with self._lock:
             home = self._need_home()
             if self._writer is None:
-                self._writer = Writer(Path(home.arena), home.warehouse, self._views, self._lend, self._tell_closed)
+                self._writer = Writer(_path(home.arena), home.warehouse, self._views, self._lend, self._tell_closed)
             return self._writer
 
     def _lend(self, nbytes: int) -> m.Lent:

@@ -17,6 +17,7 @@ class Waiter:
     want: Want
     deadline: float
     answer: Callable[[Grant | DockError | None], None]  # called once; None: the deadline passed
+    owner: bytes = b""
 
 
 class Waiters:
@@ -31,6 +32,11 @@ class Waiters:
         parked = self._parked.get(waiter.stage, [])
         if waiter in parked:
             parked.remove(waiter)
+
+    def forget(self, owner: bytes) -> None:
+        """Its process has gone: nothing may be leased to it."""
+        for stage, parked in self._parked.items():
+            self._parked[stage] = [waiter for waiter in parked if waiter.owner != owner]
 
     def serve(self, now: float) -> None:
         """After any step: give what became ready to those who wait for it."""
