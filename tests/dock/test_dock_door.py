@@ -16,7 +16,7 @@ import pytest
 from tests.dock.test_dock_remote import LEARN, rows
 
 from tidemill.batch import Batch
-from tidemill.dock import Want
+from tidemill.dock import LeaseExpired, Want
 from tidemill.dock import door as doors
 from tidemill.dock import messages as m
 from tidemill.dock.client import RemoteDock
@@ -88,14 +88,13 @@ def knock() -> socket.socket:
 
 def test_a_process_on_the_ledgers_machine_comes_by_the_door(server):
     dock = server.connect()
-    assert isinstance(dock._callers[0], DoorCaller)
+    assert [type(caller) for caller in dock._callers.values()] == [DoorCaller]
     dock.close()
 
 
-def test_without_a_door_the_caller_goes_over_the_network(server, monkeypatch):
-    monkeypatch.setattr("tidemill.dock.client.find_door", lambda *_: None)
-    dock = server.connect()
-    assert isinstance(dock._callers[0], Caller)
+def test_without_a_door_the_caller_goes_over_the_network(server):
+    dock = RemoteDock(server.address, by_door=False)
+    assert [type(caller) for caller in dock._callers.values()] == [Caller]
     dock.put(rows([100]))
     lease = dock.take("learn", Want(rows=1), wait=30)
     assert lease.batch.values("id").tolist() == [100]
@@ -240,4 +239,53 @@ def test_rows_are_not_leased_to_a_consumer_that_died_waiting(server):
     lease = dock.take("learn", Want(rows=1), wait=0.5)  # the lease would last a minute
     assert lease.batch.values("id").tolist() == [7]
     lease.commit()
+    dock.close()
+
+
+def _take_and_die(address, taken):
+    lease = RemoteDock(address).take("learn", Want(rows=1), wait=60)
+    taken.put(lease.batch.values("id").tolist())
+    taken.close()
+    taken.join_thread()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_lease_of_a_consumer_that_died_comes_back_before_its_deadline(server):
+    dock = server.connect()
+    dock.put(rows([8]))
+    taken = SPAWN.Queue()
+    consumer = SPAWN.Process(target=_take_and_die, args=(server.address, taken), daemon=True)
+    consumer.start()
+    assert taken.get(timeout=30) == [8]
+    lease = dock.take("learn", Want(rows=1), wait=30)  # leases of this dock last a minute
+    assert lease.batch.values("id").tolist() == [8] and dock.state().expired == 1
+    lease.commit()
+    dock.close()
+
+
+def test_a_late_commit_of_a_client_that_hung_up_is_refused(server):
+    dock = server.connect()
+    dock.put(rows([9]))
+    lease = dock.take("learn", Want(rows=1), wait=30)
+    dock._callers[threading.current_thread()]._hang_up()
+    other = server.connect()
+    again = other.take("learn", Want(rows=1), wait=30)
+    with pytest.raises(LeaseExpired):
+        lease.commit()
+    again.commit()
+    for one in (dock, other):
+        one.close()
+
+
+def test_threads_that_ended_leave_no_connection_and_keep_their_leases(server):
+    dock = server.connect()
+    dock.put(rows(range(20, 26)))
+    leases = []
+    for _ in range(6):
+        thread = threading.Thread(target=lambda: leases.append(dock.take("learn", Want(rows=1), wait=30)))
+        thread.start()
+        thread.join()
+    assert len(dock._callers) <= 2
+    for lease in leases:
+        lease.commit()
     dock.close()

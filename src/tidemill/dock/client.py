@@ -26,7 +26,7 @@ from tidemill.dock.local import check_outputs
 from tidemill.dock.node import Node
 from tidemill.dock.records import Grant, Written, entry, split
 from tidemill.dock.segment import SegmentGone
-from tidemill.dock.wire import Caller
+from tidemill.dock.wire import Caller, new_owner
 from tidemill.errors import DockError
 from tidemill.graph import Stage
 
@@ -63,10 +63,12 @@ class RemoteLease:
 
 
 class RemoteDock:
-    def __init__(self, address: Address, node: str | None = None) -> None:
-        self._address = address
+    def __init__(self, address: Address, node: str | None = None, by_door: bool = True) -> None:
+        """`by_door=False`: speak to the ledger as from another machine, even if it is on this one."""
+        self._address, self._by_door = address, by_door
+        self._owner = new_owner()
         self._local = threading.local()
-        self._callers: list[Caller | DoorCaller] = []
+        self._callers: dict[threading.Thread, Caller | DoorCaller] = {}
         setup = self._ask(m.AskSetup())
         self.stages = tuple(Stage(*stage) for stage in setup.stages)
         self._source, self._watch, self._replicas = setup.source, setup.watch, setup.replicas
@@ -117,7 +119,7 @@ class RemoteDock:
 
     def close(self) -> None:
         self._node.close()
-        for caller in self._callers:
+        for caller in self._callers.values():
             caller.close()
         self._callers.clear()
 
@@ -126,9 +128,7 @@ class RemoteDock:
     def _ask(self, message: m.Message, wait_s: float = 0.0) -> Any:
         caller: Caller | DoorCaller | None = getattr(self._local, "caller", None)
         if caller is None:
-            where = self._address.token, self._address.ledger
-            caller = self._local.caller = find_door(*where) or Caller(*where)
-            self._callers.append(caller)
+            caller = self._local.caller = self._new_caller()
         try:
             answer = caller.ask(message, within_s=wait_s + LEDGER_PATIENCE_S)
         except TimeoutError:
@@ -140,6 +140,16 @@ class RemoteDock:
             kinds = {"lease": LeaseExpired, "gone": SegmentGone}
             raise kinds.get(answer.kind, DockError)(answer.message, answer.remedy)
         return answer
+
+    def _new_caller(self) -> Caller | DoorCaller:
+        """For this thread. Those of threads that have ended are closed, after it: a process whose last connection
+        closes is taken for dead."""
+        where = self._address.token, self._address.ledger
+        door = find_door(*where, self._owner) if self._by_door else None
+        caller = self._callers[threading.current_thread()] = door or Caller(*where)
+        for thread in [thread for thread in self._callers if not thread.is_alive()]:
+            self._callers.pop(thread).close()
+        return caller
 
     def _directory(self) -> tuple[m.Announce, ...]:
         warehouses: tuple[m.Announce, ...] = self._ask(m.AskSetup()).warehouses

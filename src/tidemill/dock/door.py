@@ -19,13 +19,14 @@ import socket
 import struct
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from tidemill.dock.messages import Message, decode_answer, encode
-from tidemill.dock.wire import HANDSHAKE_S, MAX_MESSAGE_BYTES, SEQ, new_identity
+from tidemill.dock.wire import HANDSHAKE_S, MAX_MESSAGE_BYTES, OWNER_BYTES, SEQ, new_identity
 from tidemill.errors import DockError
 
 HEAD = struct.Struct("<I8s")  # length of the message, number of the request
@@ -79,11 +80,15 @@ class Door:
         self._epoll.register(self._listener, select.EPOLLIN)
         self._visitors: dict[int, Visitor] = {}
         self._clients: dict[bytes, Visitor] = {}
+        self._owners: Counter[bytes] = Counter()  # connections of each
         self.left: list[bytes] = []  # clients that went since the caller last looked
 
     def fileno(self) -> int:
         """Readable when there is something to do."""
         return self._epoll.fileno()
+
+    def has_owner(self, owner: bytes) -> bool:
+        return owner in self._owners
 
     def receive(self, now: float) -> list[Letter]:
         """What came, of whoever is let in."""
@@ -188,6 +193,8 @@ class Door:
         if before is not None:  # it came back before its old connection was seen to end
             before.client = b""
             self._drop(before)
+        else:
+            self._owners[client[:OWNER_BYTES]] += 1
         visitor.client = client
         self._clients[client] = visitor
         with suppress(OSError):
@@ -214,6 +221,10 @@ class Door:
         self._visitors.pop(visitor.connection.fileno(), None)
         if visitor.client and self._clients.pop(visitor.client, None) is not None:
             self.left.append(visitor.client)
+            owner = visitor.client[:OWNER_BYTES]
+            self._owners[owner] -= 1
+            if not self._owners[owner]:
+                del self._owners[owner]
         visitor.connection.close()  # leaves the epoll by itself
 
 
@@ -223,12 +234,12 @@ class Door:
 class DoorCaller:
     """As wire.Caller: one request at a time, sent again when the connection broke. One per thread."""
 
-    def __init__(self, token: str, address: str) -> None:
+    def __init__(self, token: str, address: str, owner: bytes | None = None) -> None:
         """Raises OSError when there is no such door on this machine."""
         self.address = address
         self.resent = 0
         self._token, self._name = token, door_name(token, address)
-        self._identity = new_identity()
+        self._identity = new_identity(owner)
         self._seq = 0
         self._inbox = bytearray()
         self._is_closed = False
@@ -324,11 +335,11 @@ def open_door(token: str, address: str) -> Door | None:
     return Door(token, address)
 
 
-def find_door(token: str, address: str) -> DoorCaller | None:
+def find_door(token: str, address: str, owner: bytes | None = None) -> DoorCaller | None:
     """None when the ledger is on another machine, or has no door."""
     if sys.platform != "linux":
         return None
     try:
-        return DoorCaller(token, address)
+        return DoorCaller(token, address, owner)
     except OSError:
         return None

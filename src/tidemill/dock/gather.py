@@ -165,4 +165,3 @@ def _copy_jagged(column: Column, out: Array, offsets: Ints, run: Run) -> None:
     lengths = ends - starts
     inside = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     out[np.repeat(targets, lengths) + inside] = column.values[np.repeat(starts, lengths) + inside]
-

@@ -117,7 +117,7 @@ class Ledger:
 
     # -- consuming ---------------------------------------------------------------------------------------------------
 
-    def take(self, stage: str, want: Want, now: float) -> Grant | None:
+    def take(self, stage: str, want: Want, now: float, owner: bytes = b"") -> Grant | None:
         """A lease on what `want` asks for, or None when not enough is ready."""
         c = self.controller(stage)
         sampler.check(want)
@@ -132,9 +132,9 @@ class Ledger:
             )
         columns = c.wanted(want)
         if want.ranks > 1:
-            return self._take_part(c, want, columns, now)
+            return self._take_part(c, want, columns, now, owner)
         units = self._choose(c, want)
-        return None if units is None else self._grant(self._lease(c, c.slots(units), columns, now))
+        return None if units is None else self._grant(self._lease(c, c.slots(units), columns, now, owner))
 
     def commit(self, lease: int, what: Written, drop: Iterable[int], now: float) -> None:
         """Write the outputs and consume the rows, in one step. Refused when the lease is no longer held."""
@@ -150,7 +150,7 @@ class Ledger:
         keep = self.rows.state[slots] == LIVE
         ended = set(drop)
         if ended:
-            keep &= np.array([i not in ended for i in self.rows.id[slots].tolist()], bool)
+            keep &= ~np.isin(self.rows.id[slots], np.fromiter(ended, np.int64, len(ended)))
         places = np.flatnonzero(keep)
         if self.effects is not None:
             ids = self.rows.id[slots]
@@ -177,6 +177,14 @@ class Ledger:
         """Give the rows back. A lease that is gone already has given them back."""
         if lease in self._leases:
             self._give_back(self._leases.pop(lease))
+
+    def release(self, owner: bytes) -> int:
+        """The owner's process has ended: its leases end now, without waiting for their deadlines."""
+        held = [key for key, lease in self._leases.items() if lease.owner == owner]
+        for key in held:
+            self._give_back(self._leases.pop(key))
+        self.expired += len(held)
+        return len(held)
 
     def expire(self, now: float) -> int:
         """Give back what every overdue lease holds. Returns how many there were."""
@@ -249,7 +257,7 @@ class Ledger:
             c.ready.take_out(chosen)
         return chosen
 
-    def _take_part(self, c: Controller, want: Want, columns: tuple[str, ...], now: float) -> Grant | None:
+    def _take_part(self, c: Controller, want: Want, columns: tuple[str, ...], now: float, owner: bytes) -> Grant | None:
         """Rank-aware: the first rank to ask decides for all; the others find their part waiting, already leased."""
         waiting = c.parts.setdefault(want.rank, [])
         while waiting and waiting[0] not in self._leases:  # ran out before its rank came
@@ -261,14 +269,15 @@ class Ledger:
             for rank, part in enumerate(sampler.balance(c.describe(units).tokens, want.ranks)):
                 c.parts.setdefault(rank, []).append(self._lease(c, c.slots(units[part]), columns, now))
         lease = waiting.pop(0)
-        self._leases[lease].deadline = now + self.lease_s
+        held = self._leases[lease]
+        held.deadline, held.owner = now + self.lease_s, owner
         return self._grant(lease)
 
-    def _lease(self, c: Controller, slots: Ints, columns: tuple[str, ...], now: float) -> int:
+    def _lease(self, c: Controller, slots: Ints, columns: tuple[str, ...], now: float, owner: bytes = b"") -> int:
         self._lease_serial += 1
         key = self.epoch << EPOCH_SHIFT | self._lease_serial
         self._no_expiry_before = min(self._no_expiry_before, now + self.lease_s)
-        self._leases[key] = HeldLease(c.index, slots, now + self.lease_s, columns)
+        self._leases[key] = HeldLease(c.index, slots, now + self.lease_s, columns, owner)
         self.rows.leased[span(slots)] |= c.bit
         c.leased += len(slots)
         return key

@@ -31,7 +31,7 @@ from tidemill.dock.records import Grant, Written
 from tidemill.dock.segment import SegmentGone
 from tidemill.dock.setup import DockSetup
 from tidemill.dock.waiters import Waiter, Waiters
-from tidemill.dock.wire import SEQ, Doorkeeper, Gate, bound_address, check_host, listening_socket
+from tidemill.dock.wire import OWNER_BYTES, SEQ, Doorkeeper, Gate, bound_address, check_host, listening_socket
 from tidemill.errors import DockError
 
 log = logging.getLogger("tidemill.dock")
@@ -122,15 +122,18 @@ class LedgerServer:
             self._handle(client, frames[0], frames[1], now)
 
     def _receive_at_door(self, door: Door, now: float) -> None:
+        """When the last connection of a process ends, the process has: its leases are given back at once."""
         letters = door.receive(now)
         for client in door.left:
             self._forget(client)
+            if not door.has_owner(client[:OWNER_BYTES]):
+                self._ledger.release(client[:OWNER_BYTES])
         door.left.clear()
         for client, seq, body in letters:
             self._handle(client, seq, body, now)
 
     def _forget(self, client: bytes) -> None:
-        """It hung up: what it waits for is not given to it. If it comes back, it asks again."""
+        """It hung up: what it waits for is not given to it. Should it come back, it asks again."""
         last = self._last.get(client)
         if last is not None and last[1] is None:
             del self._last[client]
@@ -269,7 +272,7 @@ class LedgerServer:
     def _take(self, client: bytes, seq: bytes, message: m.Take, now: float) -> m.Message | None:
         want = message.want
         self._ledger.expire(now)
-        grant = self._ledger.take(message.stage, want, now)
+        grant = self._ledger.take(message.stage, want, now, client[:OWNER_BYTES])
         if grant is not None:
             return self._granted(grant, now)
         if message.wait_s <= 0:
@@ -281,7 +284,7 @@ class LedgerServer:
             else:
                 self._answer(client, seq, m.Nothing() if given is None else self._granted(given, time.monotonic()))
 
-        self._waiters.park(Waiter(message.stage, want, now + message.wait_s, answer, client))
+        self._waiters.park(Waiter(message.stage, want, now + message.wait_s, answer, client, client[:OWNER_BYTES]))
         return None
 
     def _commit(self, message: m.Commit, now: float) -> m.Message:

@@ -28,8 +28,7 @@ class Node:
         self._token, self._name, self._directory = token, name, directory
         self._views = Views()
         self._lock = threading.RLock()
-        self._local = threading.local()
-        self._callers: list[Caller] = []
+        self._callers: dict[tuple[threading.Thread, str], Caller] = {}  # to each warehouse, from each thread
         self._warehouses: dict[int, m.Announce] = {}
         self._home: m.Announce | None = None
         self._writer: Writer | None = None
@@ -116,7 +115,7 @@ class Node:
                 self._writer.close()
                 self._writer = None
             self._views.close()
-            for caller in self._callers:
+            for caller in self._callers.values():
                 caller.close()
             self._callers.clear()
 
@@ -179,16 +178,14 @@ class Node:
         try:
             return self._caller(control).ask(message, within_s=CALL_S)
         except (ConnectionError, TimeoutError):
-            caller = self._local.callers.pop(control)
-            self._callers.remove(caller)
-            caller.close()
+            self._callers.pop((threading.current_thread(), control)).close()
             raise
 
     def _caller(self, control: str) -> Caller:
-        if not hasattr(self._local, "callers"):
-            self._local.callers = {}
-        callers: dict[str, Caller] = self._local.callers
-        if control not in callers:
-            callers[control] = Caller(self._token, control, resends=False)
-            self._callers.append(callers[control])
-        return callers[control]
+        mine = threading.current_thread(), control
+        if mine not in self._callers:
+            with self._lock:
+                for key in [key for key in self._callers if not key[0].is_alive()]:
+                    self._callers.pop(key).close()
+                self._callers[mine] = Caller(self._token, control, resends=False)
+        return self._callers[mine]

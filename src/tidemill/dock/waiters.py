@@ -17,7 +17,8 @@ class Waiter:
     want: Want
     deadline: float
     answer: Callable[[Grant | DockError | None], None]  # called once; None: the deadline passed
-    owner: bytes = b""
+    client: bytes = b""  # the connection that waits
+    owner: bytes = b""  # of the lease to come
 
 
 class Waiters:
@@ -33,10 +34,10 @@ class Waiters:
         if waiter in parked:
             parked.remove(waiter)
 
-    def forget(self, owner: bytes) -> None:
-        """Its process has gone: nothing may be leased to it."""
+    def forget(self, client: bytes) -> None:
+        """It has gone: nothing may be leased to it."""
         for stage, parked in self._parked.items():
-            self._parked[stage] = [waiter for waiter in parked if waiter.owner != owner]
+            self._parked[stage] = [waiter for waiter in parked if waiter.client != client]
 
     def serve(self, now: float) -> None:
         """After any step: give what became ready to those who wait for it."""
@@ -62,7 +63,7 @@ class Waiters:
     def _serve(self, stage: str, now: float) -> None:
         for waiter in list(self._parked.get(stage, ())):
             try:
-                answer: Grant | DockError | None = self._ledger.take(stage, waiter.want, now)
+                answer: Grant | DockError | None = self._ledger.take(stage, waiter.want, now, waiter.owner)
             except DockError as error:  # the waiter's mistake, not of whoever's step woke it
                 answer = error
             if answer is not None:
