@@ -107,6 +107,7 @@ class Catalog:
         """A warehouse is gone for good. Returns the chunks that have no copy left."""
         self.warehouses.pop(warehouse, None)
         self.lost_warehouses.add(warehouse)
+        self._retired = {key: generation for key, generation in self._retired.items() if key[0] != warehouse}
         if self.effects is not None:
             self.effects.append(("lost", warehouse))
         return self._strip(lambda c: c.warehouse == warehouse)

@@ -88,7 +88,7 @@ def write(batch: Batch, plan: Plan, out: npt.NDArray[np.uint8]) -> None:
 
 def read(raw: npt.NDArray[np.uint8]) -> Batch:
     """The batch as views of `raw`."""
-    magic, length = _PREFIX.unpack_from(raw)
+    magic, length = _PREFIX.unpack_from(raw.data)
     if magic != _MAGIC or length > len(raw):
         raise DockError("these bytes are not a chunk")
     body_at = _aligned(_PREFIX.size + length)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,9 @@ from tidemill.dock import chunk as chunks
 from tidemill.dock import messages as m
 from tidemill.dock.address import Address
 from tidemill.dock.api import DockState, LeaseExpired, Want
-from tidemill.dock.buffer import PackedBuffer
 from tidemill.dock.compact import unpack
 from tidemill.dock.door import DoorCaller, find_door
-from tidemill.dock.gather import assemble
-from tidemill.dock.local import check_outputs
+from tidemill.dock.lease import TakenLease
 from tidemill.dock.node import Node
 from tidemill.dock.records import Grant, Written, entry, split
 from tidemill.dock.segment import SegmentGone
@@ -35,37 +32,11 @@ LOST_PAUSE_S = 0.02  # before asking again for rows whose bytes were lost: the l
 LEDGER_PATIENCE_S = 30.0  # a ledger that does not answer for this long is reported; it should be back in under two
 
 
-class RemoteLease:
-    def __init__(self, dock: RemoteDock, grant: Grant, stored: dict[int, Batch]) -> None:
-        self._dock, self._grant, self._stored = dock, grant, stored
-
-    @cached_property
-    def batch(self) -> Batch:
-        """Views of the store where the rows lie together, else one copy."""
-        return assemble(self._grant, self._stored)
-
-    def packed(self, buffer: PackedBuffer) -> Batch:
-        """The batch gathered into `buffer`, in one copy; valid until the buffer's next use."""
-        return assemble(self._grant, self._stored, buffer.allocate)
-
-    @property
-    def deadline(self) -> float:
-        return self._grant.deadline
-
-    def commit(self, outputs: Batch | None = None, drop: Sequence[int] = ()) -> None:
-        self._dock._commit(self._grant, outputs, drop)
-
-    def renew(self) -> None:
-        self._dock._ask(m.Renew(self._grant.lease))
-
-    def abandon(self) -> None:
-        self._dock._ask(m.Abandon(self._grant.lease))
-
-
 class RemoteDock:
     def __init__(self, address: Address, node: str | None = None, by_door: bool = True) -> None:
         """`by_door=False`: speak to the ledger as from another machine, even if it is on this one."""
         self._address, self._by_door = address, by_door
+        self.written_bytes = self.read_bytes = 0  # of samples, by this process; a driver's stay 0
         self._owner = new_owner()
         self._local = threading.local()
         self._callers: dict[threading.Thread, Caller | DoorCaller] = {}
@@ -87,7 +58,7 @@ class RemoteDock:
 
         self._write(written, stored, message)
 
-    def take(self, stage: str, want: Want, wait: float = 0.0) -> RemoteLease | None:
+    def take(self, stage: str, want: Want, wait: float = 0.0) -> TakenLease | None:
         deadline = time.monotonic() + wait
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -169,6 +140,7 @@ class RemoteDock:
                 chunks.write(stored, plan, reservation.target)
                 copies = self._node.copies(reservation, plan.nbytes, self._replicas)
                 self._tell_written(message(_outputs(written, plan.nbytes, copies)))
+                self.written_bytes += plan.nbytes
                 return
             except SegmentGone:
                 time.sleep(LOST_PAUSE_S)
@@ -180,16 +152,20 @@ class RemoteDock:
         while isinstance(self._ask(message, wait_s=WAIT_SLICE_S), m.Nothing):
             pass  # the dock is full: asking again is the waiting
 
-    def _commit(self, grant: Grant, outputs: Batch | None, drop: Sequence[int]) -> None:
-        batch = outputs if outputs is not None else Batch({})
-        check_outputs(batch, len(grant.ids), outputs is not None)
-        written, stored = split(batch, self._read_somewhere, self._watch)
+    def commit_lease(self, grant: Grant, outputs: Batch, drop: Sequence[int]) -> None:
+        written, stored = split(outputs, self._read_somewhere, self._watch)
         dropped = np.asarray(drop, np.int64).tobytes()
         self._write(written, stored, lambda outputs: m.Commit(grant.lease, outputs, dropped))
 
+    def renew_lease(self, grant: Grant) -> None:
+        self._ask(m.Renew(grant.lease))
+
+    def abandon_lease(self, grant: Grant) -> None:
+        self._ask(m.Abandon(grant.lease))
+
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def _open(self, granted: m.Granted) -> RemoteLease | None:
+    def _open(self, granted: m.Granted) -> TakenLease | None:
         """The lease with its chunks at hand; None when their bytes were lost, and the rows given back."""
         try:
             stored = {chunk.key: chunks.read(self._node.read(chunk)) for chunk in granted.chunks}
@@ -198,7 +174,8 @@ class RemoteDock:
             time.sleep(LOST_PAUSE_S)
             self._node.refresh()
             return None
-        return RemoteLease(self, _grant(granted), stored)
+        self.read_bytes += sum(chunk.nbytes for chunk in granted.chunks)
+        return TakenLease(self, _grant(granted), stored)
 
 
 def _outputs(written: Written, nbytes: int, copies: tuple[m.Copy, ...]) -> m.Outputs:

@@ -38,9 +38,9 @@ log = logging.getLogger("tidemill.dock")
 
 TICK_S = 0.05  # how late an expiry may be noticed
 AT_ONCE = 256  # messages handled before the loop journals and answers
-# A journal of this many records, and of more than there are rows, is replaced by a snapshot: a restart reads about
-# 8,000 records a second and has two seconds for everything.
-SNAPSHOT_RECORDS = 2000
+# A journal of this many records, and of more than an eighth of the rows, is replaced by a snapshot: a restart reads
+# about 8,000 records a second and has two seconds for everything; a snapshot costs about a microsecond per row.
+SNAPSHOT_RECORDS, ROWS_PER_RECORD = 2000, 8
 REMEMBERED_CLIENTS = 1 << 14
 REPEAT_HOLD_S = 1.0  # an order to copy a chunk that was not followed is given again after this
 PAUSE_S = 1.0
@@ -134,9 +134,8 @@ class LedgerServer:
 
     def _forget(self, client: bytes) -> None:
         """It hung up: what it waits for is not given to it. Should it come back, it asks again."""
-        last = self._last.get(client)
+        last = self._last.pop(client, None)
         if last is not None and last[1] is None:
-            del self._last[client]
             self._waiters.forget(client)
             self._parked_puts = deque(put for put in self._parked_puts if put.client != client)
 
@@ -173,6 +172,7 @@ class LedgerServer:
         while self._admit_parked(now):
             self._waiters.serve(now)
         freed, self._ledger.chunks.freed = self._ledger.chunks.freed, []
+        self._ledger.gone.difference_update(freed)
         for warehouse, notice in self._catalog.free(key for key in freed if key >= 0):
             self._tell(warehouse, notice)
 
@@ -186,7 +186,7 @@ class LedgerServer:
             if self._door is None or not self._door.send(client, seq, body):
                 self._socket.send_multipart((client, seq, body))
         self._outbox.clear()
-        if self._journal.records > max(SNAPSHOT_RECORDS, len(self._ledger.slot_of)):
+        if self._journal.records > max(SNAPSHOT_RECORDS, len(self._ledger.slot_of) // ROWS_PER_RECORD):
             self._journal.rotate(self._snapshot())
 
     def _tick(self, now: float) -> None:
@@ -389,7 +389,7 @@ class LedgerServer:
         record["warehouses"] = {w.hello.node: w.figures for w in self._catalog.warehouses.values()}
         record["short_of_copies"] = self._catalog.short_of_copies()
         record["epoch"] = self.epoch
-        record["oldest_lease"], record["last_lease"] = self._ledger.lease_span()
+        record["oldest_lease"], record["last_lease"] = self._ledger.leases.span()
         return record
 
     def _setup_message(self) -> m.Setup:

@@ -18,6 +18,7 @@ Key = Callable[[Ints], npt.NDArray[Any]]  # of units, the value that names their
 
 FIRST_TICKET = 1 << 40  # given-back units get tickets below, new ones above: both orders stay positive
 EMPTY = np.empty(0, np.int64)
+QUEUES = 64  # of one order, before those that hold nothing are looked for
 
 
 class Queue:
@@ -80,7 +81,18 @@ class Queue:
 class Ready:
     """All ready units of one stage. Orders besides arrival are kept from when they are first asked for."""
 
-    __slots__ = ("_arrival", "_back", "_changing", "_front", "_has_rekeyed", "_keys", "_orders", "count", "tickets")
+    __slots__ = (
+        "_arrival",
+        "_back",
+        "_changing",
+        "_front",
+        "_has_rekeyed",
+        "_keys",
+        "_orders",
+        "_sweep_at",
+        "count",
+        "tickets",
+    )
 
     def __init__(self, keys: dict[str, Key], changing: Collection[str] = ()) -> None:
         """`changing`: names of keys that may change while a unit is ready (`rekey` says so)."""
@@ -92,6 +104,7 @@ class Ready:
         self._orders: dict[str, dict[int, Queue]] = {}
         self._front = self._back = FIRST_TICKET
         self._has_rekeyed = False
+        self._sweep_at = QUEUES
 
     def ensure(self, units: int) -> None:
         """Be ready for units numbered below this; must be said before they are."""
@@ -175,6 +188,8 @@ class Ready:
         keys = key_of(units)
         for key in set(keys.tolist()):
             if key not in queues:
+                if len(queues) >= self._sweep_at:  # tags of steps long past, say
+                    self._sweep_at = 2 * len(self.known_keys(name)) + QUEUES
                 queues[key] = self._queue(name, key)
             mine = keys == key
             (queues[key].push_front if front else queues[key].push)(units[mine], tickets[mine])

@@ -120,6 +120,9 @@ class Mapped:
                     os.close(fd)
         return self._maps[key]
 
+    def is_unlinked(self) -> bool:
+        return os.fstat(self.fd).st_nlink == 0
+
     def forget_spilled(self) -> None:
         self._maps.pop((SPILLED, False), None)
 
@@ -191,6 +194,7 @@ class Views:
             key = (arena, number)
             segment = self._mapped.get(key)
             if segment is None:
+                self._forget_destroyed()
                 segment = self._mapped[key] = Mapped(arena, number)
             if segment.users == 0:
                 fcntl.flock(segment.fd, fcntl.LOCK_SH)
@@ -200,6 +204,11 @@ class Views:
                 return segment, header
         self._let_go(segment)
         raise SegmentGone(f"segment {number} has been recycled (generation {header.generation}, not {generation})")
+
+    def _forget_destroyed(self) -> None:
+        """Segments that their warehouse has unlinked: our mapping would keep their memory for ever."""
+        for key in [key for key, segment in self._mapped.items() if not segment.users and segment.is_unlinked()]:
+            self._mapped.pop(key).close()
 
     def _let_go(self, segment: Mapped) -> None:
         with self._lock:

@@ -61,7 +61,10 @@ class Waiters:
         return (waiter for parked in self._parked.values() for waiter in parked)
 
     def _serve(self, stage: str, now: float) -> None:
+        ready, groups = self._ledger.controller(stage).ready, self._ledger.groups
         for waiter in list(self._parked.get(stage, ())):
+            if not ready.count and waiter.want.ranks == 1 and not groups.has_unsized:
+                continue  # of hundreds who wait, most are looked at in vain
             try:
                 answer: Grant | DockError | None = self._ledger.take(stage, waiter.want, now, waiter.owner)
             except DockError as error:  # the waiter's mistake, not of whoever's step woke it
