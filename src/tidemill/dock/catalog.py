@@ -103,6 +103,10 @@ class Catalog:
             return []
         return self._strip(lambda c: c.warehouse == hello.warehouse and (c.segment, c.generation) in gone)
 
+    def holders(self) -> set[int]:
+        """Warehouses that hold something, whether they were heard of or not."""
+        return {warehouse for warehouse, _, _ in self._needed}
+
     def lose(self, warehouse: int) -> list[int]:
         """A warehouse is gone for good. Returns the chunks that have no copy left."""
         self.warehouses.pop(warehouse, None)

@@ -198,5 +198,5 @@ def _grant(granted: m.Granted) -> Grant:
 
 
 def connect(address: Address | str | Path, node: str | None = None) -> RemoteDock:
-    """A dock that runs elsewhere: `address` is what its server shows, or the folder it runs in."""
+    """A dock that runs elsewhere: `address` is what its server shows, that as JSON, or the folder it runs in."""
     return RemoteDock(address if isinstance(address, Address) else Address.find(address), node)

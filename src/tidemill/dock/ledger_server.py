@@ -72,7 +72,8 @@ class LedgerServer:
         self._put_wait_s = 0.0
         self._refused = 0
         self._ordered: dict[int, float] = {}  # chunk -> when a copy of it was last ordered
-        self._ticked = time.monotonic()
+        self._started = self._ticked = time.monotonic()
+        self._awaited = self._catalog.holders()  # known from before a restart and not heard of since
         self._context: zmq.Context[Any] = zmq.Context()
         self._doorkeeper = Doorkeeper(self._context, token)
         self._socket = listening_socket(self._context, token)
@@ -335,6 +336,7 @@ class LedgerServer:
                 if message.warehouse in self._catalog.lost_warehouses:
                     raise DockError("this warehouse was given up as lost", "start it with an empty arena")
                 self._warehouse_clients[message.warehouse] = client
+                self._awaited.discard(message.warehouse)
                 self._lose_chunks(self._catalog.announce(message, now))
                 return m.Epoch(self.epoch)
             case m.Report(warehouse, figures):
@@ -367,6 +369,11 @@ class LedgerServer:
         if paused_s > PAUSE_S:
             for warehouse in self._catalog.warehouses.values():
                 warehouse.heard += paused_s
+        if self._awaited and now - self._started > self._setup.warehouse_timeout_s:
+            log.warning("%d warehouses have not come back after a restart", len(self._awaited))
+            for key in self._awaited:
+                self._lose_chunks(self._catalog.lose(key))
+            self._awaited.clear()
         for key, warehouse in list(self._catalog.warehouses.items()):
             if now - warehouse.heard > self._setup.warehouse_timeout_s:
                 log.warning("warehouse %x on %s has been silent for too long", key, warehouse.hello.node)
