@@ -68,7 +68,8 @@ def finisher(made, settings, batch, packs, losses):
     def finish(i, hidden):
         packed, rows = packs[i]
         head = made.get_output_embeddings()
-        found = token_logprobs(hidden[0].index_select(0, packed.predicts), head.weight, packed.targets)
+        cap = getattr(made.config, "final_logit_softcapping", None)
+        found = token_logprobs(hidden[0].index_select(0, packed.predicts), head.weight, packed.targets, softcap=cap)
         if not torch.is_grad_enabled():
             losses.append(found[0])
             return found[0]

@@ -22,6 +22,7 @@ from tidemill.batch import Batch, Column
 from tidemill.config import Config
 from tidemill.learn.engine import Scores, on_host, token_batch
 from tidemill.learn.layers import kept_activations, prepare
+from tidemill.learn.meter import mismatch
 from tidemill.learn.optimizer import learning_rate, optimizer_of
 from tidemill.learn.packing import Ints, PackedBatch, pack, response_column
 from tidemill.learn.parallel import context, expert, pipeline, shard, tensor
@@ -162,6 +163,7 @@ class ParallelLearner:
             return nothing(scores)
         tokens = token_batch(row.part, row.packed, row.whole(scores))
         loss, stats = self.algorithm.loss(tokens, self.config)
+        stats |= mismatch(row.part, tokens, self.version, self.config.rollout.engine)
         self._stats.append({"loss": Stat(loss.detach(), reduce="sum"), **stats})
         return loss
 
