@@ -153,7 +153,7 @@ class Ulysses:
         """(own tokens, heads, dim) → (tokens, own heads, dim)"""
         counts = self.shares.counts
         own, heads, dim = x.shape
-        rows = x.view(own, self.ranks, heads // self.ranks * dim).transpose(0, 1).flatten(0, 1)
+        rows = x.reshape(own, self.ranks, heads // self.ranks * dim).transpose(0, 1).flatten(0, 1)
         came = exchange(rows, [own] * self.ranks, counts, self.group)
         return came.view(sum(counts), heads // self.ranks, dim).index_select(0, self.restore)
 
@@ -162,7 +162,7 @@ class Ulysses:
         counts = self.shares.counts
         tokens, heads, dim = x.shape
         own = counts[self.rank]
-        came = exchange(x.index_select(0, self.order).view(tokens, heads * dim), counts, [own] * self.ranks, self.group)
+        came = exchange(x.index_select(0, self.order).reshape(tokens, heads * dim), counts, [own] * self.ranks, self.group)
         return came.view(self.ranks, own, heads, dim).transpose(0, 1).reshape(own, self.ranks * heads, dim)
 
 
