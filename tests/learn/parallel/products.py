@@ -104,6 +104,10 @@ def samples(seed: int = 0, groups: int = 5, each: int = 3, longest: int = 12) ->
             "mask": Column.jagged([np.ones(n) for n in responses], np.uint8),
             "logprobs": Column.jagged([-4 + 0.3 * rng.normal(size=n) for n in responses], np.float32),
             "advantages": rng.normal(size=len(tokens)).astype(np.float32),
+            # Two of eight experts in two layers: what rollout chose, for cases that replay it.
+            "routes": Column.jagged(
+                [np.argsort(rng.random((2 * len(t) - 2, 8)), 1)[:, :2].reshape(-1) for t in tokens], np.int16
+            ),
         }
     )
 

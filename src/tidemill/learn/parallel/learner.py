@@ -35,7 +35,8 @@ from tidemill.learn.parallel.forward import Root
 from tidemill.learn.parallel.gradients import ShardedGradients
 from tidemill.learn.parallel.mesh import Meshes
 from tidemill.learn.parallel.padding import filler, padded
-from tidemill.models import lora
+from tidemill.learn.routes import routed
+from tidemill.models import lora, routing
 from tidemill.models.contexts import Attention, choose
 from tidemill.reshard.layout import Layout
 
@@ -51,6 +52,9 @@ class ParallelLearner:
         self.flight = Flight(_store(), dist.get_rank(), config.learn.parallel.timeout_s)
         self.links = make_links(meshes, self.flight, _kv_heads(model))
         self.attention = self._attention()
+        self.routers = routing.prepare(model, config.learn.moe)
+        if self.routers is not None:
+            self.routers.share = 1.0 / meshes.parallel.tp  # ranks of tp route the same tokens, and add gradients up
         prepare(model, config.learn)
         self.cuts = self._cut()
         named = dict(model.named_parameters())
@@ -156,7 +160,9 @@ class ParallelLearner:
             return Row(None, None, None, filler(self.multiple, self.device))
         packed = pack(part, self.device, self.config.learn.share_prompts, self.attention)
         cut = context.cut(packed) if "cp" in self.links else None
-        return Row(part, packed, cut, padded(packed if cut is None else cut.packed, self.multiple))
+        own = padded(packed if cut is None else cut.packed, self.multiple)
+        share, at = self.config.learn.share_prompts, None if cut is None else cut.own
+        return Row(part, packed, cut, routed(part, packed, self.routers, share, own, at))
 
     def _loss(self, row: Row, scores: Scores) -> Tensor:
         if row.part is None or row.packed is None:
@@ -184,6 +190,7 @@ class ParallelLearner:
         self.version += 1
         metrics = total(self._stats_of_all())
         metrics["loss"] = metrics.get("loss", 0.0) / divisor
+        metrics |= self._loads()
         self._stats, self._whole = [], 0.0
         return {**metrics, "grad_norm": norm, "lr": lr, "skipped_updates": float(self.skipped)}
 
@@ -195,6 +202,14 @@ class ParallelLearner:
         self.optimizer.step()
         for p in self.own.values():
             p.grad = None
+
+    def _loads(self) -> dict[str, float]:
+        """Of experts, over all ranks."""
+        if self.routers is None:
+            return {}
+        for x in self.routers.sums():
+            self.links["world"].all_reduce(x)
+        return self.routers.finish()
 
     def _stats_of_all(self) -> list[Stats]:
         """Ranks that share samples have the same numbers, so one of each is asked."""
