@@ -1,6 +1,4 @@
-"""The gradients of one update over ranks: summed where ranks hold parts, one norm for all, clipped and skipped
-alike.
-"""
+"""The gradients of one update over ranks: summed where ranks hold parts, with one norm, clipped and skipped alike."""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ what ranks hold in parts and steps on all of them, or skips on all of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,18 +23,21 @@ from tidemill.batch import Batch, Column
 from tidemill.config import Config
 from tidemill.learn.engine import Scores, on_host, token_batch
 from tidemill.learn.layers import kept_activations, prepare
-from tidemill.learn.optimizer import learning_rate, optimizer_of
+from tidemill.learn.optimizer import learning_rate, optimizer_of, state_home
 from tidemill.learn.packing import Ints, PackedBatch, pack, response_column
 from tidemill.learn.parallel import cuts as cutting
 from tidemill.learn.parallel import shard, tensor
 from tidemill.learn.parallel.batches import shares
+from tidemill.learn.parallel.checkpoint import default_saver, open_checkpoint, read_own, state_of
 from tidemill.learn.parallel.collectives import Link, link, world
 from tidemill.learn.parallel.cuts import Cuts, local
 from tidemill.learn.parallel.flight import Flight
+from tidemill.learn.parallel.folder import materialise
 from tidemill.learn.parallel.forward import Root
 from tidemill.learn.parallel.gradients import ShardedGradients
 from tidemill.learn.parallel.mesh import Meshes
 from tidemill.learn.parallel.padding import filler, padded
+from tidemill.learn.parallel.stored import Source
 from tidemill.models import lora
 from tidemill.models.contexts import choose
 from tidemill.reshard.layout import Layout
@@ -41,16 +46,31 @@ from tidemill.reshard.layout import Layout
 class ParallelLearner:
     """Cuts `model` in place, then owns its optimizer. `accumulate` any number of batches, then `update` once."""
 
-    def __init__(self, model: Any, config: Config, algorithm: Algorithm, updates: int, meshes: Meshes) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: Config,
+        algorithm: Algorithm,
+        updates: int,
+        meshes: Meshes,
+        source: Source | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """With `source`, `model` is on the meta device: it is cut first, and only what this rank keeps is read."""
         self.model, self.config, self.algorithm, self.updates, self.meshes = model, config, algorithm, updates, meshes
-        self.device = next(model.parameters()).device
+        self.device = device or next(model.parameters()).device
         if config.learn.lora_rank:
             lora.attach(model, config.learn.lora_rank, config.learn.lora_alpha, config.seed)
-        self.attention = choose(model, config.learn.attention)
-        self.flight = Flight(_store(), dist.get_rank(), config.learn.parallel.timeout_s)
+        timeout_s = config.learn.parallel.timeout_s
+        self.flight = Flight(_store(), dist.get_rank(), timeout_s)
+        self.saver = default_saver(timeout_s)
         self.links = make_links(meshes, self.flight, _kv_heads(model))
-        prepare(model, config.learn)
         self.cuts = self._cut()
+        if source is not None:
+            materialise(model, self.device)
+            read_own(source, _pieces(model), self.layout(), dist.get_rank(), prefix="model.")
+        self.attention = choose(model, config.learn.attention)
+        prepare(model, config.learn)
         named = dict(model.named_parameters())
         self.gradients = ShardedGradients(named, self.cuts, meshes, self.links, wide=config.learn.master == "float32")
         # The optimizer works on plain tensors: the same arithmetic, and the same bits, as on one rank.
@@ -174,15 +194,58 @@ class ParallelLearner:
 
     def tensors(self) -> dict[str, Tensor]:
         """This rank's pieces of what a resumed run needs, by name: weights, and the optimizer's state beside them."""
-        found = {f"model.{name}": local(p.detach()) for name, p in self.model.named_parameters()}
+        found = {f"model.{name}": t for name, t in _pieces(self.model).items()}
         for name, p in self.own.items():
             for key, value in self.optimizer.state.get(p, {}).items():
                 found[f"optimizer.{name}.{key}"] = torch.as_tensor(value).detach()
         return found
 
+    def save(
+        self,
+        folder: Path,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        keep: int,
+        best: bool = False,
+        metric: float | None = None,
+        more: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Begin to write a checkpoint; training may go on at once. `saver.wait` tells when it is on disk.
+
+        `more`: tensors that belong to it and are nobody's pieces, the same on every rank."""
+        mine = {"version": self.version, "skipped": self.skipped}
+        tensors = self.tensors() | {"rng": torch.get_rng_state()} | dict(more or {})
+        self.saver.save(
+            folder, step, tensors, self.layout(), {**state, "learner": mine}, keep=keep, best=best, metric=metric
+        )
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Take up a checkpoint that any number of ranks wrote; gives its state."""
+        source, state = open_checkpoint(path)
+        with source:
+            layout, rank = self.layout(), dist.get_rank()
+            read_own(source, {f"model.{n}": t for n, t in _pieces(self.model).items()}, layout, rank)
+            for name, kept in state_of(source, self.own).items():
+                read_own(source, {f"optimizer.{name}.{key}": t for key, t in kept.items()}, layout, rank)
+                p = self.own[name]
+                self.optimizer.state[p] = {k: t.to(state_home(self.optimizer, p, k)) for k, t in kept.items()}
+            if "rng" in source:
+                torch.set_rng_state(source.read("rng"))
+        self.version, self.skipped = int(state["learner"]["version"]), int(state["learner"]["skipped"])
+        return state
+
     def close(self) -> None:
+        self.saver.wait()
         self.gradients.close()
         self.flight.close()
+
+
+def _pieces(model: Any) -> dict[str, Tensor]:
+    """What lies on this rank of the model: parameters, and buffers that belong to it."""
+    kept = set(model.state_dict().keys())
+    buffers = {name: b for name, b in model.named_buffers() if name in kept}
+    return {name: local(p.detach()) for name, p in model.named_parameters()} | buffers
 
 
 def make_links(meshes: Meshes, flight: Flight, kv_heads: int) -> dict[str, Link]:
