@@ -13,22 +13,28 @@ from tidemill.learn.logprob import token_logprobs
 from tidemill.learn.packing import PackedBatch
 from tidemill.learn.parallel.collectives import Link, gather_tokens
 from tidemill.learn.parallel.cuts import Cuts
+from tidemill.learn.parallel.pipeline import Stages
 from tidemill.learn.parallel.tensor import first_word
 from tidemill.learn.parallel.vocabulary import vocabulary_logprobs
 
 
 class Root(torch.nn.Module):
-    """`over`: the ranks among which tokens and words are dealt out, if any."""
+    """`over`: the ranks among which tokens and words are dealt out, if any. `stages`: this rank's, of a pipeline."""
 
-    def __init__(self, model: Any, cuts: Cuts, over: Link | None, config: Config) -> None:
+    def __init__(self, model: Any, cuts: Cuts, over: Link | None, config: Config, stages: Stages | None = None) -> None:
         super().__init__()
-        self.model, self.over, self.config = model, over, config
-        head = model.get_output_embeddings()
+        self.model, self.over, self.config, self.stages = model, over, config, stages
+        weight = getattr(model.get_output_embeddings(), "weight", None)
         names = {id(p): name for name, p in model.named_parameters()}
-        self.first = first_word(cuts[names[id(head.weight)]], over) if over is not None else 0
+        has_words = over is not None and weight is not None
+        self.first = first_word(cuts[names[id(weight)]], over) if has_words else 0
 
-    def forward(self, packed: PackedBatch) -> Scores:
-        return self.scores(self.hidden(packed), packed)
+    def forward(self, packed: PackedBatch, stage: int | None = None, came: Tensor | None = None) -> Scores | Tensor:
+        """Scores; of a pipeline's stage what goes to the next one, and scores after the last."""
+        if stage is None or self.stages is None:
+            return self.scores(self.hidden(packed), packed)
+        out = self.stages(stage, packed, came)
+        return self.scores(out[0], packed) if stage == self.stages.last else out
 
     def hidden(self, packed: PackedBatch) -> Tensor:
         """(tokens, width), or this rank's tokens of it."""

@@ -54,7 +54,7 @@ class ShardedGradients:
 
     def finish(self) -> None:
         """Add up what ranks of a dimension hold in parts, in one exchange per dimension."""
-        for kind in ("tp", "kv"):
+        for kind in ("tp", "kv", "ends"):
             if kind not in self.links:
                 continue
             grads = [self.of(name) for name in self.named if self.cuts[name].adds == kind]

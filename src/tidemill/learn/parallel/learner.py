@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from tidemill.batch import Batch, Column
 from tidemill.config import Config
 from tidemill.learn.engine import Scores, on_host, token_batch
 from tidemill.learn.layers import kept_activations, prepare
+from tidemill.learn.meter import mismatch
 from tidemill.learn.optimizer import learning_rate, optimizer_of, state_home
 from tidemill.learn.packing import Ints, PackedBatch, pack, response_column
+from tidemill.learn.parallel import context, expert, pipeline, shard, tensor
 from tidemill.learn.parallel import cuts as cutting
-from tidemill.learn.parallel import shard, tensor
 from tidemill.learn.parallel.batches import shares
 from tidemill.learn.parallel.checkpoint import default_saver, open_checkpoint, read_own, state_of
 from tidemill.learn.parallel.collectives import Link, link, world
@@ -39,7 +41,7 @@ from tidemill.learn.parallel.mesh import Meshes
 from tidemill.learn.parallel.padding import filler, padded
 from tidemill.learn.parallel.stored import Source
 from tidemill.models import lora
-from tidemill.models.contexts import choose
+from tidemill.models.contexts import Attention, choose
 from tidemill.reshard.layout import Layout
 
 
@@ -69,7 +71,7 @@ class ParallelLearner:
         if source is not None:
             materialise(model, self.device)
             read_own(source, _pieces(model), self.layout(), dist.get_rank(), prefix="model.")
-        self.attention = choose(model, config.learn.attention)
+        self.attention = self._attention()
         prepare(model, config.learn)
         named = dict(model.named_parameters())
         self.gradients = ShardedGradients(named, self.cuts, meshes, self.links, wide=config.learn.master == "float32")
@@ -84,13 +86,60 @@ class ParallelLearner:
         self._stats: list[Stats] = []
         self._whole = 0.0
 
+    def _attention(self) -> Attention:
+        chosen = choose(self.model, self.config.learn.attention)
+        if "cp" not in self.links:
+            return chosen
+        heads = self.model.config.get_text_config().num_attention_heads // self.meshes.parallel.tp
+        return context.parallel(chosen, self.links["cp"].group, self.meshes.parallel.cp_form, heads)
+
     def _cut(self) -> Cuts:
-        cuts = cutting.whole(self.model)
+        cuts = self._cut_stages(cutting.whole(self.model))
         over = self.links.get("tp")
+        if "ep" in self.links:
+            tp = (over.rank, over.size) if over is not None else (0, 1)
+            cuts = expert.apply(self.model, cuts, self.links["ep"].group, *tp)
         if over is not None:
             cuts = tensor.apply(self.model, cuts, over)
-        self.root = Root(self.model, cuts, over, self.config)
+        self.root = Root(self.model, cuts, over, self.config, self._stages())
+        self.pipeline = self._pipeline()
         return shard.apply(self.root, self.model, cuts, self.meshes, self.config.learn)
+
+    def _cut_stages(self, cuts: Cuts) -> Cuts:
+        """Leave this rank its layers; a tied weight is on two ranks, whose gradients add up."""
+        if "pp" not in self.links:
+            return cuts
+        pp, is_tied = self.links["pp"], pipeline.is_tied(self.model)
+        pipeline.split(self.model, pp.rank, pp.size, self.meshes.parallel.pp_chunks)
+        cuts = {name: cuts[name] for name, _ in self.model.named_parameters()}
+        if is_tied and (pair := pipeline.ends(pp.group)) is not None:
+            members = dist.get_process_group_ranks(pair)
+            self.links["ends"] = Link("ends", pair, members, members.index(dist.get_rank()), self.flight)
+            weight = self.model.get_input_embeddings().weight
+            name = next(name for name, p in self.model.named_parameters() if p is weight)
+            cuts[name] = replace(cuts[name], adds="ends")
+        return cuts
+
+    def _stages(self) -> pipeline.Stages | None:
+        pp = self.links.get("pp")
+        return None if pp is None else pipeline.Stages(self.model, pp.rank, pp.size, self.meshes.parallel.pp_chunks)
+
+    def _pipeline(self) -> pipeline.Pipeline | None:
+        if "pp" not in self.links:
+            return None
+        parallel, width = self.meshes.parallel, self.model.config.get_text_config().hidden_size
+        return pipeline.Pipeline(
+            self.links["pp"].group,
+            parallel.pp_chunks,
+            self._stage,
+            lambda packed: (1, packed.tokens.shape[0] // parallel.tp, width),
+            next(self.model.parameters()).dtype,
+            self.device,
+        )
+
+    def _stage(self, stage: int, packed: PackedBatch, came: Tensor | None) -> Any:
+        with kept_activations(self.config.learn, self.model):
+            return self.root(packed, stage, came)
 
     @property
     def multiple(self) -> int:
@@ -111,28 +160,32 @@ class ParallelLearner:
             learn.share_prompts,
             self.algorithm.food == "pairs",
         )
-        for rows in dealt[self.meshes.dp_rank]:
-            self._backward(batch.gather(rows) if len(rows) else None)
+        parts = [batch.gather(rows) if len(rows) else None for rows in dealt[self.meshes.dp_rank]]
+        if self.pipeline is not None:
+            rows = [self._row(part) for part in parts]
+            self.pipeline.learn([row.own for row in rows], lambda i, scores: self._loss(rows[i], scores))
+            return
+        for part in parts:
+            row = self._row(part)
+            with kept_activations(learn, self.model):
+                loss = self._loss(row, self.root(row.own))
+            loss.backward()  # type: ignore[no-untyped-call]
 
-    def _backward(self, part: Batch | None) -> None:
-        with kept_activations(self.config.learn, self.model):
-            loss, stats = self._loss(part)
-        loss.backward()  # type: ignore[no-untyped-call]
-        if part is not None:
-            self._stats.append({"loss": Stat(loss.detach(), reduce="sum"), **stats})
-
-    def _loss(self, part: Batch | None) -> tuple[Tensor, Stats]:
+    def _row(self, part: Batch | None) -> Row:
         if part is None:
-            return nothing(self.root(filler(self.multiple, self.device))), {}
-        packed = self._pack(part)
-        return self.algorithm.loss(token_batch(part, packed, self._scores(packed)), self.config)
+            return Row(None, None, None, filler(self.multiple, self.device))
+        packed = pack(part, self.device, self.config.learn.share_prompts, self.attention)
+        cut = context.cut(packed) if "cp" in self.links else None
+        return Row(part, packed, cut, padded(packed if cut is None else cut.packed, self.multiple))
 
-    def _pack(self, part: Batch) -> PackedBatch:
-        return pack(part, self.device, self.config.learn.share_prompts, self.attention)
-
-    def _scores(self, packed: PackedBatch) -> Scores:
-        scores: Scores = self.root(padded(packed, self.multiple))
-        return scores
+    def _loss(self, row: Row, scores: Scores) -> Tensor:
+        if row.part is None or row.packed is None:
+            return nothing(scores)
+        tokens = token_batch(row.part, row.packed, row.whole(scores))
+        loss, stats = self.algorithm.loss(tokens, self.config)
+        stats |= mismatch(row.part, tokens, self.version, self.config.rollout.engine)
+        self._stats.append({"loss": Stat(loss.detach(), reduce="sum"), **stats})
+        return loss
 
     def update(self) -> dict[str, float]:
         """One optimizer step from what was accumulated; metrics of the whole update, the same on every rank."""
@@ -165,25 +218,34 @@ class ParallelLearner:
 
     def _stats_of_all(self) -> list[Stats]:
         """Ranks that share samples have the same numbers, so one of each is asked."""
-        return [stats for part in self.links["dp"].gather_objects(on_host(self._stats)) for stats in part]
+        found = [stats for part in self.links["dp"].gather_objects(on_host(self._stats)) for stats in part]
+        return self.links["pp"].gather_objects(found)[-1] if "pp" in self.links else found  # the last stage has them
 
     # Scoring
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Column:
         """Of every response token, under the weights as they are now; every rank gives the same batch and gets all."""
-        return self._spread(batch, lambda packed: self._scores(packed)[0])
-
-    def _spread(self, batch: Batch, compute: Any) -> Column:
         share, budget = self.config.learn.share_prompts, self.config.train.tokens_per_microbatch
         count = int((batch["tokens"].lengths - batch.values("prompt_length")).sum())
         out = response_column(np.zeros(count, np.float32), batch)
-        for rows in shares(batch, self.meshes.dp_size, budget, share)[self.meshes.dp_rank]:
-            if not len(rows):
-                self.root(filler(self.multiple, self.device))
-                continue
-            _place(out, rows, compute(self._pack(batch.gather(rows))).cpu().numpy())
-        self.links["dp"].all_reduce(torch.from_numpy(out.values))  # each token is one rank's, 0 on the others
+        dealt = shares(batch, self.meshes.dp_size, budget, share)[self.meshes.dp_rank]
+        rows = [self._row(batch.gather(places) if len(places) else None) for places in dealt]
+
+        def keep(i: int, scores: Scores) -> Tensor:
+            logprobs = row.whole(scores)[0] if (row := rows[i]).part is not None else scores[0]
+            if row.part is not None:
+                _place(out, dealt[i], logprobs.cpu().numpy())
+            return logprobs
+
+        if self.pipeline is not None:
+            self.pipeline.score([row.own for row in rows], keep)
+        else:
+            for i, row in enumerate(rows):
+                keep(i, self.root(row.own))
+        for name in ("dp", "pp"):  # each token is one rank's, 0 on the others
+            if name in self.links:
+                self.links[name].all_reduce(torch.from_numpy(out.values))
         return out
 
     # What lies where
@@ -243,14 +305,35 @@ class ParallelLearner:
 
 def _pieces(model: Any) -> dict[str, Tensor]:
     """What lies on this rank of the model: parameters, and buffers that belong to it."""
-    kept = set(model.state_dict().keys())
-    buffers = {name: b for name, b in model.named_buffers() if name in kept}
-    return {name: local(p.detach()) for name, p in model.named_parameters()} | buffers
+    found = {name: local(p.detach()) for name, p in model.named_parameters()}
+    for at, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{at}.{name}"] = buffer
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One micro-batch: its samples packed, this rank's tokens of it if it is cut, and what the model is called with.
+    Without samples it is a filler."""
+
+    part: Batch | None
+    packed: PackedBatch | None
+    cut: context.Cut | None
+    own: PackedBatch
+
+    def whole(self, scores: Scores) -> Scores:
+        """Of all targets, from those that this rank's tokens predict."""
+        return scores if self.cut is None else (self.cut.whole(scores[0]), self.cut.whole(scores[1]))
 
 
 def make_links(meshes: Meshes, flight: Flight, kv_heads: int) -> dict[str, Link]:
     """By name: the dimensions over which this rank exchanges something itself. FSDP has its own."""
     links = {"world": world(flight), "dp": link(meshes.dp, flight)}
+    for name, mesh in (("cp", meshes.cp), ("ep", meshes.ep), ("pp", meshes.pp)):
+        if mesh is not None:
+            links[name] = link(mesh, flight)
     if meshes.tp is not None:
         links["tp"] = link(meshes.tp, flight)
         if 0 < kv_heads < meshes.tp.size():

@@ -34,13 +34,23 @@ def apply(root: torch.nn.Module, model: Any, cuts: Cuts, meshes: Meshes, learn: 
     def where(p: Parameter) -> TorchShard:
         return TorchShard(done[names[id(p)]].shard_dim)
 
-    def wrap(module: torch.nn.Module, mesh: Any = meshes.data) -> Any:
-        return fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=where, reshard_after_forward=True)
+    # Experts of which no other rank has a piece or a copy are complete as they are.
+    whole = {p for name, p in model.named_parameters() if done[name].is_expert and meshes.expert_data is None}
 
-    layers = layers_of(model)
+    def wrap(module: torch.nn.Module, mesh: Any = meshes.data) -> Any:
+        return fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            shard_placement_fn=where,
+            reshard_after_forward=True,
+            ignored_params=whole or None,
+        )
+
+    layers = [layer for layer in layers_of(model) if any(True for _ in layer.parameters())]  # those of this stage
     for layer in layers:
-        for module in _expert_modules(layer, names, done):
-            if meshes.expert_data is not None:
+        if meshes.expert_data is not None:
+            for module in _expert_modules(layer, names, done):
                 wrap(module, meshes.expert_data)
         wrap(layer)
     for module in _ends(model):
@@ -53,11 +63,10 @@ def apply(root: torch.nn.Module, model: Any, cuts: Cuts, meshes: Meshes, learn: 
 def _ends(model: Any) -> list[torch.nn.Module]:
     """Embedding and head each by itself; tied, they are one parameter and belong to the root."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if head is None:
-        return [embedding] if embedding is not None else []
-    if embedding is None or head.weight is not embedding.weight:
-        return [m for m in (embedding,) if m is not None]
-    return []
+    weight = getattr(embedding, "weight", None)  # None: another pipeline stage has it
+    if weight is None or getattr(head, "weight", None) is weight:
+        return []
+    return [embedding]
 
 
 def _expert_modules(layer: Any, names: dict[int, str], cuts: Cuts) -> list[torch.nn.Module]:
