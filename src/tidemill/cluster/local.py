@@ -278,6 +278,13 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
         )
         learn = LearnWorker(dock, learner, config, tally, critic=learn_values)
         policy = loaded.model if isinstance(learner, Learner) else learner
+
+        def reference() -> Any:
+            """On the learner's ranks too, unless it moves with the policy, which is done in this process."""
+            if isinstance(learner, RankedLearner) and not config.algorithm.kl.reset_every:
+                return learner.reference(model_path)
+            return freeze(loaded.model)
+
         makers: dict[str, Callable[[], Worker]] = {
             "rollout": rollout,
             "reward": lambda: RewardWorker(dock, scorer, decoder(loaded.tokenizer), tally, kept.append),
@@ -285,7 +292,7 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
             "teacher": lambda: ScoreWorker(
                 "teacher", "teacher_logprobs", dock, teacher(config, device.torch_device), config, tally
             ),
-            "reference": lambda: ScoreWorker("reference", "ref_logprobs", dock, freeze(loaded.model), config, tally),
+            "reference": lambda: ScoreWorker("reference", "ref_logprobs", dock, reference(), config, tally),
             "advantage": lambda: AdvantageWorker(dock, algorithm, config, tally, ahead.refill),
             "learn": lambda: learn,
         }

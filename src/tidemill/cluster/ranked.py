@@ -20,6 +20,7 @@ from tidemill.config import Config
 from tidemill.device import host
 from tidemill.errors import ConfigError
 from tidemill.learn.parallel.build import learner as build_learner
+from tidemill.learn.parallel.build import reference as build_reference
 from tidemill.learn.parallel.checkpoint import open_checkpoint
 from tidemill.learn.parallel.learner import ParallelLearner
 
@@ -74,12 +75,28 @@ class RankedLearner:
         with source:
             return {name: source.read(name) for name in source.pieces if not name.startswith(RANKS_OWN)}, state
 
+    def reference(self, path: Path | None) -> RankedReference:
+        """The frozen policy on the same ranks."""
+        self.ranks.call(_start_reference, self.config, path)
+        return RankedReference(self.ranks)
+
     def close(self) -> None:
         try:
             if self.ranks.is_alive:
                 self.ranks.call(_close)
         finally:
             self.ranks.close()
+
+
+class RankedReference:
+    """Scores samples under weights that never change."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def logprobs(self, batch: Batch) -> Column:
+        found: Column = self.ranks.call(_reference_logprobs, batch)[0]
+        return found
 
 
 def check_here(config: Config) -> None:
@@ -109,6 +126,15 @@ def _start(config: Config, updates: int, path: Path | None, shared: dict[str, Te
 
 def _logprobs(batch: Batch) -> Column | None:
     found = _learner().logprobs(batch)
+    return found if dist.get_rank() == 0 else None
+
+
+def _start_reference(config: Config, path: Path | None) -> None:
+    _held["reference"] = build_reference(config, path)
+
+
+def _reference_logprobs(batch: Batch) -> Column | None:
+    found: Column = _held["reference"].logprobs(batch)
     return found if dist.get_rank() == 0 else None
 
 
@@ -147,4 +173,6 @@ def _load(path: Path) -> tuple[int, int]:
 
 
 def _close() -> None:
-    _held.pop("learner").close()
+    for role in ("learner", "reference"):
+        if role in _held:
+            _held.pop(role).close()

@@ -61,7 +61,7 @@ class RankMemory:
             yield field.name, getattr(self, field.name)
 
 
-def per_rank(config: Config, sizes: Sizes, tokens: int | None = None) -> RankMemory:
+def per_rank(config: Config, sizes: Sizes, tokens: int | None = None, *, on_accelerator: bool = False) -> RankMemory:
     """`tokens`: of one micro-batch; None: as many as the recipe allows."""
     learn, parallel, width = config.learn, config.learn.parallel, BYTES[config.model.dtype]
     whole, responses = (tokens, tokens) if tokens is not None else microbatch_tokens(config)
@@ -72,6 +72,7 @@ def per_rank(config: Config, sizes: Sizes, tokens: int | None = None) -> RankMem
     ends = sizes.embedding // parallel.tp
     wide_gradient = 4 if learn.master == "float32" else width
     reduce_width = 2 if learn.reduce_dtype == "bfloat16" else 4 if learn.reduce_dtype == "float32" else width
+    logit = 4 + width if on_accelerator else PLAIN_LOGITS
     head = ends * (8 + (width if width == 2 else 0))  # its gradient is summed in float32
     return RankMemory(
         weights=held * width,
@@ -80,7 +81,7 @@ def per_rank(config: Config, sizes: Sizes, tokens: int | None = None) -> RankMem
         gathered=(GATHERED_LAYERS * layer + ends) * width if is_sharded else 0,
         reducing=layer * (width + reduce_width) if is_sharded else 0,
         activations=activations(sizes, learn, -(-whole // parallel.cp), width),
-        logits=min(learn.logprob_chunk, responses) * (sizes.shape.vocabulary // parallel.tp) * PLAIN_LOGITS + head,
+        logits=min(learn.logprob_chunk, responses) * (sizes.shape.vocabulary // parallel.tp) * logit + head,
     )
 
 
@@ -111,9 +112,12 @@ def activations(sizes: Sizes, learn: Learn, tokens: int, width: int) -> int:
     if width == 2:
         layer += 4 * h // tp  # norms compute in float32
     layers = -(-shape.layers // parallel.pp)
-    kept = layers * (h // tp) + layer if learn.recompute == "full" else layers * layer
-    under_way = min(parallel.pp, 2 * parallel.pp - 1) if parallel.pp > 1 else 1
-    return tokens * width * (kept * under_way + 4 * h)
+    # A pipeline's first stage has as many micro-batches under way as there are stages.
+    if learn.recompute == "full":
+        kept = layers * (h // tp) * parallel.pp + layer
+    else:
+        kept = layers * layer * parallel.pp
+    return tokens * width * (kept + 4 * h)
 
 
 # What a rank sends in one update, by the textbook's ring algorithms: no exchange of the same kind can send less
