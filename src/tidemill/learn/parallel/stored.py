@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -119,17 +118,12 @@ class HuggingFace(Source):
     """A model folder. Experts that lie there one by one are parts of the stacked tensor that the module has."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, {})
-        self.keys = _keys(folder)
-
-    @cached_property
-    def pieces(self) -> dict[str, list[Stored]]:  # type: ignore[override]
         found: dict[str, list[Stored]] = {}
-        for key, file in self.keys.items():
+        super().__init__(folder, found)
+        for key, file in _keys(folder).items():
             shape = tuple(self._file(file).get_slice(key).get_shape())
             name, box = logical(key, shape)
             found.setdefault(name, []).append(Stored(file, key, box))
-        return found
 
 
 def logical(key: str, shape: Shape) -> tuple[str, Box]:
