@@ -20,7 +20,7 @@ RECIPE: dict[str, Any] = {
                        "alphabet": "01234567="}},
     "data": {"source": "reversal", "max_prompt_tokens": 8},
     "rollout": {"max_new_tokens": 8},
-    "rewards": "repetition",
+    "rewards": [{"function": "length", "args": {"target": 4, "unit": "characters"}}],
     "algorithm": {"name": "grpo", "kl": {"coef": 0.01}, "old_logprobs": "recompute"},
     "train": {"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 4},
     "learn": {"lr": 1.0e-3},
