@@ -3,6 +3,7 @@ checkpoints under load, and a GRPO run on several layouts.
 
     tidemill bench parallel --json
     tidemill bench parallel --learning true     # also trains the quickstart's task on each layout; minutes
+    tidemill bench parallel --learning true --model FOLDER     # from a warm start that is there already
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 ABOUT = "the learner across ranks: bytes sent, memory per rank, checkpoints under load, learning"
-OPTIONS: dict[str, Any] = {"learning": False, "steps": 40, "seeds": 1, "rounds": 8, "hidden": 256, "layers": 4}
+OPTIONS: dict[str, Any] = {
+    "learning": False,
+    "model": "",
+    "steps": 40,
+    "seeds": 1,
+    "rounds": 8,
+    "hidden": 256,
+    "layers": 4,
+}
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "1": {},
@@ -50,7 +59,7 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
     result["sent_over_minimum_worst"] = max(counted)
     result["memory_error_worst"] = max(abs(result[f"{n}/memory_over_estimate"] - 1) for n in LAYOUTS)
     if options["learning"]:
-        result |= learning(int(options["steps"]), int(options["seeds"]))
+        result |= learning(int(options["steps"]), int(options["seeds"]), str(options["model"]))
     return result
 
 
@@ -188,7 +197,7 @@ def _timed(learner: Any, batch: Any) -> float:
 # Learning
 
 
-def learning(steps: int, seeds: int) -> dict[str, Any]:
+def learning(steps: int, seeds: int, model: str = "") -> dict[str, Any]:
     """Accuracy on the quickstart's task after GRPO on each layout, from one warm start."""
     import tidemill
     from tidemill.trained import export
@@ -197,10 +206,12 @@ def learning(steps: int, seeds: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
         common = [f"folder={place}", *quiet]
-        tidemill.train("quickstart-worked", [*common, "name=worked", "train.steps=120", "eval.before=false"])
-        export(Path(place) / "worked", Path(place) / "a")
-        tidemill.train("quickstart-sft", [*common, "name=sft", f"model.path={place}/a", "eval.before=false"])
-        export(Path(place) / "sft", Path(place) / "b")
+        if not model:
+            tidemill.train("quickstart-worked", [*common, "name=worked", "train.steps=120", "eval.before=false"])
+            export(Path(place) / "worked", Path(place) / "a")
+            tidemill.train("quickstart-sft", [*common, "name=sft", f"model.path={place}/a", "eval.before=false"])
+            export(Path(place) / "sft", Path(place) / "b")
+            model = f"{place}/b"
         for name, parallel in STUDY.items():
             sizes = [f"learn.parallel.{key}={value}" for key, value in parallel.items()]
             scores, times = [], []
@@ -208,7 +219,7 @@ def learning(steps: int, seeds: int) -> dict[str, Any]:
                 began = time.perf_counter()
                 summary = tidemill.train(
                     "quickstart",
-                    [*common, f"name=rl-{name}-{seed}", f"model.path={place}/b", f"train.steps={steps}", f"seed={seed}",
+                    [*common, f"name=rl-{name}-{seed}", f"model.path={model}", f"train.steps={steps}", f"seed={seed}",
                      "eval.every=0", "eval.size=400", "checkpoint.every=0", *sizes],
                 )  # fmt: skip
                 scores.append(summary.accuracy_after)

@@ -107,8 +107,8 @@ def activations(sizes: Sizes, learn: Learn, tokens: int, width: int) -> int:
     shape, parallel = sizes.shape, learn.parallel
     h, tp = shape.hidden, parallel.tp
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # The stream and its norms are cut along the sequence; a block's gathered input is not.
-    layer = 6 * h // tp + (2 * h if tp > 1 else 0) + (4 * q + 6 * kv + 4 * shape.intermediate) // tp
+    # The stream and its norms' inputs are cut along the sequence; the two blocks' inputs are gathered and kept whole.
+    layer = 4 * h // tp + 2 * h + (4 * q + 6 * kv + 4 * shape.intermediate) // tp
     if width == 2:
         layer += 4 * h // tp  # norms compute in float32
     layers = -(-shape.layers // parallel.pp)
