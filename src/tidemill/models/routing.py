@@ -56,13 +56,12 @@ class Routed:
 class Routers:
     """All routers of a model, hooked. Get it by `of`, which attaches it once."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, device: torch.device) -> None:
         self.settings = Mixture()
         self.share = 1.0  # of the auxiliary loss that this rank counts, where several compute the same tokens
         found = [(layer, gate) for layer in model.get_decoder().layers if (gate := _gate(layer)) is not None]
         self.layers, self.k = len(found), int(found[0][1].top_k) if found else 0
         self.experts = int(found[0][1].weight.shape[0]) if found else 0
-        device = next(model.parameters()).device
         shape = (self.layers, self.experts)
         self.bias, self.counts, self.chances = (torch.zeros(shape, device=device) for _ in range(3))
         self.load = torch.full(shape, 1.0 / max(1, self.experts), device=device)  # of the update before
@@ -145,18 +144,19 @@ class Routers:
             self.load = tensors["routers.load"].to(self.bias.device).clone()
 
 
-def of(model: Any) -> Routers | None:
-    """The model's routers; None if it has none of the known kinds."""
+def of(model: Any, device: torch.device | None = None) -> Routers | None:
+    """The model's routers; None if it has none of the known kinds. `device`: where the model will be, if not yet."""
     if "tide_routers" not in model.__dict__:
-        decoder = model.get_decoder()
-        model.__dict__["tide_routers"] = Routers(model) if any(_gate(layer) for layer in decoder.layers) else None
+        has_some = any(_gate(layer) is not None for layer in model.get_decoder().layers)
+        device = device or next(model.parameters()).device
+        model.__dict__["tide_routers"] = Routers(model, device) if has_some else None
     routers: Routers | None = model.__dict__["tide_routers"]
     return routers
 
 
-def prepare(model: Any, settings: Mixture) -> Routers | None:
+def prepare(model: Any, settings: Mixture, device: torch.device | None = None) -> Routers | None:
     """Routers that balance and replay as a recipe says; refuses what the model cannot do."""
-    routers = of(model)
+    routers = of(model, device)
     if routers is None:
         if settings.balance != "none" or settings.replay:
             raise ModelError(
