@@ -162,6 +162,7 @@ def _learn_alone(model: Any, config: Config, updates: int) -> dict[str, Any]:
 def gathered(learner: Any, pieces: dict[str, torch.Tensor], prefix: str = "") -> dict[str, torch.Tensor]:
     """Whole tensors, put together from every rank's pieces by the learner's layout."""
     own = {n.removeprefix(prefix): t for n, t in pieces.items() if n.startswith(prefix)}
+    own = {n: t for n, t in own.items() if n in learner.cuts}  # buffers are whole everywhere
     told = [(p.box, n, own[n]) for n in own for p in learner.layout().pieces(n) if p.rank == dist.get_rank()]
     shapes = {n: learner.cuts[n].shape for n in own}
     everything: list[Any] = [None] * dist.get_world_size()
