@@ -165,12 +165,8 @@ class ParallelLearner(ParallelModel):
         self.version += 1
         metrics = total(self._stats_of_all())
         metrics["loss"] = metrics.get("loss", 0.0) / divisor
-<<<<<<< HEAD
         metrics |= self._loads()
-        self._stats, self._whole = [], 0.0
-=======
         self._stats, self._whole, self._own_whole = [], 0.0, 0.0
->>>>>>> ranks
         metrics |= self.pace.report(self.links["world"])
         return {**metrics, "grad_norm": norm, "lr": lr, "skipped_updates": float(self.skipped)}
 
