@@ -21,8 +21,9 @@ from tidemill.dock import Dock, Lease, Want
 from tidemill.errors import RewardError, TidemillError
 from tidemill.flow.tally import Tally
 from tidemill.flow.weights import OwnCopy
+from tidemill.learn.api import LearnEngine, Scores
 from tidemill.learn.critic import ValueLearner
-from tidemill.learn.engine import Learner, score
+from tidemill.learn.engine import score
 from tidemill.reward.api import Sample, Scored
 from tidemill.reward.score import Scorer
 from tidemill.reward.text import repetition
@@ -179,6 +180,8 @@ def rollout_columns(made: list[Completion]) -> Batch:
         VERSION: np.array([min(c.versions) for c in made], np.int32),
         LENGTH: np.array([len(c.request.prompt) + len(c.tokens) for c in made], np.int32),
     }
+    if made and made[0].routes is not None:
+        columns["routes"] = Column.jagged([c.routes for c in made], np.int16)  # type: ignore[misc]
     return Batch(columns)
 
 
@@ -368,7 +371,9 @@ class ScoreWorker:
         if lease is None:
             return False
         with self.tally.time(self.name):
-            lease.commit(Batch({self.column: score(self.model, lease.batch, self.config)}))
+            over_ranks = isinstance(self.model, Scores)
+            found = self.model.logprobs(lease.batch) if over_ranks else score(self.model, lease.batch, self.config)
+            lease.commit(Batch({self.column: found}))
         return True
 
 
@@ -408,7 +413,7 @@ class LearnWorker:
     def __init__(
         self,
         dock: Dock,
-        learner: Learner,
+        learner: LearnEngine,
         config: Config,
         tally: Tally,
         name: str = "learn",
