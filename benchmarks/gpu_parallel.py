@@ -41,6 +41,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def products() -> dict[str, Any]:
     from tests.learn.parallel.products import Case, product
+
     from tidemill.cluster.ranks import Ranks
 
     worst, failed, began = 0.0, [], time.perf_counter()
@@ -89,8 +90,8 @@ def accelerator() -> dict[str, Any]:
 
     import torch
     import torch.distributed as dist
-
     from tests.learn.parallel.products import make_model, recipe, samples
+
     from tidemill import device
     from tidemill.algorithms.registry import get
     from tidemill.device.collective import backend
