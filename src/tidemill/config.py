@@ -353,6 +353,17 @@ class Algorithm(Section):
         return merged
 
 
+class Mixture(Section):
+    """Models with experts."""
+
+    balance: Literal["none", "aux_loss", "bias"] = Field(
+        "none", description="keep experts evenly loaded: by a loss, or by a bias on their choice"
+    )
+    coef: float = Field(1e-3, ge=0, description="with balance aux_loss: its factor")
+    bias_rate: float = Field(1e-3, ge=0, description="with balance bias: how far the bias moves after each update")
+    replay: bool = Field(False, description="route tokens in learning as rollout routed them; native engine")
+
+
 class Learn(Section):
     lr: float = Field(1e-6, ge=0, description="learning rate")
     schedule: Literal["constant", "linear", "cosine"] = Field(
@@ -402,6 +413,7 @@ class Learn(Section):
         "float32", description="in which gradients are added up over ranks; same: the weights' own"
     )
     parallel: Parallel = Parallel()
+    moe: Mixture = Mixture()
 
 
 class Flow(Section):

@@ -24,7 +24,7 @@ class Distill(Algorithm):
     def graph(self, config: Config) -> Graph:
         reads = (GROUP, "tokens", "prompt_length", LENGTH)
         stages = (
-            tables.rollout(),
+            tables.rollout(config=config),
             tables.reward(),
             *tables.policy_logprobs(config),
             Stage("teacher", "teacher", reads, ("teacher_logprobs",)),

@@ -28,7 +28,7 @@ class PPO(policy.GroupPolicy):
     def graph(self, config: Config) -> Graph:
         critic_reads = (ID, GROUP, LENGTH, "tokens", "prompt_length", "mask", "values", "returns")
         stages = (
-            tables.rollout(),
+            tables.rollout(config=config),
             tables.reward(),
             *tables.policy_logprobs(config),
             Stage("values", "critic", (GROUP, "tokens", "prompt_length", LENGTH), ("values",)),

@@ -24,7 +24,7 @@ class Rejection(Algorithm):
 
     def graph(self, config: Config) -> Graph:
         stages = (
-            tables.rollout(),
+            tables.rollout(config=config),
             tables.reward(),
             *tables.policy_logprobs(config),
             tables.advantage(config, "correct", ID),

@@ -24,7 +24,7 @@ class ReMax(policy.GroupPolicy):
 
     def graph(self, config: Config) -> Graph:
         stages = (
-            tables.rollout("greedy"),
+            tables.rollout("greedy", config=config),
             tables.reward(),
             *tables.policy_logprobs(config),
             tables.advantage(config, "greedy"),

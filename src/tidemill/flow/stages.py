@@ -180,6 +180,8 @@ def rollout_columns(made: list[Completion]) -> Batch:
         VERSION: np.array([min(c.versions) for c in made], np.int32),
         LENGTH: np.array([len(c.request.prompt) + len(c.tokens) for c in made], np.int32),
     }
+    if made and made[0].routes is not None:
+        columns["routes"] = Column.jagged([c.routes for c in made], np.int16)  # type: ignore[misc]
     return Batch(columns)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from tidemill.batch import Array
+
 Finish = Literal["stop", "length", "error", "cancelled"]
 
 
@@ -54,6 +56,7 @@ class Completion:
     finish: Finish
     error: str | None = None
     kept: list[float] | None = None  # log of the probability mass kept by top-p / top-k / min-p, per token; None: all
+    routes: Array | None = None  # (inputs · layers · k) experts that each token but the last went through
 
 
 @dataclass(slots=True)

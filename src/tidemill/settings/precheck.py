@@ -22,7 +22,7 @@ LONGEST_NAME = 200  # bytes; file systems stop at 255, and runs moved aside get 
 def problems(config: Config, model: Model) -> list[str]:
     """`model` is the one that will be trained (a warm start's own)."""
     checks: tuple[Callable[[Config, Model], Iterator[str]], ...] = (
-        _name, _batch, _flow, _lengths, _model_folder, _data, _functions, _device, _disk, parallel.problems,
+        _name, _batch, _flow, _routes, _lengths, _model_folder, _data, _functions, _device, _disk, parallel.problems,
     )  # fmt: skip
     return [problem for check in checks for problem in check(config, model)]
 
@@ -69,6 +69,14 @@ def _flow(config: Config, _: Model) -> Iterator[str]:
         yield (
             "flow.schedule is async, but flow.placement is colocated: rollout cannot be ahead while it takes turns; "
             "flow.placement=auto would do"
+        )
+
+
+def _routes(config: Config, _: Model) -> Iterator[str]:
+    if config.learn.moe.replay and config.rollout.engine != "native":
+        yield (
+            f"learn.moe.replay is true, but rollout.engine {config.rollout.engine} does not record routes; "
+            "use rollout.engine=native, or learn.moe.replay=false"
         )
 
 

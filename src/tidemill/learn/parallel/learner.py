@@ -165,6 +165,7 @@ class ParallelLearner(ParallelModel):
         self.version += 1
         metrics = total(self._stats_of_all())
         metrics["loss"] = metrics.get("loss", 0.0) / divisor
+        metrics |= self._loads()
         self._stats, self._whole, self._own_whole = [], 0.0, 0.0
         metrics |= self.pace.report(self.links["world"])
         return {**metrics, "grad_norm": norm, "lr": lr, "skipped_updates": float(self.skipped)}
@@ -177,6 +178,14 @@ class ParallelLearner(ParallelModel):
         self.optimizer.step()
         for p in self.own.values():
             p.grad = None
+
+    def _loads(self) -> dict[str, float]:
+        """Of experts, over all ranks."""
+        if self.routers is None:
+            return {}
+        for x in self.routers.sums():
+            self.links["world"].all_reduce(x)
+        return self.routers.finish()
 
     def _stats_of_all(self) -> list[Stats]:
         """Ranks that share samples have the same numbers, so one of each is asked."""
@@ -209,6 +218,7 @@ class ParallelLearner(ParallelModel):
         `more`: tensors that belong to it and are nobody's pieces, the same on every rank."""
         mine = {"version": self.version, "skipped": self.skipped}
         tensors = self.tensors() | {"rng": torch.get_rng_state()} | dict(more or {})
+        tensors |= self.routers.state() if self.routers is not None else {}
         self.saver.save(
             folder, step, tensors, self.layout(), {**state, "learner": mine}, keep=keep, best=best, metric=metric
         )
@@ -225,6 +235,8 @@ class ParallelLearner(ParallelModel):
                 self.optimizer.state[p] = {k: t.to(state_home(self.optimizer, p, k)) for k, t in kept.items()}
             if "rng" in source:
                 torch.set_rng_state(source.read("rng"))
+            if self.routers is not None and "routers.bias" in source:
+                self.routers.restore({name: source.read(name) for name in self.routers.state()})
         self.version, self.skipped = int(state["learner"]["version"]), int(state["learner"]["skipped"])
         return state
 
