@@ -18,6 +18,8 @@ class Sample:
     id: int = 0
     where: str = ""  # the data row's origin, for messages
     finish: str = "stop"  # why the response ended: stop, length, error, cancelled
+    transcript: str = ""  # all turns of a conversation, answers included; without an environment the response
+    played: Mapping[str, Any] = field(default_factory=dict)  # what the environment made of it: reward, turns, parts, …
 
     @property
     def called(self) -> str:
