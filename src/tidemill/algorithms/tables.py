@@ -14,8 +14,8 @@ FINISH = ("stop", "length", "error", "cancelled")  # the column `finish` is an i
 
 
 def rollout(config: Config, *more: str) -> Stage:
-    """tokens: prompt and response. mask: 1 where the model made the token. logprobs: of the policy that made it. played:
-    what a conversation with an environment came to, as JSON."""
+    """tokens: prompt and response. mask: 1 where the model made the token. logprobs: of the policy that made it.
+    played: what a conversation with an environment came to, as JSON."""
     reads: tuple[str, ...] = (ID, GROUP, "prompt")
     writes: tuple[str, ...] = ("tokens", "prompt_length", "logprobs", "versions", "mask", "finish", VERSION, LENGTH)
     if config.environment is not None:

@@ -21,8 +21,8 @@ from tidemill.imports import is_import_path, load
 HELD_OUT_SHARE = 8  # one problem in this many belongs to the held-out side
 PACKAGES = {  # PREFIX:TASK; each module has `generator(task)`
     "reasoning_gym": "tidemill.data.gym",
-    "gymnasium": "tidemill.data.games",
-    "textarena": "tidemill.data.games",
+    "gymnasium": "tidemill.environment.gymnasium",
+    "textarena": "tidemill.environment.textarena",
 }
 PATIENCE = 400  # draws in a row that land on the wrong side (or repeat) before the generator counts as exhausted
 

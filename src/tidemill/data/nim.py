@@ -15,7 +15,7 @@ from tidemill.errors import DataError
 def nim(rng: random.Random, most: tuple[int, int] = (2, 3), largest: int = 12) -> Problem:
     """`10/3:` is a heap of ten of which one to three may be taken; the environment `nim` plays against the model.
 
-    The given response is careless play, to warm up with: any move that the rules allow. The winning one is for RL to find.
+    The given response is careless play, to warm up with: any move that the rules allow. RL has to find the winning one.
     """
     if not 1 <= most[0] <= most[1] < largest:
         raise DataError(f"data.args.most must be [low, high] below largest ({largest}), got {list(most)!r}")

@@ -1,6 +1,6 @@
 """What an environment gets and gives: the model speaks, the environment answers, until one of them is done.
 
-An environment is a class: made of a task (and the recipe's arguments), then `reset()` once and `step(text)` for everything
+An environment is a class: made of a task (and the recipe's arguments), then `reset()` once, and `step(text)` for what
 the model says. It knows nothing of tokens; `rollout/turns.py` keeps those.
 """
 
@@ -38,7 +38,7 @@ class Turn:
 
 class Environment(Protocol):
     def reset(self) -> str:
-        """Begin. What the model reads first: the prompt of rows that the environment itself makes (a game's opening)."""
+        """Begin. What the model reads first, a game's opening: the prompt of rows that the environment makes."""
 
     def step(self, text: str) -> Turn: ...
 

@@ -33,7 +33,7 @@ def find(name: str) -> Maker:
         return found
     raise ConfigError(
         f"environment.name: there is no environment {name!r}{did_you_mean(name, BUILT_IN)}",
-        f"there are {', '.join(BUILT_IN)}, {', '.join(f'{p}:GAME' for p in PACKAGES)}; your own is package.module:Class",
+        f"there are {', '.join([*BUILT_IN, *(f'{p}:GAME' for p in PACKAGES)])}; your own is package.module:Class",
     )
 
 

@@ -1,4 +1,4 @@
-"""Tools: the model writes a call, stops at its end, and reads the result. What it says last, without a call, is its answer.
+"""Tools: the model writes a call, stops at its end, and reads the result; what it says without a call is its answer.
 
 A call stands between `opening` and `closing`: JSON with `name` and `arguments` or, where there is one tool only, the
 text it is given. A tool is a plain function of strings and numbers; what it raises is told to the model.
@@ -36,7 +36,13 @@ class Tools:
         cost: float = 0.0,
     ) -> None:
         self.tools = {name.rpartition(":")[2]: find(name) for name in functions}
-        self.prompt, self.opening, self.closing, self.inline, self.result = task.prompt, opening, closing, inline, result
+        self.prompt, self.opening, self.closing, self.inline, self.result = (
+            task.prompt,
+            opening,
+            closing,
+            inline,
+            result,
+        )
         self.cost = cost
         self.stop = (closing,)
 
@@ -58,7 +64,7 @@ class Tools:
         """What stands in the call that the text ends with."""
         if not text.endswith(self.closing):
             return None
-        before, opened, inside = text.removesuffix(self.closing).rpartition(self.opening)
+        _, opened, inside = text.removesuffix(self.closing).rpartition(self.opening)
         return inside if opened or not self.opening else None
 
     def _use(self, call: str) -> Any:

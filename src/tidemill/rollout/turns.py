@@ -1,8 +1,8 @@
 """An engine that converses: around any rollout engine, it plays each sample against its environment to the end.
 
 A request with a task comes back as one completion per sample, whatever the turns in between. Its tokens are those that
-were sampled and those that the environment's answers became, joined, never tokenised again; `mask` tells them apart. Each
-turn is a new request whose prompt is the conversation so far, so an engine that reuses prefixes reads only what is new.
+were sampled and those that the environment's answers became, joined, never tokenised again; `mask` tells them apart.
+Each turn is a new request whose prompt is the conversation so far: an engine that reuses prefixes reads what is new.
 """
 
 from __future__ import annotations

@@ -199,9 +199,7 @@ def _environment(config: Config, _: Model) -> Iterator[str]:
     from tidemill.environment import registry
 
     try:
-        registry.check_args(
-            config.environment.name, registry.find(config.environment.name), config.environment.args
-        )
+        registry.check_args(config.environment.name, registry.find(config.environment.name), config.environment.args)
     except TidemillError as error:
         yield _with_remedy("", error)
 
