@@ -105,6 +105,7 @@ def _sample(
         prompt=decode(prompt),
         response=decode(made.tokens if made.mask is None else made.tokens[last_said(made.mask) :]),
         transcript=decode(made.tokens),
+        tokens=[*prompt, *made.tokens],
         played={} if made.played is None else made.played.plain(),
         answer=example.answer,
         meta=example.meta,

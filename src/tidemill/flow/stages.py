@@ -251,6 +251,7 @@ class RewardWorker:
             prompt=self.decode(tokens[:start]),
             response=self.decode(tokens[last:]),
             transcript=self.decode(tokens[start:]),
+            tokens=tokens,
             played=played,
             answer=row["answer"],
             meta=json.loads(row["meta"]),

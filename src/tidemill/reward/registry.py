@@ -36,6 +36,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     "code": BuiltIn("tidemill.reward.code:code", False),
     "environment": BuiltIn("tidemill.reward.played:environment", True),
     "judge": BuiltIn("tidemill.reward.judge:judge", False),
+    "model": BuiltIn("tidemill.reward.model:model", False),
 }
 
 

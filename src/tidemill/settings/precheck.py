@@ -179,6 +179,10 @@ def _functions(config: Config, _: Model) -> Iterator[str]:
     for spec in config.rewards.functions:
         try:
             registry.check_args(spec.function, registry.find(spec.function), spec.args)
+            if spec.function == "model":
+                from tidemill.reward.model import check
+
+                check(str(spec.args["path"]))
         except TidemillError as error:
             yield _with_remedy("", error)
     # A name with defaults of its own needs no look into the registry, which brings torch.
