@@ -69,7 +69,7 @@ class Bench:
             if key in metrics[-1]:
                 found[key] = mean(last, key)
         if "critic/explained_variance" in metrics[-1]:
-            found["explained_variance_best"] = max(m["critic/explained_variance"] for m in metrics[5:])
+            found["explained_variance_best"] = max(m["critic/explained_variance"] for m in metrics)
         for key in ("dropped_groups", "refilled_groups"):
             found[key] = sum(m.get(key, 0.0) for m in metrics)
         if name == "distill":
