@@ -180,6 +180,32 @@ class Environment(Section):
         return {"name": value} if isinstance(value, str) else value
 
 
+class Parallel(Section):
+    """Over how many ranks the learner is cut, and how. The ranks are replicate × fsdp × cp × tp × pp; ep lies over the
+    ranks of fsdp and cp together and multiplies nothing."""
+
+    replicate: int = Field(1, ge=1, description="copies of the sharded model, each with its own samples (hybrid shard)")
+    fsdp: int = Field(1, ge=1, description="ranks over which weights, gradients and optimizer are sharded (FSDP2)")
+    tp: int = Field(1, ge=1, description="ranks that share each layer's heads and widths (tensor parallel)")
+    cp: int = Field(1, ge=1, description="ranks that share each sequence (context parallel)")
+    ep: int = Field(1, ge=1, description="ranks that share the experts, out of fsdp × cp (expert parallel)")
+    pp: int = Field(1, ge=1, description="ranks that each hold a run of layers (pipeline parallel)")
+    cp_form: Literal["auto", "ulysses", "ring"] = Field(
+        "auto",
+        description="context parallel by exchanging heads or by passing keys round; auto: heads where they divide",
+    )
+    pp_schedule: Literal["1f1b", "interleaved"] = Field("1f1b", description="order of a pipeline's micro-batches")
+    pp_chunks: int = Field(1, ge=1, description="runs of layers per pipeline rank; more than 1 with interleaved")
+    timeout_s: float = Field(
+        600.0, gt=0, description="longest wait for another rank before the run says who is missing"
+    )
+    device_gb: float | None = Field(None, gt=0, description="memory of one device, for the estimate; none: as here")
+
+    @property
+    def ranks(self) -> int:
+        return self.replicate * self.fsdp * self.cp * self.tp * self.pp
+
+
 class KL(Section):
     coef: float = Field(
         0.0, ge=0, description="weight of the divergence from the frozen reference; 0: no reference model"
@@ -197,6 +223,9 @@ class KL(Section):
     )
     horizon: int = Field(10000, ge=1, description="samples over which the adaptive coef reacts")
     reset_every: int = Field(0, ge=0, description="steps after which the reference becomes the policy; 0: never")
+    parallel: Parallel | None = Field(
+        None, description="sizes by which the reference is cut over the learner's ranks; none: as the learner"
+    )
 
     @model_validator(mode="after")
     def _adaptive_in_reward(self) -> KL:
@@ -344,31 +373,6 @@ class Algorithm(Section):
             if isinstance(own, dict) and isinstance(value.get(key), dict):
                 merged[key] = {**own, **value[key]}
         return merged
-
-
-class Parallel(Section):
-    """Over how many ranks the learner is cut, and how. The ranks are replicate × fsdp × cp × tp × pp; ep lies over the
-    ranks of fsdp and cp together and multiplies nothing."""
-
-    replicate: int = Field(1, ge=1, description="copies of the sharded model, each with its own samples (hybrid shard)")
-    fsdp: int = Field(1, ge=1, description="ranks over which weights, gradients and optimizer are sharded (FSDP2)")
-    tp: int = Field(1, ge=1, description="ranks that share each layer's heads and widths (tensor parallel)")
-    cp: int = Field(1, ge=1, description="ranks that share each sequence (context parallel)")
-    ep: int = Field(1, ge=1, description="ranks that share the experts, out of fsdp × cp (expert parallel)")
-    pp: int = Field(1, ge=1, description="ranks that each hold a run of layers (pipeline parallel)")
-    cp_form: Literal["auto", "ulysses", "ring"] = Field(
-        "auto",
-        description="context parallel by exchanging heads or by passing keys round; auto: heads where they divide",
-    )
-    pp_schedule: Literal["1f1b", "interleaved"] = Field("1f1b", description="order of a pipeline's micro-batches")
-    pp_chunks: int = Field(1, ge=1, description="runs of layers per pipeline rank; more than 1 with interleaved")
-    timeout_s: float = Field(
-        600.0, gt=0, description="longest wait for another rank before the run says who is missing"
-    )
-
-    @property
-    def ranks(self) -> int:
-        return self.replicate * self.fsdp * self.cp * self.tp * self.pp
 
 
 class Learn(Section):

@@ -22,8 +22,9 @@ from tidemill.environment.api import Played, Task, last_said
 from tidemill.errors import RewardError, TidemillError
 from tidemill.flow.tally import Tally
 from tidemill.flow.weights import OwnCopy
+from tidemill.learn.api import LearnEngine, Scores
 from tidemill.learn.critic import ValueLearner
-from tidemill.learn.engine import Learner, score
+from tidemill.learn.engine import score
 from tidemill.reward.api import Sample, Scored
 from tidemill.reward.score import Scorer
 from tidemill.reward.text import repetition
@@ -394,7 +395,9 @@ class ScoreWorker:
         if lease is None:
             return False
         with self.tally.time(self.name):
-            lease.commit(Batch({self.column: score(self.model, lease.batch, self.config)}))
+            over_ranks = isinstance(self.model, Scores)
+            found = self.model.logprobs(lease.batch) if over_ranks else score(self.model, lease.batch, self.config)
+            lease.commit(Batch({self.column: found}))
         return True
 
 
@@ -434,7 +437,7 @@ class LearnWorker:
     def __init__(
         self,
         dock: Dock,
-        learner: Learner,
+        learner: LearnEngine,
         config: Config,
         tally: Tally,
         name: str = "learn",

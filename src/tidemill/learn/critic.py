@@ -34,6 +34,12 @@ class ValueModel(torch.nn.Module):
     def get_decoder(self) -> Any:
         return self.decoder
 
+    def get_input_embeddings(self) -> Any:
+        return self.decoder.get_input_embeddings()
+
+    def get_output_embeddings(self) -> None:
+        """There are no words to give."""
+
     def gradient_checkpointing_enable(self, settings: dict[str, Any]) -> None:
         self.decoder.gradient_checkpointing_enable(settings)
 

@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from tidemill.algorithms.registry import get
 from tidemill.batch import Batch, Column
@@ -39,6 +47,8 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "deep": (Qwen3Config, {"vocab_size": 64, "num_key_value_heads": 4, "tie_word_embeddings": True,
                            "num_hidden_layers": 4}),
     "experts": (Qwen3MoeConfig, {"vocab_size": 64, "num_key_value_heads": 4, "tie_word_embeddings": False, **EXPERTS}),
+    "mixtral": (MixtralConfig, {"vocab_size": 64, "num_key_value_heads": 4, "tie_word_embeddings": True,
+                                  "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}),
     "latent": (DeepseekV3Config, {"vocab_size": 64, "num_key_value_heads": 8, "tie_word_embeddings": False, **LATENT}),
 }  # fmt: skip
 
