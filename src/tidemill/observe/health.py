@@ -193,9 +193,9 @@ def flat_reward(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warnin
 
 
 def critic(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warning | None:
-    explained = mean(recent, "critic/explained_variance")
-    if explained is None or len(history) < 4 * WINDOW or explained > 0.0:
-        return None
+    explained, spread = mean(recent, "critic/explained_variance"), mean(recent, "critic/return_std")
+    if explained is None or len(history) < 4 * WINDOW or explained > 0.0 or (spread is not None and spread < 0.1):
+        return None  # where nearly all returns are alike there is nothing to explain
     return Warning(
         "critic",
         f"The critic explains nothing of the returns (explained variance {explained:.2f}). Try "
