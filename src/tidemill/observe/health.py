@@ -29,7 +29,7 @@ def signs(history: Sequence[Metrics]) -> list[Warning]:
     if not recent:
         return []
     checks = (equal_groups, truncation, entropy_fall, divergence, clipping, spread, gap, reference, reward_errors)
-    more = (length_growth, repetition, skipped, flat_reward, critic)
+    more = (environment_errors, length_growth, repetition, skipped, flat_reward, critic)
     found = [check(recent, history) for check in (*checks, *more)]
     return [w for w in found if w is not None]
 
@@ -143,6 +143,17 @@ def reward_errors(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warn
         "reward_errors",
         f"{errors:.0f} rewards failed in the last {len(recent)} steps; samples.jsonl names them. Mend the function, "
         "raise rewards.timeout_s, or choose rewards.on_error.",
+    )
+
+
+def environment_errors(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warning | None:
+    errors = sum(step.get("environment_errors", 0.0) for step in recent)
+    if not errors:
+        return None
+    return Warning(
+        "environment_errors",
+        f"{errors:.0f} conversations of the last {len(recent)} steps ended because their environment failed. Mend it, "
+        "raise environment.timeout_s, or find the first with environment.on_error=fail.",
     )
 
 
