@@ -158,6 +158,28 @@ class Rewards(Section):
         return self
 
 
+class Environment(Section):
+    """Whom the model talks to: each sample is a conversation of several turns."""
+
+    name: str = Field(description="nim, tools, gymnasium:GAME, textarena:GAME, or package.module:Class")
+    args: dict[str, Any] = Field({}, description="the environment's own settings")
+    max_turns: int = Field(8, ge=1, description="most times the model speaks in one conversation")
+    max_turn_tokens: int | None = Field(
+        None, ge=1, description="most tokens the model says at once; none: what rollout.max_new_tokens leaves"
+    )
+    role: Literal["user", "tool"] = Field("user", description="whose message an answer is, for chat models")
+    workers: int = Field(0, ge=0, description="threads for environments that take time to answer; 0: none")
+    timeout_s: float = Field(60.0, gt=0, description="longest an environment may think in a thread")
+    on_error: Literal["end", "fail"] = Field(
+        "end", description="an environment that raises or takes too long: ends the conversation, or the run"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
 class Parallel(Section):
     """Over how many ranks the learner is cut, and how. The ranks are replicate × fsdp × cp × tp × pp; ep lies over the
     ranks of fsdp and cp together and multiplies nothing."""
@@ -514,6 +536,7 @@ class Config(Section):
     data: Data = Data()
     train: Train = Train()
     rollout: Rollout = Rollout()
+    environment: Environment | None = Field(None, description="whom the model talks to; none: one turn")
     rewards: Rewards = Rewards()
     algorithm: Algorithm = Algorithm()
     learn: Learn = Learn()

@@ -67,6 +67,7 @@ class ValueLearner(Learner):
         metrics = super().update()
         if "return_square" in metrics:
             metrics["explained_variance"] = explained_variance(metrics)
+            metrics["return_std"] = max(0.0, metrics["return_square"] - metrics["return_mean"] ** 2) ** 0.5
             metrics = {name: value for name, value in metrics.items() if name not in SUMS}
         return metrics
 
