@@ -111,9 +111,9 @@ def test_the_watcher_draws_a_warm_start_and_then_the_run():
     main = recipe.load({"name": "main", "train": {"steps": 5}, "observe": {"progress": "plain"}}).config
     with show.RunWatcher(Console(file=screen, width=120), main) as watch:
         watch.noted("warm start: [soon]")
-        watch.started(SimpleNamespace(config=warm, loaded=SimpleNamespace(parameters=10)), 0)
+        watch.started(SimpleNamespace(config=warm, parameters=10), 0)
         watch.stepped(1, {"loss": 2.0})
-        watch.started(SimpleNamespace(config=main, loaded=SimpleNamespace(parameters=10)), 3)
+        watch.started(SimpleNamespace(config=main, parameters=10), 3)
         watch.evaluated(3, evaluation(True, accuracy=0.5))
         watch.stepped(4, {"reward": 0.5})
     text = screen.getvalue()

@@ -317,6 +317,31 @@ class Algorithm(Section):
         return merged
 
 
+class Parallel(Section):
+    """Over how many ranks the learner is cut, and how. The ranks are replicate × fsdp × cp × tp × pp; ep lies over the
+    ranks of fsdp and cp together and multiplies nothing."""
+
+    replicate: int = Field(1, ge=1, description="copies of the sharded model, each with its own samples (hybrid shard)")
+    fsdp: int = Field(1, ge=1, description="ranks over which weights, gradients and optimizer are sharded (FSDP2)")
+    tp: int = Field(1, ge=1, description="ranks that share each layer's heads and widths (tensor parallel)")
+    cp: int = Field(1, ge=1, description="ranks that share each sequence (context parallel)")
+    ep: int = Field(1, ge=1, description="ranks that share the experts, out of fsdp × cp (expert parallel)")
+    pp: int = Field(1, ge=1, description="ranks that each hold a run of layers (pipeline parallel)")
+    cp_form: Literal["auto", "ulysses", "ring"] = Field(
+        "auto",
+        description="context parallel by exchanging heads or by passing keys round; auto: heads where they divide",
+    )
+    pp_schedule: Literal["1f1b", "interleaved"] = Field("1f1b", description="order of a pipeline's micro-batches")
+    pp_chunks: int = Field(1, ge=1, description="runs of layers per pipeline rank; more than 1 with interleaved")
+    timeout_s: float = Field(
+        600.0, gt=0, description="longest wait for another rank before the run says who is missing"
+    )
+
+    @property
+    def ranks(self) -> int:
+        return self.replicate * self.fsdp * self.cp * self.tp * self.pp
+
+
 class Learn(Section):
     lr: float = Field(1e-6, ge=0, description="learning rate")
     schedule: Literal["constant", "linear", "cosine"] = Field(
@@ -331,8 +356,9 @@ class Learn(Section):
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")
     clip_norm: float | None = Field(1.0, gt=0, description="largest gradient norm; none: no clipping")
-    recompute: Literal["none", "full"] = Field(
-        "none", description="compute activations again in the backward pass to save memory"
+    recompute: Literal["none", "selective", "mlp", "full"] = Field(
+        "none",
+        description="what the backward pass computes again to save memory: the MLPs' activations, the MLPs, or all",
     )
     recompute_every: int = Field(1, ge=1, description="with recompute: of this many layers one is computed again")
     offload: Literal["none", "activations"] = Field(
@@ -356,14 +382,40 @@ class Learn(Section):
         0, ge=0, description="learn low-rank changes of the layers' matrices, of this rank; 0: all weights"
     )
     lora_alpha: float = Field(32.0, gt=0, description="with lora_rank: their factor is this over the rank")
+    dora: bool = Field(False, description="with lora_rank: learn each row's magnitude apart from its direction")
+    fp8: Literal["none", "tensorwise", "rowwise"] = Field(
+        "none", description="products of the layers in 8-bit floating point, with a scale per tensor or per row"
+    )
     optimizer_on_host: bool = Field(False, description="the optimizer's state lives in the host's memory")
+    reduce_dtype: Literal["same", "float32", "bfloat16"] = Field(
+        "float32", description="in which gradients are added up over ranks; same: the weights' own"
+    )
+    parallel: Parallel = Parallel()
 
 
 class Flow(Section):
-    schedule: Literal["sync", "streamed"] = Field(
-        "sync", description="stages one after the other, or each on what is ready"
+    schedule: Literal["sync", "streamed", "async"] = Field(
+        "sync", description="stages one after the other, each on what is ready, or rollout ahead of learning as well"
+    )
+    max_staleness: int = Field(
+        1, ge=0, description="async: most steps that the oldest token of a sample may be behind the weights it teaches"
+    )
+    placement: Literal["auto", "colocated", "separated"] = Field(
+        "auto",
+        description="separated: rollout works beside the others with its own copy of the weights; auto: for async",
+    )
+    half_made: Literal["reread", "continue"] = Field(
+        "reread", description="half-made samples under new weights: read again, or with the keys and values they have"
     )
     lease_s: float = Field(600.0, gt=0, description="longest a stage may hold samples before they are given out again")
+
+
+class Reshard(Section):
+    """How weights get from the learner to the rollout."""
+
+    verify: Literal["off", "sample", "all"] = Field(
+        "sample", description="checksums of what arrived: of no block, of one in sixteen, of every one"
+    )
 
 
 class Eval(Section):
@@ -388,6 +440,44 @@ class Observe(Section):
     )
 
 
+class Placement(Section):
+    """Which roles share processes with the learner (`colocated`), and which have processes of their own."""
+
+    rollout: Literal["separated", "colocated"] = Field("separated", description="colocated: as many as learners")
+    reward: Literal["separated", "colocated"] = Field("separated", description="feed, rewards and advantages")
+    reference: Literal["separated", "colocated"] = Field("colocated", description="the frozen policy, if there is one")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_for_all(cls, value: Any) -> Any:
+        """`placement: colocated` says it for every role."""
+        return dict.fromkeys(cls.model_fields, value) if isinstance(value, str) else value
+
+
+class Cluster(Section):
+    """Where the roles run. Nothing of it is used while executor is local."""
+
+    executor: Literal["local", "processes", "ray"] = Field(
+        "local", description="this process, processes of this machine, or a Ray cluster"
+    )
+    address: str = Field(
+        "local", description="of Ray: local starts one for this run alone; auto, host:port or ray://… use one that runs"
+    )
+    learners: int = Field(1, ge=1, description="ranks that learn together, each on a share of the samples")
+    rollouts: int = Field(1, ge=1, description="rollout workers, where they are separated")
+    rewards: int = Field(1, ge=1, description="reward workers, where they are separated")
+    placement: Placement = Placement()
+    spread: bool = Field(False, description="put rollout workers on different nodes where there are several")
+    cpus: float = Field(1.0, gt=0, description="CPUs that each worker asks Ray for")
+    memory_mb: int | None = Field(None, ge=1, description="shared memory of each node's warehouse; none: half of it")
+    replicas: int = Field(0, ge=0, description="further nodes that hold a copy of each sample's bytes")
+    lease_s: float = Field(10.0, gt=0, description="silence after which a worker's samples are given to another")
+    start_s: float = Field(180.0, gt=0, description="longest that a worker may take to start")
+    stall_s: float = Field(300.0, gt=0, description="standstill after which the run says who waits for whom")
+    collective_s: float = Field(120.0, gt=0, description="longest that ranks wait for one another in one operation")
+    restarts: int = Field(20, ge=0, description="lost workers made up for without a step made in between")
+
+
 class Config(Section):
     """A whole run."""
 
@@ -405,6 +495,8 @@ class Config(Section):
     algorithm: Algorithm = Algorithm()
     learn: Learn = Learn()
     flow: Flow = Flow()
+    reshard: Reshard = Reshard()
+    cluster: Cluster = Cluster()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     observe: Observe = Observe()

@@ -12,8 +12,8 @@ from tidemill.errors import ConfigError, TidemillError
 from tidemill.run import RunFolder
 
 if TYPE_CHECKING:
-    from tidemill.flow.evaluate import Evaluation
     from tidemill.flow.loop import Summary, Watcher
+    from tidemill.flow.records import Evaluation
 
 
 class NothingLeft(TidemillError):

@@ -16,10 +16,10 @@ from tidemill.observe import curve
 from tidemill.observe.progress import Progress, clock_text, percent
 
 if TYPE_CHECKING:
-    from tidemill.cluster.local import Workers
     from tidemill.doctor import Finding
-    from tidemill.flow.evaluate import Answered, Evaluation
     from tidemill.flow.loop import Summary, Watcher
+    from tidemill.flow.records import Answered, Evaluation
+    from tidemill.flow.workers import Workers
 else:
     Watcher = object  # the loop brings torch; drawing does not need it
 
@@ -121,7 +121,7 @@ class RunWatcher(Watcher):
         self._stop()
         config = workers.config
         if config.observe.progress != "off":
-            self.console.print(plan_table(config, workers.loaded.parameters))
+            self.console.print(plan_table(config, workers.parameters))
         self._progress = Progress(
             config.observe.progress,
             config.train.steps,

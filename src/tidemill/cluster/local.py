@@ -1,13 +1,19 @@
-"""The local executor: every role in this process. The rollout engine reads the learner's own tensors; nothing moves."""
+"""The local executor: every role in this process.
+
+Colocated, the rollout engine reads the learner's own tensors and nothing moves. Separated, it has a thread of its own
+and its own copy of the weights, and works while the others do.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tidemill import device as devices
@@ -19,9 +25,12 @@ from tidemill.data.source import Source, open_source
 from tidemill.device import host
 from tidemill.dock import LocalDock
 from tidemill.errors import ConfigError
+from tidemill.flow.ahead import Ahead, OpenStep, staleness_limit
+from tidemill.flow.beside import Beside
 from tidemill.flow.evaluate import Evaluation, decoder, evaluate
 from tidemill.flow.feed import FEEDS, Feed
 from tidemill.flow.reference import ReferenceKeeper
+from tidemill.flow.schedule import SCHEDULES
 from tidemill.flow.stages import (
     AdvantageWorker,
     LearnWorker,
@@ -32,13 +41,18 @@ from tidemill.flow.stages import (
     Worker,
 )
 from tidemill.flow.tally import Tally
+from tidemill.flow.weights import OwnCopy
+from tidemill.flow.workers import Stopped
+from tidemill.learn import checkpoint
 from tidemill.learn.critic import ValueLearner, ValueModel
 from tidemill.learn.engine import Learner, freeze
-from tidemill.models.load import Loaded, load
+from tidemill.models.load import Loaded, load, save_folder
 from tidemill.observe import health
+from tidemill.observe.metrics import MetricsWriter
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import RolloutEngine
 from tidemill.rollout.make import make_engine
+from tidemill.trained import keep_definition
 
 
 @dataclass(slots=True)
@@ -50,7 +64,8 @@ class Workers:
     algorithm: Algorithm
     dock: LocalDock
     feed: Feed
-    engine: RolloutEngine
+    ahead: Ahead
+    engine: RolloutEngine  # reads the learner's tensors: rollout's when colocated, evaluation's always
     learner: Learner
     scorer: Scorer
     stages: list[Worker]
@@ -58,10 +73,39 @@ class Workers:
     tally: Tally
     held_out: Source
     critic: ValueLearner | None = None
+    own_copy: OwnCopy | None = None  # of the weights, for a rollout that is separated
     kept_samples: list[dict[str, Any]] = field(default_factory=list)
     kl: ReferenceKeeper | None = None
     history: list[dict[str, float]] = field(default_factory=list)  # metrics of the steps made by this process
     told: set[str] = field(default_factory=set)  # warnings given already
+    counted: dict[str, int] = field(default_factory=dict)  # what the dock had counted when it was last asked
+
+    @property
+    def parameters(self) -> int:
+        return self.loaded.parameters
+
+    @property
+    def bad_rows(self) -> int:
+        return len(self.feed.bad_rows)
+
+    def step(self, number: int, stop: Callable[[], bool]) -> None:
+        at_boundary = self.feed.state()
+        self.begin(number)
+        try:
+            SCHEDULES[self.config.flow.schedule](self.stages, self.learn, stop, stall_s=2 * self.config.flow.lease_s)
+        except Stopped:
+            if not self.ahead.lead:  # else the rows stay in the dock, and the dock in the checkpoint
+                self.feed.restore(at_boundary)
+            raise
+        self.publish()
+
+    def measure(self) -> dict[str, float]:
+        return self.tally.take() | {"version": float(self.learner.version)}
+
+    def write_samples(self, step: int, metrics: MetricsWriter) -> None:
+        kept = sorted(self.kept_samples, key=lambda sample: sample["id"])  # not in the order rewards came back
+        metrics.samples(step, kept[: self.config.observe.samples_per_step])
+        self.kept_samples.clear()
 
     def evaluate(self, size: int, samples: int) -> Evaluation:
         return evaluate(
@@ -75,9 +119,21 @@ class Workers:
             samples=samples,
         )
 
+    def begin(self, step: int) -> OpenStep:
+        """The rows of every step that may begin now enter; the workers turn to this one's."""
+        opened = self.ahead.begin(step)
+        for worker in self.stages:
+            worker.begin(opened.first_group, self.ahead.tag(step))
+        return opened
+
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """At a step boundary. Samples of later steps that are in the dock go with it; half-made ones are made again."""
         tensors, learner = self.learner.state()
         state: dict[str, Any] = {"learner": learner, "feed": self.feed.state()}
+        if self.ahead.lead:
+            state["dock"], arrays = self.dock.snapshot()
+            state["ahead"] = self.ahead.state()
+            tensors |= as_tensors(arrays)
         if self.critic is not None:
             more, state["critic"] = self.critic.state()
             tensors |= {f"critic.{name}": tensor for name, tensor in more.items()}
@@ -86,7 +142,14 @@ class Workers:
             tensors |= more
         return tensors, state
 
-    def restore(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+    def save(
+        self, folder: Path, step: int, state: dict[str, Any], *, best: bool = False, metric: float | None = None
+    ) -> None:
+        tensors, own = self.state()
+        checkpoint.save(folder, step, tensors, own | state, keep=self.config.checkpoint.keep, best=best, metric=metric)
+
+    def restore(self, path: Path) -> dict[str, Any]:
+        tensors, state = checkpoint.load(path)
         self.learner.restore(tensors, state["learner"])
         if self.critic is not None:
             own = {n.removeprefix("critic."): t for n, t in tensors.items() if n.startswith("critic.")}
@@ -94,7 +157,20 @@ class Workers:
         if self.kl is not None:
             self.kl.restore(tensors, state["kl"])
         self.feed.restore(state["feed"])
+        if "dock" in state:
+            self.dock.restore(state["dock"], as_arrays(tensors))
+            self.ahead.restore(state["ahead"])
         self.publish()
+        return state
+
+    def rewind(self) -> None:
+        raise NotImplementedError("the learner lives in this process: it is not lost without it")
+
+    def keep_definition(self, run: Path) -> None:
+        keep_definition(self.loaded, run)
+
+    def save_model(self, folder: Path) -> None:
+        save_folder(self.loaded.model, self.loaded.tokenizer, folder)
 
     def after_step(self, step: int, measured: dict[str, float]) -> list[str]:
         """What changes between steps: level of problems, KL coefficient, reference. Gives new warnings, in words."""
@@ -109,16 +185,36 @@ class Workers:
     def publish(self) -> None:
         """The learner's weights are what rollout serves from now on."""
         self.engine.load(None, self.learner.version)
+        if self.own_copy is not None:
+            with self.tally.time("publish"):
+                self.own_copy.publish(self.learner.version)
         self.dock.advance(self.learner.version)
+        if self.ahead.lead:
+            self._count_losses()
+
+    def _count_losses(self) -> None:
+        """Samples that the dock refused for their age, and leases that ran out, since the last step."""
+        state = self.dock.state()
+        now = {"stale_samples": state.stale, "expired_leases": state.expired}
+        for name, count in now.items():
+            self.tally.add(name, float(count - self.counted.get(name, 0)))
+        self.counted = now
 
     def close(self) -> None:
+        for worker in self.stages:
+            if isinstance(worker, Beside):
+                worker.close()
         self.scorer.close()
         self.dock.close()
 
 
 def start(config: Config, model_path: Path | None = None) -> Workers:
     """Load the model and join the roles. `model_path`: a finished warm start."""
-    torch.set_num_threads(config.threads or host.cores())
+    is_separated = config.flow.placement == "separated" or (
+        config.flow.placement == "auto" and config.flow.schedule == "async"
+    )
+    # Two threads that compute at once share the cores.
+    torch.set_num_threads(config.threads or max(1, host.cores() // (2 if is_separated else 1)))
     device = devices.pick(config.device)
     algorithm = get_algorithm(config.algorithm.name)
     graph = algorithm.graph(config)
@@ -131,34 +227,43 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
         feed = FEEDS[algorithm.food](training, config, encode, algorithm.greedy_rows)
         train = config.train
         updates = train.steps * train.updates_per_step * train.passes_per_step
+        served = copy.deepcopy(loaded.model).requires_grad_(False) if is_separated else None  # before adapters come
         critic = ValueLearner(ValueModel(loaded.model), config, algorithm, updates) if needs_values(algorithm) else None
         learner = critic if algorithm.learns_values and critic else Learner(loaded.model, config, algorithm, updates)
         engine = make_engine(loaded, config)
-        dock = LocalDock(graph.stages, source=graph.source, lease_s=config.flow.lease_s)
+        dock = LocalDock(
+            graph.stages,
+            source=graph.source,
+            lease_s=config.flow.lease_s,
+            max_staleness=staleness_limit(config),
+            stale="requeue",
+        )
+        ahead = Ahead(feed, dock, config)
         tally = Tally()
+        own_copy = None
+
+        def rollout() -> Worker:
+            nonlocal own_copy
+            if served is None:
+                return RolloutWorker(dock, engine, config, tally)
+            own = make_engine(replace(loaded, model=served), config)
+            own_copy = OwnCopy(loaded.model, served, own, config.flow.half_made, config.reshard.verify)
+            return Beside(RolloutWorker(dock, own, config, tally, own_copy), dock)
+
         kept: list[dict[str, Any]] = []
         learn_values = (
             LearnWorker(dock, critic, config, tally, "learn_values") if algorithm.has_critic and critic else None
         )
         learn = LearnWorker(dock, learner, config, tally, critic=learn_values)
-        most_groups = train.prompts_per_step * (1 + config.algorithm.dynamic_sampling_rounds)
-
-        def refill(count: int) -> int:
-            """New prompts in place of groups that taught nothing, within bounds; how many."""
-            count = min(count, most_groups - (feed.groups - learn.first_group))
-            if count > 0:
-                dock.put(feed.rows(count))
-            return max(count, 0)
-
         makers: dict[str, Callable[[], Worker]] = {
-            "rollout": lambda: RolloutWorker(dock, engine, config, tally),
+            "rollout": rollout,
             "reward": lambda: RewardWorker(dock, scorer, decoder(loaded.tokenizer), tally, kept.append),
             "old_logprobs": lambda: ScoreWorker("old_logprobs", "old_logprobs", dock, loaded.model, config, tally),
             "teacher": lambda: ScoreWorker(
                 "teacher", "teacher_logprobs", dock, teacher(config, device.torch_device), config, tally
             ),
             "reference": lambda: ScoreWorker("reference", "ref_logprobs", dock, freeze(loaded.model), config, tally),
-            "advantage": lambda: AdvantageWorker(dock, algorithm, config, tally, refill),
+            "advantage": lambda: AdvantageWorker(dock, algorithm, config, tally, ahead.refill),
             "learn": lambda: learn,
         }
         if critic is not None and learn_values is not None:
@@ -167,11 +272,28 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
         undo.pop_all()
     own_critic = critic if algorithm.has_critic else None  # a reward model is the learner itself
     return Workers(
-        *(config, loaded, algorithm, dock, feed, engine, learner, scorer, stages, learn, tally, held_out),
+        *(config, loaded, algorithm, dock, feed, ahead, engine, learner, scorer, stages, learn, tally, held_out),
         critic=own_critic,
+        own_copy=own_copy,
         kl=ReferenceKeeper.of(config, stages),
         kept_samples=kept,
     )
+
+
+def as_tensors(arrays: dict[str, np.ndarray[Any, Any]]) -> dict[str, torch.Tensor]:
+    """A dock's arrays for a checkpoint, which knows no unsigned words of 64 bits."""
+    return {
+        f"{'words' if a.dtype == np.uint64 else 'dock'}.{name}": torch.from_numpy(
+            np.array(a.view(np.int64) if a.dtype == np.uint64 else a)
+        )
+        for name, a in arrays.items()
+    }
+
+
+def as_arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray[Any, Any]]:
+    plain = {n.removeprefix("dock."): t.numpy() for n, t in tensors.items() if n.startswith("dock.")}
+    words = {n.removeprefix("words."): t.numpy() for n, t in tensors.items() if n.startswith("words.")}
+    return plain | {name: array.view(np.uint64) for name, array in words.items()}
 
 
 def needs_values(algorithm: Algorithm) -> bool:

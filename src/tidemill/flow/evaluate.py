@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from math import comb
 from typing import Any
 
@@ -11,6 +10,7 @@ from tidemill.config import Config
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Example, Source
 from tidemill.errors import DataError
+from tidemill.flow.records import Answered, Evaluation
 from tidemill.flow.stages import sampling_of
 from tidemill.reward.api import Sample
 from tidemill.reward.score import Scorer
@@ -18,32 +18,6 @@ from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
 
 # Far above any training group's id, so that an evaluation never draws a training request's random stream.
 FIRST_ID = 1 << 48
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    prompt: str
-    answer: str
-    response: str
-    correct: bool
-    reward: float
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    accuracy: float  # greedy
-    pass_at: dict[int, float] = field(default_factory=dict)  # k: share of problems solved by one of k samples
-    reward: float = 0.0
-    response_tokens: float = 0.0
-    answers: tuple[Answered, ...] = ()
-
-    def metrics(self) -> dict[str, float]:
-        named = {
-            "eval/accuracy": self.accuracy,
-            "eval/reward": self.reward,
-            "eval/response_tokens": self.response_tokens,
-        }
-        return named | {f"eval/pass@{k}": share for k, share in self.pass_at.items()}
 
 
 def evaluate(

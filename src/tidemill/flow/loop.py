@@ -11,16 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tidemill.cluster.local import Workers, start
+from tidemill.cluster.start import start
 from tidemill.config import Config
 from tidemill.errors import CheckpointError, TidemillError
-from tidemill.flow.evaluate import Evaluation
-from tidemill.flow.schedule import SCHEDULES, Stopped
+from tidemill.flow.records import Evaluation, dump_evaluation, load_evaluation
+from tidemill.flow.workers import Rewound, Stopped, Workers
 from tidemill.learn import checkpoint
-from tidemill.models.load import save_folder
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.run import RunFolder
-from tidemill.trained import keep_definition
 
 
 @dataclass(slots=True)
@@ -63,16 +61,26 @@ class Watcher:
 def run(config: Config, folder: RunFolder, watch: Watcher | None = None) -> Summary:
     """From wherever the folder stands to the end of the run."""
     watch = watch or Watcher()
-    found = checkpoint.latest(folder.checkpoints)
-    if found is not None:
-        for path, why in found.skipped:
-            watch.noted(f"checkpoint {path.name} cannot be used ({why}); going back to {found.path.name}")
-    workers = start(config, warm_start(config, folder, watch))
+    workers = start(config, warm_start(config, folder, watch), folder, watch.noted)
     try:
-        keep_definition(workers.loaded, folder.path)
-        return train_loop(config, folder, workers, watch, found)
+        workers.keep_definition(folder.path)
+        while True:
+            found = newest(folder, watch)
+            try:
+                return train_loop(config, folder, workers, watch, found)
+            except Rewound as lost:
+                watch.noted(str(lost))
+                workers.rewind()
     finally:
         workers.close()
+
+
+def newest(folder: RunFolder, watch: Watcher) -> checkpoint.Found | None:
+    found = checkpoint.latest(folder.checkpoints)
+    for path, why in found.skipped if found is not None else ():
+        assert found is not None
+        watch.noted(f"checkpoint {path.name} cannot be used ({why}); going back to {found.path.name}")
+    return found
 
 
 def train_loop(
@@ -84,24 +92,17 @@ def train_loop(
     folder.truncate(first if found is not None else -1)  # without a checkpoint, what was logged before step 1 goes too
     watch.started(workers, first)
     with recording(folder, config, first, watch) as metrics, interruptions(watch) as stop:
-        if first == 0 and config.eval.before:
+        if first == 0 and config.eval.before and config.eval.size:
             summary.before = look(workers, config, summary, metrics, watch)
-        schedule = SCHEDULES[config.flow.schedule]
         for step in range(first + 1, config.train.steps + 1):
-            at_boundary = workers.feed.state()
             began = time.perf_counter()
-            rows = workers.feed.rows()
-            workers.learn.begin(int(rows.values("group")[0]))
-            workers.dock.put(rows)
             try:
-                schedule(workers.stages, workers.learn, stop, stall_s=2 * config.flow.lease_s)
+                workers.step(step, stop)
             except Stopped:
-                workers.feed.restore(at_boundary)
                 summary.is_stopped = True
                 break
-            workers.publish()
             record(step, workers, metrics, summary, time.perf_counter() - began, watch)
-            if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
+            if config.eval.size and config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
                 seen = look(workers, config, summary, metrics, watch)
                 if seen.accuracy >= (config.train.stop_at_accuracy or 2.0):
                     summary.is_early, summary.after = True, seen
@@ -111,7 +112,7 @@ def train_loop(
             if is_last:
                 summary.is_stopped = stop() and step < config.train.steps and not summary.is_early
                 break
-        if not summary.is_stopped and summary.after is None and config.eval.after:
+        if not summary.is_stopped and summary.after is None and config.eval.after and config.eval.size:
             summary.after = look(workers, config, summary, metrics, watch)
     finish(folder, workers, summary, config, watch)
     return summary
@@ -128,23 +129,21 @@ def look(workers: Workers, config: Config, summary: Summary, metrics: MetricsWri
 def record(
     step: int, workers: Workers, metrics: MetricsWriter, summary: Summary, seconds: float, watch: Watcher
 ) -> None:
-    measured = workers.tally.take()
+    measured = workers.measure()
     made = "made_tokens" in measured  # learning from one's own samples: each counts once, however often it is learned
     tokens = measured["prompt_tokens"] + measured["made_tokens"] if made else measured.get("learned_tokens", 0.0)
-    measured |= {"tokens_per_s": tokens / seconds, "version": float(workers.learner.version), "time/step": seconds}
+    measured |= {"tokens_per_s": tokens / seconds, "time/step": seconds}
     summary.steps = step
     summary.seconds += seconds
     summary.tokens += tokens
     summary.tokens_per_s = summary.tokens / summary.seconds
-    summary.bad_rows = len(workers.feed.bad_rows)
+    summary.bad_rows = workers.bad_rows
     summary.rewards.append(measured.get("reward", -measured.get("loss", 0.0)))
     if not workers.config.eval.every:
         summary.latest = summary.rewards[-1]
     trouble = workers.after_step(step, measured)
     metrics.write(step, measured)
-    kept = sorted(workers.kept_samples, key=lambda sample: sample["id"])  # not in the order rewards came back
-    metrics.samples(step, kept[: workers.config.observe.samples_per_step])
-    workers.kept_samples.clear()
+    workers.write_samples(step, metrics)
     watch.stepped(step, measured)
     for sentence in trouble:
         watch.noted(sentence)
@@ -152,8 +151,7 @@ def record(
 
 def save(folder: RunFolder, workers: Workers, summary: Summary, config: Config, watch: Watcher) -> bool:
     """Whether it is on disk. A full disk does not end a run that can still be mended: the last checkpoint stays."""
-    tensors, state = workers.state()
-    state |= {
+    state = {
         "step": summary.steps,
         "summary": summary.plain() | {"rewards": summary.rewards, "best": summary.best, "latest": summary.latest},
         "before": None if summary.before is None else dump_evaluation(summary.before),
@@ -161,15 +159,7 @@ def save(folder: RunFolder, workers: Workers, summary: Summary, config: Config, 
     metric = summary.latest
     is_best = metric is not None and (summary.best is None or metric >= summary.best)
     try:
-        checkpoint.save(
-            folder.checkpoints,
-            summary.steps,
-            tensors,
-            state,
-            keep=config.checkpoint.keep,
-            best=is_best,
-            metric=metric,
-        )
+        workers.save(folder.checkpoints, summary.steps, state, best=is_best, metric=metric)
         summary.best = metric if is_best else summary.best
     except CheckpointError as error:
         watch.noted(f"{error} (the run goes on; earlier checkpoints are untouched)")
@@ -191,8 +181,7 @@ def finish(folder: RunFolder, workers: Workers, summary: Summary, config: Config
 
 
 def restore(found: checkpoint.Found, workers: Workers, summary: Summary) -> int:
-    tensors, state = checkpoint.load(found.path)
-    workers.restore(tensors, state)
+    state = workers.restore(found.path)
     kept = state["summary"]
     summary.steps, summary.seconds, summary.tokens = int(kept["steps"]), kept["seconds"], kept["tokens"]
     summary.rewards, summary.tokens_per_s = list(kept["rewards"]), kept["tokens_per_s"]
@@ -218,12 +207,12 @@ def warm_start(config: Config, folder: RunFolder, watch: Watcher) -> Path | None
     ).config
     watch.noted(f"warm start: {own.about or own.name}")
     recipe.check(own)
-    with RunFolder.create(own) as inner, closing(start(own, warm_start(own, inner, watch))) as workers:
+    with RunFolder.create(own) as inner, closing(start(own, warm_start(own, inner, watch), inner)) as workers:
         summary = train_loop(own, inner, workers, watch, None)
         if summary.is_stopped:
             raise KeyboardInterrupt
         aside = made.with_name(".model")
-        save_folder(workers.loaded.model, workers.loaded.tokenizer, aside)
+        workers.save_model(aside)
         aside.rename(made)
     return made
 
@@ -258,20 +247,6 @@ def interruptions(watch: Watcher) -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def dump_evaluation(evaluation: Evaluation) -> dict[str, Any]:
-    import dataclasses
-
-    return dataclasses.asdict(evaluation)
-
-
-def load_evaluation(plain: dict[str, Any]) -> Evaluation:
-    from tidemill.flow.evaluate import Answered
-
-    answers = tuple(Answered(**a) for a in plain["answers"])
-    pass_at = {int(k): v for k, v in plain["pass_at"].items()}
-    return Evaluation(**{**plain, "answers": answers, "pass_at": pass_at})
 
 
 __all__ = ["Summary", "TidemillError", "Watcher", "run"]

@@ -1,8 +1,12 @@
-"""Tally: what the workers of one step counted, as metrics. Means are weighted by how often they were given."""
+"""Tally: what the workers of one step counted, as metrics. Means are weighted by how often they were given.
+
+Workers may count from threads of their own.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,20 +14,27 @@ from contextlib import contextmanager
 
 class Tally:
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._clear()
+
+    def _clear(self) -> None:
         self._sums: dict[str, float] = {}
         self._means: dict[str, list[float]] = {}
         self._updates: list[dict[str, float]] = []
         self._started = time.perf_counter()
 
     def add(self, name: str, value: float) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + value
+        with self._lock:
+            self._sums[name] = self._sums.get(name, 0.0) + value
 
     def mean(self, name: str, value: float) -> None:
-        self._means.setdefault(name, []).append(value)
+        with self._lock:
+            self._means.setdefault(name, []).append(value)
 
     def update(self, metrics: Mapping[str, float]) -> None:
         """Metrics of one optimizer update; a step's are their mean, or extreme where the name says so."""
-        self._updates.append(dict(metrics))
+        with self._lock:
+            self._updates.append(dict(metrics))
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
@@ -35,13 +46,14 @@ class Tally:
 
     def take(self) -> dict[str, float]:
         """The step's metrics; counting starts anew."""
-        merged = dict(self._sums)
-        # fsum rounds once: the order in which workers counted does not show.
-        merged.update({n: math.fsum(values) / len(values) for n, values in self._means.items()})
-        for name in dict.fromkeys(n for u in self._updates for n in u):
-            values = [u[name] for u in self._updates if name in u]
-            reduce = max if name.endswith("_max") else min if name.endswith("_min") else None
-            merged[name] = reduce(values) if reduce else sum(values) / len(values)
-        merged["time/step"] = time.perf_counter() - self._started
-        self.__init__()  # type: ignore[misc]
-        return merged
+        with self._lock:
+            merged = dict(self._sums)
+            # fsum rounds once: the order in which workers counted does not show.
+            merged.update({n: math.fsum(values) / len(values) for n, values in self._means.items()})
+            for name in dict.fromkeys(n for u in self._updates for n in u):
+                values = [u[name] for u in self._updates if name in u]
+                reduce = max if name.endswith("_max") else min if name.endswith("_min") else None
+                merged[name] = reduce(values) if reduce else sum(values) / len(values)
+            merged["time/step"] = time.perf_counter() - self._started
+            self._clear()
+            return merged

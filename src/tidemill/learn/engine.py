@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tidemill.algorithms.aggregate import local_weights, whole
-from tidemill.algorithms.api import Algorithm, Stat, Stats, TokenBatch, total
+from tidemill.algorithms.api import Algorithm, Kept, Stat, Stats, TokenBatch, total
 from tidemill.batch import Batch, Column
 from tidemill.config import Config
 from tidemill.learn.gradients import Gradients
@@ -36,7 +36,8 @@ class Learner:
         self.model, self.config, self.algorithm, self.updates = model, config, algorithm, updates
         self.device = next(model.parameters()).device
         if config.learn.lora_rank:
-            lora.attach(model, config.learn.lora_rank, config.learn.lora_alpha, config.seed)
+            learn = config.learn
+            lora.attach(model, learn.lora_rank, learn.lora_alpha, config.seed, magnitudes=learn.dora)
         self.attention = choose(model, attention_of(config))
         self.gradients = Gradients(model.parameters(), wide=config.learn.master == "float32")
         self.optimizer = make_optimizer(model, config.learn, self.gradients)
@@ -54,12 +55,22 @@ class Learner:
         """Add the gradient of these samples (complete groups) to the update's."""
         batch = batch.merge({"weight": local_weights(batch, self.config)})
         self._whole += whole(batch, self.config)
+        teaches = self._teaches(batch)
+        self._learn(batch.gather(np.flatnonzero(teaches)))
+        with torch.no_grad():  # for the metrics: these rows have no gradient
+            self._learn(batch.gather(np.flatnonzero(~teaches)))
+
+    def _teaches(self, batch: Batch) -> Kept:
+        return self.algorithm.teaches(batch, self.config)
+
+    def _learn(self, batch: Batch) -> None:
         learn = self.config.learn
         together = self.algorithm.food == "pairs"
         for rows in microbatches(batch, self.config.train.tokens_per_microbatch, learn.share_prompts, together):
             with kept_activations(learn, self.model):
                 loss, stats = self._loss(batch.gather(rows))
-            loss.backward()  # type: ignore[no-untyped-call]
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
             self._stats.append({"loss": Stat(loss.detach(), reduce="sum"), **stats})
 
     def _loss(self, part: Batch) -> tuple[Tensor, Stats]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tidemill import device
 from tidemill.config import PAPER, Config, Model
 from tidemill.errors import TidemillError, did_you_mean
-from tidemill.settings import estimate
+from tidemill.settings import estimate, parallel
 from tidemill.settings.estimate import human, longest
 
 # Algorithms whose advantage compares the samples of one prompt with each other: one sample says nothing.
@@ -22,7 +22,7 @@ LONGEST_NAME = 200  # bytes; file systems stop at 255, and runs moved aside get 
 def problems(config: Config, model: Model) -> list[str]:
     """`model` is the one that will be trained (a warm start's own)."""
     checks: tuple[Callable[[Config, Model], Iterator[str]], ...] = (
-        _name, _batch, _lengths, _model_folder, _data, _functions, _device, _disk,
+        _name, _batch, _lengths, _rollout, _model_folder, _data, _functions, _device, _disk, parallel.problems,
     )  # fmt: skip
     return [problem for check in checks for problem in check(config, model)]
 
@@ -69,6 +69,18 @@ def _lengths(config: Config, model: Model) -> Iterator[str]:
         yield f"{whose} is {shape.window} tokens, less than {both}; {fix}"
     if config.rollout.cache_tokens is not None and config.rollout.cache_tokens < most:
         yield f"rollout.cache_tokens is {config.rollout.cache_tokens}, but one sample needs {both}"
+
+
+def _rollout(config: Config, _: Model) -> Iterator[str]:
+    if not config.rollout.batch_invariant:
+        return
+    if config.rollout.engine != "native":
+        yield f"rollout.batch_invariant is true, but rollout.engine={config.rollout.engine}; only native has this mode"
+    if config.learn.recompute != "none":
+        yield (
+            f"rollout.batch_invariant is true, but learn.recompute={config.learn.recompute} would compute layers again "
+            "outside of it; set learn.recompute=none"
+        )
 
 
 def _model_folder(_: Config, model: Model) -> Iterator[str]:

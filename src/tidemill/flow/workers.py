@@ -1,0 +1,65 @@
+"""Workers: all that the loop asks of whoever does the work, in this process or on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from tidemill.config import Config
+from tidemill.errors import TidemillError
+from tidemill.flow.records import Evaluation
+from tidemill.observe.metrics import MetricsWriter
+
+
+class Stopped(Exception):
+    """The user asked to stop, at a moment when the step could be left without losing an update."""
+
+
+class Rewound(TidemillError):
+    """The learner was lost with its weights: the run goes on from its newest checkpoint."""
+
+
+class Workers(Protocol):
+    """Made by `cluster.start.start`. The loop sees nothing else of where the work is done."""
+
+    config: Config
+
+    @property
+    def parameters(self) -> int:
+        """Of the model."""
+
+    @property
+    def bad_rows(self) -> int:
+        """Rows of the data that could not be used, so far."""
+
+    def step(self, number: int, stop: Callable[[], bool]) -> None:
+        """Feed, roll out, score, learn, and serve the new weights. `Stopped`: nothing of the step has happened."""
+
+    def measure(self) -> dict[str, float]:
+        """What the step came to, `version` included; counting starts anew."""
+
+    def after_step(self, step: int, measured: dict[str, float]) -> list[str]:
+        """What changes between steps. Gives new warnings, in words."""
+
+    def write_samples(self, step: int, metrics: MetricsWriter) -> None: ...
+
+    def evaluate(self, size: int, samples: int) -> Evaluation: ...
+
+    def save(
+        self, folder: Path, step: int, state: dict[str, Any], *, best: bool = False, metric: float | None = None
+    ) -> None:
+        """A checkpoint; `state` is the loop's own part of it."""
+
+    def restore(self, path: Path) -> dict[str, Any]:
+        """Go on from a checkpoint; gives its state."""
+
+    def rewind(self) -> None:
+        """After `Rewound`: be as at the start, ready for `restore`."""
+
+    def keep_definition(self, run: Path) -> None:
+        """So that the run's checkpoints can be opened without whatever it started from."""
+
+    def save_model(self, folder: Path) -> None: ...
+
+    def close(self) -> None: ...
