@@ -23,6 +23,7 @@ def make_engine(loaded: Loaded, config: Config) -> RolloutEngine:
                 page_size=rollout.page_size,
                 cache_tokens=rollout.cache_tokens,
                 batch_invariant=rollout.batch_invariant,
+                speculate=rollout.speculate,
             )
         case "hf":
             from tidemill.rollout.hf import HFEngine

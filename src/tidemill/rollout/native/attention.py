@@ -68,6 +68,7 @@ class Paged:
     rows: DecodeRows
     chunks: list[Chunk]
     kernels: Kernels | None = None  # used for decoding where there are some
+    has_drafts: bool = False  # some rows are of the same sequence, one token after another
     _bias: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     def attend(
@@ -95,6 +96,8 @@ class Paged:
         rows, decode = self.rows, self.rows.count
         out = torch.empty(*q.shape[:2], v.shape[-1])
         new_q, new_k, new_v = q[:decode].contiguous(), k[:decode].contiguous(), v[:decode].contiguous()
+        if self.has_drafts:  # rows of one sequence may be served by different threads, and must see each other
+            self.store.write(layer, new_k, new_v, self.page[:decode], self.offset[:decode])
         self.kernels.attend(
             new_q, new_k, new_v, keys, values, rows.table, rows.slot, rows.length, out, scale, window, softcap
         )
