@@ -24,6 +24,7 @@ def make_engine(loaded: Loaded, config: Config) -> RolloutEngine:
                 cache_tokens=rollout.cache_tokens,
                 batch_invariant=rollout.batch_invariant,
                 speculate=rollout.speculate,
+                cache_dtype=rollout.cache_dtype,
             )
         case "hf":
             from tidemill.rollout.hf import HFEngine

@@ -72,8 +72,13 @@ def _lengths(config: Config, model: Model) -> Iterator[str]:
 
 
 def _rollout(config: Config, _: Model) -> Iterator[str]:
+    narrow = config.rollout.cache_dtype != "auto"
+    if narrow and config.rollout.engine != "native":
+        yield f"rollout.cache_dtype={config.rollout.cache_dtype} is the native engine's; set it to auto"
     if not config.rollout.batch_invariant:
         return
+    if narrow:
+        yield f"rollout.cache_dtype={config.rollout.cache_dtype} rounds, which rollout.batch_invariant must not"
     if config.rollout.engine != "native":
         yield f"rollout.batch_invariant is true, but rollout.engine={config.rollout.engine}; only native has this mode"
     if config.learn.recompute != "none":

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Many
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tidemill.batch import Array
+from tidemill.errors import ConfigError
 from tidemill.models.attention import Context
 from tidemill.rollout.engine import Completion, Finish, Partial, Request
 from tidemill.rollout.native.attention import Chunk, Paged
@@ -51,7 +52,8 @@ class NativeEngine:
     instead of the lean forward pass; `kernels` allows compiled kernels and `graphs` captured decoding on an
     accelerator. All three are for comparison. `batch_invariant` (a CPU in float32) makes a token's numbers depend on
     its own sample alone, bit for bit, and equal to those of a learner in the same mode; it is slower. `speculate`
-    drafts tokens by lookup where the compiled kernels decode ("auto": where it is expected to pay). `group` is a
+    drafts tokens by lookup where the compiled kernels decode ("auto": where it is expected to pay). `cache_dtype` int8
+    or fp8 keeps keys and values in one byte an element, with a scale per token and head. `group` is a
     process group whose ranks share the work of one model; each must be given the same requests, in the same order,
     between the same steps."""
 
@@ -73,6 +75,7 @@ class NativeEngine:
         group: Any = None,
         batch_invariant: bool = False,
         speculate: When = "off",
+        cache_dtype: Literal["auto", "int8", "fp8"] = "auto",
     ) -> None:
         parameter = next(model.parameters())
         self.device = parameter.device
@@ -89,7 +92,10 @@ class NativeEngine:
         self.pool = PagePool(pages, page_size)
         self.batch_invariant = batch_invariant
         # One page more than can be given out: captured decoding writes its padding there.
-        self.store = (TokenStore if batch_invariant else PageStore)(pages + 1, page_size, self.device)
+        if batch_invariant and cache_dtype != "auto":
+            raise ConfigError(f"cache_dtype {cache_dtype} rounds; the batch-invariant mode must not", "use auto")
+        kind = None if cache_dtype == "auto" else cache_dtype
+        self.store = (TokenStore if batch_invariant else PageStore)(pages + 1, page_size, self.device, kind)
         self.limits = Limits(self.vocab, max_len, pages * page_size, tokenizer is not None)
         step_tokens = step_tokens or (STEP_TOKENS if self.device.type == "cpu" else ACCELERATOR_STEP_TOKENS)
         self.scheduler = Scheduler(self.pool, max_seqs, max_len, max(step_tokens, max_seqs + page_size))
@@ -111,7 +117,8 @@ class NativeEngine:
 
     def _kernels(self, parameter: Tensor) -> Kernels | None:
         is_host_float = parameter.device.type == "cpu" and parameter.dtype == torch.float32
-        return load_kernels() if is_host_float and self.pool.page_size % LANES == 0 else None
+        works = is_host_float and self.pool.page_size % LANES == 0 and self.store.kind != "fp8"
+        return load_kernels() if works else None
 
     def _graph_decoder(self, wanted: bool) -> GraphDecoder | None:
         if not wanted or self.device.type == "cpu" or not isinstance(self.runner, FusedRunner):
