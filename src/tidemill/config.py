@@ -113,6 +113,13 @@ class Rollout(Section):
     cache_tokens: int | None = Field(
         None, ge=1, description="size of the key/value cache; none: what concurrent sequences need"
     )
+    cache_dtype: Literal["auto", "int8", "fp8"] = Field(
+        "auto", description="an element of the key/value cache: the model's own type, or one byte with scales"
+    )
+    speculate: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="draft tokens by looking up what followed before (native engine on a CPU); auto: where it pays",
+    )
     batch_invariant: bool = Field(
         False, description="native engine on a CPU: rollout and learner agree bit for bit, at a third of the speed"
     )
