@@ -9,7 +9,7 @@ x and W are e4m3 (3 bits of fraction). With one scale dy is e5m2, for its range;
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -31,7 +31,8 @@ def attach(layers: list[Any], scaling: Scaling) -> int:
         if type(m) is nn.Linear and not (m.in_features % MULTIPLE or m.out_features % MULTIPLE)
     ]
     for linear in chosen:
-        linear.forward = _forward(linear, scaling)  # type: ignore[method-assign]
+        # Bound to its module, so that a copy of the model has a form of its own.
+        linear.forward = MethodType(FORMS[scaling], linear)  # type: ignore[method-assign]
     return len(chosen)
 
 
@@ -42,11 +43,15 @@ def detach(layers: list[Any]) -> None:
                 m.__dict__.pop("forward", None)
 
 
-def _forward(linear: nn.Linear, scaling: Scaling) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        return fp8_linear(x, linear.weight, linear.bias, scaling)
+def _tensorwise(linear: nn.Linear, x: Tensor) -> Tensor:
+    return fp8_linear(x, linear.weight, linear.bias, "tensorwise")
 
-    return forward
+
+def _rowwise(linear: nn.Linear, x: Tensor) -> Tensor:
+    return fp8_linear(x, linear.weight, linear.bias, "rowwise")
+
+
+FORMS = {"tensorwise": _tensorwise, "rowwise": _rowwise}
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
