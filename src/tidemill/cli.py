@@ -174,6 +174,23 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command()
+def diff(
+    one: Annotated[Path, typer.Argument(help="a run's folder")],
+    other: Annotated[Path, typer.Argument(help="another run's folder")],
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+) -> None:
+    """Name the first step, stage and tensor in which two runs differ (observe.dump=[steps] keeps what it compares)."""
+    import json
+
+    from tidemill.observe import diff as differences
+
+    found = differences.compare(one, other)
+    print(json.dumps(found.as_dict()) if as_json else differences.render(found))
+    if found.first is not None:
+        raise typer.Exit(1)
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
     context: typer.Context,

@@ -96,6 +96,7 @@ class Train(Section):
     stop_at_accuracy: float | None = Field(
         None, ge=0, le=1, description="end early once held-out accuracy reaches this"
     )
+    profile: tuple[int, ...] = Field((), description="steps whose time is written in detail, as Chrome traces")
 
 
 class Rollout(Section):
@@ -389,6 +390,9 @@ class Learn(Section):
         0, ge=0, description="learn low-rank changes of the layers' matrices, of this rank; 0: all weights"
     )
     lora_alpha: float = Field(32.0, gt=0, description="with lora_rank: their factor is this over the rank")
+    ema: float = Field(
+        0.0, ge=0, lt=1, description="evaluate a running mean of the weights that keeps this share each update; 0: none"
+    )
     dora: bool = Field(False, description="with lora_rank: learn each row's magnitude apart from its direction")
     fp8: Literal["none", "tensorwise", "rowwise"] = Field(
         "none", description="products of the layers in 8-bit floating point, with a scale per tensor or per row"
@@ -440,6 +444,7 @@ class Checkpoint(Section):
 
 
 class Observe(Section):
+    dump: tuple[int, ...] = Field((), description="steps whose columns, gradients and weights `tidemill diff` compares")
     tensorboard: bool = Field(True, description="write TensorBoard events")
     samples_per_step: int = Field(8, ge=0, description="samples written to samples.jsonl each step")
     progress: Literal["auto", "rich", "plain", "off"] = Field(
@@ -493,6 +498,7 @@ class Config(Section):
     folder: str = Field("runs", description="where runs are kept")
     seed: int = Field(0, ge=0, description="of data order, sampling and new weights")
     device: str = Field("auto", description="auto, cpu, or an accelerator's name")
+    deterministic: bool = Field(False, description="two runs give the same bits on one device; slower there")
     threads: int | None = Field(None, ge=1, description="CPU threads; none: all cores")
     model: Model = Model()
     data: Data = Data()

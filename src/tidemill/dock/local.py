@@ -41,6 +41,11 @@ class LocalLease:
     def deadline(self) -> float:
         return self._grant.deadline
 
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """Of the rows, in the batch's order."""
+        return self._grant.ids
+
     def commit(self, outputs: Batch | None = None, drop: Sequence[int] = ()) -> None:
         self._dock._commit(self._grant, outputs, drop)
 
