@@ -122,10 +122,15 @@ def _ask() -> str:
 def export(
     run: Where,
     to: Annotated[Path, typer.Option("--to", help="the new folder")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="the low-rank adapters alone, as peft opens them")] = False,
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face folder that AutoModelForCausalLM.from_pretrained opens."""
     from tidemill.trained import export as write
+    from tidemill.trained import export_adapter
 
+    if adapter:
+        console.print(f"the adapters of step {export_adapter(run, to)} of {run} are now {to}")
+        return
     trained = write(run, to)
     console.print(f"step {trained.step} of {run} is now {to} ({trained.loaded.parameters:,} parameters)")
 
