@@ -176,11 +176,16 @@ class KL(Section):
     )
     horizon: int = Field(10000, ge=1, description="samples over which the adaptive coef reacts")
     reset_every: int = Field(0, ge=0, description="steps after which the reference becomes the policy; 0: never")
+    weights: Literal["same", "int8", "fp8"] = Field(
+        "same", description="of the reference's layers: the policy's dtype, or 8 bits with a scale per row"
+    )
 
     @model_validator(mode="after")
     def _adaptive_in_reward(self) -> KL:
         if self.target is not None and (self.place != "reward" or self.coef == 0):
             raise ValueError("an adaptive coefficient (target) needs place: reward and a coef above 0 to begin with")
+        if self.reset_every and self.weights != "same":
+            raise ValueError(f"a reference that moves (reset_every) cannot have weights: {self.weights}; use same")
         return self
 
 

@@ -279,7 +279,9 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
             "teacher": lambda: ScoreWorker(
                 "teacher", "teacher_logprobs", dock, teacher(config, device.torch_device), config, tally
             ),
-            "reference": lambda: ScoreWorker("reference", "ref_logprobs", dock, freeze(loaded.model), config, tally),
+            "reference": lambda: ScoreWorker(
+                "reference", "ref_logprobs", dock, freeze(loaded.model, config.algorithm.kl.weights), config, tally
+            ),
             "advantage": lambda: AdvantageWorker(dock, algorithm, config, tally, ahead.refill),
             "learn": lambda: learn,
         }

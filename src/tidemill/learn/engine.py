@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from tidemill.learn.optimizer import learning_rate, make_optimizer, state_home
 from tidemill.learn.packing import PackedBatch, microbatches, pack, response_column
 from tidemill.models import lora, rowwise
 from tidemill.models.contexts import choose
+from tidemill.models.narrow import narrow
 from tidemill.models.upload import upload
 
 Scores = tuple[Tensor, Tensor]
@@ -147,11 +148,12 @@ class Learner:
         self.version, self.skipped = int(state["version"]), int(state["skipped"])
 
 
-def freeze(model: Any) -> Any:
+def freeze(model: Any, weights: Literal["same", "int8", "fp8"] = "same") -> Any:
     """What never changes, the reference policy: a copy, or with low-rank adapters the same model without them."""
     if lora.is_attached(model):
         return lora.Reference(model)
-    return copy.deepcopy(model).requires_grad_(False)
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    return frozen if weights == "same" else narrow(frozen, weights)
 
 
 def attention_of(config: Config) -> str:
