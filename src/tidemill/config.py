@@ -202,6 +202,9 @@ class Critic(Section):
     value_coef: float = Field(0.5, ge=0, description="factor of the critic's squared error")
     whiten: bool = Field(True, description="advantages of a step to mean 0 and standard deviation 1")
     warmup_steps: int = Field(0, ge=0, description="steps in which only the critic learns")
+    trunk: Literal["own", "shared"] = Field(
+        "own", description="the critic's decoder: a copy that learns, or the policy's own, with only a head learned"
+    )
     lr: float | None = Field(None, ge=0, description="the critic's learning rate; none: learn.lr")
 
 

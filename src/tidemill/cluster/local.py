@@ -237,7 +237,10 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
         train = config.train
         updates = train.steps * train.updates_per_step * train.passes_per_step
         served = copy.deepcopy(loaded.model).requires_grad_(False) if is_separated else None  # before adapters come
-        critic = ValueLearner(ValueModel(loaded.model), config, algorithm, updates) if needs_values(algorithm) else None
+        critic = None
+        if needs_values(algorithm):
+            shares_trunk = algorithm.has_critic and config.algorithm.critic.trunk == "shared"
+            critic = ValueLearner(ValueModel(loaded.model, shares_trunk), config, algorithm, updates)
         learner = critic if algorithm.learns_values and critic else Learner(loaded.model, config, algorithm, updates)
         # A separated engine that is a server of its own would be started twice: evaluation then has the native one.
         judge = config.rollout.model_copy(update={"engine": "native"}) if served is not None else config.rollout

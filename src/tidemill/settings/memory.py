@@ -57,6 +57,7 @@ def memory(
     optimizer = int(trained * optimizer_bytes(learn, width))
     frozen = (algorithm.kl.coef > 0 or algorithm.name in REFERENCED) and not adapters
     held = width if algorithm.kl.weights == "same" else 1  # the head and the embeddings, which stay, are not told apart
+    has_critic = algorithm.name in CRITICS and algorithm.critic.trunk == "own"
     tokens, responses = microbatch_tokens(config)
     is_compiled = learn.compile == "on" or (learn.compile == "auto" and on_accelerator)
     activations = activation_bytes(shape, tokens, width, learn, is_compiled)
@@ -68,7 +69,7 @@ def memory(
         weights=(count + adapters) * width,
         gradients=gradients,
         optimizer=0 if learn.optimizer_on_host else optimizer,
-        critic=count * width + gradients + optimizer if algorithm.name in CRITICS else 0,
+        critic=count * width + gradients + optimizer if has_critic else 0,
         reference=frozen * count * held + (algorithm.teacher is not None) * count * width,
         activations=activations,
         logits=logits,
