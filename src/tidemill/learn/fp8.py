@@ -85,11 +85,12 @@ def product(a: Tensor, b: Tensor, scaling: Scaling, is_forward: bool = False) ->
     gradient_format = WIDE if scaling == "tensorwise" and not is_forward else FINE
     a8, a_scale = quantized(a, gradient_format, scaling)
     b8, b_scale = quantized(b, FINE, scaling)
-    # 16-bit results are what every device has; the sums inside are float32 either way.
+    # Accelerators give rows with scales of their own in bfloat16 only; the sums inside are float32 either way.
+    dtype = a.dtype if scaling == "tensorwise" or a.device.type == "cpu" else torch.bfloat16
     return torch._scaled_mm(
         a8, b8.t(), scale_a=a_scale, scale_b=b_scale.t() if b_scale.ndim else b_scale,
-        out_dtype=a.dtype, use_fast_accum=is_forward,
-    )  # fmt: skip
+        out_dtype=dtype, use_fast_accum=is_forward,
+    ).to(a.dtype)  # fmt: skip
 
 
 def quantized(x: Tensor, kind: torch.dtype, scaling: Scaling) -> tuple[Tensor, Tensor]:
