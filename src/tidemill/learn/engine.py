@@ -22,7 +22,7 @@ from tidemill.learn.gradients import Gradients
 from tidemill.learn.layers import kept_activations, prepare
 from tidemill.learn.logprob import token_logprobs
 from tidemill.learn.meter import mismatch
-from tidemill.learn.optimizer import learning_rate, make_optimizer, state_home
+from tidemill.learn.optimizer import learning_rate, make_optimizer, placed
 from tidemill.learn.packing import PackedBatch, microbatches, pack, response_column
 from tidemill.models import lora, rowwise
 from tidemill.models.contexts import choose
@@ -140,9 +140,7 @@ class Learner:
                 prefix = f"optimizer.{name}."
                 kept = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
                 if kept:
-                    self.optimizer.state[p] = {
-                        k: v.clone().to(state_home(self.optimizer, p, k)) for k, v in kept.items()
-                    }
+                    self.optimizer.state[p] = {k: placed(self.optimizer, p, k, v) for k, v in kept.items()}
         if self.ema is not None:
             self.ema.restore(tensors)
         self.version, self.skipped = int(state["version"]), int(state["skipped"])

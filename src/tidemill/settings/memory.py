@@ -79,6 +79,17 @@ def memory(
     )
 
 
+def host_bytes(config: Config, shape: Shape, parameters: int | None = None) -> int:
+    """What the host holds in the device's place: the optimizer's state, activations."""
+    learn, width = config.learn, BYTES[config.model.dtype]
+    count = adapter_parameters(shape, learn.lora_rank) or parameters or shape.parameters or 0
+    state = int(count * optimizer_bytes(learn, width)) if learn.optimizer_on_host else 0
+    if learn.offload == "none":
+        return state
+    kept = learn.model_copy(update={"offload": "none"})
+    return state + activation_bytes(shape, microbatch_tokens(config)[0], width, kept, is_compiled=True)
+
+
 def adapter_parameters(shape: Shape, rank: int) -> int:
     """Of low-rank adapters on every matrix of the layers: the two sides of each, times the rank."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
