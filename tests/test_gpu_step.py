@@ -1,7 +1,6 @@
 """What the accelerator benchmark works out of its samples."""
 
 import pytest
-
 from benchmarks import gpu_step
 
 
@@ -23,7 +22,8 @@ def test_figures_leave_the_warm_up_out():
         {"start": 10.0, "end": 12.0, "tokens": 100.0, "rollout_s": 1.0},
         {"start": 12.0, "end": 16.0, "tokens": 200.0, "rollout_s": 3.0},
     ]
-    found = gpu_step.figures({"laps": laps, "peak_gib": 3.0}, {"warmup": 1}, Sampled([(t / 2, 10.0) for t in range(40)]))
+    power = Sampled([(t / 2, 10.0) for t in range(40)])
+    found = gpu_step.figures({"laps": laps, "peak_gib": 3.0}, {"warmup": 1}, power)
     assert found["tokens_per_s"] == pytest.approx(50) and found["step_s"] == 3.0
     assert found["parts_s"] == {"rollout": 2.0} and found["first_step_s"] == 10.0
     assert found["joules_per_token"] == pytest.approx(60 / 300)
