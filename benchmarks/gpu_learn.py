@@ -235,6 +235,30 @@ def check_learner() -> None:
             row(f"gradient, bfloat16: {name}", f"FAILED {str(error)[:300]}")
 
 
+def check_deterministic() -> None:
+    """The same batch twice from the same weights: are the gradients the same bits, with and without being asked to."""
+    from tidemill.algorithms.registry import get
+    from tidemill.device import determinism
+    from tidemill.learn.engine import Learner
+
+    model, batch = model_of("tiny"), job(8, 500, 8, 37, 200)
+
+    def gradients() -> list[torch.Tensor]:
+        as_loaded(model)
+        learner = Learner(model, settings(4096, 8, attention="flash", compile="on"), get("grpo"), 1)
+        learner.accumulate(batch)
+        return [p.grad.clone() for p in model.parameters()]
+
+    for asked in (False, True):
+        if asked:
+            determinism.demand()
+        first, *others = [gradients() for _ in range(4)]
+        unlike = sum(not torch.equal(a, b) for other in others for a, b in zip(first, other))
+        verdict = "ok" if not unlike else "WRONG" if asked else "as may be"
+        row(f"gradients four times over, deterministic {asked}", f"{unlike} tensors differ {verdict}")
+    torch.use_deterministic_algorithms(False)
+
+
 def profile_job(model: Any, groups: int, micro: int, **learn: Any) -> None:
     """Where the device's time goes, by kernel."""
     from torch.profiler import ProfilerActivity, profile
@@ -330,7 +354,7 @@ def main() -> None:
     begin()
     checks = {
         "rate": matmul_rate, "attention": check_attention, "logprobs": check_logprobs, "learner": check_learner,
-        "time_attention": time_attention, "time_logprobs": time_logprobs,
+        "time_attention": time_attention, "time_logprobs": time_logprobs, "deterministic": check_deterministic,
     }  # fmt: skip
     for name, check in checks.items():
         if not only or name in only:
