@@ -152,6 +152,12 @@ def _pairs(config: Config) -> Iterator[str]:
         yield "learn.optimizer is muon, which needs whole matrices, but ranks hold pieces; adamw would do"
     if learn.moments == "int8":
         yield "learn.moments is int8, whose blocks do not survive another number of ranks; float32 or same would do"
+    if learn.dora:
+        yield "learn.dora is set, whose row norms need whole matrices, but ranks hold pieces; false would do"
+    if learn.fp8 != "none":
+        yield f"learn.fp8 is {learn.fp8}, which works on one rank; none would do"
+    if learn.ema:
+        yield f"learn.ema is {learn.ema}, which works on one rank; 0 would do"
     if learn.lora_rank and (parallel.tp > 1 or parallel.pp > 1 or parallel.ep > 1):
         yield "learn.lora_rank is set, which works with replicate, fsdp and cp; set tp, pp and ep to 1"
 
