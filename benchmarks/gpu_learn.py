@@ -322,8 +322,8 @@ JOBS: list[tuple[str, int, int, dict[str, Any]]] = [
     ("JOB recompute activations", 64, 16384, {**FAST, "recompute": "selective"}),
     ("JOB", 64, 16384, {**FAST, "logprob_chunk": 8192}),
     ("JOB shared", 64, 16384, {**FAST, "logprob_chunk": 8192, "share_prompts": True}),
+    ("JOB recompute activations, 8k tokens", 64, 8192, {**FAST, "recompute": "selective"}),
     ("JOB recompute MLPs, 8k tokens", 64, 8192, {**FAST, "recompute": "mlp", "logprob_chunk": 2048}),
-    ("JOB recompute MLPs, 32k tokens", 64, 32768, {**FAST, "recompute": "mlp", "logprob_chunk": 8192}),
     ("JOB recompute all", 64, 32768, {**FAST, "recompute": "full"}),
     ("JOB shared, recompute MLPs", 64, 16384, {**FAST, "recompute": "mlp", "share_prompts": True}),
     ("JOB shared, recompute all", 64, 32768, {**FAST, "recompute": "full", "share_prompts": True}),
@@ -372,7 +372,7 @@ def main() -> None:
         if "profile" in only:
             with section("profile"):
                 profile_job(model, 4, 16384, **FAST)
-    finish("gpu_learn", "JOB recompute MLPs")
+    finish("gpu_learn", "JOB recompute activations, 8k tokens")
 
 
 if __name__ == "__main__":
