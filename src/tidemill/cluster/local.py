@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from tidemill.cluster.ranked import RankedLearner
 from tidemill.config import Config
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Source, open_source
-from tidemill.device import host
+from tidemill.device import determinism, host
 from tidemill.dock import LocalDock
 from tidemill.errors import ConfigError
 from tidemill.flow.ahead import Ahead, OpenStep, staleness_limit
@@ -49,6 +49,7 @@ from tidemill.learn.critic import ValueLearner, ValueModel
 from tidemill.learn.engine import Learner, freeze
 from tidemill.models.load import Loaded, load, save_folder
 from tidemill.observe import health
+from tidemill.observe.dump import Dump, DumpingDock
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import RolloutEngine
@@ -77,6 +78,7 @@ class Workers:
     own_copy: OwnCopy | None = None  # of the weights, for a rollout that is separated
     kept_samples: list[dict[str, Any]] = field(default_factory=list)
     kl: ReferenceKeeper | None = None
+    dump: Dump | None = None
     history: list[dict[str, float]] = field(default_factory=list)  # metrics of the steps made by this process
     told: set[str] = field(default_factory=set)  # warnings given already
     counted: dict[str, int] = field(default_factory=dict)  # what the dock had counted when it was last asked
@@ -90,6 +92,10 @@ class Workers:
         return len(self.feed.bad_rows)
 
     def step(self, number: int, stop: Callable[[], bool]) -> None:
+        with self.dump.step(number) if self.dump is not None else contextlib.nullcontext():
+            self._step(number, stop)
+
+    def _step(self, number: int, stop: Callable[[], bool]) -> None:
         at_boundary = self.feed.state()
         self.begin(number)
         try:
@@ -109,16 +115,17 @@ class Workers:
         self.kept_samples.clear()
 
     def evaluate(self, size: int, samples: int) -> Evaluation:
-        return evaluate(
-            self.engine,
-            self.held_out,
-            self.feed.encode,
-            decoder(self.loaded.tokenizer),
-            self.scorer,
-            self.config,
-            size=size,
-            samples=samples,
-        )
+        with self.learner.averaged():
+            return evaluate(
+                self.engine,
+                self.held_out,
+                self.feed.encode,
+                decoder(self.loaded.tokenizer),
+                self.scorer,
+                self.config,
+                size=size,
+                samples=samples,
+            )
 
     def begin(self, step: int) -> OpenStep:
         """The rows of every step that may begin now enter; the workers turn to this one's."""
@@ -228,6 +235,8 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
     )
     # Two threads that compute at once share the cores.
     torch.set_num_threads(config.threads or max(1, host.cores() // (2 if is_separated else 1)))
+    if config.deterministic:
+        determinism.demand()
     device = devices.pick(config.device)
     algorithm = get_algorithm(config.algorithm.name)
     graph = algorithm.graph(config)
@@ -241,7 +250,10 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
         train = config.train
         updates = train.steps * train.updates_per_step * train.passes_per_step
         served = copy.deepcopy(loaded.model).requires_grad_(False) if is_separated else None  # before adapters come
-        critic = ValueLearner(ValueModel(loaded.model), config, algorithm, updates) if needs_values(algorithm) else None
+        critic = None
+        if needs_values(algorithm):
+            shares_trunk = algorithm.has_critic and config.algorithm.critic.trunk == "shared"
+            critic = ValueLearner(ValueModel(loaded.model, shares_trunk), config, algorithm, updates)
         learner: Learner | RankedLearner
         if config.learn.parallel.ranks > 1:
             learner = RankedLearner(loaded.model, config, updates, model_path)
@@ -260,6 +272,12 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
             max_staleness=staleness_limit(config),
             stale="requeue",
         )
+        dump = None
+        if config.observe.dump:
+            run = Path(config.folder).expanduser() / config.name
+            dump = Dump(run, config.observe.dump, [stage.name for stage in graph.stages])
+            dock = cast(LocalDock, DumpingDock(dock, dump))
+            learner.show = dump.tensors
         ahead = Ahead(feed, dock, config)
         tally = Tally()
         own_copy = None
@@ -283,7 +301,7 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
             """On the learner's ranks too, unless it moves with the policy, which is done in this process."""
             if isinstance(learner, RankedLearner) and not config.algorithm.kl.reset_every:
                 return learner.reference(model_path)
-            return freeze(loaded.model)
+            return freeze(loaded.model, config.algorithm.kl.weights)
 
         makers: dict[str, Callable[[], Worker]] = {
             "rollout": rollout,
@@ -307,6 +325,7 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
         own_copy=own_copy,
         kl=ReferenceKeeper.of(config, stages),
         kept_samples=kept,
+        dump=dump,
     )
 
 
