@@ -19,11 +19,13 @@ ROW_WORDS = 1024  # of a checksum: position matters by row and by column
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """A low-rank addition to a weight, merged as it is read: `scale` × `up` (out, r) @ `down` (r, in)."""
+    """A low-rank addition to a weight, merged as it is read: `scale` × `up` (out, r) @ `down` (r, in). `rows` (out,): a
+    factor of each row of the sum, for adapters with magnitudes of their own."""
 
     down: torch.Tensor
     up: torch.Tensor
     scale: float
+    rows: torch.Tensor | None = None
 
 
 def region(tensors: Tensors, spot: Spot, extent: Shape) -> torch.Tensor:
@@ -69,6 +71,8 @@ def read(transfer: Transfer, tensors: Tensors, into: torch.Tensor, merges: Mappi
         (rows, columns) = transfer.box[-2:]
         addition = merge.up[slice(*rows)] @ merge.down[:, slice(*columns)]
         view = view + (merge.scale * addition).view(view.shape)
+        if merge.rows is not None:
+            view = view * merge.rows[slice(*rows)].unsqueeze(-1).to(view.dtype)
     into.copy_(view.view(into.shape) if view.dim() != into.dim() and view.is_contiguous() else view.reshape(into.shape))
 
 
