@@ -113,6 +113,9 @@ class Rollout(Section):
     cache_tokens: int | None = Field(
         None, ge=1, description="size of the key/value cache; none: what concurrent sequences need"
     )
+    batch_invariant: bool = Field(
+        False, description="native engine on a CPU: rollout and learner agree bit for bit, at a third of the speed"
+    )
 
 
 class RewardSpec(Section):

@@ -22,7 +22,7 @@ from tidemill.learn.logprob import token_logprobs
 from tidemill.learn.meter import mismatch
 from tidemill.learn.optimizer import learning_rate, make_optimizer, state_home
 from tidemill.learn.packing import PackedBatch, microbatches, pack, response_column
-from tidemill.models import lora
+from tidemill.models import lora, rowwise
 from tidemill.models.contexts import choose
 from tidemill.models.upload import upload
 
@@ -38,7 +38,7 @@ class Learner:
         if config.learn.lora_rank:
             learn = config.learn
             lora.attach(model, learn.lora_rank, learn.lora_alpha, config.seed, magnitudes=learn.dora)
-        self.attention = choose(model, config.learn.attention)
+        self.attention = choose(model, attention_of(config))
         self.gradients = Gradients(model.parameters(), wide=config.learn.master == "float32")
         self.optimizer = make_optimizer(model, config.learn, self.gradients)
         self.version = 0  # updates made
@@ -132,8 +132,17 @@ def freeze(model: Any) -> Any:
     return copy.deepcopy(model).requires_grad_(False)
 
 
+def attention_of(config: Config) -> str:
+    return "rowwise" if config.rollout.batch_invariant else config.learn.attention
+
+
 def forward(model: Any, packed: PackedBatch, config: Config) -> Scores:
     """Log-probability and entropy of every target, at the temperature that sampled it."""
+    with rowwise.mode(config.rollout.batch_invariant, packed.tokens.device):
+        return _forward(model, packed, config)
+
+
+def _forward(model: Any, packed: PackedBatch, config: Config) -> Scores:
     decoder = model.get_decoder()
     hidden = decoder(
         input_ids=packed.tokens[None], position_ids=packed.positions[None], use_cache=False, tide=packed.context
@@ -153,7 +162,7 @@ def forward(model: Any, packed: PackedBatch, config: Config) -> Scores:
 @torch.no_grad()
 def score(model: Any, batch: Batch, config: Config) -> Column:
     """Log-probabilities of every response token, as a jagged column in the batch's order."""
-    share, attention = config.learn.share_prompts, choose(model, config.learn.attention)
+    share, attention = config.learn.share_prompts, choose(model, attention_of(config))
     out = response_column(
         np.empty(int((batch["tokens"].lengths - batch.values("prompt_length")).sum()), np.float32), batch
     )

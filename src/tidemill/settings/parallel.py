@@ -103,8 +103,8 @@ def _model(parallel: Parallel, shape: Cuttable) -> Iterator[str]:
     if not shape.is_latent:
         if shape.heads % tp or max(shape.kv_heads, tp) % min(shape.kv_heads, tp):
             yield (
-                f"learn.parallel.tp is {tp}, but the model has {shape.heads} heads and {shape.kv_heads} key/value heads; "
-                f"{either(head_cuts(shape))} would do"
+                f"learn.parallel.tp is {tp}, but the model has {shape.heads} heads and {shape.kv_heads} key/value "
+                f"heads; {either(head_cuts(shape))} would do"
             )
         if parallel.cp_form == "ulysses" and (shape.heads // max(1, min(tp, shape.heads))) % parallel.cp:
             yield (
@@ -113,7 +113,8 @@ def _model(parallel: Parallel, shape: Cuttable) -> Iterator[str]:
             )
     if shape.intermediate % tp:
         fit = [n for n in head_cuts(shape) if shape.intermediate % n == 0]
-        yield f"learn.parallel.tp is {tp}, which does not divide the MLP's width {shape.intermediate}; {either(fit)} would do"
+        width = f"the MLP's width {shape.intermediate}"
+        yield f"learn.parallel.tp is {tp}, which does not divide {width}; {either(fit)} would do"
     if shape.experts and shape.experts % (parallel.ep * tp):
         fit = [n for n in divisors(shape.experts) if shape.experts % (n * parallel.ep) == 0]
         yield (
@@ -136,8 +137,9 @@ def _sequence(config: Config) -> Iterator[str]:
     multiple = parallel.cp * parallel.tp * (2 if parallel.cp > 1 else 1)
     if multiple > config.train.tokens_per_microbatch:
         yield (
-            f"train.tokens_per_microbatch is {config.train.tokens_per_microbatch}, but sequences are cut into multiples "
-            f"of {multiple} tokens (learn.parallel.cp {parallel.cp} × tp {parallel.tp}); at least {multiple} would do"
+            f"train.tokens_per_microbatch is {config.train.tokens_per_microbatch}, but sequences are cut into "
+            f"multiples of {multiple} tokens (learn.parallel.cp {parallel.cp} × tp {parallel.tp}); at least {multiple} "
+            "would do"
         )
 
 
