@@ -130,6 +130,8 @@ def speed(job: Mapping[str, Any]) -> dict[str, float]:
                 "algorithm.name=grpo",
                 "algorithm.aggregation=token_mean",
                 "data.args={terms: [2, 6], max_total: 9}",
+                # Differs within every group: rows without an advantage would cost no backward pass.
+                "rewards=[{function: length, args: {target: 200, unit: characters}}]",
                 f"train.steps={job['warmup'] + job['steps'] + job['staleness'] + 1}",
                 f"train.prompts_per_step={job['prompts']}",
                 f"train.samples_per_prompt={job['samples']}",
