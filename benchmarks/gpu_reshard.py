@@ -77,7 +77,7 @@ def _swap(chosen: Any, name: str, repeats: int) -> dict[str, Any]:
     unchanged = held.out(learner)
     held.back()
     engine = _one_iteration(held, learner, model, where, timeline)
-    # Of what was really copied: what did not change since the last swap is freed without a copy, and counts for nothing.
+    # Of what was really copied: what did not change since the last swap is freed without a copy and does not count.
     gone = [w.copied_bytes / 1e9 / s for w, s in zip(went, out)]
     rates = {"out": statistics.median(gone[1:]), "back": state_bytes / 1e9 / statistics.median(back[1:])}
     return {
