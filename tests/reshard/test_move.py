@@ -5,7 +5,8 @@ from tests.reshard import ranks
 from tests.reshard.ranks import DENSE, MIXTURE
 from tidemill.reshard import pack, parallel
 from tidemill.reshard.layout import Entry, Layout, Replicate, Shard, mesh
-from tidemill.reshard.move import GroupWire, Job, Merge, Ring, move
+from tidemill.reshard.move import GroupWire, Job, Ring, move
+from tidemill.reshard.pack import Merge
 from tidemill.reshard.plan import Topology, plan
 from tidemill.reshard.schedule import rounds
 from tidemill.reshard.shared import SharedWire
@@ -143,7 +144,9 @@ def test_a_low_rank_addition_is_merged_on_the_way():
     torch.manual_seed(0)
     weight, up, down = torch.randn(shape), torch.randn(12, 2), torch.randn(2, 8)
     targets = {"w": torch.empty(shape, dtype=torch.bfloat16)}
-    job = Job(plan(source, source.astype("bfloat16")), 0, {"w": weight}, targets, 1, merges={"w": Merge(down, up, 0.5)})
+    job = Job(
+        plan(source, source.astype("bfloat16")), 0, {"w": weight}, targets, 1, changes={"w": Merge(down, up, 0.5)}
+    )
     move(job, Nobody())
     assert torch.allclose(targets["w"].float(), (weight + 0.5 * up @ down).bfloat16().float(), rtol=1e-2)
     assert not torch.allclose(targets["w"].float(), weight, rtol=1e-2)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tidemill.errors import ReshardError
 from tidemill.reshard import pack
 from tidemill.reshard.layout import extents
-from tidemill.reshard.pack import CHECK_BYTES, Merge, Tensors
+from tidemill.reshard.pack import CHECK_BYTES, Changes, Tensors
 from tidemill.reshard.plan import Plan, Transfer
 from tidemill.reshard.schedule import Message, Round, rounds
 
@@ -54,7 +54,7 @@ class Job:
     targets: Tensors
     version: int
     verify: Verify = "sample"
-    merges: Mapping[str, Merge] | None = None
+    changes: Changes | None = None  # adapters merged, weights quantised
 
     def tensors(self, transfer: Transfer) -> Tensors:
         """What a block is read from: a block that is passed on lies in the targets."""
@@ -261,7 +261,7 @@ def _fill(message: Message, part: torch.Tensor, job: Job) -> None:
 def lay(transfer: Transfer, job: Job, buffer: torch.Tensor, at: int, check_at: int) -> None:
     """Pack a block, and its checksum behind it."""
     block = pack.block(buffer, at, transfer)
-    pack.read(transfer, job.tensors(transfer), block, job.merges)
+    pack.read(transfer, job.tensors(transfer), block, job.changes)
     if check_at >= 0:
         buffer[check_at : check_at + CHECK_BYTES].view(torch.int64).copy_(pack.checksum(block))
 
@@ -280,10 +280,10 @@ def own_copies(job: Job) -> deque[Transfer]:
 
 def copy_local(transfer: Transfer, job: Job, moved: Moved, most_bytes: int) -> None:
     """A block that stays on its rank; one that already lies where it should is left alone."""
-    if job.merges and transfer.name in job.merges:
+    if job.changes and transfer.name in job.changes:
         for piece in pack.pieces_of(transfer, most_bytes):
             merged = torch.empty(extents(piece.box), dtype=getattr(torch, piece.dtype), device=_device(job))
-            pack.read(piece, job.sources, merged, job.merges)
+            pack.read(piece, job.sources, merged, job.changes)
             pack.write(piece, job.targets, merged)
         moved.copied_bytes += transfer.nbytes
         return

@@ -10,6 +10,7 @@ import torch
 from tidemill.errors import ReshardError
 from tidemill.reshard.layout import Shape, extents, fit
 from tidemill.reshard.plan import Spot, Transfer, cut
+from tidemill.reshard.quantise import Quantise
 
 Tensors = Mapping[str, torch.Tensor]
 ALIGN = 8  # bytes: blocks in a buffer begin at whole words, which is what checksums are made of
@@ -26,6 +27,9 @@ class Merge:
     up: torch.Tensor
     scale: float
     rows: torch.Tensor | None = None
+
+
+Changes = Mapping[str, Merge | Quantise]  # by logical name: what happens to a tensor as it is read
 
 
 def region(tensors: Tensors, spot: Spot, extent: Shape) -> torch.Tensor:
@@ -63,10 +67,13 @@ def block(buffer: torch.Tensor, at: int, transfer: Transfer) -> torch.Tensor:
     return flat.view(extents(transfer.box))
 
 
-def read(transfer: Transfer, tensors: Tensors, into: torch.Tensor, merges: Mapping[str, Merge] | None = None) -> None:
-    """Copy a block out of its source, cast and merged on the way."""
+def read(transfer: Transfer, tensors: Tensors, into: torch.Tensor, changes: Changes | None = None) -> None:
+    """Copy a block out of its source: cast, merged or quantised on the way."""
+    merge = changes.get(transfer.name) if changes and not transfer.hop else None
+    if isinstance(merge, Quantise):
+        into.copy_(merge.block(transfer, tensors).reshape(into.shape))
+        return
     view = region(tensors, transfer.source, extents(transfer.box))
-    merge = merges.get(transfer.name) if merges and not transfer.hop else None
     if merge is not None:
         (rows, columns) = transfer.box[-2:]
         addition = merge.up[slice(*rows)] @ merge.down[:, slice(*columns)]
