@@ -1,7 +1,8 @@
 """Move: run a plan over a process group, in rounds through a small ring of buffers.
 
-While one round's messages travel the next is packed and the last unpacked. Extra memory is the ring, and one block
-where a checksum is read back. Nothing is known here of what the group runs on: gloo, NCCL and HCCL are asked alike.
+Blocks that everybody wants go by the group's all-gather, the others from rank to rank. While one round's messages
+travel the next is packed and the last unpacked. Extra memory is the ring, and one block where a checksum is read back.
+Nothing is known here of what the group runs on: gloo, NCCL and HCCL are asked alike.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from tidemill.errors import ReshardError
-from tidemill.reshard import pack
+from tidemill.reshard import gather, pack
 from tidemill.reshard.layout import extents
 from tidemill.reshard.pack import CHECK_BYTES, Changes, Tensors
 from tidemill.reshard.plan import Plan, Transfer
-from tidemill.reshard.schedule import Message, Round, rounds
+from tidemill.reshard.schedule import Message, Page, Round, rounds
 
 Verify = Literal["off", "sample", "all"]
 CHECK_EVERY: Mapping[str, int] = {"off": 0, "sample": 16, "all": 1}
@@ -41,6 +42,7 @@ class Moved:
     copied_bytes: int = 0  # within the rank
     checked: int = 0  # blocks
     rounds: int = 0
+    gathered: int = 0  # of them, all-gathers
     seconds: float = 0.0
 
 
@@ -117,13 +119,8 @@ class Ring:
         return self._buffer.narrow(0, turn % self.depth * self.bucket_bytes + self.half_bytes, self.half_bytes)
 
 
-@dataclass(slots=True)
-class _Flying:
-    """A round whose messages are under way."""
-
-    turn: int
-    round: Round
-    works: list[dist.Work]
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name goes out of use
+Land = Callable[[], None]  # unpacks a round whose messages have come
 
 
 @dataclass(slots=True)
@@ -150,7 +147,8 @@ class Checks:
 
 
 class GroupWire:
-    """Point-to-point messages of a process group; ranks of the plan are ranks of the group."""
+    """Messages and all-gathers of a process group; ranks of the plan are ranks of the group. `collectives` off:
+    messages only, for comparison."""
 
     def __init__(
         self,
@@ -158,30 +156,33 @@ class GroupWire:
         group: dist.ProcessGroup | None = None,
         *,
         timeout_s: float = TIMEOUT_S,
+        collectives: bool = True,
         tamper: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self.ring = ring
         self.group = group
+        self.ranks = dist.get_world_size(group) if collectives else 0
         self.timeout = timedelta(seconds=timeout_s)
         self._tamper = tamper  # tests flip bits of what came before it is unpacked
         self._turn = 0
-        self._schedules: dict[tuple[int, int, int], tuple[Plan, list[Round]]] = {}
+        self._schedules: dict[tuple[int, int, int], tuple[Plan, list[list[Page]], list[Round]]] = {}
 
     def carry(self, job: Job, moved: Moved) -> None:
-        flying: deque[_Flying] = deque()
+        flying: deque[tuple[list[dist.Work], Land]] = deque()
         checks = Checks()
-        schedule = self._rounds(job)
-        moved.rounds = len(schedule)
+        gathers, messages = self._rounds(job)
+        moved.rounds, moved.gathered = len(gathers) + len(messages), len(gathers)
         copies = own_copies(job)
         self.agree(True, job.version)  # all are here, and mean the same version
-        for step in schedule:
+        for step in (*gathers, *messages):
             if len(flying) == self.ring.depth:
-                self._land(flying.popleft(), job, checks)
-            flying.append(self._launch(step, job, moved))
+                self._land(*flying.popleft())
+            launch = self._launch if isinstance(step, Round) else self._gather
+            flying.append(launch(step, job, moved, checks))  # type: ignore[arg-type]
             if copies:  # while messages travel
                 copy_local(copies.popleft(), job, moved, self.ring.half_bytes)
         while flying:
-            self._land(flying.popleft(), job, checks)
+            self._land(*flying.popleft())
         while copies:
             copy_local(copies.popleft(), job, moved, self.ring.half_bytes)
         failure = checks.failure()
@@ -205,24 +206,51 @@ class GroupWire:
     def close(self) -> None:
         """Nothing is held: the group belongs to whoever made it."""
 
-    def _rounds(self, job: Job) -> list[Round]:
+    def _rounds(self, job: Job) -> tuple[list[list[Page]], list[Round]]:
         every = CHECK_EVERY[job.verify]
         key = (id(job.plan), every, job.version % max(1, every))
         if key not in self._schedules:
-            made = rounds(
-                job.plan,
-                job.rank,
-                half_bytes=self.ring.half_bytes,
-                depth=self.ring.depth,
-                check_every=every,
-                version=key[2],
+            together, apart = gather.split(job.plan, self.ranks)
+            half, version = self.ring.half_bytes, key[2]
+            gathers = gather.rounds(together, self.ranks, half_bytes=half, check_every=every, version=version)
+            messages = rounds(
+                apart, job.rank, half_bytes=half, depth=self.ring.depth, check_every=every, version=version
             )
-            self._schedules[key] = job.plan, made  # the plan is kept so that its id stays its own
-        return self._schedules[key][1]
+            self._schedules[key] = job.plan, gathers, messages  # the plan is kept so that its id stays its own
+        return self._schedules[key][1:]
 
-    def _launch(self, step: Round, job: Job, moved: Moved) -> _Flying:
-        turn = self._turn
+    def _gather(self, step: list[Page], job: Job, moved: Moved, checks: Checks) -> tuple[list[dist.Work], Land]:
+        """Everybody's page to everybody; pages are as long as the longest."""
+        turn = self._next_turn()
+        size = max(page.nbytes for page in step)
+        mine, all_of_them = (
+            self.ring.going(turn).narrow(0, 0, size),
+            self.ring.coming(turn).narrow(0, 0, size * len(step)),
+        )
+        for slot, _ in step[job.rank].blocks:
+            lay(slot.transfer, job, mine, slot.at, slot.check_at)
+        moved.sent_bytes += step[job.rank].nbytes
+        work = all_gather(all_of_them, mine, group=self.group, async_op=True)
+
+        def land() -> None:
+            if self._tamper:
+                self._tamper(all_of_them)
+            for sender, page in enumerate(step):
+                part = all_of_them.narrow(0, sender * size, size)
+                for slot, readers in page.blocks:
+                    if job.rank in readers:
+                        unpack(readers[job.rank], job.targets, part, slot.at, slot.check_at, checks)
+                        moved.received_bytes += slot.transfer.nbytes
+
+        assert work is not None
+        return [work], land
+
+    def _next_turn(self) -> int:
         self._turn += 1
+        return self._turn - 1
+
+    def _launch(self, step: Round, job: Job, moved: Moved, checks: Checks) -> tuple[list[dist.Work], Land]:
+        turn = self._next_turn()
         operations = []
         for peer, message, part in _laid_out(step.into, self.ring.coming(turn)):
             operations.append(dist.P2POp(dist.irecv, part, group=self.group, group_peer=peer, tag=turn))
@@ -231,17 +259,21 @@ class GroupWire:
             _fill(message, part, job)
             operations.append(dist.P2POp(dist.isend, part, group=self.group, group_peer=peer, tag=turn))
             moved.sent_bytes += message.nbytes
-        return _Flying(turn, step, dist.batch_isend_irecv(operations) if operations else [])
 
-    def _land(self, flying: _Flying, job: Job, checks: Checks) -> None:
-        for work in flying.works:
+        def land() -> None:
+            buffer = self.ring.coming(turn)
+            if self._tamper:
+                self._tamper(buffer)
+            for _, message, part in _laid_out(step.into, buffer):
+                for slot in message.slots:
+                    unpack(slot.transfer, job.targets, part, slot.at, slot.check_at, checks)
+
+        return dist.batch_isend_irecv(operations) if operations else [], land
+
+    def _land(self, works: list[dist.Work], land: Land) -> None:
+        for work in works:
             work.wait(self.timeout)
-        buffer = self.ring.coming(flying.turn)
-        if self._tamper:
-            self._tamper(buffer)
-        for _, message, part in _laid_out(flying.round.into, buffer):
-            for slot in message.slots:
-                unpack(slot.transfer, job.targets, part, slot.at, slot.check_at, checks)
+        land()
 
 
 def _laid_out(messages: Mapping[int, Message], buffer: torch.Tensor) -> list[tuple[int, Message, torch.Tensor]]:
