@@ -7,7 +7,7 @@ not how many cores are free. One prompt in `long_every` has responses some ten t
 that everybody waits for. Rewards, the dock and the weight flow are the real ones. All three schedules run the same job
 on the same devices.
 
-Accuracy is the quickstart's own, nothing simulated: its run under `sync` and under `async` from one warm start.
+Accuracy is the quickstart's own, nothing simulated: `quickstart-async` from one warm start, under `sync` and `async`.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def accuracy(job: Mapping[str, Any]) -> dict[str, float]:
     run = f"{job['schedule']}-{job['seed']}"
     warm = Path(job["folder"]) / f"sync-{job['seed']}" / "warm_start" / "model"  # made by the first, used by both
     found = launch.train(
-        "quickstart",
+        "quickstart-async",
         [
             f"train.steps={job['accuracy_steps']}",
             f"flow.schedule={job['schedule']}",
