@@ -37,14 +37,15 @@ class Quantise:
             held, box = self._weight(held), self._columns(box)
         wide = self._whole_groups(box)
         view = _region(tensors, held, wide).float()
-        groups = F.pad(view, (0, -view.shape[-1] % self.group)).unflatten(-1, (-1, self.group))
-        scale = groups.abs().amax(-1) / LARGEST[self.dtype]
+        padded = F.pad(view, (0, -view.shape[-1] % self.group))
+        groups = padded.view(*padded.shape[:-1], -1, self.group)
+        scale: torch.Tensor = groups.abs().amax(-1) / LARGEST[self.dtype]
         if self.is_scale:
             return scale
         scale = torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
         scaled = groups / scale
         rounded = scaled.round() if self.dtype == "int8" else scaled
-        values = rounded.flatten(-2).to(getattr(torch, self.dtype))
+        values: torch.Tensor = rounded.flatten(-2).to(getattr(torch, self.dtype))
         first = box[-1][0] - wide[-1][0]
         return values[..., first : first + box[-1][1] - box[-1][0]]
 

@@ -97,7 +97,7 @@ class Router:
 
     def issue(self, now: float) -> list[Issue]:
         """What to send now: those that wait, in order, each to the replica with most room; then stragglers."""
-        made = []
+        made: list[Issue] = []
         while self.waiting:
             replica = self._roomiest(self.groups[self.waiting[0]].samples)
             if replica is None:
