@@ -36,6 +36,7 @@ OPTIONS: dict[str, Any] = {
     "prompts": 32,
     "samples": 8,
     "long_every": 16,
+    "microbatch": 2048,  # tokens; `streamed` learns in these
     "threads": 1,  # of the learner, and of rollout
     "accuracy_steps": 80,  # 0: no accuracy
     "seeds": [0],
@@ -145,7 +146,7 @@ def speed(job: Mapping[str, Any]) -> dict[str, float]:
                 f"train.steps={job['warmup'] + job['steps'] + job['staleness'] + 1}",
                 f"train.prompts_per_step={job['prompts']}",
                 f"train.samples_per_prompt={job['samples']}",
-                "train.tokens_per_microbatch=2048",
+                f"train.tokens_per_microbatch={job['microbatch']}",
                 f"rollout.max_new_tokens={LONG[1]}",
                 f"rollout.concurrent={4 * job['prompts'] * job['samples']}",
                 "learn.lr=1e-5",
