@@ -210,9 +210,7 @@ class Workers:
 
 def start(config: Config, model_path: Path | None = None) -> Workers:
     """Load the model and join the roles. `model_path`: a finished warm start."""
-    is_separated = config.flow.placement == "separated" or (
-        config.flow.placement == "auto" and config.flow.schedule == "async"
-    )
+    is_separated = config.flow.is_separated
     # Two threads that compute at once share the cores.
     torch.set_num_threads(config.threads or max(1, host.cores() // (2 if is_separated else 1)))
     device = devices.pick(config.device)
