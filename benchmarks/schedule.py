@@ -46,6 +46,12 @@ SHORT, LONG = (8, 24), (120, 160)  # tokens of a response
 
 
 def run(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`--repeats 0`: accuracy alone."""
+    result = speeds(options) if int(options["repeats"]) else {}
+    return result | (accuracies(options) if options["accuracy_steps"] else {})
+
+
+def speeds(options: Mapping[str, Any]) -> dict[str, Any]:
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in SCHEDULES}
     for _ in range(int(options["repeats"])):
         for name in SCHEDULES:
@@ -59,8 +65,6 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in SCHEDULES[1:]:  # round by round: what else the machine does hits neighbours alike
         pairs = zip(rounds[name], rounds["sync"], strict=True)
         result[f"{name}_over_sync"] = statistics.median(a["samples_per_s"] / b["samples_per_s"] for a, b in pairs)
-    if options["accuracy_steps"]:
-        result |= accuracies(options)
     return result
 
 
