@@ -22,7 +22,7 @@ GRID += [(MIXTURE, a, b) for a in LEARNERS + EXPERT_LEARNERS for b in ENGINES + 
 def all_pairs(rank, size, say, port):
     """Every pair of the grid, over the group (as if nodes had two ranks: bytes are passed on) and over memory."""
     ranks.join(rank, size, port)
-    group_wire = GroupWire(Ring(3, 1 << 15), timeout_s=60)
+    group_wire = GroupWire(Ring(3, 1 << 15), timeout_s=60, all_gather=True)
     shared_wire = SharedWire(f"test-{port}", rank, size, bucket_bytes=1 << 14, timeout_s=60)
     full = {id(m): ranks.whole(m) for m in (DENSE, MIXTURE)}
     for version, (model, learner, engine) in enumerate(GRID, 1):
@@ -170,8 +170,8 @@ def gathers_and_messages(rank, size, say, port):
         sources, wanted = ranks.cut(source, rank, full), ranks.cut(target, rank, full)
         made = plan(source, target)
         found = []
-        for collectives in (True, False):
-            wire = GroupWire(Ring(2, 1 << 14), timeout_s=60, collectives=collectives)
+        for all_gather in (True, False):
+            wire = GroupWire(Ring(2, 1 << 14), timeout_s=60, all_gather=all_gather)
             targets = ranks.empty(target, rank)
             moved = move(Job(made, rank, sources, targets, 1, "all"), wire)
             is_right = ranks.same(targets, wanted) and moved.received_bytes >= made.ingress.get(rank, 0)

@@ -119,8 +119,16 @@ class Ring:
         return self._buffer.narrow(0, turn % self.depth * self.bucket_bytes + self.half_bytes, self.half_bytes)
 
 
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name goes out of use
-Land = Callable[[], None]  # unpacks a round whose messages have come
+all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name goes out of use
+
+
+@dataclass(slots=True)
+class _Flying:
+    """A round whose messages are under way: one rank's part in it, or every rank's page of an all-gather."""
+
+    turn: int
+    round: Round | list[Page]
+    works: list[dist.Work]
 
 
 @dataclass(slots=True)
@@ -147,8 +155,8 @@ class Checks:
 
 
 class GroupWire:
-    """Messages and all-gathers of a process group; ranks of the plan are ranks of the group. `collectives` off:
-    messages only, for comparison."""
+    """Messages of a process group; ranks of the plan are ranks of the group. With `all_gather`, what all of them want
+    goes by the backend's collective: every rank of the group must take part, and say the same."""
 
     def __init__(
         self,
@@ -156,33 +164,34 @@ class GroupWire:
         group: dist.ProcessGroup | None = None,
         *,
         timeout_s: float = TIMEOUT_S,
-        collectives: bool = True,
+        all_gather: bool = False,
         tamper: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self.ring = ring
         self.group = group
-        self.ranks = dist.get_world_size(group) if collectives else 0
+        self.gatherers = dist.get_world_size(group) if all_gather else 0
         self.timeout = timedelta(seconds=timeout_s)
         self._tamper = tamper  # tests flip bits of what came before it is unpacked
         self._turn = 0
         self._schedules: dict[tuple[int, int, int], tuple[Plan, list[list[Page]], list[Round]]] = {}
 
     def carry(self, job: Job, moved: Moved) -> None:
-        flying: deque[tuple[list[dist.Work], Land]] = deque()
+        flying: deque[_Flying] = deque()
         checks = Checks()
         gathers, messages = self._rounds(job)
         moved.rounds, moved.gathered = len(gathers) + len(messages), len(gathers)
         copies = own_copies(job)
         self.agree(True, job.version)  # all are here, and mean the same version
-        for step in (*gathers, *messages):
+        steps: list[Round | list[Page]] = [*gathers, *messages]
+        for step in steps:
             if len(flying) == self.ring.depth:
-                self._land(*flying.popleft())
-            launch = self._launch if isinstance(step, Round) else self._gather
-            flying.append(launch(step, job, moved, checks))  # type: ignore[arg-type]
+                self._land(flying.popleft(), job, moved, checks)
+            launched = self._launch(step, job, moved) if isinstance(step, Round) else self._gather(step, job, moved)
+            flying.append(launched)
             if copies:  # while messages travel
                 copy_local(copies.popleft(), job, moved, self.ring.half_bytes)
         while flying:
-            self._land(*flying.popleft())
+            self._land(flying.popleft(), job, moved, checks)
         while copies:
             copy_local(copies.popleft(), job, moved, self.ring.half_bytes)
         failure = checks.failure()
@@ -210,46 +219,30 @@ class GroupWire:
         every = CHECK_EVERY[job.verify]
         key = (id(job.plan), every, job.version % max(1, every))
         if key not in self._schedules:
-            together, apart = gather.split(job.plan, self.ranks)
+            together, apart = gather.split(job.plan, self.gatherers)
             half, version = self.ring.half_bytes, key[2]
-            gathers = gather.rounds(together, self.ranks, half_bytes=half, check_every=every, version=version)
+            gathers = gather.rounds(together, self.gatherers, half_bytes=half, check_every=every, version=version)
             messages = rounds(
                 apart, job.rank, half_bytes=half, depth=self.ring.depth, check_every=every, version=version
             )
             self._schedules[key] = job.plan, gathers, messages  # the plan is kept so that its id stays its own
         return self._schedules[key][1:]
 
-    def _gather(self, step: list[Page], job: Job, moved: Moved, checks: Checks) -> tuple[list[dist.Work], Land]:
-        """Everybody's page to everybody; pages are as long as the longest."""
+    def _gather(self, step: list[Page], job: Job, moved: Moved) -> _Flying:
+        """Everybody's page to everybody."""
         turn = self._next_turn()
-        size = max(page.nbytes for page in step)
-        mine, all_of_them = (
-            self.ring.going(turn).narrow(0, 0, size),
-            self.ring.coming(turn).narrow(0, 0, size * len(step)),
-        )
+        mine = self.ring.going(turn).narrow(0, 0, _longest(step))
         for slot, _ in step[job.rank].blocks:
             lay(slot.transfer, job, mine, slot.at, slot.check_at)
         moved.sent_bytes += step[job.rank].nbytes
-        work = all_gather(all_of_them, mine, group=self.group, async_op=True)
-
-        def land() -> None:
-            if self._tamper:
-                self._tamper(all_of_them)
-            for sender, page in enumerate(step):
-                part = all_of_them.narrow(0, sender * size, size)
-                for slot, readers in page.blocks:
-                    if job.rank in readers:
-                        unpack(readers[job.rank], job.targets, part, slot.at, slot.check_at, checks)
-                        moved.received_bytes += slot.transfer.nbytes
-
-        assert work is not None
-        return [work], land
+        theirs = self.ring.coming(turn).narrow(0, 0, _longest(step) * len(step))
+        return _Flying(turn, step, [all_gather_into(theirs, mine, group=self.group, async_op=True)])
 
     def _next_turn(self) -> int:
         self._turn += 1
         return self._turn - 1
 
-    def _launch(self, step: Round, job: Job, moved: Moved, checks: Checks) -> tuple[list[dist.Work], Land]:
+    def _launch(self, step: Round, job: Job, moved: Moved) -> _Flying:
         turn = self._next_turn()
         operations = []
         for peer, message, part in _laid_out(step.into, self.ring.coming(turn)):
@@ -259,21 +252,31 @@ class GroupWire:
             _fill(message, part, job)
             operations.append(dist.P2POp(dist.isend, part, group=self.group, group_peer=peer, tag=turn))
             moved.sent_bytes += message.nbytes
+        return _Flying(turn, step, dist.batch_isend_irecv(operations) if operations else [])
 
-        def land() -> None:
-            buffer = self.ring.coming(turn)
-            if self._tamper:
-                self._tamper(buffer)
-            for _, message, part in _laid_out(step.into, buffer):
+    def _land(self, flying: _Flying, job: Job, moved: Moved, checks: Checks) -> None:
+        for work in flying.works:
+            work.wait(self.timeout)
+        buffer = self.ring.coming(flying.turn)
+        if self._tamper:
+            self._tamper(buffer)
+        if isinstance(flying.round, Round):
+            for _, message, part in _laid_out(flying.round.into, buffer):
                 for slot in message.slots:
                     unpack(slot.transfer, job.targets, part, slot.at, slot.check_at, checks)
+            return
+        size = _longest(flying.round)
+        for sender, page in enumerate(flying.round):
+            for slot, readers in page.blocks:
+                if job.rank in readers:
+                    part = buffer.narrow(0, sender * size, size)
+                    unpack(readers[job.rank], job.targets, part, slot.at, slot.check_at, checks)
+                    moved.received_bytes += slot.transfer.nbytes
 
-        return dist.batch_isend_irecv(operations) if operations else [], land
 
-    def _land(self, works: list[dist.Work], land: Land) -> None:
-        for work in works:
-            work.wait(self.timeout)
-        land()
+def _longest(pages: list[Page]) -> int:
+    """All pages of an all-gather travel as the longest of them."""
+    return max(page.nbytes for page in pages)
 
 
 def _laid_out(messages: Mapping[int, Message], buffer: torch.Tensor) -> list[tuple[int, Message, torch.Tensor]]:
