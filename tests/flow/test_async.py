@@ -147,7 +147,7 @@ def learned(folder: Path) -> dict[int, list[int]]:
 
 def noted_run(folder: Path, recipe: dict[str, Any]) -> None:
     write_down(folder)
-    slow_down()
+    slow_down(seconds=0.03)
     launch.train(recipe)
 
 
