@@ -72,6 +72,7 @@ def test_refills_belong_to_the_step_that_is_learned_and_are_bounded() -> None:
     assert made.refill(5) == 1, "as many again as the step had, and no more"
     assert made.refill(1) == 0
     assert made.begin(2).first_group == 2
+    assert made.refill(1, made.tag(3)) == 1 and rows.puts[-1][0] == made.tag(3), "a later step's, if it is told so"
 
 
 def test_what_is_under_way_comes_back_after_a_restart() -> None:

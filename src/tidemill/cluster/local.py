@@ -10,6 +10,7 @@ import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tidemill.device import host
 from tidemill.dock import LocalDock
 from tidemill.errors import ConfigError
 from tidemill.flow.ahead import Ahead, OpenStep, staleness_limit
-from tidemill.flow.beside import Beside
+from tidemill.flow.beside import Beside, EveryStep
 from tidemill.flow.evaluate import Evaluation, decoder, evaluate
 from tidemill.flow.feed import FEEDS, Feed
 from tidemill.flow.reference import ReferenceKeeper
@@ -250,6 +251,18 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
             own_copy = OwnCopy(loaded.model, served, own, config.flow.half_made, config.reshard.verify)
             return Beside(RolloutWorker(dock, own, config, tally, own_copy), dock)
 
+        def advantage() -> Worker:
+            settings = config.algorithm
+            looks_ahead = settings.dynamic_sampling and settings.kl.target is None
+            if not looks_ahead or not ahead.lead or algorithm.wants_whole_step(config):
+                return AdvantageWorker(dock, algorithm, config, tally, ahead.refill)
+            workers = [
+                AdvantageWorker(dock, algorithm, config, tally, partial(ahead.refill, tag=tag)) for tag in ahead.tags
+            ]
+            for worker, tag in zip(workers, ahead.tags, strict=True):
+                worker.begin(0, tag)
+            return EveryStep("advantage", workers)
+
         kept: list[dict[str, Any]] = []
         learn_values = (
             LearnWorker(dock, critic, config, tally, "learn_values") if algorithm.has_critic and critic else None
@@ -263,7 +276,7 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
                 "teacher", "teacher_logprobs", dock, teacher(config, device.torch_device), config, tally
             ),
             "reference": lambda: ScoreWorker("reference", "ref_logprobs", dock, freeze(loaded.model), config, tally),
-            "advantage": lambda: AdvantageWorker(dock, algorithm, config, tally, ahead.refill),
+            "advantage": advantage,
             "learn": lambda: learn,
         }
         if critic is not None and learn_values is not None:
