@@ -28,15 +28,15 @@ from tidemill.bench import summary
 
 ABOUT = "sync, streamed and async with a simulated long tail: samples/s, idle time by role, accuracy"
 OPTIONS: dict[str, Any] = {
-    "steps": 8,  # timed, after `warmup` steps that are not; the run goes on behind them, so that nothing runs dry
-    "warmup": 3,
+    "steps": 6,  # timed, after `warmup` steps that are not; the run goes on behind them, so that nothing runs dry
+    "warmup": 2,
     "staleness": 2,
-    "decode_ms": 12.0,
-    "learn_us": 200.0,
-    "prompts": 32,
-    "samples": 8,
+    "decode_ms": 20.0,
+    "learn_us": 1000.0,
+    "prompts": 16,
+    "samples": 4,
     "long_every": 16,
-    "microbatch": 2048,  # tokens; `streamed` learns in these
+    "microbatch": 512,  # tokens; `streamed` learns in these
     "threads": 1,  # of the learner, and of rollout
     "accuracy_steps": 80,  # 0: no accuracy
     "seeds": [0],
