@@ -473,6 +473,10 @@ class Flow(Section):
     )
     lease_s: float = Field(600.0, gt=0, description="longest a stage may hold samples before they are given out again")
 
+    @property
+    def is_separated(self) -> bool:
+        return self.placement == "separated" or (self.placement == "auto" and self.schedule == "async")
+
 
 class Reshard(Section):
     """How weights get from the learner to the rollout."""

@@ -10,6 +10,7 @@ import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from tidemill.device import determinism, host
 from tidemill.dock import LocalDock
 from tidemill.errors import ConfigError
 from tidemill.flow.ahead import Ahead, OpenStep, staleness_limit
-from tidemill.flow.beside import Beside
+from tidemill.flow.beside import Beside, EveryStep
 from tidemill.flow.evaluate import Evaluation, decoder, evaluate
 from tidemill.flow.feed import FEEDS, Feed
 from tidemill.flow.reference import ReferenceKeeper
@@ -230,9 +231,7 @@ class Workers:
 
 def start(config: Config, model_path: Path | None = None) -> Workers:
     """Load the model and join the roles. `model_path`: a finished warm start."""
-    is_separated = config.flow.placement == "separated" or (
-        config.flow.placement == "auto" and config.flow.schedule == "async"
-    )
+    is_separated = config.flow.is_separated
     # Two threads that compute at once share the cores.
     torch.set_num_threads(config.threads or max(1, host.cores() // (2 if is_separated else 1)))
     if config.deterministic:
@@ -290,6 +289,18 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
             own_copy = OwnCopy(loaded.model, served, own, config.flow.half_made, config.reshard.verify)
             return Beside(RolloutWorker(dock, own, config, tally, own_copy), dock)
 
+        def advantage() -> Worker:
+            settings = config.algorithm
+            looks_ahead = settings.dynamic_sampling and settings.kl.target is None
+            if not looks_ahead or not ahead.lead or algorithm.wants_whole_step(config):
+                return AdvantageWorker(dock, algorithm, config, tally, ahead.refill)
+            workers = [
+                AdvantageWorker(dock, algorithm, config, tally, partial(ahead.refill, tag=tag)) for tag in ahead.tags
+            ]
+            for worker, tag in zip(workers, ahead.tags, strict=True):
+                worker.begin(0, tag)
+            return EveryStep("advantage", workers)
+
         kept: list[dict[str, Any]] = []
         learn_values = (
             LearnWorker(dock, critic, config, tally, "learn_values") if algorithm.has_critic and critic else None
@@ -311,7 +322,7 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
                 "teacher", "teacher_logprobs", dock, teacher(config, device.torch_device), config, tally
             ),
             "reference": lambda: ScoreWorker("reference", "ref_logprobs", dock, reference(), config, tally),
-            "advantage": lambda: AdvantageWorker(dock, algorithm, config, tally, ahead.refill),
+            "advantage": advantage,
             "learn": lambda: learn,
         }
         if critic is not None and learn_values is not None:
