@@ -85,6 +85,11 @@ class Learner:
         self._stats, self._whole = [], 0.0
         return {**metrics, "grad_norm": norm, "lr": lr, "skipped_updates": float(self.skipped)}
 
+    def forget(self) -> None:
+        """Drop what was accumulated since the last update."""
+        self.gradients.clear()
+        self._stats, self._whole = [], 0.0
+
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything a resumed run needs: tensors, and plain values beside them."""
         tensors = {f"model.{name}": p for name, p in lora.merged(self.model).items()}

@@ -35,6 +35,17 @@ class Gradients:
     def of(self, p: Parameter) -> Tensor | None:
         return self._sums.get(p) if self.wide else p.grad
 
+    def ensure(self, p: Parameter) -> Tensor:
+        """Its sum so far; zero where this process has added nothing."""
+        found = self.of(p)
+        if found is None:
+            found = torch.zeros_like(p, dtype=torch.float32 if self.wide else p.dtype, requires_grad=False)
+            if self.wide:
+                self._sums[p] = found
+            else:
+                p.grad = found
+        return found
+
     def divide_and_clip(self, divisor: float, largest_norm: float | None) -> Tensor:
         """The norm after dividing and before clipping, still on the device."""
         grads = [g for g in map(self.of, self.parameters) if g is not None]
