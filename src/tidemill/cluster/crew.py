@@ -44,6 +44,7 @@ class Member:
     restarts: int = 0
     not_before: float = 0.0
     last_error: str = ""
+    dock: str = ""  # where it was sent to meet the others
 
     @property
     def name(self) -> str:
@@ -132,7 +133,7 @@ class Crew:
         self._then(member, self._equip(member), lambda ready: self._is_ready(member, ready))
 
     def _is_ready(self, member: Member, ready: Ready) -> None:
-        member.pid, member.failed_starts = ready.pid, 0
+        member.pid, member.failed_starts, member.heard = ready.pid, 0, time.monotonic()
         member.become("ready")
         self._watch(member)
         self._on_ready(member)

@@ -11,6 +11,7 @@ import torch
 from tidemill import device as devices
 from tidemill.algorithms.api import Algorithm
 from tidemill.algorithms.registry import get as get_algorithm
+from tidemill.cluster.counts import KeptTally
 from tidemill.cluster.hold import KeptDock
 from tidemill.cluster.local import check_window, needs_values, teacher
 from tidemill.cluster.ranks import RankLearnWorker, Ranks
@@ -18,12 +19,12 @@ from tidemill.cluster.task import Assignment
 from tidemill.config import Config
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import open_source
+from tidemill.dock.address import Address
 from tidemill.flow.evaluate import decoder, evaluate
 from tidemill.flow.feed import FEEDS, Feed
 from tidemill.flow.records import Evaluation
 from tidemill.flow.reference import ReferenceKeeper
 from tidemill.flow.stages import AdvantageWorker, RewardWorker, RolloutWorker, ScoreWorker, ValueWorker, Worker
-from tidemill.flow.tally import Tally
 from tidemill.learn.critic import ValueLearner, ValueModel
 from tidemill.learn.engine import Learner, freeze
 from tidemill.models.load import Loaded, load, load_tokenizer
@@ -39,7 +40,7 @@ class Kit:
     config: Config
     algorithm: Algorithm
     dock: KeptDock
-    tally: Tally
+    tally: KeptTally
     ranks: Ranks
     device: torch.device
     workers: dict[str, Worker] = field(default_factory=dict)  # by stage
@@ -90,12 +91,13 @@ class Kit:
         if self.keeper is not None:
             self.keeper.restore(tensors, state["kl"])
 
-    def reconnect(self, dock: KeptDock) -> None:
+    def reconnect(self, dock: KeptDock, tally: KeptTally) -> None:
         """The same models and engine at another dock: nothing is held, nothing counted."""
         self.dock.close()
+        self.tally.close()
         if self.engine is not None:
             self.engine.pause()  # what it was making is dropped
-        self.dock, self.tally, self.step_rows = dock, Tally(), None
+        self.dock, self.tally, self.step_rows = dock, tally, None
         self.kept_samples.clear()
         before, self.workers = self.workers, {}
         for stage, worker in before.items():
@@ -114,13 +116,17 @@ class Kit:
         self.dock.close()
 
 
+def counts_of(task: Assignment, dock: Address) -> KeptTally:
+    return KeptTally(task.logs / f"{task.post.name}.counts", dock.ledger)
+
+
 def equip(task: Assignment, dock: KeptDock) -> Kit:
     config, post = task.config, task.post
     torch.set_num_threads(config.threads or 1)  # several processes share the node's cores
     device = devices.pick(config.device).torch_device
     algorithm = get_algorithm(config.algorithm.name)
     ranks = Ranks(post.rank, post.group.ranks) if post.group.name == "learner" else Ranks()
-    kit = Kit(config, algorithm, dock, Tally(), ranks, device)
+    kit = Kit(config, algorithm, dock, counts_of(task, task.dock), ranks, device)
     if post.group.name == "learner" or post.group.has_engine or "reference" in post.stages:
         kit.loaded = load(config.model, seed=config.seed, device=device, path=task.model_path)
         check_window(config, kit.loaded)

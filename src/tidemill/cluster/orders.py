@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.cluster import weights
-from tidemill.cluster.equip import Kit, Refill, equip
+from tidemill.cluster.equip import Kit, Refill, counts_of, equip
 from tidemill.cluster.hold import KeptDock
 from tidemill.cluster.task import Assignment
 from tidemill.dock.address import Address
@@ -113,7 +113,7 @@ class Orders:
 
     def connect(self, address: Address) -> None:
         """To a new dock: whatever was held of the old one is forgotten."""
-        self.kit.reconnect(self._dock(address))
+        self.kit.reconnect(self._dock(address), counts_of(self.task, address))
         self.open = ()
 
     def measure(self) -> tuple[Counted, list[int]]:

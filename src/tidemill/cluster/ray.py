@@ -1,4 +1,4 @@
-"""Workers as Ray actors. Ray places and starts processes and tells when one ends; it carries neither samples nor weights.
+"""Workers as Ray actors. Ray places and starts processes and tells when one ends; no sample and no weight passes it.
 
 Without an address a Ray of this run alone is started, in a folder of its own, and ends with it.
 """

@@ -101,13 +101,30 @@ class RemoteWorkers:
 
     def start(self) -> None:
         self.crew.start(self.crew.members)
-        names = list(self.crew.members)
-        self.crew.wait_ready(names)
-        self.check_learners()
-        self._form_world()
+        self._come_up()
         self._first_feed = self.feed_state = self.crew.call(self.feeder, "feed_state")["state"]
-        self.publisher.publish()
+
+    def _come_up(self) -> None:
+        """Until everybody is there, the ranks know one another, and rollout has the learner's weights."""
+        while True:
+            self.crew.wait_ready(list(self.crew.members))
+            try:
+                self._form_world()
+                self.publisher.publish()
+                break
+            except (WorkerLost, Rewound) as lost:  # ranks do not join a world twice: all of them start again
+                self.note(f"starting again: {lost}")
+                self._restart_learners()
         self._is_up = True
+
+    def _restart_learners(self) -> None:
+        self.publisher.forget()
+        for member in self.crew.learners():
+            if member.handle is not None:
+                member.handle.kill()
+            member.become("lost")
+            self.crew.again(member)
+        self._lost_learner = ""
 
     @property
     def feeder(self) -> Member:
@@ -143,7 +160,9 @@ class RemoteWorkers:
             dock=self.server.address,
             node=member.node,
             host=member.host,
+            logs=self.crew.logs,
         )
+        member.dock = task.dock.ledger
         return member.handle.call("equip", task)
 
     def _form_world(self) -> None:
@@ -156,11 +175,14 @@ class RemoteWorkers:
     # Losing and coming back
 
     def _on_ready(self, member: Member) -> None:
+        if self.server is not None and member.dock != self.server.address.ledger:
+            member.dock = self.server.address.ledger  # it came up while the others went to another dock
+            self.crew.send(member, "connect", self.server.address)
         if self._is_up:
             self.conductor.welcome(member)
 
     def _on_lost(self, member: Member, why: str) -> bool:
-        if member.post.group.name == LEARNER:
+        if member.post.group.name == LEARNER and self._is_up:
             self._lost_learner = self._lost_learner or f"{member.name} is lost: {why.splitlines()[0]}"
             return False
         self.conductor.miss(member)
@@ -173,22 +195,11 @@ class RemoteWorkers:
 
     def rewind(self) -> None:
         self._is_up = False
-        self.publisher.forget()
-        for member in self.crew.learners():
-            if member.state != "lost":
-                assert member.handle is not None
-                member.handle.kill()
-            member.become("lost")
-            self.crew.again(member)
-        self._lost_learner = ""
+        self._restart_learners()
         self.new_dock()
-        self.crew.wait_ready(list(self.crew.members))
-        self.check_learners()
-        self._form_world()
+        self._come_up()
         self.feed_state = self._first_feed
         self.crew.call(self.feeder, "restore_feed", self.feed_state)
-        self.publisher.publish()
-        self._is_up = True
 
     def stalled(self, state: DockState, seconds: float) -> None:
         """Nothing has moved for long: say who waits for whom, and end."""
@@ -205,6 +216,7 @@ class RemoteWorkers:
             if member.post.group.name == LEARNER and not self._is_up:
                 continue
             self.starter.store(member.node, member.host, address, self.config.cluster.memory_mb)
+            member.dock = address.ledger
             try:
                 self.crew.call(member, "connect", address)
             except WorkerLost as lost:

@@ -18,3 +18,4 @@ class Assignment:
     dock: Address
     node: str  # whose warehouse it uses
     host: str  # the address that others reach this node by
+    logs: Path  # where it keeps its log and its counts

@@ -37,6 +37,9 @@ def together(parts: Sequence[Counted]) -> dict[str, float]:
 
 class Tally:
     def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
         self._sums: dict[str, float] = {}
         self._means: dict[str, list[float]] = {}
         self._updates: list[dict[str, float]] = []
@@ -65,7 +68,7 @@ class Tally:
         # fsum rounds once: the order in which workers counted does not show.
         means = {name: (math.fsum(values), len(values)) for name, values in self._means.items()}
         counted = Counted(self._sums, means, self._updates)
-        self.__init__()  # type: ignore[misc]
+        self._clear()
         return counted
 
     def take(self) -> dict[str, float]:
