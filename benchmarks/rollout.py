@@ -28,12 +28,14 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks._rollout_engines import ENGINES, SLOW_STARTERS, Roll, Shape, Work
+from benchmarks._rollout_engines import ENGINES, VLLM, Roll, Shape, Work, vllm_job
 from tidemill.errors import ConfigError
 
 ABOUT = "tokens per second of the native engine; peers: hf (generate), hf_batching (generate_batch), vllm"
 OPTIONS = {"cases": "auto", "device": "auto", "deadline_s": 0}
-PEERS = {"hf": "transformers", "hf_batching": "transformers", "vllm": "vllm", "vllm_mp": "vllm"}
+# Who runs vLLM: this interpreter, or that of an environment of its own.
+VLLM_PYTHON = os.environ.get("TIDEMILL_VLLM_PYTHON", "")
+PEERS = {"hf": "transformers", "hf_batching": "transformers"} | dict.fromkeys(VLLM, "torch" if VLLM_PYTHON else "vllm")
 
 # hidden, layers, heads, kv heads, head dim, intermediate, vocabulary, tied
 SHAPES = {
@@ -94,7 +96,7 @@ def _by_shape(engine: str, names: list[str]) -> dict[str, list[str]]:
     """Cases that one process measures."""
     together: dict[str, list[str]] = {}
     for name in names:
-        together.setdefault(name.split("-")[1] if engine in SLOW_STARTERS else name, []).append(name)
+        together.setdefault(name.split("-")[1] if engine in VLLM else name, []).append(name)
     return together
 
 
@@ -114,6 +116,8 @@ class Apart:
         spent = time.perf_counter() - self.started
         error = self._start(engine, names, result, log, max(self.deadline_s - spent, 1) if self.deadline_s else None)
         rows: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
+        if engine in VLLM:
+            rows = {name: _vllm_row(_work(name), row) for name, row in rows.items()}
         took = time.perf_counter() - self.started - spent
         for name in names:
             rows.setdefault(name, {"error": error})
@@ -124,12 +128,9 @@ class Apart:
 
     def _start(self, engine: str, names: list[str], result: Path, log: Path, limit_s: float | None) -> str | None:
         """Run to the end or the limit; what went wrong, or None."""
-        words = ["--measure", engine, "--cases", ",".join(names), "--device", self.device]
-        words += ["--repeats", str(self.repeats), "--result", str(result)]
+        words, env = self._command(engine, names, result)
         with log.open("w") as text:
-            child = subprocess.Popen(
-                [sys.executable, __file__, *words], stdout=text, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            child = subprocess.Popen(words, stdout=text, stderr=subprocess.STDOUT, start_new_session=True, env=env)
         try:
             code = child.wait(limit_s)
             return None if code == 0 else f"{engine} ended with exit status {code}"
@@ -139,6 +140,28 @@ class Apart:
             with suppress(ProcessLookupError):  # processes it started too
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
+
+    def _command(self, engine: str, names: list[str], result: Path) -> tuple[list[str], dict[str, str]]:
+        if engine not in VLLM:
+            words = ["--measure", engine, "--cases", ",".join(names), "--device", self.device]
+            words += ["--repeats", str(self.repeats), "--result", str(result)]
+            return [sys.executable, __file__, *words], dict(os.environ)
+        works = {name: _work(name) for name in names}
+        shape = _shape(names[0].split("-")[1], self.device, max(work.window for work in works.values()))
+        job = result.with_suffix(".job")
+        job.write_text(json.dumps(vllm_job(shape, works, self.repeats)))
+        words = [VLLM_PYTHON or sys.executable, str(Path(__file__).with_name("_vllm_peer.py")), str(job), str(result)]
+        return words, _vllm_environment(self.device) | VLLM[engine]
+
+
+def _vllm_environment(device: str) -> dict[str, str]:
+    """As vLLM is run alone: without what importing Tidemill set here for itself."""
+    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # its just-in-time build needs a CUDA compiler
+    if device == "cpu":
+        env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "CUDA_VISIBLE_DEVICES": ""}
+        env.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+    return env
 
 
 def _say(text: str) -> None:
@@ -178,8 +201,7 @@ def measure(engine: str, names: list[str], device: str, repeats: int, result: Pa
     works = {name: _work(name) for name in names}
     shape = _shape(names[0].split("-")[1], device, max(work.window for work in works.values()))
     floors = {name: _floor_ms(shape, work) for name, work in works.items()} if engine == "native" else {}
-    if engine not in SLOW_STARTERS:  # these load a model of their own
-        shape.model  # noqa: B018  before the clock starts
+    shape.model  # noqa: B018  before the clock starts
     started = time.perf_counter()
     roll = ENGINES[engine](shape, list(works.values()))
     start_s = time.perf_counter() - started
@@ -193,6 +215,11 @@ def measure(engine: str, names: list[str], device: str, repeats: int, result: Pa
             rows[name]["floor_ms"] = floors[name] / float(np.median(steps))
             rows[name]["share_of_floor"] = floors[name] / (float(np.median(seconds)) * 1e3)
         result.write_text(json.dumps(rows))
+
+
+def _vllm_row(work: Work, row: dict[str, Any]) -> dict[str, Any]:
+    seconds = np.array(row.pop("seconds"))
+    return _row(work, seconds, np.full(len(seconds), work.lengths.max())) | row
 
 
 def _row(work: Work, seconds: np.ndarray, steps: np.ndarray) -> dict[str, Any]:

@@ -113,6 +113,9 @@ class Rollout(Section):
     cache_tokens: int | None = Field(
         None, ge=1, description="size of the key/value cache; none: what concurrent sequences need"
     )
+    batch_invariant: bool = Field(
+        False, description="native engine on a CPU: rollout and learner agree bit for bit, at a third of the speed"
+    )
 
 
 class RewardSpec(Section):
@@ -284,6 +287,13 @@ class Algorithm(Section):
         "none", description="importance weight for the gap between rollout and recomputed old log-probabilities"
     )
     rollout_correction_cap: float = Field(2.0, gt=0, description="largest weight of rollout_correction")
+    rollout_correction_floor: float = Field(
+        0.0, ge=0, description="smallest weight of rollout_correction that a mask lets through"
+    )
+    rollout_correction_outside: Literal["truncate", "mask"] = Field(
+        "truncate",
+        description="weights above the cap: count as the cap, or (also below the floor) are not learned from",
+    )
     dynamic_sampling: bool = Field(
         False, description="groups whose rewards are all equal are dropped and replaced by new prompts"
     )
@@ -314,6 +324,31 @@ class Algorithm(Section):
         return merged
 
 
+class Parallel(Section):
+    """Over how many ranks the learner is cut, and how. The ranks are replicate × fsdp × cp × tp × pp; ep lies over the
+    ranks of fsdp and cp together and multiplies nothing."""
+
+    replicate: int = Field(1, ge=1, description="copies of the sharded model, each with its own samples (hybrid shard)")
+    fsdp: int = Field(1, ge=1, description="ranks over which weights, gradients and optimizer are sharded (FSDP2)")
+    tp: int = Field(1, ge=1, description="ranks that share each layer's heads and widths (tensor parallel)")
+    cp: int = Field(1, ge=1, description="ranks that share each sequence (context parallel)")
+    ep: int = Field(1, ge=1, description="ranks that share the experts, out of fsdp × cp (expert parallel)")
+    pp: int = Field(1, ge=1, description="ranks that each hold a run of layers (pipeline parallel)")
+    cp_form: Literal["auto", "ulysses", "ring"] = Field(
+        "auto",
+        description="context parallel by exchanging heads or by passing keys round; auto: heads where they divide",
+    )
+    pp_schedule: Literal["1f1b", "interleaved"] = Field("1f1b", description="order of a pipeline's micro-batches")
+    pp_chunks: int = Field(1, ge=1, description="runs of layers per pipeline rank; more than 1 with interleaved")
+    timeout_s: float = Field(
+        600.0, gt=0, description="longest wait for another rank before the run says who is missing"
+    )
+
+    @property
+    def ranks(self) -> int:
+        return self.replicate * self.fsdp * self.cp * self.tp * self.pp
+
+
 class Learn(Section):
     lr: float = Field(1e-6, ge=0, description="learning rate")
     schedule: Literal["constant", "linear", "cosine"] = Field(
@@ -328,8 +363,9 @@ class Learn(Section):
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")
     clip_norm: float | None = Field(1.0, gt=0, description="largest gradient norm; none: no clipping")
-    recompute: Literal["none", "full"] = Field(
-        "none", description="compute activations again in the backward pass to save memory"
+    recompute: Literal["none", "selective", "mlp", "full"] = Field(
+        "none",
+        description="what the backward pass computes again to save memory: the MLPs' activations, the MLPs, or all",
     )
     recompute_every: int = Field(1, ge=1, description="with recompute: of this many layers one is computed again")
     offload: Literal["none", "activations"] = Field(
@@ -353,14 +389,40 @@ class Learn(Section):
         0, ge=0, description="learn low-rank changes of the layers' matrices, of this rank; 0: all weights"
     )
     lora_alpha: float = Field(32.0, gt=0, description="with lora_rank: their factor is this over the rank")
+    dora: bool = Field(False, description="with lora_rank: learn each row's magnitude apart from its direction")
+    fp8: Literal["none", "tensorwise", "rowwise"] = Field(
+        "none", description="products of the layers in 8-bit floating point, with a scale per tensor or per row"
+    )
     optimizer_on_host: bool = Field(False, description="the optimizer's state lives in the host's memory")
+    reduce_dtype: Literal["same", "float32", "bfloat16"] = Field(
+        "float32", description="in which gradients are added up over ranks; same: the weights' own"
+    )
+    parallel: Parallel = Parallel()
 
 
 class Flow(Section):
-    schedule: Literal["sync", "streamed"] = Field(
-        "sync", description="stages one after the other, or each on what is ready"
+    schedule: Literal["sync", "streamed", "async"] = Field(
+        "sync", description="stages one after the other, each on what is ready, or rollout ahead of learning as well"
+    )
+    max_staleness: int = Field(
+        1, ge=0, description="async: most steps that the oldest token of a sample may be behind the weights it teaches"
+    )
+    placement: Literal["auto", "colocated", "separated"] = Field(
+        "auto",
+        description="separated: rollout works beside the others with its own copy of the weights; auto: for async",
+    )
+    half_made: Literal["reread", "continue"] = Field(
+        "reread", description="half-made samples under new weights: read again, or with the keys and values they have"
     )
     lease_s: float = Field(600.0, gt=0, description="longest a stage may hold samples before they are given out again")
+
+
+class Reshard(Section):
+    """How weights get from the learner to the rollout."""
+
+    verify: Literal["off", "sample", "all"] = Field(
+        "sample", description="checksums of what arrived: of no block, of one in sixteen, of every one"
+    )
 
 
 class Eval(Section):
@@ -440,6 +502,7 @@ class Config(Section):
     algorithm: Algorithm = Algorithm()
     learn: Learn = Learn()
     flow: Flow = Flow()
+    reshard: Reshard = Reshard()
     cluster: Cluster = Cluster()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()

@@ -19,6 +19,7 @@ from tidemill.errors import TidemillError
 from tidemill.recipe import Loaded
 from tidemill.settings import estimate
 from tidemill.settings.estimate import human
+from tidemill.settings.memory import Memory, memory
 
 Status = Literal["ok", "note", "warn", "bad"]  # bad: will fail; warn: will fail sometimes or be slow; note: not needed
 
@@ -145,14 +146,14 @@ def _recipe(config: Config) -> Iterator[Finding]:
         yield Finding("recipe", error.message, "bad", error.remedy)
         return
     shape = estimate.shape_of(recipe.model_of(config))
-    needed = estimate.memory(config, shape) if shape else None
-    if needed is None:
-        yield Finding("recipe memory", "the model's folder does not tell its size", "note")
-        return
     try:
         chosen = device.pick(config.device)
     except TidemillError as error:
         yield Finding("recipe device", error.message, "bad", error.remedy)
+        return
+    needed = memory(config, shape, on_accelerator=chosen.kind != "cpu") if shape else None
+    if needed is None:
+        yield Finding("recipe memory", "the model's folder does not tell its size", "note")
         return
     free = chosen.memory().free
     parts = ", ".join(f"{name} {human(size)}" for name, size in needed.parts() if size)
@@ -167,11 +168,15 @@ def _recipe(config: Config) -> Iterator[Finding]:
         yield Finding("recipe dtype", f"{config.model.dtype} is slow on this device", "warn", "model.dtype=float32")
 
 
-def _savings(config: Config, needed: estimate.Memory) -> Iterator[str]:
+def _savings(config: Config, needed: Memory) -> Iterator[str]:
     """What would help, the largest part first."""
+    learn = config.learn
     advice = {
-        "activations": "learn.recompute=full, or a smaller train.tokens_per_microbatch",
+        "activations": "learn.recompute=full (or mlp, or selective), or a smaller train.tokens_per_microbatch",
         "logits": "a smaller learn.logprob_chunk",
+        "layer": "a smaller train.tokens_per_microbatch",
+        "optimizer": "learn.optimizer_on_host=true, or learn.moments=int8",
+        "gradients": "learn.lora_rank=16 learns few weights" if not learn.lora_rank else "a smaller learn.lora_rank",
         "cache": "a smaller rollout.concurrent or rollout.cache_tokens",
         "reference": "algorithm.kl.coef=0 needs no reference model",
     }

@@ -17,7 +17,8 @@ from pydantic import ValidationError
 
 from tidemill.config import Config, Model, Section
 from tidemill.errors import ConfigError, did_you_mean
-from tidemill.settings import dialect, estimate, precheck, schema
+from tidemill.settings import dialect, precheck, schema
+from tidemill.settings import plan as plans
 from tidemill.settings.layer import Given, Layer, flatten, from_one, lay_over, parse_overrides, unflatten
 
 DEFAULT, PYTHON = "default", "python"  # beside "file:line" and "command line"
@@ -75,7 +76,7 @@ def check(config: Config) -> None:
 
 def plan(config: Config, parameters: int | None = None) -> list[tuple[str, str, str]]:
     """What the batch settings come to: label, value, how it is worked out."""
-    return estimate.plan(config, model_of(config), parameters)
+    return plans.plan(config, model_of(config), parameters)
 
 
 def model_of(config: Config) -> Model:

@@ -25,7 +25,8 @@ def recipe(folder: Path, **over: Any) -> dict[str, Any]:
     made["train"] = {**RECIPE["train"], "steps": STEPS}
     made["eval"] = {"size": 8}
     for section, values in over.items():
-        made[section] = {**made.get(section, {}), **values} if isinstance(values, dict) else values
+        before = made.get(section, {})
+        made[section] = {**before, **values} if isinstance(before, dict) else values
     return made
 
 

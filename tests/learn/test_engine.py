@@ -241,3 +241,72 @@ def test_microbatches_hold_every_sample_once_within_the_budget(share: bool) -> N
             prompts = part.values("prompt_length")
             total += prompts[first].sum() - prompts.sum()
         assert total <= 50 or len(np.unique(part.values("group"))) == 1
+
+
+class TeachesAll:
+    """Any algorithm, with the backward pass of every row."""
+
+    def __init__(self, algorithm: Any) -> None:
+        self.algorithm = algorithm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.algorithm, name)
+
+    def teaches(self, batch: Batch, config: Config) -> Any:
+        return np.ones(batch.rows, np.bool_)
+
+
+def backward_rows(learner: Learner, batch: Batch) -> list[int]:
+    """How many rows each backward pass of one accumulation went through."""
+    rows: list[int] = []
+    plain = learner._loss
+
+    def counted(part: Batch) -> Any:
+        loss, stats = plain(part)
+        if loss.requires_grad:
+            rows.append(part.rows)
+        return loss, stats
+
+    learner._loss = counted  # type: ignore[method-assign]
+    learner.accumulate(batch)
+    return rows
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"])
+def test_groups_without_advantage_are_spared_the_backward_pass_and_change_nothing(name: str) -> None:
+    batch = Batch({n: c for n, c in samples().items() if n != "ref_logprobs"})
+    advantages = batch.values("advantages").copy()
+    advantages[np.isin(batch.values("group"), [1, 3])] = 0.0
+    advantages[0] = 0.0  # its group teaches all the same
+    batch = batch.merge({"advantages": Column(advantages)})
+    settings = config(algorithm=name)
+    measured, weights = [], []
+    for algorithm in (get(name), TeachesAll(get(name))):
+        model = make_tiny(SHAPE, torch.float32, 0, CPU).model
+        learner = Learner(model, settings, algorithm, 10)  # type: ignore[arg-type]
+        rows = backward_rows(learner, batch)
+        measured.append(learner.update())
+        weights.append([p.detach().clone() for p in model.parameters()])
+        assert sum(rows) == (20 if isinstance(algorithm, TeachesAll) else 12)
+    assert measured[0] == pytest.approx(measured[1], abs=1e-5)
+    for fast, plain in zip(*weights):
+        torch.testing.assert_close(fast, plain, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "extra", [{"entropy_coef": 0.01}, {"kl": {"coef": 0.1}}, {"covariance": {"mode": "kl"}}], ids=str
+)
+def test_another_term_in_the_loss_teaches_every_row(extra: dict[str, Any]) -> None:
+    batch = samples().merge({"advantages": Column(np.zeros(20, np.float32))})
+    settings = config(algorithm={"name": "grpo", **extra})
+    assert get("grpo").teaches(batch, settings).all()
+
+
+def test_an_update_in_which_nothing_teaches_lets_the_moments_decay() -> None:
+    batch = samples().merge({"advantages": Column(np.zeros(20, np.float32))})
+    batch = Batch({n: c for n, c in batch.items() if n != "ref_logprobs"})
+    model = make_tiny(SHAPE, torch.float32, 0, CPU).model
+    learner = Learner(model, config(), get("grpo"), 10)
+    assert backward_rows(learner, batch) == []
+    learner.update()
+    assert all(p in learner.optimizer.state for p in model.parameters())

@@ -6,22 +6,34 @@ from typing import Any
 
 import pytest
 import torch
-from tests.learn.test_engine import CPU, SHAPE, assert_same, config, gradients, samples
 
+from tests.learn.test_engine import CPU, SHAPE, assert_same, config, gradients, samples
 from tidemill.algorithms.registry import get
+from tidemill.config import TinyModel
+from tidemill.errors import ModelError
 from tidemill.learn import layers
 from tidemill.learn.adam import Adam, _decode, _encode, stochastic_bfloat16
 from tidemill.learn.engine import Learner, freeze, score
 from tidemill.learn.layers import compile_layers
 from tidemill.learn.muon import orthogonal
+from tidemill.learn.pinned import Pinned
 from tidemill.models import lora
 from tidemill.models.load import make_tiny
+from tidemill.models.packed import Packed
 
 GROUPS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 
 
 @pytest.mark.parametrize(
-    "learn", [{"recompute": "full", "recompute_every": 2}, {"offload": "activations"}, {"master": "float32"}]
+    "learn",
+    [
+        {"recompute": "full"},
+        {"recompute": "full", "recompute_every": 2},
+        {"recompute": "mlp"},
+        {"recompute": "selective"},
+        {"offload": "activations"},
+        {"master": "float32"},
+    ],
 )
 def test_memory_saved_changes_no_gradient(learn: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "OFFLOAD_BYTES", 0)
@@ -31,22 +43,66 @@ def test_memory_saved_changes_no_gradient(learn: dict[str, Any], monkeypatch: py
     assert_same((found, learner.update()), gradients(samples(), config()))
 
 
+def kept_bytes(learn: dict[str, Any], tokens: int = 512) -> int:
+    """What one forward pass leaves for the backward pass, weights not counted."""
+    shape = TinyModel(hidden=64, layers=4, heads=4, kv_heads=2, intermediate=192, window=tokens)
+    model = make_tiny(shape, torch.float32, 0, CPU).model
+    layers.prepare(model, config(learn=learn).learn)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = model.get_decoder()(
+            input_ids=torch.ones(1, tokens, dtype=torch.int64), use_cache=False, tide=Packed([tokens], CPU)
+        )
+    assert out.last_hidden_state.requires_grad
+    return sum(size for at, size in kept.items() if at not in weights)
+
+
+def test_each_kind_of_recompute_keeps_less_than_the_one_before() -> None:
+    everything, selective, mlp, full = (
+        kept_bytes({"recompute": kind}) for kind in ("none", "selective", "mlp", "full")
+    )
+    width, each = 192 * 512 * 4, 4  # bytes of one tensor of the MLP's width, layers
+    assert everything - selective >= 1.9 * each * width  # silu's output and its product with up
+    assert selective - mlp >= 1.9 * each * width  # gate and up
+    assert full < mlp / 3
+
+
+def test_an_undone_model_keeps_everything_again() -> None:
+    model = make_tiny(SHAPE, torch.float32, 0, CPU).model
+    forward = model.get_decoder().layers[0].mlp.forward
+    for kind in ("selective", "mlp", "full"):
+        layers.prepare(model, config(learn={"recompute": kind, "compile": "on"}).learn)
+        layers.undo(model)
+    assert model.get_decoder().layers[0].mlp.forward == forward
+    assert not model.is_gradient_checkpointing and not model.training
+
+
+def test_an_mlp_that_is_not_gated_is_refused_by_name() -> None:
+    model = make_tiny(SHAPE, torch.float32, 0, CPU).model
+    del model.get_decoder().layers[0].mlp.gate_proj
+    with pytest.raises(ModelError, match=r"selective.*Qwen3DecoderLayer"):
+        layers.recompute(model, "selective")
+
+
 @pytest.mark.slow
-def test_compiled_layers_give_the_same_gradients() -> None:
+@pytest.mark.parametrize("kind", ["none", "selective", "mlp", "full"])
+def test_compiled_layers_give_the_same_gradients(kind: str) -> None:
     """Through the compiler's tracing and partitioning; the code it makes is checked on the device."""
-    from transformers import AttentionInterface
-
-    from tidemill.models import attention
-
     model = make_tiny(SHAPE, torch.float32, 0, CPU).model
     try:
-        compile_layers(model, backend="aot_eager")
-        learner = Learner(model, config(), get("grpo"), 1)
+        compile_layers(model, backend="aot_eager_decomp_partition")
+        learner = Learner(model, config(learn={"recompute": kind}), get("grpo"), 1)
         learner.accumulate(samples())
         found = {n: p.grad.clone() / learner._whole for n, p in model.named_parameters()}
         assert_same((found, learner.update()), gradients(samples(), config()))
     finally:
-        AttentionInterface.register(attention.NAME, attention.attend)
+        layers.undo(model)
 
 
 def stepped(make: Any, steps: int = 5) -> torch.Tensor:
@@ -68,6 +124,15 @@ def test_our_adam_is_torchs_where_both_can_do_it() -> None:
             )
         )
         torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
+
+
+def test_host_tensors_lie_apart_in_few_pieces() -> None:
+    arena = Pinned(least=256, most=1024, pin=False)
+    wanted = [torch.randn(n) for n in (3, 50, 60, 300, 17)] + [torch.arange(5, dtype=torch.uint8)]
+    made = [arena.like(x).copy_(x) for x in wanted]
+    for x, y in zip(wanted, made):
+        assert y.dtype == x.dtype and y.data_ptr() % 64 == 0 and torch.equal(x, y)
+    assert arena.allocated == 256 + 256 + 512 + 2048  # the largest alone needs more than the largest piece
 
 
 def test_eight_bit_moments_stay_near_and_never_divide_by_nothing() -> None:
@@ -117,9 +182,10 @@ def test_low_rank_learning_moves_the_policy_and_not_its_reference() -> None:
     assert trained == set(lora.adapters(model))
 
 
-def test_merged_adapters_are_the_adapted_model() -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_merged_adapters_are_the_adapted_model(dora: bool) -> None:
     model, batch = make_tiny(SHAPE, torch.float32, 0, CPU).model, samples()
-    settings = config(learn={"lr": 1e-2, "lora_rank": 4})
+    settings = config(learn={"lr": 1e-2, "lora_rank": 4, "dora": dora})
     learner = Learner(model, settings, get("grpo"), 1)
     learner.accumulate(batch)
     learner.update()
@@ -127,6 +193,40 @@ def test_merged_adapters_are_the_adapted_model() -> None:
     plain.load_state_dict(lora.merged(model), strict=False)
     ours, theirs = (torch.from_numpy(score(m, batch, settings).values) for m in (model, plain))
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("learn", [{}, {"recompute": "full"}, {"recompute": "selective"}, {"share_prompts": False}])
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapter_gradients_are_the_plain_paths_by_the_chain_rule(dora: bool, learn: dict[str, Any]) -> None:
+    model, batch = make_tiny(SHAPE, torch.float32, 0, CPU).model, samples()
+    learner = Learner(model, config(learn={"lora_rank": 4, "dora": dora, **learn}), get("grpo"), 1)
+    draw = torch.Generator().manual_seed(1)
+    for p in learner.gradients.parameters:  # away from the start, where B is 0
+        p.data += 0.05 * torch.randn(p.shape, generator=draw)
+    plain = make_tiny(SHAPE, torch.float32, 5, CPU).model
+    plain.load_state_dict(lora.merged(model), strict=False)
+    wanted = gradients_of(plain, batch)
+    learner.accumulate(batch)
+    for name, m in model.named_modules():
+        if not isinstance(m, lora.LoraLinear):
+            continue
+        whole = wanted[f"{name}.weight"]  # of the merged weight m V / norm, or V
+        if m.lora_m is not None:
+            direction = (m.weight + m.factor * m.lora_b @ m.lora_a) / m.row_norms()[:, None]
+            close(m.lora_m.grad, (whole * direction).sum(1))
+            whole = whole * (m.lora_m / m.row_norms())[:, None]  # the norm counts as a constant
+        close(m.lora_a.grad, m.factor * m.lora_b.t() @ whole)
+        close(m.lora_b.grad, m.factor * whole @ m.lora_a.t())
+
+
+def gradients_of(model: Any, batch: Any) -> dict[str, torch.Tensor]:
+    learner = Learner(model, config(), get("grpo"), 1)
+    learner.accumulate(batch)
+    return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def close(ours: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, wanted, atol=1e-5 * wanted.abs().max().item(), rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(8, 30), (30, 8)])

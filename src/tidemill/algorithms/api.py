@@ -86,6 +86,10 @@ class Algorithm(Protocol):
         groups of which nothing is left."""
         return np.ones(batch.rows, np.bool_)
 
+    def teaches(self, batch: Batch, config: Config) -> Kept:
+        """Which rows can have a gradient. The others are scored for the metrics and spared the backward pass."""
+        return np.ones(batch.rows, np.bool_)
+
     def wants_whole_step(self, config: Config) -> bool:
         """Whether `advantages` and `keep` must see all groups of a step at once."""
         return False

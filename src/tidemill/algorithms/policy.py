@@ -86,6 +86,21 @@ def keep_of(batch: Batch, config: Config) -> Kept:
     return kept
 
 
+def teaches_of(batch: Batch, config: Config) -> Kept:
+    """Without another term in the loss, an advantage of 0 is a gradient of 0. A group counts as one: it is learned
+    together, for its prompt's sake."""
+    settings = config.algorithm
+    has_other_terms = settings.entropy_coef != 0 or settings.covariance.mode == "kl"
+    if has_other_terms or ("ref_logprobs" in batch and settings.kl.place == "loss"):
+        return np.ones(batch.rows, np.bool_)
+    advantages = batch["advantages"]
+    row = np.arange(batch.rows) if advantages.offsets is None else np.repeat(np.arange(batch.rows), advantages.lengths)
+    own = np.bincount(row, weights=advantages.gather(np.arange(batch.rows)).values != 0, minlength=batch.rows)
+    index, counts = group_index(batch.values(GROUP))
+    teaches: Kept = np.bincount(index, weights=own, minlength=len(counts))[index] > 0
+    return teaches
+
+
 def sees_whole_step(config: Config) -> bool:
     return config.algorithm.advantage_scale == "batch_std" or config.algorithm.covariance.mode != "none"
 
@@ -101,6 +116,9 @@ class GroupPolicy(Algorithm):
 
     def keep(self, batch: Batch, config: Config) -> Kept:
         return keep_of(batch, config)
+
+    def teaches(self, batch: Batch, config: Config) -> Kept:
+        return teaches_of(batch, config)
 
     def wants_whole_step(self, config: Config) -> bool:
         return sees_whole_step(config)

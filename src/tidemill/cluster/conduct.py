@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tidemill.cluster.crew import Member
 from tidemill.cluster.handle import WorkerLost
 from tidemill.dock import DockState
 from tidemill.errors import TidemillError
+from tidemill.flow.ahead import lead_of
 from tidemill.flow.workers import Stopped
 
 if TYPE_CHECKING:
@@ -27,19 +28,23 @@ ATTEMPTS = 5  # at one step
 class Conductor:
     def __init__(self, workers: RemoteWorkers) -> None:
         self.workers, self.crew = workers, workers.crew
+        self.lead = lead_of(workers.config)
         self.open: tuple[str, ...] = ()
+        self.number = 0
         self.first_group = -1
+        self.tag: str | None = None
         self.begun_again = 0
+        self.refeed = True  # the dock may lack rows of the step: they are put again from where it began
         self._is_fed = False
-        self._before: dict[str, object] = {}  # where the feed stood when the step began
+        self._start: dict[str, Any] = {}  # where the feed stood when the step began
         self._broken = ""  # why the step cannot go on as it is
         self._lost_rows = 0
         self._moved_at, self._seen = time.monotonic(), ""
 
     # A step
 
-    def step(self, stop: Callable[[], bool]) -> None:
-        self._before = dict(self.workers.feed_state)
+    def step(self, number: int, stop: Callable[[], bool]) -> None:
+        self.number, self._start = number, dict(self.workers.feed_state)
         for _ in range(ATTEMPTS):
             try:
                 self._attempt(stop)
@@ -53,28 +58,35 @@ class Conductor:
 
     def _attempt(self, stop: Callable[[], bool]) -> None:
         self._broken, self._lost_rows = "", 0
-        self._feed()
-        self.crew.call_all([*self._learners(), *self._feeder_apart()], "begin", lambda _: (self.first_group,))
+        fed = self._feed()
         self._moved_at = time.monotonic()
         if self.workers.config.flow.schedule == "sync":
             self._one_after_the_other(stop)
         else:
             self._all_at_once(stop)
-        self._work_on(())
+        if not self.lead:
+            self._work_on(())
         self._is_fed = False
-        if self.workers.config.algorithm.dynamic_sampling:  # more prompts than the step's were fed
+        self.workers.feed_state = fed["starts"].get(self.number + 1, fed["state"])
+        if self.workers.config.algorithm.dynamic_sampling and not self.lead:  # more prompts than the step's were fed
             self.workers.feed_state = self.crew.call(self.workers.feeder, "feed_state")["state"]
         self._publish()
 
-    def _feed(self) -> None:
+    def _feed(self) -> dict[str, Any]:
         feeder = self.workers.feeder
         while feeder.state != "ready":
+            self.workers.check_learners()
             self.crew.pump(0.2)
-        self.crew.call(feeder, "restore_feed", self._before)
-        fed = self.crew.call(feeder, "feed")
-        self.first_group, self.workers.feed_state = fed["first_group"], fed["state"]
+        start = self._start if self.refeed or not self.lead else None
+        fed: dict[str, Any] = self.crew.call(feeder, "open_step", self.number, start)
+        self.first_group, self.tag = fed["first_group"], fed["tag"]
         self.workers.bad_rows = fed["bad_rows"]
-        self._is_fed = True
+        self._is_fed, self.refeed = True, False
+        self.crew.call_all(self._learners(), "begin", lambda _: (self.first_group, self.tag))
+        for member in self.crew.ready:
+            if member not in self._learners():
+                self.crew.send(member, "begin", self.first_group, self.tag)
+        return fed
 
     def _one_after_the_other(self, stop: Callable[[], bool]) -> None:
         names = [stage.name for stage in self.workers.graph.stages]
@@ -86,7 +98,7 @@ class Conductor:
                 self._until(lambda state, turn=turn: self._is_still(state, turn), stop)  # type: ignore[misc]
 
     def _all_at_once(self, stop: Callable[[], bool]) -> None:
-        self._work_on([stage.name for stage in self.workers.graph.stages])
+        self._work_on(stage.name for stage in self.workers.graph.stages)
         self._until(lambda state: self._is_learned(), stop)
 
     def _is_still(self, state: DockState, turn: list[str]) -> bool:
@@ -142,17 +154,13 @@ class Conductor:
         if not all(told.values()):
             self._work_on(self.open)
             return False
-        self.workers.feed_state = dict(self._before)
+        self.workers.feed_state = dict(self._start)
         return True
 
     # Members
 
     def _learners(self) -> list[Member]:
         return self.crew.learners()
-
-    def _feeder_apart(self) -> list[Member]:
-        feeder = self.workers.feeder
-        return [] if feeder in self._learners() else [feeder]
 
     def _work_on(self, stages: Iterable[str]) -> None:
         self.open = tuple(stages)
@@ -165,20 +173,17 @@ class Conductor:
         self.workers.dock.advance(version)
 
     def _begin_again(self) -> None:
-        self._is_fed = False
+        self._is_fed, self.refeed = False, True
         self.workers.new_dock()
 
     def welcome(self, member: Member) -> None:
         """A worker has come (back): it takes part in what is under way."""
-        self.crew.send(member, "work_on", self.open)
-        if member.post.feeds and self._is_fed:
-            if self.workers.config.algorithm.dynamic_sampling:
+        if member.post.feeds:
+            self.refeed = True
+            if self._is_fed and self.workers.config.algorithm.dynamic_sampling:
                 self._broken = f"{member.name} was lost with its place in the data"
-                return
-            # Rows that the dock has are not entered twice.
-            self.crew.send(member, "restore_feed", self._before)
-            self.crew.send(member, "feed")
-            self.crew.send(member, "begin", self.first_group)
-
-    def miss(self, member: Member) -> None:
-        """A worker was lost; its leases run out by themselves."""
+            elif self._is_fed:  # rows that the dock has are not entered twice
+                self.crew.send(member, "open_step", self.number, self._start)
+        if self._is_fed:
+            self.crew.send(member, "begin", self.first_group, self.tag)
+        self.crew.send(member, "work_on", self.open)

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from tidemill import device as devices
 from tidemill.algorithms.api import Algorithm
 from tidemill.algorithms.registry import get as get_algorithm
+from tidemill.batch import Batch
 from tidemill.cluster.counts import KeptTally
 from tidemill.cluster.hold import KeptDock
+from tidemill.cluster.learners import RankLearnWorker, World
 from tidemill.cluster.local import check_window, needs_values, teacher
-from tidemill.cluster.ranks import RankLearnWorker, Ranks
 from tidemill.cluster.task import Assignment
 from tidemill.config import Config
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import open_source
+from tidemill.dock import Dock
 from tidemill.dock.address import Address
+from tidemill.flow.ahead import Ahead
 from tidemill.flow.evaluate import decoder, evaluate
 from tidemill.flow.feed import FEEDS, Feed
 from tidemill.flow.records import Evaluation
@@ -41,7 +44,7 @@ class Kit:
     algorithm: Algorithm
     dock: KeptDock
     tally: KeptTally
-    ranks: Ranks
+    world: World
     device: torch.device
     workers: dict[str, Worker] = field(default_factory=dict)  # by stage
     loaded: Loaded | None = None
@@ -51,22 +54,33 @@ class Kit:
     engine: RolloutEngine | None = None
     scorer: Scorer | None = None
     feed: Feed | None = None
+    ahead: Ahead | None = None  # of the feeder: whose rows are in the dock
+    puts: Puts | None = None
     keeper: ReferenceKeeper | None = None
     kept_samples: list[dict[str, Any]] = field(default_factory=list)
-    step_rows: Any = None  # what was put for the step under way, to be put again if it is lost
 
     @property
     def learn(self) -> RankLearnWorker | None:
         found = self.workers.get("learn")
         return found if isinstance(found, RankLearnWorker) else None
 
+    def open_feed(self) -> None:
+        """Nothing of any step is in the dock."""
+        if self.feed is not None:
+            self.puts = Puts(self)
+            self.ahead = Ahead(self.feed, cast(Dock, self.puts), self.config)
+
     def evaluate(self, size: int, samples: int) -> Evaluation:
-        assert self.engine is not None
+        assert self.engine is not None and self.loaded is not None
+        engine = self.engine
+        if engine.has_work:  # rollout goes on while others learn: what it has under way is not ours
+            own = self.config.rollout.model_copy(update={"engine": "native"})
+            engine = make_engine(self.loaded, self.config.model_copy(update={"rollout": own}))
         _, held_out = open_source(self.config.data, self.config.seed)
         encode = PromptTokens(self.tokenizer, self.config.data)
         with Scorer(self.config.rewards) as scorer:
             return evaluate(
-                self.engine, held_out, encode, decoder(self.tokenizer), scorer, self.config, size=size, samples=samples
+                engine, held_out, encode, decoder(self.tokenizer), scorer, self.config, size=size, samples=samples
             )
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -97,7 +111,8 @@ class Kit:
         self.tally.close()
         if self.engine is not None:
             self.engine.pause()  # what it was making is dropped
-        self.dock, self.tally, self.step_rows = dock, tally, None
+        self.dock, self.tally = dock, tally
+        self.open_feed()
         self.kept_samples.clear()
         before, self.workers = self.workers, {}
         for stage, worker in before.items():
@@ -125,8 +140,8 @@ def equip(task: Assignment, dock: KeptDock) -> Kit:
     torch.set_num_threads(config.threads or 1)  # several processes share the node's cores
     device = devices.pick(config.device).torch_device
     algorithm = get_algorithm(config.algorithm.name)
-    ranks = Ranks(post.rank, post.group.ranks) if post.group.name == "learner" else Ranks()
-    kit = Kit(config, algorithm, dock, counts_of(task, task.dock), ranks, device)
+    world = World(post.rank, post.group.ranks) if post.group.name == "learner" else World()
+    kit = Kit(config, algorithm, dock, counts_of(task, task.dock), world, device)
     if post.group.name == "learner" or post.group.has_engine or "reference" in post.stages:
         kit.loaded = load(config.model, seed=config.seed, device=device, path=task.model_path)
         check_window(config, kit.loaded)
@@ -142,6 +157,7 @@ def equip(task: Assignment, dock: KeptDock) -> Kit:
         training, _ = open_source(config.data, config.seed)
         encode = PromptTokens(kit.tokenizer, config.data)
         kit.feed = FEEDS[algorithm.food](training, config, encode, algorithm.greedy_rows)
+        kit.open_feed()
     if "reward" in post.stages:
         kit.scorer = Scorer(config.rewards)
     for stage in post.stages:
@@ -171,7 +187,7 @@ def _makers(kit: Kit) -> dict[str, Callable[[], Worker]]:
     def learn(name: str, learner: Learner | None, critic: Worker | None = None) -> Worker:
         assert learner is not None
         own = critic if isinstance(critic, RankLearnWorker) else None
-        return RankLearnWorker(dock, learner, config, tally, kit.ranks, name, own)
+        return RankLearnWorker(dock, learner, config, tally, kit.world, name, own)
 
     def reward() -> Worker:
         assert kit.scorer is not None
@@ -180,6 +196,9 @@ def _makers(kit: Kit) -> dict[str, Callable[[], Worker]]:
     def rollout() -> Worker:
         assert kit.engine is not None
         return RolloutWorker(dock, kit.engine, config, tally)
+
+    def refill(count: int) -> int:
+        return kit.ahead.refill(count) if kit.ahead is not None else 0
 
     def values() -> Worker:
         assert kit.critic is not None
@@ -191,26 +210,30 @@ def _makers(kit: Kit) -> dict[str, Callable[[], Worker]]:
         "old_logprobs": lambda: ScoreWorker("old_logprobs", "old_logprobs", dock, model(), config, tally),
         "teacher": lambda: ScoreWorker("teacher", "teacher_logprobs", dock, teacher(config, kit.device), config, tally),
         "reference": lambda: ScoreWorker("reference", "ref_logprobs", dock, freeze(model()), config, tally),
-        "advantage": lambda: AdvantageWorker(dock, kit.algorithm, config, tally, Refill(kit)),
+        "advantage": lambda: AdvantageWorker(dock, kit.algorithm, config, tally, refill),
         "values": values,
         "learn_values": lambda: learn("learn_values", kit.critic),
         "learn": lambda: learn("learn", kit.learner, kit.workers.get("learn_values")),
     }
 
 
-class Refill:
-    """New prompts in place of groups that taught nothing, within bounds."""
+class Puts:
+    """The feeder's dock: remembers what was put of the steps under way, so that lost bytes can be put again."""
 
     def __init__(self, kit: Kit) -> None:
         self.kit = kit
-        self.first_group = 0
+        self.kept: dict[str, list[Batch]] = {}
 
-    def __call__(self, count: int) -> int:
-        feed, config = self.kit.feed, self.kit.config
-        if feed is None:
-            return 0
-        most = config.train.prompts_per_step * (1 + config.algorithm.dynamic_sampling_rounds)
-        count = min(count, most - (feed.groups - self.first_group))
-        if count > 0:
-            self.kit.dock.put(feed.rows(count))
-        return max(count, 0)
+    def put(self, rows: Batch, tag: str = "") -> None:
+        self.kept.setdefault(tag, []).append(rows)
+        self.kit.dock.put(rows, tag)
+
+    def forget(self, tags: Collection[str]) -> None:
+        """Of steps that are over."""
+        self.kept = {tag: rows for tag, rows in self.kept.items() if tag in tags}
+
+    def again(self) -> None:
+        """What the dock still has is not entered twice."""
+        for tag, listed in self.kept.items():
+            for rows in listed:
+                self.kit.dock.put(rows, tag)

@@ -31,7 +31,12 @@ class KeptLease:
         self._inner.commit(outputs, drop)
 
     def renew(self) -> None:
-        self._inner.renew()
+        """Whether it is still held shows in `is_lost`, and in its commit."""
+        try:
+            self._inner.renew()
+        except LeaseExpired:
+            self.is_lost = True
+            self._keeper.forget(self)
 
     def abandon(self) -> None:
         self._keeper.forget(self)
@@ -88,10 +93,7 @@ class KeptDock:
             for lease in held:
                 try:
                     lease.renew()
-                    self.renewed += 1
-                except LeaseExpired:
-                    lease.is_lost = True
-                    self.lost += 1
-                    self.forget(lease)
                 except DockError:
                     break  # the ledger is on its way back; the next round tells
+                self.renewed += not lease.is_lost
+                self.lost += lease.is_lost

@@ -1,13 +1,19 @@
-"""The local executor: every role in this process. The rollout engine reads the learner's own tensors; nothing moves."""
+"""The local executor: every role in this process.
+
+Colocated, the rollout engine reads the learner's own tensors and nothing moves. Separated, it has a thread of its own
+and its own copy of the weights, and works while the others do.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tidemill import device as devices
@@ -19,6 +25,8 @@ from tidemill.data.source import Source, open_source
 from tidemill.device import host
 from tidemill.dock import LocalDock
 from tidemill.errors import ConfigError
+from tidemill.flow.ahead import Ahead, OpenStep, staleness_limit
+from tidemill.flow.beside import Beside
 from tidemill.flow.evaluate import Evaluation, decoder, evaluate
 from tidemill.flow.feed import FEEDS, Feed
 from tidemill.flow.reference import ReferenceKeeper
@@ -33,6 +41,7 @@ from tidemill.flow.stages import (
     Worker,
 )
 from tidemill.flow.tally import Tally
+from tidemill.flow.weights import OwnCopy
 from tidemill.flow.workers import Stopped
 from tidemill.learn import checkpoint
 from tidemill.learn.critic import ValueLearner, ValueModel
@@ -55,7 +64,8 @@ class Workers:
     algorithm: Algorithm
     dock: LocalDock
     feed: Feed
-    engine: RolloutEngine
+    ahead: Ahead
+    engine: RolloutEngine  # reads the learner's tensors: rollout's when colocated, evaluation's always
     learner: Learner
     scorer: Scorer
     stages: list[Worker]
@@ -63,10 +73,12 @@ class Workers:
     tally: Tally
     held_out: Source
     critic: ValueLearner | None = None
+    own_copy: OwnCopy | None = None  # of the weights, for a rollout that is separated
     kept_samples: list[dict[str, Any]] = field(default_factory=list)
     kl: ReferenceKeeper | None = None
     history: list[dict[str, float]] = field(default_factory=list)  # metrics of the steps made by this process
     told: set[str] = field(default_factory=set)  # warnings given already
+    counted: dict[str, int] = field(default_factory=dict)  # what the dock had counted when it was last asked
 
     @property
     def parameters(self) -> int:
@@ -76,15 +88,14 @@ class Workers:
     def bad_rows(self) -> int:
         return len(self.feed.bad_rows)
 
-    def step(self, stop: Callable[[], bool]) -> None:
+    def step(self, number: int, stop: Callable[[], bool]) -> None:
         at_boundary = self.feed.state()
-        rows = self.feed.rows()
-        self.learn.begin(int(rows.values("group")[0]))
-        self.dock.put(rows)
+        self.begin(number)
         try:
             SCHEDULES[self.config.flow.schedule](self.stages, self.learn, stop, stall_s=2 * self.config.flow.lease_s)
         except Stopped:
-            self.feed.restore(at_boundary)
+            if not self.ahead.lead:  # else the rows stay in the dock, and the dock in the checkpoint
+                self.feed.restore(at_boundary)
             raise
         self.publish()
 
@@ -108,9 +119,21 @@ class Workers:
             samples=samples,
         )
 
+    def begin(self, step: int) -> OpenStep:
+        """The rows of every step that may begin now enter; the workers turn to this one's."""
+        opened = self.ahead.begin(step)
+        for worker in self.stages:
+            worker.begin(opened.first_group, self.ahead.tag(step))
+        return opened
+
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """At a step boundary. Samples of later steps that are in the dock go with it; half-made ones are made again."""
         tensors, learner = self.learner.state()
         state: dict[str, Any] = {"learner": learner, "feed": self.feed.state()}
+        if self.ahead.lead:
+            state["dock"], arrays = self.dock.snapshot()
+            state["ahead"] = self.ahead.state()
+            tensors |= as_tensors(arrays)
         if self.critic is not None:
             more, state["critic"] = self.critic.state()
             tensors |= {f"critic.{name}": tensor for name, tensor in more.items()}
@@ -134,6 +157,9 @@ class Workers:
         if self.kl is not None:
             self.kl.restore(tensors, state["kl"])
         self.feed.restore(state["feed"])
+        if "dock" in state:
+            self.dock.restore(state["dock"], as_arrays(tensors))
+            self.ahead.restore(state["ahead"])
         self.publish()
         return state
 
@@ -159,16 +185,36 @@ class Workers:
     def publish(self) -> None:
         """The learner's weights are what rollout serves from now on."""
         self.engine.load(None, self.learner.version)
+        if self.own_copy is not None:
+            with self.tally.time("publish"):
+                self.own_copy.publish(self.learner.version)
         self.dock.advance(self.learner.version)
+        if self.ahead.lead:
+            self._count_losses()
+
+    def _count_losses(self) -> None:
+        """Samples that the dock refused for their age, and leases that ran out, since the last step."""
+        state = self.dock.state()
+        now = {"stale_samples": state.stale, "expired_leases": state.expired}
+        for name, count in now.items():
+            self.tally.add(name, float(count - self.counted.get(name, 0)))
+        self.counted = now
 
     def close(self) -> None:
+        for worker in self.stages:
+            if isinstance(worker, Beside):
+                worker.close()
         self.scorer.close()
         self.dock.close()
 
 
 def start(config: Config, model_path: Path | None = None) -> Workers:
     """Load the model and join the roles. `model_path`: a finished warm start."""
-    torch.set_num_threads(config.threads or host.cores())
+    is_separated = config.flow.placement == "separated" or (
+        config.flow.placement == "auto" and config.flow.schedule == "async"
+    )
+    # Two threads that compute at once share the cores.
+    torch.set_num_threads(config.threads or max(1, host.cores() // (2 if is_separated else 1)))
     device = devices.pick(config.device)
     algorithm = get_algorithm(config.algorithm.name)
     graph = algorithm.graph(config)
@@ -181,34 +227,45 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
         feed = FEEDS[algorithm.food](training, config, encode, algorithm.greedy_rows)
         train = config.train
         updates = train.steps * train.updates_per_step * train.passes_per_step
+        served = copy.deepcopy(loaded.model).requires_grad_(False) if is_separated else None  # before adapters come
         critic = ValueLearner(ValueModel(loaded.model), config, algorithm, updates) if needs_values(algorithm) else None
         learner = critic if algorithm.learns_values and critic else Learner(loaded.model, config, algorithm, updates)
-        engine = make_engine(loaded, config)
-        dock = LocalDock(graph.stages, source=graph.source, lease_s=config.flow.lease_s)
+        # A separated engine that is a server of its own would be started twice: evaluation then has the native one.
+        judge = config.rollout.model_copy(update={"engine": "native"}) if served is not None else config.rollout
+        engine = make_engine(loaded, config.model_copy(update={"rollout": judge}))
+        dock = LocalDock(
+            graph.stages,
+            source=graph.source,
+            lease_s=config.flow.lease_s,
+            max_staleness=staleness_limit(config),
+            stale="requeue",
+        )
+        ahead = Ahead(feed, dock, config)
         tally = Tally()
+        own_copy = None
+
+        def rollout() -> Worker:
+            nonlocal own_copy
+            if served is None:
+                return RolloutWorker(dock, engine, config, tally)
+            own = make_engine(replace(loaded, model=served), config)
+            own_copy = OwnCopy(loaded.model, served, own, config.flow.half_made, config.reshard.verify)
+            return Beside(RolloutWorker(dock, own, config, tally, own_copy), dock)
+
         kept: list[dict[str, Any]] = []
         learn_values = (
             LearnWorker(dock, critic, config, tally, "learn_values") if algorithm.has_critic and critic else None
         )
         learn = LearnWorker(dock, learner, config, tally, critic=learn_values)
-        most_groups = train.prompts_per_step * (1 + config.algorithm.dynamic_sampling_rounds)
-
-        def refill(count: int) -> int:
-            """New prompts in place of groups that taught nothing, within bounds; how many."""
-            count = min(count, most_groups - (feed.groups - learn.first_group))
-            if count > 0:
-                dock.put(feed.rows(count))
-            return max(count, 0)
-
         makers: dict[str, Callable[[], Worker]] = {
-            "rollout": lambda: RolloutWorker(dock, engine, config, tally),
+            "rollout": rollout,
             "reward": lambda: RewardWorker(dock, scorer, decoder(loaded.tokenizer), tally, kept.append),
             "old_logprobs": lambda: ScoreWorker("old_logprobs", "old_logprobs", dock, loaded.model, config, tally),
             "teacher": lambda: ScoreWorker(
                 "teacher", "teacher_logprobs", dock, teacher(config, device.torch_device), config, tally
             ),
             "reference": lambda: ScoreWorker("reference", "ref_logprobs", dock, freeze(loaded.model), config, tally),
-            "advantage": lambda: AdvantageWorker(dock, algorithm, config, tally, refill),
+            "advantage": lambda: AdvantageWorker(dock, algorithm, config, tally, ahead.refill),
             "learn": lambda: learn,
         }
         if critic is not None and learn_values is not None:
@@ -217,11 +274,28 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
         undo.pop_all()
     own_critic = critic if algorithm.has_critic else None  # a reward model is the learner itself
     return Workers(
-        *(config, loaded, algorithm, dock, feed, engine, learner, scorer, stages, learn, tally, held_out),
+        *(config, loaded, algorithm, dock, feed, ahead, engine, learner, scorer, stages, learn, tally, held_out),
         critic=own_critic,
+        own_copy=own_copy,
         kl=ReferenceKeeper.of(config, stages),
         kept_samples=kept,
     )
+
+
+def as_tensors(arrays: dict[str, np.ndarray[Any, Any]]) -> dict[str, torch.Tensor]:
+    """A dock's arrays for a checkpoint, which knows no unsigned words of 64 bits."""
+    return {
+        f"{'words' if a.dtype == np.uint64 else 'dock'}.{name}": torch.from_numpy(
+            np.array(a.view(np.int64) if a.dtype == np.uint64 else a)
+        )
+        for name, a in arrays.items()
+    }
+
+
+def as_arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray[Any, Any]]:
+    plain = {n.removeprefix("dock."): t.numpy() for n, t in tensors.items() if n.startswith("dock.")}
+    words = {n.removeprefix("words."): t.numpy() for n, t in tensors.items() if n.startswith("words.")}
+    return plain | {name: array.view(np.uint64) for name, array in words.items()}
 
 
 def needs_values(algorithm: Algorithm) -> bool:

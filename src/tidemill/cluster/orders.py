@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.cluster import weights
-from tidemill.cluster.equip import Kit, Refill, counts_of, equip
+from tidemill.cluster.equip import Kit, counts_of, equip
 from tidemill.cluster.hold import KeptDock
 from tidemill.cluster.task import Assignment
 from tidemill.dock.address import Address
@@ -50,7 +50,7 @@ class Orders:
 
     @property
     def operation(self) -> tuple[str, float] | None:
-        return self.kit.ranks.operation
+        return self.kit.world.operation
 
     def facts(self) -> dict[str, Any]:
         learn, kit = self.kit.learn, self.kit
@@ -75,13 +75,10 @@ class Orders:
     def work_on(self, stages: tuple[str, ...]) -> None:
         self.open = tuple(s for s in self.kit.workers if s in stages)
 
-    def begin(self, first_group: int) -> None:
-        """A new step. Stages closed until they are opened again."""
-        if self.kit.learn is not None:
-            self.kit.learn.begin(first_group)
-        advantage = self.kit.workers.get("advantage")
-        if isinstance(advantage, AdvantageWorker) and isinstance(advantage.refill, Refill):
-            advantage.refill.first_group = first_group
+    def begin(self, first_group: int, tag: str | None) -> None:
+        """A new step for every stage."""
+        for worker in self.kit.workers.values():
+            worker.begin(first_group, tag)
 
     def leave_step(self) -> bool:
         """Stop working on the step, unless a gradient would be wasted; whether it has stopped."""
@@ -90,26 +87,28 @@ class Orders:
         self.open = ()
         return True
 
-    def feed(self) -> dict[str, Any]:
-        """Put the next step's rows; what the driver must know of them."""
-        feed = self.kit.feed
-        assert feed is not None
-        rows = self.kit.step_rows = feed.rows()
-        self.kit.dock.put(rows)
-        return {"first_group": int(rows.values("group")[0]), "rows": rows.rows, **self.feed_state()}
+    def open_step(self, step: int, start: dict[str, Any] | None) -> dict[str, Any]:
+        """The rows of a step, and of those that may begin with it, enter; what the driver must know of them.
+        `start`: where the feed is to stand first, for a dock that may lack what was put before."""
+        kit = self.kit
+        assert kit.feed is not None
+        if start is not None:
+            kit.feed.restore(start)
+            kit.open_feed()
+        assert kit.ahead is not None and kit.puts is not None
+        opened = kit.ahead.begin(step)
+        kit.puts.forget([kit.ahead.tag(s) or "" for s in kit.ahead.open])
+        known = {"first_group": opened.first_group, "tag": kit.ahead.tag(step), "starts": kit.ahead.starts}
+        return known | self.feed_state()
 
     def feed_again(self) -> None:
-        """The bytes of some rows were lost with a warehouse; the others are not entered twice."""
-        if self.kit.step_rows is not None:
-            self.kit.dock.put(self.kit.step_rows)
+        """The bytes of some rows were lost with a warehouse."""
+        if self.kit.puts is not None:
+            self.kit.puts.again()
 
     def feed_state(self) -> dict[str, Any]:
         assert self.kit.feed is not None
         return {"state": self.kit.feed.state(), "bad_rows": len(self.kit.feed.bad_rows)}
-
-    def restore_feed(self, state: dict[str, Any]) -> None:
-        assert self.kit.feed is not None
-        self.kit.feed.restore(state)
 
     def connect(self, address: Address) -> None:
         """To a new dock: whatever was held of the old one is forgotten."""
@@ -179,7 +178,7 @@ class Orders:
         return self.task.host, int(self._store.port)
 
     def join_world(self, host: str, port: int) -> None:
-        self.kit.ranks.join(host, port, self.kit.device, self.task.config.cluster.collective_s)
+        self.kit.world.join(host, port, self.kit.device, self.task.config.cluster.collective_s)
 
     def describe(self, rank: int) -> Any:
         """The layout of what is sent or received, for this place in a link."""
@@ -207,9 +206,16 @@ class Orders:
 
     def serve(self, version: int) -> None:
         """The weights as they are now are this version."""
-        if self.kit.engine is not None:
-            self.kit.engine.load(None, version)
-            self.is_whole = True
+        engine = self.kit.engine
+        if engine is None:
+            return
+        reread = self.kit.config.flow.half_made == "reread" and engine.has_work
+        half_made = engine.pause() if reread else []
+        engine.load(None, version)
+        engine.resume(half_made)
+        if resumed := sum(bool(p.tokens) for p in half_made):
+            self.kit.tally.add("resumed_samples", float(resumed))
+        self.is_whole = True
 
     def version(self) -> int:
         assert self.kit.learner is not None

@@ -1,203 +1,151 @@
-"""Ranks that learn together: each adds up the gradients of its share, one all-reduce makes an update of all of them.
+"""Ranks on this machine: processes of one torch.distributed world that run the same function together, again and again.
 
-The share of a rank is whatever the dock gave it; gradients and metrics are sums, so the update is the one that a
-single rank would have made.
+Starting one costs what importing torch and transformers costs, so the set is kept and reused: a world of another size
+is made of the same processes. A rank that fails or dies ends the call with its own words; the others are not waited
+for.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from tidemill.batch import GROUP, Batch
-from tidemill.cluster.hold import KeptDock, KeptLease
-from tidemill.config import Config
-from tidemill.dock import DockState, Want
-from tidemill.flow.stages import LearnWorker, committed
-from tidemill.flow.tally import Tally
-from tidemill.learn.engine import Learner, on_host
+from tidemill.device.collective import backend
+from tidemill.errors import TidemillError
 
-MOST_GROUPS = 4096  # asked for at once: all there are
+PRELOAD = ("torch", "torch.distributed", "torch.distributed.fsdp", "transformers", "tidemill.cluster.ranks")
+STOP_S = 5.0  # for a rank to end by itself before it is killed
+
+
+class RankError(TidemillError):
+    """A rank failed, died, or was not heard of in time."""
 
 
 class Ranks:
-    """This process among those that learn. With one rank nothing is sent."""
-
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size = rank, size
-        self.operation: tuple[str, float] | None = None  # what this rank waits in with the others, and since when
-
-    def join(self, host: str, port: int, device: torch.device, timeout_s: float) -> None:
-        """Make the world: every rank calls it. The first rank's process keeps the store."""
-        if self.size == 1:
-            return
-        timeout = timedelta(seconds=timeout_s)
-        store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-        backend = "gloo"
-        if device.type != "cpu":
-            backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-        with self._in("joining the world"):
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
-
-    def gather(self, own: Any, what: str) -> list[Any]:
-        """Every rank's word."""
-        if self.size == 1:
-            return [own]
-        words: list[Any] = [None] * self.size
-        with self._in(what):
-            dist.all_gather_object(words, own)
-        return words
-
-    def update(self, learner: Learner) -> dict[str, float]:
-        """One optimizer step from what all ranks accumulated."""
-        if self.size > 1:
-            self._share(learner)
-        return learner.update()
-
-    def _share(self, learner: Learner) -> None:
-        parts = self.gather((learner._whole, on_host(learner._stats)), "gathering of metrics")
-        learner._whole = sum(whole for whole, _ in parts)
-        learner._stats = [stats for _, listed in parts for stats in listed]
-        gradients = learner.gradients
-        given = torch.tensor([gradients.of(p) is not None for p in gradients.parameters], dtype=torch.int32)
-        with self._in("all-reduce of gradients"):
-            dist.all_reduce(given, dist.ReduceOp.MAX)
-            for p, is_given in zip(gradients.parameters, given.tolist()):
-                if is_given:  # somewhere; a rank without samples of it adds zero
-                    dist.all_reduce(gradients.ensure(p))
-
-    @contextmanager
-    def _in(self, operation: str) -> Iterator[None]:
-        self.operation = operation, time.monotonic()
-        try:
-            yield
-        finally:
-            self.operation = None
-
-
-class RankLearnWorker(LearnWorker):
-    """Learns its share of a step's groups. A step is learned once: when ledger or leases went in between, what was
-    accumulated is thrown away before the update, and what comes back after it is only ended."""
+    """`count` processes. `call` runs a function on the first `on` of them, which form a world of that size."""
 
     def __init__(
-        self,
-        dock: KeptDock,
-        learner: Learner,
-        config: Config,
-        tally: Tally,
-        ranks: Ranks,
-        name: str = "learn",
-        critic: LearnWorker | None = None,
+        self, count: int, *, kind: str = "cpu", timeout_s: float = 600.0, threads: int = 1, preload: Sequence[str] = ()
     ) -> None:
-        self.ranks = ranks
-        self.groups: Any = np.empty(0, np.int64)  # of the whole step, on all ranks; known when it is learned
-        self.has_updated = False
-        self.started_over = 0
-        super().__init__(dock, learner, config, tally, name, critic)
+        self.count, self.kind, self.timeout_s = count, kind, timeout_s
+        # The store lives here, so that no rank's death takes it away and no port has to be guessed.
+        self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*PRELOAD, *preload])
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            settings = (rank, self.store.port, kind, timeout_s, threads)
+            process = context.Process(target=_serve, args=(theirs, settings), daemon=True, name=f"rank-{rank}")
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        self.world = 0
+        self.worlds = 0
 
-    def begin(self, first_group: int) -> None:
-        super().begin(first_group)
-        self._drop_held()
-        self.groups, self.has_updated = np.empty(0, np.int64), False
+    def call(self, work: Callable[..., Any], *args: Any, on: int = 0, wait_s: float | None = None) -> list[Any]:
+        """What `work(*args)` gave on each rank, by rank. `work` must be importable where the ranks run."""
+        size = on or self.count
+        if self.world != size:
+            self.world, self.worlds = size, self.worlds + 1
+        for rank in range(size):
+            self.pipes[rank].send((size, self.worlds, work, args))
+        return self._collect(size, getattr(work, "__name__", str(work)), wait_s or self.timeout_s * 1.5)
 
-    def poll(self) -> bool:
-        if self.is_done:
-            return False
-        state = self.dock.state()
-        counts = state.stages[self.name]
-        moved = self._take(state)
-        if any(getattr(lease, "is_lost", False) for lease in self.held) and not self.has_updated:
-            self._drop_held()
-            return True
-        if self.has_updated:
-            self._end_held()
-            counts = self.dock.state().stages[self.name]
-            self.is_done = counts.ready + counts.leased == 0
-            return moved or self.is_done
-        if not moved and counts.ready == 0 and counts.leased == state.rows:
-            return self._finish_if_all_here(state.rows)
-        if moved:
-            self._accumulate_ready()
-        return moved
+    def _collect(self, size: int, name: str, wait_s: float) -> list[Any]:
+        found: dict[int, Any] = {}
+        while len(found) < size:
+            waiting = {self.pipes[r]: r for r in range(size) if r not in found}
+            ready = wait(list(waiting), wait_s)
+            if not ready:
+                missing = ", ".join(str(r) for r in waiting.values())
+                self.kill()
+                raise RankError(f"{name}: no answer from rank {missing} in {wait_s:.0f} s", "see the ranks' own logs")
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                found[rank] = self._answer(rank, name)
+        return [found[r] for r in range(size)]
 
-    def _take(self, state: DockState) -> bool:
-        """Whatever is this rank's, until nothing more is: decisions made before `state` was asked are then all held."""
-        want = Want(groups=MOST_GROUPS, rank=self.ranks.rank, ranks=self.ranks.size)
-        moved = False
-        while (lease := self.dock.take(self.name, want)) is not None:
-            self.held.append(lease)
-            moved = True
-        counts = state.stages[self.name]
-        if self.ranks.size > 1 and self.ranks.rank == 0 and counts.ready and counts.ready + counts.leased == state.rows:
-            # Fewer groups than ranks are left, and no more will come: the first rank takes them.
-            lease = self.dock.take(self.name, Want(groups=MOST_GROUPS))
-            if lease is not None:
-                self.held.append(lease)
-                moved = True
-        return moved
+    def _answer(self, rank: int, name: str) -> Any:
+        try:
+            kind, value = self.pipes[rank].recv()
+        except (EOFError, OSError) as error:
+            self.processes[rank].join(STOP_S)
+            code = self.processes[rank].exitcode
+            self.kill()
+            raise RankError(
+                f"rank {rank} died in {name} (exit code {code})", "a killed rank often ran out of memory"
+            ) from error
+        if kind == "done":
+            return value
+        self.kill()
+        error, told = value
+        if isinstance(error, TidemillError):
+            error.add_note(f"on rank {rank}")
+            raise error
+        raise RankError(f"rank {rank} failed in {name}:\n{told}")
 
-    def _finish_if_all_here(self, rows: int) -> bool:
-        """Learn, if the shares of all ranks make up the step, each row once; all ranks decide alike."""
-        own = [g for lease in self.held for g in lease.batch.values(GROUP).tolist()]
-        words = self.ranks.gather((own, rows), "agreement on the step's samples")
-        union = [set(groups) for groups, _ in words]
-        every = sorted(set().union(*union))
-        total = sum(len(groups) for groups, _ in words)
-        if len(every) != sum(map(len, union)) or any(total != seen for _, seen in words):
-            self._drop_held()
-            return True
-        self.groups = np.array(every, np.int64)
-        if len(every) and not self.only_critic:
-            self._learn_share()
-        self.has_updated = True
-        self._end_held()
-        counts = self.dock.state().stages[self.name]
-        self.is_done = counts.ready + counts.leased == 0
-        return True
+    @property
+    def is_alive(self) -> bool:
+        return all(p.is_alive() for p in self.processes)
 
-    def _learn_share(self) -> None:
-        whole = Batch.concat([held.batch for held in self.held]) if self.held else None
-        place = self._place(self.groups)
-        for _ in range(self.config.train.passes_per_step):
-            for update in range(self.config.train.updates_per_step):
-                if whole is not None:
-                    fresh = ~np.isin(whole.values(GROUP), list(self.accumulated))
-                    rows = np.flatnonzero((self._place(whole.values(GROUP)) == update) & fresh)
-                    if len(rows):
-                        self._accumulate(whole.gather(rows))
-                if (place == update).any():
-                    self.has_begun = True
-                    with self.tally.time(self.name):
-                        measured = self.ranks.update(self.learner)
-                    if self.ranks.rank == 0:
-                        self.tally.update(self._named(measured))
-                self.accumulated = set()
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for pipe in self.pipes:
+            pipe.close()
 
-    def _place(self, groups: Any) -> Any:
-        """Which of the step's updates each group belongs to."""
-        updates = self.config.train.updates_per_step
-        if self.config.algorithm.dynamic_sampling:
-            return np.searchsorted(self.groups, groups) * updates // max(1, len(self.groups))
-        return (groups - self.first_group) // (self.config.train.prompts_per_step // updates)
+    def close(self) -> None:
+        for pipe in self.pipes:
+            if not pipe.closed:
+                try:
+                    pipe.send(None)
+                except OSError:
+                    continue
+        for process in self.processes:
+            process.join(STOP_S)
+        self.kill()
 
-    def _end_held(self) -> None:
-        for held in self.held:
-            committed(held)  # refused: the rows come again, and are ended then
-        self.held = []
+    def __enter__(self) -> Ranks:
+        return self
 
-    def _drop_held(self) -> None:
-        """Give everything back and forget what was accumulated of it."""
-        if self.held:
-            self.started_over += 1
-        for held in self.held:
-            if isinstance(held, KeptLease):
-                held.abandon()
-        self.held, self.accumulated, self.has_begun = [], set(), False
-        self.learner.forget()
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def join(rank: int, size: int, store: Any, kind: str, timeout_s: float) -> None:
+    """Make the world of this process: the one group everything else is cut from."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group(
+        backend(kind), store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def _serve(pipe: Connection, settings: tuple[int, int, str, float, int]) -> None:
+    rank, port, kind, timeout_s, threads = settings
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(threads)
+    store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=timeout_s))
+    world = 0
+    while (order := pipe.recv()) is not None:
+        size, number, work, args = order
+        try:
+            if number != world:
+                join(rank, size, dist.PrefixStore(f"world-{number}", store), kind, timeout_s)
+                world = number
+            pipe.send(("done", work(*args)))
+        except BaseException as error:
+            pipe.send(("failed", (error if isinstance(error, TidemillError) else None, traceback.format_exc())))
+            if not isinstance(error, Exception):
+                raise

@@ -26,6 +26,7 @@ from tidemill.dock.client import RemoteDock
 from tidemill.dock.server import DockServer
 from tidemill.dock.setup import DockSetup
 from tidemill.errors import TidemillError
+from tidemill.flow.ahead import staleness_limit
 from tidemill.flow.records import Evaluation
 from tidemill.flow.tally import together
 from tidemill.flow.workers import Rewound
@@ -140,6 +141,8 @@ class RemoteWorkers:
             stages=self.graph.stages,
             source=self.graph.source,
             lease_s=cluster.lease_s,
+            max_staleness=staleness_limit(self.config),
+            stale="requeue",
             replicas=cluster.replicas,
             memory_bytes=None if cluster.memory_mb is None else cluster.memory_mb << 20,
         )
@@ -185,8 +188,7 @@ class RemoteWorkers:
         if member.post.group.name == LEARNER and self._is_up:
             self._lost_learner = self._lost_learner or f"{member.name} is lost: {why.splitlines()[0]}"
             return False
-        self.conductor.miss(member)
-        return True
+        return True  # its leases run out by themselves
 
     def check_learners(self) -> None:
         """Raise when a rank was lost: its weights went with it."""
@@ -198,8 +200,7 @@ class RemoteWorkers:
         self._restart_learners()
         self.new_dock()
         self._come_up()
-        self.feed_state = self._first_feed
-        self.crew.call(self.feeder, "restore_feed", self.feed_state)
+        self.feed_state, self.conductor.refeed = self._first_feed, True
 
     def stalled(self, state: DockState, seconds: float) -> None:
         """Nothing has moved for long: say who waits for whom, and end."""
@@ -231,8 +232,8 @@ class RemoteWorkers:
 
     # What the loop asks
 
-    def step(self, stop: Callable[[], bool]) -> None:
-        self.conductor.step(stop)
+    def step(self, number: int, stop: Callable[[], bool]) -> None:
+        self.conductor.step(number, stop)
         self.crew.spent = 0
 
     def measure(self) -> dict[str, float]:
@@ -302,8 +303,7 @@ class RemoteWorkers:
     def restore(self, path: Path) -> dict[str, Any]:
         told = self.crew.call_all(self.crew.learners(), "restore", lambda _: (path.resolve(),))
         state: dict[str, Any] = next(iter(told.values()))
-        self.feed_state = state["feed"]
-        self.crew.call(self.feeder, "restore_feed", self.feed_state)
+        self.feed_state, self.conductor.refeed = state["feed"], True
         self.publisher.publish()
         return state
 

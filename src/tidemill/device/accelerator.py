@@ -51,6 +51,12 @@ class Accelerator:
         return next((peak for words, peak in self.peaks if all(w in name for w in words.lower().split())), None)
 
     def power_w(self) -> float | None:
+        try:
+            return float(self.backend.power_draw(self.index)) / 1000  # asked of the driver: no process is started
+        except (AttributeError, ImportError, RuntimeError):
+            return self._power_by_command()
+
+    def _power_by_command(self) -> float | None:
         if shutil.which(self.power_command[0]) is None:
             return None
         command = [part.format(index=self.index) for part in self.power_command]

@@ -72,6 +72,7 @@ class DockState:
     puts_waiting: int = 0  # producers held back because the dock is full
     put_wait_s: float = 0.0  # seconds that producers have waited in all
     refused: int = 0  # messages that did not authenticate or did not parse
+    tags: dict[str, int] = field(default_factory=dict)  # rows by tag
     warehouses: dict[str, dict[str, int]] = field(default_factory=dict)  # bytes in memory, spilled, pulled, ...
 
 

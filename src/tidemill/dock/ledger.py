@@ -229,6 +229,7 @@ class Ledger:
             stale=self.stale,
             ended=self.ended,
             lost=self.lost,
+            tags={tag: held.rows for tag, held in self.chunks.held().items() if held.rows},
         )
 
     def _counts(self, c: Controller, now: float) -> StageCounts:

@@ -15,6 +15,7 @@ from tidemill.cluster.start import start
 from tidemill.config import Config
 from tidemill.errors import CheckpointError, TidemillError
 from tidemill.flow.records import Evaluation, dump_evaluation, load_evaluation
+from tidemill.flow.tally import idle
 from tidemill.flow.workers import Rewound, Stopped, Workers
 from tidemill.learn import checkpoint
 from tidemill.observe.metrics import MetricsWriter
@@ -92,17 +93,17 @@ def train_loop(
     folder.truncate(first if found is not None else -1)  # without a checkpoint, what was logged before step 1 goes too
     watch.started(workers, first)
     with recording(folder, config, first, watch) as metrics, interruptions(watch) as stop:
-        if first == 0 and config.eval.before:
+        if first == 0 and config.eval.before and config.eval.size:
             summary.before = look(workers, config, summary, metrics, watch)
         for step in range(first + 1, config.train.steps + 1):
             began = time.perf_counter()
             try:
-                workers.step(stop)
+                workers.step(step, stop)
             except Stopped:
                 summary.is_stopped = True
                 break
             record(step, workers, metrics, summary, time.perf_counter() - began, watch)
-            if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
+            if config.eval.size and config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
                 seen = look(workers, config, summary, metrics, watch)
                 if seen.accuracy >= (config.train.stop_at_accuracy or 2.0):
                     summary.is_early, summary.after = True, seen
@@ -112,7 +113,7 @@ def train_loop(
             if is_last:
                 summary.is_stopped = stop() and step < config.train.steps and not summary.is_early
                 break
-        if not summary.is_stopped and summary.after is None and config.eval.after:
+        if not summary.is_stopped and summary.after is None and config.eval.after and config.eval.size:
             summary.after = look(workers, config, summary, metrics, watch)
     finish(folder, workers, summary, config, watch)
     return summary
@@ -133,6 +134,7 @@ def record(
     made = "made_tokens" in measured  # learning from one's own samples: each counts once, however often it is learned
     tokens = measured["prompt_tokens"] + measured["made_tokens"] if made else measured.get("learned_tokens", 0.0)
     measured |= {"tokens_per_s": tokens / seconds, "time/step": seconds}
+    measured |= idle(measured, seconds)
     summary.steps = step
     summary.seconds += seconds
     summary.tokens += tokens

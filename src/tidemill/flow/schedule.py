@@ -9,7 +9,10 @@ from tidemill.errors import TidemillError
 from tidemill.flow.stages import LearnWorker, Worker, stacks_of
 from tidemill.flow.workers import Stopped
 
-IDLE_S = 0.0005  # between polls when every worker waits for another thread or process
+# Between polls when every worker waits for another thread or process: short at first, then longer, so that looking does
+# not take time from those that work.
+IDLE_S = 0.0005
+LONGEST_IDLE_S = 0.004
 
 
 def sync(workers: Sequence[Worker], learn: LearnWorker, stop: Callable[[], bool], stall_s: float) -> None:
@@ -29,18 +32,21 @@ def streamed(workers: Sequence[Worker], learn: LearnWorker, stop: Callable[[], b
     _check_done(workers, learn)
 
 
-SCHEDULES = {"sync": sync, "streamed": streamed}
+# In `async` too every stage works on what is ready; what differs is how many steps' rows are there (flow/ahead.py), and
+# that rollout has a thread and weights of its own (flow/beside.py, flow/weights.py).
+SCHEDULES = {"sync": sync, "streamed": streamed, "async": streamed}
 
 
 def _poll_until_still(workers: Sequence[Worker], learn: LearnWorker, stop: Callable[[], bool], stall_s: float) -> bool:
     """Whether anything moved."""
     began = moved_at = time.monotonic()
+    idle_s = IDLE_S
     while not learn.is_done:
         if stop() and not learn.has_begun:
             raise Stopped
         moves = [worker.poll() for worker in workers]
         if any(moves):
-            moved_at = time.monotonic()
+            moved_at, idle_s = time.monotonic(), IDLE_S
         elif not any(worker.waits for worker in workers):
             break
         elif time.monotonic() - moved_at > stall_s:
@@ -48,7 +54,8 @@ def _poll_until_still(workers: Sequence[Worker], learn: LearnWorker, stop: Calla
                 stacks_of(list(workers), moved_at), "see the log; raise rewards.timeout_s if it is slow"
             )
         else:
-            time.sleep(IDLE_S)
+            time.sleep(idle_s)
+            idle_s = min(2 * idle_s, LONGEST_IDLE_S)
     return moved_at > began
 
 

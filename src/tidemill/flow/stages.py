@@ -20,6 +20,7 @@ from tidemill.config import Config
 from tidemill.dock import Dock, Lease, LeaseExpired, Want
 from tidemill.errors import RewardError, TidemillError
 from tidemill.flow.tally import Tally
+from tidemill.flow.weights import OwnCopy
 from tidemill.learn.critic import ValueLearner
 from tidemill.learn.engine import Learner, score
 from tidemill.reward.api import Sample, Scored
@@ -34,6 +35,9 @@ FINISH = ("stop", "length", "error", "cancelled")  # the column `finish` holds t
 class Worker(Protocol):
     name: str  # its stage
     runs_beside: bool  # in threads or processes of its own, so that it takes no time from others
+
+    def begin(self, first_group: int, tag: str | None) -> None:
+        """A new step, whose groups count from `first_group`. `tag` marks its rows; None: no other step's are here."""
 
     def poll(self) -> bool:
         """Do a bounded piece of work; whether anything moved."""
@@ -77,10 +81,19 @@ class RolloutWorker:
     name = "rollout"
     runs_beside = False
 
-    def __init__(self, dock: Dock, engine: RolloutEngine, config: Config, tally: Tally) -> None:
+    def __init__(
+        self, dock: Dock, engine: RolloutEngine, config: Config, tally: Tally, weights: OwnCopy | None = None
+    ) -> None:
         self.dock, self.engine, self.config, self.tally = dock, engine, config, tally
         self.sampling = sampling_of(config, config.seed)
         self.rolling: dict[int, _Rolling] = {}
+        self.weights = weights  # a copy of its own, which may change between two tokens
+        self.patience_s = 0.0  # how long an idle worker waits in the dock
+        self.finished = 0  # groups
+        self._renewed = time.monotonic()
+
+    def begin(self, first_group: int, tag: str | None) -> None:
+        """Makes samples of whatever step's rows are there."""
 
     @property
     def waits(self) -> bool:
@@ -90,6 +103,8 @@ class RolloutWorker:
         moved = self._fill()
         if not self.engine.has_work:
             return moved
+        self._take_up_weights()
+        self._renew_leases()
         with self.tally.time(self.name):
             finished = self.engine.step()
         for completion in finished:
@@ -101,15 +116,30 @@ class RolloutWorker:
         moved = False
         room = self.config.rollout.concurrent
         while sum(len(r.lease.batch[ID].values) - len(r.done) for r in self.rolling.values()) < 2 * room:
-            lease = self.dock.take(self.name, Want(groups=1))
+            is_idle = not (moved or self.engine.has_work)
+            lease = self.dock.take(self.name, Want(groups=1), wait=self.patience_s if is_idle else 0.0)
             if lease is None:
                 return moved
+            self._take_up_weights()  # published before these rows were put: they must not begin with older ones
             group = int(lease.batch.values(GROUP)[0])
             self.rolling[group] = _Rolling(lease, {})
             for request in self._requests(group, lease.batch):
                 self.engine.submit(request)
             moved = True
         return moved
+
+    def _take_up_weights(self) -> None:
+        if self.weights is not None:
+            resumed = self.weights.take_up()
+            if resumed:
+                self.tally.add("resumed_samples", float(resumed))
+
+    def _renew_leases(self) -> None:
+        """A long sample may take longer than a lease lasts."""
+        if time.monotonic() - self._renewed > self.config.flow.lease_s / 4:
+            self._renewed = time.monotonic()
+            for rolling in self.rolling.values():
+                rolling.lease.renew()
 
     def _requests(self, group: int, batch: Batch) -> list[Request]:
         """The group's rows; those marked greedy, which others are compared with, apart from the drawn ones."""
@@ -138,9 +168,12 @@ class RolloutWorker:
             )
         if not committed(rolling.lease, rollout_columns(made)):
             return
+        self.finished += 1
         for c in made:
             self.tally.mean("response_tokens", len(c.tokens))
             self.tally.mean("truncated_share", float(c.finish == "length"))
+            if c.kept is not None:  # top-p, top-k or min-p left tokens out
+                self.tally.mean("kept_mass", float(np.exp(c.kept).mean()))
             self.tally.add("prompt_tokens", len(c.request.prompt))
             self.tally.add("made_tokens", len(c.tokens))
 
@@ -175,6 +208,10 @@ class RewardWorker:
     ) -> None:
         self.dock, self.scorer, self.decode, self.tally, self.keep_samples = dock, scorer, decode, tally, keep_samples
         self.scoring: list[tuple[Lease, list[Sample], Future[list[Scored]]]] = []
+        self._since = 0.0  # when scoring began
+
+    def begin(self, first_group: int, tag: str | None) -> None:
+        """Scores samples of whatever step."""
 
     @property
     def waits(self) -> bool:
@@ -183,12 +220,15 @@ class RewardWorker:
     def poll(self) -> bool:
         lease = self.dock.take(self.name, Want(rows=1024))
         if lease is not None:
+            self._since = self._since if self.scoring else time.perf_counter()
             samples = [self._sample(lease.batch.row(i)) for i in range(lease.batch.rows)]
             self.scoring.append((lease, samples, self.scorer.submit(samples)))
         done = [s for s in self.scoring if s[2].done()]
         self.scoring = [s for s in self.scoring if not s[2].done()]
         for finished in done:
             self._commit(*finished)
+        if done and not self.scoring:
+            self.tally.add("time/reward", time.perf_counter() - self._since)
         return lease is not None or bool(done)
 
     def _sample(self, row: dict[str, Any]) -> Sample:
@@ -265,9 +305,15 @@ class AdvantageWorker:
     ) -> None:
         self.dock, self.algorithm, self.config, self.tally, self.refill = dock, algorithm, config, tally, refill
         self.held: list[Lease] = []
+        self.tag: str | None = None
+        self.passed = 0  # rows of the step that went on to learning
+
+    def begin(self, first_group: int, tag: str | None) -> None:
+        """Groups of one step at a time: what they are compared with, and what replaces them, belongs to it."""
+        self.tag, self.passed = tag, 0
 
     def poll(self) -> bool:
-        lease = self.dock.take(self.name, Want(groups=4096))
+        lease = self.dock.take(self.name, Want(groups=4096, tag=self.tag))
         if lease is not None:
             self.held.append(lease)
         if not self.held or (self.algorithm.wants_whole_step(self.config) and not self._all_here()):
@@ -279,9 +325,7 @@ class AdvantageWorker:
 
     def _all_here(self) -> bool:
         """Whether every sample of the step is held here or has gone on to learning."""
-        state = self.dock.state()
-        beyond = state.stages["learn"]
-        return sum(h.batch.rows for h in self.held) + beyond.ready + beyond.leased == state.rows
+        return sum(h.batch.rows for h in self.held) + self.passed == rows_of(self.dock, self.tag)
 
     def _commit(self, leases: list[Lease]) -> None:
         batch = Batch.concat([lease.batch for lease in leases])
@@ -294,6 +338,7 @@ class AdvantageWorker:
             counted[rows] = committed(lease, outputs.gather(rows), dropped)
             start += lease.batch.rows
         batch, kept = batch.gather(np.flatnonzero(counted)), kept[counted]
+        self.passed += int(kept.sum())
         self._count(batch)
         groups = batch.values(GROUP)
         gone = len(np.unique(groups)) - len(np.unique(groups[kept]))
@@ -328,9 +373,14 @@ class ScoreWorker:
             config,
             tally,
         )
+        self.tag: str | None = None
+
+    def begin(self, first_group: int, tag: str | None) -> None:
+        """The policy changes with every step, so only this step's samples are scored; the others' models do not."""
+        self.tag = tag if self.name == "old_logprobs" else None
 
     def poll(self) -> bool:
-        lease = self.dock.take(self.name, Want(tokens=self.config.train.tokens_per_microbatch * 4))
+        lease = self.dock.take(self.name, Want(tokens=self.config.train.tokens_per_microbatch * 4, tag=self.tag))
         if lease is None:
             return False
         with self.tally.time(self.name):
@@ -347,9 +397,13 @@ class ValueWorker:
 
     def __init__(self, dock: Dock, critic: ValueLearner, config: Config, tally: Tally) -> None:
         self.dock, self.critic, self.config, self.tally = dock, critic, config, tally
+        self.tag: str | None = None
+
+    def begin(self, first_group: int, tag: str | None) -> None:
+        self.tag = tag
 
     def poll(self) -> bool:
-        lease = self.dock.take(self.name, Want(tokens=self.config.train.tokens_per_microbatch * 4))
+        lease = self.dock.take(self.name, Want(tokens=self.config.train.tokens_per_microbatch * 4, tag=self.tag))
         if lease is None:
             return False
         with self.tally.time(self.name):
@@ -382,25 +436,26 @@ class LearnWorker:
         self.has_begun = False  # a gradient has been added that an interruption would waste
         self.begin(0)
 
-    def begin(self, first_group: int) -> None:
+    def begin(self, first_group: int, tag: str | None = None) -> None:
         """A new step, whose groups count from `first_group`."""
-        self.first_group = first_group
+        self.first_group, self.tag = first_group, tag
+        self.version = self.learner.version
         self.accumulated: set[int] = set()
         self.has_begun = False
         self.is_done = False
         self.only_critic = False
         if self.critic is not None:
-            self.critic.begin(first_group)
+            self.critic.begin(first_group, tag)
             steps = self.critic.learner.version // (
                 self.config.train.updates_per_step * self.config.train.passes_per_step
             )
             self.only_critic = steps < self.config.algorithm.critic.warmup_steps
 
     def poll(self) -> bool:
-        lease = self.dock.take(self.name, Want(groups=4096))
+        lease = self.dock.take(self.name, Want(groups=4096, tag=self.tag))
         if lease is not None:
             self.held.append(lease)
-        all_here = sum(held.batch.rows for held in self.held) == self.dock.state().rows
+        all_here = sum(held.batch.rows for held in self.held) == rows_of(self.dock, self.tag)
         if all_here and not self.is_done:
             self._finish_step()
             return True
@@ -433,9 +488,19 @@ class LearnWorker:
         self.has_begun = True
         batch = batch.gather(np.lexsort((batch.values(ID), batch.values(GROUP))))
         self.tally.add("learned_tokens", float(batch["tokens"].lengths.sum()))
+        if self.config.flow.schedule == "async" and "versions" in batch:
+            self._count_age(batch)
         with self.tally.time(self.name):
             self.learner.accumulate(batch)
         self.accumulated.update(int(g) for g in np.unique(batch.values(GROUP)))
+
+    def _count_age(self, batch: Batch) -> None:
+        """How many steps the weights that made a token are behind those that learn from it."""
+        train, versions = self.config.train, batch["versions"]
+        age = (self.version - versions.values) / (train.updates_per_step * train.passes_per_step)
+        self.tally.mean("staleness", float(age.mean()))
+        self.tally.update({"staleness_max": float(age.max())})
+        self.tally.mean("sample_versions", float(np.mean([len(np.unique(v)) for v in versions])))
 
     def _finish_step(self) -> None:
         if self.held and not self.only_critic:
@@ -460,6 +525,12 @@ class LearnWorker:
 
     def _named(self, metrics: dict[str, float]) -> dict[str, float]:
         return metrics if self.name == "learn" else {f"critic/{name}": value for name, value in metrics.items()}
+
+
+def rows_of(dock: Dock, tag: str | None) -> int:
+    """Rows of a step that are in the dock, wherever they stand."""
+    state = dock.state()
+    return state.rows if tag is None else state.tags.get(tag, 0)
 
 
 def stacks_of(workers: list[Worker], since: float) -> str:

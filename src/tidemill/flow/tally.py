@@ -1,8 +1,12 @@
-"""Tally: what the workers of one step counted, as metrics. Means are weighted by how often they were given."""
+"""Tally: what the workers of one step counted, as metrics. Means are weighted by how often they were given.
+
+Workers may count from threads of their own.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,8 +39,24 @@ def together(parts: Sequence[Counted]) -> dict[str, float]:
     return merged
 
 
+ROLES = {
+    "rollout": ("rollout",),
+    "reward": ("reward", "advantage"),
+    "reference": ("reference", "teacher"),
+    "actor": ("learn", "old_logprobs", "publish"),
+    "critic": ("learn_values", "values"),
+}
+
+
+def idle(measured: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """Share of a step in which each role had nothing to do. Roles that share a thread wait for one another."""
+    busy = {role: sum(measured.get(f"time/{name}", 0.0) for name in names) for role, names in ROLES.items()}
+    return {f"idle/{role}": max(0.0, 1.0 - spent / seconds) for role, spent in busy.items() if spent > 0}
+
+
 class Tally:
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._clear()
 
     def _clear(self) -> None:
@@ -46,14 +66,17 @@ class Tally:
         self._started = time.perf_counter()
 
     def add(self, name: str, value: float) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + value
+        with self._lock:
+            self._sums[name] = self._sums.get(name, 0.0) + value
 
     def mean(self, name: str, value: float) -> None:
-        self._means.setdefault(name, []).append(value)
+        with self._lock:
+            self._means.setdefault(name, []).append(value)
 
     def update(self, metrics: Mapping[str, float]) -> None:
         """Metrics of one optimizer update; a step's are their mean, or extreme where the name says so."""
-        self._updates.append(dict(metrics))
+        with self._lock:
+            self._updates.append(dict(metrics))
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
@@ -65,11 +88,12 @@ class Tally:
 
     def drain(self) -> Counted:
         """All that was counted; counting starts anew."""
-        # fsum rounds once: the order in which workers counted does not show.
-        means = {name: (math.fsum(values), len(values)) for name, values in self._means.items()}
-        counted = Counted(self._sums, means, self._updates)
-        self._clear()
-        return counted
+        with self._lock:
+            # fsum rounds once: the order in which workers counted does not show.
+            means = {name: (math.fsum(values), len(values)) for name, values in self._means.items()}
+            counted = Counted(self._sums, means, self._updates)
+            self._clear()
+            return counted
 
     def take(self) -> dict[str, float]:
         """The step's metrics; counting starts anew."""

@@ -33,7 +33,7 @@ class Workers(Protocol):
     def bad_rows(self) -> int:
         """Rows of the data that could not be used, so far."""
 
-    def step(self, stop: Callable[[], bool]) -> None:
+    def step(self, number: int, stop: Callable[[], bool]) -> None:
         """Feed, roll out, score, learn, and serve the new weights. `Stopped`: nothing of the step has happened."""
 
     def measure(self) -> dict[str, float]:

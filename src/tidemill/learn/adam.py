@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tidemill.learn.pinned import Pinned
+
 Master = Literal["none", "float32", "stochastic"]
 Moments = Literal["float32", "int8"]
 Gradient = Callable[[Parameter], Tensor | None]
@@ -37,6 +39,7 @@ class Adam(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.gradient, self.master, self.moments, self.on_host, self.seed = gradient, master, moments, on_host, seed
+        self.host = Pinned()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -81,7 +84,7 @@ class Adam(torch.optim.Optimizer):
 
     def _keep(self, p: Parameter, made: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.on_host and p.device != HOST:
-            made = {k: torch.empty_like(v, device=HOST, pin_memory=True).copy_(v) for k, v in made.items()}
+            made = {k: self.host.like(v).copy_(v) for k, v in made.items()}
         return {"step": torch.zeros((), dtype=torch.int64), **made}
 
 

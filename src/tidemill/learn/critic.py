@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.algorithms.api import Algorithm, Stats
+from tidemill.algorithms.api import Algorithm, Kept, Stats
 from tidemill.algorithms.ppo import explained_variance
 from tidemill.batch import Batch, Column
 from tidemill.config import Config
@@ -46,6 +46,9 @@ class ValueLearner(Learner):
         if rate is not None:
             config = config.model_copy(update={"learn": config.learn.model_copy(update={"lr": rate})})
         super().__init__(model, config, algorithm, updates)
+
+    def _teaches(self, batch: Batch) -> Kept:
+        return np.ones(batch.rows, np.bool_)  # a value of no advantage is still a value to learn
 
     def _loss(self, part: Batch) -> tuple[Tensor, Stats]:
         packed = pack(part, self.device, self.config.learn.share_prompts, self.attention)

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from tidemill.algorithms.aggregate import local_weights, whole
-from tidemill.algorithms.api import Algorithm, Stat, Stats, TokenBatch, total
+from tidemill.algorithms.api import Algorithm, Kept, Stat, Stats, TokenBatch, total
 from tidemill.batch import Batch, Column
 from tidemill.config import Config
 from tidemill.learn.gradients import Gradients
 from tidemill.learn.layers import kept_activations, prepare
 from tidemill.learn.logprob import token_logprobs
+from tidemill.learn.meter import mismatch
 from tidemill.learn.optimizer import learning_rate, make_optimizer, state_home
 from tidemill.learn.packing import PackedBatch, microbatches, pack, response_column
-from tidemill.models import lora
+from tidemill.models import lora, rowwise
 from tidemill.models.contexts import choose
 from tidemill.models.upload import upload
 
@@ -35,8 +36,9 @@ class Learner:
         self.model, self.config, self.algorithm, self.updates = model, config, algorithm, updates
         self.device = next(model.parameters()).device
         if config.learn.lora_rank:
-            lora.attach(model, config.learn.lora_rank, config.learn.lora_alpha, config.seed)
-        self.attention = choose(model, config.learn.attention)
+            learn = config.learn
+            lora.attach(model, learn.lora_rank, learn.lora_alpha, config.seed, magnitudes=learn.dora)
+        self.attention = choose(model, attention_of(config))
         self.gradients = Gradients(model.parameters(), wide=config.learn.master == "float32")
         self.optimizer = make_optimizer(model, config.learn, self.gradients)
         self.version = 0  # updates made
@@ -53,18 +55,29 @@ class Learner:
         """Add the gradient of these samples (complete groups) to the update's."""
         batch = batch.merge({"weight": local_weights(batch, self.config)})
         self._whole += whole(batch, self.config)
+        teaches = self._teaches(batch)
+        self._learn(batch.gather(np.flatnonzero(teaches)))
+        with torch.no_grad():  # for the metrics: these rows have no gradient
+            self._learn(batch.gather(np.flatnonzero(~teaches)))
+
+    def _teaches(self, batch: Batch) -> Kept:
+        return self.algorithm.teaches(batch, self.config)
+
+    def _learn(self, batch: Batch) -> None:
         learn = self.config.learn
         together = self.algorithm.food == "pairs"
         for rows in microbatches(batch, self.config.train.tokens_per_microbatch, learn.share_prompts, together):
             with kept_activations(learn, self.model):
                 loss, stats = self._loss(batch.gather(rows))
-            loss.backward()  # type: ignore[no-untyped-call]
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
             self._stats.append({"loss": Stat(loss.detach(), reduce="sum"), **stats})
 
     def _loss(self, part: Batch) -> tuple[Tensor, Stats]:
         packed = pack(part, self.device, self.config.learn.share_prompts, self.attention)
         tokens = token_batch(part, packed, forward(self.model, packed, self.config))
-        return self.algorithm.loss(tokens, self.config)
+        loss, stats = self.algorithm.loss(tokens, self.config)
+        return loss, stats | mismatch(part, tokens, self.version, self.config.rollout.engine)
 
     def update(self) -> dict[str, float]:
         """One optimizer step from what was accumulated; metrics of the whole update."""
@@ -124,8 +137,17 @@ def freeze(model: Any) -> Any:
     return copy.deepcopy(model).requires_grad_(False)
 
 
+def attention_of(config: Config) -> str:
+    return "rowwise" if config.rollout.batch_invariant else config.learn.attention
+
+
 def forward(model: Any, packed: PackedBatch, config: Config) -> Scores:
     """Log-probability and entropy of every target, at the temperature that sampled it."""
+    with rowwise.mode(config.rollout.batch_invariant, packed.tokens.device):
+        return _forward(model, packed, config)
+
+
+def _forward(model: Any, packed: PackedBatch, config: Config) -> Scores:
     decoder = model.get_decoder()
     hidden = decoder(
         input_ids=packed.tokens[None], position_ids=packed.positions[None], use_cache=False, tide=packed.context
@@ -145,7 +167,7 @@ def forward(model: Any, packed: PackedBatch, config: Config) -> Scores:
 @torch.no_grad()
 def score(model: Any, batch: Batch, config: Config) -> Column:
     """Log-probabilities of every response token, as a jagged column in the batch's order."""
-    share, attention = config.learn.share_prompts, choose(model, config.learn.attention)
+    share, attention = config.learn.share_prompts, choose(model, attention_of(config))
     out = response_column(
         np.empty(int((batch["tokens"].lengths - batch.values("prompt_length")).sum()), np.float32), batch
     )

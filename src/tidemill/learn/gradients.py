@@ -38,19 +38,19 @@ class Gradients:
     def ensure(self, p: Parameter) -> Tensor:
         """Its sum so far; zero where this process has added nothing."""
         found = self.of(p)
-        if found is None:
-            found = torch.zeros_like(p, dtype=torch.float32 if self.wide else p.dtype, requires_grad=False)
-            if self.wide:
-                self._sums[p] = found
-            else:
-                p.grad = found
-        return found
+        return self._zeros(p) if found is None else found
+
+    def _zeros(self, p: Parameter) -> Tensor:
+        if self.wide:
+            return self._sums.setdefault(p, torch.zeros_like(p, dtype=torch.float32))
+        p.grad = torch.zeros_like(p)
+        return p.grad
 
     def divide_and_clip(self, divisor: float, largest_norm: float | None) -> Tensor:
         """The norm after dividing and before clipping, still on the device."""
         grads = [g for g in map(self.of, self.parameters) if g is not None]
-        if not grads:
-            return torch.zeros(())
+        if not grads:  # an update without a gradient is still an update: its zeros let the moments decay
+            grads = [self._zeros(p) for p in self.parameters]
         torch._foreach_div_(grads, divisor)
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float32)))
         if largest_norm is not None and math.isfinite(largest_norm):

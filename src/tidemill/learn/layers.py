@@ -3,25 +3,33 @@ keep. None of it changes a number beyond rounding."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from tidemill.errors import ModelError
+from tidemill.learn import fp8
 from tidemill.learn.logprob import HAS_TRITON
 from tidemill.models import attention
 
 if TYPE_CHECKING:
     from tidemill.config import Learn
 
+Recompute = Literal["selective", "mlp", "full"]
+GATED = {"gate_proj", "up_proj", "down_proj"}  # children of an MLP whose activation can be computed again by itself
 OFFLOAD_BYTES = 1 << 20  # smaller tensors cost more to move than to keep
 
 
 def prepare(model: Any, learn: Learn) -> None:
-    if learn.recompute == "full":
-        recompute(model, learn.recompute_every)
+    if learn.fp8 != "none":
+        fp8.attach(layers_of(model), learn.fp8)
+    if learn.recompute != "none":
+        recompute(model, learn.recompute, learn.recompute_every)
     on_accelerator = next(model.parameters()).device.type != "cpu"
     if learn.compile == "on" or (learn.compile == "auto" and on_accelerator and HAS_TRITON):
         compile_layers(model)
@@ -31,15 +39,57 @@ def layers_of(model: Any) -> list[Any]:
     return list(model.get_decoder().layers)
 
 
-def recompute(model: Any, every: int = 1) -> None:
-    """Keep the inputs alone of one layer in `every`, and compute the rest again when the backward pass needs it."""
+def recompute(model: Any, kind: Recompute, every: int = 1) -> None:
+    """Keep less of one layer in `every`, and compute the rest again when the backward pass needs it.
+
+    full: the layer's input alone is kept. mlp: everything outside the MLP, and its input. selective: everything but the
+    MLP's activation, so no product is computed twice. The MLP is by far the widest part of a layer.
+    """
+    chosen = layers_of(model)[::every]
+    if kind == "full":
+        _recompute_whole(model, chosen)
+        return
+    for layer in chosen:
+        mlp = getattr(layer, "mlp", None)
+        if mlp is None or (kind == "selective" and dict(mlp.named_children()).keys() - {"act_fn"} != GATED):
+            raise ModelError(
+                f"learn.recompute={kind} does not know the MLP of {type(layer).__name__}", "use learn.recompute=full"
+            )
+        mlp.forward = _again(mlp.forward) if kind == "mlp" else _activation_again(mlp)
+
+
+def _recompute_whole(model: Any, chosen: list[Any]) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()  # transformers recomputes only in training mode; dropout is off by our attention and below
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    for i, layer in enumerate(layers_of(model)):
-        layer.gradient_checkpointing = i % every == 0
+    for layer in layers_of(model):
+        layer.gradient_checkpointing = any(layer is one for one in chosen)
+
+
+def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Unlike transformers' recompute this lies inside the compiled layer, whose compiler then plans it."""
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return recomputed
+
+
+def _activation_again(mlp: Any) -> Callable[[Tensor], Tensor]:
+    def activated(gate: Tensor, up: Tensor) -> Tensor:
+        """Only its input's gradient needs the last product, so the product itself is never computed again."""
+        out: Tensor = mlp.down_proj(mlp.act_fn(gate) * up)
+        return out
+
+    again = _again(activated)
+
+    def forward(x: Tensor) -> Tensor:
+        out: Tensor = again(mlp.gate_proj(x), mlp.up_proj(x))
+        return out
+
+    return forward
 
 
 def compile_layers(model: Any, backend: str = "inductor") -> None:
@@ -50,6 +100,18 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.attend))  # type: ignore[no-untyped-call]
     for layer in layers_of(model):
         layer.compile(dynamic=True, backend=backend)
+
+
+def undo(model: Any) -> None:
+    """The model as it was before `prepare`."""
+    AttentionInterface.register(attention.NAME, attention.attend)
+    model.get_decoder().gradient_checkpointing_disable()
+    model.eval()
+    fp8.detach(layers_of(model))
+    for layer in layers_of(model):
+        layer._compiled_call_impl = None
+        if hasattr(layer, "mlp"):
+            layer.mlp.__dict__.pop("forward", None)
 
 
 def kept_activations(learn: Learn, model: Any) -> AbstractContextManager[Any]:

@@ -5,6 +5,7 @@
 | blocks | dense blocks of like length and torch's own attention: the plain reference | everywhere |
 | flash | variable-length flash kernel | devices torch has it for; 16-bit weights, no softcap |
 | flex | compiled FlexAttention over a block mask | devices with a Triton compiler; any dtype, softcap |
+| rowwise | the same bits whatever shares the batch (rollout.batch_invariant) | float32 on a CPU with a C compiler |
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from tidemill.errors import ConfigError, did_you_mean
-from tidemill.models import flex, packed, varlen
+from tidemill.models import flex, packed, rowwise, varlen
 from tidemill.models.attention import Context
 
 MakePacked = Callable[[Sequence[int], torch.device], Context]
@@ -33,6 +34,7 @@ KINDS: dict[str, Attention] = {
     "blocks": Attention(packed.Packed, packed.SharedPrompt),
     "flash": Attention(varlen.FlashPacked, varlen.FlashShared),
     "flex": Attention(flex.packed, flex.shared),
+    "rowwise": Attention(rowwise.packed, rowwise.shared),
 }
 
 

@@ -1,7 +1,8 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): y = x Wᵀ + (α / r) · x Aᵀ Bᵀ, with W frozen.
+"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): y = x Vᵀ, V = W + (α / r) · B A, with W frozen.
 
-B starts at 0, so a fresh adapter changes nothing; the reference policy is the model with its adapters off. Parameters
-keep their names, so a checkpoint or an exported folder holds merged weights and opens like any other.
+With magnitudes (DoRA, Liu et al. 2024, arXiv:2402.09353) V's rows only give directions: y = (m / ‖V‖) · x Vᵀ, and m is
+learned. B starts at 0 and m at ‖W‖, so a fresh adapter changes nothing; the reference policy is the model with its
+adapters off. Parameters keep their names, so a checkpoint or an exported folder holds merged weights.
 """
 
 from __future__ import annotations
@@ -16,27 +17,44 @@ from torch import Tensor, nn
 
 from tidemill.errors import ModelError
 
+SUFFIXES = (".lora_a", ".lora_b", ".lora_m")
+
 
 class LoraLinear(nn.Linear):
     """A linear layer that was given an adapter in place."""
 
     lora_a: nn.Parameter  # (rank, in)
     lora_b: nn.Parameter  # (out, rank)
+    lora_m: nn.Parameter | None  # (out,)
     factor: float
     is_on: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.linear(x, self.weight, self.bias)
         if not self.is_on:
-            return out
-        return out + F.linear(F.linear(x, self.lora_a), self.lora_b) * self.factor
+            return F.linear(x, self.weight, self.bias)
+        change = F.linear(F.linear(x, self.lora_a), self.lora_b) * self.factor
+        if self.lora_m is None:
+            return F.linear(x, self.weight, self.bias) + change
+        # The paper's section 4.3: the norm counts as a constant in the backward pass.
+        out = (F.linear(x, self.weight) + change) * (self.lora_m / self.row_norms().to(self.lora_m.dtype))
+        return out if self.bias is None else out + self.bias
+
+    @torch.no_grad()
+    def row_norms(self) -> Tensor:
+        """(out,) ‖W + f B A‖ of each row in float32, from ‖W‖² + 2f ⟨W Aᵀ, B⟩ + f² ⟨B A Aᵀ, B⟩: V is never made."""
+        a, b, w = self.lora_a.float(), self.lora_b.float(), self.weight
+        cross = (w @ self.lora_a.t()).float()
+        own = torch.linalg.vector_norm(w, dim=1, dtype=torch.float32) ** 2
+        return (own + 2 * self.factor * (cross * b).sum(1) + self.factor**2 * ((b @ (a @ a.t())) * b).sum(1)).sqrt()
 
     def merged(self) -> Tensor:
-        change = (self.lora_b.float() @ self.lora_a.float()) * self.factor
-        return (self.weight.float() + change).to(self.weight.dtype)
+        whole = self.weight.float() + (self.lora_b.float() @ self.lora_a.float()) * self.factor
+        if self.lora_m is not None:
+            whole *= (self.lora_m.float() / torch.linalg.vector_norm(whole, dim=1))[:, None]
+        return whole.to(self.weight.dtype)
 
 
-def attach(model: Any, rank: int, alpha: float, seed: int = 0) -> None:
+def attach(model: Any, rank: int, alpha: float, seed: int = 0, magnitudes: bool = False) -> None:
     """Adapters on every matrix of the decoder's layers; everything else is frozen."""
     model.requires_grad_(False)
     layers = model.get_decoder().layers
@@ -52,6 +70,16 @@ def attach(model: Any, rank: int, alpha: float, seed: int = 0) -> None:
         adapted.lora_a = nn.Parameter(a.to(weight))
         adapted.lora_b = nn.Parameter(weight.new_zeros(linear.out_features, rank))
         adapted.factor, adapted.is_on = alpha / rank, True
+        adapted.lora_m = nn.Parameter(adapted.row_norms().to(weight.dtype)) if magnitudes else None
+
+
+def detach(model: Any) -> None:
+    """The model as it was before `attach`, everything learned again."""
+    for linear in [m for m in model.modules() if isinstance(m, LoraLinear)]:
+        for name in ("lora_a", "lora_b", "lora_m"):
+            delattr(linear, name)
+        linear.__class__ = nn.Linear
+    model.requires_grad_(True)
 
 
 def is_attached(model: Any) -> bool:
@@ -60,7 +88,7 @@ def is_attached(model: Any) -> bool:
 
 def adapters(model: Any) -> dict[str, Tensor]:
     """The adapters' own tensors; empty without any."""
-    return {n: p.detach() for n, p in model.named_parameters() if n.endswith((".lora_a", ".lora_b"))}
+    return {n: p.detach() for n, p in model.named_parameters() if n.endswith(SUFFIXES)}
 
 
 def merged(model: Any) -> dict[str, Tensor]:

@@ -113,7 +113,8 @@ def spread(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warning | N
 
 
 def gap(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warning | None:
-    size = mean(recent, "gap_mean")
+    measured = [n for step in recent for n in step if n.startswith("mismatch/") and n.endswith("/mean")]
+    size = mean(recent, measured[0] if measured else "gap_mean")
     if size is None or size < 0.02:
         return None
     return Warning(

@@ -19,7 +19,9 @@ from tidemill.reshard.move import Job, Moved, Wire, move
 from tidemill.reshard.pack import Tensors
 from tidemill.reshard.plan import Plan, Topology, plan
 
-Aside = Literal["none", "device", "host"]
+# Where the next version is written. device: beside the one that serves, exchanged with it; copy: the same, but copied
+# into it, for an engine that holds on to its tensors' addresses; host: in host memory.
+Aside = Literal["none", "device", "copy", "host"]
 TORN = -1  # no whole version: a transfer in place failed
 
 
@@ -55,14 +57,14 @@ class Serving:
             for name, tensor in self.tensors.items():
                 if self.aside == "device":
                     tensor.data, self._back[name].data = self._back[name].data, tensor.data
-                elif self.aside == "host":
+                elif self.aside in ("copy", "host"):
                     tensor.copy_(self._back[name], non_blocking=True)
         self.version, self.arrived = self.arrived, None
         return self.version
 
 
 def _aside(tensor: torch.Tensor, where: Aside) -> torch.Tensor:
-    if where == "device":
+    if where in ("device", "copy"):
         return torch.empty_like(tensor, requires_grad=False)
     pinned = tensor.device.type != "cpu"
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)

@@ -22,6 +22,7 @@ def make_engine(loaded: Loaded, config: Config) -> RolloutEngine:
                 max_len=max_len,
                 page_size=rollout.page_size,
                 cache_tokens=rollout.cache_tokens,
+                batch_invariant=rollout.batch_invariant,
             )
         case "hf":
             from tidemill.rollout.hf import HFEngine

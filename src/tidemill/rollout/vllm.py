@@ -157,7 +157,7 @@ class VLLMEngine:
     def load(self, weights: Any, version: int) -> None:
         """Copy weights (Hugging Face names; None: the learner's as they are) into the ones that serve, and check.
         Running samples keep their keys and values; what prefix caching remembers is forgotten."""
-        named = list(self.model.named_parameters() if weights is None else _pairs(weights))
+        named = _with_tied(self.model, self.model.named_parameters() if weights is None else _pairs(weights))
         self.engine.collective_rpc("tidemill_load", args=(named,))
         self.engine.reset_prefix_cache()
         self.version = version
@@ -175,6 +175,10 @@ class VLLMEngine:
             self.load(None, self.version)
         asleep, self._asleep = self._asleep, []
         self.resume(asleep)
+
+    def close(self) -> None:
+        """End vLLM, so that another can start in this process."""
+        self.engine.engine_core.shutdown()
 
     # -- parity --------------------------------------------------------------------------------------------------
 
@@ -272,6 +276,21 @@ def _unsupported(how: Sampling) -> str | None:
 
 def _pairs(weights: Any) -> Iterable[tuple[str, Tensor]]:
     pairs: Iterable[tuple[str, Tensor]] = weights.items() if hasattr(weights, "items") else weights
+    return pairs
+
+
+def _with_tied(model: Any, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Parameters that share a tensor under every name they have: vLLM keeps some of them (an output layer packed for a
+    CPU) as copies, which it refreshes only when they are named."""
+    pairs = list(named)
+    given = dict(pairs)
+    alike: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        alike.setdefault(id(parameter), []).append(name)
+    for names in alike.values():
+        known = next((name for name in names if name in given), None)
+        if known is not None:
+            pairs += [(name, given[known]) for name in names if name not in given]
     return pairs
 
 

@@ -1,15 +1,13 @@
-"""What a run will take, worked out from its settings alone: parameters, memory, disk, batch sizes.
+"""What a run is, worked out from its settings alone: the model's shape and parameters, batch sizes, disk.
 
-Parameter counts are exact (from safetensors headers, or from a small model's settings). Memory is an estimate of the
-largest it gets; a test holds its activation part against what autograd really keeps.
+Parameter counts are exact (from safetensors headers, or from a small model's settings).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,7 @@ from tidemill.config import Config, Model, TinyModel
 
 BYTES = {"float32": 4, "bfloat16": 2}
 SPECIAL_TOKENS = 3  # of a small model's tokenizer: padding, end, unknown
-CRITICS = frozenset({"ppo"})  # algorithms that train a second model of the same size
-REFERENCED = frozenset({"dpo", "ipo", "kto"})  # those that need the frozen reference whatever kl.coef is
+HEAD_NORMS = ("qwen3", "gemma3")
 DEFAULT_VOCABULARY = 32_000  # when config.json does not say
 
 
@@ -35,28 +32,7 @@ class Shape:
     vocabulary: int
     window: int | None
     parameters: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes at the peak of a step, in the order they are shown."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    critic: int
-    reference: int
-    activations: int
-    logits: int
-    cache: int
-
-    @property
-    def total(self) -> int:
-        return sum(n for _, n in self.parts())
-
-    def parts(self) -> Iterator[tuple[str, int]]:
-        for field in fields(self):
-            yield field.name, getattr(self, field.name)
+    has_head_norms: bool = False  # queries and keys are normed, and kept before and after
 
 
 def shape_of(model: Model) -> Shape | None:
@@ -91,6 +67,7 @@ def _tiny_shape(tiny: TinyModel) -> Shape:
         vocabulary,
         tiny.window,
         parameters,
+        tiny.architecture == "qwen3",
     )
 
 
@@ -112,6 +89,7 @@ def _folder_shape(raw: dict[str, Any], parameters: int | None) -> Shape | None:
         vocabulary=int(raw.get("vocab_size") or DEFAULT_VOCABULARY),
         window=int(window) if window else None,
         parameters=parameters,
+        has_head_norms=str(raw.get("model_type", "")).startswith(HEAD_NORMS),
     )
 
 
@@ -128,35 +106,6 @@ def _folder_parameters(folder: Path) -> int | None:
     return count or None
 
 
-def memory(config: Config, shape: Shape, parameters: int | None = None) -> Memory | None:
-    count = parameters or shape.parameters
-    if count is None:
-        return None
-    width = BYTES[config.model.dtype]
-    algorithm = config.algorithm
-    frozen = (algorithm.kl.coef > 0 or algorithm.name in REFERENCED) + (algorithm.teacher is not None)
-    return Memory(
-        weights=count * width,
-        gradients=count * width,
-        optimizer=2 * count * width,
-        critic=4 * count * width if algorithm.name in CRITICS else 0,  # weights, gradients, two moments
-        reference=frozen * count * width,
-        activations=activation_bytes(shape, microbatch_tokens(config), width, config.learn.recompute == "full"),
-        # logits, their softmax and its gradient, in float32
-        logits=3 * 4 * shape.vocabulary * min(config.learn.logprob_chunk, microbatch_tokens(config)),
-        cache=cache_tokens(config) * shape.layers * 2 * shape.kv_heads * shape.head_dim * width,
-    )
-
-
-def activation_bytes(shape: Shape, tokens: int, width: int, recompute: bool) -> int:
-    """What backward needs of the layers: everything, or each layer's input and one layer in full."""
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # Two norms keep input, scaled input and output; heads are normed and turned; the MLP keeps four of its width.
-    layer = 6 * shape.hidden + 4 * q + 6 * kv + 4 * shape.intermediate
-    kept = shape.layers * shape.hidden + layer if recompute else shape.layers * layer
-    return tokens * width * kept
-
-
 def longest(config: Config) -> int:
     return config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
@@ -169,9 +118,17 @@ def tokens_per_step(config: Config) -> int:
     return samples_per_step(config) * longest(config)
 
 
-def microbatch_tokens(config: Config) -> int:
-    """At most: a step smaller than the budget does not fill it."""
-    return min(config.train.tokens_per_microbatch, tokens_per_step(config))
+def microbatch_tokens(config: Config) -> tuple[int, int]:
+    """(tokens computed, response tokens among them) of the largest micro-batch, when every sample is as long as it may
+    be. Samples, or groups that share their prompt, are not cut, so a micro-batch is seldom full."""
+    budget, samples = config.train.tokens_per_microbatch, samples_per_step(config)
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    each = config.train.samples_per_prompt if config.learn.share_prompts else 1
+    each = min(each, max(1, (budget - prompt) // response))
+    unit, units = prompt + each * response, math.ceil(samples / each)
+    bins = math.ceil(units / max(1, budget // unit))
+    most = math.ceil(units / bins)
+    return most * unit, most * each * response
 
 
 def cache_tokens(config: Config) -> int:
@@ -189,48 +146,6 @@ def checkpoint_bytes(config: Config, parameters: int) -> int:
 
 def checkpoints_kept(config: Config) -> int:
     return config.checkpoint.keep + 1
-
-
-def plan(config: Config, model: Model, parameters: int | None = None) -> list[tuple[str, str, str]]:
-    """The table shown before training: label, value, how it is worked out."""
-    train, shape = config.train, shape_of(model)
-    samples, tokens = samples_per_step(config), tokens_per_step(config)
-    updates = train.updates_per_step * train.passes_per_step
-    per_update = samples // train.updates_per_step
-    micro = math.ceil(per_update * longest(config) / train.tokens_per_microbatch)
-    rows = [
-        ("samples per step", f"{samples:,}", f"{train.prompts_per_step} prompts × {train.samples_per_prompt} samples"),
-        ("updates per step", f"{updates:,}", f"{train.updates_per_step} × {train.passes_per_step} passes"),
-        ("samples per update", f"{per_update:,}", f"{samples:,} samples / {train.updates_per_step} updates"),
-        (
-            "micro-batches per update",
-            f"at most {micro:,}",
-            f"{per_update:,} samples × {longest(config):,} tokens / {train.tokens_per_microbatch:,}",
-        ),
-        (
-            "tokens per sample",
-            f"at most {longest(config):,}",
-            f"{config.data.max_prompt_tokens:,} of prompt + {config.rollout.max_new_tokens:,} of response",
-        ),
-        ("tokens per step", f"at most {tokens:,}", f"{samples:,} samples × {longest(config):,} tokens"),
-        ("steps", f"{train.steps:,}", f"{train.steps * updates:,} updates, at most {tokens * train.steps:,} tokens"),
-    ]
-    return rows + _size_rows(config, shape, parameters)
-
-
-def _size_rows(config: Config, shape: Shape | None, parameters: int | None) -> list[tuple[str, str, str]]:
-    needed = memory(config, shape, parameters) if shape else None
-    count = parameters or (shape.parameters if shape else None)
-    if needed is None or count is None:
-        return []
-    parts = " + ".join(f"{name} {human(n)}" for name, n in needed.parts() if n)
-    each = checkpoint_bytes(config, count)
-    kept = checkpoints_kept(config)
-    return [
-        ("parameters", f"{count:,}", f"{config.model.dtype}"),
-        ("memory, by estimate", human(needed.total), parts),
-        ("disk for checkpoints", f"at most {human(each * kept)}", f"{kept} × {human(each)}"),
-    ]
 
 
 def human(size: float) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tidemill import device
 from tidemill.config import PAPER, Config, Model
 from tidemill.errors import TidemillError, did_you_mean
-from tidemill.settings import estimate
+from tidemill.settings import estimate, parallel
 from tidemill.settings.estimate import human, longest
 
 # Algorithms whose advantage compares the samples of one prompt with each other: one sample says nothing.
@@ -22,7 +22,7 @@ LONGEST_NAME = 200  # bytes; file systems stop at 255, and runs moved aside get 
 def problems(config: Config, model: Model) -> list[str]:
     """`model` is the one that will be trained (a warm start's own)."""
     checks: tuple[Callable[[Config, Model], Iterator[str]], ...] = (
-        _name, _batch, _lengths, _model_folder, _data, _functions, _device, _disk,
+        _name, _batch, _flow, _lengths, _model_folder, _data, _functions, _device, _disk, parallel.problems,
     )  # fmt: skip
     return [problem for check in checks for problem in check(config, model)]
 
@@ -50,6 +50,25 @@ def _batch(config: Config, _: Model) -> Iterator[str]:
         yield (
             f"train.samples_per_prompt is {train.samples_per_prompt}, but {config.algorithm.name} compares the samples "
             "of one prompt; 2 or more would do, 8 is usual"
+        )
+
+
+def _flow(config: Config, _: Model) -> Iterator[str]:
+    algorithm, flow = config.algorithm, config.flow
+    if algorithm.rollout_correction != "none" and algorithm.old_logprobs == "rollout":
+        yield (
+            f"algorithm.rollout_correction is {algorithm.rollout_correction}, but with algorithm.old_logprobs=rollout "
+            "there is nothing to correct: every weight is 1; algorithm.old_logprobs=recompute would do"
+        )
+    if algorithm.rollout_correction_floor > algorithm.rollout_correction_cap:
+        yield (
+            f"algorithm.rollout_correction_floor ({algorithm.rollout_correction_floor}) is above its cap "
+            f"({algorithm.rollout_correction_cap}); lower it"
+        )
+    if flow.schedule == "async" and flow.placement == "colocated":
+        yield (
+            "flow.schedule is async, but flow.placement is colocated: rollout cannot be ahead while it takes turns; "
+            "flow.placement=auto would do"
         )
 
 

@@ -16,17 +16,19 @@ import torch
 from torch import Tensor
 
 from tidemill.batch import Array
+from tidemill.models.attention import Context
 from tidemill.rollout.engine import Completion, Finish, Partial, Request
 from tidemill.rollout.native.attention import Chunk, Paged
 from tidemill.rollout.native.cache import PagePool, PageStore
 from tidemill.rollout.native.check import Limits, find_problem
 from tidemill.rollout.native.fused import FusedRunner
 from tidemill.rollout.native.graphs import GraphDecoder
+from tidemill.rollout.native.invariant import RowwisePaged, RowwiseRunner, TokenStore, draw_rowwise
 from tidemill.rollout.native.kernels import LANES, Kernels
 from tidemill.rollout.native.kernels import load as load_kernels
 from tidemill.rollout.native.pending import Fetch, Pending
 from tidemill.rollout.native.rows import Rows
-from tidemill.rollout.native.runner import PlainRunner, make_runner
+from tidemill.rollout.native.runner import PlainRunner, Runner, make_runner
 from tidemill.rollout.native.sampling import Draw, Drawn, draw, steer, uniform_array
 from tidemill.rollout.native.scheduler import Reading, Scheduler, Sequence, Trunk
 
@@ -46,8 +48,10 @@ class NativeEngine:
     `reuse_prefix` keeps the pages of finished sequences until their room is needed, so that the next turn of a
     conversation, or another request with the same beginning, reads only what is new. `plain` runs the module itself
     instead of the lean forward pass; `kernels` allows compiled kernels and `graphs` captured decoding on an
-    accelerator. All three are for comparison. `group` is a process group whose ranks share the work of one model; each
-    must be given the same requests, in the same order, between the same steps."""
+    accelerator. All three are for comparison. `batch_invariant` (a CPU in float32) makes a token's numbers depend on
+    its own sample alone, bit for bit, and equal to those of a learner in the same mode; it is slower. `group` is a
+    process group whose ranks share the work of one model; each must be given the same requests, in the same order,
+    between the same steps."""
 
     def __init__(
         self,
@@ -65,6 +69,7 @@ class NativeEngine:
         kernels: bool = True,
         graphs: bool = True,
         group: Any = None,
+        batch_invariant: bool = False,
     ) -> None:
         parameter = next(model.parameters())
         self.device = parameter.device
@@ -79,15 +84,20 @@ class NativeEngine:
         page_size = page_size or (PAGE_SIZE if self.device.type == "cpu" else ACCELERATOR_PAGE_SIZE)
         pages = -(-cache_tokens // page_size) if cache_tokens else max_seqs * -(-max_len // page_size)
         self.pool = PagePool(pages, page_size)
+        self.batch_invariant = batch_invariant
         # One page more than can be given out: captured decoding writes its padding there.
-        self.store = PageStore(pages + 1, page_size, self.device)
+        self.store = (TokenStore if batch_invariant else PageStore)(pages + 1, page_size, self.device)
         self.limits = Limits(self.vocab, max_len, pages * page_size, tokenizer is not None)
         step_tokens = step_tokens or (STEP_TOKENS if self.device.type == "cpu" else ACCELERATOR_STEP_TOKENS)
         self.scheduler = Scheduler(self.pool, max_seqs, max_len, max(step_tokens, max_seqs + page_size))
         self.rows = Rows(self.scheduler, self.device)
-        self.kernels = self._kernels(parameter) if kernels else None
+        self.kernels = self._kernels(parameter) if kernels and not batch_invariant else None
         is_fused = self.device.type != "cpu" and kernels
-        self.runner = make_runner(model, max_len, self.kernels, plain, is_fused, group)
+        self.runner: Runner = (
+            RowwiseRunner(model)
+            if batch_invariant
+            else make_runner(model, max_len, self.kernels, plain, is_fused, group)
+        )
         # Inference mode saves bookkeeping per operation, but a foreign module may keep a tensor it makes.
         self._no_grad = torch.no_grad if isinstance(self.runner, PlainRunner) else torch.inference_mode
         self.decoder = self._graph_decoder(graphs)
@@ -224,14 +234,12 @@ class NativeEngine:
                 keep.append(last - 1)
             first = last
         position = self._tensor(np.concatenate(positions))
-        context = Paged(
-            store=self.store,
-            page=self._tensor(np.concatenate(pages)),
-            offset=position % size,
-            rows=self.rows.of(rows, at + 1),
-            chunks=chunks,
-            kernels=self.kernels,
-        )
+        page, running = self._tensor(np.concatenate(pages)), self.rows.of(rows, at + 1)
+        context: Context
+        if isinstance(self.store, TokenStore):
+            context = RowwisePaged.of(self.store, page, position % size, running, chunks)
+        else:
+            context = Paged(self.store, page, position % size, running, chunks, self.kernels)
         wanted = torch.tensor(keep, dtype=torch.int64, device=self.device) if readings else None
         return self.runner.forward(self._tensor(np.concatenate(ids)), position, context, wanted)
 
@@ -261,7 +269,7 @@ class NativeEngine:
             min_p=self._tensor(slots.min_p[cut]) if has_cut else None,
             steered=self._steered(rows, steered, logits) if len(steered) else None,
         )
-        return draw(logits, how)
+        return draw_rowwise(logits, how) if self.batch_invariant else draw(logits, how)
 
     def _steered(self, rows: Array, which: Array, logits: Tensor) -> Tensor:
         slots = self.scheduler.slots

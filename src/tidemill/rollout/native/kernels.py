@@ -7,30 +7,18 @@ each. Nothing needs them: without a compiler, or with TIDEMILL_KERNELS=0, torch 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tidemill.batch import Array
+from tidemill.device.compiled import library, over_rows
 
 SOURCE = Path(__file__).with_name("kernels.c")
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-shared", "-fPIC")
 LANES = 16
-# Splitting fewer rows than this over threads costs more than it saves.
-ROWS_PER_THREAD = 32
-
 
 _POINTERS = ("q", "k", "v", "keys", "values", "table", "slot", "length", "out", "scratch")
 _NUMBERS = ("table_stride", "heads", "kv_heads", "dim", "v_dim", "page", "window")
@@ -44,42 +32,11 @@ class _Attention(ctypes.Structure):
     )
 
 
-def _compiler() -> str | None:
-    return next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
-
-
-def _machine() -> str:
-    """What -march=native depends on, so that a shared home folder serves different machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line for line in lines if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        return platform.processor()
-
-
 @cache
 def load() -> Kernels | None:
     """The kernels, compiled if need be (about a second, once); None where that is not possible."""
-    compiler = _compiler()
-    if os.environ.get("TIDEMILL_KERNELS") == "0" or compiler is None:
-        return None
-    stamp = hashlib.sha256("\n".join([SOURCE.read_text(), *FLAGS, compiler, _machine()]).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill"
-    library = folder / f"kernels-{stamp}.so"
-    try:
-        if not library.exists():
-            _compile(compiler, folder, library)
-        return Kernels(ctypes.CDLL(str(library)))
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _compile(compiler: str, folder: Path, library: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as aside:
-        made = Path(aside) / "kernels.so"
-        subprocess.run([compiler, *FLAGS, "-o", made, SOURCE, "-lm"], check=True, capture_output=True, timeout=120)
-        made.replace(library)
+    found = library(SOURCE)
+    return None if found is None else Kernels(found)
 
 
 class Kernels:
@@ -93,7 +50,6 @@ class Kernels:
         library.tm_attend.argtypes = [ctypes.POINTER(_Attention), pointer, number, number]
         library.tm_draw.argtypes = [pointer] * 7 + [number] * 3
         self._library = library
-        self._pool: ThreadPoolExecutor | None = None
 
     def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last dimension."""
@@ -132,7 +88,7 @@ class Kernels:
             scratch = torch.empty(wide)
             self._library.tm_attend(ctypes.byref(how), scratch.data_ptr(), first, last)
 
-        self._split(run, rows)
+        over_rows(run, rows)
 
     def draw(self, logits: Tensor, temperature: Array, uniform: Array, greedy: Array) -> tuple[Array, Array]:
         """Tokens and log-probabilities: `sampling.draw` without truncation."""
@@ -144,19 +100,5 @@ class Kernels:
             scratch = torch.empty(vocab)
             self._library.tm_draw(logits.data_ptr(), *arrays, scratch.data_ptr(), first, last, vocab)
 
-        self._split(run, rows)
+        over_rows(run, rows)
         return tokens, logprobs
-
-    def _split(self, run: Any, rows: int) -> None:
-        threads = torch.get_num_threads()
-        parts = min(threads, rows // ROWS_PER_THREAD)
-        if parts < 2:
-            run(0, rows)
-            return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(threads - 1)
-        edges = [rows * i // parts for i in range(parts + 1)]
-        waiting = [self._pool.submit(run, a, b) for a, b in pairwise(edges[1:])]
-        run(edges[0], edges[1])
-        for future in waiting:
-            future.result()

@@ -1,0 +1,81 @@
+"""C sources compiled once per machine by whatever compiler is there, loaded through ctypes; rows shared by threads."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-shared", "-fPIC")
+# Splitting fewer rows than this over threads costs more than it saves.
+ROWS_PER_THREAD = 32
+
+
+def _compiler() -> str | None:
+    return next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+
+
+def _machine() -> str:
+    """What -march=native depends on, so that a shared home folder serves different machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def library(source: Path) -> ctypes.CDLL | None:
+    """The source compiled if need be (about a second, once) and loaded; None where that is not possible or not wanted
+    (TIDEMILL_KERNELS=0)."""
+    compiler = _compiler()
+    if os.environ.get("TIDEMILL_KERNELS") == "0" or compiler is None:
+        return None
+    stamp = hashlib.sha256("\n".join([source.read_text(), *FLAGS, compiler, _machine()]).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill"
+    made = folder / f"{source.stem}-{stamp}.so"
+    try:
+        if not made.exists():
+            _compile(compiler, source, folder, made)
+        return ctypes.CDLL(str(made))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _compile(compiler: str, source: Path, folder: Path, made: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as aside:
+        aside_made = Path(aside) / "made.so"
+        subprocess.run(
+            [compiler, *FLAGS, "-o", aside_made, source, "-lm"], check=True, capture_output=True, timeout=120
+        )
+        aside_made.replace(made)
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count)
+
+
+def over_rows(run: Callable[[int, int], None], rows: int) -> None:
+    """run(first, last) on all rows, shared by as many threads as torch uses; foreign code lets go of Python's lock."""
+    threads = torch.get_num_threads()
+    parts = min(threads, rows // ROWS_PER_THREAD)
+    if parts < 2:
+        run(0, rows)
+        return
+    edges = [rows * i // parts for i in range(parts + 1)]
+    waiting = [_threads(threads - 1).submit(run, a, b) for a, b in pairwise(edges[1:])]
+    run(edges[0], edges[1])
+    for future in waiting:
+        future.result()

@@ -1,0 +1,76 @@
+"""How far rollout may be ahead: whose rows are in the dock.
+
+The rows of step s enter once the weights of step s - 1 - lead are published. No token of theirs can be older than that,
+so no sample is ever more than `lead` versions old when it is learned from, and none is thrown away for being slow. With
+a lead of 0 a step's rows enter when the step before is over: rollout then makes exactly the samples of `sync`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tidemill.config import Config
+from tidemill.dock import Dock
+from tidemill.flow.feed import Feed
+
+
+@dataclass(slots=True)
+class OpenStep:
+    first_group: int
+    groups: int  # prompts put so far, refills included
+
+
+def lead_of(config: Config) -> int:
+    return config.flow.max_staleness if config.flow.schedule == "async" else 0
+
+
+def staleness_limit(config: Config) -> int | None:
+    """The same bound as the dock counts it: in updates of the weights. None: nothing can be stale."""
+    train = config.train
+    return lead_of(config) * train.updates_per_step * train.passes_per_step or None
+
+
+class Ahead:
+    """Puts rows of steps into the dock, and knows which steps are under way."""
+
+    def __init__(self, feed: Feed, dock: Dock, config: Config) -> None:
+        self.feed, self.dock, self.config = feed, dock, config
+        self.lead = lead_of(config)
+        self.open: dict[int, OpenStep] = {}
+        self.step = 0  # the one that is learned from
+        self.starts: dict[int, dict[str, Any]] = {}  # where the feed stood before each open step
+
+    def begin(self, step: int) -> OpenStep:
+        """Step `step` is learned from now on: those that may begin with it enter."""
+        self.step = step
+        self.open = {s: o for s, o in self.open.items() if s >= step}
+        self.starts = {s: at for s, at in self.starts.items() if s >= step}
+        for s in range(step, min(step + self.lead, self.config.train.steps) + 1):
+            if s not in self.open:
+                self.starts[s] = self.feed.state()
+                rows = self.feed.rows()
+                self.open[s] = OpenStep(int(rows.values("group")[0]), self.config.train.prompts_per_step)
+                self.dock.put(rows, self.tag(s) or "")
+        return self.open[step]
+
+    def tag(self, step: int) -> str | None:
+        """Marks a step's rows where several steps share the dock. Used again once the step is over: tags stay few."""
+        return f"step.{step % (self.lead + 1)}" if self.lead else None
+
+    def refill(self, count: int) -> int:
+        """New prompts for the step that is learned from, in place of groups that taught nothing; how many."""
+        most = self.config.train.prompts_per_step * (1 + self.config.algorithm.dynamic_sampling_rounds)
+        now = self.open[self.step]
+        count = min(count, most - now.groups)
+        if count > 0:
+            self.dock.put(self.feed.rows(count), self.tag(self.step) or "")
+            now.groups += count
+        return max(count, 0)
+
+    def state(self) -> dict[str, Any]:
+        """What is under way after the current step; its rows are in the dock's own snapshot."""
+        return {str(s): [o.first_group, o.groups] for s, o in self.open.items()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.open = {int(s): OpenStep(*values) for s, values in state.items()}

@@ -1,0 +1,66 @@
+"""Rollout's own copy of the weights, for a rollout that works while the learner does.
+
+A new version is written aside while the old one serves, checked, and taken up between two tokens. A transfer that fails
+raises in the learner's thread and leaves the old version serving.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Literal
+
+from tidemill.models import lora
+from tidemill.reshard.dtensor import from_tensors
+from tidemill.reshard.move import Job, Verify
+from tidemill.reshard.one import OneProcessWire
+from tidemill.reshard.pack import Merge
+from tidemill.reshard.plan import plan
+from tidemill.reshard.serve import Aside, Serving
+from tidemill.rollout.engine import RolloutEngine
+
+HalfMade = Literal["reread", "continue"]
+
+
+class OwnCopy:
+    """`publish` is the learner's, `take_up` the rollout thread's."""
+
+    def __init__(
+        self, learner: Any, served: Any, engine: RolloutEngine, half_made: HalfMade = "reread", verify: Verify = "off"
+    ) -> None:
+        self.learner, self.engine, self.half_made, self.verify = learner, engine, half_made, verify
+        tensors = {name: p.detach() for name, p in served.named_parameters()}
+        on_host = next(iter(tensors.values())).device.type == "cpu"
+        # An accelerator's engine has its tensors' addresses in captured graphs: there they are written, not exchanged.
+        aside: Aside = "device" if on_host else "copy"
+        self.serving = Serving(dict(served.named_parameters()), version=0, aside=aside)
+        self.plan = plan(from_tensors(self._sources(), 0), from_tensors(tensors, 0))
+        self.wire = OneProcessWire()
+        self._lock = threading.Lock()
+
+    def _sources(self) -> dict[str, Any]:
+        own = lora.adapters(self.learner)
+        return {name: p.detach() for name, p in self.learner.named_parameters() if name not in own}
+
+    def publish(self, version: int) -> None:
+        """Bring the learner's weights over; rollout serves them from its next token on."""
+        if version <= self.serving.version or version == self.serving.arrived:
+            return  # a step in which only the critic learned
+        merges = {
+            f"{name}.weight": Merge(m.lora_a.detach(), m.lora_b.detach(), m.factor)
+            for name, m in self.learner.named_modules()
+            if isinstance(m, lora.LoraLinear)
+        }
+        job = Job(self.plan, 0, self._sources(), {}, version, self.verify, merges or None)
+        with self._lock:
+            self.serving.receive(job, self.wire)
+
+    def take_up(self) -> int:
+        """Between two tokens: serve what arrived. Gives how many half-made samples go on under it."""
+        if self.serving.arrived is None:
+            return 0
+        partials = self.engine.pause() if self.half_made == "reread" else []
+        with self._lock:
+            version = self.serving.flip()
+        self.engine.load(None, version)
+        self.engine.resume(partials)
+        return sum(bool(p.tokens) for p in partials)

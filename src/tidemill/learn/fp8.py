@@ -1,0 +1,94 @@
+"""Linear layers whose three products are 8-bit floating point: weights and sums stay as they are.
+
+y = x Wᵀ, dx = dy W, dW = dyᵀ x. Each factor is divided by a scale that brings its largest value to the format's, and
+the product is multiplied by both scales. `tensorwise`: one scale for a factor. `rowwise`: one for each of its rows, the
+side that is not summed over, so that an outlier costs precision in its own row alone.
+
+x and W are e4m3 (3 bits of fraction). With one scale dy is e5m2, for its range; with one per row it need not be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Scaling = Literal["tensorwise", "rowwise"]
+FINE, WIDE = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16  # what the hardware's product asks of every side
+LEAST_SCALE = 1e-12  # of a factor that is 0 everywhere
+
+
+def attach(layers: list[Any], scaling: Scaling) -> int:
+    """Every linear module of these layers whose sides allow it; how many. Its class stays: rollout reads it as ever."""
+    chosen = [
+        m
+        for layer in layers
+        for m in layer.modules()
+        if type(m) is nn.Linear and not (m.in_features % MULTIPLE or m.out_features % MULTIPLE)
+    ]
+    for linear in chosen:
+        linear.forward = _forward(linear, scaling)  # type: ignore[method-assign]
+    return len(chosen)
+
+
+def detach(layers: list[Any]) -> None:
+    for layer in layers:
+        for m in layer.modules():
+            if type(m) is nn.Linear:
+                m.__dict__.pop("forward", None)
+
+
+def _forward(linear: nn.Linear, scaling: Scaling) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        return fp8_linear(x, linear.weight, linear.bias, scaling)
+
+    return forward
+
+
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    rows = flat.shape[0]
+    out: Tensor = _Product.apply(F.pad(flat, (0, 0, 0, -rows % MULTIPLE)), weight, scaling)  # type: ignore[no-untyped-call]
+    out = out[:rows].reshape(*x.shape[:-1], weight.shape[0])
+    return out if bias is None else out + bias
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.scaling = scaling
+        return product(x, weight, scaling, is_forward=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, _ = ctx.needs_input_grad
+        return (
+            product(grad, weight.t(), ctx.scaling) if wants_x else None,
+            product(grad.t(), x.t(), ctx.scaling) if wants_weight else None,
+            None,
+        )
+
+
+def product(a: Tensor, b: Tensor, scaling: Scaling, is_forward: bool = False) -> Tensor:
+    """a (m, k) · b (n, k)ᵀ, both rounded to 8 bits, summed in float32, in a's dtype."""
+    gradient_format = WIDE if scaling == "tensorwise" and not is_forward else FINE
+    a8, a_scale = quantized(a, gradient_format, scaling)
+    b8, b_scale = quantized(b, FINE, scaling)
+    # 16-bit results are what every device has; the sums inside are float32 either way.
+    return torch._scaled_mm(
+        a8, b8.t(), scale_a=a_scale, scale_b=b_scale.t() if b_scale.ndim else b_scale,
+        out_dtype=a.dtype, use_fast_accum=is_forward,
+    )  # fmt: skip
+
+
+def quantized(x: Tensor, kind: torch.dtype, scaling: Scaling) -> tuple[Tensor, Tensor]:
+    """x / scale in 8 bits, row-major, and the float32 scale: (), or (rows, 1)."""
+    largest = x.abs().amax(1, keepdim=True) if scaling == "rowwise" else x.abs().amax()
+    scale = (largest.float() / torch.finfo(kind).max).clamp(min=LEAST_SCALE)
+    return (x.float() / scale).to(kind).contiguous(), scale

@@ -1,0 +1,1 @@
+"""The learner across ranks: one mesh, and what each of its dimensions cuts."""

@@ -1,0 +1,139 @@
+"""One mesh of named dimensions for a learner's ranks, and the sub-meshes that each form of parallelism works on.
+
+Order, slowest first: pp, replicate, fsdp, cp, tp. Neighbouring ranks share a tensor-parallel group, whose traffic is
+the heaviest; pipeline stages, which speak least, lie furthest apart.
+
+| who | gets |
+|---|---|
+| ranks that differ in replicate or fsdp | different samples |
+| ranks that differ in cp | different tokens of the same samples |
+| ranks that differ in tp or pp | the same tokens |
+
+Weights are sharded over fsdp × cp (`shard`), for both are ranks whose gradients add up. Expert parallelism is folded
+over those same ranks: `ep` divides fsdp × cp, its ranks are neighbours in `shard`, and what is left (`efsdp`) shards
+each expert rank's experts. So a rank's experts differ along ep, and everything else stays where it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tidemill.config import Parallel
+from tidemill.errors import ConfigError
+from tidemill.settings.parallel import world_problem
+
+DIMENSIONS = ("pp", "replicate", "fsdp", "cp", "tp")
+SHARD, EFSDP, EP, DP = "shard", "efsdp", "ep", "dp"
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """A sub-mesh is None where its dimension has one rank: nothing is cut, so nothing need be said."""
+
+    parallel: Parallel
+    mesh: DeviceMesh  # of all ranks, DIMENSIONS
+    sharded: DeviceMesh  # of all ranks: pp, replicate, shard, tp
+    experts: DeviceMesh  # of all ranks: pp, replicate, efsdp, ep, tp
+    dp: DeviceMesh  # replicate × fsdp: the ranks with different samples that are otherwise like this one
+
+    def _one(self, name: str) -> DeviceMesh | None:
+        of = self.mesh if name in DIMENSIONS else self.sharded if name == SHARD else self.experts
+        return of[name] if of[name].size() > 1 else None
+
+    @cached_property
+    def pp(self) -> DeviceMesh | None:
+        return self._one("pp")
+
+    @cached_property
+    def replicate(self) -> DeviceMesh | None:
+        return self._one("replicate")
+
+    @cached_property
+    def fsdp(self) -> DeviceMesh | None:
+        return self._one("fsdp")
+
+    @cached_property
+    def cp(self) -> DeviceMesh | None:
+        return self._one("cp")
+
+    @cached_property
+    def tp(self) -> DeviceMesh | None:
+        return self._one("tp")
+
+    @cached_property
+    def shard(self) -> DeviceMesh | None:
+        """fsdp × cp: the ranks among which each weight lies in pieces."""
+        return self._one(SHARD)
+
+    @cached_property
+    def ep(self) -> DeviceMesh | None:
+        return self._one(EP)
+
+    @cached_property
+    def efsdp(self) -> DeviceMesh | None:
+        """What is left of fsdp × cp once ep has its ranks: they shard each expert."""
+        return self._one(EFSDP)
+
+    @cached_property
+    def data(self) -> DeviceMesh | None:
+        """For `fully_shard`: (replicate, shard), or shard alone; None when no rank has other samples or tokens."""
+        if self.replicate is not None:
+            return self.sharded["replicate", SHARD]
+        return self.shard
+
+    @cached_property
+    def expert_data(self) -> DeviceMesh | None:
+        """The same for experts, whose shards lie over efsdp."""
+        if self.replicate is not None:
+            return self.experts["replicate", EFSDP]
+        return self.efsdp
+
+    def coordinate(self, name: str) -> int:
+        """This rank's place along a dimension."""
+        of = self.mesh if name in DIMENSIONS else self.sharded if name == SHARD else self.experts
+        return of[name].get_local_rank()
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks, counted once per cp, tp and pp group, that get different samples."""
+        return self.parallel.replicate * self.parallel.fsdp
+
+    @property
+    def dp_rank(self) -> int:
+        return self.coordinate("replicate") * self.parallel.fsdp + self.coordinate("fsdp")
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.coordinate("pp") == self.parallel.pp - 1
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.coordinate("pp") == 0
+
+    def __str__(self) -> str:
+        sizes = {name: getattr(self.parallel, name) for name in (*DIMENSIONS, EP)}
+        return " × ".join(f"{name} {n}" for name, n in sizes.items() if n > 1) or "one rank"
+
+
+def build(parallel: Parallel, device_type: str = "cpu") -> Meshes:
+    """For a rank of a torch.distributed world that is up; every rank of it calls this, with the same `parallel`."""
+    problem = world_problem(parallel, dist.get_world_size())
+    if problem is not None:
+        raise ConfigError(problem)
+    sizes = tuple(getattr(parallel, name) for name in DIMENSIONS)
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=DIMENSIONS)
+    shard = parallel.fsdp * parallel.cp
+    # One root for all of them, made by folding: torch composes sharded tensors only over meshes of one root.
+    flat = mesh["fsdp", "cp"]._flatten(SHARD)
+    sharded = DeviceMesh._concatenate([mesh["pp"], mesh["replicate"], flat, mesh["tp"]])
+    folded = flat._unflatten(0, (shard // parallel.ep, parallel.ep), (EFSDP, EP))
+    experts = DeviceMesh._concatenate([mesh["pp"], mesh["replicate"], folded[EFSDP], folded[EP], mesh["tp"]])
+    return Meshes(parallel, mesh, sharded, experts, mesh["replicate", "fsdp"]._flatten(DP))

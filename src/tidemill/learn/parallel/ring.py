@@ -1,0 +1,293 @@
+"""Ring attention over a packed row: queries stay, blocks of keys and values travel round the ranks.
+
+Who sees whom is two intervals per token (`models.flex.Sight`), so samples may be cut anywhere and shared prompts need
+nothing more. Scores exist one tile at a time: forward they are merged by the online softmax, backward they are computed
+again from the kept log of the normaliser, and a block's gradient travels with it until both are home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from tidemill.models.flex import Sight
+from tidemill.models.upload import upload
+
+if TYPE_CHECKING:
+    from tidemill.learn.parallel.context import Shares
+
+Group = Any
+TILE = 512  # tokens of a side of a tile of scores
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Some own queries against some keys of one rank's block: places in each, and where the keys lie in the row."""
+
+    queries: slice
+    keys: slice
+    key_at: int  # of the first, in the row
+    is_full: bool  # every query sees every key
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a rank computes when each block comes by, and the intervals that its queries see."""
+
+    tiles: tuple[tuple[Tile, ...], ...]  # by the rank whose block it is
+    counts: tuple[int, ...]  # tokens of each block
+    at: Tensor  # (own tokens,) place in the row
+    start: Tensor  # sees [start, at] …
+    prompt_start: Tensor  # … and [prompt_start, prompt_end)
+    prompt_end: Tensor
+
+    def mask(self, tile: Tile) -> Tensor | None:
+        """(queries, keys): who is seen."""
+        if tile.is_full:
+            return None
+        at, start, first, last = (
+            x[tile.queries, None] for x in (self.at, self.start, self.prompt_start, self.prompt_end)
+        )
+        k = torch.arange(tile.key_at, tile.key_at + tile.keys.stop - tile.keys.start, device=at.device)
+        return ((start <= k) & (k <= at)) | ((first <= k) & (k < last))
+
+
+class Ring:
+    """The attention context of a row that is shared out over `group`."""
+
+    def __init__(self, sight: Sight, shares: Shares, group: Group, device: torch.device, tile: int = TILE) -> None:
+        self.sight, self.shares, self.group, self.device, self.tile = sight, shares, group, device, tile
+        self._plans: dict[int | None, Plan] = {}
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        if window not in self._plans:
+            sight = self.sight if window is None else within(self.sight, window)
+            self._plans[window] = make_plan(sight, self.shares, dist.get_rank(self.group), self.device, self.tile)
+        plan = self._plans[window]
+        own = len(plan.at)
+        out: Tensor = _RingAttention.apply(  # type: ignore[no-untyped-call]
+            q[:own], k[:own], v[:own], plan, self.group, scale, softcap
+        )
+        return F.pad(out, (0, 0, 0, 0, 0, q.shape[0] - own))  # a rank without tokens computes one that none sees
+
+
+def within(sight: Sight, window: int) -> Sight:
+    """The same with a sliding window: intervals begin later."""
+    at = np.arange(len(sight.start))
+    nearest = sight.prompt_start + sight.position - window + 1  # in the prompt, whose own positions begin at 0
+    return replace(
+        sight,
+        start=np.maximum(sight.start, at - window + 1),
+        prompt_start=np.minimum(np.maximum(sight.prompt_start, nearest), sight.prompt_end),
+    )
+
+
+def make_plan(sight: Sight, shares: Shares, rank: int, device: torch.device, side: int = TILE) -> Plan:
+    own = shares.tokens(rank)
+    queries = list(_runs(shares.slices[rank], side))
+    tiles = tuple(
+        tuple(
+            Tile(slice(qa, qa + len(q)), slice(ka, ka + len(k)), k.start, is_full)
+            for qa, q in queries
+            for ka, k in _runs(parts, side)
+            if (is_full := _sees(sight, q, k)) is not None
+        )
+        for parts in shares.slices
+    )
+    intervals = (upload(x[own], device) for x in (sight.start, sight.prompt_start, sight.prompt_end))
+    return Plan(tiles, tuple(shares.counts), upload(own, device), *intervals)
+
+
+def _runs(parts: tuple[range, range], side: int) -> Iterator[tuple[int, range]]:
+    """A rank's tokens in runs of at most `side`: (where the run begins on the rank, its tokens in the row)."""
+    at = 0
+    for part in parts:
+        for first in range(part.start, part.stop, side):
+            run = range(first, min(first + side, part.stop))
+            yield at, run
+            at += len(run)
+
+
+def _sees(sight: Sight, q: range, k: range) -> bool | None:
+    """Whether all of `q` see all of `k`; None: none sees any."""
+    rows = slice(q.start, q.stop)
+    at, start = np.arange(q.start, q.stop), sight.start[rows]
+    first, last = sight.prompt_start[rows], sight.prompt_end[rows]
+    own = (np.maximum(start, k.start) <= np.minimum(at, k.stop - 1)).any()
+    prompt = (np.maximum(first, k.start) < np.minimum(last, k.stop)).any()
+    if not (own or prompt):
+        return None
+    all_own = start.max() <= k.start and k.stop - 1 <= q.start
+    all_prompt = first.max() <= k.start and k.stop <= last.min()
+    return bool(all_own or all_prompt)
+
+
+class _RingAttention(torch.autograd.Function):
+    """q (own tokens, heads, dim), k and v (own tokens, kv_heads, dim) → (own tokens, heads, v_dim)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: Group, scale: float, softcap: float | None
+    ) -> Tensor:
+        scores = Scores(plan, scale, softcap)
+        queries = _by_key_head(q, k.shape[1])  # (kv_heads, repeats, tokens, dim)
+        merge = Merge(queries, v.shape[-1])
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        block = torch.cat([k, v], -1)
+        for step in range(ranks):
+            source = (rank - step) % ranks
+            coming = _pass_on(block, plan.counts[(source - 1) % ranks], group) if step + 1 < ranks else None
+            keys, values = _keys_and_values(block, k.shape[-1])
+            for tile in plan.tiles[source]:
+                merge.absorb(tile, scores(tile, queries, keys), values[:, tile.keys])
+            block = coming.arrived() if coming else block
+        dense, log_z = merge.result()
+        out = _by_token(dense).to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, log_z)
+        ctx.plan, ctx.group, ctx.settings = plan, group, (scale, softcap)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_z = ctx.saved_tensors
+        plan, group = ctx.plan, ctx.group
+        scores = Scores(plan, *ctx.settings)
+        queries, grad_out = _by_key_head(q, k.shape[1]), _by_key_head(grad, k.shape[1])
+        delta = _by_key_head((grad.float() * out).sum(-1, keepdim=True), k.shape[1])
+        grad_q = torch.zeros_like(queries, dtype=torch.float32)
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        block, carried = torch.cat([k, v], -1), None
+        for step in range(ranks):
+            source = (rank - step) % ranks
+            coming = _pass_on(block, plan.counts[(source - 1) % ranks], group) if step + 1 < ranks else None
+            keys, values = _keys_and_values(block, k.shape[-1])
+            grad_k, grad_v = torch.zeros_like(keys, dtype=torch.float32), torch.zeros_like(values, dtype=torch.float32)
+            for tile in plan.tiles[source]:
+                s = scores(tile, queries, keys)
+                p = (s - _tile(log_z.unsqueeze(-1), tile)).exp()
+                g = _tile(grad_out, tile)
+                grad_v[:, tile.keys] += torch.bmm(p.to(g.dtype).transpose(1, 2), g)
+                grad_s = p * (torch.bmm(g, values[:, tile.keys].transpose(1, 2)) - _tile(delta, tile))
+                grad_s = scores.through(s, grad_s).to(q.dtype)
+                grad_q[:, :, tile.queries] += torch.bmm(grad_s, keys[:, tile.keys]).view(
+                    *queries.shape[:2], -1, q.shape[-1]
+                )
+                grad_k[:, tile.keys] += torch.bmm(grad_s.transpose(1, 2), _tile(queries, tile))
+            own = torch.cat([grad_k, grad_v], -1).transpose(0, 1).contiguous()
+            if carried is not None:
+                own += carried.arrived()
+            # The gradient goes where its block goes; after the last step the next rank is the block's own.
+            carried = _pass_on(own, plan.counts[(source - 1) % ranks], group)
+            block = coming.arrived() if coming else block
+        assert carried is not None
+        home = carried.arrived()
+        grad_k, grad_v = home.split([k.shape[-1], v.shape[-1]], -1)
+        return _by_token(grad_q).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Scaled, capped and masked scores of a tile, (kv_heads, repeats · queries, keys) in float32."""
+
+    plan: Plan
+    scale: float
+    softcap: float | None
+
+    def __call__(self, tile: Tile, queries: Tensor, keys: Tensor) -> Tensor:
+        s = torch.bmm(_tile(queries, tile), keys[:, tile.keys].transpose(1, 2)).float() * self.scale
+        if self.softcap is not None:
+            s = self.softcap * torch.tanh(s / self.softcap)
+        mask = self.plan.mask(tile)
+        if mask is not None:
+            s.view(queries.shape[0], queries.shape[1], *mask.shape).masked_fill_(~mask, float("-inf"))
+        return s
+
+    def through(self, s: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of the plain product from that of the scores."""
+        if self.softcap is not None:  # masked scores are -inf, where the gradient is 0 already
+            grad = grad * (1 - (s.clamp(min=-self.softcap) / self.softcap) ** 2)
+        return grad * self.scale
+
+
+class Merge:
+    """The online softmax: what was seen so far, relative to the largest score so far."""
+
+    def __init__(self, queries: Tensor, dim: int) -> None:
+        self.largest = queries.new_full(queries.shape[:3], float("-inf"), dtype=torch.float32)
+        self.total = torch.zeros_like(self.largest)
+        self.out = queries.new_zeros((*queries.shape[:3], dim), dtype=torch.float32)
+
+    def absorb(self, tile: Tile, scores: Tensor, values: Tensor) -> None:
+        rows = tile.queries
+        before = self.largest[:, :, rows]
+        s = scores.view(*before.shape, -1)
+        largest = torch.maximum(before, s.amax(-1))
+        base = largest.masked_fill(largest == float("-inf"), 0.0)  # has seen nothing yet
+        p = (s - base.unsqueeze(-1)).exp()
+        shrink = (before - base).exp()
+        product = torch.bmm(p.view(scores.shape).to(values.dtype), values).view(*before.shape, -1)
+        self.largest[:, :, rows] = largest
+        self.total[:, :, rows] = self.total[:, :, rows] * shrink + p.sum(-1)
+        self.out[:, :, rows] = self.out[:, :, rows] * shrink.unsqueeze(-1) + product
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """The output and the log of the normaliser of every query."""
+        return self.out.div_(self.total.unsqueeze(-1)), self.largest + self.total.log()
+
+
+def _by_key_head(x: Tensor, kv_heads: int) -> Tensor:
+    """(tokens, heads, dim) → (kv_heads, repeats, tokens, dim): a key head's queries side by side, keys not repeated."""
+    tokens, heads, dim = x.shape
+    return x.reshape(tokens, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).contiguous()
+
+
+def _by_token(x: Tensor) -> Tensor:
+    kv_heads, repeats, tokens, dim = x.shape
+    return x.permute(2, 0, 1, 3).reshape(tokens, kv_heads * repeats, dim)
+
+
+def _tile(x: Tensor, tile: Tile) -> Tensor:
+    """(kv_heads, repeats, tokens, dim) → (kv_heads, repeats · queries, dim)"""
+    return x[:, :, tile.queries].flatten(1, 2)
+
+
+def _keys_and_values(block: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
+    by_head = block.transpose(0, 1)  # (kv_heads, tokens, dims)
+    return by_head[..., :key_dim].contiguous(), by_head[..., key_dim:].contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    block: Tensor
+    sent: Tensor  # kept until it has gone
+    work: list[Any]
+
+    def arrived(self) -> Tensor:
+        for work in self.work:
+            work.wait()
+        return self.block
+
+
+def _pass_on(block: Tensor, rows: int, group: Group) -> _Coming:
+    """Send a block to the next rank and begin to receive one of `rows` from the rank before."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if ranks == 1:
+        return _Coming(block, block, [])
+    block = block.contiguous()
+    came = block.new_empty((rows, *block.shape[1:]))
+    after, before = (dist.get_global_rank(group, (rank + d) % ranks) for d in (1, -1))
+    moves = []
+    if block.numel():  # both ends know the sizes, and an empty block is not sent
+        moves.append(dist.P2POp(dist.isend, block, after, group))
+    if came.numel():
+        moves.append(dist.P2POp(dist.irecv, came, before, group))
+    return _Coming(came, block, dist.batch_isend_irecv(moves) if moves else [])

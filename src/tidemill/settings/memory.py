@@ -1,0 +1,155 @@
+"""How much memory a run's device needs at its peak, worked out from settings alone.
+
+`benchmarks/gpu_learn.py` prints this estimate beside what the device measured; docs/results/learn.md has the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from tidemill.config import Config, Learn
+from tidemill.settings.estimate import BYTES, Shape, cache_tokens, microbatch_tokens
+
+CRITICS = frozenset({"ppo"})  # algorithms that train a second model of the same size
+REFERENCED = frozenset({"dpo", "ipo", "kto"})  # those that need the frozen reference whatever kl.coef is
+INT8_MOMENT = 1 + 4 / 256  # a byte each, and a float32 scale per block of 256
+# Bytes per weight of the largest matrix while our own optimizer works on it: gradient, weight and quotient in float32.
+ADAM_TEMPORARY = 16
+INT8_TEMPORARY, STOCHASTIC_TEMPORARY = 20, 12
+PLAIN_LOGITS = 20  # bytes per logit without the fused kernel: five float32 copies at once
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes at the peak of a step, in the order they are shown."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    critic: int
+    reference: int
+    activations: int
+    logits: int
+    layer: int  # one layer's backward pass, as far as it exceeds the logits it comes after
+    update: int  # what the optimizer needs while it works, as far as it exceeds all that came before it
+    cache: int
+
+    @property
+    def total(self) -> int:
+        return sum(n for _, n in self.parts())
+
+    def parts(self) -> Iterator[tuple[str, int]]:
+        for field in fields(self):
+            yield field.name, getattr(self, field.name)
+
+
+def memory(
+    config: Config, shape: Shape, parameters: int | None = None, *, on_accelerator: bool = False
+) -> Memory | None:
+    count = parameters or shape.parameters
+    if count is None:
+        return None
+    learn, algorithm, width = config.learn, config.algorithm, BYTES[config.model.dtype]
+    adapters = adapter_parameters(shape, learn.lora_rank)
+    trained = adapters or count
+    gradients = trained * (4 if learn.master == "float32" else width)
+    optimizer = int(trained * optimizer_bytes(learn, width))
+    frozen = (algorithm.kl.coef > 0 or algorithm.name in REFERENCED) and not adapters
+    tokens, responses = microbatch_tokens(config)
+    is_compiled = learn.compile == "on" or (learn.compile == "auto" and on_accelerator)
+    activations = activation_bytes(shape, tokens, width, learn, is_compiled)
+    logits = logit_bytes(shape, min(learn.logprob_chunk, responses), width, not adapters, on_accelerator)
+    layer = max(0, tokens * width * layer_elements(shape, learn, is_compiled) - logits)
+    largest = shape.vocabulary * shape.hidden if not adapters else learn.lora_rank * shape.intermediate
+    update = max(0, int(largest * update_bytes(learn, width)) - activations - logits - layer)
+    return Memory(
+        weights=(count + adapters) * width,
+        gradients=gradients,
+        optimizer=0 if learn.optimizer_on_host else optimizer,
+        critic=count * width + gradients + optimizer if algorithm.name in CRITICS else 0,
+        reference=(frozen + (algorithm.teacher is not None)) * count * width,
+        activations=activations,
+        logits=logits,
+        layer=layer,
+        update=update,
+        cache=cache_tokens(config) * shape.layers * 2 * shape.kv_heads * shape.head_dim * width,
+    )
+
+
+def adapter_parameters(shape: Shape, rank: int) -> int:
+    """Of low-rank adapters on every matrix of the layers: the two sides of each, times the rank."""
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sides = 2 * (shape.hidden + q) + 2 * (shape.hidden + kv) + 3 * (shape.hidden + shape.intermediate)
+    return shape.layers * rank * sides
+
+
+def optimizer_bytes(learn: Learn, width: int) -> float:
+    """Per trained weight."""
+    if learn.optimizer == "muon":
+        return 4  # one float32 momentum; the few weights with AdamW's two are not told apart here
+    is_plain = learn.master == "none" and not learn.optimizer_on_host
+    moments = {"same": 2 * width if is_plain else 8, "float32": 8, "int8": 2 * INT8_MOMENT}[learn.moments]
+    return moments + (4 if learn.master == "float32" else 0)
+
+
+def update_bytes(learn: Learn, width: int) -> float:
+    """Per weight of the largest matrix, while the optimizer works on it."""
+    if learn.optimizer == "muon":
+        return ADAM_TEMPORARY
+    if learn.master == "none" and learn.moments == "same" and not learn.optimizer_on_host:
+        return 0  # the fused kernel works in place
+    fetched = optimizer_bytes(learn, width) if learn.optimizer_on_host else 0
+    return (
+        ADAM_TEMPORARY
+        + fetched
+        + (INT8_TEMPORARY if learn.moments == "int8" else 0)
+        + (STOCHASTIC_TEMPORARY if learn.master == "stochastic" else 0)
+    )
+
+
+def activation_bytes(shape: Shape, tokens: int, width: int, learn: Learn, is_compiled: bool) -> int:
+    """What the forward pass leaves for the backward pass."""
+    whole = _layer_keeps(shape, "none", is_compiled, width)
+    if learn.offload == "activations":
+        return tokens * width * (whole + 4 * shape.hidden)  # of the layer at work; the rest is on the host
+    again = -(-shape.layers // learn.recompute_every) if learn.recompute != "none" else 0
+    kept = again * _layer_keeps(shape, learn.recompute, is_compiled, width) + (shape.layers - again) * whole
+    # Beside the layers: the last norm's input and output, the response tokens' states and their gradient.
+    return tokens * width * (kept + 4 * shape.hidden)
+
+
+def _layer_keeps(shape: Shape, recompute: str, is_compiled: bool, width: int) -> int:
+    """Elements per token that one layer keeps."""
+    h, wide = shape.hidden, shape.intermediate
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if recompute == "full":
+        return h
+    if is_compiled:
+        # Input and output of both norms; q, k, v and attention's output; gate, up and their product.
+        outside, inside, activation = 4 * h + 2 * q + 2 * kv, 3 * wide, wide
+        outside += q + kv if shape.has_head_norms else 0
+    else:
+        # Norms keep a scaled input too (in float32 beside 16-bit weights), heads are turned and repeated.
+        outside, inside, activation = 6 * h + 4 * q + 6 * kv, 4 * wide, 2 * wide
+        outside += 4 * h if width == 2 else 0
+    return outside + {"none": inside, "selective": inside - activation, "mlp": 0}[recompute]
+
+
+def layer_elements(shape: Shape, learn: Learn, is_compiled: bool) -> int:
+    """Elements per token at work in one layer's backward pass: what is computed again, and gradients."""
+    gradients = 3 * shape.intermediate + 2 * shape.hidden
+    again = {
+        "none": 0,
+        "selective": shape.intermediate,
+        "mlp": 3 * shape.intermediate,
+        "full": _layer_keeps(shape, "none", is_compiled, 2),
+    }
+    return gradients + again[learn.recompute]
+
+
+def logit_bytes(shape: Shape, chunk: int, width: int, trains_head: bool, is_fused: bool) -> int:
+    """Logits of a chunk in float32 and their gradient; the head's gradient, summed in float32."""
+    each = 4 + width if is_fused else PLAIN_LOGITS
+    head = shape.vocabulary * shape.hidden * (8 + width if width == 2 else 8) if trains_head else 0
+    return chunk * shape.vocabulary * each + head

@@ -1,0 +1,172 @@
+"""Which products of parallel sizes can work, by arithmetic alone: against the ranks there are, and against the model.
+
+Every refusal names the key, what it got, and the sizes that would do. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tidemill.config import Config, Model, Parallel, TinyModel
+
+MOST_SUGGESTED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Cuttable:
+    """What parallel sizes must divide."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int  # of the dense layers
+    experts: int = 0
+    is_latent: bool = False  # multi-head latent attention: tensor parallelism leaves it whole
+
+
+def cuttable(model: Model) -> Cuttable | None:
+    """None when the model's folder does not tell."""
+    if model.path is None and model.warm_start is not None:
+        return None
+    if model.path is None:
+        tiny = model.tiny or TinyModel()
+        return Cuttable(tiny.layers, tiny.heads, tiny.kv_heads, tiny.intermediate)
+    try:
+        raw = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        return from_settings(raw.get("text_config", raw))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def from_settings(raw: dict[str, Any]) -> Cuttable:
+    """Of a transformers config as JSON."""
+    heads = int(raw["num_attention_heads"])
+    experts = next((int(raw[k]) for k in ("num_experts", "n_routed_experts", "num_local_experts") if raw.get(k)), 0)
+    return Cuttable(
+        layers=int(raw["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(raw.get("num_key_value_heads") or heads),
+        intermediate=int(raw.get("intermediate_size") or 4 * int(raw["hidden_size"])),
+        experts=experts,
+        is_latent=bool(raw.get("kv_lora_rank")),
+    )
+
+
+def world_problem(parallel: Parallel, world: int) -> str | None:
+    """Why these sizes do not make a world of that many ranks, or None."""
+    problem = next(_folding(parallel), None)
+    if problem is not None or parallel.ranks == world:
+        return problem
+    product = " × ".join(f"{name} {getattr(parallel, name)}" for name in ("replicate", "fsdp", "cp", "tp", "pp"))
+    rest = parallel.ranks // parallel.fsdp
+    fit = (
+        f"learn.parallel.fsdp={world // rest} would do"
+        if world % rest == 0
+        else f"the others come to {rest}, which must divide {world}"
+    )
+    return f"learn.parallel needs {parallel.ranks} ranks ({product}), but there are {world}; {fit}"
+
+
+def problems(config: Config, model: Model) -> Iterator[str]:
+    """`model` is the one that will be trained."""
+    parallel = config.learn.parallel
+    yield from _folding(parallel)
+    yield from _sequence(config)
+    yield from _pairs(config)
+    shape = cuttable(model)
+    if shape is not None:
+        yield from _model(parallel, shape)
+
+
+def _folding(parallel: Parallel) -> Iterator[str]:
+    shard = parallel.fsdp * parallel.cp
+    if shard % parallel.ep:
+        yield (
+            f"learn.parallel.ep is {parallel.ep}, which does not divide fsdp × cp = {shard}, the ranks it lies over; "
+            f"{either(divisors(shard))} would do"
+        )
+    if parallel.pp_schedule == "interleaved" and parallel.pp_chunks < 2:
+        yield "learn.parallel.pp_schedule is interleaved, which needs several runs of layers per rank; pp_chunks=2"
+    if parallel.pp_chunks > 1 and (parallel.pp_schedule != "interleaved" or parallel.pp == 1):
+        yield (
+            f"learn.parallel.pp_chunks is {parallel.pp_chunks}, which only an interleaved pipeline of several ranks "
+            "uses; set pp_schedule=interleaved and pp above 1, or leave it 1"
+        )
+
+
+def _model(parallel: Parallel, shape: Cuttable) -> Iterator[str]:
+    tp = parallel.tp
+    if not shape.is_latent:
+        if shape.heads % tp or max(shape.kv_heads, tp) % min(shape.kv_heads, tp):
+            yield (
+                f"learn.parallel.tp is {tp}, but the model has {shape.heads} heads and {shape.kv_heads} key/value "
+                f"heads; {either(head_cuts(shape))} would do"
+            )
+        if parallel.cp_form == "ulysses" and (shape.heads // max(1, min(tp, shape.heads))) % parallel.cp:
+            yield (
+                f"learn.parallel.cp is {parallel.cp} with cp_form ulysses, but {shape.heads} heads over tp {tp} leave "
+                f"{shape.heads // tp}; {either(divisors(max(1, shape.heads // tp)))} would do, or cp_form=ring"
+            )
+    if shape.intermediate % tp:
+        fit = [n for n in head_cuts(shape) if shape.intermediate % n == 0]
+        width = f"the MLP's width {shape.intermediate}"
+        yield f"learn.parallel.tp is {tp}, which does not divide {width}; {either(fit)} would do"
+    if shape.experts and shape.experts % (parallel.ep * tp):
+        fit = [n for n in divisors(shape.experts) if shape.experts % (n * parallel.ep) == 0]
+        yield (
+            f"learn.parallel.tp × ep is {tp * parallel.ep}, which does not divide the model's {shape.experts} experts; "
+            f"with ep {parallel.ep}, tp {either(fit) if fit else 'cannot fit: lower ep'} would do"
+        )
+    if parallel.ep > 1 and not shape.experts:
+        yield f"learn.parallel.ep is {parallel.ep}, but the model has no experts; 1 would do"
+    stages = parallel.pp * parallel.pp_chunks
+    if stages > shape.layers:
+        yield (
+            f"learn.parallel.pp × pp_chunks is {stages}, more than the model's {shape.layers} layers; "
+            f"at most {shape.layers} would do"
+        )
+
+
+def _sequence(config: Config) -> Iterator[str]:
+    """Every rank needs a token of each micro-batch: rows are filled up to a multiple of the ranks that share them."""
+    parallel = config.learn.parallel
+    multiple = parallel.cp * parallel.tp * (2 if parallel.cp > 1 else 1)
+    if multiple > config.train.tokens_per_microbatch:
+        yield (
+            f"train.tokens_per_microbatch is {config.train.tokens_per_microbatch}, but sequences are cut into "
+            f"multiples of {multiple} tokens (learn.parallel.cp {parallel.cp} × tp {parallel.tp}); at least {multiple} "
+            "would do"
+        )
+
+
+def _pairs(config: Config) -> Iterator[str]:
+    """Settings that do not go together with several ranks."""
+    learn, parallel = config.learn, config.learn.parallel
+    if parallel.ranks == 1:
+        return
+    if learn.optimizer == "muon":
+        yield "learn.optimizer is muon, which needs whole matrices, but ranks hold pieces; adamw would do"
+    if learn.moments == "int8":
+        yield "learn.moments is int8, whose blocks do not survive another number of ranks; float32 or same would do"
+    if learn.lora_rank and (parallel.tp > 1 or parallel.pp > 1 or parallel.ep > 1):
+        yield "learn.lora_rank is set, which works with replicate, fsdp and cp; set tp, pp and ep to 1"
+
+
+def head_cuts(shape: Cuttable) -> list[int]:
+    """Tensor-parallel sizes: divide the heads, and divide or are divided by the key/value heads."""
+    return [n for n in divisors(shape.heads) if max(shape.kv_heads, n) % min(shape.kv_heads, n) == 0]
+
+
+def divisors(n: int) -> list[int]:
+    return [i for i in range(1, min(n, MOST_SUGGESTED) + 1) if n % i == 0] or [1]
+
+
+def either(values: list[int]) -> str:
+    words = [str(v) for v in values] or ["1"]
+    if len(words) > 8:
+        words = [*words[:4], "…", *words[-3:]]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

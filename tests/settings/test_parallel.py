@@ -1,0 +1,82 @@
+"""Impossible products of parallel sizes are refused before any model loads, with the sizes that would work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tidemill.config import Config, Model, Parallel
+from tidemill.settings.parallel import problems, world_problem
+
+TINY = {"hidden": 64, "layers": 4, "heads": 8, "kv_heads": 2, "intermediate": 96}
+
+
+def found(parallel: dict[str, Any], model: dict[str, Any] | None = None, **learn: Any) -> str:
+    config = Config.model_validate(
+        {
+            "learn": {"parallel": parallel, **learn},
+            "model": model or {"tiny": TINY},
+            "train": {"tokens_per_microbatch": 64},
+        }
+    )
+    return "\n".join(problems(config, config.model))
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"tp": 4}, {"fsdp": 8, "cp": 2}, {"pp": 4, "tp": 8}])
+def test_possible_products_pass(parallel: dict[str, Any]) -> None:
+    assert found(parallel) == ""
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ({"tp": 3}, "8 heads and 2 key/value heads; 1, 2, 4 or 8 would do"),
+        ({"tp": 16}, "1, 2, 4 or 8 would do"),
+        ({"pp": 5}, "more than the model's 4 layers; at most 4 would do"),
+        ({"fsdp": 6, "ep": 4}, "does not divide fsdp × cp = 6, the ranks it lies over; 1, 2, 3 or 6 would do"),
+        ({"fsdp": 2, "ep": 2}, "the model has no experts; 1 would do"),
+        ({"cp": 3, "cp_form": "ulysses"}, "1, 2, 4 or 8 would do, or cp_form=ring"),
+        ({"cp": 64}, "at least 128 would do"),
+        ({"pp": 2, "pp_chunks": 2}, "set pp_schedule=interleaved"),
+        ({"pp": 2, "pp_schedule": "interleaved"}, "pp_chunks=2"),
+    ],
+)
+def test_impossible_products_are_refused_with_sizes_that_work(parallel: dict[str, Any], words: str) -> None:
+    assert words in found(parallel)
+
+
+def test_a_width_that_does_not_divide_is_refused() -> None:
+    assert "MLP's width 90; 1 or 2 would do" in found({"tp": 4}, {"tiny": {**TINY, "intermediate": 90}})
+
+
+def test_experts_are_counted_from_the_folder(tmp_path: Path) -> None:
+    raw = {"num_attention_heads": 8, "num_hidden_layers": 4, "num_key_value_heads": 4, "hidden_size": 64,
+           "intermediate_size": 96, "num_experts": 6}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    words = found({"fsdp": 4, "ep": 4}, {"path": str(tmp_path)})
+    assert "which does not divide the model's 6 experts" in words
+    assert found({"fsdp": 2, "ep": 2}, {"path": str(tmp_path)}) == ""
+
+
+def test_settings_that_need_whole_tensors_are_refused_on_several_ranks() -> None:
+    assert "adamw would do" in found({"fsdp": 2}, optimizer="muon")
+    assert "float32 or same would do" in found({"fsdp": 2}, moments="int8")
+    assert found({"fsdp": 1}, optimizer="muon") == ""
+
+
+def test_a_world_of_another_size_is_refused_with_the_size_that_fits() -> None:
+    assert world_problem(Parallel(fsdp=2, tp=2), 4) is None
+    problem = world_problem(Parallel(fsdp=2, tp=2), 8)
+    assert problem is not None and "learn.parallel.fsdp=4 would do" in problem
+    problem = world_problem(Parallel(tp=3), 8)
+    assert problem is not None and "must divide 8" in problem
+
+
+def test_the_check_runs_with_all_others() -> None:
+    from tidemill.settings import precheck
+
+    config = Config.model_validate({"learn": {"parallel": {"tp": 3}}, "model": {"tiny": TINY}})
+    assert any("learn.parallel.tp" in p for p in precheck.problems(config, Model.model_validate({"tiny": TINY})))
