@@ -47,6 +47,21 @@ def assert_same(a: list[dict[str, Any]], b: list[dict[str, Any]], within: float 
             assert y[key] == pytest.approx(value, abs=within, rel=within), (x["step"], key)
 
 
+COUNTED = ("loss", "grad_norm", "version", "entropy", "lr")  # by the learner, of all samples
+SUMS = ("prompt_tokens", "made_tokens")  # by others; what was counted before a kill is told in a later step at worst
+
+
+def assert_same_learning(a: list[dict[str, Any]], b: list[dict[str, Any]], within: float = 1e-5) -> None:
+    """Whatever happened in between: every sample once, the same updates of the same weights."""
+
+    def learned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{k: v for k, v in m.items() if k in ("step", *COUNTED)} for m in lines if "loss" in m]
+
+    assert_same(learned(a), learned(b), within)
+    for name in SUMS:
+        assert sum(m.get(name, 0) for m in a) == sum(m.get(name, 0) for m in b)
+
+
 class Disturb(Watcher):
     """Kills what `victim` names, `after_s` into the step that follows `at_step`."""
 

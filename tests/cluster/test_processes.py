@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.runs import Disturb, assert_same, ledger, measured, recipe, train, warehouse, worker
+from tests.cluster.runs import (
+    Disturb,
+    assert_same,
+    assert_same_learning,
+    ledger,
+    measured,
+    recipe,
+    train,
+    warehouse,
+    worker,
+)
 from tidemill import launch
 from tidemill.errors import TidemillError
 
@@ -52,12 +62,13 @@ def test_whoever_is_killed_the_run_ends_with_the_same_numbers(
     watch = Disturb(victim)
     summary = train(tmp_path, watch, cluster={"learners": 2, "rollouts": 2})
     assert watch.killed and summary.steps == 4
-    assert_same(measured(tmp_path), local)
+    assert_same_learning(measured(tmp_path), local)
 
 
 def test_a_worker_that_dies_at_every_start_ends_the_run_with_its_own_words(tmp_path: Path) -> None:
-    with pytest.raises(TidemillError, match="no_such_module"):
-        train(tmp_path, rewards={"functions": [{"function": "no_such_module:reward"}]})
+    with pytest.raises(TidemillError, match="no licence was found") as raised:
+        train(tmp_path, rewards={"functions": [{"function": "tests.cluster.unlicensed:reward"}]})
+    assert "reward-0" in raised.value.message
 
 
 def test_samples_are_written_by_who_has_them_and_none_passes_the_driver(tmp_path: Path) -> None:

@@ -124,6 +124,7 @@ class Conductor:
                 raise WorkerLost(self._broken)
             if stop() and self._leave():
                 raise Stopped
+            self.workers.mend_stores()
             state = dock.state()
             if is_over(state):
                 return

@@ -22,6 +22,7 @@ from tidemill.config import Cluster
 from tidemill.errors import TidemillError
 
 WATCH_S = 2.0  # a worker reports at least this often
+SILENCE_S = 15.0  # at least this long without a report before a worker counts as lost: busy machines are slow
 FAILED_STARTS = 3  # in a row that end the run
 PAUSE_S = (0.2, 15.0)  # before a lost worker is started again: at first, at most
 TAIL = 12  # lines of a log that tell why a worker ended
@@ -213,7 +214,7 @@ class Crew:
 
     def _look(self) -> None:
         now = time.monotonic()
-        silence_s = WATCH_S + 2 * self.settings.lease_s
+        silence_s = WATCH_S + max(SILENCE_S, 2 * self.settings.lease_s)
         for member in list(self.members.values()):
             if member.state == "lost" and now >= member.not_before:
                 self.again(member)

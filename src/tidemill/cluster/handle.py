@@ -40,6 +40,9 @@ class Starter(Protocol):
     def store(self, node: str, host: str, dock: Address, memory_mb: int | None) -> bool:
         """See that a warehouse of the dock runs on this node; whether it is a new one."""
 
+    def lost_stores(self) -> list[str]:
+        """Nodes whose warehouse has ended since this was last asked."""
+
     @property
     def home(self) -> tuple[str, str]:
         """This process's own node, and its address."""

@@ -48,6 +48,9 @@ class ProcessStarter:
     def store(self, node: str, host: str, dock: Address, memory_mb: int | None) -> bool:
         return False  # the dock's own process on this machine
 
+    def lost_stores(self) -> list[str]:
+        return []
+
     def describe(self) -> str:
         return "processes of this machine"
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -54,6 +56,10 @@ class Storehouse:
     def pid(self) -> int:
         return self.node.warehouse.pid
 
+    def stay(self) -> None:
+        """Answers never: whoever asked hears of the end of this process."""
+        threading.Event().wait()
+
 
 class RayStarter:
     def __init__(self, settings: Cluster, name: str) -> None:
@@ -62,9 +68,10 @@ class RayStarter:
         self._folder: Path | None = None
         self._connect()
         self._actor = ray.remote(max_concurrency=THREADS, max_restarts=0, num_cpus=0)(RayHost)
-        self._storehouse = ray.remote(num_cpus=0, max_restarts=0)(Storehouse)
+        self._storehouse = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2)(Storehouse)
         self._groups: dict[str, Any] = {}  # placement groups, by group or by post
-        self._stores: dict[tuple[str, str], Any] = {}
+        self._stores: dict[tuple[str, str], Any] = {}  # by node and dock
+        self._ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         context = ray.get_runtime_context()
         self.home = (context.get_node_id(), ray.util.get_node_ip_address())
 
@@ -157,7 +164,17 @@ class RayStarter:
             raise TidemillError(f"no warehouse could be started on {host}: {first_line(error)}") from error
         self._stores = {key: made for key, made in self._stores.items() if key[1] == dock.ledger}  # others end here
         self._stores[node, dock.ledger] = actor
+        stays = actor.stay.remote().future()
+        stays.add_done_callback(lambda _: self._ended.put((node, dock.ledger)))
         return True
+
+    def lost_stores(self) -> list[str]:
+        lost = []
+        while not self._ended.empty():
+            key = self._ended.get()
+            if self._stores.pop(key, None) is not None:
+                lost.append(key[0])
+        return lost
 
     def close(self) -> None:
         for group in self._groups.values():

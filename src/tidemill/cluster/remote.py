@@ -206,6 +206,19 @@ class RemoteWorkers:
         """Nothing has moved for long: say who waits for whom, and end."""
         raise TidemillError(f"nothing has moved for {seconds:.0f} s")
 
+    def mend_stores(self) -> None:
+        """A node's warehouse is gone, with what lay in it: the dock hears of it at once, and who is left there gets
+        another."""
+        for node in self.starter.lost_stores():
+            assert self.server is not None
+            self.note(f"the warehouse of node {node[:8]} is lost")
+            self.server.lose(node)
+            there = [m for m in self.crew.ready if m.node == node]
+            if there:
+                with contextlib.suppress(TidemillError):  # the node itself is gone: its workers will be missed too
+                    memory = self.config.cluster.memory_mb
+                    self.starter.store(node, there[0].host, self.server.address, memory)
+
     def new_dock(self) -> None:
         """Leave the dock with all that is in it, and meet at another."""
         self._close_dock()
