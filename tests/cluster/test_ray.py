@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +48,7 @@ def cluster() -> Iterator[Any]:
 
 
 def over(**more: Any) -> dict[str, Any]:
-    return {"executor": "ray", "learners": 2, "rollouts": 2, "start_s": 120.0, **more}
+    return {"executor": "ray", "learners": 2, "rollouts": 2, "start_s": 120.0, "stall_s": 20.0, **more}
 
 
 def test_one_node_computes_what_one_process_does(tmp_path: Path, local: list[dict[str, Any]], cluster: Any) -> None:
@@ -75,12 +78,20 @@ def test_a_placement_that_does_not_fit_is_refused_before_anything_starts(tmp_pat
 def test_a_whole_node_dies_and_the_run_goes_on_without_it(
     tmp_path: Path, local: list[dict[str, Any]], cluster: Any
 ) -> None:
-    def raylet(workers: RemoteWorkers) -> int:
-        return int(cluster.second.all_processes["raylet"][0].process.pid)
+    class EndNode(Disturb):
+        """Kills the raylet between two steps, and waits until Ray has noticed."""
 
-    watch = Disturb(raylet)
+        def stepped(self, step: int, metrics: dict[str, float]) -> None:
+            if step == 1:
+                self.killed.append(cluster.second.all_processes["raylet"][0].process.pid)
+                os.kill(self.killed[0], signal.SIGKILL)
+                while all(node["Alive"] for node in ray.nodes()):
+                    time.sleep(0.1)
+
+    watch = EndNode(worker("rollout-1"))
     train(tmp_path, watch, train=STEPS, cluster=over(learners=1, spread=True))
     assert watch.killed and any("is lost" in said for said in watch.said)
     assert_same_learning(measured(tmp_path), local)
     assert isinstance(watch.workers, RemoteWorkers)
-    assert {m.node for m in watch.workers.crew.members.values()} == {watch.workers.starter.home[0]}
+    home = watch.workers.starter.home[0]
+    assert {m.node for m in watch.workers.crew.members.values() if m.state == "ready"} == {home}

@@ -39,7 +39,7 @@ class Conductor:
         self._start: dict[str, Any] = {}  # where the feed stood when the step began
         self._broken = ""  # why the step cannot go on as it is
         self._lost_rows = 0
-        self._moved_at, self._seen = time.monotonic(), ""
+        self.moved_at, self._seen = time.monotonic(), ""
 
     # A step
 
@@ -59,7 +59,7 @@ class Conductor:
     def _attempt(self, stop: Callable[[], bool]) -> None:
         self._broken, self._lost_rows = "", 0
         fed = self._feed()
-        self._moved_at = time.monotonic()
+        self.moved_at = time.monotonic()
         if self.workers.config.flow.schedule == "sync":
             self._one_after_the_other(stop)
         else:
@@ -126,6 +126,7 @@ class Conductor:
                 raise Stopped
             self.workers.mend_stores()
             state = dock.state()
+            self.workers.look(state)
             if is_over(state):
                 return
             if newcomers := self.workers.publisher.newcomers():
@@ -142,11 +143,11 @@ class Conductor:
         seen = repr((stages, state.ended, [m.report.moves if m.report else -1 for m in self.crew.members.values()]))
         now = time.monotonic()
         if seen != self._seen:
-            self._seen, self._moved_at = seen, now
+            self._seen, self.moved_at = seen, now
             return True
-        if now - self._moved_at > self.workers.config.cluster.stall_s:
-            self.workers.stalled(state, now - self._moved_at)
-            self._moved_at = now
+        if now - self.moved_at > self.workers.config.cluster.stall_s:
+            self.workers.stalled(state, now - self.moved_at)
+            self.moved_at = now
         return False
 
     def _leave(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from tidemill.cluster.handle import WorkerLost
 from tidemill.cluster.placement import Placement, Post, Resources
-from tidemill.cluster.report import Answer
+from tidemill.cluster.report import Answer, Numbers
 from tidemill.cluster.role import Host
 from tidemill.device import host as machine
 from tidemill.dock.address import Address
@@ -62,6 +62,7 @@ class ProcessHandle:
         self.name, self._process, self._pipe = name, process, pipe
         self._waiting: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
+        self._orders = Numbers()
         self._lock = threading.Lock()
         self._is_gone = False
         threading.Thread(target=self._listen, name=f"hear-{name}", daemon=True).start()
@@ -74,7 +75,7 @@ class ProcessHandle:
             try:
                 if self._is_gone:
                     raise BrokenPipeError
-                self._pipe.send((number, method, args))
+                self._pipe.send((number, method, args, self._orders.of(method)))
             except OSError:
                 self._waiting.pop(number, None)
                 future.set_exception(WorkerLost(self._why()))
@@ -114,14 +115,14 @@ def serve(name: str, logs: str, pipe: Connection) -> None:
     host = Host(name, logs)
     sending = threading.Lock()
 
-    def respond(number: int, method: str, args: tuple[Any, ...]) -> None:
-        answer: Answer = host.answer(method, args)
+    def respond(number: int, method: str, args: tuple[Any, ...], order: int) -> None:
+        answer: Answer = host.answer(method, args, order)
         with sending, contextlib.suppress(OSError):
             pipe.send((number, answer))
 
     while True:
         try:
-            number, method, args = pipe.recv()
+            message = pipe.recv()
         except (EOFError, OSError):
             os._exit(0)
-        threading.Thread(target=respond, args=(number, method, args), daemon=True).start()
+        threading.Thread(target=respond, args=message, daemon=True).start()

@@ -19,7 +19,7 @@ from typing import Any
 
 from tidemill.cluster.handle import WorkerLost
 from tidemill.cluster.placement import LEARNER, Placement, PlacementError, Post, Resources
-from tidemill.cluster.report import Answer
+from tidemill.cluster.report import Answer, Numbers
 from tidemill.cluster.role import Host
 from tidemill.config import Cluster
 from tidemill.dock.address import Address
@@ -189,12 +189,12 @@ class RayStarter:
 
 class RayHandle:
     def __init__(self, name: str, actor: Any) -> None:
-        self.name, self._actor = name, actor
+        self.name, self._actor, self._orders = name, actor, Numbers()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         answered: Future[Any] = Future()
         try:
-            told = self._actor.answer.remote(method, args).future()
+            told = self._actor.answer.remote(method, args, self._orders.of(method)).future()
         except Exception as error:
             answered.set_exception(WorkerLost(first_line(error)))
             return answered

@@ -7,7 +7,10 @@ counts, positions and states.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,9 +18,11 @@ from typing import Any
 
 from tidemill.algorithms.registry import get as get_algorithm
 from tidemill.cluster import placement as placements
+from tidemill.cluster import stall, status
 from tidemill.cluster.conduct import Conductor
 from tidemill.cluster.crew import Crew, Member
 from tidemill.cluster.handle import Starter, WorkerLost
+from tidemill.cluster.logs import LogStream
 from tidemill.cluster.placement import LEARNER, ROLLOUT, Placement
 from tidemill.cluster.publish import Publisher
 from tidemill.config import Config
@@ -35,6 +40,8 @@ from tidemill.observe import health
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.run import RunFolder
 
+MOST_STALLS = 3  # in one run; a run that stands still again and again is ended
+STATUS_S = 1.0
 SHOWN_ANSWERS = 32  # of an evaluation: for people to look at
 
 
@@ -79,15 +86,19 @@ class RemoteWorkers:
         placement: Placement,
         graph: Graph,
     ) -> None:
-        self.config, self.model_path, self.folder, self.note = config, model_path, folder, note
+        self.config, self.model_path, self.folder = config, model_path, folder
         self.starter, self.placement, self.graph = starter, placement, graph
         self.path = folder.path.resolve()
-        logs = self.path / "logs"
-        self.crew = Crew(config.cluster, placement, starter, logs, note, self._equip, self._on_ready, self._on_lost)
+        self._tell = note
+        self.logs = LogStream(self.path / "logs")
+        self.crew = Crew(
+            config.cluster, placement, starter, self.logs.folder, self.note, self._equip, self._on_ready, self._on_lost
+        )
         self.publisher = Publisher(self.crew, config.cluster.collective_s, self.check_learners)
         self.server: DockServer | None = None
         self.dock: RemoteDock | None = None
-        self.parameters = self.bad_rows = 0
+        self.parameters = self.bad_rows = self.stalls = 0
+        self._looked = 0.0
         self.feed_state: dict[str, Any] = {}
         self._first_feed: dict[str, Any] = {}
         self._history: list[dict[str, float]] = []
@@ -98,11 +109,17 @@ class RemoteWorkers:
         self._dock_future: Future[None] = self._background.submit(self._open_dock)
         self.conductor = Conductor(self)
 
+    def note(self, text: str) -> None:
+        self.logs.say(text)
+        self._tell(text)
+
     # Starting
 
     def start(self) -> None:
         self.crew.start(self.crew.members)
+        self.look()
         self._come_up()
+        self.look()
         self._first_feed = self.feed_state = self.crew.call(self.feeder, "feed_state")["state"]
 
     def _come_up(self) -> None:
@@ -186,7 +203,12 @@ class RemoteWorkers:
 
     def _on_lost(self, member: Member, why: str) -> bool:
         if member.post.group.name == LEARNER and self._is_up:
-            self._lost_learner = self._lost_learner or f"{member.name} is lost: {why.splitlines()[0]}"
+            if not self._lost_learner:
+                others = [m for m in self.crew.learners() if m is not member]
+                late, words = stall.blame(others, float("inf")) if "imed out" in why else (None, "")
+                if late is not None:  # the one that gave up is not the one that hangs
+                    stall.report(self.crew, self.logs.folder, [words])
+                self._lost_learner = words or f"{member.name} is lost: {why.splitlines()[0]}"
             return False
         return True  # its leases run out by themselves
 
@@ -203,8 +225,41 @@ class RemoteWorkers:
         self.feed_state, self.conductor.refeed = self._first_feed, True
 
     def stalled(self, state: DockState, seconds: float) -> None:
-        """Nothing has moved for long: say who waits for whom, and end."""
-        raise TidemillError(f"nothing has moved for {seconds:.0f} s")
+        """Nothing has moved for long: say who waits for whom; who hangs is replaced, else the step begins again."""
+        found = stall.examine(self.crew, state, seconds)
+        self.note(f"nothing has moved for {seconds:.0f} s: {'; '.join(found.sentences)} (stacks: {found.file})")
+        self.stalls += 1
+        if self.stalls > MOST_STALLS:
+            raise TidemillError(
+                f"nothing has moved for {seconds:.0f} s, {self.stalls} times: {'; '.join(found.sentences)}",
+                f"the stacks of all workers are in {found.file}; raise cluster.stall_s if work may take that long",
+            )
+        if found.culprit is not None:
+            self.crew.lose(self.crew.members[found.culprit], found.why)
+        else:
+            raise WorkerLost("nothing moves and nobody is at work")
+
+    def look(self, state: DockState | None = None) -> None:
+        """Leave word of how things stand for `tidemill status`, now and then."""
+        now = time.monotonic()
+        if now - self._looked < STATUS_S and state is not None:
+            return
+        self._looked = now
+        moved = self.conductor.moved_at
+        found = status.RunStatus(
+            step=self.conductor.number,
+            steps=self.config.train.steps,
+            open=self.conductor.open,
+            since=time.time() - (now - moved),
+            written=time.time(),
+            where=self.starter.describe(),
+            driver=os.getpid(),
+            machine=socket.gethostname(),
+            workers=tuple(status.of_member(m) for m in self.crew.members.values()),
+            stages=status.stages_of(state) if state is not None else {},
+            lost=self.crew.lost_total,
+        )
+        status.write(self.path, found)
 
     def mend_stores(self) -> None:
         """A node's warehouse is gone, with what lay in it: the dock hears of it at once, and who is left there gets
@@ -328,6 +383,7 @@ class RemoteWorkers:
 
     def close(self) -> None:
         self.crew.close()
+        self.logs.close()
         with contextlib.suppress(Exception):  # it may be what failed
             self._dock_future.result()
         self._close_dock()

@@ -9,6 +9,22 @@ from typing import Any
 from tidemill import errors
 from tidemill.errors import TidemillError
 
+UNORDERED = -1
+DIRECT = frozenset({"watch", "stacks", "equip", "warm", "where"})  # answered at once, whatever is under way
+
+
+class Numbers:
+    """Numbers the orders to one process."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def of(self, method: str) -> int:
+        if method in DIRECT:
+            return UNORDERED
+        self._next += 1
+        return self._next - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:

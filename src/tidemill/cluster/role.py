@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tidemill.cluster.report import Answer, Failure, Ready, Report
+from tidemill.cluster.report import UNORDERED, Answer, Failure, Ready, Report
 from tidemill.errors import TidemillError
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class Host:
         self.name = name
         self._orders: queue.SimpleQueue[tuple[Callable[[], Any], str, Future[Any]]] = queue.SimpleQueue()
         self._changed = threading.Condition()
+        self._early: dict[int, tuple[Callable[[], Any], str, Future[Any]]] = {}  # orders before their turn
+        self._next = 0
         self._serial = self._moves = 0
         self._doing, self._since = "starting", time.monotonic()
         self._failure: Failure | None = None
@@ -45,14 +47,18 @@ class Host:
         self._thread = threading.Thread(target=self._run, name="work", daemon=True)
         self._thread.start()
 
-    def answer(self, method: str, args: tuple[Any, ...]) -> Answer:
-        """Called from any thread, several at a time."""
+    def answer(self, method: str, args: tuple[Any, ...], number: int = UNORDERED) -> Answer:
+        """Called from any thread, several at a time. Orders are carried out as they are numbered: channels may deliver
+        them in another order."""
         try:
-            own = getattr(self, f"on_{method}", None)
-            if own is not None:
-                return Answer(own(*args))
+            if number == UNORDERED:
+                return Answer(getattr(self, f"on_{method}")(*args))
             done: Future[Any] = Future()
-            self._orders.put((lambda: getattr(self._equipped(), method)(*args), method, done))
+            with self._changed:
+                self._early[number] = (lambda: getattr(self._equipped(), method)(*args), method, done)
+                while self._next in self._early:
+                    self._orders.put(self._early.pop(self._next))
+                    self._next += 1
             return Answer(done.result())
         except BaseException as error:
             print(f"{method} failed:", *traceback.format_exception(error), sep="\n", file=sys.stderr, flush=True)
