@@ -25,6 +25,7 @@ HANDSHAKE_S = 5.0
 IDLE_S = 60.0
 STREAM_BYTES = 8 << 20  # each stream carries at least this much of a chunk: below, one stream is as fast
 SOCKET_BUFFER = 4 << 20
+MAX_STREAMS = 4  # each keeps a core busy on both sides: with two cores, a second one only gets in the first one's way
 MAX_CONNECTIONS = 256
 _REQUEST = struct.Struct("<QQQQ")  # segment, generation, offset, bytes
 _OK, _GONE = b"\x01", b"\x00"
@@ -94,8 +95,8 @@ class StreamServer:
 class Puller:
     """Fetches chunks from other warehouses, over a few connections to each."""
 
-    def __init__(self, token: str, streams: int = 2) -> None:
-        self._token, self._streams = token, streams
+    def __init__(self, token: str, streams: int | None = None) -> None:
+        self._token, self._streams = token, streams or max(1, min(MAX_STREAMS, (os.cpu_count() or 1) // 2))
         self._idle: dict[str, list[socket.socket]] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(max_workers=8, thread_name_prefix="stream-pull")
