@@ -121,15 +121,18 @@ class LedgerServer:
             self._handle(client, frames[0], frames[1], now)
 
     def _receive_at_door(self, door: Door, now: float) -> None:
-        """When the last connection of a process ends, the process has: its leases are given back at once."""
         letters = door.receive(now)
+        self._note_who_left(door)  # first: one that came back has asked again, in one of these letters
+        for client, seq, body in letters:
+            self._handle(client, seq, body, now)
+
+    def _note_who_left(self, door: Door) -> None:
+        """When the last connection of a process ends, the process has: its leases are given back at once."""
         for client in door.left:
             self._forget(client)
             if not door.has_owner(client[:OWNER_BYTES]):
                 self._ledger.release(client[:OWNER_BYTES])
         door.left.clear()
-        for client, seq, body in letters:
-            self._handle(client, seq, body, now)
 
     def _forget(self, client: bytes) -> None:
         """It hung up: what it waits for is not given to it. Should it come back, it asks again."""
@@ -192,6 +195,7 @@ class LedgerServer:
         self._gate.watch(now)
         if self._door is not None:
             self._door.sweep(now)
+            self._note_who_left(self._door)
         self._ledger.expire(now)
         self._waiters.expire(now)
         while self._parked_puts and any(p.deadline <= now for p in self._parked_puts):
