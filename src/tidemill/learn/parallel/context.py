@@ -144,11 +144,12 @@ class Ulysses:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        own = self.shares.counts[self.rank]
+        own, given = self.shares.counts[self.rank], q.shape[0]
         wanted = upload(key_heads(q.shape[1], k.shape[1], self.ranks), k.device)
-        whole = (self._to_heads(x[:own]) for x in (q, k.index_select(1, wanted), v.index_select(1, wanted)))
-        out = self._to_tokens(self.inner.attend(layer, *whole, scale, window, softcap))
-        return F.pad(out, (0, 0, 0, 0, 0, q.shape[0] - own))  # a rank without tokens computes one that none sees
+        k, v = k.index_select(1, wanted), v.index_select(1, wanted)
+        q, k, v = (self._to_heads(x[:own]) for x in (q, k, v))
+        out = self._to_tokens(self.inner.attend(layer, q, k, v, scale, window, softcap))
+        return F.pad(out, (0, 0, 0, 0, 0, given - own))  # a rank without tokens computes one that none sees
 
     def _to_heads(self, x: Tensor) -> Tensor:
         """(own tokens, heads, dim) → (tokens, own heads, dim)"""

@@ -78,7 +78,7 @@ def _check(model: Any, layers: int, stages: int) -> None:
 def _norm_name(decoder: Any) -> str:
     """Of the one thing that comes after the layers."""
     inputs = decoder.get_input_embeddings()
-    found = [
+    found: list[str] = [
         name
         for name, child in decoder.named_children()
         if name != "layers"

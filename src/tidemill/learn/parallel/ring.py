@@ -190,7 +190,7 @@ class _RingAttention(torch.autograd.Function):
             block = coming.arrived() if coming else block
         assert carried is not None
         home = carried.arrived()
-        grad_k, grad_v = home.split([k.shape[-1], v.shape[-1]], -1)
+        grad_k, grad_v = home[..., : k.shape[-1]], home[..., k.shape[-1] :]
         return _by_token(grad_q).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
 
 
