@@ -13,11 +13,14 @@ OFFLINE = (ID, GROUP, "tokens", "prompt_length", "mask", LENGTH)
 FINISH = ("stop", "length", "error", "cancelled")  # the column `finish` is an index into this
 
 
-def rollout(*more: str, config: Config | None = None) -> Stage:
-    """tokens: prompt and response. mask: 1 where the model made the token. logprobs: of the policy that made it."""
-    writes = ("tokens", "prompt_length", "logprobs", "versions", "mask", "finish", VERSION, LENGTH)
-    writes += routes(config) if config is not None else ()
-    return Stage("rollout", "rollout", (ID, GROUP, "prompt", *more), writes, "group")
+def rollout(config: Config, *more: str) -> Stage:
+    """tokens: prompt and response. mask: 1 where the model made the token. logprobs: of the policy that made it.
+    played: what a conversation with an environment came to, as JSON."""
+    reads: tuple[str, ...] = (ID, GROUP, "prompt")
+    writes: tuple[str, ...] = ("tokens", "prompt_length", "logprobs", "versions", "mask", "finish", VERSION, LENGTH)
+    if config.environment is not None:
+        reads, writes = (*reads, "answer", "meta", "where"), (*writes, "played")
+    return Stage("rollout", "rollout", (*reads, *more), (*writes, *routes(config)), "group")
 
 
 def routes(config: Config) -> tuple[str, ...]:
@@ -25,9 +28,11 @@ def routes(config: Config) -> tuple[str, ...]:
     return ("routes",) if config.learn.moe.replay else ()
 
 
-def reward() -> Stage:
+def reward(config: Config) -> Stage:
     """parts: a JSON object of each reward function's own value, as text."""
-    reads = (ID, GROUP, "tokens", "prompt_length", "versions", "finish", "answer", "meta", "where")
+    reads: tuple[str, ...] = (ID, GROUP, "tokens", "prompt_length", "versions", "finish", "answer", "meta", "where")
+    if config.environment is not None:
+        reads = (*reads, "mask", "played")
     return Stage("reward", "reward", reads, ("reward", "correct", "parts"))
 
 
@@ -89,7 +94,7 @@ def learn(config: Config, *more: str) -> Stage:
 
 def policy_graph(name: str, config: Config) -> Graph:
     """The table of every algorithm that has a policy, rewards and group advantages, and nothing else."""
-    stages = (rollout(config=config), reward(), *policy_logprobs(config), advantage(config), learn(config))
+    stages = (rollout(config), reward(config), *policy_logprobs(config), advantage(config), learn(config))
     return Graph(name, SOURCE, stages)
 
 

@@ -23,7 +23,22 @@ DEEPSEEK_V3 = {
     "expert_width": 2048, "dense_layers": 3, "dense_width": 18_432, "shared_width": 2048, "vocabulary": 129_280,
     "window": 163_840, "q_rank": 1536, "kv_rank": 512, "rotary": 64,
 }  # fmt: skip
+DENSE = {"experts": 0, "chosen": 0, "expert_width": 0, "shared_width": 0, "head_dim": 128}
+QWEN25_7B = DENSE | {
+    "hidden": 3584, "layers": 28, "heads": 28, "kv_heads": 4, "dense_layers": 28, "dense_width": 18_944,
+    "vocabulary": 152_064, "window": 131_072,
+}  # fmt: skip
+QWEN25_32B = QWEN25_7B | {
+    "hidden": 5120, "layers": 64, "heads": 40, "kv_heads": 8, "dense_layers": 64, "dense_width": 27_648,
+}  # fmt: skip
+QWEN3_8B = DENSE | {
+    "hidden": 4096, "layers": 36, "heads": 32, "kv_heads": 8, "dense_layers": 36, "dense_width": 12_288,
+    "vocabulary": 151_936, "window": 40_960,
+}  # fmt: skip
 MODELS = {
+    "qwen2.5-7b": QWEN25_7B,
+    "qwen2.5-32b": QWEN25_32B,
+    "qwen3-8b": QWEN3_8B,
     "deepseek-v3": DEEPSEEK_V3,
     "deepseek-v3-671b": DEEPSEEK_V3,
     "deepseek-r1": DEEPSEEK_V3,
