@@ -20,9 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from tidemill.learn.parallel.collectives import world
 from tidemill.learn.parallel.context import Shares, Ulysses
+from tidemill.learn.parallel.flight import Flight
 from tidemill.learn.parallel.ring import Ring
 from tidemill.models import attention, experts
 from tidemill.models.contexts import KINDS
@@ -111,10 +114,11 @@ def context_attention(device: torch.device, dtype: torch.dtype, small: bool) -> 
     os.environ.setdefault("MASTER_PORT", "29533")
     dist.init_process_group("gloo" if device.type == "cpu" else "nccl", rank=0, world_size=1)
     lengths = [length] * each
-    sight, shares, group = Sight.packed(lengths), Shares.of(length * each, 1), dist.group.WORLD
+    sight, shares = Sight.packed(lengths), Shares.of(length * each, 1)
+    over = world(Flight(_get_default_store(), 0, 60.0))
     base = KINDS["blocks" if device.type == "cpu" else "flash"].packed(lengths, device)
-    forms = {"kernel": base, "ulysses": Ulysses(base, shares, group, device)}
-    forms |= {f"ring_{t}": Ring(sight, shares, group, device, tile=t) for t in (256, 1024)}
+    forms = {"kernel": base, "ulysses": Ulysses(base, shares, over, device)}
+    forms |= {f"ring_{t}": Ring(sight, shares, over, device, tile=t) for t in (256, 1024)}
     torch.manual_seed(0)
     q, k, v = (
         torch.randn(length * each, h, dim, device=device, dtype=dtype).requires_grad_()

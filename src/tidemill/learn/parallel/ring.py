@@ -17,14 +17,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tidemill.learn.parallel.collectives import Link
 from tidemill.models.flex import Sight
 from tidemill.models.upload import upload
 
 if TYPE_CHECKING:
     from tidemill.learn.parallel.context import Shares
 
-Group = Any
-TILE = 256  # tokens of a side of a tile of scores
+# Tokens of a side of a tile of scores: what fits a processor's cache, and what keeps an accelerator busy.
+TILE, ACCELERATOR_TILE = 256, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +61,11 @@ class Plan:
 
 
 class Ring:
-    """The attention context of a row that is shared out over `group`."""
+    """The attention context of a row that is shared out over these ranks."""
 
-    def __init__(self, sight: Sight, shares: Shares, group: Group, device: torch.device, tile: int = TILE) -> None:
-        self.sight, self.shares, self.group, self.device, self.tile = sight, shares, group, device, tile
+    def __init__(self, sight: Sight, shares: Shares, over: Link, device: torch.device, tile: int | None = None) -> None:
+        self.sight, self.shares, self.over, self.device = sight, shares, over, device
+        self.tile = tile or (TILE if device.type == "cpu" else ACCELERATOR_TILE)
         self._plans: dict[int | None, Plan] = {}
 
     def attend(
@@ -71,11 +73,11 @@ class Ring:
     ) -> Tensor:
         if window not in self._plans:
             sight = self.sight if window is None else within(self.sight, window)
-            self._plans[window] = make_plan(sight, self.shares, dist.get_rank(self.group), self.device, self.tile)
+            self._plans[window] = make_plan(sight, self.shares, self.over.rank, self.device, self.tile)
         plan = self._plans[window]
         own = len(plan.at)
         out: Tensor = _RingAttention.apply(  # type: ignore[no-untyped-call]
-            q[:own], k[:own], v[:own], plan, self.group, scale, softcap
+            q[:own], k[:own], v[:own], plan, self.over, scale, softcap
         )
         return F.pad(out, (0, 0, 0, 0, 0, q.shape[0] - own))  # a rank without tokens computes one that none sees
 
@@ -91,7 +93,7 @@ def within(sight: Sight, window: int) -> Sight:
     )
 
 
-def make_plan(sight: Sight, shares: Shares, rank: int, device: torch.device, side: int = TILE) -> Plan:
+def make_plan(sight: Sight, shares: Shares, rank: int, device: torch.device, side: int) -> Plan:
     own = shares.tokens(rank)
     queries = list(_runs(shares.slices[rank], side))
     tiles = tuple(
@@ -136,16 +138,16 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: Group, scale: float, softcap: float | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, over: Link, scale: float, softcap: float | None
     ) -> Tensor:
         scores = Scores(plan, scale, softcap)
         queries = _by_key_head(q, k.shape[1])  # (kv_heads, repeats, tokens, dim)
         merge = Merge(queries, v.shape[-1])
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        rank, ranks = over.rank, over.size
         block = torch.cat([k, v], -1)
         for step in range(ranks):
             source = (rank - step) % ranks
-            coming = _pass_on(block, plan.counts[(source - 1) % ranks], group) if step + 1 < ranks else None
+            coming = _pass_on(block, plan.counts[(source - 1) % ranks], over) if step + 1 < ranks else None
             keys, values = _keys_and_values(block, k.shape[-1])
             for tile in plan.tiles[source]:
                 merge.absorb(tile, scores(tile, queries, keys), values[:, tile.keys])
@@ -153,22 +155,22 @@ class _RingAttention(torch.autograd.Function):
         dense, log_z = merge.result()
         out = _by_token(dense).to(q.dtype)
         ctx.save_for_backward(q, k, v, out, log_z)
-        ctx.plan, ctx.group, ctx.settings = plan, group, (scale, softcap)
+        ctx.plan, ctx.over, ctx.settings = plan, over, (scale, softcap)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_z = ctx.saved_tensors
-        plan, group = ctx.plan, ctx.group
+        plan, over = ctx.plan, ctx.over
         scores = Scores(plan, *ctx.settings)
         queries, grad_out = _by_key_head(q, k.shape[1]), _by_key_head(grad, k.shape[1])
         delta = _by_key_head((grad.float() * out).sum(-1, keepdim=True), k.shape[1])
         grad_q = torch.zeros_like(queries, dtype=torch.float32)
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        rank, ranks = over.rank, over.size
         block, carried = torch.cat([k, v], -1), None
         for step in range(ranks):
             source = (rank - step) % ranks
-            coming = _pass_on(block, plan.counts[(source - 1) % ranks], group) if step + 1 < ranks else None
+            coming = _pass_on(block, plan.counts[(source - 1) % ranks], over) if step + 1 < ranks else None
             keys, values = _keys_and_values(block, k.shape[-1])
             grad_k, grad_v = torch.zeros_like(keys, dtype=torch.float32), torch.zeros_like(values, dtype=torch.float32)
             for tile in plan.tiles[source]:
@@ -186,7 +188,7 @@ class _RingAttention(torch.autograd.Function):
             if carried is not None:
                 own += carried.arrived()
             # The gradient goes where its block goes; after the last step the next rank is the block's own.
-            carried = _pass_on(own, plan.counts[(source - 1) % ranks], group)
+            carried = _pass_on(own, plan.counts[(source - 1) % ranks], over)
             block = coming.arrived() if coming else block
         assert carried is not None
         home = carried.arrived()
@@ -269,25 +271,25 @@ def _keys_and_values(block: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
 class _Coming:
     block: Tensor
     sent: Tensor  # kept until it has gone
-    work: list[Any]
+    works: list[Any]
+    over: Link
 
     def arrived(self) -> Tensor:
-        for work in self.work:
-            work.wait()
+        if self.works:
+            self.over.wait("pass round the ring", self.block, self.works)
         return self.block
 
 
-def _pass_on(block: Tensor, rows: int, group: Group) -> _Coming:
+def _pass_on(block: Tensor, rows: int, over: Link) -> _Coming:
     """Send a block to the next rank and begin to receive one of `rows` from the rank before."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    if ranks == 1:
-        return _Coming(block, block, [])
+    if over.size == 1:
+        return _Coming(block, block, [], over)
     block = block.contiguous()
     came = block.new_empty((rows, *block.shape[1:]))
-    after, before = (dist.get_global_rank(group, (rank + d) % ranks) for d in (1, -1))
+    after, before = (over.ranks[(over.rank + d) % over.size] for d in (1, -1))
     moves = []
     if block.numel():  # both ends know the sizes, and an empty block is not sent
-        moves.append(dist.P2POp(dist.isend, block, after, group))
+        moves.append(dist.P2POp(dist.isend, block, after, over.group))
     if came.numel():
-        moves.append(dist.P2POp(dist.irecv, came, before, group))
-    return _Coming(came, block, dist.batch_isend_irecv(moves) if moves else [])
+        moves.append(dist.P2POp(dist.irecv, came, before, over.group))
+    return _Coming(came, block, dist.batch_isend_irecv(moves) if moves else [], over)
