@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tidemill.learn.parallel.context import Shares
 
 # Tokens of a side of a tile of scores: what fits a processor's cache, and what keeps an accelerator busy.
-TILE, ACCELERATOR_TILE = 256, 1024
+TILE, ACCELERATOR_TILE = 128, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +175,12 @@ class _RingAttention(torch.autograd.Function):
             grad_k, grad_v = torch.zeros_like(keys, dtype=torch.float32), torch.zeros_like(values, dtype=torch.float32)
             for tile in plan.tiles[source]:
                 s = scores(tile, queries, keys)
-                p = (s - _tile(log_z.unsqueeze(-1), tile)).exp()
+                slope = scores.slope(s)
+                p = s.sub_(_tile(log_z.unsqueeze(-1), tile)).exp_()  # in place: a tile is the largest thing here
                 g = _tile(grad_out, tile)
                 grad_v[:, tile.keys] += torch.bmm(p.to(g.dtype).transpose(1, 2), g)
-                grad_s = p * (torch.bmm(g, values[:, tile.keys].transpose(1, 2)) - _tile(delta, tile))
-                grad_s = scores.through(s, grad_s).to(q.dtype)
+                grad_s = torch.bmm(g, values[:, tile.keys].transpose(1, 2)).float()
+                grad_s = grad_s.sub_(_tile(delta, tile)).mul_(p).mul_(slope).to(q.dtype)
                 grad_q[:, :, tile.queries] += torch.bmm(grad_s, keys[:, tile.keys]).view(
                     *queries.shape[:2], -1, q.shape[-1]
                 )
@@ -205,19 +206,19 @@ class Scores:
     softcap: float | None
 
     def __call__(self, tile: Tile, queries: Tensor, keys: Tensor) -> Tensor:
-        s = torch.bmm(_tile(queries, tile), keys[:, tile.keys].transpose(1, 2)).float() * self.scale
+        s = torch.bmm(_tile(queries, tile), keys[:, tile.keys].transpose(1, 2)).float().mul_(self.scale)
         if self.softcap is not None:
-            s = self.softcap * torch.tanh(s / self.softcap)
+            s.div_(self.softcap).tanh_().mul_(self.softcap)
         mask = self.plan.mask(tile)
         if mask is not None:
             s.view(queries.shape[0], queries.shape[1], *mask.shape).masked_fill_(~mask, float("-inf"))
         return s
 
-    def through(self, s: Tensor, grad: Tensor) -> Tensor:
-        """The gradient of the plain product from that of the scores."""
-        if self.softcap is not None:  # masked scores are -inf, where the gradient is 0 already
-            grad = grad * (1 - (s.clamp(min=-self.softcap) / self.softcap) ** 2)
-        return grad * self.scale
+    def slope(self, s: Tensor) -> Tensor | float:
+        """Of the scores over the plain product."""
+        if self.softcap is None:
+            return self.scale
+        return self.scale * (1 - (s.clamp(min=-self.softcap) / self.softcap) ** 2)  # masked scores are -inf
 
 
 class Merge:
@@ -234,7 +235,7 @@ class Merge:
         s = scores.view(*before.shape, -1)
         largest = torch.maximum(before, s.amax(-1))
         base = largest.masked_fill(largest == float("-inf"), 0.0)  # has seen nothing yet
-        p = (s - base.unsqueeze(-1)).exp()
+        p = s.sub_(base.unsqueeze(-1)).exp_()  # in place: a tile is the largest thing here
         shrink = (before - base).exp()
         product = torch.bmm(p.view(scores.shape).to(values.dtype), values).view(*before.shape, -1)
         self.largest[:, :, rows] = largest
