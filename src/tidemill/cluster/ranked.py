@@ -24,7 +24,7 @@ from tidemill.learn.parallel.build import reference as build_reference
 from tidemill.learn.parallel.checkpoint import open_checkpoint
 from tidemill.learn.parallel.learner import ParallelLearner
 
-RANKS_OWN = ("model.", "optimizer.", "rng")  # tensors of a checkpoint that ranks write and read
+RANKS_OWN = ("model.", "optimizer.", "routers.", "rng")  # tensors of a checkpoint that ranks write and read
 PATIENCE_S = 86_400.0  # a step may take long: ranks watch each other, and a dead one is seen at once
 
 

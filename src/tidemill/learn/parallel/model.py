@@ -31,7 +31,7 @@ from tidemill.learn.parallel.mesh import Meshes
 from tidemill.learn.parallel.padding import filler, padded
 from tidemill.learn.parallel.stored import Source
 from tidemill.learn.routes import routed
-from tidemill.models import routing
+from tidemill.models import experts, routing
 from tidemill.models.contexts import Attention, choose
 from tidemill.reshard.layout import Layout
 
@@ -52,6 +52,7 @@ class ParallelModel:
         self.device = device or next(model.parameters()).device
         self.flight = Flight(_store(), dist.get_rank(), config.learn.parallel.timeout_s)
         self.links = make_links(meshes, self.flight, _kv_heads(model))
+        experts.plug(model)
         self.routers = routing.prepare(model, config.learn.moe, self.device)
         if self.routers is not None:
             self.routers.share = 1.0 / meshes.parallel.tp  # ranks of tp route the same tokens, and add gradients up

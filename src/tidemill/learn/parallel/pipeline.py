@@ -95,7 +95,7 @@ def _norm_name(decoder: Any) -> str:
     return found[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Sent:
     work: Any
     tensor: Tensor  # kept until it has been read
@@ -158,10 +158,6 @@ class Pipeline:
         self.rank, self.ranks = over.rank, over.size
         self.last = self.ranks * chunks - 1
         self.lanes = _lanes(over.group)
-
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.ranks - 1
 
     def learn(self, passes: Sequence[PackedBatch], finish: Finish) -> None:
         """Forward and backward of all micro-batches. `finish` is called on the last rank and gives the loss."""
