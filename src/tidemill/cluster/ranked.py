@@ -6,7 +6,7 @@ pieces, and rollout reads them there. Batches and metrics go through pipes; weig
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from tidemill.learn.parallel.build import reference as build_reference
 from tidemill.learn.parallel.checkpoint import open_checkpoint
 from tidemill.learn.parallel.learner import ParallelLearner
 
-RANKS_OWN = ("model.", "optimizer.", "rng")  # tensors of a checkpoint that ranks write and read
+RANKS_OWN = ("model.", "optimizer.", "routers.", "rng")  # tensors of a checkpoint that ranks write and read
+PATIENCE_S = 86_400.0  # a step may take long: ranks watch each other, and a dead one is seen at once
 
 
 class RankedLearner:
@@ -41,49 +42,52 @@ class RankedLearner:
         self.version, self.skipped = 0, 0
         shared = {name: p.detach() for name, p in model.named_parameters()}
         try:
-            self.ranks.call(_start, config, updates, path, shared)
+            self._call(_start, config, updates, path, shared)
         except BaseException:
             self.ranks.close()
             raise
 
+    def _call(self, work: Callable[..., Any], *args: Any) -> list[Any]:
+        return self.ranks.call(work, *args, wait_s=PATIENCE_S)
+
     def logprobs(self, batch: Batch) -> Column:
-        found: Column = self.ranks.call(_logprobs, batch)[0]
+        found: Column = self._call(_logprobs, batch)[0]
         return found
 
     def accumulate(self, batch: Batch) -> None:
-        self.ranks.call(_accumulate, batch)
+        self._call(_accumulate, batch)
 
     def update(self) -> dict[str, float]:
-        metrics: dict[str, float] = self.ranks.call(_update)[0]
+        metrics: dict[str, float] = self._call(_update)[0]
         self.version += 1
         return metrics
 
     def publish(self) -> None:
         """The model of this process is as the ranks' weights are now."""
-        self.ranks.call(_publish)
+        self._call(_publish)
 
     def save(
         self, folder: Path, step: int, state: Mapping[str, Any], more: Mapping[str, Tensor], wait: bool, **marks: Any
     ) -> None:
         """Begin a checkpoint, `more` tensors included; with `wait`, come back when it is on disk."""
-        self.ranks.call(_save, folder, step, dict(state), dict(more), wait, marks)
+        self._call(_save, folder, step, dict(state), dict(more), wait, marks)
 
     def load(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Take up a checkpoint on all ranks; gives what is not theirs of it."""
-        self.version, self.skipped = self.ranks.call(_load, path)[0]
+        self.version, self.skipped = self._call(_load, path)[0]
         source, state = open_checkpoint(path)
         with source:
             return {name: source.read(name) for name in source.pieces if not name.startswith(RANKS_OWN)}, state
 
     def reference(self, path: Path | None) -> RankedReference:
         """The frozen policy on the same ranks."""
-        self.ranks.call(_start_reference, self.config, path)
+        self._call(_start_reference, self.config, path)
         return RankedReference(self.ranks)
 
     def close(self) -> None:
         try:
             if self.ranks.is_alive:
-                self.ranks.call(_close)
+                self._call(_close)
         finally:
             self.ranks.close()
 
@@ -95,7 +99,7 @@ class RankedReference:
         self.ranks = ranks
 
     def logprobs(self, batch: Batch) -> Column:
-        found: Column = self.ranks.call(_reference_logprobs, batch)[0]
+        found: Column = self.ranks.call(_reference_logprobs, batch, wait_s=PATIENCE_S)[0]
         return found
 
 
