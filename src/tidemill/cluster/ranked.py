@@ -7,6 +7,7 @@ pieces, and rollout reads them there. Batches and metrics go through pipes; weig
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,10 @@ class RankedLearner:
         metrics: dict[str, float] = self._call(_update)[0]
         self.version += 1
         return metrics
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Running means of the weights are one rank's only; recipes that ask for both are refused."""
+        return nullcontext()
 
     def publish(self) -> None:
         """The model of this process is as the ranks' weights are now."""

@@ -160,6 +160,12 @@ def _pairs(config: Config) -> Iterator[str]:
         yield "learn.moments is int8, whose blocks do not survive another number of ranks; float32 or same would do"
     if learn.lora_rank:
         yield "learn.lora_rank is set, but adapters are learned on one rank only; 0 would do, or sizes of 1"
+    if config.observe.dump:
+        yield "observe.dump is set, but gradients and weights are shown by one rank only; leave it out"
+    if learn.ema:
+        yield f"learn.ema is {learn.ema}, but averages of the weights are kept by one rank only; 0 would do"
+    if learn.fp8 != "none":
+        yield f"learn.fp8 is {learn.fp8}, whose products are one rank's only; none would do"
     if config.algorithm.name == "reward_model":
         yield "algorithm is reward_model, which learns on one rank only; set the sizes of learn.parallel to 1"
     if config.rollout.batch_invariant:
