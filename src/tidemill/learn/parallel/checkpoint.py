@@ -133,18 +133,13 @@ class Saver:
     def _write(self, job: _Job, taken: Snapshot) -> None:
         try:
             if self.rank == 0:
-                job.folder.mkdir(parents=True, exist_ok=True)
-                plain._clear_leftovers(job.folder)
-                job.aside.mkdir()
-                self._tell(job, "ready", {})
-            self._hear(job, "ready")
+                self._tell(job, "ready", self._attempt(lambda: _prepare(job)))
+            _raise_if_failed(self._hear(job, "ready"))
             self._tell(job, f"wrote-{self.rank}", self._attempt(lambda: write_pieces(job.aside, self.rank, taken)))
             if self.rank == 0:
                 parts = [self._hear(job, f"wrote-{r}") for r in range(self.world)]
                 self._tell(job, "end", self._attempt(lambda: _finish(job, parts)))
-            outcome = self._hear(job, "end")
-            if "error" in outcome:
-                raise CheckpointError(outcome["error"], outcome.get("remedy", ""))
+            _raise_if_failed(self._hear(job, "end"))
         except BaseException as error:
             self._error = error
         finally:
@@ -193,6 +188,22 @@ class _Job:
     @property
     def aside(self) -> Path:
         return self.folder / f"{plain.ASIDE}{self.target.name}-ranks"
+
+
+def _prepare(job: _Job) -> dict[str, Any]:
+    """A place to write aside, on one rank before the others begin."""
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        plain._clear_leftovers(job.folder)
+        job.aside.mkdir()
+    except OSError as error:
+        raise plain._explain(error, job.folder, 0) from error
+    return {}
+
+
+def _raise_if_failed(outcome: Mapping[str, Any]) -> None:
+    if "error" in outcome:
+        raise CheckpointError(outcome["error"], outcome.get("remedy", ""))
 
 
 def write_pieces(folder: Path, rank: int, taken: Snapshot) -> dict[str, Any]:
