@@ -34,7 +34,8 @@ def cuttable(model: Model) -> Cuttable | None:
         return None
     if model.path is None:
         tiny = model.tiny or TinyModel()
-        return Cuttable(tiny.layers, tiny.heads, tiny.kv_heads, tiny.intermediate)
+        experts = tiny.experts if tiny.architecture in ("qwen3_moe", "mixtral") else 0
+        return Cuttable(tiny.layers, tiny.heads, tiny.kv_heads, tiny.intermediate, experts)
     try:
         raw = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
         return from_settings(raw.get("text_config", raw))

@@ -67,14 +67,14 @@ class ParallelModel:
         if "cp" not in self.links:
             return chosen
         heads = self.model.config.get_text_config().num_attention_heads // self.meshes.parallel.tp
-        return context.parallel(chosen, self.links["cp"].group, self.meshes.parallel.cp_form, heads)
+        return context.parallel(chosen, self.links["cp"], self.meshes.parallel.cp_form, heads)
 
     def _cut(self) -> Cuts:
         cuts = self._cut_stages(cutting.whole(self.model))
         over = self.links.get("tp")
         if "ep" in self.links:
             tp = (over.rank, over.size) if over is not None else (0, 1)
-            cuts = expert.apply(self.model, cuts, self.links["ep"].group, *tp)
+            cuts = expert.apply(self.model, cuts, self.links["ep"], *tp)
         if over is not None:
             cuts = tensor.apply(self.model, cuts, over)
         self.root = Root(self.model, cuts, over, self.config, self._stages())
@@ -105,7 +105,7 @@ class ParallelModel:
             return None
         parallel, width = self.meshes.parallel, self.model.config.get_text_config().hidden_size
         return pipeline.Pipeline(
-            self.links["pp"].group,
+            self.links["pp"],
             parallel.pp_chunks,
             self._stage,
             lambda packed: (1, packed.tokens.shape[0] // parallel.tp, width),
