@@ -194,10 +194,10 @@ def _prepare(job: _Job) -> dict[str, Any]:
     """A place to write aside, on one rank before the others begin."""
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
-        plain._clear_leftovers(job.folder)
+        plain.clear_leftovers(job.folder)
         job.aside.mkdir()
     except OSError as error:
-        raise plain._explain(error, job.folder, 0) from error
+        raise plain.explain(error, job.folder, 0) from error
     return {}
 
 
@@ -212,16 +212,16 @@ def write_pieces(folder: Path, rank: int, taken: Snapshot) -> dict[str, Any]:
 
     files: dict[str, Any] = {}
     pieces: Pieces = {}
-    shards = list(plain._shards(taken.tensors)) if taken.tensors else []
+    shards = list(plain.in_shards(taken.tensors)) if taken.tensors else []
     try:
         for i, names in enumerate(shards):
             file = f"rank-{rank:05d}-{i + 1:03d}.safetensors"
-            files[file] = plain._write(folder / file, to_bytes({n: taken.tensors[n] for n in names}))
+            files[file] = plain.write_file(folder / file, to_bytes({n: taken.tensors[n] for n in names}))
             for name in names:
                 pieces.setdefault(name, []).append((file, name, taken.boxes[name]))
     except OSError as error:
         size = sum(t.numel() * t.element_size() for t in taken.tensors.values())
-        raise plain._explain(error, folder, size) from error
+        raise plain.explain(error, folder, size) from error
     return {"files": files, "tensors": pieces}
 
 
@@ -235,10 +235,10 @@ def _finish(job: _Job, parts: list[dict[str, Any]]) -> dict[str, Any]:
     for part in parts:
         for name, found in part["tensors"].items():
             tensors.setdefault(name, []).extend(found)
-    files[plain.STATE] = plain._write_json(job.aside / plain.STATE, job.state)
+    files[plain.STATE] = plain.write_json(job.aside / plain.STATE, job.state)
     manifest = {"step": job.step, **job.marks, "files": files, "tensors": tensors}
-    plain._write_json(job.aside / plain.MANIFEST, manifest)
-    plain._put_in_place(job.aside, job.target)
+    plain.write_json(job.aside / plain.MANIFEST, manifest)
+    plain.put_in_place(job.aside, job.target)
     plain.prune(job.folder, job.keep)
     return {}
 
@@ -248,7 +248,7 @@ def _finish(job: _Job, parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def open_checkpoint(path: Path) -> tuple[Source, dict[str, Any]]:
     """Its tensors, to be read by box, and its state."""
-    manifest = plain._manifest(path)
+    manifest = plain.read_manifest(path)
     state: dict[str, Any] = json.loads((path / plain.STATE).read_text(encoding="utf-8"))
     if "tensors" not in manifest:
         return _whole_tensors(path, manifest), state
