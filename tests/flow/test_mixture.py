@@ -31,6 +31,12 @@ def test_a_run_replays_its_own_routes(tmp_path: Path, schedule: str) -> None:
         assert 1 <= line["moe_busiest"] <= 2 and line["moe_idle_share"] <= 0.5  # 2 of 4 experts
 
 
+def test_a_bias_wants_a_rollout_that_shares_the_model(tmp_path: Path) -> None:
+    learn = {"moe": {"balance": "bias"}, "parallel": {"fsdp": 2}}
+    with pytest.raises(TidemillError, match=r"learn\.moe\.balance is bias"):
+        launch.train({**RECIPE, "folder": str(tmp_path), "learn": learn})
+
+
 def test_replay_wants_an_engine_that_records(tmp_path: Path) -> None:
     with pytest.raises(TidemillError, match=r"learn\.moe\.replay is true, but rollout\.engine hf"):
         launch.train(

@@ -79,6 +79,16 @@ def _routes(config: Config, _: Model) -> Iterator[str]:
             f"learn.moe.replay is true, but rollout.engine {config.rollout.engine} does not record routes; "
             "use rollout.engine=native, or learn.moe.replay=false"
         )
+    if config.learn.moe.balance == "bias" and not _shares_the_model(config):
+        yield (
+            "learn.moe.balance is bias, which only a rollout that shares the learner's own model knows: the native "
+            "engine in one process, sync or streamed; learn.moe.balance=aux_loss would do"
+        )
+
+
+def _shares_the_model(config: Config) -> bool:
+    is_alone = config.cluster.executor == "local" and config.learn.parallel.ranks == 1
+    return is_alone and config.rollout.engine == "native" and config.flow.schedule != "async"
 
 
 def _lengths(config: Config, model: Model) -> Iterator[str]:
