@@ -276,7 +276,8 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
             run = Path(config.folder).expanduser() / config.name
             dump = Dump(run, config.observe.dump, [stage.name for stage in graph.stages])
             dock = cast(LocalDock, DumpingDock(dock, dump))
-            learner.show = dump.tensors
+            if isinstance(learner, Learner):
+                learner.show = dump.tensors
         ahead = Ahead(feed, dock, config)
         tally = Tally()
         own_copy = None

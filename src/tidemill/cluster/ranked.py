@@ -7,6 +7,7 @@ pieces, and rollout reads them there. Batches and metrics go through pipes; weig
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tidemill.cluster.ranks import Ranks
 from tidemill.config import Config
 from tidemill.device import host
 from tidemill.errors import ConfigError
+from tidemill.learn.parallel.build import Place
 from tidemill.learn.parallel.build import learner as build_learner
 from tidemill.learn.parallel.build import reference as build_reference
 from tidemill.learn.parallel.checkpoint import open_checkpoint
@@ -32,17 +34,21 @@ class RankedLearner:
     """As `learn.engine.Learner`; every call runs on all ranks."""
 
     def __init__(self, model: Any, config: Config, updates: int, path: Path | None) -> None:
-        check_here(config)
-        self.model, self.config = model.share_memory(), config
-        parallel = config.learn.parallel
+        self.model, self.config, self.path = model, config, path
+        parallel, kind = config.learn.parallel, next(model.parameters()).device.type
+        check_here(parallel.ranks, kind)
         threads = max(1, (config.threads or host.cores()) // parallel.ranks)
         self.ranks = Ranks(
-            parallel.ranks, timeout_s=parallel.timeout_s, threads=threads, preload=["tidemill.cluster.ranked"]
+            parallel.ranks,
+            kind=kind,
+            timeout_s=parallel.timeout_s,
+            threads=threads,
+            preload=["tidemill.cluster.ranked"],
         )
         self.version, self.skipped = 0, 0
-        shared = {name: p.detach() for name, p in model.named_parameters()}
+        self.shared = shared_tensors(model)
         try:
-            self._call(_start, config, updates, path, shared)
+            self._call(_start, config, updates, path, self.shared, kind)
         except BaseException:
             self.ranks.close()
             raise
@@ -62,9 +68,14 @@ class RankedLearner:
         self.version += 1
         return metrics
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Running means of the weights are one rank's only; recipes that ask for both are refused."""
+        return nullcontext()
+
     def publish(self) -> None:
         """The model of this process is as the ranks' weights are now."""
         self._call(_publish)
+        bring_over(self.model, self.shared)
 
     def save(
         self, folder: Path, step: int, state: Mapping[str, Any], more: Mapping[str, Tensor], wait: bool, **marks: Any
@@ -103,14 +114,29 @@ class RankedReference:
         return found
 
 
-def check_here(config: Config) -> None:
-    """What ranks of one machine can do without a cluster."""
-    if config.device not in ("auto", "cpu") or (config.device == "auto" and torch.accelerator.is_available()):
+def check_here(ranks: int, kind: str) -> None:
+    """One rank a device; on processor cores as many as are asked for."""
+    if kind != "cpu" and ranks > (count := torch.accelerator.device_count()):
         raise ConfigError(
-            f"learn.parallel asks for {config.learn.parallel.ranks} ranks on accelerators, which the local executor "
-            "does not start",
-            "set cluster.executor=ray, or device=cpu to run the ranks on processor cores",
+            f"learn.parallel asks for {ranks} ranks, but this machine has {count} devices",
+            f"sizes whose product is at most {count} would do, or device=cpu to try the layout on processor cores",
         )
+
+
+def shared_tensors(model: Any) -> dict[str, Tensor]:
+    """Where ranks write the weights: the model itself on a processor, a copy in the host's memory beside a device."""
+    if next(model.parameters()).device.type == "cpu":
+        model.share_memory()
+        return {name: p.detach() for name, p in model.named_parameters()}
+    return {n: torch.empty_like(p, device="cpu").share_memory_() for n, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def bring_over(model: Any, shared: Mapping[str, Tensor]) -> None:
+    """From the host's memory to the device, where they are not the same."""
+    for name, p in model.named_parameters():
+        if p.device.type != "cpu":
+            p.copy_(shared[name], non_blocking=True)
 
 
 # On the ranks: each process has one learner
@@ -123,9 +149,11 @@ def _learner() -> ParallelLearner:
     return found
 
 
-def _start(config: Config, updates: int, path: Path | None, shared: dict[str, Tensor]) -> None:
-    _held["learner"] = build_learner(config, updates, path)
-    _held["shared"] = shared
+def _start(config: Config, updates: int, path: Path | None, shared: dict[str, Tensor], kind: str) -> None:
+    place = Place(kind, torch.device("cpu") if kind == "cpu" else torch.device(kind, dist.get_rank()))
+    if kind != "cpu":
+        torch.accelerator.set_device_index(dist.get_rank())
+    _held.update(learner=build_learner(config, updates, path, place), shared=shared, place=place)
 
 
 def _logprobs(batch: Batch) -> Column | None:
@@ -134,7 +162,7 @@ def _logprobs(batch: Batch) -> Column | None:
 
 
 def _start_reference(config: Config, path: Path | None) -> None:
-    _held["reference"] = build_reference(config, path)
+    _held["reference"] = build_reference(config, path, _held["place"])
 
 
 def _reference_logprobs(batch: Batch) -> Column | None:

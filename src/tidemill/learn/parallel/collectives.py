@@ -108,7 +108,7 @@ class _Gather(torch.autograd.Function):
         return over.all_gather(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return (ctx.over.reduce_scatter(grad) if ctx.sums else ctx.over.chunk(grad)), None, None
 
 
@@ -119,7 +119,7 @@ class _Scatter(torch.autograd.Function):
         return over.reduce_scatter(x) if sums else over.chunk(x).clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.over.all_gather(grad), None, None
 
 
