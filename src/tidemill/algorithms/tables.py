@@ -20,7 +20,12 @@ def rollout(config: Config, *more: str) -> Stage:
     writes: tuple[str, ...] = ("tokens", "prompt_length", "logprobs", "versions", "mask", "finish", VERSION, LENGTH)
     if config.environment is not None:
         reads, writes = (*reads, "answer", "meta", "where"), (*writes, "played")
-    return Stage("rollout", "rollout", (*reads, *more), writes, "group")
+    return Stage("rollout", "rollout", (*reads, *more), (*writes, *routes(config)), "group")
+
+
+def routes(config: Config) -> tuple[str, ...]:
+    """The experts that each token but the last went through in rollout, where learning goes the same way."""
+    return ("routes",) if config.learn.moe.replay else ()
 
 
 def reward(config: Config) -> Stage:
@@ -35,14 +40,16 @@ def policy_logprobs(config: Config) -> tuple[Stage, ...]:
     """Columns that only some settings need: recomputed old log-probabilities, the reference's."""
     stages = []
     if config.algorithm.old_logprobs == "recompute":
-        stages.append(old_logprobs())
+        stages.append(old_logprobs(config))
     if config.algorithm.kl.coef > 0:
         stages.append(reference())
     return tuple(stages)
 
 
-def old_logprobs() -> Stage:
-    return Stage("old_logprobs", "actor", (GROUP, "tokens", "prompt_length", LENGTH), ("old_logprobs",))
+def old_logprobs(config: Config | None = None) -> Stage:
+    reads: tuple[str, ...] = (GROUP, "tokens", "prompt_length", LENGTH)
+    reads += routes(config) if config is not None else ()
+    return Stage("old_logprobs", "actor", reads, ("old_logprobs",))
 
 
 def reference() -> Stage:
@@ -81,6 +88,7 @@ def learn(config: Config, *more: str) -> Stage:
         reads += ("ref_logprobs",)
     if settings.covariance.mode != "none":
         reads += ("held_back",)
+    reads += routes(config)
     return Stage("learn", "actor", unique(reads + more), scope="group")
 
 

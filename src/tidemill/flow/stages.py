@@ -198,7 +198,9 @@ def rollout_columns(made: list[Completion]) -> Batch:
         VERSION: np.array([min(c.versions) for c in made], np.int32),
         LENGTH: np.array([len(c.request.prompt) + len(c.tokens) for c in made], np.int32),
     }
-    if made[0].played is not None:
+    if made and made[0].routes is not None:
+        columns["routes"] = Column.jagged([c.routes for c in made], np.int16)  # type: ignore[misc]
+    if made and made[0].played is not None:
         columns["played"] = Column.text([json.dumps((c.played or Played()).plain()) for c in made])
     return Batch(columns)
 

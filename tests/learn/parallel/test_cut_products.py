@@ -10,6 +10,9 @@ from tidemill.cluster.ranks import Ranks
 
 PLAIN = {"name": ["whole_prompts"], "learn": {"share_prompts": False}}
 SMALL = {"name": ["many"], "train": {"tokens_per_microbatch": 24}}
+AUX = {"name": ["aux_loss"], "learn": {"moe": {"balance": "aux_loss", "coef": 0.1}}}
+BIAS = {"name": ["bias"], "learn": {"moe": {"balance": "bias", "bias_rate": 0.02}}}
+REPLAY = {"name": ["replay"], "learn": {"moe": {"replay": True}}}
 PRODUCTS = [
     Case("dense", {"cp": 2}),
     Case("few_keys", {"cp": 4, "cp_form": "ulysses"}),  # fewer key heads than ranks
@@ -35,6 +38,11 @@ PRODUCTS = [
     Case("experts", {"pp": 2, "fsdp": 2, "ep": 2}),
     Case("mixtral", {"pp": 2, "cp": 2, "cp_form": "ring", "fsdp": 2, "ep": 2}),
     Case("deep", {"pp": 2, "pp_schedule": "interleaved", "pp_chunks": 2, "fsdp": 2, "tp": 2}, SMALL),
+    Case("experts", {"fsdp": 2, "ep": 2, "tp": 2}, AUX),
+    Case("mixtral", {"cp": 2, "pp": 2}, AUX),
+    Case("experts", {"cp": 2, "cp_form": "ring", "ep": 2}, BIAS),
+    Case("experts", {"fsdp": 2, "ep": 2, "cp": 2}, REPLAY),
+    Case("mixtral", {"pp": 2, "tp": 2}, REPLAY),
 ]
 
 

@@ -58,7 +58,7 @@ class Root(torch.nn.Module):
         """As `critic.values_at`. Every rank computes all of them, so none adds to another's gradient."""
         if self.over is not None:
             hidden = copy_tokens(hidden, self.over)
-        values: Tensor = self.model.head(hidden.index_select(0, packed.predicts))[:, 0].float()
+        values: Tensor = self.model.head(hidden.index_select(0, packed.predicts))[:, 0].float().clone()
         return values
 
     def _score(self, hidden: Tensor, packed: PackedBatch) -> Scores:

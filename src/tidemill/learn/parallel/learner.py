@@ -25,7 +25,7 @@ from tidemill.learn.engine import Scores, on_host, token_batch
 from tidemill.learn.layers import kept_activations
 from tidemill.learn.meter import mismatch
 from tidemill.learn.optimizer import learning_rate, optimizer_of, state_home
-from tidemill.learn.packing import PackedBatch
+from tidemill.learn.packing import PackedBatch, microbatches
 from tidemill.learn.parallel.batches import shares
 from tidemill.learn.parallel.checkpoint import default_saver, open_checkpoint, read_own, state_of
 from tidemill.learn.parallel.cuts import local
@@ -64,7 +64,8 @@ class ParallelLearner(ParallelModel):
         self.version = 0  # updates made
         self.skipped = 0  # updates not made because a gradient was not finite
         self._stats: list[Stats] = []
-        self._whole = 0.0
+        self._whole = 0.0  # of samples that every rank was given
+        self._own_whole = 0.0  # of samples that only ranks like this one were given
 
     # Learning
 
@@ -78,6 +79,30 @@ class ParallelLearner(ParallelModel):
             with torch.no_grad():  # for the metrics: these rows have no gradient
                 self._learn(batch.gather(np.flatnonzero(~teaches)))
 
+    def accumulate_own(self, batch: Batch | None) -> None:
+        """The same where each data-parallel rank has samples (complete groups) of its own, or none at all.
+
+        Every rank calls it as often as the others; ranks of one tensor, context or pipeline group give the same."""
+        if batch is not None:
+            batch = batch.merge({"weight": local_weights(batch, self.config)})
+            self._own_whole += whole(batch, self.config)
+        teaches = self._teaches(batch) if batch is not None else np.zeros(0, np.bool_)
+        with self.pace.busy():
+            for is_taught in (True, False):
+                rows = np.flatnonzero(teaches == is_taught)
+                parts = self._own_parts(batch.gather(rows) if batch is not None and len(rows) else None)
+                with torch.set_grad_enabled(is_taught):
+                    self._play(parts)
+
+    def _own_parts(self, batch: Batch | None) -> list[Batch | None]:
+        """This rank's micro-batches, and fillers up to the number that the rank with most of them has."""
+        budget, share = self.config.train.tokens_per_microbatch, self.config.learn.share_prompts
+        whole_groups = self.algorithm.food == "pairs"
+        rows = microbatches(batch, budget, share, whole_groups) if batch is not None else []
+        most = self.links["dp"].all_reduce(torch.tensor(len(rows)), dist.ReduceOp.MAX)
+        parts: list[Batch | None] = [batch.gather(r) for r in rows] if batch is not None else []
+        return parts + [None] * (int(most) - len(parts))
+
     def _teaches(self, batch: Batch) -> Kept:
         return self.algorithm.teaches(batch, self.config)
 
@@ -85,15 +110,19 @@ class ParallelLearner(ParallelModel):
         """Every rank comes here with the same rows, so all agree on how many micro-batches there are."""
         if not batch.rows:
             return
-        learn = self.config.learn
         dealt = shares(
             batch,
             self.meshes.dp_size,
             self.config.train.tokens_per_microbatch,
-            learn.share_prompts,
+            self.config.learn.share_prompts,
             self.algorithm.food == "pairs",
         )
-        parts = [batch.gather(rows) if len(rows) else None for rows in dealt[self.meshes.dp_rank]]
+        self._play([batch.gather(rows) if len(rows) else None for rows in dealt[self.meshes.dp_rank]])
+
+    def _play(self, parts: list[Batch | None]) -> None:
+        """Micro-batches one after another, or through the pipeline; None is a filler."""
+        if not parts:
+            return
         if self.pipeline is not None:
             rows = [self._row(part) for part in parts]
             play = self.pipeline.learn if torch.is_grad_enabled() else self.pipeline.score
@@ -101,7 +130,7 @@ class ParallelLearner(ParallelModel):
             return
         for part in parts:
             row = self._row(part)
-            with kept_activations(learn, self.model):
+            with kept_activations(self.config.learn, self.model):
                 loss = self._loss(row, self.root(row.own))
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -121,7 +150,8 @@ class ParallelLearner(ParallelModel):
     def update(self) -> dict[str, float]:
         """One optimizer step from what was accumulated; metrics of the whole update, the same on every rank."""
         learn = self.config.learn
-        divisor = max(self._whole, 1.0)
+        own = self.links["dp"].all_reduce(torch.tensor(self._own_whole, dtype=torch.float64))
+        divisor = max(self._whole + float(own), 1.0)
         self.gradients.finish()
         norm = self.gradients.divide_and_clip(divisor, learn.clip_norm)
         lr = learning_rate(learn, self.version, self.updates)
@@ -135,7 +165,8 @@ class ParallelLearner(ParallelModel):
         self.version += 1
         metrics = total(self._stats_of_all())
         metrics["loss"] = metrics.get("loss", 0.0) / divisor
-        self._stats, self._whole = [], 0.0
+        metrics |= self._loads()
+        self._stats, self._whole, self._own_whole = [], 0.0, 0.0
         metrics |= self.pace.report(self.links["world"])
         return {**metrics, "grad_norm": norm, "lr": lr, "skipped_updates": float(self.skipped)}
 
@@ -147,6 +178,14 @@ class ParallelLearner(ParallelModel):
         self.optimizer.step()
         for p in self.own.values():
             p.grad = None
+
+    def _loads(self) -> dict[str, float]:
+        """Of experts, over all ranks."""
+        if self.routers is None:
+            return {}
+        for x in self.routers.sums():
+            self.links["world"].all_reduce(x)
+        return self.routers.finish()
 
     def _stats_of_all(self) -> list[Stats]:
         """Ranks that share samples have the same numbers, so one of each is asked."""
@@ -179,6 +218,7 @@ class ParallelLearner(ParallelModel):
         `more`: tensors that belong to it and are nobody's pieces, the same on every rank."""
         mine = {"version": self.version, "skipped": self.skipped}
         tensors = self.tensors() | {"rng": torch.get_rng_state()} | dict(more or {})
+        tensors |= self.routers.state() if self.routers is not None else {}
         self.saver.save(
             folder, step, tensors, self.layout(), {**state, "learner": mine}, keep=keep, best=best, metric=metric
         )
@@ -195,6 +235,8 @@ class ParallelLearner(ParallelModel):
                 self.optimizer.state[p] = {k: t.to(state_home(self.optimizer, p, k)) for k, t in kept.items()}
             if "rng" in source:
                 torch.set_rng_state(source.read("rng"))
+            if self.routers is not None and "routers.bias" in source:
+                self.routers.restore({name: source.read(name) for name in self.routers.state()})
         self.version, self.skipped = int(state["learner"]["version"]), int(state["learner"]["skipped"])
         return state
 

@@ -30,6 +30,8 @@ from tidemill.learn.parallel.forward import Root
 from tidemill.learn.parallel.mesh import Meshes
 from tidemill.learn.parallel.padding import filler, padded
 from tidemill.learn.parallel.stored import Source
+from tidemill.learn.routes import routed
+from tidemill.models import routing
 from tidemill.models.contexts import Attention, choose
 from tidemill.reshard.layout import Layout
 
@@ -50,6 +52,9 @@ class ParallelModel:
         self.device = device or next(model.parameters()).device
         self.flight = Flight(_store(), dist.get_rank(), config.learn.parallel.timeout_s)
         self.links = make_links(meshes, self.flight, _kv_heads(model))
+        self.routers = routing.prepare(model, config.learn.moe, self.device)
+        if self.routers is not None:
+            self.routers.share = 1.0 / meshes.parallel.tp  # ranks of tp route the same tokens, and add gradients up
         self.cuts = self._cut()
         if source is not None:
             materialise(model, self.device)
@@ -122,7 +127,9 @@ class ParallelModel:
             return Row(None, None, None, filler(self.multiple, self.device))
         packed = pack(part, self.device, self.config.learn.share_prompts, self.attention)
         cut = context.cut(packed) if "cp" in self.links else None
-        return Row(part, packed, cut, padded(packed if cut is None else cut.packed, self.multiple))
+        own = padded(packed if cut is None else cut.packed, self.multiple)
+        share, at = self.config.learn.share_prompts, None if cut is None else cut.own
+        return Row(part, packed, cut, routed(part, packed, self.routers, share, own, at))
 
     # Scoring
 

@@ -184,7 +184,7 @@ def _cut_embedding(model: Any, names: dict[int, str], cuts: Cuts, over: Link) ->
     embeds, predicts = (getattr(m, "weight", None) is not None for m in (embedding, head))  # or another stage does
     tied = embeds and predicts and head.weight is embedding.weight
     if embeds:
-        _cut_parameter(embedding, "weight", Shard(0), "", names, cuts, over)
+        _cut_parameter(embedding, "weight", Shard(0), cuts[names[id(embedding.weight)]].adds, names, cuts, over)
     if tied:
         head.weight = embedding.weight
     elif predicts:
