@@ -233,7 +233,7 @@ class KL(Section):
     )
     clamp: float | None = Field(None, gt=0, description="bound on the estimate itself; none: no bound")
     target: float | None = Field(
-        None, gt=0, description="divergence that an adaptive coef steers towards (place reward); none: coef is fixed"
+        None, gt=0, description="divergence that an adaptive coef steers towards; none: coef is fixed"
     )
     horizon: int = Field(10000, ge=1, description="samples over which the adaptive coef reacts")
     reset_every: int = Field(0, ge=0, description="steps after which the reference becomes the policy; 0: never")
@@ -245,9 +245,9 @@ class KL(Section):
     )
 
     @model_validator(mode="after")
-    def _adaptive_in_reward(self) -> KL:
-        if self.target is not None and (self.place != "reward" or self.coef == 0):
-            raise ValueError("an adaptive coefficient (target) needs place: reward and a coef above 0 to begin with")
+    def _adaptive(self) -> KL:
+        if self.target is not None and self.coef == 0:
+            raise ValueError("an adaptive coefficient (target) needs a coef above 0 to begin with")
         if self.reset_every and self.weights != "same":
             raise ValueError(f"a reference that moves (reset_every) cannot have weights: {self.weights}; use same")
         return self

@@ -80,7 +80,7 @@ class TurnsEngine:
         self.make: Maker = find(settings.name)
         self.thinking: list[Thinking] = []
         self.under_way: dict[int, Conversation] = {}  # by the id of the object: conversations are unlike each other
-        self.paused: dict[tuple[int, int], Partial | None] = {}
+        self.paused: dict[tuple[int, int], Partial] = {}  # by the conversation's request and sample
         self.ready: list[Completion] = []
         self.executor: Executor = ThreadPoolExecutor(settings.workers, "environment") if settings.workers else Here()
 
@@ -172,6 +172,8 @@ class TurnsEngine:
         if error is not None:
             return [self._fail(conversation, f"raised {type(error).__name__}: {error}")]
         turn = thinking.answer.result()
+        if not isinstance(turn, Turn):
+            return [self._fail(conversation, f"answered with {turn!r:.80}, not with a Turn")]
         conversation.played = conversation.played.after(turn)
         if turn.is_done:
             return [self._finish(conversation, "stop")]
