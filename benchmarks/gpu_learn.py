@@ -1,95 +1,46 @@
 """Checks and times the learner's accelerator paths: attention, log-probabilities, whole updates of the 1.5B job.
 
-    PYTHONPATH=src python benchmarks/gpu_learn.py            # under five minutes on an H200
+    PYTHONPATH=SITE:src python benchmarks/gpu_learn.py --only rate,learner,job   # about five minutes on an H200
+    PYTHONPATH=SITE:src python benchmarks/gpu_learn.py --only rate,options       # every optimizer and saving, once
+    PYTHONPATH=SITE:src python benchmarks/gpu_learn.py --only rate,attention,logprobs,time_attention,time_logprobs
 
 The job: 64 prompts × 8 samples of 256 + 512 tokens, GRPO, the shape of Qwen2.5-1.5B with random bfloat16 weights.
-Each section is guarded: one that fails is printed with its traceback and the rest go on. A table and one JSON object
-come last; the full log goes to $OUT/gpu_learn.log where OUT is set.
+Beside each measured peak stands the estimate of `tidemill doctor`. Each section is guarded: one that fails is printed
+with its traceback and the rest go on. A table and one JSON object come last; the log goes to $OUT where OUT is set.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import os
 import sys
-import time
-import traceback
-import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-TABLE: list[tuple[str, str]] = []
-FIGURES: dict[str, Any] = {}
-LOG = Path(os.environ.get("OUT", ".")) / "gpu_learn.log"
-STARTED = time.perf_counter()
-DATA_SHEET = 989e12
-PROMPT, RESPONSE, EACH = 256, 512, 8
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def without_pydantic() -> None:
-    """A machine without pydantic gets classes that keep defaults and check nothing: enough to build settings here."""
-    stand_in: Any = types.ModuleType("pydantic")
-
-    class BaseModel:
-        def __init__(self, **given: Any) -> None:
-            for kind in reversed(type(self).__mro__):
-                for name in vars(kind).get("__annotations__", {}):
-                    if name in vars(kind):
-                        setattr(self, name, vars(kind)[name])
-            for name, value in given.items():
-                setattr(self, name, value)
-
-        def model_copy(self, update: dict[str, Any]) -> Any:
-            return type(self)(**{**vars(self), **update})
-
-    stand_in.BaseModel = BaseModel
-    stand_in.ConfigDict = dict
-    stand_in.Field = lambda default=None, **_: default
-    stand_in.model_validator = stand_in.field_validator = lambda **_: lambda function: function
-    sys.modules["pydantic"] = stand_in
-
-
-def say(text: str) -> None:
-    line = f"[{time.perf_counter() - STARTED:6.1f}s] {text}"
-    print(line, flush=True)
-    with LOG.open("a") as log:
-        log.write(line + "\n")
-
-
-def row(name: str, value: str) -> None:
-    TABLE.append((name, value))
-    say(f"{name}: {value}")
-
-
-@contextmanager
-def section(name: str) -> Iterator[None]:
-    say(f"== {name}")
-    try:
-        yield
-    except Exception:
-        row(name, "FAILED")
-        say(traceback.format_exc()[-3000:])
-    gc.collect()
-    torch.accelerator.empty_cache()
-
-
-def seconds(work: Callable[[], Any], times: int = 3, warm: int = 1) -> float:
-    for _ in range(warm):
-        work()
-    torch.accelerator.synchronize()
-    started = time.perf_counter()
-    for _ in range(times):
-        work()
-    torch.accelerator.synchronize()
-    return (time.perf_counter() - started) / times
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks._gpu import (
+    DEVICE,
+    EACH,
+    FIGURES,
+    PROMPT,
+    RESPONSE,
+    as_loaded,
+    begin,
+    finish,
+    is_late,
+    job,
+    model_of,
+    parameters_of,
+    report,
+    row,
+    say,
+    seconds,
+    section,
+    settings,
+    time_update,
+    work_of,
+)
 
 
 def matmul_rate() -> None:
@@ -229,79 +180,7 @@ def time_logprobs() -> None:
 # Learner
 
 
-def settings(micro: int, **learn: Any) -> Any:
-    from tidemill.config import Algorithm, Config, Learn, Train
-
-    return Config(
-        algorithm=Algorithm(name="grpo", aggregation="sample_mean"),
-        train=Train(tokens_per_microbatch=micro),
-        learn=Learn(lr=1e-6, **learn),
-    )
-
-
-def model_of(shape: str) -> Any:
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
-    from tidemill.models import attention
-
-    sizes = {
-        "1.5b": (151936, 1536, 8960, 28, 12, 2, 128),
-        "tiny": (500, 256, 512, 4, 4, 2, 64),
-    }[shape]
-    config = Qwen2Config(
-        **dict(
-            zip(
-                (
-                    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                    "num_key_value_heads", "head_dim",
-                ),
-                sizes,
-            )
-        ),
-        tie_word_embeddings=True, max_position_embeddings=4096,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    with DEVICE:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.bfloat16)
-    model.config.use_cache = False
-    return model.eval()
-
-
-def job(groups: int, vocabulary: int, each: int = EACH, prompt: int = PROMPT, response: int = RESPONSE) -> Any:
-    from tidemill.batch import Batch, Column
-
-    rng = np.random.default_rng(0)
-    tokens, count = [], groups * each
-    for _ in range(groups):
-        shared = rng.integers(3, vocabulary, prompt)
-        tokens += [np.concatenate([shared, rng.integers(3, vocabulary, response)]) for _ in range(each)]
-    return Batch(
-        {
-            "id": np.arange(count),
-            "group": np.repeat(np.arange(groups), each),
-            "tokens": Column.jagged(tokens, np.int32),
-            "prompt_length": np.full(count, prompt, np.int32),
-            "mask": Column.jagged([np.ones(response)] * count, np.uint8),
-            "logprobs": Column.jagged([np.full(response, -np.log(vocabulary))] * count, np.float32),
-            "advantages": rng.normal(size=count).astype(np.float32),
-        }
-    )
-
-
-def plain_again(model: Any) -> None:
-    from transformers import AttentionInterface
-
-    from tidemill.learn.layers import layers_of
-    from tidemill.models import attention
-
-    AttentionInterface.register(attention.NAME, attention.attend)
-    model.gradient_checkpointing_disable()
-    model.eval()
-    for layer in layers_of(model):
-        layer._compiled_call_impl = None
-        layer.gradient_checkpointing = False
-    for p in model.parameters():
-        p.grad = None
+# Learner
 
 
 def check_learner() -> None:
@@ -312,7 +191,7 @@ def check_learner() -> None:
     model, batch = model_of("tiny").float(), job(3, 500, 4, 37, 70)
 
     def gradients(**learn: Any) -> list[torch.Tensor]:
-        plain_again(model)
+        as_loaded(model)
         learner = Learner(model, settings(600, **learn), get("grpo"), 1)
         try:
             learner.accumulate(batch)
@@ -329,6 +208,10 @@ def check_learner() -> None:
         "every second layer recomputed": {"attention": "blocks", "recompute": "full", "recompute_every": 2},
         "compiled": {"attention": "blocks", "compile": "on", "share_prompts": False},
         "compiled, recomputed, shared": {"attention": "blocks", "compile": "on", "recompute": "full"},
+        "MLPs recomputed": {"attention": "blocks", "recompute": "mlp"},
+        "activations recomputed": {"attention": "blocks", "recompute": "selective"},
+        "compiled, MLPs recomputed": {"attention": "blocks", "compile": "on", "recompute": "mlp"},
+        "compiled, activations recomputed": {"attention": "blocks", "compile": "on", "recompute": "selective"},
         "activations on the host": {"attention": "blocks", "offload": "activations"},
     }.items():
         try:
@@ -342,79 +225,14 @@ def check_learner() -> None:
         "flash": {"attention": "flash", "share_prompts": False},
         "flash, shared": {"attention": "flash"},
         "flash, shared, compiled, recomputed": {"attention": "flash", "compile": "on", "recompute": "full"},
+        "flash, 8-bit products, tensorwise": {"attention": "flash", "fp8": "tensorwise", "share_prompts": False},
+        "flash, 8-bit products, rowwise": {"attention": "flash", "fp8": "rowwise", "share_prompts": False},
         "flash, float32 sums": {"attention": "flash", "master": "float32", "share_prompts": False},
     }.items():
         try:
             row(f"gradient, bfloat16 to float32: {name}", f"relative gap {gap(gradients(**learn), wanted):.1e}")
         except Exception as error:
             row(f"gradient, bfloat16: {name}", f"FAILED {str(error)[:300]}")
-
-
-def work_of(model: Any, samples: int, groups: int, share: bool) -> tuple[int, float]:
-    """Tokens computed, and the arithmetic that must be done for them: 6·N·T and causal attention, no recompute."""
-    c = model.config
-    count = sum(p.numel() for p in model.parameters())
-    width = c.num_attention_heads * c.head_dim
-    whole, prompt = PROMPT + RESPONSE, PROMPT
-    tokens = groups * prompt + samples * RESPONSE if share else samples * whole
-    pairs = samples * (whole**2 - prompt**2) / 2 + (groups if share else samples) * prompt**2 / 2
-    return tokens, 6 * count * tokens + 12 * c.num_hidden_layers * width * pairs
-
-
-def time_job(model: Any, name: str, groups: int, micro: int, *, times: int = 1, **learn: Any) -> None:
-    if time.perf_counter() - STARTED > LIMIT_S:
-        row(name, "skipped: out of time")
-        return
-    from tidemill.algorithms.registry import get
-    from tidemill.learn.engine import Learner
-
-    plain_again(model)
-    gc.collect()
-    torch.accelerator.empty_cache()
-    share = learn.get("share_prompts", True)
-    learner = Learner(model, settings(micro, **learn), get("grpo"), 100)
-    batch, warm = job(groups, model.config.vocab_size), job(max(1, micro // 4096), model.config.vocab_size)
-    try:
-        before = time.perf_counter()
-        learner.accumulate(warm)
-        learner.update()
-        torch.accelerator.synchronize()
-        ready = time.perf_counter() - before
-        learner.accumulate(job(max(1, micro // 2048), model.config.vocab_size))
-        learner.update()
-        torch.accelerator.synchronize()
-        torch.accelerator.reset_peak_memory_stats()
-        started = time.perf_counter()
-        for _ in range(times):
-            learner.accumulate(batch)
-        asked = time.perf_counter() - started
-        torch.accelerator.synchronize()
-        added = (time.perf_counter() - started) / times
-        started = time.perf_counter()
-        learner.update()
-        torch.accelerator.synchronize()
-        updated = time.perf_counter() - started
-    except torch.OutOfMemoryError:
-        row(name, "out of memory")
-        return
-    finally:
-        learner.gradients.close()
-    spent = added + updated
-    tokens, flops = work_of(model, batch.rows, groups, share)
-    peak = torch.accelerator.max_memory_allocated() / 2**30
-    figures = {
-        "samples_per_s": batch.rows / spent, "tokens_per_s": int(batch["tokens"].lengths.sum()) / spent,
-        "computed_tokens_per_s": tokens / spent, "step_s": spent, "accumulate_s": added, "host_s": asked / times,
-        "update_s": updated, "peak_gib": peak, "first_s": ready, "mfu_data_sheet": flops / spent / DATA_SHEET,
-        "mfu_measured": flops / spent / 1e12 / FIGURES.get("matmul_tflops", DATA_SHEET / 1e12),
-    }  # fmt: skip
-    FIGURES[name] = {k: round(v, 4) for k, v in figures.items()}
-    row(
-        name,
-        f"{spent:.2f} s for {batch.rows} samples (update {updated * 1e3:.0f} ms, host {asked / times:.2f} s), "
-        f"{figures['tokens_per_s']:,.0f} tokens/s, MFU {figures['mfu_data_sheet']:.1%} of the data sheet, "
-        f"{figures['mfu_measured']:.1%} of measured, peak {peak:.1f} GiB, first {ready:.1f} s",
-    )
 
 
 def profile_job(model: Any, groups: int, micro: int, **learn: Any) -> None:
@@ -424,7 +242,7 @@ def profile_job(model: Any, groups: int, micro: int, **learn: Any) -> None:
     from tidemill.algorithms.registry import get
     from tidemill.learn.engine import Learner
 
-    plain_again(model)
+    as_loaded(model)
     learner = Learner(model, settings(micro, **learn), get("grpo"), 100)
     batch = job(groups, model.config.vocab_size)
     learner.accumulate(batch)
@@ -455,65 +273,82 @@ def profile_job(model: Any, groups: int, micro: int, **learn: Any) -> None:
     row("device time by part", ", ".join(f"{k} {v:.1%}" for k, v in parts.items()))
 
 
-LIMIT_S = 270.0
+def time_job(model: Any, name: str, groups: int, micro: int, **learn: Any) -> None:
+    as_loaded(model)
+    share = learn.get("share_prompts", True)
+    words, parameters = model.config.vocab_size, parameters_of(model)
+    try:
+        figures = time_update(
+            model,
+            settings(micro, groups, **learn),
+            job(groups, words),
+            [job(max(1, micro // 4096), words), job(max(1, micro // 2048), words)],
+        )
+    except torch.OutOfMemoryError:
+        row(name, "out of memory")
+        return
+    report(name, figures, work_of(model, groups * EACH, groups, share, parameters)[1])
+
+
+ALONE: dict[str, Any] = {"share_prompts": False, "attention": "flash"}
+FAST: dict[str, Any] = {**ALONE, "compile": "on"}
+# Name, groups of 8 samples, tokens a pass, settings.
+JOBS: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("JOB recompute MLPs", 64, 16384, {**FAST, "recompute": "mlp"}),
+    ("JOB recompute activations", 64, 16384, {**FAST, "recompute": "selective"}),
+    ("JOB", 64, 16384, {**FAST, "logprob_chunk": 8192}),
+    ("JOB shared", 64, 16384, {**FAST, "logprob_chunk": 8192, "share_prompts": True}),
+    ("JOB recompute MLPs, 8k tokens", 64, 8192, {**FAST, "recompute": "mlp", "logprob_chunk": 2048}),
+    ("JOB recompute MLPs, 32k tokens", 64, 32768, {**FAST, "recompute": "mlp", "logprob_chunk": 8192}),
+    ("JOB recompute all", 64, 32768, {**FAST, "recompute": "full"}),
+    ("JOB shared, recompute MLPs", 64, 16384, {**FAST, "recompute": "mlp", "share_prompts": True}),
+    ("JOB shared, recompute all", 64, 32768, {**FAST, "recompute": "full", "share_prompts": True}),
+]
+OPTIONS: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("AdamW", 16, 16384, FAST),
+    ("float32 copies", 16, 16384, {**FAST, "master": "float32"}),
+    ("stochastic rounding, 8-bit moments", 16, 16384, {**FAST, "master": "stochastic", "moments": "int8"}),
+    ("optimizer on the host", 16, 16384, {**FAST, "optimizer_on_host": True, "moments": "float32"}),
+    ("Muon", 16, 16384, {**FAST, "optimizer": "muon"}),
+    ("LoRA 16", 16, 16384, {**FAST, "lora_rank": 16}),
+    ("LoRA 16, recompute all", 16, 16384, {**FAST, "lora_rank": 16, "recompute": "full"}),
+    ("DoRA 16", 16, 16384, {**FAST, "lora_rank": 16, "dora": True}),
+    ("8-bit products, tensorwise", 16, 16384, {**FAST, "fp8": "tensorwise"}),
+    ("8-bit products, rowwise", 16, 16384, {**FAST, "fp8": "rowwise"}),
+    ("activations on the host", 8, 8192, {**FAST, "offload": "activations"}),
+    ("eager", 8, 16384, {**ALONE, "compile": "off"}),
+]
 
 
 def main() -> None:
-    global LIMIT_S
     options = argparse.ArgumentParser()
-    options.add_argument("--limit", type=float, default=LIMIT_S, help="seconds after which no new variant starts")
-    options.add_argument("--only", default="", help="comma-separated sections")
+    options.add_argument("--limit", type=float, default=300.0, help="seconds after which no new variant starts")
+    options.add_argument("--only", default="", help="comma-separated sections; none: all")
+    options.add_argument("--shape", default="1.5b", help="tiny: to try the script itself")
     asked = options.parse_args()
-    LIMIT_S = asked.limit
     only = {s for s in asked.only.split(",") if s}
-    if "pydantic" not in sys.modules:
-        try:
-            import pydantic  # noqa: F401
-        except ImportError:
-            without_pydantic()
-    LOG.unlink(missing_ok=True)
-    say(f"torch {torch.__version__}, {torch.cuda.get_device_name() if DEVICE.type == 'cuda' else 'cpu'}")
-    for name, check in (
-        ("rate", matmul_rate), ("attention", check_attention), ("logprobs", check_logprobs), ("learner", check_learner),
-        ("time_attention", time_attention), ("time_logprobs", time_logprobs),
-    ):  # fmt: skip
+    begin()
+    checks = {
+        "rate": matmul_rate, "attention": check_attention, "logprobs": check_logprobs, "learner": check_learner,
+        "time_attention": time_attention, "time_logprobs": time_logprobs,
+    }  # fmt: skip
+    for name, check in checks.items():
         if not only or name in only:
             with section(name):
                 check()
-    model: Any = None
-    with section("model"):
-        model = model_of("1.5b")
-        say(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    alone: dict[str, Any] = {"share_prompts": False, "attention": "flash"}
-    fast: dict[str, Any] = {**alone, "compile": "on"}
-    variants: list[tuple[str, int, int, dict[str, Any]]] = [
-        ("plain (blocks, eager, recompute)", 8, 16384, {**alone, "attention": "blocks", "recompute": "full"}),
-        ("flash, eager, recompute", 8, 16384, {**alone, "recompute": "full"}),
-        ("flash, compiled, recompute", 16, 32768, {**fast, "recompute": "full"}),
-        ("flash, compiled", 16, 16384, fast),
-        ("flash, compiled, 32k", 16, 32768, fast),
-        ("flash, compiled, every 2nd recomputed, 32k", 16, 32768, {**fast, "recompute": "full", "recompute_every": 2}),
-        ("flash, compiled, shared", 16, 16384, {**fast, "share_prompts": True}),
-        ("flash, compiled, shared, 32k", 16, 32768, {**fast, "share_prompts": True}),
-        ("flex, compiled, shared", 16, 16384, {**fast, "attention": "flex", "share_prompts": True}),
-        ("JOB recompute", 64, 32768, {**fast, "recompute": "full"}),
-        ("JOB", 64, 16384, {**fast, "logprob_chunk": 8192}),
-        ("JOB shared", 64, 16384, {**fast, "logprob_chunk": 8192, "share_prompts": True}),
-        ("JOB shared recompute", 64, 32768, {**fast, "recompute": "full", "share_prompts": True}),
-        ("stochastic rounding, 8-bit moments", 8, 16384, {**fast, "master": "stochastic", "moments": "int8"}),
-        ("optimizer on the host", 8, 16384, {**fast, "optimizer_on_host": True, "moments": "float32"}),
-        ("float32 master", 8, 16384, {**fast, "master": "float32"}),
-    ]
-    if model is not None and (not only or "job" in only):
+    variants = [v for part, all_of in (("job", JOBS), ("options", OPTIONS)) if not only or part in only for v in all_of]
+    if variants or "profile" in only:
+        model = model_of(asked.shape)
+        say(f"{parameters_of(model):,} parameters")
         for name, groups, micro, learn in variants:
+            if is_late(name, asked.limit):
+                continue
             with section(name):
                 time_job(model, name, groups, micro, **learn)
-            if name == "flash, compiled, shared, 32k":
-                with section("profile"):
-                    profile_job(model, 4, 16384, **fast)
-    print("\n" + "\n".join(f"{name:60s} {value}" for name, value in TABLE))
-    best = FIGURES.get("JOB", {})
-    print(json.dumps({"bench": "gpu_learn", **best, "seconds": time.perf_counter() - STARTED, "all": FIGURES}))
+        if "profile" in only:
+            with section("profile"):
+                profile_job(model, 4, 16384, **FAST)
+    finish("gpu_learn", "JOB recompute MLPs")
 
 
 if __name__ == "__main__":

@@ -63,7 +63,8 @@ def in_child(work: Callable[[], Any], kill_after_s: float | None = None) -> int 
 def numbers(run: Path) -> list[dict[str, Any]]:
     """Everything a run measured that is not about time."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith("time/") and "per_s" not in k} for line in lines]
+    about_time = ("time/", "idle/")
+    return [{k: v for k, v in line.items() if not k.startswith(about_time) and "per_s" not in k} for line in lines]
 
 
 @pytest.fixture(scope="module")

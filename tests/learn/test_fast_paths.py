@@ -127,12 +127,12 @@ def test_our_adam_is_torchs_where_both_can_do_it() -> None:
 
 
 def test_host_tensors_lie_apart_in_few_pieces() -> None:
-    arena = Pinned(chunk=1024, pin=False)
-    wanted = [torch.randn(n) for n in (3, 100, 60, 300, 17)] + [torch.arange(5, dtype=torch.uint8)]
+    arena = Pinned(least=256, most=1024, pin=False)
+    wanted = [torch.randn(n) for n in (3, 50, 60, 300, 17)] + [torch.arange(5, dtype=torch.uint8)]
     made = [arena.like(x).copy_(x) for x in wanted]
     for x, y in zip(wanted, made):
         assert y.dtype == x.dtype and y.data_ptr() % 64 == 0 and torch.equal(x, y)
-    assert arena.allocated == 1024 + 2048  # the largest alone needs more than a chunk
+    assert arena.allocated == 256 + 256 + 512 + 2048  # the largest alone needs more than the largest piece
 
 
 def test_eight_bit_moments_stay_near_and_never_divide_by_nothing() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.learn.test_engine import CPU, config, samples
 
+from tests.learn.test_engine import CPU, config, samples
 from tidemill.algorithms.registry import get
 from tidemill.config import TinyModel
 from tidemill.learn import fp8, layers

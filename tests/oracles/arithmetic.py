@@ -195,7 +195,10 @@ def correction(s: Sample, t: int, a: Any) -> float:
         return 1.0
     made = [u for u in range(len(s["mask"])) if s["mask"][u]]
     chosen = made if a.rollout_correction == "sequence" else [t]
-    return min(a.rollout_correction_cap, math.exp(sum(s["old"][u] - s["rollout"][u] for u in chosen)))
+    weight = math.exp(sum(s["old"][u] - s["rollout"][u] for u in chosen))
+    if a.rollout_correction_outside == "truncate":
+        return min(a.rollout_correction_cap, weight)
+    return weight if a.rollout_correction_floor <= weight <= a.rollout_correction_cap else 0.0
 
 
 def policy_loss(name: str, samples: list[Sample], given: list[list[float]], a: Any, longest: int) -> Tensor:
@@ -260,7 +263,7 @@ def pair_loss(name: str, samples: list[Sample], a: Any) -> Tensor:
             loss = loss - p.sft_coef * means(c, "new")
         elif name == "ipo":
             h = (means(c, "new") - means(c, "ref")) - (means(r, "new") - means(r, "ref"))
-            loss = (h - 1 / (2 * p.beta)) ** 2
+            loss = (h - 1 / (2 * p.beta)) ** 2 - p.sft_coef * means(c, "new")
         elif name == "simpo":
             h = p.beta * (means(c, "new") - means(r, "new")) - p.margin
             loss = -(1 - p.label_smoothing) * log_sigmoid(h) - p.label_smoothing * log_sigmoid(-h)

@@ -28,6 +28,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no baseline, batch std": {"baseline": "none", "advantage_scale": "batch_std", "std_eps": 0.0},
     "token correction": {"rollout_correction": "token", "rollout_correction_cap": 1.1},
     "sequence correction": {"rollout_correction": "sequence", "aggregation": "sample_mean"},
+    "token mask": {
+        "rollout_correction": "token",
+        "rollout_correction_outside": "mask",
+        "rollout_correction_floor": 0.9,
+        "rollout_correction_cap": 1.15,
+    },
+    "sequence mask": {
+        "rollout_correction": "sequence",
+        "rollout_correction_outside": "mask",
+        "rollout_correction_floor": 0.6,
+        "rollout_correction_cap": 1.6,
+    },
     "keep all": {"dynamic_sampling": False},
 }
 
@@ -58,6 +70,33 @@ def test_advantages_loss_and_gradient_of_online_algorithms(name: str, settings: 
     reference = oracle.policy_loss(name, samples, spread, config.algorithm, LONGEST)
     assert loss.item() == pytest.approx(reference.item(), rel=1e-9, abs=1e-12)
     assert gradients(loss, samples) == pytest.approx(gradients(reference, samples), rel=1e-9, abs=1e-12)
+
+
+def test_decoupled_ppo_is_plain_importance_sampling_where_nothing_is_clipped() -> None:
+    """w · ρ = (π_proximal / π_behaviour) · (π / π_proximal): the proximal policy cancels, and only bounds the step."""
+    wide = {"clip_low": 1.0, "clip_high": 1e9, "rollout_correction_cap": 1e9}
+    config = config_of("grpo", old_logprobs="recompute", rollout_correction="token", **wide)
+    samples, batch = prepared(get("grpo"), random_samples(3), config)
+    loss, _ = get("grpo").loss(tokens_of(samples, batch, config), config)
+
+    def value(s: dict[str, Any], t: int) -> torch.Tensor:
+        advantage = float(batch.values("advantages")[samples.index(s)])
+        return -torch.exp(s["new"][t] - s["rollout"][t]) * advantage
+
+    reference = oracle.aggregate(samples, config.algorithm, LONGEST, value)
+    assert loss.item() == pytest.approx(reference.item(), rel=1e-9)
+    assert gradients(loss, samples) == pytest.approx(gradients(reference, samples), rel=1e-9, abs=1e-12)
+
+
+def test_a_mask_reports_the_share_it_held_back() -> None:
+    settings = {"rollout_correction": "token", "rollout_correction_outside": "mask", "rollout_correction_cap": 1.0}
+    config = config_of("grpo", old_logprobs="recompute", **settings)
+    samples, batch = prepared(get("grpo"), random_samples(4), config)
+    _, stats = get("grpo").loss(tokens_of(samples, batch, config), config)
+    made = [(s, t) for s in samples for t in range(len(s["mask"])) if s["mask"][t]]
+    above = sum(s["old"][t] > s["rollout"][t] for s, t in made)
+    share = stats["rollout_masked_share"]
+    assert 0 < above < len(made) and float(share.value / share.count) == pytest.approx(above / len(made))
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def test_settings_that_work_pass():
         ("model.tiny.window=100", "model.tiny.window is 100 tokens, less than"),
         ("data.max_prompt_tokens=250", "data.max_prompt_tokens=192 would do"),
         ("rollout.cache_tokens=100", "rollout.cache_tokens is 100, but one sample needs"),
+        ("algorithm.rollout_correction=token", "algorithm.old_logprobs=recompute would do"),
         ("name=a/b", "cannot be a folder's name"),
         ("name=..", "cannot be a folder's name"),
         ("device=gpu", "device is 'gpu', but can be auto, cpu, cuda or npu"),

@@ -44,13 +44,22 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, settings: Algorithm
 
 
 def rollout_correction(tokens: TokenBatch, settings: Algorithm) -> Tensor | None:
-    """Truncated importance weights min(π_old / π_rollout, cap) for recomputed old log-probabilities; no gradient."""
+    """Importance weights w = π_old / π_rollout for recomputed old log-probabilities, per token or per response; no
+    gradient. Truncated: min(w, cap). Masked: w inside [floor, cap], else 0.
+
+    With samples of older weights π_old is the proximal policy, the one a step starts from: the clip then bounds how far
+    a step goes, and w alone says how far the samples are off (decoupled PPO, Hilton et al. 2022, arXiv:2110.00641).
+    """
     if settings.rollout_correction == "none" or tokens.rollout_logprobs is None:
         return None
     gap = (tokens.old_logprobs - tokens.rollout_logprobs).detach() * tokens.mask
     if settings.rollout_correction == "sequence":
         gap = segment_sum(gap, tokens.row, tokens.rows)[tokens.row]
-    return gap.exp().clamp(max=settings.rollout_correction_cap)
+    weight = gap.exp()
+    if settings.rollout_correction_outside == "truncate":
+        return weight.clamp(max=settings.rollout_correction_cap)
+    is_inside = (weight >= settings.rollout_correction_floor) & (weight <= settings.rollout_correction_cap)
+    return torch.where(is_inside, weight, torch.zeros_like(weight))
 
 
 def held_back(per_token: Tensor, log_ratio: Tensor, tokens: TokenBatch, settings: Algorithm) -> Tensor:
@@ -69,6 +78,8 @@ def finish(per_token: Tensor, tokens: TokenBatch, settings: Algorithm, stats: St
     if correction is not None:
         per_token = per_token * correction
         stats["rollout_correction"] = mean_stat(correction, tokens)
+        if settings.rollout_correction_outside == "mask":
+            stats["rollout_masked_share"] = mean_stat((correction == 0).to(correction.dtype), tokens)
     if settings.old_logprobs == "recompute" and tokens.rollout_logprobs is not None:
         gap = (tokens.old_logprobs - tokens.rollout_logprobs).abs() * tokens.mask
         stats["gap_mean"] = mean_stat(gap, tokens)

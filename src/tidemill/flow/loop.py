@@ -15,6 +15,7 @@ from tidemill.cluster.start import start
 from tidemill.config import Config
 from tidemill.errors import CheckpointError, TidemillError
 from tidemill.flow.records import Evaluation, dump_evaluation, load_evaluation
+from tidemill.flow.tally import idle
 from tidemill.flow.workers import Rewound, Stopped, Workers
 from tidemill.learn import checkpoint
 from tidemill.observe.metrics import MetricsWriter
@@ -133,6 +134,7 @@ def record(
     made = "made_tokens" in measured  # learning from one's own samples: each counts once, however often it is learned
     tokens = measured["prompt_tokens"] + measured["made_tokens"] if made else measured.get("learned_tokens", 0.0)
     measured |= {"tokens_per_s": tokens / seconds, "time/step": seconds}
+    measured |= idle(measured, seconds)
     summary.steps = step
     summary.seconds += seconds
     summary.tokens += tokens

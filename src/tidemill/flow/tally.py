@@ -11,6 +11,20 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+ROLES = {
+    "rollout": ("rollout",),
+    "reward": ("reward", "advantage"),
+    "reference": ("reference", "teacher"),
+    "actor": ("learn", "old_logprobs", "publish"),
+    "critic": ("learn_values", "values"),
+}
+
+
+def idle(measured: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """Share of a step in which each role had nothing to do. Roles that share a thread wait for one another."""
+    busy = {role: sum(measured.get(f"time/{name}", 0.0) for name in names) for role, names in ROLES.items()}
+    return {f"idle/{role}": max(0.0, 1.0 - spent / seconds) for role, spent in busy.items() if spent > 0}
+
 
 class Tally:
     def __init__(self) -> None:

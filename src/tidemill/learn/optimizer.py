@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import Parameter
 
-from tidemill.learn.adam import Adam
+from tidemill.learn.adam import Adam, Gradient
 from tidemill.learn.gradients import Gradients
 from tidemill.learn.layers import layers_of
 from tidemill.learn.muon import Muon
@@ -17,9 +19,16 @@ if TYPE_CHECKING:
 
 
 def make_optimizer(model: Any, learn: Learn, gradients: Gradients) -> torch.optim.Optimizer:
-    """Vectors (norms, biases) are not decayed: pulling a norm's gain to zero only hurts."""
     trained = [p for p in model.parameters() if p.requires_grad]
     inner = {id(p) for layer in layers_of(model) for p in layer.parameters() if p.ndim == 2}
+    return optimizer_of(trained, inner, learn, gradients.of)
+
+
+def optimizer_of(
+    trained: Sequence[Parameter], inner: Container[int], learn: Learn, gradient: Gradient
+) -> torch.optim.Optimizer:
+    """Vectors (norms, biases) are not decayed: pulling a norm's gain to zero only hurts. `inner`: ids of the layers'
+    matrices, which are Muon's."""
     is_muon = learn.optimizer == "muon"
     matrices = [p for p in trained if is_muon and id(p) in inner]
     others = [p for p in trained if p.ndim >= 2 and not (is_muon and id(p) in inner)]
@@ -30,7 +39,7 @@ def make_optimizer(model: Any, learn: Learn, gradients: Gradients) -> torch.opti
     ]
     groups = [g for g in groups if g["params"]]
     if is_muon:
-        return Muon(groups, lr=learn.lr, betas=learn.betas, eps=learn.eps, gradient=gradients.of)
+        return Muon(groups, lr=learn.lr, betas=learn.betas, eps=learn.eps, gradient=gradient)
     if learn.master == "none" and learn.moments == "same" and not learn.optimizer_on_host:
         return torch.optim.AdamW(groups, lr=learn.lr, betas=learn.betas, eps=learn.eps, fused=True)
     return Adam(
@@ -38,7 +47,7 @@ def make_optimizer(model: Any, learn: Learn, gradients: Gradients) -> torch.opti
         lr=learn.lr,
         betas=learn.betas,
         eps=learn.eps,
-        gradient=gradients.of,
+        gradient=gradient,
         master=learn.master,
         moments="int8" if learn.moments == "int8" else "float32",
         on_host=learn.optimizer_on_host,

@@ -30,44 +30,58 @@ class PackedBatch:
     rows: int
 
 
+Unit = tuple[int, list[int]]  # tokens, and the rows that may not be parted
+
+
 def microbatches(batch: Batch, budget: int, share_prompts: bool, whole_groups: bool = False) -> list[Ints]:
     """Rows of each micro-batch. With shared prompts a group stays together as far as the budget allows; with whole
     groups it stays together whatever its size, because the loss compares its samples."""
-    units = _whole(batch) if whole_groups else _units(batch, budget, share_prompts)
-    count = max(1, -(-sum(tokens for tokens, _ in units) // budget))
+    bins = fill(units(batch, budget, share_prompts, whole_groups), budget)
+    return [np.array(sorted(rows), np.int64) for _, rows in bins if rows]
+
+
+def units(batch: Batch, budget: int, share_prompts: bool, whole_groups: bool) -> list[Unit]:
+    return _whole(batch) if whole_groups else _units(batch, budget, share_prompts)
+
+
+def fill(found: list[Unit], budget: int, multiple: int = 1, at_least: int = 1) -> list[Unit]:
+    """Units in bins within the budget, loads as even as they come out; a multiple of `multiple` bins, some empty."""
+    per_round = -(-sum(tokens for tokens, _ in found) // budget)
+    rounds = max(at_least, -(-per_round // multiple))
     while True:
-        bins: list[tuple[int, list[int]]] = [(0, []) for _ in range(count)]
-        for tokens, rows in sorted(units, key=lambda unit: -unit[0]):
+        count = rounds * multiple
+        bins: list[Unit] = [(0, []) for _ in range(count)]
+        for tokens, rows in sorted(found, key=lambda unit: -unit[0]):
             lightest = min(range(count), key=lambda i: bins[i][0])
             bins[lightest] = (bins[lightest][0] + tokens, bins[lightest][1] + rows)
-        if count >= len(units) or max(load for load, _ in bins) <= budget:
-            return [np.array(sorted(rows), np.int64) for _, rows in bins if rows]
-        count += 1
+        if count >= len(found) or max(load for load, _ in bins) <= budget:
+            return bins
+        rounds += 1
 
 
-def _whole(batch: Batch) -> list[tuple[int, list[int]]]:
+def _whole(batch: Batch) -> list[Unit]:
     totals = batch["tokens"].lengths
     return [(int(totals[rows].sum()), rows.tolist()) for rows in group_rows(batch.values("group"))]
 
 
-def _units(batch: Batch, budget: int, share_prompts: bool) -> list[tuple[int, list[int]]]:
+def _units(batch: Batch, budget: int, share_prompts: bool) -> list[Unit]:
     """(tokens, rows) that may not be cut further: samples, or groups that share their prompt."""
     totals = batch["tokens"].lengths
     if not share_prompts:
         return [(int(n), [row]) for row, n in enumerate(totals)]
     prompts = batch.values("prompt_length")
-    units: list[tuple[int, list[int]]] = []
+    found: list[Unit] = []
     for rows in group_rows(batch.values("group")):
         size, members = int(prompts[rows[0]]), list[int]()
         for row in rows:
             response = int(totals[row] - prompts[row])
             if members and size + response > budget:
-                units.append((size, members))
+                found.append((size, members))
                 size, members = int(prompts[row]), []
             size += response
             members.append(int(row))
-        units.append((size, members))
-    return units
+        found.append((size, members))
+    return found
 
 
 def group_rows(groups: npt.NDArray[np.int64]) -> list[Ints]:
@@ -80,8 +94,9 @@ def group_rows(groups: npt.NDArray[np.int64]) -> list[Ints]:
 def pack(
     batch: Batch, device: torch.device, share_prompts: bool, attention: Attention = KINDS["blocks"]
 ) -> PackedBatch:
-    has_groups = share_prompts and len(np.unique(batch.values("group"))) < batch.rows
-    return _pack_shared(batch, device, attention) if has_groups else _pack_whole(batch, device, attention)
+    if _has_groups(batch, share_prompts):
+        return _pack_shared(batch, device, attention)
+    return _pack_whole(batch, device, attention)
 
 
 def _pack_whole(batch: Batch, device: torch.device, attention: Attention) -> PackedBatch:
@@ -131,6 +146,22 @@ def _pack_shared(batch: Batch, device: torch.device, attention: Attention) -> Pa
         row=upload(row, device),
         rows=batch.rows,
     )
+
+
+def input_places(batch: Batch, share_prompts: bool) -> tuple[Ints, Ints]:
+    """Of every input of `pack`'s row: its sample, and its place in the sample's tokens."""
+    totals, prompts = batch["tokens"].lengths, batch.values("prompt_length").astype(np.int64)
+    if not _has_groups(batch, share_prompts):
+        return np.repeat(np.arange(batch.rows), totals - 1), _ranges(totals - 1)
+    first = np.array([rows[0] for rows in group_rows(batch.values("group"))])
+    inputs = totals - prompts - 1
+    row = np.concatenate([np.repeat(first, prompts[first]), np.repeat(np.arange(batch.rows), inputs)])
+    own = np.repeat(prompts, inputs) + _ranges(inputs)
+    return row, np.concatenate([_ranges(prompts[first]), own])
+
+
+def _has_groups(batch: Batch, share_prompts: bool) -> bool:
+    return share_prompts and len(np.unique(batch.values("group"))) < batch.rows
 
 
 def response_column(values: npt.NDArray[np.float32], batch: Batch) -> Column:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 30
+LEAST, MOST = 1 << 26, 1 << 32  # bytes of one piece
 ALIGNMENT = 64
 
 
 class Pinned:
     """Tensors cut from few large pieces. torch rounds each pinned allocation up to a power of two: for one tensor at a
-    time that wastes up to half of the host's memory (a 7B model's state would take 130 GB in stead of 91)."""
+    time that wastes up to half of the host's memory. A new piece is as large as all before it, so little state stays
+    little and much of it lies in large pieces."""
 
-    def __init__(self, chunk: int = CHUNK, pin: bool = True) -> None:
-        self.chunk, self.pin = chunk, pin
+    def __init__(self, least: int = LEAST, most: int = MOST, pin: bool = True) -> None:
+        self.least, self.most, self.pin = least, most, pin
         self._pieces: list[tuple[Tensor, int]] = []  # a piece, and how much of it is given out
 
     def like(self, x: Tensor) -> Tensor:
@@ -22,7 +23,8 @@ class Pinned:
         size = -(-x.nbytes // ALIGNMENT) * ALIGNMENT
         at = next((i for i, (piece, used) in enumerate(self._pieces) if used + size <= piece.numel()), None)
         if at is None:
-            rounded = max(self.chunk, 1 << (size - 1).bit_length())
+            so_far = 1 << (self.allocated.bit_length() - 1) if self._pieces else 0
+            rounded = max(min(max(self.least, so_far), self.most), 1 << (size - 1).bit_length())
             at = len(self._pieces)
             self._pieces.append((torch.empty(rounded, dtype=torch.uint8, pin_memory=self.pin), 0))
         piece, used = self._pieces[at]

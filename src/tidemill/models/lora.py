@@ -73,6 +73,15 @@ def attach(model: Any, rank: int, alpha: float, seed: int = 0, magnitudes: bool 
         adapted.lora_m = nn.Parameter(adapted.row_norms().to(weight.dtype)) if magnitudes else None
 
 
+def detach(model: Any) -> None:
+    """The model as it was before `attach`, everything learned again."""
+    for linear in [m for m in model.modules() if isinstance(m, LoraLinear)]:
+        for name in ("lora_a", "lora_b", "lora_m"):
+            delattr(linear, name)
+        linear.__class__ = nn.Linear
+    model.requires_grad_(True)
+
+
 def is_attached(model: Any) -> bool:
     return any(isinstance(m, LoraLinear) for m in model.modules())
 

@@ -79,7 +79,13 @@ def problems(config: Config, model: Model) -> Iterator[str]:
     yield from _pairs(config)
     shape = cuttable(model)
     if shape is not None:
-        yield from _model(parallel, shape)
+        yield from model_problems(parallel, shape)
+    reference = config.algorithm.kl.parallel
+    if reference is not None and reference.ranks != parallel.ranks:
+        yield (
+            f"algorithm.kl.parallel comes to {reference.ranks} ranks, but the reference lies on the learner's "
+            f"{parallel.ranks}; sizes with the same product would do"
+        )
 
 
 def _folding(parallel: Parallel) -> Iterator[str]:
@@ -98,13 +104,13 @@ def _folding(parallel: Parallel) -> Iterator[str]:
         )
 
 
-def _model(parallel: Parallel, shape: Cuttable) -> Iterator[str]:
+def model_problems(parallel: Parallel, shape: Cuttable) -> Iterator[str]:
     tp = parallel.tp
     if not shape.is_latent:
         if shape.heads % tp or max(shape.kv_heads, tp) % min(shape.kv_heads, tp):
             yield (
-                f"learn.parallel.tp is {tp}, but the model has {shape.heads} heads and {shape.kv_heads} key/value heads; "
-                f"{either(head_cuts(shape))} would do"
+                f"learn.parallel.tp is {tp}, but the model has {shape.heads} heads and {shape.kv_heads} key/value "
+                f"heads; {either(head_cuts(shape))} would do"
             )
         if parallel.cp_form == "ulysses" and (shape.heads // max(1, min(tp, shape.heads))) % parallel.cp:
             yield (
@@ -113,7 +119,8 @@ def _model(parallel: Parallel, shape: Cuttable) -> Iterator[str]:
             )
     if shape.intermediate % tp:
         fit = [n for n in head_cuts(shape) if shape.intermediate % n == 0]
-        yield f"learn.parallel.tp is {tp}, which does not divide the MLP's width {shape.intermediate}; {either(fit)} would do"
+        width = f"the MLP's width {shape.intermediate}"
+        yield f"learn.parallel.tp is {tp}, which does not divide {width}; {either(fit)} would do"
     if shape.experts and shape.experts % (parallel.ep * tp):
         fit = [n for n in divisors(shape.experts) if shape.experts % (n * parallel.ep) == 0]
         yield (
@@ -136,8 +143,9 @@ def _sequence(config: Config) -> Iterator[str]:
     multiple = parallel.cp * parallel.tp * (2 if parallel.cp > 1 else 1)
     if multiple > config.train.tokens_per_microbatch:
         yield (
-            f"train.tokens_per_microbatch is {config.train.tokens_per_microbatch}, but sequences are cut into multiples "
-            f"of {multiple} tokens (learn.parallel.cp {parallel.cp} × tp {parallel.tp}); at least {multiple} would do"
+            f"train.tokens_per_microbatch is {config.train.tokens_per_microbatch}, but sequences are cut into "
+            f"multiples of {multiple} tokens (learn.parallel.cp {parallel.cp} × tp {parallel.tp}); at least {multiple} "
+            "would do"
         )
 
 
@@ -150,8 +158,12 @@ def _pairs(config: Config) -> Iterator[str]:
         yield "learn.optimizer is muon, which needs whole matrices, but ranks hold pieces; adamw would do"
     if learn.moments == "int8":
         yield "learn.moments is int8, whose blocks do not survive another number of ranks; float32 or same would do"
-    if learn.lora_rank and (parallel.tp > 1 or parallel.pp > 1 or parallel.ep > 1):
-        yield "learn.lora_rank is set, which works with replicate, fsdp and cp; set tp, pp and ep to 1"
+    if learn.lora_rank:
+        yield "learn.lora_rank is set, but adapters are learned on one rank only; 0 would do, or sizes of 1"
+    if config.algorithm.name == "reward_model":
+        yield "algorithm is reward_model, which learns on one rank only; set the sizes of learn.parallel to 1"
+    if config.rollout.batch_invariant:
+        yield "rollout.batch_invariant is set, which one rank alone can promise; false would do"
 
 
 def head_cuts(shape: Cuttable) -> list[int]:

@@ -1,10 +1,37 @@
+"""One set of ranks for all tests here: starting them costs more than most products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
 import pytest
 
-from tests.learn.parallel.crew import Crew
+from tidemill.cluster.ranks import Ranks
+
+MOST = 8
+PRELOAD = ("tests.learn.parallel.products", "tests.learn.parallel.models")
 
 
-@pytest.fixture(scope="package")
-def crew():
-    ranks = Crew(8)
-    yield ranks
-    ranks.close()
+class Kept:
+    """Ranks that are started again after a test that broke them."""
+
+    def __init__(self) -> None:
+        self.ranks: Ranks | None = None
+
+    def get(self) -> Ranks:
+        if self.ranks is None or not self.ranks.is_alive:
+            self.ranks = Ranks(MOST, timeout_s=60.0, preload=PRELOAD)
+        return self.ranks
+
+
+@pytest.fixture(scope="session")
+def kept_ranks() -> Iterator[Kept]:
+    kept = Kept()
+    yield kept
+    if kept.ranks is not None:
+        kept.ranks.close()
+
+
+@pytest.fixture
+def ranks(kept_ranks: Kept) -> Ranks:
+    return kept_ranks.get()

@@ -44,8 +44,8 @@ def whole_attention(kind, heads, kv_heads, window, softcap):
     return out.detach(), q.grad, k.grad, v.grad
 
 
-def rank_attention(rank, cases):
-    found = []
+def rank_attention(cases):
+    rank, found = dist.get_rank(), []
     for kind, form, heads, kv_heads, window, softcap in cases:
         sight = sights()[kind]
         shares = Shares.of(len(sight.start), dist.get_world_size())
@@ -77,9 +77,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_attention_over_ranks_equals_that_of_one(crew, ranks):
-    for case, parts in zip(CASES, zip(*crew.run(rank_attention, ranks, CASES))):
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_attention_over_ranks_equals_that_of_one(ranks, count):
+    for case, parts in zip(CASES, zip(*ranks.call(rank_attention, CASES, on=count))):
         kind, _, heads, kv_heads, window, softcap = case
         wanted = whole_attention(kind, heads, kv_heads, window, softcap)
         for name, at, whole in zip(("out", "q", "k", "v"), range(4), wanted):
@@ -103,7 +103,7 @@ def loss_of(made, batch, settings, attention, share):
 SETTINGS = {"algorithm": {"name": "grpo", "entropy_coef": 0.01}}
 
 
-def rank_loss(rank, name, form, share, batch):
+def rank_loss(name, form, share, batch):
     made, settings = model(name), config(**SETTINGS)
     attention = parallel(KINDS["blocks"], dist.group.WORLD, form, made.config.num_attention_heads)
     loss = loss_of(made, batch, settings, attention, share)
@@ -111,11 +111,11 @@ def rank_loss(rank, name, form, share, batch):
     for p in made.parameters():
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         dist.all_reduce(p.grad)
-    return loss.item(), gradients(made) if rank == 0 else None
+    return loss.item(), gradients(made) if dist.get_rank() == 0 else None
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "form", "share"),
+    ("name", "count", "form", "share"),
     [
         ("qwen2", 2, "ulysses", False),
         ("qwen2", 4, "ring", True),
@@ -126,26 +126,26 @@ def rank_loss(rank, name, form, share, batch):
         ("qwen3-moe", 4, "ring", True),
     ],
 )
-def test_loss_and_gradients_over_ranks_equal_those_of_one(crew, name, ranks, form, share):
+def test_loss_and_gradients_over_ranks_equal_those_of_one(ranks, name, count, form, share):
     batch = samples()
     made = model(name)
     loss = loss_of(made, batch, config(**SETTINGS), KINDS["blocks"], share)
     loss.backward()
-    found = crew.run(rank_loss, ranks, name, form, share, batch)
+    found = ranks.call(rank_loss, name, form, share, batch, on=count)
     assert {value for value, _ in found} == {found[0][0]}  # every rank computes the same number
     assert found[0][0] == pytest.approx(loss.item(), abs=1e-5)
     for parameter, grad in gradients(made).items():
         torch.testing.assert_close(found[0][1][parameter], grad, atol=1e-5, rtol=1e-4)
 
 
-def test_a_row_shorter_than_the_ranks_leaves_some_with_nothing_to_do(crew):
+def test_a_row_shorter_than_the_ranks_leaves_some_with_nothing_to_do(ranks):
     batch = samples(groups=1, each=1, longest=2)
     assert batch["tokens"].lengths.sum() - 1 < 16
     made = model("qwen2")
     loss = loss_of(made, batch, config(**SETTINGS), KINDS["blocks"], False)
     loss.backward()
     for form in ("ring", "ulysses"):
-        found = crew.run(rank_loss, 8, "qwen2", form, False, batch)
+        found = ranks.call(rank_loss, "qwen2", form, False, batch, on=8)
         assert found[0][0] == pytest.approx(loss.item(), abs=1e-5)
         for parameter, grad in gradients(made).items():
             torch.testing.assert_close(found[0][1][parameter], grad, atol=1e-5, rtol=1e-4)

@@ -1,7 +1,7 @@
 """One mesh of named dimensions for a learner's ranks, and the sub-meshes that each form of parallelism works on.
 
-Order, slowest first: pp, replicate, fsdp, cp, tp. Neighbouring ranks share a tensor-parallel group, whose traffic is the
-heaviest; pipeline stages, which speak least, lie furthest apart.
+Order, slowest first: pp, replicate, fsdp, cp, tp. Neighbouring ranks share a tensor-parallel group, whose traffic is
+the heaviest; pipeline stages, which speak least, lie furthest apart.
 
 | who | gets |
 |---|---|
@@ -10,13 +10,14 @@ heaviest; pipeline stages, which speak least, lie furthest apart.
 | ranks that differ in tp or pp | the same tokens |
 
 Weights are sharded over fsdp × cp (`shard`), for both are ranks whose gradients add up. Expert parallelism is folded
-over those same ranks: `ep` divides fsdp × cp, its ranks are neighbours in `shard`, and what is left (`efsdp`) shards each
-expert rank's experts. So a rank's experts differ along ep, and everything else stays where it was.
+over those same ranks: `ep` divides fsdp × cp, its ranks are neighbours in `shard`, and what is left (`efsdp`) shards
+each expert rank's experts. So a rank's experts differ along ep, and everything else stays where it was.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from tidemill.errors import ConfigError
 from tidemill.settings.parallel import world_problem
 
 DIMENSIONS = ("pp", "replicate", "fsdp", "cp", "tp")
-SHARD, EFSDP, EP = "shard", "efsdp", "ep"
+SHARD, EFSDP, EP, DP = "shard", "efsdp", "ep", "dp"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Meshes:
     mesh: DeviceMesh  # of all ranks, DIMENSIONS
     sharded: DeviceMesh  # of all ranks: pp, replicate, shard, tp
     experts: DeviceMesh  # of all ranks: pp, replicate, efsdp, ep, tp
+    dp: DeviceMesh  # replicate × fsdp: the ranks with different samples that are otherwise like this one
 
     def _one(self, name: str) -> DeviceMesh | None:
         of = self.mesh if name in DIMENSIONS else self.sharded if name == SHARD else self.experts
@@ -135,4 +137,14 @@ def build(parallel: Parallel, device_type: str = "cpu") -> Meshes:
     sharded = DeviceMesh._concatenate([mesh["pp"], mesh["replicate"], flat, mesh["tp"]])
     folded = flat._unflatten(0, (shard // parallel.ep, parallel.ep), (EFSDP, EP))
     experts = DeviceMesh._concatenate([mesh["pp"], mesh["replicate"], folded[EFSDP], folded[EP], mesh["tp"]])
-    return Meshes(parallel, mesh, sharded, experts)
+    dp = mesh["replicate", "fsdp"]._flatten(DP)
+    _set_timeouts((mesh, sharded, experts, dp), parallel.timeout_s)
+    return Meshes(parallel, mesh, sharded, experts, dp)
+
+
+def _set_timeouts(meshes: tuple[DeviceMesh, ...], timeout_s: float) -> None:
+    """Groups of a mesh are made with their backend's own time-out, half an hour for gloo."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    for group in {g for m in meshes for g in m.get_all_groups()}:
+        _set_pg_timeout(timedelta(seconds=timeout_s), group)

@@ -1,0 +1,251 @@
+"""Pipeline parallel: each rank has some runs of layers; activations go forward between ranks, gradients come back.
+
+Packed micro-batches differ in length, which fixed-shape pipelines cannot take. Here every stage knows the lengths, for
+all are given the same samples, so a message is exactly as long as its tokens: nothing is padded, not even on the wire.
+The first stage has the embedding, the last the final norm, the output layer and the loss. Where these two share one
+weight each keeps a copy; `ends` are the two ranks that add their gradients up.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module, ModuleList
+
+from tidemill.errors import ModelError
+from tidemill.learn.packing import PackedBatch
+from tidemill.learn.parallel.schedule import Action, Timetable, forward_only, timetable
+
+Group = Any
+Call = Callable[[int, PackedBatch, Tensor | None], Any]
+Finish = Callable[[int, Any], Tensor]  # micro-batch, what the last stage gave → the loss
+Wire = Callable[[PackedBatch], tuple[int, ...]]
+
+
+class Elsewhere(Module):
+    """In the place of a layer that another rank has: hands on what it gets. So names and numbers of layers stay."""
+
+    def __init__(self, kind: str | None = None) -> None:
+        super().__init__()
+        self.layer_type = kind
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+def stage_of(layer: int, layers: int, stages: int) -> int:
+    """Layers in even runs."""
+    return layer * stages // layers
+
+
+def split(model: Any, rank: int, ranks: int, chunks: int = 1) -> None:
+    """Drop what this rank does not need of a whole model."""
+    decoder = model.get_decoder()
+    layers, stages = len(decoder.layers), ranks * chunks
+    _check(model, layers, stages)
+    is_first, is_last = rank == 0, rank == ranks - 1
+    for i, layer in enumerate(decoder.layers):
+        if stage_of(i, layers, stages) % ranks != rank:
+            decoder.layers[i] = Elsewhere(getattr(layer, "layer_type", None))
+    tied = is_tied(model)  # the last rank keeps its copy under the embedding's name, as a whole model has it
+    if not is_first and not (is_last and tied):
+        model.set_input_embeddings(Elsewhere())
+    if not is_last:
+        setattr(decoder, _norm_name(decoder), Elsewhere())
+        model.set_output_embeddings(Elsewhere())
+
+
+def is_tied(model: Any) -> bool:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return getattr(head, "weight", None) is not None and head.weight is getattr(embedding, "weight", None)
+
+
+def _check(model: Any, layers: int, stages: int) -> None:
+    name, settings = type(model).__name__, model.config.get_text_config()
+    if stages > layers:
+        raise ModelError(f"{name} has {layers} layers, fewer than {stages} stages", f"at most {layers} stages would do")
+    if getattr(settings, "embedding_multiplier", None) not in (None, 1.0):
+        raise ModelError(f"{name} scales its inputs in the decoder itself: it cannot be cut into stages", "use pp: 1")
+    _norm_name(model.get_decoder())
+
+
+def _norm_name(decoder: Any) -> str:
+    """Of the one thing that comes after the layers."""
+    inputs = decoder.get_input_embeddings()
+    found = [
+        name
+        for name, child in decoder.named_children()
+        if name != "layers"
+        and child is not inputs
+        and (isinstance(child, Elsewhere) or any(True for _ in child.parameters()))
+    ]
+    if len(found) != 1:
+        raise ModelError(
+            f"{type(decoder).__name__} has {', '.join(found) or 'nothing'} beside its layers and embedding, where "
+            "pipeline stages expect a final norm alone",
+            "use pp: 1",
+        )
+    return found[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    work: Any
+    tensor: Tensor  # kept until it has been read
+    peer: int
+    read_at: int  # by which of the peer's actions
+
+
+@dataclass(slots=True)
+class _Run:
+    """One pass of micro-batches through the pipeline."""
+
+    table: Timetable
+    passes: Sequence[PackedBatch]
+    finish: Finish
+    kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)  # a stage's in- and output
+    sent: list[_Sent] = field(default_factory=list)
+
+
+class Stages:
+    """This rank's stages of a model that `split` has cut, each to be called by itself."""
+
+    def __init__(self, model: Any, rank: int, ranks: int, chunks: int = 1) -> None:
+        self.last = ranks * chunks - 1
+        self.views = {stage: self._view(model.get_decoder(), stage) for stage in range(rank, self.last + 1, ranks)}
+
+    def __call__(self, stage: int, packed: PackedBatch, came: Tensor | None) -> Tensor:
+        """(1, tokens, width) from the stage before, None for the first → the same after this stage."""
+        start = {"input_ids": packed.tokens[None]} if came is None else {"inputs_embeds": came}
+        out: Tensor = self.views[stage](
+            **start, position_ids=packed.positions[None], use_cache=False, tide=packed.context
+        ).last_hidden_state
+        return out
+
+    def _view(self, decoder: Any, stage: int) -> Any:
+        """The decoder with one stage's layers alone; its weights and hooks are the decoder's own."""
+        layers = len(decoder.layers)
+        view = copy.copy(decoder)
+        view._modules = dict(decoder._modules)
+        view.layers = ModuleList(
+            layer if stage_of(i, layers, self.last + 1) == stage else Elsewhere(getattr(layer, "layer_type", None))
+            for i, layer in enumerate(decoder.layers)
+        )
+        if stage != self.last:
+            setattr(view, _norm_name(decoder), Elsewhere())
+        return view
+
+
+class Pipeline:
+    """Runs micro-batches through stages. `group`: the ranks of the pipeline in their order.
+
+    `call(stage, packed, came)` gives what goes to the next stage, or, on the last, what `finish` takes. `wire`: the
+    shape of what lies between two stages.
+    """
+
+    def __init__(
+        self, group: Group, chunks: int, call: Call, wire: Wire, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.group, self.chunks, self.call, self.wire = group, chunks, call, wire
+        self.dtype, self.device = dtype, device
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.last = self.ranks * chunks - 1
+        self.lanes = _lanes(group)
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.ranks - 1
+
+    def learn(self, passes: Sequence[PackedBatch], finish: Finish) -> None:
+        """Forward and backward of all micro-batches. `finish` is called on the last rank and gives the loss."""
+        self._play(_Run(timetable(self.ranks, self.chunks, len(passes)), passes, finish))
+
+    @torch.no_grad()
+    def score(self, passes: Sequence[PackedBatch], finish: Finish) -> None:
+        """Forward alone. `finish` is called on the last rank, in the order of micro-batches."""
+        self._play(_Run(forward_only(self.ranks, self.chunks, len(passes)), passes, finish))
+
+    def _play(self, run: _Run) -> None:
+        for action in run.table[self.rank]:
+            (self._forward if action.is_forward else self._backward)(run, action)
+        for sent in run.sent:
+            sent.work.wait()
+
+    def _forward(self, run: _Run, action: Action) -> None:
+        packed, stage = run.passes[action.microbatch], action.stage
+        came = None
+        if stage:
+            came = self._receive(run, action, Action(True, stage - 1, action.microbatch))
+            came.requires_grad_(torch.is_grad_enabled())
+        out = self.call(stage, packed, came)
+        if stage == self.last:
+            out = run.finish(action.microbatch, out)
+        else:
+            self._send(run, out.detach(), action, Action(True, stage + 1, action.microbatch))
+        if torch.is_grad_enabled():
+            run.kept[stage, action.microbatch] = came, out
+
+    def _backward(self, run: _Run, action: Action) -> None:
+        stage = action.stage
+        came, out = run.kept.pop((stage, action.microbatch))
+        if stage == self.last:
+            out.backward()  # type: ignore[no-untyped-call]
+        else:
+            grad = self._receive(run, action, Action(False, stage + 1, action.microbatch))
+            torch.autograd.backward(out, grad)
+        if came is not None:
+            assert came.grad is not None
+            self._send(run, came.grad, action, Action(False, stage - 1, action.microbatch))
+
+    def _send(self, run: _Run, x: Tensor, made_by: Action, read_by: Action) -> None:
+        peer = read_by.stage % self.ranks
+        x = x.contiguous()
+        work = dist.isend(
+            x, dist.get_global_rank(self.group, peer), self._lane(made_by), self._tag(made_by, len(run.passes))
+        )
+        run.sent.append(_Sent(work, x, peer, run.table[peer].index(read_by)))
+
+    def _receive(self, run: _Run, wanted_by: Action, made_by: Action) -> Tensor:
+        peer = made_by.stage % self.ranks
+        x = torch.empty(self.wire(run.passes[wanted_by.microbatch]), dtype=self.dtype, device=self.device)
+        dist.recv(x, dist.get_global_rank(self.group, peer), self._lane(made_by), self._tag(made_by, len(run.passes)))
+        # Whatever the peer had to read before it made this, it has read.
+        made_at = run.table[peer].index(made_by)
+        for sent in [s for s in run.sent if s.peer == peer and s.read_at < made_at]:
+            sent.work.wait()
+            run.sent.remove(sent)
+        return x
+
+    def _lane(self, made_by: Action) -> Group:
+        """Each direction between two ranks has its own channel: one that waited for the other could wait for ever."""
+        wraps = made_by.stage % self.ranks == (self.ranks - 1 if made_by.is_forward else 0)
+        return self.lanes[2 * made_by.is_forward + wraps]
+
+    def _tag(self, made_by: Action, microbatches: int) -> int:
+        return (2 * made_by.stage + made_by.is_forward) * microbatches + made_by.microbatch
+
+    def spread(self, x: Tensor) -> Tensor:
+        """What the last rank has, on every rank of the pipeline."""
+        dist.broadcast(x, dist.get_global_rank(self.group, self.ranks - 1), group=self.group)
+        return x
+
+
+def ends(group: Group) -> Group | None:
+    """The first and the last rank of a pipeline, which each have a copy of a tied weight; None on the others."""
+    members = dist.get_process_group_ranks(group)
+    pair = [members[0], members[-1]]
+    return dist.new_group(pair, use_local_synchronization=True) if dist.get_rank() in pair else None
+
+
+def _lanes(group: Group) -> list[Group]:
+    """Gloo tells messages apart by tag; elsewhere they are told apart by channel, and a channel is a group."""
+    if dist.get_backend(group) == "gloo":
+        return [group] * 4
+    members = dist.get_process_group_ranks(group)
+    return [dist.new_group(members, use_local_synchronization=True) for _ in range(4)]

@@ -1,0 +1,105 @@
+"""Experts of a mixture as grouped products: tokens sorted by expert, one product for each or one call for all.
+
+Plugged into transformers through its ExpertsInterface, so every mixture whose experts are stacked, gated and without
+bias runs it; the loop that transformers calls `eager` is the plain form it must equal.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.moe import ExpertsInterface
+
+NAME = "tidemill"
+ALIGNED = 16  # bytes: rows of the fused call's operands begin at multiples of this
+
+
+def plug(model: Any) -> None:
+    """Let the model's experts run here, where they are of the form that is known here."""
+    if any(is_known(m) for m in model.modules()):
+        model.set_experts_implementation(NAME)
+
+
+def is_known(module: Any) -> bool:
+    """Stacked, gated experts without bias, rows first: (experts, 2 · inner, width) and (experts, width, inner)."""
+    form = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+    return all(getattr(module, name, None) is value for name, value in form.items())
+
+
+def forward(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """hidden (tokens, width), index and weights (tokens, k): chosen experts and their shares → (tokens, width)."""
+    tokens, k = index.shape
+    chosen = index.reshape(-1)
+    order = torch.argsort(chosen, stable=True)
+    made = gated(module, hidden.index_select(0, order // k), ends_of(chosen, module.gate_up_proj.shape[0]))
+    made = made * weights.reshape(-1).index_select(0, order).unsqueeze(-1)
+    back = torch.empty_like(made).index_copy(0, order, made)  # token after token, so that sums have one order
+    return back.view(tokens, k, -1).sum(1).to(hidden.dtype)
+
+
+def gated(module: Any, x: Tensor, ends: Tensor) -> Tensor:
+    """(rows sorted by expert, width) through each row's expert."""
+    return grouped(module._apply_gate(grouped(x, module.gate_up_proj, ends)), module.down_proj, ends)
+
+
+def ends_of(sorted_or_not: Tensor, experts: int) -> Tensor:
+    """(experts,) int32: where each expert's rows end once rows are sorted by expert."""
+    return torch.bincount(sorted_or_not, minlength=experts).cumsum(0).to(torch.int32)
+
+
+def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Rows x (rows, in), sorted into groups that end at `ends`, each through its own weight (groups, out, in)."""
+    if _fused(x, weights):
+        out: Tensor = _grouped_mm()(x, weights.transpose(-2, -1), offs=ends)
+        return out
+    looped: Tensor = _Looped.apply(x, weights, ends.tolist())  # type: ignore[no-untyped-call]
+    return looped
+
+
+@functools.cache
+def _grouped_mm() -> Any:
+    return getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+
+def _fused(x: Tensor, weights: Tensor) -> bool:
+    if x.device.type == "cpu" or x.dtype != torch.bfloat16 or weights.dtype != torch.bfloat16:
+        return False
+    size = x.element_size()
+    return _grouped_mm() is not None and all(n * size % ALIGNED == 0 for n in weights.shape[1:])
+
+
+class _Looped(torch.autograd.Function):
+    """One product per group. Its gradient of the weights is one tensor, where slicing would make one per group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, ends: list[int]) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        ctx.ends = ends
+        out = x.new_empty((x.shape[0], weights.shape[1]))
+        for group, rows in _groups(ends):
+            torch.mm(x[rows], weights[group].t(), out=out[rows])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weights = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        grad_weights = torch.zeros_like(weights) if ctx.needs_input_grad[1] else None
+        for group, rows in _groups(ctx.ends):
+            if grad_x is not None:
+                torch.mm(grad[rows], weights[group], out=grad_x[rows])
+            if grad_weights is not None:
+                torch.mm(grad[rows].t(), x[rows], out=grad_weights[group])
+        return grad_x, grad_weights, None
+
+
+def _groups(ends: list[int]) -> list[tuple[int, slice]]:
+    starts = [0, *ends[:-1]]
+    return [(g, slice(a, b)) for g, (a, b) in enumerate(zip(starts, ends)) if b > a]
+
+
+ExpertsInterface.register(NAME, forward)
