@@ -32,7 +32,7 @@ from tidemill.rollout.native.routes import RouteRecorder
 from tidemill.rollout.native.rows import Rows
 from tidemill.rollout.native.runner import PlainRunner, Runner, make_runner
 from tidemill.rollout.native.sampling import Draw, Drawn, draw, steer, uniform_array
-from tidemill.rollout.native.scheduler import Reading, Scheduler, Sequence, Trunk
+from tidemill.rollout.native.scheduler import Kept, Reading, Scheduler, Sequence, Trunk
 from tidemill.rollout.native.speculate import Drafts, Speculator, When
 
 # Small pages waste little; larger ones let an accelerator's attention read longer runs. On an H200, 512 rows of 257-768
@@ -399,33 +399,49 @@ class NativeEngine:
         for sequence in self.scheduler.remove(request_id):
             self._refused.append(_completion(sequence, "cancelled"))
 
-    def pause(self) -> list[Partial]:
+    def pause(self, keep_cache: bool = False) -> list[Partial]:
         """Take everything unfinished out. Full pages stay findable, so that `resume` under the same weights reads again
-        only what did not fill a page."""
+        only what did not fill a page. With `keep_cache` running samples keep all their keys and values, also through
+        `load`; what is not resumed must be given to `release`."""
         self._drain()
         if self.speculator is not None:
             self.speculator.forget()
         scheduler = self.scheduler
-        partials = []
+        partials: list[Partial] = []
         for sequence in sorted(scheduler.running(), key=lambda s: int(scheduler.slots.arrival[s.slot])):
             cached = int(scheduler.slots.length[sequence.slot])
+            cache = scheduler.keep(sequence) if keep_cache else None
             scheduler.slots.save(sequence)
-            scheduler.leave(sequence, remember=_context(sequence)[:cached])
-            partials.append(sequence)
-        partials += scheduler.remove(None)
-        return [Partial(s.request, s.index, s.tokens, s.logprobs, s.versions, s.kept) for s in partials]
+            scheduler.leave(sequence, remember=None if keep_cache else _context(sequence)[:cached])
+            partials.append(_partial(sequence, cache))
+        return partials + [_partial(sequence) for sequence in scheduler.remove(None)]
+
+    def release(self, partials: Many[Partial]) -> None:
+        """Free what paused samples kept of the cache; resumed after all, they are read again."""
+        for p in partials:
+            if isinstance(p.cache, Kept):
+                self.scheduler.give_up_kept(p.cache)
 
     def resume(self, partials: Many[Partial]) -> None:
         fresh: dict[int, deque[Sequence]] = {}
         for p in partials:
             sequence = Sequence(p.request, p.index, list(p.tokens), list(p.logprobs), list(p.versions), p.kept)
             if p.tokens:
-                self.scheduler.add(Trunk(_context(sequence), deque([sequence]), is_sole=True))
+                self.scheduler.add(self._trunk_of(sequence, p.cache))
             elif p.request.id in fresh:
                 fresh[p.request.id].append(sequence)
             else:
                 members = fresh[p.request.id] = deque([sequence])
                 self.scheduler.add(Trunk(_context(sequence), members, is_sole=False))
+
+    def _trunk_of(self, sequence: Sequence, cache: Any) -> Trunk:
+        """A half-made sample to go on with: its pages are its own again, or it is read from the start."""
+        trunk = Trunk(_context(sequence), deque([sequence]), is_sole=True)
+        if cache in self.scheduler.kept:
+            self.scheduler.kept.remove(cache)
+            trunk.pages, trunk.found, trunk.done = cache.pages, cache.shared, cache.length
+            cache.pages = []
+        return trunk
 
     def load(self, weights: Any, version: int) -> None:
         """Serve new weights. In one process they are the learner's own tensors and only the version changes. Running
@@ -451,6 +467,8 @@ class NativeEngine:
     def sleep(self) -> None:
         """Give the cache's memory back; what was running is read again after `wake`."""
         self.rebuild()
+        while self.scheduler.give_up_kept():
+            pass
         self.pool.index.forget_all()
         self.store.clear()
         if self.decoder is not None:
@@ -462,6 +480,10 @@ class NativeEngine:
 
 def _context(sequence: Sequence) -> Array:
     return np.array([*sequence.request.prompt, *sequence.tokens], np.int64)
+
+
+def _partial(s: Sequence, cache: Kept | None = None) -> Partial:
+    return Partial(s.request, s.index, s.tokens, s.logprobs, s.versions, s.kept, cache)
 
 
 def _completion(s: Sequence, finish: Finish, error: str | None = None, routes: Array | None = None) -> Completion:
