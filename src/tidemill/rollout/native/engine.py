@@ -19,18 +19,19 @@ from tidemill.batch import Array
 from tidemill.errors import ConfigError
 from tidemill.models.attention import Context
 from tidemill.rollout.engine import Completion, Finish, Partial, Request
+from tidemill.rollout.native import paged
 from tidemill.rollout.native.attention import Chunk, Paged
-from tidemill.rollout.native.cache import PagePool, PageStore
+from tidemill.rollout.native.cache import PagePool, PageStore, TokenStore
 from tidemill.rollout.native.check import Limits, find_problem
 from tidemill.rollout.native.fused import FusedRunner
 from tidemill.rollout.native.graphs import GraphDecoder
-from tidemill.rollout.native.invariant import RowwisePaged, RowwiseRunner, TokenStore, draw_rowwise
+from tidemill.rollout.native.invariant import RowwisePaged, RowwiseRunner, draw_rowwise
 from tidemill.rollout.native.kernels import LANES, Kernels
 from tidemill.rollout.native.kernels import load as load_kernels
 from tidemill.rollout.native.pending import Fetch, Pending
 from tidemill.rollout.native.routes import RouteRecorder
 from tidemill.rollout.native.rows import Rows
-from tidemill.rollout.native.runner import PlainRunner, Runner, make_runner
+from tidemill.rollout.native.runner import PlainRunner, Runner, has_fused, make_runner
 from tidemill.rollout.native.sampling import Draw, Drawn, draw, steer, uniform_array
 from tidemill.rollout.native.scheduler import Kept, Reading, Scheduler, Sequence, Trunk
 from tidemill.rollout.native.speculate import Drafts, Speculator, When
@@ -89,7 +90,15 @@ class NativeEngine:
         self.vocab = int(model.get_output_embeddings().weight.shape[0])
         self.is_end = np.zeros(self.vocab, bool)
         self.is_end[[i for i in eos_ids if 0 <= i < self.vocab]] = True
-        page_size = page_size or (PAGE_SIZE if self.device.type == "cpu" else ACCELERATOR_PAGE_SIZE)
+        is_walked = cache_dtype != "auto" or batch_invariant
+        self.library = None if is_walked else paged.choose(model, self.device, parameter.dtype)
+        is_fused = self.device.type != "cpu" and kernels and has_fused(model, plain) and group is None
+        if self.library is not None and self.library.is_first:
+            is_fused = False
+        elif is_fused:
+            self.library = None
+        usual = PAGE_SIZE if self.device.type == "cpu" else ACCELERATOR_PAGE_SIZE
+        page_size = page_size or (usual if self.library is None else self.library.page_size)
         pages = -(-cache_tokens // page_size) if cache_tokens else max_seqs * -(-max_len // page_size)
         self.pool = PagePool(pages, page_size)
         self.batch_invariant = batch_invariant
@@ -97,14 +106,14 @@ class NativeEngine:
         if batch_invariant and cache_dtype != "auto":
             raise ConfigError(f"cache_dtype {cache_dtype} rounds; the batch-invariant mode must not", "use auto")
         kind = None if cache_dtype == "auto" else cache_dtype
-        self.store = (TokenStore if batch_invariant else PageStore)(pages + 1, page_size, self.device, kind)
+        has_tokens_whole = batch_invariant or self.library is not None
+        self.store = (TokenStore if has_tokens_whole else PageStore)(pages + 1, page_size, self.device, kind)
         self.routes = RouteRecorder(model, self.store) if record_routes else None
         self.limits = Limits(self.vocab, max_len, pages * page_size, tokenizer is not None)
         step_tokens = step_tokens or (STEP_TOKENS if self.device.type == "cpu" else ACCELERATOR_STEP_TOKENS)
         self.scheduler = Scheduler(self.pool, max_seqs, max_len, max(step_tokens, max_seqs + page_size))
         self.rows = Rows(self.scheduler, self.device)
         self.kernels = self._kernels(parameter) if kernels and not batch_invariant else None
-        is_fused = self.device.type != "cpu" and kernels
         self.runner: Runner = (
             RowwiseRunner(model)
             if batch_invariant
@@ -274,11 +283,12 @@ class NativeEngine:
         position = self._tensor(np.concatenate(positions))
         page, running = self._tensor(np.concatenate(pages)), self.rows.of(rows, at + 1)
         context: Context
-        if isinstance(self.store, TokenStore):
+        if self.batch_invariant:
+            assert isinstance(self.store, TokenStore)
             context = RowwisePaged.of(self.store, page, position % size, running, chunks)
         else:
             has_drafts = bool(ahead.any())
-            context = Paged(self.store, page, position % size, running, chunks, self.kernels, has_drafts)
+            context = Paged(self.store, page, position % size, running, chunks, self.kernels, has_drafts, self.library)
         wanted = torch.tensor(keep, dtype=torch.int64, device=self.device) if readings else None
         tokens = self._tensor(np.concatenate(ids))
         if self.routes is None:
