@@ -24,7 +24,7 @@ from tidemill.rollout.native.engine import NativeEngine
 def plainly(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: list[int], scale: float, left: int
 ) -> Tensor:
-    """q (rows, heads, dim) over pages (pages, page_size, kv_heads, dim), and `left` positions before the own, -1: all."""
+    """q (rows, heads, dim) over (pages, page_size, kv_heads, dim): the own position and `left` before it, -1: all."""
     out = torch.empty_like(q)
     for row, n in enumerate(length):
         held = table[row, : -(-n // keys.shape[1])].long()
