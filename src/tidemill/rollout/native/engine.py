@@ -90,24 +90,23 @@ class NativeEngine:
         self.vocab = int(model.get_output_embeddings().weight.shape[0])
         self.is_end = np.zeros(self.vocab, bool)
         self.is_end[[i for i in eos_ids if 0 <= i < self.vocab]] = True
-        is_walked = cache_dtype != "auto" or batch_invariant
-        self.library = None if is_walked else paged.choose(model, self.device, parameter.dtype)
+        if batch_invariant and cache_dtype != "auto":
+            raise ConfigError(f"cache_dtype {cache_dtype} rounds; the batch-invariant mode must not", "use auto")
+        is_plain_cache = cache_dtype == "auto" and not batch_invariant
+        self.library = paged.choose(model, self.device, parameter.dtype) if is_plain_cache else None
         is_fused = self.device.type != "cpu" and kernels and has_fused(model, plain) and group is None
-        if self.library is not None and self.library.is_first:
-            is_fused = False
-        elif is_fused:
-            self.library = None
+        if is_fused and self.library is not None:  # one of them decodes
+            is_fused = not self.library.is_first
+            self.library = None if is_fused else self.library
         usual = PAGE_SIZE if self.device.type == "cpu" else ACCELERATOR_PAGE_SIZE
         page_size = page_size or (usual if self.library is None else self.library.page_size)
         pages = -(-cache_tokens // page_size) if cache_tokens else max_seqs * -(-max_len // page_size)
         self.pool = PagePool(pages, page_size)
         self.batch_invariant = batch_invariant
-        # One page more than can be given out: captured decoding writes its padding there.
-        if batch_invariant and cache_dtype != "auto":
-            raise ConfigError(f"cache_dtype {cache_dtype} rounds; the batch-invariant mode must not", "use auto")
+        make_store = TokenStore if batch_invariant or self.library is not None else PageStore
         kind = None if cache_dtype == "auto" else cache_dtype
-        has_tokens_whole = batch_invariant or self.library is not None
-        self.store = (TokenStore if has_tokens_whole else PageStore)(pages + 1, page_size, self.device, kind)
+        # One page more than can be given out: captured decoding writes its padding there.
+        self.store = make_store(pages + 1, page_size, self.device, kind)
         self.routes = RouteRecorder(model, self.store) if record_routes else None
         self.limits = Limits(self.vocab, max_len, pages * page_size, tokenizer is not None)
         step_tokens = step_tokens or (STEP_TOKENS if self.device.type == "cpu" else ACCELERATOR_STEP_TOKENS)
