@@ -11,6 +11,13 @@ typedef float v4 __attribute__((vector_size(16)));
 
 #define LANES 16
 
+/* Keeps a loaded vector in its register: loaded again for every use, loads would bound the loop at half its speed. */
+#if defined(__AVX512F__)
+#define HOLD(x) __asm__("" : "+v"(x))
+#else
+#define HOLD(x)
+#endif
+
 static inline v16 load(const float *p) {
     v16 x;
     memcpy(&x, p, sizeof x);
@@ -38,9 +45,13 @@ static inline __attribute__((always_inline)) void block(const float *x, const fl
         for (int c = 0; c < columns; c++) sum[r][c] = (v16){0};
     for (; i + LANES <= k; i += LANES) {
         v16 b[4];
-        for (int c = 0; c < columns; c++) b[c] = load(w + c * k + i);
+        for (int c = 0; c < columns; c++) {
+            b[c] = load(w + c * k + i);
+            HOLD(b[c]);
+        }
         for (int r = 0; r < rows; r++) {
             v16 a = load(x + r * k + i);
+            HOLD(a);
             for (int c = 0; c < columns; c++) sum[r][c] += a * b[c];
         }
     }
