@@ -92,3 +92,10 @@ def test_every_setting_that_saves_memory_is_known():
     wide = needed("model.dtype=bfloat16", "learn.master=float32")
     narrow = needed("model.dtype=bfloat16")
     assert (wide.gradients, wide.optimizer) == (2 * narrow.gradients, 3 * narrow.optimizer)
+
+
+def test_a_separated_rollout_has_its_own_weights_and_the_next_ones_beside_them():
+    plain, apart = (recipe.load({}, ["flow.schedule=async"] * is_apart).config for is_apart in (False, True))
+    shape = estimate.shape_of(plain.model)
+    assert memory(apart, shape).copies == 2 * memory(plain, shape).weights
+    assert memory(plain, shape).copies == 0

@@ -34,6 +34,7 @@ class Memory:
     layer: int  # one layer's backward pass, as far as it exceeds the logits it comes after
     update: int  # what the optimizer needs while it works, as far as it exceeds all that came before it
     cache: int
+    copies: int = 0  # the weights that a separated rollout serves, and the next ones beside them
 
     @property
     def total(self) -> int:
@@ -76,6 +77,7 @@ def memory(
         layer=layer,
         update=update,
         cache=cache_tokens(config) * shape.layers * 2 * shape.kv_heads * shape.head_dim * width,
+        copies=2 * count * width if config.flow.is_separated else 0,
     )
 
 
