@@ -135,6 +135,14 @@ def microbatch_tokens(config: Config) -> tuple[int, int]:
     return most * unit, most * each * response
 
 
+def tokens_computed(config: Config) -> int:
+    """Of one update at most: a group's prompt counts once where it is shared."""
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    each = config.train.samples_per_prompt
+    prompts = 1 if config.learn.share_prompts else each
+    return config.train.prompts_per_step * (prompts * prompt + each * response) // config.train.updates_per_step
+
+
 def cache_tokens(config: Config) -> int:
     if config.rollout.cache_tokens is not None:
         return config.rollout.cache_tokens

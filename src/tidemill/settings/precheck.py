@@ -23,7 +23,7 @@ def problems(config: Config, model: Model) -> list[str]:
     """`model` is the one that will be trained (a warm start's own)."""
     checks: tuple[Callable[[Config, Model], Iterator[str]], ...] = (
         _name, _batch, _flow, _routes, _lengths, _rollout, _model_folder, _data, _functions, _environment, _device,
-        _disk, parallel.problems,
+        _disk, _in_one_process, parallel.problems,
     )  # fmt: skip
     return [problem for check in checks for problem in check(config, model)]
 
@@ -52,6 +52,23 @@ def _batch(config: Config, _: Model) -> Iterator[str]:
             f"train.samples_per_prompt is {train.samples_per_prompt}, but {config.algorithm.name} compares the samples "
             "of one prompt; 2 or more would do, 8 is usual"
         )
+
+
+def _in_one_process(config: Config, _: Model) -> Iterator[str]:
+    """Settings that only the local executor knows."""
+    if config.cluster.executor == "local":
+        return
+    asked = {
+        "observe.dump": config.observe.dump,
+        "train.profile": config.train.profile,
+        "deterministic": config.deterministic,
+        "learn.ema": config.learn.ema,
+        "algorithm.kl.weights": config.algorithm.kl.weights != "same",
+        "algorithm.critic.trunk": config.algorithm.critic.trunk != "own",
+    }
+    for key, is_set in asked.items():
+        if is_set:
+            yield f"{key} is set, which works in one process; cluster.executor=local would do"
 
 
 def _flow(config: Config, _: Model) -> Iterator[str]:
