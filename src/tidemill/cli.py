@@ -122,10 +122,15 @@ def _ask() -> str:
 def export(
     run: Where,
     to: Annotated[Path, typer.Option("--to", help="the new folder")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="the low-rank adapters alone, as peft opens them")] = False,
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face folder that AutoModelForCausalLM.from_pretrained opens."""
     from tidemill.trained import export as write
+    from tidemill.trained import export_adapter
 
+    if adapter:
+        console.print(f"the adapters of step {export_adapter(run, to)} of {run} are now {to}")
+        return
     trained = write(run, to)
     console.print(f"step {trained.step} of {run} is now {to} ({trained.loaded.parameters:,} parameters)")
 
@@ -171,6 +176,23 @@ def doctor(
     findings = examination.examine(recipe_files.load(recipe, overrides or ()) if recipe else None)
     console.print(show.doctor_table(findings))
     if not examination.is_healthy(findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def diff(
+    one: Annotated[Path, typer.Argument(help="a run's folder")],
+    other: Annotated[Path, typer.Argument(help="another run's folder")],
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+) -> None:
+    """Name the first step, stage and tensor in which two runs differ (observe.dump=[steps] keeps what it compares)."""
+    import json
+
+    from tidemill.observe import diff as differences
+
+    found = differences.compare(one, other)
+    print(json.dumps(found.as_dict()) if as_json else differences.render(found))
+    if found.first is not None:
         raise typer.Exit(1)
 
 

@@ -96,6 +96,7 @@ class Train(Section):
     stop_at_accuracy: float | None = Field(
         None, ge=0, le=1, description="end early once held-out accuracy reaches this"
     )
+    profile: tuple[int, ...] = Field((), description="steps whose time is written in detail, as Chrome traces")
 
 
 class Rollout(Section):
@@ -112,6 +113,13 @@ class Rollout(Section):
     )
     cache_tokens: int | None = Field(
         None, ge=1, description="size of the key/value cache; none: what concurrent sequences need"
+    )
+    cache_dtype: Literal["auto", "int8", "fp8"] = Field(
+        "auto", description="an element of the key/value cache: the model's own type, or one byte with scales"
+    )
+    speculate: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="draft tokens by looking up what followed before (native engine on a CPU); auto: where it pays",
     )
     batch_invariant: bool = Field(
         False, description="native engine on a CPU: rollout and learner agree bit for bit, at a third of the speed"
@@ -158,6 +166,54 @@ class Rewards(Section):
         return self
 
 
+class Environment(Section):
+    """Whom the model talks to: each sample is a conversation of several turns."""
+
+    name: str = Field(description="nim, tools, gymnasium:GAME, textarena:GAME, or package.module:Class")
+    args: dict[str, Any] = Field({}, description="the environment's own settings")
+    max_turns: int = Field(8, ge=1, description="most times the model speaks in one conversation")
+    max_turn_tokens: int | None = Field(
+        None, ge=1, description="most tokens the model says at once; none: what rollout.max_new_tokens leaves"
+    )
+    role: Literal["user", "tool"] = Field("user", description="whose message an answer is, for chat models")
+    workers: int = Field(0, ge=0, description="threads for environments that take time to answer; 0: none")
+    timeout_s: float = Field(60.0, gt=0, description="longest an environment may think in a thread")
+    on_error: Literal["end", "fail"] = Field(
+        "end", description="an environment that raises or takes too long: ends the conversation, or the run"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class Parallel(Section):
+    """Over how many ranks the learner is cut, and how. The ranks are replicate × fsdp × cp × tp × pp; ep lies over the
+    ranks of fsdp and cp together and multiplies nothing."""
+
+    replicate: int = Field(1, ge=1, description="copies of the sharded model, each with its own samples (hybrid shard)")
+    fsdp: int = Field(1, ge=1, description="ranks over which weights, gradients and optimizer are sharded (FSDP2)")
+    tp: int = Field(1, ge=1, description="ranks that share each layer's heads and widths (tensor parallel)")
+    cp: int = Field(1, ge=1, description="ranks that share each sequence (context parallel)")
+    ep: int = Field(1, ge=1, description="ranks that share the experts, out of fsdp × cp (expert parallel)")
+    pp: int = Field(1, ge=1, description="ranks that each hold a run of layers (pipeline parallel)")
+    cp_form: Literal["auto", "ulysses", "ring"] = Field(
+        "auto",
+        description="context parallel by exchanging heads or by passing keys round; auto: heads where they divide",
+    )
+    pp_schedule: Literal["1f1b", "interleaved"] = Field("1f1b", description="order of a pipeline's micro-batches")
+    pp_chunks: int = Field(1, ge=1, description="runs of layers per pipeline rank; more than 1 with interleaved")
+    timeout_s: float = Field(
+        600.0, gt=0, description="longest wait for another rank before the run says who is missing"
+    )
+    device_gb: float | None = Field(None, gt=0, description="memory of one device, for the estimate; none: as here")
+
+    @property
+    def ranks(self) -> int:
+        return self.replicate * self.fsdp * self.cp * self.tp * self.pp
+
+
 class KL(Section):
     coef: float = Field(
         0.0, ge=0, description="weight of the divergence from the frozen reference; 0: no reference model"
@@ -175,11 +231,19 @@ class KL(Section):
     )
     horizon: int = Field(10000, ge=1, description="samples over which the adaptive coef reacts")
     reset_every: int = Field(0, ge=0, description="steps after which the reference becomes the policy; 0: never")
+    parallel: Parallel | None = Field(
+        None, description="sizes by which the reference is cut over the learner's ranks; none: as the learner"
+    )
+    weights: Literal["same", "int8", "fp8"] = Field(
+        "same", description="of the reference's layers: the policy's dtype, or 8 bits with a scale per row"
+    )
 
     @model_validator(mode="after")
     def _adaptive_in_reward(self) -> KL:
         if self.target is not None and (self.place != "reward" or self.coef == 0):
             raise ValueError("an adaptive coefficient (target) needs place: reward and a coef above 0 to begin with")
+        if self.reset_every and self.weights != "same":
+            raise ValueError(f"a reference that moves (reset_every) cannot have weights: {self.weights}; use same")
         return self
 
 
@@ -196,6 +260,9 @@ class Critic(Section):
     value_coef: float = Field(0.5, ge=0, description="factor of the critic's squared error")
     whiten: bool = Field(True, description="advantages of a step to mean 0 and standard deviation 1")
     warmup_steps: int = Field(0, ge=0, description="steps in which only the critic learns")
+    trunk: Literal["own", "shared"] = Field(
+        "own", description="the critic's decoder: a copy that learns, or the policy's own, with only a head learned"
+    )
     lr: float | None = Field(None, ge=0, description="the critic's learning rate; none: learn.lr")
 
 
@@ -324,29 +391,15 @@ class Algorithm(Section):
         return merged
 
 
-class Parallel(Section):
-    """Over how many ranks the learner is cut, and how. The ranks are replicate × fsdp × cp × tp × pp; ep lies over the
-    ranks of fsdp and cp together and multiplies nothing."""
+class Mixture(Section):
+    """Models with experts."""
 
-    replicate: int = Field(1, ge=1, description="copies of the sharded model, each with its own samples (hybrid shard)")
-    fsdp: int = Field(1, ge=1, description="ranks over which weights, gradients and optimizer are sharded (FSDP2)")
-    tp: int = Field(1, ge=1, description="ranks that share each layer's heads and widths (tensor parallel)")
-    cp: int = Field(1, ge=1, description="ranks that share each sequence (context parallel)")
-    ep: int = Field(1, ge=1, description="ranks that share the experts, out of fsdp × cp (expert parallel)")
-    pp: int = Field(1, ge=1, description="ranks that each hold a run of layers (pipeline parallel)")
-    cp_form: Literal["auto", "ulysses", "ring"] = Field(
-        "auto",
-        description="context parallel by exchanging heads or by passing keys round; auto: heads where they divide",
+    balance: Literal["none", "aux_loss", "bias"] = Field(
+        "none", description="keep experts evenly loaded: by a loss, or by a bias on their choice"
     )
-    pp_schedule: Literal["1f1b", "interleaved"] = Field("1f1b", description="order of a pipeline's micro-batches")
-    pp_chunks: int = Field(1, ge=1, description="runs of layers per pipeline rank; more than 1 with interleaved")
-    timeout_s: float = Field(
-        600.0, gt=0, description="longest wait for another rank before the run says who is missing"
-    )
-
-    @property
-    def ranks(self) -> int:
-        return self.replicate * self.fsdp * self.cp * self.tp * self.pp
+    coef: float = Field(1e-3, ge=0, description="with balance aux_loss: its factor")
+    bias_rate: float = Field(1e-3, ge=0, description="with balance bias: how far the bias moves after each update")
+    replay: bool = Field(False, description="route tokens in learning as rollout routed them; native engine")
 
 
 class Learn(Section):
@@ -373,7 +426,7 @@ class Learn(Section):
     )
     share_prompts: bool = Field(True, description="compute a group's prompt once and let its responses attend to it")
     logprob_chunk: int = Field(4096, ge=1, description="tokens whose logits exist at once")
-    attention: Literal["auto", "blocks", "flash", "flex"] = Field(
+    attention: Literal["auto", "blocks", "flash", "fusion", "flex"] = Field(
         "auto", description="attention over packed samples; auto: what suits device, dtype and model"
     )
     compile: Literal["auto", "on", "off"] = Field(
@@ -389,6 +442,9 @@ class Learn(Section):
         0, ge=0, description="learn low-rank changes of the layers' matrices, of this rank; 0: all weights"
     )
     lora_alpha: float = Field(32.0, gt=0, description="with lora_rank: their factor is this over the rank")
+    ema: float = Field(
+        0.0, ge=0, lt=1, description="evaluate a running mean of the weights that keeps this share each update; 0: none"
+    )
     dora: bool = Field(False, description="with lora_rank: learn each row's magnitude apart from its direction")
     fp8: Literal["none", "tensorwise", "rowwise"] = Field(
         "none", description="products of the layers in 8-bit floating point, with a scale per tensor or per row"
@@ -398,6 +454,7 @@ class Learn(Section):
         "float32", description="in which gradients are added up over ranks; same: the weights' own"
     )
     parallel: Parallel = Parallel()
+    moe: Mixture = Mixture()
 
 
 class Flow(Section):
@@ -444,6 +501,7 @@ class Checkpoint(Section):
 
 
 class Observe(Section):
+    dump: tuple[int, ...] = Field((), description="steps whose columns, gradients and weights `tidemill diff` compares")
     tensorboard: bool = Field(True, description="write TensorBoard events")
     samples_per_step: int = Field(8, ge=0, description="samples written to samples.jsonl each step")
     progress: Literal["auto", "rich", "plain", "off"] = Field(
@@ -497,11 +555,13 @@ class Config(Section):
     folder: str = Field("runs", description="where runs are kept")
     seed: int = Field(0, ge=0, description="of data order, sampling and new weights")
     device: str = Field("auto", description="auto, cpu, or an accelerator's name")
+    deterministic: bool = Field(False, description="two runs give the same bits on one device; slower there")
     threads: int | None = Field(None, ge=1, description="CPU threads; none: all cores")
     model: Model = Model()
     data: Data = Data()
     train: Train = Train()
     rollout: Rollout = Rollout()
+    environment: Environment | None = Field(None, description="whom the model talks to; none: one turn")
     rewards: Rewards = Rewards()
     algorithm: Algorithm = Algorithm()
     learn: Learn = Learn()

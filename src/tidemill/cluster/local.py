@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,10 +20,11 @@ import torch
 from tidemill import device as devices
 from tidemill.algorithms.api import Algorithm
 from tidemill.algorithms.registry import get as get_algorithm
+from tidemill.cluster.ranked import RankedLearner
 from tidemill.config import Config
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Source, open_source
-from tidemill.device import host
+from tidemill.device import determinism, host
 from tidemill.dock import LocalDock
 from tidemill.errors import ConfigError
 from tidemill.flow.ahead import Ahead, OpenStep, staleness_limit
@@ -49,6 +50,7 @@ from tidemill.learn.critic import ValueLearner, ValueModel
 from tidemill.learn.engine import Learner, freeze
 from tidemill.models.load import Loaded, load, save_folder
 from tidemill.observe import health
+from tidemill.observe.dump import Dump, DumpingDock
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import RolloutEngine
@@ -67,7 +69,7 @@ class Workers:
     feed: Feed
     ahead: Ahead
     engine: RolloutEngine  # reads the learner's tensors: rollout's when colocated, evaluation's always
-    learner: Learner
+    learner: Learner | RankedLearner
     scorer: Scorer
     stages: list[Worker]
     learn: LearnWorker
@@ -77,6 +79,7 @@ class Workers:
     own_copy: OwnCopy | None = None  # of the weights, for a rollout that is separated
     kept_samples: list[dict[str, Any]] = field(default_factory=list)
     kl: ReferenceKeeper | None = None
+    dump: Dump | None = None
     history: list[dict[str, float]] = field(default_factory=list)  # metrics of the steps made by this process
     told: set[str] = field(default_factory=set)  # warnings given already
     counted: dict[str, int] = field(default_factory=dict)  # what the dock had counted when it was last asked
@@ -90,6 +93,10 @@ class Workers:
         return len(self.feed.bad_rows)
 
     def step(self, number: int, stop: Callable[[], bool]) -> None:
+        with self.dump.step(number) if self.dump is not None else contextlib.nullcontext():
+            self._step(number, stop)
+
+    def _step(self, number: int, stop: Callable[[], bool]) -> None:
         at_boundary = self.feed.state()
         self.begin(number)
         try:
@@ -109,16 +116,17 @@ class Workers:
         self.kept_samples.clear()
 
     def evaluate(self, size: int, samples: int) -> Evaluation:
-        return evaluate(
-            self.engine,
-            self.held_out,
-            self.feed.encode,
-            decoder(self.loaded.tokenizer),
-            self.scorer,
-            self.config,
-            size=size,
-            samples=samples,
-        )
+        with self.learner.averaged():
+            return evaluate(
+                self.engine,
+                self.held_out,
+                self.feed.encode,
+                decoder(self.loaded.tokenizer),
+                self.scorer,
+                self.config,
+                size=size,
+                samples=samples,
+            )
 
     def begin(self, step: int) -> OpenStep:
         """The rows of every step that may begin now enter; the workers turn to this one's."""
@@ -129,7 +137,7 @@ class Workers:
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """At a step boundary. Samples of later steps that are in the dock go with it; half-made ones are made again."""
-        tensors, learner = self.learner.state()
+        tensors, learner = self.learner.state() if isinstance(self.learner, Learner) else ({}, {})
         state: dict[str, Any] = {"learner": learner, "feed": self.feed.state()}
         if self.ahead.lead:
             state["dock"], arrays = self.dock.snapshot()
@@ -147,11 +155,19 @@ class Workers:
         self, folder: Path, step: int, state: dict[str, Any], *, best: bool = False, metric: float | None = None
     ) -> None:
         tensors, own = self.state()
-        checkpoint.save(folder, step, tensors, own | state, keep=self.config.checkpoint.keep, best=best, metric=metric)
+        marks: dict[str, Any] = {"keep": self.config.checkpoint.keep, "best": best, "metric": metric}
+        if isinstance(self.learner, Learner):
+            checkpoint.save(folder, step, tensors, own | state, **marks)
+        else:  # ranks write while training goes on, until there is no more of it
+            is_last = step >= self.config.train.steps
+            self.learner.save(folder, step, own | state, tensors, is_last, **marks)
 
     def restore(self, path: Path) -> dict[str, Any]:
-        tensors, state = checkpoint.load(path)
-        self.learner.restore(tensors, state["learner"])
+        if isinstance(self.learner, Learner):
+            tensors, state = checkpoint.load(path)
+            self.learner.restore(tensors, state["learner"])
+        else:
+            tensors, state = self.learner.load(path)
         if self.critic is not None:
             own = {n.removeprefix("critic."): t for n, t in tensors.items() if n.startswith("critic.")}
             self.critic.restore(own, state["critic"])
@@ -185,6 +201,8 @@ class Workers:
 
     def publish(self) -> None:
         """The learner's weights are what rollout serves from now on."""
+        if isinstance(self.learner, RankedLearner):
+            self.learner.publish()
         self.engine.load(None, self.learner.version)
         if self.own_copy is not None:
             with self.tally.time("publish"):
@@ -205,6 +223,8 @@ class Workers:
         for worker in self.stages:
             if isinstance(worker, Beside):
                 worker.close()
+        if isinstance(self.learner, RankedLearner):
+            self.learner.close()
         self.scorer.close()
         self.dock.close()
 
@@ -214,6 +234,8 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
     is_separated = config.flow.is_separated
     # Two threads that compute at once share the cores.
     torch.set_num_threads(config.threads or max(1, host.cores() // (2 if is_separated else 1)))
+    if config.deterministic:
+        determinism.demand()
     device = devices.pick(config.device)
     algorithm = get_algorithm(config.algorithm.name)
     graph = algorithm.graph(config)
@@ -227,8 +249,18 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
         train = config.train
         updates = train.steps * train.updates_per_step * train.passes_per_step
         served = copy.deepcopy(loaded.model).requires_grad_(False) if is_separated else None  # before adapters come
-        critic = ValueLearner(ValueModel(loaded.model), config, algorithm, updates) if needs_values(algorithm) else None
-        learner = critic if algorithm.learns_values and critic else Learner(loaded.model, config, algorithm, updates)
+        critic = None
+        if needs_values(algorithm):
+            shares_trunk = algorithm.has_critic and config.algorithm.critic.trunk == "shared"
+            critic = ValueLearner(ValueModel(loaded.model, shares_trunk), config, algorithm, updates)
+        learner: Learner | RankedLearner
+        if config.learn.parallel.ranks > 1:
+            learner = RankedLearner(loaded.model, config, updates, model_path)
+            undo.callback(learner.close)
+        else:
+            learner = (
+                critic if algorithm.learns_values and critic else Learner(loaded.model, config, algorithm, updates)
+            )
         # A separated engine that is a server of its own would be started twice: evaluation then has the native one.
         judge = config.rollout.model_copy(update={"engine": "native"}) if served is not None else config.rollout
         engine = make_engine(loaded, config.model_copy(update={"rollout": judge}))
@@ -239,6 +271,12 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
             max_staleness=staleness_limit(config),
             stale="requeue",
         )
+        dump = None
+        if config.observe.dump:
+            run = Path(config.folder).expanduser() / config.name
+            dump = Dump(run, config.observe.dump, [stage.name for stage in graph.stages])
+            dock = cast(LocalDock, DumpingDock(dock, dump))
+            learner.show = dump.tensors
         ahead = Ahead(feed, dock, config)
         tally = Tally()
         own_copy = None
@@ -268,14 +306,22 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
             LearnWorker(dock, critic, config, tally, "learn_values") if algorithm.has_critic and critic else None
         )
         learn = LearnWorker(dock, learner, config, tally, critic=learn_values)
+        policy = loaded.model if isinstance(learner, Learner) else learner
+
+        def reference() -> Any:
+            """On the learner's ranks too, unless it moves with the policy, which is done in this process."""
+            if isinstance(learner, RankedLearner) and not config.algorithm.kl.reset_every:
+                return learner.reference(model_path)
+            return freeze(loaded.model, config.algorithm.kl.weights)
+
         makers: dict[str, Callable[[], Worker]] = {
             "rollout": rollout,
             "reward": lambda: RewardWorker(dock, scorer, decoder(loaded.tokenizer), tally, kept.append),
-            "old_logprobs": lambda: ScoreWorker("old_logprobs", "old_logprobs", dock, loaded.model, config, tally),
+            "old_logprobs": lambda: ScoreWorker("old_logprobs", "old_logprobs", dock, policy, config, tally),
             "teacher": lambda: ScoreWorker(
                 "teacher", "teacher_logprobs", dock, teacher(config, device.torch_device), config, tally
             ),
-            "reference": lambda: ScoreWorker("reference", "ref_logprobs", dock, freeze(loaded.model), config, tally),
+            "reference": lambda: ScoreWorker("reference", "ref_logprobs", dock, reference(), config, tally),
             "advantage": advantage,
             "learn": lambda: learn,
         }
@@ -290,6 +336,7 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
         own_copy=own_copy,
         kl=ReferenceKeeper.of(config, stages),
         kept_samples=kept,
+        dump=dump,
     )
 
 

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from tidemill.observe.profile import span
+
 ROLES = {
     "rollout": ("rollout",),
     "reward": ("reward", "advantage"),
@@ -54,7 +56,8 @@ class Tally:
     def time(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         try:
-            yield
+            with span(name):
+                yield
         finally:
             self.add(f"time/{name}", time.perf_counter() - started)
 
