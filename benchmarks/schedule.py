@@ -31,18 +31,18 @@ OPTIONS: dict[str, Any] = {
     "steps": 6,  # timed, after `warmup` steps that are not; the run goes on behind them, so that nothing runs dry
     "warmup": 2,
     "staleness": 2,
-    "decode_ms": 20.0,
-    "learn_us": 1000.0,
+    "decode_ms": 40.0,
+    "learn_us": 1500.0,
     "prompts": 16,
     "samples": 4,
     "long_every": 16,
-    "microbatch": 512,  # tokens; `streamed` learns in these
+    "microbatch": 256,  # tokens; `streamed` learns in these
     "threads": 1,  # of the learner, and of rollout
     "accuracy_steps": 80,  # 0: no accuracy
     "seeds": [0],
 }
 SCHEDULES = ("sync", "streamed", "async")
-SHORT, LONG = (8, 24), (120, 160)  # tokens of a response
+SHORT, LONG = (4, 12), (60, 80)  # tokens of a response
 
 
 def run(options: Mapping[str, Any]) -> dict[str, Any]:
