@@ -230,6 +230,36 @@ def dock(
     print(view.prometheus(state) if prometheus else view.render(state))
 
 
+@app.command()
+def status(
+    run: Run,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+) -> None:
+    """What a run on a cluster is doing: every worker, every stage, who waits for whom and since when."""
+    import json
+
+    from tidemill.cluster import status as statuses
+
+    found = statuses.read(_folder_of(run))
+    print(json.dumps(statuses.as_plain(found)) if as_json else statuses.render(found))
+
+
+@app.command()
+def stacks(run: Run) -> None:
+    """What every worker of a run on a cluster is at, line by line: by py-spy where it is installed."""
+    from tidemill.cluster import status as statuses
+
+    folder = _folder_of(run)
+    for who, text in statuses.all_stacks(folder, statuses.read(folder)):
+        print(f"== {who}\n{text}\n")
+
+
+def _folder_of(run: Path) -> Path:
+    from tidemill.run import RunFolder
+
+    return RunFolder.open(run, exclusive=False).path
+
+
 reshard = typer.Typer(help="The weight flow, from the learner's layout to the rollout's.", no_args_is_help=True)
 app.add_typer(reshard, name="reshard")
 

@@ -9,8 +9,9 @@ from tidemill.device.api import Device, Memory
 from tidemill.errors import ConfigError, did_you_mean
 
 KINDS = ("cpu", "cuda", "npu")
+RESOURCES = {"cuda": "GPU", "npu": "NPU"}  # what a cluster calls one device of a kind
 
-__all__ = ["KINDS", "Device", "Memory", "available", "pick"]
+__all__ = ["KINDS", "RESOURCES", "Device", "Memory", "available", "pick"]
 
 
 def pick(name: str = "auto") -> Device:

@@ -150,6 +150,12 @@ class DockServer:
     def connect(self, node: str | None = None) -> RemoteDock:
         return RemoteDock(self.address, node)
 
+    def lose(self, name: str) -> None:
+        """The machine of this warehouse is gone, its bytes with it: do not wait for its silence to tell."""
+        key = self.find(name)
+        if key is not None:
+            self._ask(m.Lost(key))
+
     def close(self) -> None:
         for keeper in self.warehouses.values():
             keeper.stop()

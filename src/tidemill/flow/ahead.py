@@ -39,13 +39,16 @@ class Ahead:
         self.lead = lead_of(config)
         self.open: dict[int, OpenStep] = {}
         self.step = 0  # the one that is learned from
+        self.starts: dict[int, dict[str, Any]] = {}  # where the feed stood before each open step
 
     def begin(self, step: int) -> OpenStep:
         """Step `step` is learned from now on: those that may begin with it enter."""
         self.step = step
         self.open = {s: o for s, o in self.open.items() if s >= step}
+        self.starts = {s: at for s, at in self.starts.items() if s >= step}
         for s in range(step, min(step + self.lead, self.config.train.steps) + 1):
             if s not in self.open:
+                self.starts[s] = self.feed.state()
                 rows = self.feed.rows()
                 self.open[s] = OpenStep(int(rows.values("group")[0]), self.config.train.prompts_per_step)
                 self.dock.put(rows, self.tag(s) or "")

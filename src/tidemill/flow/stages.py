@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ import numpy as np
 from tidemill.algorithms.api import Algorithm
 from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch, Column
 from tidemill.config import Config
-from tidemill.dock import Dock, Lease, Want
+from tidemill.dock import Dock, Lease, LeaseExpired, Want
 from tidemill.environment.api import Played, Task, last_said
 from tidemill.errors import RewardError, TidemillError
 from tidemill.flow.tally import Tally
@@ -47,6 +47,15 @@ class Worker(Protocol):
     @property
     def waits(self) -> bool:
         """Whether work is under way elsewhere (another thread or process) that this worker will commit."""
+
+
+def committed(lease: Lease, outputs: Batch | None = None, drop: Sequence[int] = ()) -> bool:
+    """Whether the commit counted: False when the rows were given to another meanwhile, who does the work again."""
+    try:
+        lease.commit(outputs, drop)
+    except LeaseExpired:
+        return False
+    return True
 
 
 def sampling_of(config: Config, eos_seed: int) -> Sampling:
@@ -163,7 +172,8 @@ class RolloutWorker:
                 f"rollout of group {failed.request.id} failed: {failed.error}",
                 "non-finite weights mean the run diverged: lower learn.lr, or resume from an earlier checkpoint",
             )
-        rolling.lease.commit(rollout_columns(made))
+        if not committed(rolling.lease, rollout_columns(made)):
+            return
         self.finished += 1
         for c in made:
             self.tally.mean("response_tokens", len(c.tokens))
@@ -265,30 +275,6 @@ class RewardWorker:
 
     def _commit(self, lease: Lease, samples: list[Sample], future: Future[list[Scored]]) -> None:
         scored = future.result()
-        versions = lease.batch["versions"]
-        for i, (sample, result) in enumerate(zip(samples, scored)):
-            self.tally.mean("reward", result.value)
-            self.tally.mean("accuracy", float(result.correct))
-            self.tally.mean("repetition", -repetition(sample))
-            for part, value in result.parts.items():
-                self.tally.mean(f"reward/{part}", value)
-            if result.error is not None:
-                self.tally.add("reward_errors", 1)
-            self.keep_samples(
-                {
-                    "id": sample.id,
-                    "group": int(lease.batch.values(GROUP)[i]),
-                    "prompt": sample.prompt,
-                    "response": sample.transcript,
-                    "answer": sample.answer,
-                    "reward": result.value,
-                    "rewards": dict(result.parts),
-                    "correct": result.correct,
-                    "finish": sample.finish,
-                    "versions": sorted({int(v) for v in versions[i]}),
-                    **({"error": result.error} if result.error else {}),
-                }
-            )
         outputs = Batch(
             {
                 "reward": np.array([r.value for r in scored], np.float32),
@@ -303,9 +289,37 @@ class RewardWorker:
         is_dropped = self.scorer.rewards.on_error == "drop"
         dropped = {int(g) for g, r in zip(lease.batch.values(GROUP), scored) if r.error and is_dropped}
         drop = [int(i) for i, g in zip(lease.batch.values(ID), lease.batch.values(GROUP)) if int(g) in dropped]
-        if drop:
-            self.tally.add("dropped_samples", len(drop))
-        lease.commit(outputs, drop=drop)
+        batch = lease.batch
+        if committed(lease, outputs, drop):
+            self._count(batch, samples, scored)
+            if drop:
+                self.tally.add("dropped_samples", len(drop))
+
+    def _count(self, batch: Batch, samples: list[Sample], scored: list[Scored]) -> None:
+        versions = batch["versions"]
+        for i, (sample, result) in enumerate(zip(samples, scored)):
+            self.tally.mean("reward", result.value)
+            self.tally.mean("accuracy", float(result.correct))
+            self.tally.mean("repetition", -repetition(sample))
+            for part, value in result.parts.items():
+                self.tally.mean(f"reward/{part}", value)
+            if result.error is not None:
+                self.tally.add("reward_errors", 1)
+            self.keep_samples(
+                {
+                    "id": sample.id,
+                    "group": int(batch.values(GROUP)[i]),
+                    "prompt": sample.prompt,
+                    "response": sample.transcript,
+                    "answer": sample.answer,
+                    "reward": result.value,
+                    "rewards": dict(result.parts),
+                    "correct": result.correct,
+                    "finish": sample.finish,
+                    "versions": sorted({int(v) for v in versions[i]}),
+                    **({"error": result.error} if result.error else {}),
+                }
+            )
 
 
 class AdvantageWorker:
@@ -344,15 +358,17 @@ class AdvantageWorker:
 
     def _commit(self, leases: list[Lease]) -> None:
         batch = Batch.concat([lease.batch for lease in leases])
-        self._count(batch)
         outputs, kept = self.algorithm.advantages(batch, self.config), self.algorithm.keep(batch, self.config)
+        counted = np.zeros(batch.rows, np.bool_)
         start = 0
         for lease in leases:
             rows = np.arange(start, start + lease.batch.rows)
             dropped = lease.batch.values(ID)[~kept[rows]].tolist()
-            lease.commit(outputs.gather(rows), drop=dropped)
+            counted[rows] = committed(lease, outputs.gather(rows), dropped)
             start += lease.batch.rows
+        batch, kept = batch.gather(np.flatnonzero(counted)), kept[counted]
         self.passed += int(kept.sum())
+        self._count(batch)
         groups = batch.values(GROUP)
         gone = len(np.unique(groups)) - len(np.unique(groups[kept]))
         if not kept.all():
@@ -399,7 +415,7 @@ class ScoreWorker:
         with self.tally.time(self.name):
             over_ranks = isinstance(self.model, Scores)
             found = self.model.logprobs(lease.batch) if over_ranks else score(self.model, lease.batch, self.config)
-            lease.commit(Batch({self.column: found}))
+            committed(lease, Batch({self.column: found}))
         return True
 
 
@@ -422,7 +438,7 @@ class ValueWorker:
         if lease is None:
             return False
         with self.tally.time(self.name):
-            lease.commit(Batch({"values": self.critic.values(lease.batch)}))
+            committed(lease, Batch({"values": self.critic.values(lease.batch)}))
         return True
 
 

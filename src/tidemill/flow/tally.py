@@ -8,10 +8,38 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from tidemill.observe.profile import span
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What one process counted, in a form that adds up."""
+
+    sums: dict[str, float]
+    means: dict[str, tuple[float, int]]  # sum and count
+    updates: list[dict[str, float]]
+
+
+def together(parts: Sequence[Counted]) -> dict[str, float]:
+    """The metrics of a step, from all processes that counted."""
+    merged: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.sums.items():
+            merged[name] = merged.get(name, 0.0) + value
+    for name in dict.fromkeys(n for part in parts for n in part.means):
+        pairs = [part.means[name] for part in parts if name in part.means]
+        merged[name] = math.fsum(s for s, _ in pairs) / sum(n for _, n in pairs)
+    updates = [update for part in parts for update in part.updates]
+    for name in dict.fromkeys(n for u in updates for n in u):
+        values = [u[name] for u in updates if name in u]
+        reduce = max if name.endswith("_max") else min if name.endswith("_min") else None
+        merged[name] = reduce(values) if reduce else sum(values) / len(values)
+    return merged
+
 
 ROLES = {
     "rollout": ("rollout",),
@@ -61,16 +89,16 @@ class Tally:
         finally:
             self.add(f"time/{name}", time.perf_counter() - started)
 
+    def drain(self) -> Counted:
+        """All that was counted; counting starts anew."""
+        with self._lock:
+            # fsum rounds once: the order in which workers counted does not show.
+            means = {name: (math.fsum(values), len(values)) for name, values in self._means.items()}
+            counted = Counted(self._sums, means, self._updates)
+            self._clear()
+            return counted
+
     def take(self) -> dict[str, float]:
         """The step's metrics; counting starts anew."""
-        with self._lock:
-            merged = dict(self._sums)
-            # fsum rounds once: the order in which workers counted does not show.
-            merged.update({n: math.fsum(values) / len(values) for n, values in self._means.items()})
-            for name in dict.fromkeys(n for u in self._updates for n in u):
-                values = [u[name] for u in self._updates if name in u]
-                reduce = max if name.endswith("_max") else min if name.endswith("_min") else None
-                merged[name] = reduce(values) if reduce else sum(values) / len(values)
-            merged["time/step"] = time.perf_counter() - self._started
-            self._clear()
-            return merged
+        seconds = time.perf_counter() - self._started
+        return together([self.drain()]) | {"time/step": seconds}

@@ -122,6 +122,11 @@ class Learner:
         """Inside, the weights are their running mean, where one is kept."""
         return nullcontext() if self.ema is None else self.ema.swapped()
 
+    def forget(self) -> None:
+        """Drop what was accumulated since the last update."""
+        self.gradients.clear()
+        self._stats, self._whole = [], 0.0
+
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything a resumed run needs: tensors, and plain values beside them."""
         tensors = {f"model.{name}": p for name, p in lora.merged(self.model).items()}

@@ -35,6 +35,11 @@ class Gradients:
     def of(self, p: Parameter) -> Tensor | None:
         return self._sums.get(p) if self.wide else p.grad
 
+    def ensure(self, p: Parameter) -> Tensor:
+        """Its sum so far; zero where this process has added nothing."""
+        found = self.of(p)
+        return self._zeros(p) if found is None else found
+
     def _zeros(self, p: Parameter) -> Tensor:
         if self.wide:
             return self._sums.setdefault(p, torch.zeros_like(p, dtype=torch.float32))

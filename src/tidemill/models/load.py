@@ -39,6 +39,14 @@ def load(model: settings.Model, *, seed: int, device: torch.device, path: str | 
     return make_tiny(model.tiny or settings.TinyModel(), DTYPES[model.dtype], seed, device)
 
 
+def load_tokenizer(model: settings.Model, path: str | Path | None = None) -> Any:
+    """The tokenizer alone, for who only turns text into tokens or back."""
+    folder = path or model.path
+    if folder is None:
+        return tiny.make_tokenizer((model.tiny or settings.TinyModel()).alphabet)
+    return open_tokenizer(Path(folder), model)
+
+
 def make_tiny(shape: settings.TinyModel, dtype: torch.dtype, seed: int, device: torch.device) -> Loaded:
     tokenizer = tiny.make_tokenizer(shape.alphabet)
     config = tiny.make_config(shape, len(tokenizer))
@@ -63,14 +71,18 @@ def open_folder(folder: Path, model: settings.Model, device: torch.device) -> Lo
             f"model.path={folder}: transformers cannot open it: {_first_line(error)}",
             "the folder needs config.json and *.safetensors of a causal language model",
         ) from error
+    tokenizer = open_tokenizer(folder, model)
+    return wrap(module.to(device), tokenizer, getattr(config.get_text_config(), "max_position_embeddings", 1 << 20))
+
+
+def open_tokenizer(folder: Path, model: settings.Model) -> Any:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     except Exception as error:
         raise ModelError(
             f"model.path={folder}: no usable tokenizer: {_first_line(error)}",
             "copy tokenizer.json and tokenizer_config.json of the model into the folder",
         ) from error
-    return wrap(module.to(device), tokenizer, getattr(config.get_text_config(), "max_position_embeddings", 1 << 20))
 
 
 def save_folder(model: Any, tokenizer: Any, folder: Path) -> None:

@@ -1,0 +1,64 @@
+"""A tally that outlives its process: every count is on file, and whoever takes the worker's place goes on from it.
+
+So the metrics of a step are those of all its samples, also when a worker was killed in the middle of it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tidemill.flow.tally import Counted, Tally
+
+_ADD, _MEAN = "+", "~"
+
+
+class KeptTally(Tally):
+    """`place` names the dock that the counts belong to: those of another dock do not count here. Updates of the learner
+    are not kept: who learns again counts again."""
+
+    def __init__(self, file: Path, place: str) -> None:
+        self._file = -1
+        super().__init__()
+        self._path, self._place = file, place
+        for line in self._left():
+            kind, name, value = line.split("\t")
+            (super().add if kind == _ADD else super().mean)(name, float(value))
+        self._file = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+        if not os.fstat(self._file).st_size:
+            os.write(self._file, f"{place}\n".encode())
+
+    def _left(self) -> list[str]:
+        """Whole lines that a predecessor wrote at the same dock; anything else is cleared away."""
+        try:
+            head, *lines = self._path.read_text().split("\n")
+        except FileNotFoundError:
+            return []
+        if head == self._place:
+            return [line for line in lines[:-1] if line.count("\t") == 2]
+        self._path.unlink()
+        return []
+
+    def add(self, name: str, value: float) -> None:
+        super().add(name, value)
+        self._note(_ADD, name, value)
+
+    def mean(self, name: str, value: float) -> None:
+        super().mean(name, value)
+        self._note(_MEAN, name, value)
+
+    def drain(self) -> Counted:
+        # Emptied in place: the file stays open.
+        counted = super().drain()
+        os.ftruncate(self._file, 0)
+        os.write(self._file, f"{self._place}\n".encode())
+        return counted
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _note(self, kind: str, name: str, value: float) -> None:
+        if self._file >= 0:
+            os.write(self._file, f"{kind}\t{name}\t{value!r}\n".encode())

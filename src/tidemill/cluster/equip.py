@@ -1,0 +1,239 @@
+"""Equipment: from a post to the workers of its stages, with the models, engine, scorer and feed that they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from tidemill import device as devices
+from tidemill.algorithms.api import Algorithm
+from tidemill.algorithms.registry import get as get_algorithm
+from tidemill.batch import Batch
+from tidemill.cluster.counts import KeptTally
+from tidemill.cluster.hold import KeptDock
+from tidemill.cluster.learners import RankLearnWorker, World
+from tidemill.cluster.local import check_window, needs_values, teacher
+from tidemill.cluster.task import Assignment
+from tidemill.config import Config
+from tidemill.data.prompts import PromptTokens
+from tidemill.data.source import open_source
+from tidemill.dock import Dock
+from tidemill.dock.address import Address
+from tidemill.flow.ahead import Ahead
+from tidemill.flow.evaluate import decoder, evaluate
+from tidemill.flow.feed import FEEDS, Feed
+from tidemill.flow.records import Evaluation
+from tidemill.flow.reference import ReferenceKeeper
+from tidemill.flow.stages import AdvantageWorker, RewardWorker, RolloutWorker, ScoreWorker, ValueWorker, Worker
+from tidemill.learn.critic import ValueLearner, ValueModel
+from tidemill.learn.engine import Learner, freeze
+from tidemill.models.load import Loaded, load, load_tokenizer
+from tidemill.reward.score import Scorer
+from tidemill.rollout.engine import RolloutEngine
+from tidemill.rollout.make import make_engine
+
+
+@dataclass(slots=True)
+class Kit:
+    """What one process works with; what its post does not need is None."""
+
+    config: Config
+    algorithm: Algorithm
+    dock: KeptDock
+    tally: KeptTally
+    world: World
+    device: torch.device
+    workers: dict[str, Worker] = field(default_factory=dict)  # by stage
+    loaded: Loaded | None = None
+    tokenizer: Any = None
+    learner: Learner | None = None
+    critic: ValueLearner | None = None
+    engine: RolloutEngine | None = None
+    scorer: Scorer | None = None
+    feed: Feed | None = None
+    ahead: Ahead | None = None  # of the feeder: whose rows are in the dock
+    puts: Puts | None = None
+    keeper: ReferenceKeeper | None = None
+    kept_samples: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def learn(self) -> RankLearnWorker | None:
+        found = self.workers.get("learn")
+        return found if isinstance(found, RankLearnWorker) else None
+
+    def open_feed(self) -> None:
+        """Nothing of any step is in the dock."""
+        if self.feed is not None:
+            self.puts = Puts(self)
+            self.ahead = Ahead(self.feed, cast(Dock, self.puts), self.config)
+
+    def evaluate(self, size: int, samples: int) -> Evaluation:
+        assert self.engine is not None and self.loaded is not None
+        engine = self.engine
+        if engine.has_work:  # rollout goes on while others learn: what it has under way is not ours
+            own = self.config.rollout.model_copy(update={"engine": "native"})
+            engine = make_engine(self.loaded, self.config.model_copy(update={"rollout": own}))
+        _, held_out = open_source(self.config.data, self.config.seed)
+        encode = PromptTokens(self.tokenizer, self.config.data)
+        with Scorer(self.config.rewards) as scorer:
+            return evaluate(
+                engine, held_out, encode, decoder(self.tokenizer), scorer, self.config, size=size, samples=samples
+            )
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """The learner's part of a checkpoint."""
+        assert self.learner is not None
+        tensors, own = self.learner.state()
+        state: dict[str, Any] = {"learner": own}
+        if self.critic is not None:
+            more, state["critic"] = self.critic.state()
+            tensors |= {f"critic.{name}": tensor for name, tensor in more.items()}
+        if self.keeper is not None:
+            more, state["kl"] = self.keeper.state()
+            tensors |= more
+        return tensors, state
+
+    def restore(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        assert self.learner is not None
+        self.learner.restore(tensors, state["learner"])
+        if self.critic is not None:
+            own = {n.removeprefix("critic."): t for n, t in tensors.items() if n.startswith("critic.")}
+            self.critic.restore(own, state["critic"])
+        if self.keeper is not None:
+            self.keeper.restore(tensors, state["kl"])
+
+    def reconnect(self, dock: KeptDock, tally: KeptTally) -> None:
+        """The same models and engine at another dock: nothing is held, nothing counted."""
+        self.dock.close()
+        self.tally.close()
+        if self.engine is not None:
+            self.engine.pause()  # what it was making is dropped
+        self.dock, self.tally = dock, tally
+        self.open_feed()
+        self.kept_samples.clear()
+        before, self.workers = self.workers, {}
+        for stage, worker in before.items():
+            if isinstance(worker, ScoreWorker):  # the frozen reference stays as it is
+                worker.dock, worker.tally = dock, self.tally
+                self.workers[stage] = worker
+            else:
+                self.workers[stage] = _makers(self)[stage]()
+        if self.keeper is not None:
+            advantage = self.workers.get("advantage")
+            self.keeper.advantage = advantage if isinstance(advantage, AdvantageWorker) else None
+
+    def close(self) -> None:
+        if self.scorer is not None:
+            self.scorer.close()
+        self.dock.close()
+
+
+def counts_of(task: Assignment, dock: Address) -> KeptTally:
+    return KeptTally(task.logs / f"{task.post.name}.counts", dock.ledger)
+
+
+def equip(task: Assignment, dock: KeptDock) -> Kit:
+    config, post = task.config, task.post
+    torch.set_num_threads(config.threads or 1)  # several processes share the node's cores
+    device = devices.pick(config.device).torch_device
+    algorithm = get_algorithm(config.algorithm.name)
+    world = World(post.rank, post.group.ranks) if post.group.name == "learner" else World()
+    kit = Kit(config, algorithm, dock, counts_of(task, task.dock), world, device)
+    if post.group.name == "learner" or post.group.has_engine or "reference" in post.stages:
+        kit.loaded = load(config.model, seed=config.seed, device=device, path=task.model_path)
+        check_window(config, kit.loaded)
+        kit.tokenizer = kit.loaded.tokenizer
+    else:
+        kit.tokenizer = load_tokenizer(config.model, task.model_path)
+    if post.group.name == "learner":
+        _teach(kit)
+    if post.group.has_engine:
+        assert kit.loaded is not None
+        kit.engine = make_engine(kit.loaded, config)
+    if post.feeds:
+        training, _ = open_source(config.data, config.seed)
+        encode = PromptTokens(kit.tokenizer, config.data)
+        kit.feed = FEEDS[algorithm.food](training, config, encode, algorithm.greedy_rows)
+        kit.open_feed()
+    if "reward" in post.stages:
+        kit.scorer = Scorer(config.rewards)
+    for stage in post.stages:
+        kit.workers[stage] = _makers(kit)[stage]()
+    kit.keeper = ReferenceKeeper.of(config, list(kit.workers.values()))
+    return kit
+
+
+def _teach(kit: Kit) -> None:
+    config, algorithm = kit.config, kit.algorithm
+    assert kit.loaded is not None
+    train = config.train
+    updates = train.steps * train.updates_per_step * train.passes_per_step
+    model = kit.loaded.model
+    critic = ValueLearner(ValueModel(model), config, algorithm, updates) if needs_values(algorithm) else None
+    kit.learner = critic if algorithm.learns_values and critic else Learner(model, config, algorithm, updates)
+    kit.critic = critic if algorithm.has_critic else None  # a reward model is the learner itself
+
+
+def _makers(kit: Kit) -> dict[str, Callable[[], Worker]]:
+    config, dock, tally = kit.config, kit.dock, kit.tally
+
+    def model() -> Any:
+        assert kit.loaded is not None
+        return kit.loaded.model
+
+    def learn(name: str, learner: Learner | None, critic: Worker | None = None) -> Worker:
+        assert learner is not None
+        own = critic if isinstance(critic, RankLearnWorker) else None
+        return RankLearnWorker(dock, learner, config, tally, kit.world, name, own)
+
+    def reward() -> Worker:
+        assert kit.scorer is not None
+        return RewardWorker(dock, kit.scorer, decoder(kit.tokenizer), tally, kit.kept_samples.append)
+
+    def rollout() -> Worker:
+        assert kit.engine is not None
+        return RolloutWorker(dock, kit.engine, config, tally)
+
+    def refill(count: int) -> int:
+        return kit.ahead.refill(count) if kit.ahead is not None else 0
+
+    def values() -> Worker:
+        assert kit.critic is not None
+        return ValueWorker(dock, kit.critic, config, tally)
+
+    return {
+        "rollout": rollout,
+        "reward": reward,
+        "old_logprobs": lambda: ScoreWorker("old_logprobs", "old_logprobs", dock, model(), config, tally),
+        "teacher": lambda: ScoreWorker("teacher", "teacher_logprobs", dock, teacher(config, kit.device), config, tally),
+        "reference": lambda: ScoreWorker("reference", "ref_logprobs", dock, freeze(model()), config, tally),
+        "advantage": lambda: AdvantageWorker(dock, kit.algorithm, config, tally, refill),
+        "values": values,
+        "learn_values": lambda: learn("learn_values", kit.critic),
+        "learn": lambda: learn("learn", kit.learner, kit.workers.get("learn_values")),
+    }
+
+
+class Puts:
+    """The feeder's dock: remembers what was put of the steps under way, so that lost bytes can be put again."""
+
+    def __init__(self, kit: Kit) -> None:
+        self.kit = kit
+        self.kept: dict[str, list[Batch]] = {}
+
+    def put(self, rows: Batch, tag: str = "") -> None:
+        self.kept.setdefault(tag, []).append(rows)
+        self.kit.dock.put(rows, tag)
+
+    def forget(self, tags: Collection[str]) -> None:
+        """Of steps that are over."""
+        self.kept = {tag: rows for tag, rows in self.kept.items() if tag in tags}
+
+    def again(self) -> None:
+        """What the dock still has is not entered twice."""
+        for tag, listed in self.kept.items():
+            for rows in listed:
+                self.kit.dock.put(rows, tag)

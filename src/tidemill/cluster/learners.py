@@ -1,0 +1,207 @@
+"""Ranks that learn together: each adds up the gradients of its share, one all-reduce makes an update of all of them.
+
+The share of a rank is whatever the dock gave it; gradients and metrics are sums, so the update is the one that a
+single rank would have made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tidemill.batch import GROUP, Batch
+from tidemill.cluster.hold import KeptDock, KeptLease
+from tidemill.config import Config
+from tidemill.dock import DockState, Want
+from tidemill.flow.stages import LearnWorker, committed
+from tidemill.flow.tally import Tally
+from tidemill.learn.engine import Learner, on_host
+
+MOST_GROUPS = 4096  # asked for at once: all there are
+
+
+class World:
+    """This process among those that learn. With one rank nothing is sent."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self.operation: tuple[str, float] | None = None  # what this rank waits in with the others, and since when
+
+    def join(self, host: str, port: int, device: torch.device, timeout_s: float) -> None:
+        """Make the world: every rank calls it. The first rank's process keeps the store."""
+        if self.size == 1:
+            return
+        timeout = timedelta(seconds=timeout_s)
+        store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+        backend = "gloo"
+        if device.type != "cpu":
+            backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+        with self._in("joining the world"):
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
+
+    def gather(self, own: Any, what: str) -> list[Any]:
+        """Every rank's word."""
+        if self.size == 1:
+            return [own]
+        words: list[Any] = [None] * self.size
+        with self._in(what):
+            dist.all_gather_object(words, own)
+        return words
+
+    def update(self, learner: Learner) -> dict[str, float]:
+        """One optimizer step from what all ranks accumulated."""
+        if self.size > 1:
+            self._share(learner)
+        return learner.update()
+
+    def _share(self, learner: Learner) -> None:
+        parts = self.gather((learner._whole, on_host(learner._stats)), "gathering of metrics")
+        learner._whole = sum(whole for whole, _ in parts)
+        learner._stats = [stats for _, listed in parts for stats in listed]
+        gradients = learner.gradients
+        given = torch.tensor([gradients.of(p) is not None for p in gradients.parameters], dtype=torch.int32)
+        with self._in("all-reduce of gradients"):
+            dist.all_reduce(given, dist.ReduceOp.MAX)
+            for p, is_given in zip(gradients.parameters, given.tolist()):
+                if is_given:  # somewhere; a rank without samples of it adds zero
+                    dist.all_reduce(gradients.ensure(p))
+
+    @contextmanager
+    def _in(self, operation: str) -> Iterator[None]:
+        self.operation = operation, time.monotonic()
+        try:
+            yield
+        finally:
+            self.operation = None
+
+
+class RankLearnWorker(LearnWorker):
+    """Learns its share of a step's groups. A step is learned once: when ledger or leases went in between, what was
+    accumulated is thrown away before the update, and what comes back after it is only ended."""
+
+    def __init__(
+        self,
+        dock: KeptDock,
+        learner: Learner,
+        config: Config,
+        tally: Tally,
+        world: World,
+        name: str = "learn",
+        critic: LearnWorker | None = None,
+    ) -> None:
+        self.world = world
+        self.groups: Any = np.empty(0, np.int64)  # of the whole step, on all ranks; known when it is learned
+        self.has_updated = False
+        self.started_over = 0
+        super().__init__(dock, learner, config, tally, name, critic)
+
+    def begin(self, first_group: int, tag: str | None = None) -> None:
+        super().begin(first_group, tag)
+        self._drop_held()
+        self.groups, self.has_updated = np.empty(0, np.int64), False
+
+    def poll(self) -> bool:
+        if self.is_done:
+            return False
+        state = self.dock.state()
+        counts, rows = state.stages[self.name], self._rows(state)
+        moved = self._take(state)
+        if any(getattr(lease, "is_lost", False) for lease in self.held) and not self.has_updated:
+            self._drop_held()
+            return True
+        if self.has_updated:
+            self._end_held()
+            counts = self.dock.state().stages[self.name]
+            self.is_done = counts.ready + counts.leased == 0
+            return moved or self.is_done
+        if not moved and counts.ready == 0 and counts.leased == rows:
+            return self._finish_if_all_here(rows)
+        if moved:
+            self._accumulate_ready()
+        return moved
+
+    def _rows(self, state: DockState) -> int:
+        """Of the step. Later steps' rows, where there are any, do not come as far as this stage before their turn."""
+        return state.rows if self.tag is None else state.tags.get(self.tag, 0)
+
+    def _take(self, state: DockState) -> bool:
+        """Whatever is this rank's, until nothing more is: decisions made before `state` was asked are then all held."""
+        want = Want(groups=MOST_GROUPS, rank=self.world.rank, ranks=self.world.size, tag=self.tag)
+        moved = False
+        while (lease := self.dock.take(self.name, want)) is not None:
+            self.held.append(lease)
+            moved = True
+        counts, rows = state.stages[self.name], self._rows(state)
+        if self.world.size > 1 and self.world.rank == 0 and counts.ready and counts.ready + counts.leased == rows:
+            # Fewer groups than ranks are left, and no more will come: the first rank takes them.
+            lease = self.dock.take(self.name, Want(groups=MOST_GROUPS, tag=self.tag))
+            if lease is not None:
+                self.held.append(lease)
+                moved = True
+        return moved
+
+    def _finish_if_all_here(self, rows: int) -> bool:
+        """Learn, if the shares of all ranks make up the step, each row once; all ranks decide alike."""
+        own = [g for lease in self.held for g in lease.batch.values(GROUP).tolist()]
+        words = self.world.gather((own, rows), "agreement on the step's samples")
+        union = [set(groups) for groups, _ in words]
+        every = sorted(set().union(*union))
+        total = sum(len(groups) for groups, _ in words)
+        if len(every) != sum(map(len, union)) or any(total != seen for _, seen in words):
+            self._drop_held()
+            return True
+        self.groups = np.array(every, np.int64)
+        if len(every) and not self.only_critic:
+            self._learn_share()
+        self.has_updated = True
+        self._end_held()
+        counts = self.dock.state().stages[self.name]
+        self.is_done = counts.ready + counts.leased == 0
+        return True
+
+    def _learn_share(self) -> None:
+        whole = Batch.concat([held.batch for held in self.held]) if self.held else None
+        place = self._place(self.groups)
+        for _ in range(self.config.train.passes_per_step):
+            for update in range(self.config.train.updates_per_step):
+                if whole is not None:
+                    fresh = ~np.isin(whole.values(GROUP), list(self.accumulated))
+                    rows = np.flatnonzero((self._place(whole.values(GROUP)) == update) & fresh)
+                    if len(rows):
+                        self._accumulate(whole.gather(rows))
+                if (place == update).any():
+                    self.has_begun = True
+                    with self.tally.time(self.name):
+                        measured = self.world.update(self.learner)
+                    if self.world.rank == 0:
+                        self.tally.update(self._named(measured))
+                self.accumulated = set()
+
+    def _place(self, groups: Any) -> Any:
+        """Which of the step's updates each group belongs to."""
+        updates = self.config.train.updates_per_step
+        if self.config.algorithm.dynamic_sampling:
+            return np.searchsorted(self.groups, groups) * updates // max(1, len(self.groups))
+        return (groups - self.first_group) // (self.config.train.prompts_per_step // updates)
+
+    def _end_held(self) -> None:
+        for held in self.held:
+            committed(held)  # refused: the rows come again, and are ended then
+        self.held = []
+
+    def _drop_held(self) -> None:
+        """Give everything back and forget what was accumulated of it."""
+        if self.held:
+            self.started_over += 1
+        for held in self.held:
+            if isinstance(held, KeptLease):
+                held.abandon()
+        self.held, self.accumulated, self.has_begun = [], set(), False
+        self.learner.forget()

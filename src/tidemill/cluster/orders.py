@@ -1,0 +1,230 @@
+"""Orders: what a worker's process can be told to do, with the equipment it has. All of it runs on the work thread."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tidemill.cluster import weights
+from tidemill.cluster.equip import Kit, counts_of, equip
+from tidemill.cluster.hold import KeptDock
+from tidemill.cluster.task import Assignment
+from tidemill.dock.address import Address
+from tidemill.dock.client import RemoteDock
+from tidemill.flow.records import Evaluation
+from tidemill.flow.stages import AdvantageWorker
+from tidemill.flow.tally import Counted
+from tidemill.learn import checkpoint
+from tidemill.models.load import save_folder
+from tidemill.trained import keep_definition
+
+
+class Orders:
+    def __init__(self, task: Assignment) -> None:
+        self.task = task
+        self.kit: Kit = equip(task, self._dock(task.dock))
+        self.open: tuple[str, ...] = ()  # stages it works on now
+        self.is_whole = self.kit.learner is not None  # the engine has a whole version
+        self.first_token: float | None = None
+        self._carrier: weights.Carrier | None = None
+        self._store: Any = None
+
+    def _dock(self, address: Address) -> KeptDock:
+        return KeptDock(RemoteDock(address, self.task.node), self.task.config.cluster.lease_s)
+
+    # Looking
+
+    @property
+    def parameters(self) -> int:
+        return self.kit.loaded.parameters if self.kit.loaded is not None else 0
+
+    def count_parameters(self) -> int:
+        return self.parameters
+
+    @property
+    def is_done(self) -> bool:
+        return self.kit.learn is not None and self.kit.learn.is_done
+
+    @property
+    def operation(self) -> tuple[str, float] | None:
+        return self.kit.world.operation
+
+    def facts(self) -> dict[str, Any]:
+        learn, kit = self.kit.learn, self.kit
+        version = kit.learner.version if kit.learner else kit.engine.version if kit.engine else -1
+        return {
+            "leases": kit.dock.leases,
+            "done_group": learn.first_group if learn is not None and learn.is_done else -1,
+            "version": version,
+            "first_token_s": self.first_token,
+        }
+
+    # Working
+
+    def poll(self, stage: str) -> bool:
+        if stage == "rollout" and not self.is_whole:
+            return False
+        moved = self.kit.workers[stage].poll()
+        if stage == "rollout" and moved and self.first_token is None:
+            self.first_token = time.time()
+        return moved
+
+    def work_on(self, stages: tuple[str, ...]) -> None:
+        self.open = tuple(s for s in self.kit.workers if s in stages)
+
+    def begin(self, first_group: int, tag: str | None) -> None:
+        """A new step for every stage."""
+        for worker in self.kit.workers.values():
+            worker.begin(first_group, tag)
+
+    def leave_step(self) -> bool:
+        """Stop working on the step, unless a gradient would be wasted; whether it has stopped."""
+        if self.kit.learn is not None and self.kit.learn.has_begun:
+            return False
+        self.open = ()
+        return True
+
+    def open_step(self, step: int, start: dict[str, Any] | None) -> dict[str, Any]:
+        """The rows of a step, and of those that may begin with it, enter; what the driver must know of them.
+        `start`: where the feed is to stand first, for a dock that may lack what was put before."""
+        kit = self.kit
+        assert kit.feed is not None
+        if start is not None:
+            kit.feed.restore(start)
+            kit.open_feed()
+        assert kit.ahead is not None and kit.puts is not None
+        opened = kit.ahead.begin(step)
+        kit.puts.forget([kit.ahead.tag(s) or "" for s in kit.ahead.open])
+        known = {"first_group": opened.first_group, "tag": kit.ahead.tag(step), "starts": kit.ahead.starts}
+        return known | self.feed_state()
+
+    def feed_again(self) -> None:
+        """The bytes of some rows were lost with a warehouse."""
+        if self.kit.puts is not None:
+            self.kit.puts.again()
+
+    def feed_state(self) -> dict[str, Any]:
+        assert self.kit.feed is not None
+        return {"state": self.kit.feed.state(), "bad_rows": len(self.kit.feed.bad_rows)}
+
+    def connect(self, address: Address) -> None:
+        """To a new dock: whatever was held of the old one is forgotten."""
+        self.kit.reconnect(self._dock(address), counts_of(self.task, address))
+        self.open = ()
+
+    def measure(self) -> tuple[Counted, list[int]]:
+        """What was counted, and the ids of the samples that could be shown."""
+        return self.kit.tally.drain(), [int(s["id"]) for s in self.kit.kept_samples]
+
+    def write_samples(self, step: int, ids: list[int], file: Path) -> None:
+        chosen = {s["id"]: s for s in self.kit.kept_samples if s["id"] in set(ids)}
+        self.kit.kept_samples.clear()
+        if chosen:
+            with file.open("ab") as out:
+                for id in sorted(chosen):
+                    line = json.dumps({"step": step, **chosen[id]}, ensure_ascii=False, default=str)
+                    out.write(line.encode() + b"\n")
+
+    def evaluate(self, size: int, samples: int, shown: int) -> Evaluation:
+        """With the first `shown` answers in words."""
+        seen = self.kit.evaluate(size, samples)
+        return replace(seen, answers=seen.answers[:shown])
+
+    def after_step(self, step: int, measured: dict[str, float]) -> float | None:
+        """Moves the reference and its weight; gives the weight where it changes."""
+        if self.kit.feed is not None:
+            self.kit.feed.report(measured)
+        if self.kit.keeper is None or self.kit.loaded is None:
+            return None
+        self.kit.keeper.after_step(step, measured, self.kit.loaded.model)
+        return measured.get("kl_coef")
+
+    def hold_kl(self, coef: float) -> None:
+        advantage = self.kit.workers.get("advantage")
+        if isinstance(advantage, AdvantageWorker):
+            settings = advantage.config.algorithm
+            kl = settings.kl.model_copy(update={"coef": coef})
+            own = settings.model_copy(update={"kl": kl})
+            advantage.config = advantage.config.model_copy(update={"algorithm": own})
+
+    # Keeping
+
+    def save(self, folder: Path, step: int, state: dict[str, Any], best: bool, metric: float | None) -> None:
+        tensors, own = self.kit.state()
+        keep = self.kit.config.checkpoint.keep
+        checkpoint.save(folder, step, tensors, own | state, keep=keep, best=best, metric=metric)
+
+    def restore(self, path: Path) -> dict[str, Any]:
+        tensors, state = checkpoint.load(path)
+        self.kit.restore(tensors, state)
+        return state
+
+    def keep_definition(self, run: Path) -> None:
+        assert self.kit.loaded is not None
+        keep_definition(self.kit.loaded, run)
+
+    def save_model(self, folder: Path) -> None:
+        assert self.kit.loaded is not None
+        save_folder(self.kit.loaded.model, self.kit.loaded.tokenizer, folder)
+
+    # Other ranks, and weights
+
+    def open_store(self) -> tuple[str, int]:
+        """Where ranks, or the members of a link, meet."""
+        self._store = weights.open_store(self.task.host, self.task.config.cluster.start_s)
+        return self.task.host, int(self._store.port)
+
+    def join_world(self, host: str, port: int) -> None:
+        self.kit.world.join(host, port, self.kit.device, self.task.config.cluster.collective_s)
+
+    def describe(self, rank: int) -> Any:
+        """The layout of what is sent or received, for this place in a link."""
+        return weights.layout_of(self._tensors(), rank)
+
+    def link(self, link: weights.Link, rank: int) -> None:
+        self.unlink()
+        self._carrier = weights.Carrier(link, rank, self.kit.device)
+
+    def unlink(self) -> None:
+        if self._carrier is not None:
+            self._carrier.close()
+            self._carrier = None
+
+    def move(self, version: int) -> dict[str, float]:
+        """Send or receive a version; on an engine it serves from then on."""
+        assert self._carrier is not None
+        if self.kit.learner is not None:
+            moved = self._carrier.send(self._tensors(), version)
+        else:
+            self.is_whole = False
+            moved = self._carrier.receive(self._tensors(), version)
+            self.serve(version)
+        return {"bytes": moved.sent_bytes + moved.received_bytes, "seconds": moved.seconds}
+
+    def serve(self, version: int) -> None:
+        """The weights as they are now are this version."""
+        engine = self.kit.engine
+        if engine is None:
+            return
+        reread = self.kit.config.flow.half_made == "reread" and engine.has_work
+        half_made = engine.pause() if reread else []
+        engine.load(None, version)
+        engine.resume(half_made)
+        if resumed := sum(bool(p.tokens) for p in half_made):
+            self.kit.tally.add("resumed_samples", float(resumed))
+        self.is_whole = True
+
+    def version(self) -> int:
+        assert self.kit.learner is not None
+        return self.kit.learner.version
+
+    def _tensors(self) -> dict[str, Any]:
+        assert self.kit.loaded is not None
+        return weights.learned(self.kit.loaded.model) if self.kit.learner else weights.served(self.kit.loaded.model)
+
+    def close(self) -> None:
+        self.unlink()
+        self.kit.close()

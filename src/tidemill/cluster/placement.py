@@ -1,0 +1,177 @@
+"""Placement: which process does which stages, what each needs, and whether a cluster has it. Pure functions on data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tidemill import device
+from tidemill.config import Cluster, Config
+from tidemill.errors import ConfigError
+from tidemill.graph import Graph
+
+LEARNER, ROLLOUT, REWARD, REFERENCE = "learner", "rollout", "reward", "reference"
+ONE_PLACE = ("advantage",)  # a whole step may be judged at once: only the first process of its group does it
+Resources = Mapping[str, float]  # as Ray counts them: CPU, GPU, NPU, …
+
+
+class PlacementError(ConfigError):
+    """The cluster does not have what the placement asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Processes that do the same. Those that learn share a torch.distributed world."""
+
+    name: str
+    ranks: int
+    stages: tuple[str, ...]
+    needs: tuple[tuple[str, float], ...]  # resources of each process
+    is_feeder: bool = False  # its first process feeds prompts
+    has_engine: bool = False  # rolls out and evaluates
+
+    @property
+    def posts(self) -> tuple[Post, ...]:
+        return tuple(Post(self, rank) for rank in range(self.ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """One process."""
+
+    group: Group
+    rank: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.group.name}-{self.rank}"
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        return tuple(s for s in self.group.stages if self.rank == 0 or s not in ONE_PLACE)
+
+    @property
+    def feeds(self) -> bool:
+        return self.group.is_feeder and self.rank == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    groups: tuple[Group, ...]
+
+    @property
+    def posts(self) -> tuple[Post, ...]:
+        return tuple(post for group in self.groups for post in group.posts)
+
+    def group(self, name: str) -> Group | None:
+        return next((g for g in self.groups if g.name == name), None)
+
+    @property
+    def learners(self) -> Group:
+        found = self.group(LEARNER)
+        assert found is not None
+        return found
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether rollout reads the learner's own tensors."""
+        return self.learners.has_engine
+
+    def describe(self) -> str:
+        return ", ".join(f"{g.ranks} × {g.name} ({needs_text(g.needs)})" for g in self.groups)
+
+
+def place(config: Config, graph: Graph, accelerator: str | None = None) -> Placement:
+    """Stages to groups. `accelerator`: the resource that learners and rollout need one of each, None for the CPU."""
+    wanted = config.cluster
+    home = {
+        "rollout": LEARNER if wanted.placement.rollout == "colocated" else ROLLOUT,
+        "reward": LEARNER if wanted.placement.reward == "colocated" else REWARD,
+        "reference": LEARNER if wanted.placement.reference == "colocated" else REFERENCE,
+    }
+    stages: dict[str, list[str]] = {LEARNER: []}
+    for role in home.values():
+        stages.setdefault(role, [])
+    for stage in graph.stages:
+        stages[home.get(stage.role, LEARNER)].append(stage.name)
+    ranks = {LEARNER: wanted.learners, ROLLOUT: wanted.rollouts, REWARD: wanted.rewards, REFERENCE: 1}
+    groups = []
+    for name, own in stages.items():
+        if name == REFERENCE and not own:
+            continue  # nothing to compare with
+        on_device = name != REWARD and accelerator is not None
+        needs = {"CPU": wanted.cpus} | ({str(accelerator): 1.0} if on_device else {})
+        groups.append(
+            Group(
+                name, ranks[name], tuple(own), tuple(needs.items()),
+                is_feeder=home["reward"] == name, has_engine=home["rollout"] == name,
+            )
+        )  # fmt: skip
+    return Placement(tuple(groups))
+
+
+def accelerator_of(config: Config, nodes: Sequence[Resources]) -> str | None:
+    """The resource that a worker with a model asks for: of the device the recipe names, or of what the cluster has."""
+    kind = config.device.partition(":")[0]
+    if kind == "auto":
+        have = [r for r in device.RESOURCES.values() if any(node.get(r, 0) > 0 for node in nodes)]
+        return have[0] if have else None
+    return device.RESOURCES.get(kind)
+
+
+# Fitting
+
+
+def check(placement: Placement, nodes: Sequence[Resources], wanted: Cluster) -> None:
+    """Refuse a placement that the cluster cannot hold: what is missing, and what would fit."""
+    missing = shortage(placement, nodes)
+    if not missing:
+        return
+    have = "; ".join(f"node {i}: {needs_text(tuple(node.items()))}" for i, node in enumerate(nodes)) or "no nodes"
+    lack = ", ".join(f"{needs_text(post.group.needs)} for {post.name}" for post in missing[:4])
+    more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+    raise PlacementError(
+        f"the placement does not fit: {placement.describe()}, but the cluster has {have}; "
+        f"no room is left of {lack}{more}",
+        _advice(placement, nodes, wanted),
+    )
+
+
+def shortage(placement: Placement, nodes: Sequence[Resources]) -> list[Post]:
+    """Processes for which no node has room, largest needs placed first."""
+    room = [dict(node) for node in nodes]
+    missing = []
+    for post in sorted(placement.posts, key=lambda p: -sum(v for k, v in p.group.needs if k != "CPU")):
+        for node in room:
+            if all(node.get(name, 0.0) >= amount - 1e-9 for name, amount in post.group.needs):
+                for name, amount in post.group.needs:
+                    node[name] = node.get(name, 0.0) - amount
+                break
+        else:
+            missing.append(post)
+    return missing
+
+
+def _advice(placement: Placement, nodes: Sequence[Resources], wanted: Cluster) -> str:
+    for smaller, words in _smaller(placement, wanted):
+        if not shortage(smaller, nodes):
+            return f"this would fit: {words}; or add nodes"
+    return "lower cluster.cpus, or add nodes"
+
+
+def _smaller(placement: Placement, wanted: Cluster) -> Iterator[tuple[Placement, str]]:
+    """Placements that ask for less, those that give up least first."""
+    for learners in range(wanted.learners, 0, -1):
+        for rollouts in range(wanted.rollouts, 0, -1):
+            for rewards in range(wanted.rewards, 0, -1):
+                counts = {LEARNER: learners, ROLLOUT: rollouts, REWARD: rewards}
+                groups = tuple(replace(g, ranks=counts.get(g.name, g.ranks)) for g in placement.groups)
+                keys = {"learners": learners, "rollouts": rollouts, "rewards": rewards}
+                words = " ".join(f"cluster.{k}={v}" for k, v in keys.items() if v != getattr(wanted, k))
+                yield Placement(groups), words
+    one = replace(placement.learners, ranks=1)
+    yield Placement((one,)), "cluster.learners=1 cluster.placement=colocated"
+
+
+def needs_text(needs: Sequence[tuple[str, float]]) -> str:
+    return " + ".join(f"{amount:g} {name}" for name, amount in needs if amount) or "nothing"

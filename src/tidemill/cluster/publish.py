@@ -1,0 +1,102 @@
+"""Publishing: the driver's part of the weight flow. It says who is on a wire and when to move; no weight passes it."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Sequence
+
+from tidemill.cluster.crew import Crew, Member
+from tidemill.cluster.handle import WorkerLost
+from tidemill.cluster.placement import ROLLOUT
+from tidemill.errors import TidemillError
+
+ATTEMPTS = 8  # to bring a version to whoever lives
+
+
+class Publisher:
+    """`check` raises when a learner was lost: there is nothing to publish then."""
+
+    def __init__(self, crew: Crew, timeout_s: float, check: Callable[[], None]) -> None:
+        self.crew, self.timeout_s, self.check = crew, timeout_s, check
+        self.version = -1
+        self.moved_bytes = 0.0
+        self.seconds = 0.0
+        self._linked: tuple[tuple[str, int], ...] = ()  # names and incarnations on the wire
+        self._served: dict[str, tuple[int, int]] = {}  # rollout worker → its incarnation and the version it has
+
+    def publish(self) -> int:
+        """The learner's weights, whatever version they are now, to every rollout worker that is there."""
+        learners = self.crew.learners()
+        self.version = int(self.crew.call(learners[0], "version"))
+        if self.crew.placement.is_colocated:
+            self.crew.call_all(learners, "serve", lambda _: (self.version,))
+        else:
+            self.bring(self.crew.of(ROLLOUT))
+        return self.version
+
+    def newcomers(self) -> list[Member]:
+        """Rollout workers that are up but lack the version that is served."""
+        if self.crew.placement.is_colocated:
+            return []
+        return [m for m in self.crew.of(ROLLOUT) if self._served.get(m.name) != (m.incarnation, self.version)]
+
+    def forget(self) -> None:
+        """The learners are new processes: nothing that was linked or served counts."""
+        self._linked, self._served = (), {}
+
+    def bring(self, wanted: Sequence[Member]) -> None:
+        """To those of `wanted` that live; who dies on the way is left out and the rest is served again."""
+        last = ""
+        for _ in range(ATTEMPTS):
+            self.check()
+            alive = [m for m in wanted if m.state == "ready"]
+            if not alive:
+                return
+            members = [*self.crew.learners(), *alive]
+            try:
+                self._link(members)
+                told = self.crew.call_all(members, "move", lambda _: (self.version,), self.timeout_s + 5)
+            except WorkerLost as lost:
+                last = str(lost)
+                self._unlink(members)
+                self.crew.pump(0.1)
+                continue
+            for m in alive:
+                self._served[m.name] = m.incarnation, self.version
+            self.moved_bytes += sum(t["bytes"] for t in told.values())
+            self.seconds = max(t["seconds"] for t in told.values())
+            return
+        raise TidemillError(f"weights version {self.version} could not be brought to rollout: {last}", "see the logs")
+
+    def _link(self, members: Sequence[Member]) -> None:
+        from tidemill.cluster.weights import Link
+        from tidemill.reshard.layout import merge
+
+        now = tuple((m.name, m.incarnation) for m in members)
+        if now == self._linked:
+            return
+        self._linked = ()
+        places = {m.name: i for i, m in enumerate(members)}
+        told = self.crew.call_all(members, "describe", lambda m: (places[m.name],))
+        learners = len(self.crew.learners())
+        names = list(places)
+        nodes = list(dict.fromkeys(m.node for m in members))
+        store = self.crew.call(members[0], "open_store") if len(nodes) > 1 else None
+        link = Link(
+            token=secrets.token_hex(8),
+            source=merge(told[n] for n in names[:learners]),
+            target=merge(told[n] for n in names[learners:]),
+            nodes=tuple(nodes.index(m.node) for m in members),
+            store=store,
+            timeout_s=self.timeout_s,
+        )
+        self.crew.call_all(members, "link", lambda m: (link, places[m.name]), self.timeout_s + 5)
+        self._linked = now
+
+    def _unlink(self, members: Sequence[Member]) -> None:
+        self._linked = ()
+        for m in members:
+            if m.state == "ready":
+                with contextlib.suppress(WorkerLost):
+                    self.crew.call(m, "unlink", within_s=self.timeout_s + 5)

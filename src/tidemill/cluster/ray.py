@@ -1,0 +1,238 @@
+"""Workers as Ray actors. Ray places and starts processes and tells when one ends; no sample and no weight passes it.
+
+Without an address a Ray of this run alone is started, in a folder of its own, and ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from tidemill.cluster.handle import WorkerLost
+from tidemill.cluster.placement import LEARNER, Placement, PlacementError, Post, Resources
+from tidemill.cluster.report import Answer, Numbers
+from tidemill.cluster.role import Host
+from tidemill.config import Cluster
+from tidemill.dock.address import Address
+from tidemill.errors import ConfigError, MissingExtra, TidemillError
+
+try:
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+except ImportError:
+    raise MissingExtra("cluster.executor=ray", "ray", "cluster") from None
+
+RESERVE_S = 60.0  # for a placement that fits, so that others may end first
+OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through it
+THREADS = 16  # calls that one worker answers at a time
+
+
+class RayHost(Host):
+    """A worker's process, as an actor."""
+
+    def on_where(self) -> tuple[str, str]:
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+
+class Storehouse:
+    """A node's warehouse, and who watches it."""
+
+    def __init__(self, address: Address, node: str, host: str, memory_mb: int | None) -> None:
+        from tidemill.dock.server import DockNode
+
+        memory = {} if memory_mb is None else {"memory_bytes": memory_mb << 20}
+        self.node = DockNode(address, node, host, **memory)
+
+    def pid(self) -> int:
+        return self.node.warehouse.pid
+
+    def stay(self) -> None:
+        """Answers never: whoever asked hears of the end of this process."""
+        threading.Event().wait()
+
+
+class RayStarter:
+    def __init__(self, settings: Cluster, name: str) -> None:
+        self.settings, self.name = settings, name
+        self._is_own = False
+        self._folder: Path | None = None
+        self._connect()
+        self._actor = ray.remote(max_concurrency=THREADS, max_restarts=0, num_cpus=0)(RayHost)
+        self._storehouse = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2)(Storehouse)
+        self._groups: dict[str, Any] = {}  # placement groups, by group or by post
+        self._stores: dict[tuple[str, str], Any] = {}  # by node and dock
+        self._ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        context = ray.get_runtime_context()
+        self.home = (context.get_node_id(), ray.util.get_node_ip_address())
+
+    def _connect(self) -> None:
+        if ray.is_initialized():  # the caller's own, for example a test's
+            return
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+        quiet = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
+        if self.settings.address != "local":
+            try:
+                ray.init(address=self.settings.address, namespace=f"tidemill-{self.name}", **quiet)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise ConfigError(
+                    f"cluster.address={self.settings.address}: {first_line(error)}",
+                    "`ray start --head` starts a cluster; cluster.address=local one for this run alone",
+                ) from error
+        else:
+            self._folder = Path(tempfile.mkdtemp(prefix="tm-"))  # short: sockets lie in it, whose paths are limited
+            ray.init(
+                address="local",
+                namespace=f"tidemill-{self.name}",
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(self._folder),
+                num_cpus=self._cpus(),
+                **quiet,
+            )
+        self._is_own = True
+
+    def _cpus(self) -> int:
+        """On one machine workers share the cores as they can: as many places as workers, at least."""
+        wanted = self.settings
+        posts = wanted.learners + wanted.rollouts + wanted.rewards + 1
+        return max(os.cpu_count() or 1, int(posts * wanted.cpus + 0.999))
+
+    # What there is
+
+    def nodes(self) -> Sequence[Resources]:
+        shown = ("CPU", "GPU", "NPU")
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        return [{name: node["Resources"].get(name, 0.0) for name in shown} for node in alive]
+
+    def describe(self) -> str:
+        return f"Ray at {ray.get_runtime_context().gcs_address}"
+
+    def reserve(self, placement: Placement) -> None:
+        for group in placement.groups:
+            strategy = "SPREAD" if self.settings.spread and group.name != LEARNER else "PACK"
+            self._groups[group.name] = placement_group([dict(group.needs)] * group.ranks, strategy=strategy)
+        for group in placement.groups:
+            if not self._groups[group.name].wait(RESERVE_S):
+                raise PlacementError(
+                    f"Ray did not find room for {group.ranks} × {group.name} within {RESERVE_S:g} s: "
+                    "others may be using it",
+                    "wait for them, or ask for less: cluster.learners, rollouts, rewards, cpus",
+                )
+
+    # Processes
+
+    def spawn(self, post: Post, logs: Path) -> RayHandle:
+        group = self._groups.get(post.name) or self._groups.get(post.group.name)
+        index = post.rank if post.name not in self._groups else 0
+        if group is None or index >= len(group.bundle_specs):
+            group = self._groups[post.name] = placement_group([dict(post.group.needs)], strategy="PACK")
+            index = 0
+        needs = dict(post.group.needs)
+        cpus, devices = needs.pop("CPU", 0.0), needs.pop("GPU", 0.0)
+        actor = self._actor.options(
+            num_cpus=cpus,
+            num_gpus=devices,
+            resources=needs,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            runtime_env={"env_vars": environment()},
+        ).remote(post.name, str(logs))
+        return RayHandle(post.name, actor)
+
+    def release(self, post: Post) -> None: ...
+
+    def store(self, node: str, host: str, dock: Address, memory_mb: int | None) -> bool:
+        """The home node's warehouse is the dock's own; every other node gets one of its own."""
+        if node == self.home[0] or (node, dock.ledger) in self._stores:
+            return False
+        where = NodeAffinitySchedulingStrategy(node, soft=False)
+        actor = self._storehouse.options(scheduling_strategy=where, runtime_env={"env_vars": environment()}).remote(
+            dock, node, host, memory_mb
+        )
+        try:
+            ray.get(actor.pid.remote(), timeout=self.settings.start_s)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise TidemillError(f"no warehouse could be started on {host}: {first_line(error)}") from error
+        self._stores = {key: made for key, made in self._stores.items() if key[1] == dock.ledger}  # others end here
+        self._stores[node, dock.ledger] = actor
+        stays = actor.stay.remote().future()
+        stays.add_done_callback(lambda _: self._ended.put((node, dock.ledger)))
+        return True
+
+    def lost_stores(self) -> list[str]:
+        lost = []
+        while not self._ended.empty():
+            key = self._ended.get()
+            if self._stores.pop(key, None) is not None:
+                lost.append(key[0])
+        return lost
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            with contextlib.suppress(Exception):
+                remove_placement_group(group)
+        self._stores.clear()
+        if self._is_own:
+            ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class RayHandle:
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name, self._actor, self._orders = name, actor, Numbers()
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        answered: Future[Any] = Future()
+        try:
+            told = self._actor.answer.remote(method, args, self._orders.of(method)).future()
+        except Exception as error:
+            answered.set_exception(WorkerLost(first_line(error)))
+            return answered
+
+        def pass_on(done: Future[Any]) -> None:
+            error = done.exception()
+            if error is not None:
+                answered.set_exception(WorkerLost(why(error)))
+            else:
+                answered.set_result(done.result())
+
+        told.add_done_callback(pass_on)
+        return answered
+
+    def kill(self) -> None:
+        with contextlib.suppress(Exception):
+            ray.kill(self._actor, no_restart=True)
+
+
+def environment() -> dict[str, str]:
+    """What workers take over from the driver: where the code is, and how many threads numeric libraries start."""
+    kept = {name: value for name, value in os.environ.items() if name.startswith(("TIDEMILL_", "OMP_", "TORCH_"))}
+    return {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path), "OMP_NUM_THREADS": "1"} | kept
+
+
+def why(error: BaseException) -> str:
+    """In one line, without Ray's advice: the worker's log says the rest."""
+    if isinstance(error, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
+        text = str(error)
+        for sign, words in (("SIGKILL", "its process was killed"), ("node", "its node or process ended")):
+            if sign in text:
+                return words
+        return "its process ended"
+    return first_line(error)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+__all__ = ["Answer", "RayHandle", "RayStarter"]

@@ -1,0 +1,390 @@
+"""Roles as processes: the loop's workers when they are not this process. The driver starts, watches, conducts, counts.
+
+Samples go from worker to worker through the dock, weights over links between learner and rollout. What comes here is
+counts, positions and states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tidemill.algorithms.registry import get as get_algorithm
+from tidemill.cluster import placement as placements
+from tidemill.cluster import stall, status
+from tidemill.cluster.conduct import Conductor
+from tidemill.cluster.crew import Crew, Member
+from tidemill.cluster.handle import Starter, WorkerLost
+from tidemill.cluster.logs import LogStream
+from tidemill.cluster.placement import LEARNER, ROLLOUT, Placement
+from tidemill.cluster.publish import Publisher
+from tidemill.config import Config
+from tidemill.dock import DockState
+from tidemill.dock.client import RemoteDock
+from tidemill.dock.server import DockServer
+from tidemill.dock.setup import DockSetup
+from tidemill.errors import TidemillError
+from tidemill.flow.ahead import staleness_limit
+from tidemill.flow.records import Evaluation
+from tidemill.flow.tally import together
+from tidemill.flow.workers import Rewound
+from tidemill.graph import Graph
+from tidemill.observe import health
+from tidemill.observe.metrics import MetricsWriter
+from tidemill.run import RunFolder
+
+MOST_STALLS = 3  # in one run; a run that stands still again and again is ended
+STATUS_S = 1.0
+SHOWN_ANSWERS = 32  # of an evaluation: for people to look at
+
+
+def start(config: Config, model_path: Path | None, folder: RunFolder, note: Callable[[str], None]) -> RemoteWorkers:
+    graph = get_algorithm(config.algorithm.name).graph(config)
+    starter = make_starter(config, folder)
+    try:
+        nodes = starter.nodes()
+        placement = placements.place(config, graph, placements.accelerator_of(config, nodes))
+        placements.check(placement, nodes, config.cluster)
+        starter.reserve(placement)
+    except BaseException:
+        starter.close()
+        raise
+    workers = RemoteWorkers(config, model_path, folder, note, starter, placement, graph)
+    try:
+        workers.start()
+    except BaseException:
+        workers.close()
+        raise
+    return workers
+
+
+def make_starter(config: Config, folder: RunFolder) -> Starter:
+    if config.cluster.executor == "processes":
+        from tidemill.cluster.processes import ProcessStarter
+
+        return ProcessStarter()
+    from tidemill.cluster.ray import RayStarter
+
+    return RayStarter(config.cluster, folder.config.name)
+
+
+class RemoteWorkers:
+    def __init__(
+        self,
+        config: Config,
+        model_path: Path | None,
+        folder: RunFolder,
+        note: Callable[[str], None],
+        starter: Starter,
+        placement: Placement,
+        graph: Graph,
+    ) -> None:
+        self.config, self.model_path, self.folder = config, model_path, folder
+        self.starter, self.placement, self.graph = starter, placement, graph
+        self.path = folder.path.resolve()
+        self._tell = note
+        self.logs = LogStream(self.path / "logs")
+        self.crew = Crew(
+            config.cluster, placement, starter, self.logs.folder, self.note, self._equip, self._on_ready, self._on_lost
+        )
+        self.publisher = Publisher(self.crew, config.cluster.collective_s, self.check_learners)
+        self.server: DockServer | None = None
+        self.dock: RemoteDock | None = None
+        self.parameters = self.bad_rows = self.stalls = 0
+        self._looked = 0.0
+        self.feed_state: dict[str, Any] = {}
+        self._first_feed: dict[str, Any] = {}
+        self._history: list[dict[str, float]] = []
+        self._told: set[str] = set()
+        self._is_up = False
+        self._lost_learner = ""
+        self._background = ThreadPoolExecutor(1, "dock")
+        self._dock_future: Future[None] = self._background.submit(self._open_dock)
+        self.conductor = Conductor(self)
+
+    def note(self, text: str) -> None:
+        self.logs.say(text)
+        self._tell(text)
+
+    # Starting
+
+    def start(self) -> None:
+        self.crew.start(self.crew.members)
+        self.look()
+        self._come_up()
+        self.look()
+        self._first_feed = self.feed_state = self.crew.call(self.feeder, "feed_state")["state"]
+
+    def _come_up(self) -> None:
+        """Until everybody is there, the ranks know one another, and rollout has the learner's weights."""
+        while True:
+            self.crew.wait_ready(list(self.crew.members))
+            try:
+                self._form_world()
+                self.publisher.publish()
+                break
+            except (WorkerLost, Rewound) as lost:  # ranks do not join a world twice: all of them start again
+                self.note(f"starting again: {lost}")
+                self._restart_learners()
+        self._is_up = True
+
+    def _restart_learners(self) -> None:
+        self.publisher.forget()
+        for member in self.crew.learners():
+            if member.handle is not None:
+                member.handle.kill()
+            member.become("lost")
+            self.crew.again(member)
+        self._lost_learner = ""
+
+    @property
+    def feeder(self) -> Member:
+        return next(m for m in self.crew.members.values() if m.post.feeds)
+
+    def _open_dock(self) -> None:
+        """A dock of its own: nothing of an earlier one is left in it."""
+        folder = self.path / "dock"
+        shutil.rmtree(folder, ignore_errors=True)
+        cluster = self.config.cluster
+        node, host = self.starter.home
+        setup = DockSetup(
+            stages=self.graph.stages,
+            source=self.graph.source,
+            lease_s=cluster.lease_s,
+            max_staleness=staleness_limit(self.config),
+            stale="requeue",
+            replicas=cluster.replicas,
+            memory_bytes=None if cluster.memory_mb is None else cluster.memory_mb << 20,
+        )
+        self.server = DockServer(setup, folder, host, nodes=(node,))
+        self.dock = RemoteDock(self.server.address, node)
+
+    def _equip(self, member: Member) -> Future[Any]:
+        from tidemill.cluster.task import Assignment
+
+        self._dock_future.result()
+        assert self.server is not None and member.handle is not None
+        memory = self.config.cluster.memory_mb
+        self.starter.store(member.node, member.host, self.server.address, memory)
+        task = Assignment(
+            post=member.post,
+            config=self.config,
+            model_path=None if self.model_path is None else self.model_path.resolve(),
+            dock=self.server.address,
+            node=member.node,
+            host=member.host,
+            logs=self.crew.logs,
+        )
+        member.dock = task.dock.ledger
+        return member.handle.call("equip", task)
+
+    def _form_world(self) -> None:
+        learners = self.crew.of(LEARNER)
+        if len(learners) > 1:
+            host, port = self.crew.call(learners[0], "open_store")
+            self.crew.call_all(learners, "join_world", lambda _: (host, port), self.config.cluster.start_s)
+        self.parameters = self.crew.call(learners[0], "count_parameters")
+
+    # Losing and coming back
+
+    def _on_ready(self, member: Member) -> None:
+        if self.server is not None and member.dock != self.server.address.ledger:
+            member.dock = self.server.address.ledger  # it came up while the others went to another dock
+            self.crew.send(member, "connect", self.server.address)
+        if self._is_up:
+            self.conductor.welcome(member)
+
+    def _on_lost(self, member: Member, why: str) -> bool:
+        if member.post.group.name == LEARNER and self._is_up:
+            if not self._lost_learner:
+                others = [m for m in self.crew.learners() if m is not member]
+                late, words = stall.blame(others, float("inf")) if "imed out" in why else (None, "")
+                if late is not None:  # the one that gave up is not the one that hangs
+                    stall.report(self.crew, self.logs.folder, [words])
+                self._lost_learner = words or f"{member.name} is lost: {why.splitlines()[0]}"
+            return False
+        return True  # its leases run out by themselves
+
+    def check_learners(self) -> None:
+        """Raise when a rank was lost: its weights went with it."""
+        if self._lost_learner:
+            raise Rewound(f"{self._lost_learner}; the learners start again from the newest checkpoint")
+
+    def rewind(self) -> None:
+        self._is_up = False
+        self._restart_learners()
+        self.new_dock()
+        self._come_up()
+        self.feed_state, self.conductor.refeed = self._first_feed, True
+
+    def stalled(self, state: DockState, seconds: float) -> None:
+        """Nothing has moved for long: say who waits for whom; who hangs is replaced, else the step begins again."""
+        found = stall.examine(self.crew, state, seconds)
+        self.note(f"nothing has moved for {seconds:.0f} s: {'; '.join(found.sentences)} (stacks: {found.file})")
+        self.stalls += 1
+        if self.stalls > MOST_STALLS:
+            raise TidemillError(
+                f"nothing has moved for {seconds:.0f} s, {self.stalls} times: {'; '.join(found.sentences)}",
+                f"the stacks of all workers are in {found.file}; raise cluster.stall_s if work may take that long",
+            )
+        if found.culprit is not None:
+            self.crew.lose(self.crew.members[found.culprit], found.why)
+        else:
+            raise WorkerLost("nothing moves and nobody is at work")
+
+    def look(self, state: DockState | None = None) -> None:
+        """Leave word of how things stand for `tidemill status`, now and then."""
+        now = time.monotonic()
+        if now - self._looked < STATUS_S and state is not None:
+            return
+        self._looked = now
+        moved = self.conductor.moved_at
+        found = status.RunStatus(
+            step=self.conductor.number,
+            steps=self.config.train.steps,
+            open=self.conductor.open,
+            since=time.time() - (now - moved),
+            written=time.time(),
+            where=self.starter.describe(),
+            driver=os.getpid(),
+            machine=socket.gethostname(),
+            workers=tuple(status.of_member(m) for m in self.crew.members.values()),
+            stages=status.stages_of(state) if state is not None else {},
+            lost=self.crew.lost_total,
+        )
+        status.write(self.path, found)
+
+    def mend_stores(self) -> None:
+        """A node's warehouse is gone, with what lay in it: the dock hears of it at once, and who is left there gets
+        another."""
+        for node in self.starter.lost_stores():
+            assert self.server is not None
+            self.note(f"the warehouse of node {node[:8]} is lost")
+            self.server.lose(node)
+            there = [m for m in self.crew.ready if m.node == node]
+            if there:
+                with contextlib.suppress(TidemillError):  # the node itself is gone: its workers will be missed too
+                    memory = self.config.cluster.memory_mb
+                    self.starter.store(node, there[0].host, self.server.address, memory)
+
+    def new_dock(self) -> None:
+        """Leave the dock with all that is in it, and meet at another."""
+        self._close_dock()
+        self._dock_future = self._background.submit(self._open_dock)
+        self._dock_future.result()
+        assert self.server is not None
+        address = self.server.address
+        for member in self.crew.ready:
+            if member.post.group.name == LEARNER and not self._is_up:
+                continue
+            self.starter.store(member.node, member.host, address, self.config.cluster.memory_mb)
+            member.dock = address.ledger
+            try:
+                self.crew.call(member, "connect", address)
+            except WorkerLost as lost:
+                self.crew.lose(member, str(lost))
+
+    def _close_dock(self) -> None:
+        if self.dock is not None:
+            self.dock.close()
+        if self.server is not None:
+            self.server.close()
+        self.dock = self.server = None
+
+    # What the loop asks
+
+    def step(self, number: int, stop: Callable[[], bool]) -> None:
+        self.conductor.step(number, stop)
+        self.crew.spent = 0
+
+    def measure(self) -> dict[str, float]:
+        told = self._from_all("measure")
+        self._shown = {name: ids for name, (_, ids) in told.items()}
+        measured = together([counted for counted, _ in told.values()])
+        return measured | {"version": float(self.publisher.version), "workers_lost": float(self.crew.lost_total)}
+
+    def _from_all(self, method: str, *args: Any) -> dict[str, Any]:
+        """The answers of all who are there; one that is lost meanwhile has no word."""
+        futures = {m.name: self.crew.send(m, method, *args) for m in self.crew.ready}
+        told = {}
+        for name, future in futures.items():
+            while not future.done():
+                self.crew.pump(0.2)
+            with contextlib.suppress(WorkerLost):
+                told[name] = self.crew.unwrap(name, future)
+        return told
+
+    def after_step(self, step: int, measured: dict[str, float]) -> list[str]:
+        coefs = [c for c in self._from_all("after_step", step, dict(measured)).values() if c is not None]
+        if coefs:
+            measured["kl_coef"] = coefs[0]
+            self._from_all("hold_kl", coefs[0])
+        self._history.append(measured)
+        fresh = [sign for sign in health.signs(self._history) if sign.sign not in self._told]
+        self._told |= {sign.sign for sign in fresh}
+        return [sign.sentence for sign in fresh]
+
+    def write_samples(self, step: int, metrics: MetricsWriter) -> None:
+        """Who has a sample writes it; the driver chooses by id alone."""
+        owner = {id: name for name, ids in self._shown.items() for id in ids}
+        chosen = sorted(owner)[: self.config.observe.samples_per_step]
+        for name in dict.fromkeys(self._shown):
+            member = self.crew.members.get(name)
+            if member is not None and member.state == "ready":
+                own = [i for i in chosen if owner[i] == name]
+                with contextlib.suppress(WorkerLost):
+                    self.crew.call(member, "write_samples", step, own, self.path / "samples.jsonl")
+
+    def evaluate(self, size: int, samples: int) -> Evaluation:
+        group = LEARNER if self.placement.is_colocated else ROLLOUT
+        while True:
+            self.check_learners()
+            self.publisher.bring(self.publisher.newcomers())
+            ready = self.crew.of(group)
+            if not ready:
+                self.crew.pump(0.5)
+                continue
+            try:
+                seen: Evaluation = self.crew.call(ready[0], "evaluate", size, samples, SHOWN_ANSWERS)
+                return seen
+            except WorkerLost as lost:
+                self.note(f"evaluation begins again: {lost}")
+
+    def save(
+        self, folder: Path, step: int, state: dict[str, Any], *, best: bool = False, metric: float | None = None
+    ) -> None:
+        whole = {"feed": self.feed_state} | state
+        try:
+            self.crew.call(self.crew.learners()[0], "save", folder.resolve(), step, whole, best, metric)
+        except WorkerLost as lost:
+            self.crew.pump(0.5)
+            self.check_learners()
+            raise TidemillError(f"the checkpoint of step {step} could not be written: {lost}") from lost
+
+    def restore(self, path: Path) -> dict[str, Any]:
+        told = self.crew.call_all(self.crew.learners(), "restore", lambda _: (path.resolve(),))
+        state: dict[str, Any] = next(iter(told.values()))
+        self.feed_state, self.conductor.refeed = state["feed"], True
+        self.publisher.publish()
+        return state
+
+    def keep_definition(self, run: Path) -> None:
+        self.crew.call(self.crew.learners()[0], "keep_definition", run.resolve())
+
+    def save_model(self, folder: Path) -> None:
+        self.crew.call(self.crew.learners()[0], "save_model", folder.resolve())
+
+    def close(self) -> None:
+        self.crew.close()
+        self.logs.close()
+        with contextlib.suppress(Exception):  # it may be what failed
+            self._dock_future.result()
+        self._close_dock()
+        self._background.shutdown(wait=False)

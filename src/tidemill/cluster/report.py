@@ -1,0 +1,88 @@
+"""What workers say to the driver: answers, reports, failures. Plain records, so that any channel can carry them."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidemill import errors
+from tidemill.errors import TidemillError
+
+UNORDERED = -1
+DIRECT = frozenset({"watch", "stacks", "equip", "warm", "where"})  # answered at once, whatever is under way
+
+
+class Numbers:
+    """Numbers the orders to one process."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def of(self, method: str) -> int:
+        if method in DIRECT:
+            return UNORDERED
+        self._next += 1
+        return self._next - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception, as it can be told in another process."""
+
+    kind: str  # the exception's class
+    message: str
+    remedy: str = ""
+    trace: str = ""
+    is_users: bool = False  # something the user can mend: doing it again would fail again
+
+    @staticmethod
+    def of(error: BaseException) -> Failure:
+        users = isinstance(error, TidemillError) and not isinstance(error, errors.DockError | errors.ReshardError)
+        message = error.message if isinstance(error, TidemillError) else f"{type(error).__name__}: {error}"
+        remedy = error.remedy if isinstance(error, TidemillError) else ""
+        trace = "".join(traceback.format_exception(error))
+        return Failure(type(error).__name__, message, remedy, trace, users)
+
+    def raised(self, who: str) -> TidemillError:
+        """The same error here, saying where it came from."""
+        kind = getattr(errors, self.kind, TidemillError)
+        kind = kind if isinstance(kind, type) and issubclass(kind, TidemillError) else TidemillError
+        made: TidemillError = TidemillError.__new__(kind)
+        TidemillError.__init__(made, f"{who}: {self.message}", self.remedy)
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    value: Any = None
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How a worker stands."""
+
+    name: str
+    serial: int  # grows when something happened that the driver waits for
+    doing: str  # stage or order under way; "" when idle
+    since_s: float  # how long already
+    moves: int  # pieces of work done so far
+    leases: int = 0
+    done_group: int = -1  # a learner: the first group of the step that is learned and ended
+    version: int = -1  # of the weights that it learns or serves
+    operation: str = ""  # what it waits in, with other ranks
+    operation_s: float = 0.0
+    failure: Failure | None = None
+    first_token_s: float | None = None  # seconds since the epoch when the first token was made
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A worker has its equipment."""
+
+    pid: int
+    host: str
+    parameters: int = 0
+    seconds: float = 0.0

@@ -1,0 +1,128 @@
+"""The weight flow between processes: learner ranks send, rollout workers receive, over one wire that they all share.
+
+A link holds for as long as nobody of it dies; then it is made anew from those who live. On one node it is shared
+memory, between nodes a process group of its own, apart from the learner's world.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tidemill.errors import ReshardError
+from tidemill.models import lora
+from tidemill.reshard.dtensor import from_tensors, local_tensors
+from tidemill.reshard.layout import Layout
+from tidemill.reshard.move import BUCKET_BYTES, GroupWire, Job, Moved, Ring, Wire, _fill, _Flying, _laid_out, move
+from tidemill.reshard.plan import Topology, plan
+from tidemill.reshard.schedule import Round
+from tidemill.reshard.serve import Serving
+from tidemill.reshard.shared import SharedWire
+
+LEAST_BUCKET = 1 << 20
+UNSERVED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What every member of a wire is told. Ranks: the learners' first, then the rollout workers'."""
+
+    token: str
+    source: Layout
+    target: Layout
+    nodes: tuple[int, ...]  # of each rank
+    store: tuple[str, int] | None = None  # where members of several nodes meet
+    timeout_s: float = 120.0
+
+    @property
+    def ranks(self) -> int:
+        return len(self.nodes)
+
+
+class Carrier:
+    """One member's end of a link."""
+
+    def __init__(self, link: Link, rank: int, device: torch.device) -> None:
+        self.link, self.rank = link, rank
+        most = max(len(set(link.nodes)), max(link.nodes) + 1)
+        per_node = max(link.nodes.count(n) for n in set(link.nodes))
+        places = tuple(n * per_node + sum(m == n for m in link.nodes[:i]) for i, n in enumerate(link.nodes))
+        topology = Topology(per_node if most > 1 else 0, places if most > 1 else ())
+        self.plan = plan(link.source, link.target, topology, direct=link.store is None)
+        bucket = min(BUCKET_BYTES, max(LEAST_BUCKET, link.source.nbytes))
+        self.wire: Wire
+        if link.store is None:
+            self.wire = SharedWire(
+                link.token, rank, link.ranks, bucket_bytes=bucket, device=device, timeout_s=link.timeout_s
+            )
+        else:
+            self.wire = LooseWire(Ring(bucket_bytes=bucket), link, rank)
+
+    def send(self, tensors: dict[str, torch.Tensor], version: int) -> Moved:
+        return move(Job(self.plan, self.rank, tensors, {}, version), self.wire)
+
+    def receive(self, tensors: dict[str, torch.Tensor], version: int) -> Moved:
+        """In place: the engine does not serve meanwhile."""
+        serving = Serving(tensors, UNSERVED)
+        moved = serving.receive(Job(self.plan, self.rank, {}, {}, version), self.wire)
+        serving.flip()
+        return moved
+
+    def close(self) -> None:
+        self.wire.close()
+
+
+class LooseWire(GroupWire):
+    """Messages of a process group that belongs to this link alone: members come and go without the learner's world."""
+
+    def __init__(self, ring: Ring, link: Link, rank: int) -> None:
+        super().__init__(ring, timeout_s=link.timeout_s)
+        assert link.store is not None
+        host, port = link.store
+        store = dist.TCPStore(host, port, is_master=False, timeout=self.timeout)
+        self._members = dist.ProcessGroupGloo(dist.PrefixStore(link.token, store), rank, link.ranks, self.timeout)
+
+    def agree(self, ok: bool, version: int) -> bool:
+        word = torch.tensor([version if ok else -1, -version])
+        how = dist.AllreduceOptions()
+        how.reduceOp = dist.ReduceOp.MIN
+        self._members.allreduce([word], how).wait(self.timeout)
+        low, high = word.tolist()
+        if low >= 0 and low != -high:
+            raise ReshardError(f"ranks publish different versions: {low} and {-high}", "publish one version at a time")
+        return bool(low == version)
+
+    def _launch(self, step: Round, job: Job, moved: Moved) -> _Flying:
+        turn = self._turn
+        self._turn += 1
+        works = []
+        for peer, message, part in _laid_out(step.into, self.ring.coming(turn)):
+            works.append(self._members.recv([part], peer, turn))
+            moved.received_bytes += message.nbytes
+        for peer, message, part in _laid_out(step.out, self.ring.going(turn)):
+            _fill(message, part, job)
+            works.append(self._members.send([part], peer, turn))
+            moved.sent_bytes += message.nbytes
+        return _Flying(turn, step, works)
+
+
+def learned(model: Any) -> dict[str, torch.Tensor]:
+    """What rollout is to serve, under the names it knows: adapters are merged."""
+    return local_tensors(lora.merged(model))
+
+
+def served(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def layout_of(tensors: dict[str, Any], rank: int) -> Layout:
+    return from_tensors(tensors, rank)
+
+
+def open_store(host: str, timeout_s: float) -> dist.TCPStore:
+    """A store for members to meet in, in this process, on any free port."""
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))

@@ -1,0 +1,99 @@
+"""Small runs on workers of their own, and a watcher that kills some of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.test_resume import RECIPE, numbers
+from tidemill import launch
+from tidemill.cluster.remote import RemoteWorkers
+from tidemill.flow.loop import Summary, Watcher
+
+STEPS = 4
+CLUSTER = {"executor": "processes", "lease_s": 1.5, "collective_s": 20.0, "stall_s": 60.0, "memory_mb": 256}
+
+
+def recipe(folder: Path, **over: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {**RECIPE, "folder": str(folder), "cluster": CLUSTER}
+    made["train"] = {**RECIPE["train"], "steps": STEPS}
+    made["eval"] = {"size": 8}
+    for section, values in over.items():
+        before = made.get(section, {})
+        made[section] = {**before, **values} if isinstance(before, dict) else values
+    return made
+
+
+def train(folder: Path, watch: Watcher | None = None, **over: Any) -> Summary:
+    return launch.train(recipe(folder, **over), watch=watch)
+
+
+def measured(folder: Path) -> list[dict[str, Any]]:
+    """What a run measured, without what tells of its workers and its time."""
+    return [{k: v for k, v in line.items() if k != "workers_lost"} for line in numbers(folder / "small")]
+
+
+def assert_same(a: list[dict[str, Any]], b: list[dict[str, Any]], within: float = 1e-5) -> None:
+    assert [line["step"] for line in a] == [line["step"] for line in b]
+    for x, y in zip(a, b):
+        assert x.keys() == y.keys()
+        for key, value in x.items():
+            assert y[key] == pytest.approx(value, abs=within, rel=within), (x["step"], key)
+
+
+COUNTED = ("loss", "grad_norm", "version", "entropy", "lr")  # by the learner, of all samples
+SUMS = ("prompt_tokens", "made_tokens")  # by others; what was counted before a kill is told in a later step at worst
+
+
+def assert_same_learning(a: list[dict[str, Any]], b: list[dict[str, Any]], within: float = 1e-5) -> None:
+    """Whatever happened in between: every sample once, the same updates of the same weights."""
+
+    def learned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{k: v for k, v in m.items() if k in ("step", *COUNTED)} for m in lines if "loss" in m]
+
+    assert_same(learned(a), learned(b), within)
+    for name in SUMS:
+        assert sum(m.get(name, 0) for m in a) == sum(m.get(name, 0) for m in b)
+
+
+class Disturb(Watcher):
+    """Kills what `victim` names, `after_s` into the step that follows `at_step`."""
+
+    def __init__(self, victim: Callable[[RemoteWorkers], int], at_step: int = 1, after_s: float = 0.03) -> None:
+        self.victim, self.at_step, self.after_s = victim, at_step, after_s
+        self.said: list[str] = []
+        self.killed: list[int] = []
+        self.workers: RemoteWorkers | None = None
+
+    def started(self, workers: Any, first_step: int) -> None:
+        self.workers = workers
+
+    def noted(self, message: str) -> None:
+        self.said.append(message)
+
+    def stepped(self, step: int, metrics: dict[str, float]) -> None:
+        if step == self.at_step and not self.killed:
+            assert self.workers is not None
+            pid = self.victim(self.workers)
+            self.killed.append(pid)
+            threading.Timer(self.after_s, os.kill, (pid, signal.SIGKILL)).start()
+
+
+def worker(name: str) -> Callable[[RemoteWorkers], int]:
+    return lambda workers: workers.crew.members[name].pid
+
+
+def ledger(workers: RemoteWorkers) -> int:
+    assert workers.server is not None
+    return workers.server.ledger.pid
+
+
+def warehouse(workers: RemoteWorkers) -> int:
+    assert workers.server is not None
+    return next(iter(workers.server.warehouses.values())).pid

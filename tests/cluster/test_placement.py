@@ -1,0 +1,63 @@
+"""Which process does what, and whether a cluster has room for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tidemill.algorithms.registry import get
+from tidemill.cluster.placement import PlacementError, accelerator_of, check, place, shortage
+from tidemill.config import Config
+
+
+def placed(accelerator: str | None = None, algorithm: dict[str, object] | None = None, **cluster: object):
+    config = Config(algorithm=algorithm or {"name": "grpo"}, cluster=cluster)
+    return config, place(config, get(config.algorithm.name).graph(config), accelerator)
+
+
+def test_separated_roles_have_processes_of_their_own() -> None:
+    _, made = placed(learners=2, rollouts=3, rewards=2)
+    assert {g.name: (g.ranks, g.stages) for g in made.groups} == {
+        "learner": (2, ("learn",)),
+        "rollout": (3, ("rollout",)),
+        "reward": (2, ("reward", "advantage")),
+    }
+    assert [p.name for p in made.posts if p.feeds] == ["reward-0"]
+    assert [p.stages for p in made.group("reward").posts] == [("reward", "advantage"), ("reward",)]
+
+
+def test_colocated_roles_share_the_learners() -> None:
+    _, made = placed(learners=2, placement="colocated")
+    assert [g.name for g in made.groups] == ["learner"] and made.is_colocated
+    assert made.posts[0].feeds and "advantage" not in made.posts[1].stages
+
+
+def test_placement_is_chosen_role_by_role() -> None:
+    kl = {"name": "grpo", "kl": {"coef": 0.1}}
+    _, made = placed(algorithm=kl, placement={"rollout": "colocated", "reference": "separated"})
+    assert {g.name for g in made.groups} == {"learner", "reward", "reference"}
+
+
+@pytest.mark.parametrize("resource", ["GPU", "NPU"])
+def test_what_has_a_model_needs_a_device_and_what_has_none_does_not(resource: str) -> None:
+    config, made = placed(accelerator=resource)
+    assert {g.name: dict(g.needs).get(resource, 0) for g in made.groups} == {"learner": 1, "rollout": 1, "reward": 0}
+    assert accelerator_of(config, [{"CPU": 8, resource: 4}]) == resource
+    assert accelerator_of(config, [{"CPU": 8, "GPU": 0.0}]) is None
+
+
+def test_a_placement_that_does_not_fit_says_what_is_missing_and_what_would_fit() -> None:
+    config, made = placed(accelerator="GPU", learners=2, rollouts=4)
+    nodes = [{"CPU": 16.0, "GPU": 2.0}, {"CPU": 16.0, "GPU": 2.0}]
+    assert len(shortage(made, nodes)) == 2
+    with pytest.raises(PlacementError) as raised:
+        check(made, nodes, config.cluster)
+    assert "node 1: 16 CPU + 2 GPU" in raised.value.message and "rollout" in raised.value.message
+    assert "this would fit: cluster.rollouts=2" in raised.value.remedy
+    check(made, [*nodes, {"CPU": 4.0, "GPU": 2.0}], config.cluster)
+
+
+def test_where_nothing_separated_fits_colocated_is_advised() -> None:
+    config, made = placed(accelerator="NPU")
+    with pytest.raises(PlacementError) as raised:
+        check(made, [{"CPU": 4.0, "NPU": 1.0}], config.cluster)
+    assert "cluster.placement=colocated" in raised.value.remedy

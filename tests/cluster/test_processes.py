@@ -1,0 +1,94 @@
+"""Roles as processes compute what one process computes, and go on when any of them is killed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.runs import (
+    Disturb,
+    assert_same,
+    assert_same_learning,
+    ledger,
+    measured,
+    recipe,
+    train,
+    warehouse,
+    worker,
+)
+from tidemill import launch
+from tidemill.errors import TidemillError
+
+pytest.importorskip("zmq")
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("local")
+    train(folder, cluster={"executor": "local"})
+    return measured(folder)
+
+
+def test_one_of_each_computes_exactly_what_one_process_does(tmp_path: Path, local: list[dict[str, Any]]) -> None:
+    train(tmp_path)
+    assert measured(tmp_path) == local
+
+
+@pytest.mark.parametrize("schedule", ["sync", "streamed"])
+def test_two_ranks_and_two_of_each_compute_the_same_step(
+    tmp_path: Path, local: list[dict[str, Any]], schedule: str
+) -> None:
+    train(tmp_path, cluster={"learners": 2, "rollouts": 2, "rewards": 2}, flow={"schedule": schedule})
+    assert_same(measured(tmp_path), local)
+
+
+def test_colocated_roles_share_the_learners_processes(tmp_path: Path, local: list[dict[str, Any]]) -> None:
+    train(tmp_path, cluster={"learners": 2, "placement": "colocated"})
+    assert_same(measured(tmp_path), local)
+    assert {p.stem for p in (tmp_path / "small" / "logs").glob("*.log")} == {"learner-0", "learner-1"}
+
+
+@pytest.mark.parametrize(
+    "victim",
+    [worker("rollout-0"), worker("reward-0"), ledger, warehouse, worker("learner-1")],
+    ids=["rollout", "reward", "ledger", "warehouse", "learner"],
+)
+def test_whoever_is_killed_the_run_ends_with_the_same_numbers(
+    tmp_path: Path, local: list[dict[str, Any]], victim: Any
+) -> None:
+    watch = Disturb(victim)
+    summary = train(tmp_path, watch, cluster={"learners": 2, "rollouts": 2})
+    assert watch.killed and summary.steps == 4
+    assert_same_learning(measured(tmp_path), local)
+
+
+def test_a_worker_that_dies_at_every_start_ends_the_run_with_its_own_words(tmp_path: Path) -> None:
+    with pytest.raises(TidemillError, match="no licence was found") as raised:
+        train(tmp_path, rewards={"functions": [{"function": "tests.cluster.unlicensed:reward"}]})
+    assert "reward-0" in raised.value.message
+
+
+def test_samples_are_written_by_who_has_them_and_none_passes_the_driver(tmp_path: Path) -> None:
+    watch = Disturb(worker("rollout-0"), at_step=99)
+    train(tmp_path, watch, cluster={"rewards": 2})
+    lines = [json.loads(line) for line in (tmp_path / "small" / "samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == sorted(line["step"] for line in lines)
+    assert len({line["id"] for line in lines}) == len(lines) == 4 * 8
+
+
+def test_a_run_of_processes_is_resumed_in_one_process_and_the_other_way(
+    tmp_path: Path, local: list[dict[str, Any]]
+) -> None:
+    for first, then in (("processes", "local"), ("local", "processes")):
+        folder = tmp_path / first
+        launch.train(recipe(folder, train={"steps": 2}, cluster={"executor": first}))
+        config = folder / "small" / "config.yaml"
+        config.write_text(
+            config.read_text().replace("steps: 2", "steps: 4").replace(f"executor: {first}", f"executor: {then}")
+        )
+        (folder / "small" / "summary.json").unlink()
+        launch.resume(folder / "small")
+        assert_same([m for m in measured(folder) if m["step"] > 2], [m for m in local if m["step"] > 2])

@@ -1,0 +1,97 @@
+"""The same on Ray: one node, two nodes, and what is left when processes or a node are killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.runs import Disturb, assert_same, assert_same_learning, measured, train, worker
+from tidemill.cluster.placement import PlacementError
+from tidemill.cluster.remote import RemoteWorkers
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'tidemill[cluster]'")
+pytest.importorskip("zmq")
+pytestmark = pytest.mark.slow  # every worker imports torch anew
+
+STEPS = {"steps": 3}
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("local")
+    train(folder, train=STEPS, cluster={"executor": "local"})
+    return measured(folder)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes on this machine: raylets of their own, for these tests alone."""
+    from ray.cluster_utils import Cluster
+
+    folder = tempfile.mkdtemp(prefix="tm-")
+    small = {"object_store_memory": 80 << 20, "include_dashboard": False}
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 5, "temp_dir": folder, **small})
+    made.second = made.add_node(num_cpus=2, **small)  # type: ignore[attr-defined]
+    ray.init(address=made.address, log_to_driver=False, logging_level="error", configure_logging=False)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def over(**more: Any) -> dict[str, Any]:
+    return {"executor": "ray", "learners": 2, "rollouts": 2, "start_s": 120.0, "stall_s": 20.0, **more}
+
+
+def test_one_node_computes_what_one_process_does(tmp_path: Path, local: list[dict[str, Any]], cluster: Any) -> None:
+    watch = Disturb(worker("rollout-0"), at_step=99)
+    train(tmp_path, watch, train=STEPS, cluster=over(rollouts=1))
+    assert_same(measured(tmp_path), local)
+    assert isinstance(watch.workers, RemoteWorkers)
+    assert {m.node for m in watch.workers.crew.members.values()} == {watch.workers.starter.home[0]}
+
+
+def test_two_nodes_compute_the_same_and_a_killed_worker_is_made_up_for(
+    tmp_path: Path, local: list[dict[str, Any]], cluster: Any
+) -> None:
+    watch = Disturb(worker("rollout-1"))
+    train(tmp_path, watch, train=STEPS, cluster=over(learners=2, spread=True))
+    assert_same_learning(measured(tmp_path), local)
+    assert isinstance(watch.workers, RemoteWorkers)
+    assert len({m.node for m in watch.workers.crew.members.values()}) == 2
+    assert any("rollout-1 is lost" in said for said in watch.said)
+
+
+def test_a_placement_that_does_not_fit_is_refused_before_anything_starts(tmp_path: Path, cluster: Any) -> None:
+    with pytest.raises(PlacementError, match="does not fit"):
+        train(tmp_path, cluster=over(rollouts=9))
+
+
+def test_a_whole_node_dies_and_the_run_goes_on_without_it(
+    tmp_path: Path, local: list[dict[str, Any]], cluster: Any
+) -> None:
+    class EndNode(Disturb):
+        """Kills the raylet between two steps, and waits until Ray has noticed."""
+
+        def stepped(self, step: int, metrics: dict[str, float]) -> None:
+            if step == 1:
+                self.killed.append(cluster.second.all_processes["raylet"][0].process.pid)
+                os.kill(self.killed[0], signal.SIGKILL)
+                while all(node["Alive"] for node in ray.nodes()):
+                    time.sleep(0.1)
+
+    watch = EndNode(worker("rollout-1"))
+    train(tmp_path, watch, train=STEPS, cluster=over(learners=1, spread=True))
+    assert watch.killed and any("is lost" in said for said in watch.said)
+    assert_same_learning(measured(tmp_path), local)
+    assert isinstance(watch.workers, RemoteWorkers)
+    home = watch.workers.starter.home[0]
+    assert {m.node for m in watch.workers.crew.members.values() if m.state == "ready"} == {home}
