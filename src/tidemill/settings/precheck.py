@@ -83,6 +83,11 @@ def _flow(config: Config, _: Model) -> Iterator[str]:
             f"algorithm.rollout_correction_floor ({algorithm.rollout_correction_floor}) is above its cap "
             f"({algorithm.rollout_correction_cap}); lower it"
         )
+    if flow.is_separated and config.learn.moe.balance == "bias":
+        yield (
+            "learn.moe.balance is bias, which is no weight and stays with the learner, but rollout has its own copy of "
+            "the weights (flow.schedule async, or flow.placement separated); learn.moe.balance=aux_loss would do"
+        )
     if flow.schedule == "async" and flow.placement == "colocated":
         yield (
             "flow.schedule is async, but flow.placement is colocated: rollout cannot be ahead while it takes turns; "
