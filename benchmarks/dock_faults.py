@@ -57,7 +57,7 @@ PRODUCER_SPACING = 1 << 32
 def produce(address: Address, node: str, number: int, progress: Path, stop: Any) -> None:
     """Groups of rows whose content follows from their id. Progress is on file: a successor repeats the last put."""
     _quiet()
-    dock = RemoteDock(address, node)
+    dock = RemoteDock(address, node, by_door=node == NODES[0])  # the others as from another machine
     done = int(progress.read_text() or 0) if progress.exists() else 0
     while not stop.is_set():
         ids = np.arange(done, done + GROUP) + number * PRODUCER_SPACING
@@ -73,7 +73,7 @@ def produce(address: Address, node: str, number: int, progress: Path, stop: Any)
 
 def consume(address: Address, node: str, stage: str, log: Path, stop: Any) -> None:
     _quiet()
-    dock = RemoteDock(address, node)
+    dock = RemoteDock(address, node, by_door=node == NODES[0])  # the others as from another machine
     rng = random.Random(os.getpid())
     with open(log, "ab", buffering=0) as committed:
         while not stop.is_set():

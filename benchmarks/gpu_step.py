@@ -112,7 +112,7 @@ def case(shape: str, folder: Path, options: Mapping[str, Any], power: Power) -> 
 
 
 def child(program: str, job: Mapping[str, Any], extra: Mapping[str, str]) -> dict[str, Any]:
-    """The last line of its output, and all of it on ours."""
+    """Its last line that is a JSON object; all of its output goes to our errors."""
     command = [sys.executable, str(HERE / program), json.dumps(job)]
     paths = [str(HERE.parent / "src"), str(HERE.parent)] if program == "_step_ours.py" else []
     path = os.pathsep.join([*filter(None, [CLEAN.get("PYTHONPATH")]), *paths])
@@ -128,12 +128,10 @@ def child(program: str, job: Mapping[str, Any], extra: Mapping[str, str]) -> dic
         print(f"  {program[6:-3]} | {lines[-1][:400]}", file=sys.stderr, flush=True)
     code = process.wait()
     stop.cancel()
-    if code != 0 or not lines:
+    results = [line for line in lines if line.startswith('{"')]  # libraries may have last words of their own
+    if code != 0 or not results:
         return {"error": f"{program} ended with {code}: " + " / ".join(lines[-3:])[-800:]}
-    try:
-        result: dict[str, Any] = json.loads(lines[-1])
-    except ValueError:
-        return {"error": f"{program}: {lines[-1][-400:]}"}
+    result: dict[str, Any] = json.loads(results[-1])
     return result
 
 

@@ -32,7 +32,18 @@ ESCAPES = {
     "endless time": "while True: pass",
     "endless memory": "x = [0]\nwhile True: x += x",
     "leave early": "import os; os._exit(0)",
+    "equal to everything": "class S:\n    __eq__ = lambda s, o: True\nf = lambda: S()",
+    "change the counting": "import sys\nfor m in [*sys.modules.values()]: m.value_of = m.holds = lambda *a: '7'",
+    "parent's memory": "import os; open(f'/proc/{os.getppid()}/mem', 'rb').read(1)",
+    "shared memory": "import ctypes; assert ctypes.CDLL(None).shmget(0, 4096, 0o1777) >= 0; f = lambda: 7",
+    "a setuid program": "import os; os.execv('/usr/bin/su', ['su'])",
+    "memory by mmap": "import mmap; x = mmap.mmap(-1, 1 << 33); x[0] = 1; f = lambda: 7",
+    "stop the parent": "import os; os.kill(os.getppid(), 19); f = lambda: 7",
+    "threads without end": "import threading as t, time\nwhile True: t.Thread(target=time.sleep, args=(9,)).start()",
+    "a device": "import os; os.mknod('d', 0o60600, os.makedev(8, 0)); f = lambda: 7",
 }
+# An escape succeeds when the program comes to its end; of these two, when it passes a check that it did not earn.
+CHECKS = {"equal to everything": ["assert f() == 7"], "change the counting": ["assert f() == 7"]}
 
 
 def run(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,7 +53,9 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
         for box in sandboxes:
             box.run("pass")
         rate = repeat(lambda: programs_per_s(sandboxes, count), options["repeats"])
-        escaped = [name for name, code in ESCAPES.items() if sandboxes[0].run(code, ["assert True"]).passed]
+        escaped = [
+            name for name, code in ESCAPES.items() if sandboxes[0].run(code, CHECKS.get(name, ["assert True"])).passed
+        ]
         latency = statistics.median(sandboxes[0].run("x = 1 + 1").seconds for _ in range(50))
     finally:
         for box in sandboxes:

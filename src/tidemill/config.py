@@ -158,6 +158,54 @@ class Rewards(Section):
         return self
 
 
+class Environment(Section):
+    """Whom the model talks to: each sample is a conversation of several turns."""
+
+    name: str = Field(description="nim, tools, gymnasium:GAME, textarena:GAME, or package.module:Class")
+    args: dict[str, Any] = Field({}, description="the environment's own settings")
+    max_turns: int = Field(8, ge=1, description="most times the model speaks in one conversation")
+    max_turn_tokens: int | None = Field(
+        None, ge=1, description="most tokens the model says at once; none: what rollout.max_new_tokens leaves"
+    )
+    role: Literal["user", "tool"] = Field("user", description="whose message an answer is, for chat models")
+    workers: int = Field(0, ge=0, description="threads for environments that take time to answer; 0: none")
+    timeout_s: float = Field(60.0, gt=0, description="longest an environment may think in a thread")
+    on_error: Literal["end", "fail"] = Field(
+        "end", description="an environment that raises or takes too long: ends the conversation, or the run"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class Parallel(Section):
+    """Over how many ranks the learner is cut, and how. The ranks are replicate × fsdp × cp × tp × pp; ep lies over the
+    ranks of fsdp and cp together and multiplies nothing."""
+
+    replicate: int = Field(1, ge=1, description="copies of the sharded model, each with its own samples (hybrid shard)")
+    fsdp: int = Field(1, ge=1, description="ranks over which weights, gradients and optimizer are sharded (FSDP2)")
+    tp: int = Field(1, ge=1, description="ranks that share each layer's heads and widths (tensor parallel)")
+    cp: int = Field(1, ge=1, description="ranks that share each sequence (context parallel)")
+    ep: int = Field(1, ge=1, description="ranks that share the experts, out of fsdp × cp (expert parallel)")
+    pp: int = Field(1, ge=1, description="ranks that each hold a run of layers (pipeline parallel)")
+    cp_form: Literal["auto", "ulysses", "ring"] = Field(
+        "auto",
+        description="context parallel by exchanging heads or by passing keys round; auto: heads where they divide",
+    )
+    pp_schedule: Literal["1f1b", "interleaved"] = Field("1f1b", description="order of a pipeline's micro-batches")
+    pp_chunks: int = Field(1, ge=1, description="runs of layers per pipeline rank; more than 1 with interleaved")
+    timeout_s: float = Field(
+        600.0, gt=0, description="longest wait for another rank before the run says who is missing"
+    )
+    device_gb: float | None = Field(None, gt=0, description="memory of one device, for the estimate; none: as here")
+
+    @property
+    def ranks(self) -> int:
+        return self.replicate * self.fsdp * self.cp * self.tp * self.pp
+
+
 class KL(Section):
     coef: float = Field(
         0.0, ge=0, description="weight of the divergence from the frozen reference; 0: no reference model"
@@ -175,6 +223,9 @@ class KL(Section):
     )
     horizon: int = Field(10000, ge=1, description="samples over which the adaptive coef reacts")
     reset_every: int = Field(0, ge=0, description="steps after which the reference becomes the policy; 0: never")
+    parallel: Parallel | None = Field(
+        None, description="sizes by which the reference is cut over the learner's ranks; none: as the learner"
+    )
 
     @model_validator(mode="after")
     def _adaptive_in_reward(self) -> KL:
@@ -324,29 +375,15 @@ class Algorithm(Section):
         return merged
 
 
-class Parallel(Section):
-    """Over how many ranks the learner is cut, and how. The ranks are replicate × fsdp × cp × tp × pp; ep lies over the
-    ranks of fsdp and cp together and multiplies nothing."""
+class Mixture(Section):
+    """Models with experts."""
 
-    replicate: int = Field(1, ge=1, description="copies of the sharded model, each with its own samples (hybrid shard)")
-    fsdp: int = Field(1, ge=1, description="ranks over which weights, gradients and optimizer are sharded (FSDP2)")
-    tp: int = Field(1, ge=1, description="ranks that share each layer's heads and widths (tensor parallel)")
-    cp: int = Field(1, ge=1, description="ranks that share each sequence (context parallel)")
-    ep: int = Field(1, ge=1, description="ranks that share the experts, out of fsdp × cp (expert parallel)")
-    pp: int = Field(1, ge=1, description="ranks that each hold a run of layers (pipeline parallel)")
-    cp_form: Literal["auto", "ulysses", "ring"] = Field(
-        "auto",
-        description="context parallel by exchanging heads or by passing keys round; auto: heads where they divide",
+    balance: Literal["none", "aux_loss", "bias"] = Field(
+        "none", description="keep experts evenly loaded: by a loss, or by a bias on their choice"
     )
-    pp_schedule: Literal["1f1b", "interleaved"] = Field("1f1b", description="order of a pipeline's micro-batches")
-    pp_chunks: int = Field(1, ge=1, description="runs of layers per pipeline rank; more than 1 with interleaved")
-    timeout_s: float = Field(
-        600.0, gt=0, description="longest wait for another rank before the run says who is missing"
-    )
-
-    @property
-    def ranks(self) -> int:
-        return self.replicate * self.fsdp * self.cp * self.tp * self.pp
+    coef: float = Field(1e-3, ge=0, description="with balance aux_loss: its factor")
+    bias_rate: float = Field(1e-3, ge=0, description="with balance bias: how far the bias moves after each update")
+    replay: bool = Field(False, description="route tokens in learning as rollout routed them; native engine")
 
 
 class Learn(Section):
@@ -398,6 +435,7 @@ class Learn(Section):
         "float32", description="in which gradients are added up over ranks; same: the weights' own"
     )
     parallel: Parallel = Parallel()
+    moe: Mixture = Mixture()
 
 
 class Flow(Section):
@@ -498,6 +536,7 @@ class Config(Section):
     data: Data = Data()
     train: Train = Train()
     rollout: Rollout = Rollout()
+    environment: Environment | None = Field(None, description="whom the model talks to; none: one turn")
     rewards: Rewards = Rewards()
     algorithm: Algorithm = Algorithm()
     learn: Learn = Learn()

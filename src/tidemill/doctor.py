@@ -17,7 +17,7 @@ from tidemill.config import Config
 from tidemill.device import hints, host
 from tidemill.errors import TidemillError
 from tidemill.recipe import Loaded
-from tidemill.settings import estimate
+from tidemill.settings import estimate, parallel, precheck, published, ranks_memory
 from tidemill.settings.estimate import human
 from tidemill.settings.memory import Memory, memory
 
@@ -139,6 +139,9 @@ def _extras() -> Iterator[Finding]:
 
 
 def _recipe(config: Config) -> Iterator[Finding]:
+    if published.find(config.model) is not None and not Path(config.model.path or "").expanduser().is_dir():
+        yield from _on_paper(config)
+        return
     try:
         recipe.check(config)
         yield Finding("recipe", f"{config.name}: its settings can work")
@@ -146,6 +149,9 @@ def _recipe(config: Config) -> Iterator[Finding]:
         yield Finding("recipe", error.message, "bad", error.remedy)
         return
     shape = estimate.shape_of(recipe.model_of(config))
+    if config.learn.parallel.ranks > 1 and shape is not None:
+        yield _ranks(config, ranks_memory.Sizes.dense(shape))
+        return
     try:
         chosen = device.pick(config.device)
     except TidemillError as error:
@@ -166,6 +172,57 @@ def _recipe(config: Config) -> Iterator[Finding]:
     )
     if not chosen.supports(config.model.dtype):
         yield Finding("recipe dtype", f"{config.model.dtype} is slow on this device", "warn", "model.dtype=float32")
+
+
+def _on_paper(config: Config) -> Iterator[Finding]:
+    """A large model whose folder is not here: its published sizes are enough to judge a layout."""
+    own = published.find(config.model)
+    assert own is not None
+    missing = "model.path="  # what precheck says of a folder that is not there
+    problems = [p for p in precheck.problems(config, config.model) if not p.startswith(missing)]
+    problems += parallel.model_problems(config.learn.parallel, published.cuttable(own))
+    if problems:
+        yield Finding("recipe", recipe.as_list(problems), "bad", "change these keys")
+        return
+    sizes = published.sizes(own)
+    what = f"{config.name}: its settings can work; {config.model.path} is not here, so this is by its published sizes"
+    yield Finding("recipe", f"{what} ({sizes.total / 1e9:.0f} billion parameters)")
+    yield _ranks(config, sizes)
+
+
+def _ranks(config: Config, sizes: ranks_memory.Sizes) -> Finding:
+    """Whether each rank's share fits a device."""
+    layout = config.learn.parallel
+    if layout.device_gb is not None:
+        have, is_cpu = int(layout.device_gb * 1e9), False
+    else:
+        chosen = device.pick(config.device)
+        is_cpu = chosen.kind == "cpu"
+        have = chosen.memory().total // (layout.ranks if is_cpu else 1)  # a machine's ranks share its memory
+    needed = ranks_memory.per_rank(config, sizes, on_accelerator=not is_cpu)
+    fits = needed.total <= have
+    parts = ", ".join(f"{name} {human(size)}" for name, size in needed.parts() if size)
+    what = f"{human(needed.total)} of {human(have)} on each of {layout.ranks} ranks by estimate ({parts})"
+    remedy = "" if fits else "; ".join(_rank_savings(config, sizes, needed))
+    return Finding("recipe memory", what, "ok" if fits else "bad", remedy)
+
+
+def _rank_savings(config: Config, sizes: ranks_memory.Sizes, needed: ranks_memory.RankMemory) -> list[str]:
+    """What would help, the largest part first."""
+    more_ranks = "more ranks: a larger learn.parallel.fsdp"
+    gathered = "a larger learn.parallel.tp" + (" or ep: no rank then gathers all experts" if sizes.experts else "")
+    advice = {
+        "gathered": gathered,
+        "reducing": gathered,
+        "weights": more_ranks,
+        "gradients": more_ranks,
+        "optimizer": f"learn.optimizer_on_host=true; {more_ranks}",
+        "activations": "learn.recompute=full, a larger learn.parallel.cp, or a smaller train.tokens_per_microbatch",
+        "logits": "a smaller learn.logprob_chunk, or a larger learn.parallel.tp",
+    }
+    largest = sorted(needed.parts(), key=lambda part: -part[1])
+    words = [w for name, size in largest if size > needed.total / 20 for w in advice[name].split("; ")]
+    return list(dict.fromkeys(words))
 
 
 def _savings(config: Config, needed: Memory) -> Iterator[str]:

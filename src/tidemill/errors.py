@@ -38,6 +38,10 @@ class RewardError(TidemillError):
     """A reward function failed in a way that ends the run."""
 
 
+class PlayError(TidemillError):
+    """An environment failed in a way that ends the run."""
+
+
 class DockError(TidemillError):
     """The sample flow was used in a way it does not allow."""
 

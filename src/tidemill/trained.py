@@ -16,6 +16,7 @@ from tidemill.errors import CheckpointError, ConfigError, ModelError
 from tidemill.learn import checkpoint
 from tidemill.models import attention
 from tidemill.models.load import DTYPES, Loaded, open_folder, save_folder, wrap
+from tidemill.reward import model as reward_model
 from tidemill.rollout.engine import Completion, Request, Sampling
 from tidemill.rollout.native.engine import NativeEngine
 from tidemill.run import RunFolder
@@ -28,6 +29,7 @@ class Trained:
     loaded: Loaded
     config: Config
     step: int | None  # of the checkpoint; None for a plain folder
+    reward_head: torch.Tensor | None = None  # what a reward model has in place of words
 
 
 def keep_definition(loaded: Loaded, run: Path) -> None:
@@ -60,22 +62,31 @@ def _from_run(run: RunFolder, place: torch.device) -> Trained:
     model = AutoModelForCausalLM.from_config(definition, attn_implementation=attention.NAME)  # type: ignore[no-untyped-call]
     model = model.to(DTYPES[run.config.model.dtype])
     own = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
-    missing = [name for name, _ in model.named_parameters() if name not in own]
+    head = own.pop("head.weight", None) if "decoder" in {name.partition(".")[0] for name in own} else None
+    if head is not None:  # a reward model: the policy's decoder, with one number in stead of words
+        prefix = next(n for n, m in model.named_modules() if m is model.get_decoder())
+        own = {name.replace("decoder", prefix, 1): tensor for name, tensor in own.items()}
+    missing = [name for name, _ in model.named_parameters() if name not in own and head is None]
     if missing:
         raise CheckpointError(f"{found.path} lacks {len(missing)} of the model's tensors, first {missing[0]}")
     model.load_state_dict(own, strict=False)  # tied weights and buffers are made by the model itself
     tokenizer = AutoTokenizer.from_pretrained(run.path / DEFINITION)
     window = getattr(definition.get_text_config(), "max_position_embeddings", 1 << 20)
-    return Trained(wrap(model.to(place), tokenizer, window), run.config, found.step)
+    return Trained(wrap(model.to(place), tokenizer, window), run.config, found.step, head)
 
 
 def export(where: str | Path, folder: Path) -> Trained:
     """The newest checkpoint as a Hugging Face folder, written aside and renamed."""
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"--to {folder} is not empty", "name a new folder")
-    trained = open_trained(where, "cpu")
     aside = folder.with_name(f".{folder.name}.tmp")
-    save_folder(trained.loaded.model, trained.loaded.tokenizer, aside)
+    trained = open_trained(where, "cpu")
+    if trained.reward_head is None:
+        save_folder(trained.loaded.model, trained.loaded.tokenizer, aside)
+    else:
+        model = trained.loaded.model
+        decoder = model.get_decoder().state_dict()
+        reward_model.save(decoder, trained.reward_head, model.config, trained.loaded.tokenizer, aside)
     if folder.exists():
         folder.rmdir()
     aside.rename(folder)

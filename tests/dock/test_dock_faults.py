@@ -8,17 +8,21 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.dock.test_dock_local import STAGES, prompts, rewards, rollout, run_stage
 from tests.dock.test_dock_remote import LEARN, rows
 
 from tidemill.batch import Batch
-from tidemill.dock import LeaseExpired, Want
+from tidemill.dock import LeaseExpired, Want, join
 from tidemill.dock import chunk as chunks
+from tidemill.dock import messages as m
 from tidemill.dock.client import RemoteDock
+from tidemill.dock.ledger_server import LedgerServer
 from tidemill.dock.records import split
 from tidemill.dock.server import DockServer
 from tidemill.dock.setup import DockSetup
+from tidemill.dock.wire import SEQ
 from tidemill.graph import Stage
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -37,7 +41,7 @@ def lose_warehouse(server, name):
 
 
 def _take_and_wait(address, taken):
-    lease = RemoteDock(address).take("learn", Want(rows=2), wait=10)
+    lease = RemoteDock(address, by_door=False).take("learn", Want(rows=2), wait=10)
     taken.put(lease.batch.values("id").tolist())
     signal.pause()
 
@@ -150,6 +154,40 @@ def test_without_a_replica_outputs_are_made_again_and_lost_sources_are_asked_for
         assert source.take("double", Want(rows=2), wait=5).batch.values("x")[:, 0].tolist() == [1, 2]
         source.close()
         worker.close()
+
+
+def test_a_node_that_leaves_is_not_waited_for(tmp_path):
+    with DockServer(DockSetup(LEARN), tmp_path / "dock") as server:
+        node = join(server.address.to_json(), "other", "127.0.0.1", folder=tmp_path / "node", segment_bytes=1 << 20)
+        there = node.connect()
+        there.put(rows([1, 2]))
+        dock = server.connect()
+        node.close()
+        deadline = time.monotonic() + 30
+        while not (missing := dock.missing()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert missing == [1, 2] and "other" not in dock.figures()["warehouses"]
+        for one in (dock, there):
+            one.close()
+
+
+def test_a_warehouse_that_does_not_come_back_with_its_ledger_is_given_up(tmp_path):
+    setup = DockSetup(LEARN, warehouse_timeout_s=0.01)
+    ids = np.arange(3).tobytes()
+    first = LedgerServer(setup, tmp_path, "token", "127.0.0.1")
+    hello = m.Announce(1, "node0", "/nowhere", "tcp://127.0.0.1:1", "127.0.0.1:1", {0: 0}, 1)
+    put = m.Put(ids, ids, None, m.Outputs(("id", "group", "x"), 8, (m.Copy(1, 0, 0, 0),)), "", 0.0)
+    for i, message in enumerate((hello, put)):
+        first._handle(b"client", SEQ.pack(i), m.encode(message), 0.0)
+        first._flush()
+    first.is_stopping = True
+    first.run()
+    second = LedgerServer(setup, tmp_path, "token", "127.0.0.1")
+    second._tick(time.monotonic() + 1)
+    assert second._ledger.missing == [0, 1, 2] and not second._ledger.slot_of
+    second.is_stopping = True
+    second.run()
 
 
 def test_random_kills_lose_nothing_and_double_nothing():

@@ -82,7 +82,7 @@ class LedgerLife(RuleBasedStateMachine):
         try:
             self.ledger.commit(grant.lease, what, drop, self.now)
         except LeaseExpired:
-            assert deadline <= self.now or grant.lease >> 40 != self.ledger.epoch
+            assert deadline <= self.now or grant.lease >> 40 != self.ledger.leases.epoch
             self.alive_chunks.discard(what.chunk)
             return
         assert deadline > self.now
@@ -103,7 +103,7 @@ class LedgerLife(RuleBasedStateMachine):
 
     @rule(from_journal=st.booleans())
     def restart(self, from_journal):
-        other = new_ledger(self.ledger.epoch + 1)
+        other = new_ledger(self.ledger.leases.epoch + 1)
         if from_journal:
             for effect in self.history:
                 again.redo(other, effect)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import tidemill
-from tidemill import recipe
+from tidemill import recipe, trained
 from tidemill.algorithms.registry import OFFLINE, ONLINE
 
 SEEDS = range(int(os.environ.get("TIDEMILL_SEEDS", "1")))
@@ -85,6 +85,26 @@ def test_distillation_reaches_its_teacher_with_fewer_samples_than_grpo(seed: int
     assert student.accuracy_after >= accuracy - 0.02
     config = recipe.load("cpu/distill").config.train
     assert config.steps * config.prompts_per_step * config.samples_per_prompt < TEACHER_STEPS * 16 * 8
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_learned_reward_lifts_accuracy_that_it_was_never_told(seed: int, place, warm) -> None:
+    _, metrics, folder = run(place, "reward_model", seed, warm)
+    assert sum(m["preference_accuracy"] for m in metrics[-5:]) / 5 > 0.9
+    judge = place / f"judge-{seed}"
+    trained.export(folder, judge)
+    functions = f"[{{function: exact, weight: 0.0}}, {{function: model, args: {{path: {judge}}}}}]"
+    summary, _, _ = run(place, "grpo_reward_model", seed, warm, f"rewards.functions={functions}")
+    assert summary.accuracy_before < BELOW
+    assert summary.accuracy_after > ABOVE
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_game_of_several_turns_is_won_more_often(seed: int, place) -> None:
+    summary, metrics, _ = run(place, "game", seed)
+    assert summary.accuracy_before < BELOW
+    assert summary.accuracy_after > ABOVE
+    assert metrics[-1]["turns"] > 1.0
 
 
 @pytest.mark.parametrize("seed", SEEDS)

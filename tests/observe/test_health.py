@@ -38,6 +38,7 @@ def test_a_healthy_run_gets_no_warning() -> None:
         ("gap", {"gap_mean": 0.05}, "old_logprobs=recompute"),
         ("kl", {"kl": 3.0}, "3 nats per token away"),
         ("reward_errors", {"reward_errors": 2.0}, "10 rewards failed in the last 5 steps"),
+        ("environment_errors", {"environment_errors": 1.0}, "5 conversations of the last 5 steps ended"),
         ("length", {"response_tokens": 300.0}, "from 100 to 300 tokens"),
         ("skipped", {"skipped_updates": 2.0}, "2 updates were skipped"),
         ("critic", {"critic/explained_variance": -0.2}, "explains nothing"),

@@ -263,7 +263,7 @@ def pair_loss(name: str, samples: list[Sample], a: Any) -> Tensor:
             loss = loss - p.sft_coef * means(c, "new")
         elif name == "ipo":
             h = (means(c, "new") - means(c, "ref")) - (means(r, "new") - means(r, "ref"))
-            loss = (h - 1 / (2 * p.beta)) ** 2
+            loss = (h - 1 / (2 * p.beta)) ** 2 - p.sft_coef * means(c, "new")
         elif name == "simpo":
             h = p.beta * (means(c, "new") - means(r, "new")) - p.margin
             loss = -(1 - p.label_smoothing) * log_sigmoid(h) - p.label_smoothing * log_sigmoid(-h)

@@ -81,3 +81,34 @@ def test_an_endpoint_that_is_down_is_named_and_the_recipe_decides(on_error) -> N
         else:
             (scored,) = scorer.score([SAMPLE])
             assert scored.value == 0.0 and "127.0.0.1:9" in scored.error
+
+
+@pytest.mark.parametrize("on_error", ["zero", "drop", "fail"])
+def test_a_run_whose_judge_is_down_says_so_and_does_as_told(on_error, tmp_path) -> None:
+    import tidemill
+
+    tiny = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 64, "window": 32}
+    args = {"url": "http://127.0.0.1:9/v1", "model": "m", "retries": 1, "backoff_s": 0.01}
+    recipe = {
+        "folder": str(tmp_path),
+        "name": "run",
+        "threads": 1,
+        "model": {"tiny": tiny | {"alphabet": "0123456789+-= "}},
+        "data": {"source": "chain", "args": {"terms": 2}, "max_prompt_tokens": 12},
+        "rollout": {"max_new_tokens": 4},
+        "rewards": {"functions": [{"function": "judge", "args": args}], "on_error": on_error},
+        "train": {"steps": 2, "prompts_per_step": 4, "samples_per_prompt": 2},
+        "eval": {"size": 0, "before": False, "after": False},
+        "observe": {"tensorboard": False},
+    }
+    if on_error == "fail":
+        with pytest.raises(RewardError, match=r"sample \d+ \(chain:\d+\).*127.0.0.1:9.*not to be reached"):
+            tidemill.train(recipe)
+        return
+    tidemill.train(recipe)
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [m["reward_errors"] for m in metrics] == [8.0, 8.0]
+    if on_error == "drop":
+        assert all(m["dropped_samples"] == 8.0 for m in metrics)
+    else:
+        assert all(m["reward"] == 0.0 for m in metrics)

@@ -51,6 +51,50 @@ def test_leaving_early_passes_no_check(box, leave) -> None:
     assert box.run(leave, ["assert True"]).passed == 0
 
 
+def test_values_are_compared_outside_so_nothing_can_call_itself_equal(box) -> None:
+    same = "class Same:\n    __eq__ = lambda s, o: True\n    __ne__ = __lt__ = lambda s, o: True\nf = lambda x: Same()"
+    assert box.run(same, ["assert f(2) == 4", "assert f(2) < 3", "assert 4 == f(2)"]).passed == 0
+    number = "class N(int):\n    __eq__ = lambda s, o: True\n    __hash__ = int.__hash__\nf = lambda x: N(7)"
+    assert box.run(number, ["assert f(2) == 4", "assert [f(2)] == [4]"]).passed == 0
+    right = "def f(x):\n    return {'a': [x, (x, None)], 'b': {x}}"
+    wanted = ["assert f(2) == {'b': {2}, 'a': [2, (2, None)]}", "assert f(1) is not None", "assert 3 > len(f(1))"]
+    assert box.run(right, wanted).passed == 3
+    counted = "from collections import Counter, OrderedDict\nf = Counter\ng = OrderedDict"
+    assert box.run(counted, ["assert f('aab') == {'a': 2, 'b': 1}", "assert g(a=1) == {'a': 1}"]).passed == 2
+    assert box.run("f = float", ["assert f(2) == 2", "assert f('nan') != 2", "assert f(1) is None"]).passed == 1
+
+
+FORGERIES = {
+    "look for the wanted value": (
+        "import gc, re, sys\nfound = []\nframe = sys._getframe()\n"
+        "while frame:\n    found.append(repr(frame.f_locals))\n    frame = frame.f_back\n"
+        "found += [repr(o) for o in gc.get_objects() if isinstance(o, (list, tuple, dict))]\n"
+        "wanted = [n for t in found for n in re.findall(r'== ?([0-9]{6})', t)]\n"
+        "f = lambda x: int(wanted[0]) if wanted else 0"
+    ),
+    "change the counting": (
+        "import sys\nfor m in list(sys.modules.values()):\n"
+        "    for n in ('holds', 'value_of', 'as_plain'):\n"
+        "        if hasattr(m, n): setattr(m, n, lambda *a: '271828')\nf = lambda x: 0"
+    ),
+    "write a verdict": (
+        "import os\nfor fd in range(3, 32):\n    try: os.write(fd, b'0123456789abcdef[\"271828\"]')\n"
+        "    except OSError: pass\nos._exit(0)"
+    ),
+    "change json": "import json\njson.dumps = lambda *a: '[\"271828\"]'\nf = lambda x: 0",
+}
+
+
+@pytest.mark.parametrize("how", FORGERIES)
+def test_a_verdict_cannot_be_forged(box, how) -> None:
+    assert box.run(FORGERIES[how], ["assert f(0) == 271828"]).passed == 0
+
+
+def test_long_input_arrives_whole(box) -> None:
+    result = box.run("import sys; print(len(sys.stdin.read()))", input="x" * 500_000)
+    assert result.output == "500000\n"
+
+
 def refused(box, code: str) -> bool:
     """Whether the program met an error where it tried to get out."""
     result = box.run(f"{code}\nprint('OUT')")
@@ -149,6 +193,22 @@ REACHES = {
     "bpf": "import ctypes; assert ctypes.CDLL(None).syscall(321, 0, 0, 0) >= 0",
     "keyctl": "import ctypes; assert ctypes.CDLL(None).syscall(250, 0, 0) >= 0",
     "memfd": "import os; os.memfd_create('x')",
+    "kill a group": "import os; os.killpg(os.getpgid(os.getppid()), 9)",
+    "stop the parent": "import os, signal; os.kill(os.getppid(), signal.SIGSTOP)",
+    "queue a signal": "import ctypes, os; assert ctypes.CDLL(None).syscall(129, os.getppid(), 9, 0) == 0",
+    "priority of the parent": "import os; os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
+    "shared memory": "import ctypes; assert ctypes.CDLL(None).shmget(0, 4096, 0o1777) >= 0",
+    "posix shared memory": "from multiprocessing import shared_memory as m; m.SharedMemory(create=True, size=4096)",
+    "message queue": "import ctypes; assert ctypes.CDLL(None).syscall(240, b'/q', 0o102, 0o600, 0) >= 0",
+    "userfaultfd": "import ctypes; assert ctypes.CDLL(None).syscall(323, 1) >= 0",
+    "perf": "import ctypes; assert ctypes.CDLL(None).syscall(298, b'\\0' * 128, 0, -1, -1, 0) >= 0",
+    "handle": "import ctypes; assert ctypes.CDLL(None).syscall(304, -100, b'\\0' * 16, 0) >= 0",
+    "the 32-bit way in": "import ctypes; assert ctypes.CDLL(None).syscall(0x40000000 + 41, 2, 1, 0) >= 0",
+    "setuid program": "import os; os.execv('/usr/bin/su', ['su'])",
+    "terminal input": "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSTI, b'x')",
+    "clock": "import time; time.clock_settime(time.CLOCK_REALTIME, 0)",
+    "a device": "import os; os.mknod('d', 0o600 | 0o060000, os.makedev(8, 0))",
+    "a module of the kernel": "import ctypes; assert ctypes.CDLL(None).syscall(175, b'', 0, b'') == 0",
 }
 
 
@@ -195,6 +255,9 @@ def test_endless_memory_is_cut(box) -> None:
         "x = 'a' * 10**10",
         "x = []\nwhile True: x.append(' ' * 1000000)",
         "x = list(range(10**8))",
+        "import mmap\nx = [mmap.mmap(-1, 1 << 26) for _ in range(64)]",
+        "import mmap\nx = mmap.mmap(-1, 1 << 33); x[0] = 1",
+        "import ctypes\nx = [ctypes.create_string_buffer(1 << 26) for _ in range(64)]",
     ):
         assert box.run(code).status in ("failed", "killed")
 

@@ -24,8 +24,8 @@ class Distill(Algorithm):
     def graph(self, config: Config) -> Graph:
         reads = (GROUP, "tokens", "prompt_length", LENGTH)
         stages = (
-            tables.rollout(),
-            tables.reward(),
+            tables.rollout(config),
+            tables.reward(config),
             *tables.policy_logprobs(config),
             Stage("teacher", "teacher", reads, ("teacher_logprobs",)),
             tables.advantage(config, "teacher_logprobs", tables.old_column(config)),

@@ -6,37 +6,17 @@ smoothing ε: −(1 − ε) log σ(β h) − ε log σ(−β h).
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from tidemill.algorithms import preference
-from tidemill.algorithms.api import Algorithm, Stats, TokenBatch
-from tidemill.batch import Batch
-from tidemill.config import Config
-from tidemill.graph import Graph
+from tidemill.algorithms.preference import PairPolicy, logistic
+from tidemill.config import Preference
 
 
-class DPO(Algorithm):
+class DPO(PairPolicy):
     name = "dpo"
     about = "prefers chosen over rejected responses, against a reference"
-    food = "pairs"
+    has_reference = True
+    per_token = False
 
-    def graph(self, config: Config) -> Graph:
-        return preference.graph(self.name, needs_reference=True)
-
-    def advantages(self, batch: Batch, config: Config) -> Batch:
-        return Batch({})
-
-    def loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
-        settings = config.algorithm.preference
-        assert tokens.ref_logprobs is not None
-        pairs = preference.pairs_of(tokens)
-        logprobs = preference.row_sums(tokens.logprobs, tokens)
-        reward = settings.beta * (logprobs - preference.row_sums(tokens.ref_logprobs, tokens))
-        chosen, rejected = reward[pairs.chosen], reward[pairs.rejected]
-        h = chosen - rejected - settings.margin
-        smoothing = settings.label_smoothing
-        per_pair = -(1.0 - smoothing) * F.logsigmoid(h) - smoothing * F.logsigmoid(-h)
-        if settings.sft_coef:
-            per_pair = per_pair - settings.sft_coef * preference.row_means(tokens.logprobs, tokens)[pairs.chosen]
-        return (pairs.weight * per_pair).sum(), preference.pair_stats(chosen, rejected, logprobs, pairs)
+    def pair_loss(self, chosen: Tensor, rejected: Tensor, settings: Preference) -> Tensor:
+        return logistic(chosen, rejected, settings)

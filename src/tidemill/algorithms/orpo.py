@@ -10,34 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidemill.algorithms import preference
-from tidemill.algorithms.api import Algorithm, Stats, TokenBatch
-from tidemill.batch import Batch
-from tidemill.config import Config
-from tidemill.graph import Graph
+from tidemill.algorithms.preference import PairPolicy
+from tidemill.config import Preference
 
 
-class ORPO(Algorithm):
+class ORPO(PairPolicy):
     name = "orpo"
     about = "imitates the chosen response and raises its odds, with no reference"
-    food = "pairs"
 
-    def graph(self, config: Config) -> Graph:
-        return preference.graph(self.name, needs_reference=False)
+    def pair_loss(self, chosen: Tensor, rejected: Tensor, settings: Preference) -> Tensor:
+        return -settings.beta * F.logsigmoid(log_odds(chosen / settings.beta) - log_odds(rejected / settings.beta))
 
-    def advantages(self, batch: Batch, config: Config) -> Batch:
-        return Batch({})
 
-    def loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
-        settings = config.algorithm.preference
-        pairs = preference.pairs_of(tokens)
-        logprobs = preference.row_means(tokens.logprobs, tokens)
-        log_odds = logprobs - log1mexp(logprobs)
-        h = log_odds[pairs.chosen] - log_odds[pairs.rejected]
-        per_pair = -settings.sft_coef * logprobs[pairs.chosen] - settings.beta * F.logsigmoid(h)
-        reward = settings.beta * logprobs
-        stats = preference.pair_stats(reward[pairs.chosen], reward[pairs.rejected], logprobs, pairs)
-        return (pairs.weight * per_pair).sum(), stats
+def log_odds(logprob: Tensor) -> Tensor:
+    return logprob - log1mexp(logprob)
 
 
 def log1mexp(x: Tensor) -> Tensor:

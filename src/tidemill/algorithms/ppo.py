@@ -28,8 +28,8 @@ class PPO(policy.GroupPolicy):
     def graph(self, config: Config) -> Graph:
         critic_reads = (ID, GROUP, LENGTH, "tokens", "prompt_length", "mask", "values", "returns")
         stages = (
-            tables.rollout(),
-            tables.reward(),
+            tables.rollout(config),
+            tables.reward(config),
             *tables.policy_logprobs(config),
             Stage("values", "critic", (GROUP, "tokens", "prompt_length", LENGTH), ("values",)),
             tables.advantage(config, "values", writes=("advantages", "returns")),

@@ -1,4 +1,4 @@
-"""What the algorithms that learn from pairs share: sums over responses, pairs joined by group id, statistics.
+"""What the algorithms that learn from pairs share: implied rewards, pairs joined by group id, statistics.
 
 A pair is two rows of one group; the column `chosen` is 1.0 on the tokens of the better one. Both rows are in the same
 micro-batch. With aggregation group_mean the weights of a pair's tokens add up to 1, so a loss is a mean over pairs.
@@ -9,11 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.algorithms import tables
-from tidemill.algorithms.api import Stat, Stats, TokenBatch, segment_sum
+from tidemill.algorithms.api import Algorithm, Stat, Stats, TokenBatch, segment_sum
 from tidemill.algorithms.losses import row_lengths
+from tidemill.batch import Batch
+from tidemill.config import Config, Preference
 from tidemill.graph import Graph, Stage
 
 PAIRS = (*tables.OFFLINE, "chosen")
@@ -71,11 +74,40 @@ def pair_stats(chosen: Tensor, rejected: Tensor, logprobs: Tensor, pairs: Pairs)
         }
 
 
-def graph(name: str, needs_reference: bool) -> Graph:
-    reads = PAIRS
-    stages: tuple[Stage, ...] = (
-        Stage("learn", "actor", (*reads, "ref_logprobs") if needs_reference else reads, (), "group"),
-    )
-    if needs_reference:
-        stages = (tables.reference(), *stages)
-    return Graph(name, PAIRS, stages)
+class PairPolicy(Algorithm):
+    """A response's implied reward is β times its log-probability, less the reference's where there is one. What an
+    algorithm adds is a loss of the two rewards of a pair."""
+
+    food = "pairs"
+    has_reference = False
+    per_token = True  # log-probabilities are means over a response's tokens, not sums
+
+    def graph(self, config: Config) -> Graph:
+        learn = Stage("learn", "actor", (*PAIRS, "ref_logprobs") if self.has_reference else PAIRS, (), "group")
+        return Graph(self.name, PAIRS, (tables.reference(), learn) if self.has_reference else (learn,))
+
+    def advantages(self, batch: Batch, config: Config) -> Batch:
+        return Batch({})
+
+    def loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
+        settings, pairs = config.algorithm.preference, pairs_of(tokens)
+        per_row = row_means if self.per_token else row_sums
+        logprobs = per_row(tokens.logprobs, tokens)
+        reward = settings.beta * logprobs
+        if self.has_reference:
+            assert tokens.ref_logprobs is not None
+            reward = reward - settings.beta * per_row(tokens.ref_logprobs, tokens)
+        chosen, rejected = reward[pairs.chosen], reward[pairs.rejected]
+        per_pair = self.pair_loss(chosen, rejected, settings)
+        if settings.sft_coef:
+            per_pair = per_pair - settings.sft_coef * row_means(tokens.logprobs, tokens)[pairs.chosen]
+        return (pairs.weight * per_pair).sum(), pair_stats(chosen, rejected, logprobs, pairs)
+
+    def pair_loss(self, chosen: Tensor, rejected: Tensor, settings: Preference) -> Tensor:
+        raise NotImplementedError
+
+
+def logistic(chosen: Tensor, rejected: Tensor, settings: Preference) -> Tensor:
+    """−log σ(h), h = chosen − rejected − margin; with a share ε of wrong labels −(1 − ε) log σ(h) − ε log σ(−h)."""
+    h, wrong = chosen - rejected - settings.margin, settings.label_smoothing
+    return -(1.0 - wrong) * F.logsigmoid(h) - wrong * F.logsigmoid(-h)

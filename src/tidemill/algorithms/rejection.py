@@ -24,8 +24,8 @@ class Rejection(Algorithm):
 
     def graph(self, config: Config) -> Graph:
         stages = (
-            tables.rollout(),
-            tables.reward(),
+            tables.rollout(config),
+            tables.reward(config),
             *tables.policy_logprobs(config),
             tables.advantage(config, "correct", ID),
             tables.learn(config),

@@ -24,8 +24,8 @@ class ReMax(policy.GroupPolicy):
 
     def graph(self, config: Config) -> Graph:
         stages = (
-            tables.rollout("greedy"),
-            tables.reward(),
+            tables.rollout(config, "greedy"),
+            tables.reward(config),
             *tables.policy_logprobs(config),
             tables.advantage(config, "greedy"),
             tables.learn(config),

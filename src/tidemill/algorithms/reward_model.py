@@ -10,23 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.algorithms import preference
-from tidemill.algorithms.api import Algorithm, Stat, Stats, TokenBatch
-from tidemill.batch import Batch
+from tidemill.algorithms.api import Stat, Stats, TokenBatch
 from tidemill.config import Config
-from tidemill.graph import Graph
 
 
-class RewardModel(Algorithm):
+class RewardModel(preference.PairPolicy):
     name = "reward_model"
     about = "trains a reward model on pairs"
-    food = "pairs"
     learns_values = True
-
-    def graph(self, config: Config) -> Graph:
-        return preference.graph(self.name, needs_reference=False)
-
-    def advantages(self, batch: Batch, config: Config) -> Batch:
-        return Batch({})
 
     def loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
         settings = config.algorithm.preference

@@ -13,15 +13,26 @@ OFFLINE = (ID, GROUP, "tokens", "prompt_length", "mask", LENGTH)
 FINISH = ("stop", "length", "error", "cancelled")  # the column `finish` is an index into this
 
 
-def rollout(*more: str) -> Stage:
-    """tokens: prompt and response. mask: 1 where the model made the token. logprobs: of the policy that made it."""
-    writes = ("tokens", "prompt_length", "logprobs", "versions", "mask", "finish", VERSION, LENGTH)
-    return Stage("rollout", "rollout", (ID, GROUP, "prompt", *more), writes, "group")
+def rollout(config: Config, *more: str) -> Stage:
+    """tokens: prompt and response. mask: 1 where the model made the token. logprobs: of the policy that made it.
+    played: what a conversation with an environment came to, as JSON."""
+    reads: tuple[str, ...] = (ID, GROUP, "prompt")
+    writes: tuple[str, ...] = ("tokens", "prompt_length", "logprobs", "versions", "mask", "finish", VERSION, LENGTH)
+    if config.environment is not None:
+        reads, writes = (*reads, "answer", "meta", "where"), (*writes, "played")
+    return Stage("rollout", "rollout", (*reads, *more), (*writes, *routes(config)), "group")
 
 
-def reward() -> Stage:
+def routes(config: Config) -> tuple[str, ...]:
+    """The experts that each token but the last went through in rollout, where learning goes the same way."""
+    return ("routes",) if config.learn.moe.replay else ()
+
+
+def reward(config: Config) -> Stage:
     """parts: a JSON object of each reward function's own value, as text."""
-    reads = (ID, GROUP, "tokens", "prompt_length", "versions", "finish", "answer", "meta", "where")
+    reads: tuple[str, ...] = (ID, GROUP, "tokens", "prompt_length", "versions", "finish", "answer", "meta", "where")
+    if config.environment is not None:
+        reads = (*reads, "mask", "played")
     return Stage("reward", "reward", reads, ("reward", "correct", "parts"))
 
 
@@ -29,14 +40,16 @@ def policy_logprobs(config: Config) -> tuple[Stage, ...]:
     """Columns that only some settings need: recomputed old log-probabilities, the reference's."""
     stages = []
     if config.algorithm.old_logprobs == "recompute":
-        stages.append(old_logprobs())
+        stages.append(old_logprobs(config))
     if config.algorithm.kl.coef > 0:
         stages.append(reference())
     return tuple(stages)
 
 
-def old_logprobs() -> Stage:
-    return Stage("old_logprobs", "actor", (GROUP, "tokens", "prompt_length", LENGTH), ("old_logprobs",))
+def old_logprobs(config: Config | None = None) -> Stage:
+    reads: tuple[str, ...] = (GROUP, "tokens", "prompt_length", LENGTH)
+    reads += routes(config) if config is not None else ()
+    return Stage("old_logprobs", "actor", reads, ("old_logprobs",))
 
 
 def reference() -> Stage:
@@ -75,12 +88,13 @@ def learn(config: Config, *more: str) -> Stage:
         reads += ("ref_logprobs",)
     if settings.covariance.mode != "none":
         reads += ("held_back",)
+    reads += routes(config)
     return Stage("learn", "actor", unique(reads + more), scope="group")
 
 
 def policy_graph(name: str, config: Config) -> Graph:
     """The table of every algorithm that has a policy, rewards and group advantages, and nothing else."""
-    stages = (rollout(), reward(), *policy_logprobs(config), advantage(config), learn(config))
+    stages = (rollout(config), reward(config), *policy_logprobs(config), advantage(config), learn(config))
     return Graph(name, SOURCE, stages)
 
 

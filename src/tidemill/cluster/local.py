@@ -19,6 +19,7 @@ import torch
 from tidemill import device as devices
 from tidemill.algorithms.api import Algorithm
 from tidemill.algorithms.registry import get as get_algorithm
+from tidemill.cluster.ranked import RankedLearner
 from tidemill.config import Config
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Source, open_source
@@ -66,7 +67,7 @@ class Workers:
     feed: Feed
     ahead: Ahead
     engine: RolloutEngine  # reads the learner's tensors: rollout's when colocated, evaluation's always
-    learner: Learner
+    learner: Learner | RankedLearner
     scorer: Scorer
     stages: list[Worker]
     learn: LearnWorker
@@ -128,7 +129,7 @@ class Workers:
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """At a step boundary. Samples of later steps that are in the dock go with it; half-made ones are made again."""
-        tensors, learner = self.learner.state()
+        tensors, learner = self.learner.state() if isinstance(self.learner, Learner) else ({}, {})
         state: dict[str, Any] = {"learner": learner, "feed": self.feed.state()}
         if self.ahead.lead:
             state["dock"], arrays = self.dock.snapshot()
@@ -146,11 +147,19 @@ class Workers:
         self, folder: Path, step: int, state: dict[str, Any], *, best: bool = False, metric: float | None = None
     ) -> None:
         tensors, own = self.state()
-        checkpoint.save(folder, step, tensors, own | state, keep=self.config.checkpoint.keep, best=best, metric=metric)
+        marks: dict[str, Any] = {"keep": self.config.checkpoint.keep, "best": best, "metric": metric}
+        if isinstance(self.learner, Learner):
+            checkpoint.save(folder, step, tensors, own | state, **marks)
+        else:  # ranks write while training goes on, until there is no more of it
+            is_last = step >= self.config.train.steps
+            self.learner.save(folder, step, own | state, tensors, is_last, **marks)
 
     def restore(self, path: Path) -> dict[str, Any]:
-        tensors, state = checkpoint.load(path)
-        self.learner.restore(tensors, state["learner"])
+        if isinstance(self.learner, Learner):
+            tensors, state = checkpoint.load(path)
+            self.learner.restore(tensors, state["learner"])
+        else:
+            tensors, state = self.learner.load(path)
         if self.critic is not None:
             own = {n.removeprefix("critic."): t for n, t in tensors.items() if n.startswith("critic.")}
             self.critic.restore(own, state["critic"])
@@ -184,6 +193,8 @@ class Workers:
 
     def publish(self) -> None:
         """The learner's weights are what rollout serves from now on."""
+        if isinstance(self.learner, RankedLearner):
+            self.learner.publish()
         self.engine.load(None, self.learner.version)
         if self.own_copy is not None:
             with self.tally.time("publish"):
@@ -204,6 +215,8 @@ class Workers:
         for worker in self.stages:
             if isinstance(worker, Beside):
                 worker.close()
+        if isinstance(self.learner, RankedLearner):
+            self.learner.close()
         self.scorer.close()
         self.dock.close()
 
@@ -229,7 +242,14 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
         updates = train.steps * train.updates_per_step * train.passes_per_step
         served = copy.deepcopy(loaded.model).requires_grad_(False) if is_separated else None  # before adapters come
         critic = ValueLearner(ValueModel(loaded.model), config, algorithm, updates) if needs_values(algorithm) else None
-        learner = critic if algorithm.learns_values and critic else Learner(loaded.model, config, algorithm, updates)
+        learner: Learner | RankedLearner
+        if config.learn.parallel.ranks > 1:
+            learner = RankedLearner(loaded.model, config, updates, model_path)
+            undo.callback(learner.close)
+        else:
+            learner = (
+                critic if algorithm.learns_values and critic else Learner(loaded.model, config, algorithm, updates)
+            )
         # A separated engine that is a server of its own would be started twice: evaluation then has the native one.
         judge = config.rollout.model_copy(update={"engine": "native"}) if served is not None else config.rollout
         engine = make_engine(loaded, config.model_copy(update={"rollout": judge}))
@@ -257,14 +277,22 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
             LearnWorker(dock, critic, config, tally, "learn_values") if algorithm.has_critic and critic else None
         )
         learn = LearnWorker(dock, learner, config, tally, critic=learn_values)
+        policy = loaded.model if isinstance(learner, Learner) else learner
+
+        def reference() -> Any:
+            """On the learner's ranks too, unless it moves with the policy, which is done in this process."""
+            if isinstance(learner, RankedLearner) and not config.algorithm.kl.reset_every:
+                return learner.reference(model_path)
+            return freeze(loaded.model)
+
         makers: dict[str, Callable[[], Worker]] = {
             "rollout": rollout,
             "reward": lambda: RewardWorker(dock, scorer, decoder(loaded.tokenizer), tally, kept.append),
-            "old_logprobs": lambda: ScoreWorker("old_logprobs", "old_logprobs", dock, loaded.model, config, tally),
+            "old_logprobs": lambda: ScoreWorker("old_logprobs", "old_logprobs", dock, policy, config, tally),
             "teacher": lambda: ScoreWorker(
                 "teacher", "teacher_logprobs", dock, teacher(config, device.torch_device), config, tally
             ),
-            "reference": lambda: ScoreWorker("reference", "ref_logprobs", dock, freeze(loaded.model), config, tally),
+            "reference": lambda: ScoreWorker("reference", "ref_logprobs", dock, reference(), config, tally),
             "advantage": lambda: AdvantageWorker(dock, algorithm, config, tally, ahead.refill),
             "learn": lambda: learn,
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -135,10 +136,11 @@ def join(rank: int, size: int, store: Any, kind: str, timeout_s: float) -> None:
 def _serve(pipe: Connection, settings: tuple[int, int, str, float, int]) -> None:
     rank, port, kind, timeout_s, threads = settings
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the loop decides when to end
     torch.set_num_threads(threads)
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=timeout_s))
     world = 0
-    while (order := pipe.recv()) is not None:
+    while (order := _next(pipe)) is not None:
         size, number, work, args = order
         try:
             if number != world:
@@ -149,3 +151,10 @@ def _serve(pipe: Connection, settings: tuple[int, int, str, float, int]) -> None
             pipe.send(("failed", (error if isinstance(error, TidemillError) else None, traceback.format_exc())))
             if not isinstance(error, Exception):
                 raise
+
+
+def _next(pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:  # whoever gave the orders is gone
+        return None

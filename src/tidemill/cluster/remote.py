@@ -23,7 +23,7 @@ from tidemill.cluster.conduct import Conductor
 from tidemill.cluster.crew import Crew, Member
 from tidemill.cluster.handle import Starter, WorkerLost
 from tidemill.cluster.logs import LogStream
-from tidemill.cluster.placement import LEARNER, ROLLOUT, Placement
+from tidemill.cluster.placement import LEARNER, ROLLOUT, Placement, Post
 from tidemill.cluster.publish import Publisher
 from tidemill.config import Config
 from tidemill.dock import DockState
@@ -245,6 +245,8 @@ class RemoteWorkers:
         if now - self._looked < STATUS_S and state is not None:
             return
         self._looked = now
+        if self._is_up:
+            self._grow_or_shrink()
         moved = self.conductor.moved_at
         found = status.RunStatus(
             step=self.conductor.number,
@@ -260,6 +262,26 @@ class RemoteWorkers:
             lost=self.crew.lost_total,
         )
         status.write(self.path, found)
+
+    def _grow_or_shrink(self) -> None:
+        """Rollout workers join and leave while the run goes on: `tidemill scale` leaves word of how many there shall
+        be."""
+        if self.placement.is_colocated:
+            return
+        group = self.placement.group(ROLLOUT)
+        wanted = status.wanted_rollouts(self.path)
+        assert group is not None
+        if wanted is None:
+            return
+        ranks = sorted(m.post.rank for m in self.crew.of(ROLLOUT, ready=False))
+        for rank in range(max(wanted, 1)):
+            if rank not in ranks:
+                self.note(f"rollout-{rank} joins")
+                self.crew.add(Post(group, rank))
+        for rank in ranks:
+            if rank >= max(wanted, 1):
+                self.note(f"rollout-{rank} leaves")
+                self.crew.remove(f"rollout-{rank}")
 
     def mend_stores(self) -> None:
         """A node's warehouse is gone, with what lay in it: the dock hears of it at once, and who is left there gets

@@ -7,6 +7,7 @@ alone, never by the seed: a model warmed up with another seed has not seen the h
 from __future__ import annotations
 
 import hashlib
+import importlib
 import inspect
 import random
 from collections.abc import Callable, Mapping
@@ -18,6 +19,11 @@ from tidemill.errors import DataError, did_you_mean
 from tidemill.imports import is_import_path, load
 
 HELD_OUT_SHARE = 8  # one problem in this many belongs to the held-out side
+PACKAGES = {  # PREFIX:TASK; each module has `generator(task)`
+    "reasoning_gym": "tidemill.data.gym",
+    "gymnasium": "tidemill.environment.gymnasium",
+    "textarena": "tidemill.environment.textarena",
+}
 PATIENCE = 400  # draws in a row that land on the wrong side (or repeat) before the generator counts as exhausted
 
 
@@ -29,6 +35,11 @@ class Problem:
     answer: str
     response: str | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
+    key: str | None = None  # what tells it from others, where the prompt does not (a game whose openings are alike)
+
+    @property
+    def identity(self) -> str:
+        return repr(self.prompt) if self.key is None else self.key
 
 
 Generator = Callable[..., Problem]
@@ -41,18 +52,18 @@ def registry() -> dict[str, Generator]:
 
 
 def is_generator(name: str) -> bool:
-    """A generator's name, `reasoning_gym:TASK`, or an import path; anything else is a file or folder."""
-    return name in registry() or name.startswith("reasoning_gym:") or is_import_path(name)
+    """A generator's name, `reasoning_gym:TASK` and its like, or an import path; anything else is a file or folder."""
+    return name in registry() or name.partition(":")[0] in PACKAGES or is_import_path(name)
 
 
 def find(name: str) -> Generator:
     known = registry()
     if name in known:
         return known[name]
-    if name.startswith("reasoning_gym:"):
-        from tidemill.data.gym import generator
-
-        return generator(name.removeprefix("reasoning_gym:"))
+    package, _, task = name.partition(":")
+    if package in PACKAGES and task:
+        made: Generator = getattr(importlib.import_module(PACKAGES[package]), "generator")(task)  # noqa: B009
+        return made
     if is_import_path(name):
         found: Generator = load(name, DataError, "data.source")
         return found
@@ -81,7 +92,7 @@ def check_args(name: str, make: Generator, args: Mapping[str, Any]) -> None:
 
 
 def is_held_out(problem: Problem) -> bool:
-    digest = hashlib.blake2b(repr(problem.prompt).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(problem.identity.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
 
 
@@ -127,7 +138,7 @@ class HeldOut:
         misses = 0
         while len(self.examples) < size and misses < PATIENCE:
             problem = draw(name, make, args, rng)
-            key = repr(problem.prompt)
+            key = problem.identity
             if key in seen or not is_held_out(problem):
                 misses += 1
                 continue

@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from tidemill.data import nim
 from tidemill.data.generators import Generator, Problem
 from tidemill.errors import DataError
 
@@ -163,4 +164,5 @@ GENERATORS: dict[str, Generator] = {
     "sorting": sorting,
     "reversal": reversal,
     "countdown": countdown,
+    "nim": nim.nim,
 }

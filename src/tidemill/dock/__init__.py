@@ -6,6 +6,7 @@ processes and nodes; they need the packages of the extra `cluster`.
 
 from typing import TYPE_CHECKING, Any
 
+from tidemill.dock.address import Address
 from tidemill.dock.api import Dock, DockState, Lease, LeaseExpired, StageCounts, Want
 from tidemill.dock.buffer import PackedBuffer
 from tidemill.dock.local import LocalDock
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from tidemill.dock.setup import DockSetup
 
 __all__ = [
+    "Address",
     "Dock",
     "DockNode",
     "DockServer",

@@ -25,12 +25,23 @@ class Address:
         scratch = folder / f"{ADDRESS_FILE}.tmp"
         fd = os.open(scratch, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
         with os.fdopen(fd, "w") as file:
-            json.dump(asdict(self), file)
+            file.write(self.to_json())
         os.replace(scratch, folder / ADDRESS_FILE)
+
+    def to_json(self) -> str:
+        """All that another process needs to connect. Whoever has it is let in: hand it over by private means."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Address:
+        return Address(**json.loads(text))
 
     @staticmethod
     def find(folder: str | Path) -> Address:
+        """From what `to_json` gave, from the file that a dock leaves, or from a folder with such a file."""
+        if isinstance(folder, str) and folder.lstrip().startswith("{"):
+            return Address.from_json(folder)
         for path in (Path(folder), Path(folder) / ADDRESS_FILE, Path(folder) / "dock" / ADDRESS_FILE):
             if path.is_file():
-                return Address(**json.loads(path.read_text()))
+                return Address.from_json(path.read_text())
         raise DockError(f"no dock has left its address in {folder}", f"give a folder with an {ADDRESS_FILE}")

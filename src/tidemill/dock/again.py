@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tidemill.dock import life
 from tidemill.dock.records import NO_VERSION, Ints, Written
 from tidemill.dock.table import LIVE
 
@@ -43,11 +44,11 @@ def requeue(ledger: Ledger, slots: Ints) -> None:
         ledger.effects.append(("requeue", rows.id[slots]))
     _leave_queues(ledger, slots)
     for part in range(1, len(rows.chunk)):
-        ledger.unref(part, slots)
+        life.unref(ledger, part, slots)
     rows.written[slots] = rows.source[slots]
     rows.pending[slots], rows.version[slots] = ledger.all_stages, NO_VERSION
     for c in ledger.controllers:
-        ledger.make_ready(c, slots[(rows.written[slots] & c.reads) == c.reads])
+        life.make_ready(ledger, c, slots[(rows.written[slots] & c.reads) == c.reads])
 
 
 def forget(ledger: Ledger, slots: Ints) -> None:
@@ -64,7 +65,7 @@ def forget(ledger: Ledger, slots: Ints) -> None:
     if ledger.has_groups:
         for slot in slots.tolist():
             ledger.groups.forget(int(rows.group[slot]), slot)
-    ledger.clear(slots)
+    life.clear(ledger, slots)
 
 
 def redo(ledger: Ledger, effect: tuple[Any, ...]) -> None:
@@ -75,12 +76,14 @@ def redo(ledger: Ledger, effect: tuple[Any, ...]) -> None:
         case ("commit", lease, stage, ids, places, what, gone):
             c = ledger.controller(stage)
             kept, ended = ledger.slots_of(ids.tolist()), ledger.slots_of(gone.tolist())
-            c.ready.remove(ledger.units(c, np.concatenate([kept, ended])))  # leases are not recorded: nobody took it
-            ledger.finish(c, lease, kept, places, Written(**_tuples(what)), ended)
+            c.ready.remove(
+                life.units(ledger, c, np.concatenate([kept, ended]))
+            )  # leases are not recorded: nobody took it
+            life.finish(ledger, c, lease, kept, places, Written(**_tuples(what)), ended)
         case ("advance", version):
             ledger.version = version
         case ("end", ids):
-            ledger.end(ledger.slots_of(ids.tolist()))
+            life.end(ledger, ledger.slots_of(ids.tolist()))
         case ("requeue", ids):
             requeue(ledger, ledger.slots_of(ids.tolist()))
         case ("forget", ids):
@@ -95,7 +98,7 @@ def _refuse_old(ledger: Ledger, slots: Ints) -> None:
     can_repeat = (ledger.rows.pending[slots] & ledger.group_bits) == ledger.group_bits
     if ledger.stale_policy == "drop":
         can_repeat[:] = False
-    ledger.end(slots[~can_repeat])
+    life.end(ledger, slots[~can_repeat])
     requeue(ledger, slots[can_repeat])
 
 
@@ -108,7 +111,7 @@ def _recover(ledger: Ledger, slots: Ints) -> None:
     has_source = (source >= 0) & ~np.isin(source, np.fromiter(ledger.gone, np.int64))
     is_judged = (rows.pending[slots] & ledger.group_bits) != ledger.group_bits
     ledger.lost += int(np.count_nonzero(is_judged))
-    ledger.end(slots[is_judged])
+    life.end(ledger, slots[is_judged])
     requeue(ledger, slots[~is_judged & has_source])
     forget(ledger, slots[~is_judged & ~has_source])
 

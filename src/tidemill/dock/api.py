@@ -65,7 +65,7 @@ class DockState:
     version: int = 0
     stages: dict[str, StageCounts] = field(default_factory=dict)
     dropped: int = 0  # rows ended by a consumer, a sampler or staleness
-    expired: int = 0  # leases that ran out
+    expired: int = 0  # leases that ran out, or whose holder died
     stale: int = 0  # rows found too old, dropped or queued again
     ended: int = 0  # rows that left the dock, dropped ones included
     lost: int = 0  # rows whose bytes went with a warehouse, to be put again

@@ -103,10 +103,15 @@ class Catalog:
             return []
         return self._strip(lambda c: c.warehouse == hello.warehouse and (c.segment, c.generation) in gone)
 
+    def holders(self) -> set[int]:
+        """Warehouses that hold something, whether they were heard of or not."""
+        return {warehouse for warehouse, _, _ in self._needed}
+
     def lose(self, warehouse: int) -> list[int]:
         """A warehouse is gone for good. Returns the chunks that have no copy left."""
         self.warehouses.pop(warehouse, None)
         self.lost_warehouses.add(warehouse)
+        self._retired = {key: generation for key, generation in self._retired.items() if key[0] != warehouse}
         if self.effects is not None:
             self.effects.append(("lost", warehouse))
         return self._strip(lambda c: c.warehouse == warehouse)

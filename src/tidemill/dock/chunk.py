@@ -46,7 +46,7 @@ class Plan:
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_header = lru_cache(maxsize=256)(msgspec.msgpack.Decoder(list[ColumnPlace]).decode)  # shapes repeat
+_decode_header = msgspec.msgpack.Decoder(list[ColumnPlace]).decode
 
 
 def plan(batch: Batch) -> Plan:
@@ -88,32 +88,29 @@ def write(batch: Batch, plan: Plan, out: npt.NDArray[np.uint8]) -> None:
 
 def read(raw: npt.NDArray[np.uint8]) -> Batch:
     """The batch as views of `raw`."""
-    magic, length = _PREFIX.unpack(raw[: _PREFIX.size].tobytes())
+    magic, length = _PREFIX.unpack_from(raw.data)
     if magic != _MAGIC or length > len(raw):
         raise DockError("these bytes are not a chunk")
-    places = _decode_header(raw[_PREFIX.size : _PREFIX.size + length].tobytes())
     body_at = _aligned(_PREFIX.size + length)
     columns: dict[str, Column] = {}
-    for place in places:
-        values = _view(raw, body_at + place.at, place.dtype, place.count, place.tail)
-        offsets = None
-        if place.offsets_at >= 0:
-            offsets = _view(raw, body_at + place.offsets_at, "<i8", place.rows + 1, ())
-        columns[place.name] = Column(values, offsets, place.is_text)
+    header = raw[_PREFIX.size : _PREFIX.size + length].tobytes()
+    for name, dtype, shape, at, offsets_at, rows, is_text in _shapes(header):
+        values: npt.NDArray[Any] = np.ndarray(shape, dtype, raw, body_at + at)
+        offsets = None if offsets_at < 0 else np.ndarray(rows + 1, np.int64, raw, body_at + offsets_at)
+        columns[name] = Column(values, offsets, is_text)
     return Batch(columns)
+
+
+@lru_cache(maxsize=256)  # shapes repeat
+def _shapes(header: bytes) -> list[tuple[str, np.dtype[Any], tuple[int, ...], int, int, int, bool]]:
+    return [
+        (p.name, np.dtype(p.dtype), (p.count, *p.tail), p.at, p.offsets_at, p.rows, p.is_text)
+        for p in _decode_header(header)
+    ]
 
 
 def _put(out: npt.NDArray[np.uint8], at: int, array: npt.NDArray[Any]) -> None:
     np.copyto(out[at : at + array.nbytes].view(array.dtype).reshape(array.shape), array)
-
-
-def _view(raw: npt.NDArray[np.uint8], at: int, dtype: str, count: int, tail: tuple[int, ...]) -> npt.NDArray[Any]:
-    kind = np.dtype(dtype)
-    nbytes = count * kind.itemsize
-    for n in tail:
-        nbytes *= n
-    array = raw[at : at + nbytes].view(kind)
-    return array.reshape(count, *tail) if tail else array
 
 
 def _aligned(n: int) -> int:

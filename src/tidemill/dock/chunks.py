@@ -67,10 +67,16 @@ class Chunks:
                 del self._chunks[key]
                 self.freed.append(key)
                 self.nbytes -= chunk.nbytes
-                self._held[chunk.tag].nbytes -= chunk.nbytes
+                held = self._held[chunk.tag]
+                held.nbytes -= chunk.nbytes
+                if not held.rows and not held.nbytes:
+                    del self._held[chunk.tag]
 
     def count_rows(self, tag: str, n: int) -> None:
-        self._held.setdefault(tag, Held()).rows += n
+        held = self._held.setdefault(tag, Held())
+        held.rows += n
+        if not held.rows and not held.nbytes:
+            del self._held[tag]
 
     def held(self) -> dict[str, Held]:
         return self._held

@@ -6,8 +6,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
-from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,55 +17,29 @@ from tidemill.dock import chunk as chunks
 from tidemill.dock import messages as m
 from tidemill.dock.address import Address
 from tidemill.dock.api import DockState, LeaseExpired, Want
-from tidemill.dock.buffer import PackedBuffer
 from tidemill.dock.compact import unpack
-from tidemill.dock.gather import assemble
-from tidemill.dock.local import check_outputs
+from tidemill.dock.door import DoorCaller, find_door
+from tidemill.dock.lease import TakenLease
 from tidemill.dock.node import Node
 from tidemill.dock.records import Grant, Written, entry, split
 from tidemill.dock.segment import SegmentGone
-from tidemill.dock.wire import Caller
+from tidemill.dock.wire import Caller, new_owner
 from tidemill.errors import DockError
 from tidemill.graph import Stage
 
 WAIT_SLICE_S = 1.0  # a longer wait is asked for in pieces, so that a lost ledger is noticed
-DEFAULT_WANT = Want()
 LOST_PAUSE_S = 0.02  # before asking again for rows whose bytes were lost: the ledger hears of it in a moment
 LEDGER_PATIENCE_S = 30.0  # a ledger that does not answer for this long is reported; it should be back in under two
 
 
-class RemoteLease:
-    def __init__(self, dock: RemoteDock, grant: Grant, stored: dict[int, Batch]) -> None:
-        self._dock, self._grant, self._stored = dock, grant, stored
-
-    @cached_property
-    def batch(self) -> Batch:
-        """Views of the store where the rows lie together, else one copy."""
-        return assemble(self._grant, self._stored)
-
-    def packed(self, buffer: PackedBuffer) -> Batch:
-        """The batch gathered into `buffer`, in one copy; valid until the buffer's next use."""
-        return assemble(self._grant, self._stored, buffer.allocate)
-
-    @property
-    def deadline(self) -> float:
-        return self._grant.deadline
-
-    def commit(self, outputs: Batch | None = None, drop: Sequence[int] = ()) -> None:
-        self._dock._commit(self._grant, outputs, drop)
-
-    def renew(self) -> None:
-        self._dock._ask(m.Renew(self._grant.lease))
-
-    def abandon(self) -> None:
-        self._dock._ask(m.Abandon(self._grant.lease))
-
-
 class RemoteDock:
-    def __init__(self, address: Address, node: str | None = None) -> None:
-        self._address = address
+    def __init__(self, address: Address, node: str | None = None, by_door: bool = True) -> None:
+        """`by_door=False`: speak to the ledger as from another machine, even if it is on this one."""
+        self._address, self._by_door = address, by_door
+        self.written_bytes = self.read_bytes = 0  # of samples, by this process; a driver's stay 0
+        self._owner = new_owner()
         self._local = threading.local()
-        self._callers: list[Caller] = []
+        self._callers: dict[threading.Thread, Caller | DoorCaller] = {}
         setup = self._ask(m.AskSetup())
         self.stages = tuple(Stage(*stage) for stage in setup.stages)
         self._source, self._watch, self._replicas = setup.source, setup.watch, setup.replicas
@@ -86,12 +58,11 @@ class RemoteDock:
 
         self._write(written, stored, message)
 
-    def take(self, stage: str, want: Want, wait: float = 0.0) -> RemoteLease | None:
-        asked = _plain(want)
+    def take(self, stage: str, want: Want, wait: float = 0.0) -> TakenLease | None:
         deadline = time.monotonic() + wait
         while True:
             left = max(0.0, deadline - time.monotonic())
-            answer = self._ask(m.Take(stage, asked, min(left, WAIT_SLICE_S)), wait_s=min(left, WAIT_SLICE_S))
+            answer = self._ask(m.Take(stage, want, min(left, WAIT_SLICE_S)), wait_s=min(left, WAIT_SLICE_S))
             if isinstance(answer, m.Granted):
                 lease = self._open(answer)
                 if lease is not None:
@@ -119,17 +90,16 @@ class RemoteDock:
 
     def close(self) -> None:
         self._node.close()
-        for caller in self._callers:
+        for caller in self._callers.values():
             caller.close()
         self._callers.clear()
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
     def _ask(self, message: m.Message, wait_s: float = 0.0) -> Any:
-        caller: Caller | None = getattr(self._local, "caller", None)
+        caller: Caller | DoorCaller | None = getattr(self._local, "caller", None)
         if caller is None:
-            caller = self._local.caller = Caller(self._address.token, self._address.ledger)
-            self._callers.append(caller)
+            caller = self._local.caller = self._new_caller()
         try:
             answer = caller.ask(message, within_s=wait_s + LEDGER_PATIENCE_S)
         except TimeoutError:
@@ -141,6 +111,16 @@ class RemoteDock:
             kinds = {"lease": LeaseExpired, "gone": SegmentGone}
             raise kinds.get(answer.kind, DockError)(answer.message, answer.remedy)
         return answer
+
+    def _new_caller(self) -> Caller | DoorCaller:
+        """For this thread. Those of threads that have ended are closed, after it: a process whose last connection
+        closes is taken for dead."""
+        where = self._address.token, self._address.ledger
+        door = find_door(*where, self._owner) if self._by_door else None
+        caller = self._callers[threading.current_thread()] = door or Caller(*where)
+        for thread in [thread for thread in self._callers if not thread.is_alive()]:
+            self._callers.pop(thread).close()
+        return caller
 
     def _directory(self) -> tuple[m.Announce, ...]:
         warehouses: tuple[m.Announce, ...] = self._ask(m.AskSetup()).warehouses
@@ -160,6 +140,7 @@ class RemoteDock:
                 chunks.write(stored, plan, reservation.target)
                 copies = self._node.copies(reservation, plan.nbytes, self._replicas)
                 self._tell_written(message(_outputs(written, plan.nbytes, copies)))
+                self.written_bytes += plan.nbytes
                 return
             except SegmentGone:
                 time.sleep(LOST_PAUSE_S)
@@ -171,16 +152,20 @@ class RemoteDock:
         while isinstance(self._ask(message, wait_s=WAIT_SLICE_S), m.Nothing):
             pass  # the dock is full: asking again is the waiting
 
-    def _commit(self, grant: Grant, outputs: Batch | None, drop: Sequence[int]) -> None:
-        batch = outputs if outputs is not None else Batch({})
-        check_outputs(batch, len(grant.ids), outputs is not None)
-        written, stored = split(batch, self._read_somewhere, self._watch)
+    def commit_lease(self, grant: Grant, outputs: Batch, drop: Sequence[int]) -> None:
+        written, stored = split(outputs, self._read_somewhere, self._watch)
         dropped = np.asarray(drop, np.int64).tobytes()
         self._write(written, stored, lambda outputs: m.Commit(grant.lease, outputs, dropped))
 
+    def renew_lease(self, grant: Grant) -> None:
+        self._ask(m.Renew(grant.lease))
+
+    def abandon_lease(self, grant: Grant) -> None:
+        self._ask(m.Abandon(grant.lease))
+
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def _open(self, granted: m.Granted) -> RemoteLease | None:
+    def _open(self, granted: m.Granted) -> TakenLease | None:
         """The lease with its chunks at hand; None when their bytes were lost, and the rows given back."""
         try:
             stored = {chunk.key: chunks.read(self._node.read(chunk)) for chunk in granted.chunks}
@@ -189,13 +174,8 @@ class RemoteDock:
             time.sleep(LOST_PAUSE_S)
             self._node.refresh()
             return None
-        return RemoteLease(self, _grant(granted), stored)
-
-
-@lru_cache(maxsize=256)
-def _plain(want: Want) -> dict[str, Any]:
-    """What differs from the default; consumers ask the same again and again."""
-    return {name: value for name, value in asdict(want).items() if value != getattr(DEFAULT_WANT, name)}
+        self.read_bytes += sum(chunk.nbytes for chunk in granted.chunks)
+        return TakenLease(self, _grant(granted), stored)
 
 
 def _outputs(written: Written, nbytes: int, copies: tuple[m.Copy, ...]) -> m.Outputs:
@@ -218,5 +198,5 @@ def _grant(granted: m.Granted) -> Grant:
 
 
 def connect(address: Address | str | Path, node: str | None = None) -> RemoteDock:
-    """A dock that runs elsewhere: `address` is what its server shows, or the folder it runs in."""
+    """A dock that runs elsewhere: `address` is what its server shows, that as JSON, or the folder it runs in."""
     return RemoteDock(address if isinstance(address, Address) else Address.find(address), node)

@@ -21,7 +21,7 @@ def pack(array: npt.NDArray[Any]) -> bytes:
         if array[-1] == first:
             if (array == first).all():
                 return _SAME + array[:1].tobytes()
-        elif array.dtype.kind == "i" and int(array[-1]) - int(first) == len(array) - 1 and (np.diff(array) == 1).all():
+        elif array.dtype.kind == "i" and is_range(array):
             return _RANGE + array[:1].tobytes()
     return _PLAIN + array.tobytes()
 
@@ -39,3 +39,21 @@ def unpack(raw: bytes, dtype: Any, rows: int) -> npt.NDArray[Any]:
     if kind == _SAME:
         return np.full(rows, value[0])
     return np.arange(int(value[0]), int(value[0]) + rows, dtype=dtype)
+
+
+def is_range(array: npt.NDArray[Any]) -> bool:
+    """Whether whole numbers count upwards by one: n of them, ascending, from the first to the first plus n - 1."""
+    n = len(array)
+    return n > 0 and int(array[-1]) - int(array[0]) == n - 1 and (n < 3 or bool((array[1:] > array[:-1]).all()))
+
+
+def span(index: npt.NDArray[Any]) -> slice | npt.NDArray[Any]:
+    """The same index as a slice where it is a range: reading a table by it is then one straight copy."""
+    return slice(int(index[0]), int(index[-1]) + 1) if is_range(index) else index
+
+
+def distinct(array: npt.NDArray[Any]) -> list[int]:
+    """The values that occur: mostly one, and then no list of all is made."""
+    if len(array) and array[0] == array[-1] and (array == array[0]).all():
+        return [int(array[0])]
+    return list(set(array.tolist()))

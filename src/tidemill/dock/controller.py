@@ -32,7 +32,7 @@ class Controller:
         self.reads = np.uint64(reads)
         self.group_index = group_index  # among the stages of scope `group`; -1 for the others
         self.is_group = stage.scope == "group"
-        self.ready = Ready({"version": self._versions, "tag": self._tags})
+        self.ready = Ready({"version": self._versions, "tag": self._tags}, changing=("version",))
         self.leased = self.done = 0  # rows
         self.turn = 0  # decisions made
         self.parts: dict[int, list[int]] = {}  # rank -> leases decided for it and not yet fetched

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch, Column
+from tidemill.dock.compact import distinct, is_range
 from tidemill.dock.records import META, Grant, Ints
 from tidemill.errors import DockError
 
@@ -32,7 +33,7 @@ class Run:
 
     @staticmethod
     def of(chunk: int, positions: Ints, places: Ints) -> Run:
-        return Run(chunk, positions, places, _is_range(positions), _is_range(places))
+        return Run(chunk, positions, places, is_range(positions), is_range(places))
 
 
 LONG_ROW = 64  # values; from here on copying row by row beats building an index of every value
@@ -41,7 +42,10 @@ LONG_ROW = 64  # values; from here on copying row by row beats building an index
 def assemble(grant: Grant, chunks: Mapping[int, Batch], allocate: Allocate | None = None) -> Batch:
     """`allocate` gives the arrays to copy into (a reusable, pinned buffer); without it, views where possible."""
     columns = meta_columns(grant)
-    holders = [[chunks[key] for key in set(piece[1].tolist()) if key >= 0] for piece in grant.pieces]
+    if allocate is None and (whole := _whole_chunk(grant, chunks)) is not None:
+        columns.update((name, whole[name]) for name in grant.columns if name not in META)
+        return Batch(columns)
+    holders = [[chunks[key] for key in distinct(piece[1]) if key >= 0] for piece in grant.pieces]
     runs: dict[tuple[int, ...], list[Run]] = {}
     for name in grant.columns:
         if name in META:
@@ -63,6 +67,17 @@ def assemble_plainly(grant: Grant, chunks: Mapping[int, Batch]) -> Batch:
             rows.append(chunks[int(chunk)][name].gather(np.array([place])))
         columns[name] = Column.concat(rows)
     return Batch(columns)
+
+
+def _whole_chunk(grant: Grant, chunks: Mapping[int, Batch]) -> Batch | None:
+    """The chunk that the grant is all of, in its order: what one put wrote and one take got."""
+    if len(chunks) != 1 or len(grant.pieces) != 1:
+        return None
+    (chunk,) = chunks.values()
+    _, keys, places = grant.pieces[0]
+    n = len(keys)
+    is_whole = chunk.rows == n and places[0] == 0 and is_range(places) and (keys >= 0).all()
+    return chunk if is_whole and all(name in chunk for name in grant.columns if name not in META) else None
 
 
 def meta_columns(grant: Grant) -> dict[str, Column]:
@@ -114,6 +129,8 @@ def _column(name: str, runs: list[Run], chunks: Mapping[int, Batch], n: int, all
 
 def slice_rows(column: Column, start: int, n: int) -> Column:
     """Rows `start` to `start + n` as views."""
+    if start == 0 and n == column.rows:
+        return column
     if column.offsets is None:
         return Column(column.values[start : start + n], None, column.is_text)
     offsets = column.offsets[start : start + n + 1]
@@ -148,10 +165,3 @@ def _copy_jagged(column: Column, out: Array, offsets: Ints, run: Run) -> None:
     lengths = ends - starts
     inside = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     out[np.repeat(targets, lengths) + inside] = column.values[np.repeat(starts, lengths) + inside]
-
-
-def _is_range(index: Ints) -> bool:
-    n = len(index)
-    if n == 0:
-        return False
-    return int(index[-1]) - int(index[0]) == n - 1 and (n < 3 or bool((np.diff(index) == 1).all()))

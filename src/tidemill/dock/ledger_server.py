@@ -21,25 +21,26 @@ import zmq
 
 from tidemill.dock import again, snapshot
 from tidemill.dock import messages as m
-from tidemill.dock.api import LeaseExpired, Want
+from tidemill.dock.api import LeaseExpired
 from tidemill.dock.catalog import Catalog
-from tidemill.dock.compact import pack
+from tidemill.dock.compact import distinct, pack
+from tidemill.dock.door import Door, open_door
 from tidemill.dock.journal import Journal
 from tidemill.dock.local import with_waiting
 from tidemill.dock.records import Grant, Written
 from tidemill.dock.segment import SegmentGone
 from tidemill.dock.setup import DockSetup
 from tidemill.dock.waiters import Waiter, Waiters
-from tidemill.dock.wire import SEQ, Doorkeeper, Gate, bound_address, check_host, listening_socket
+from tidemill.dock.wire import OWNER_BYTES, SEQ, Doorkeeper, Gate, bound_address, check_host, listening_socket
 from tidemill.errors import DockError
 
 log = logging.getLogger("tidemill.dock")
 
 TICK_S = 0.05  # how late an expiry may be noticed
 AT_ONCE = 256  # messages handled before the loop journals and answers
-# A journal of this many records, and of more than there are rows, is replaced by a snapshot: a restart reads about
-# 8,000 records a second and has two seconds for everything.
-SNAPSHOT_RECORDS = 2000
+# A journal of this many records, and of more than an eighth of the rows, is replaced by a snapshot: a restart reads
+# about 8,000 records a second and has two seconds for everything; a snapshot costs about a microsecond per row.
+SNAPSHOT_RECORDS, ROWS_PER_RECORD = 2000, 8
 REMEMBERED_CLIENTS = 1 << 14
 REPEAT_HOLD_S = 1.0  # an order to copy a chunk that was not followed is given again after this
 PAUSE_S = 1.0
@@ -71,27 +72,31 @@ class LedgerServer:
         self._put_wait_s = 0.0
         self._refused = 0
         self._ordered: dict[int, float] = {}  # chunk -> when a copy of it was last ordered
-        self._ticked = time.monotonic()
+        self._started = self._ticked = time.monotonic()
+        self._awaited = self._catalog.holders()  # known from before a restart and not heard of since
         self._context: zmq.Context[Any] = zmq.Context()
         self._doorkeeper = Doorkeeper(self._context, token)
         self._socket = listening_socket(self._context, token)
         self._gate = Gate(self._socket)
         self._socket.bind(f"tcp://{check_host(host)}:{port or '*'}")
         self.address = bound_address(self._socket)
+        self._door = open_door(token, self.address)
         self.is_stopping = False
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         poller = zmq.Poller()
-        for socket in (self._socket, self._doorkeeper.socket):
-            poller.register(socket, zmq.POLLIN)
+        for source in (self._socket, self._doorkeeper.socket, *([self._door] if self._door else ())):
+            poller.register(source, zmq.POLLIN)
         ticked = 0.0
         while not self.is_stopping:
             events = dict(poller.poll(int(1000 * TICK_S)))
             if self._doorkeeper.socket in events:
                 self._doorkeeper.answer()
             now = time.monotonic()
+            if self._door is not None and self._door.fileno() in events:
+                self._receive_at_door(self._door, now)
             if self._socket in events:
                 self._receive(now)
             if now - ticked >= TICK_S:
@@ -101,6 +106,8 @@ class LedgerServer:
             self._flush()
         self._journal.rotate(self._snapshot())
         self._journal.close()
+        if self._door is not None:
+            self._door.close()
         self._socket.disable_monitor()
         self._context.destroy(linger=200)
 
@@ -114,6 +121,24 @@ class LedgerServer:
                 self._refused += 1
                 continue
             self._handle(client, frames[0], frames[1], now)
+
+    def _receive_at_door(self, door: Door, now: float) -> None:
+        """When the last connection of a process ends, the process has: its leases are given back at once."""
+        letters = door.receive(now)
+        for client in door.left:
+            self._forget(client)
+            if not door.has_owner(client[:OWNER_BYTES]):
+                self._ledger.release(client[:OWNER_BYTES])
+        door.left.clear()
+        for client, seq, body in letters:
+            self._handle(client, seq, body, now)
+
+    def _forget(self, client: bytes) -> None:
+        """It hung up: what it waits for is not given to it. Should it come back, it asks again."""
+        last = self._last.pop(client, None)
+        if last is not None and last[1] is None:
+            self._waiters.forget(client)
+            self._parked_puts = deque(put for put in self._parked_puts if put.client != client)
 
     def _handle(self, client: bytes, seq: bytes, body: bytes, now: float) -> None:
         last = self._last.get(client)
@@ -148,6 +173,7 @@ class LedgerServer:
         while self._admit_parked(now):
             self._waiters.serve(now)
         freed, self._ledger.chunks.freed = self._ledger.chunks.freed, []
+        self._ledger.gone.difference_update(freed)
         for warehouse, notice in self._catalog.free(key for key in freed if key >= 0):
             self._tell(warehouse, notice)
 
@@ -158,13 +184,16 @@ class LedgerServer:
             self._journal.append(effects)
             self._catalog.effects, self._ledger.effects = [], []
         for client, seq, body in self._outbox:
-            self._socket.send_multipart((client, seq, body))
+            if self._door is None or not self._door.send(client, seq, body):
+                self._socket.send_multipart((client, seq, body))
         self._outbox.clear()
-        if self._journal.records > max(SNAPSHOT_RECORDS, len(self._ledger.slot_of)):
+        if self._journal.records > max(SNAPSHOT_RECORDS, len(self._ledger.slot_of) // ROWS_PER_RECORD):
             self._journal.rotate(self._snapshot())
 
     def _tick(self, now: float) -> None:
         self._gate.watch(now)
+        if self._door is not None:
+            self._door.sweep(now)
         self._ledger.expire(now)
         self._waiters.expire(now)
         while self._parked_puts and any(p.deadline <= now for p in self._parked_puts):
@@ -242,9 +271,9 @@ class LedgerServer:
         return False
 
     def _take(self, client: bytes, seq: bytes, message: m.Take, now: float) -> m.Message | None:
-        want = msgspec.convert(message.want, Want)
+        want = message.want
         self._ledger.expire(now)
-        grant = self._ledger.take(message.stage, want, now)
+        grant = self._ledger.take(message.stage, want, now, client[:OWNER_BYTES])
         if grant is not None:
             return self._granted(grant, now)
         if message.wait_s <= 0:
@@ -256,7 +285,7 @@ class LedgerServer:
             else:
                 self._answer(client, seq, m.Nothing() if given is None else self._granted(given, time.monotonic()))
 
-        self._waiters.park(Waiter(message.stage, want, now + message.wait_s, answer))
+        self._waiters.park(Waiter(message.stage, want, now + message.wait_s, answer, client, client[:OWNER_BYTES]))
         return None
 
     def _commit(self, message: m.Commit, now: float) -> m.Message:
@@ -280,7 +309,12 @@ class LedgerServer:
         return Written(outputs.columns, chunk, outputs.nbytes, version, length, score)
 
     def _granted(self, grant: Grant, now: float) -> m.Granted:
-        keys = {key for _, chunks, _ in grant.pieces for key in chunks.tolist() if key >= 0}
+        keys: set[int] = set()
+        pieces = []
+        for part, chunks, places in grant.pieces:
+            keys.update(distinct(chunks))
+            pieces.append(m.Piece(part, pack(chunks), pack(places)))
+        keys.discard(-1)
         return m.Granted(
             rows=len(grant.ids),
             lease=grant.lease,
@@ -290,7 +324,7 @@ class LedgerServer:
             group=pack(grant.group),
             version=pack(grant.version),
             length=pack(grant.length),
-            pieces=tuple(m.Piece(part, pack(chunks), pack(places)) for part, chunks, places in grant.pieces),
+            pieces=tuple(pieces),
             chunks=tuple(self._catalog.at(key) for key in keys),
         )
 
@@ -302,6 +336,7 @@ class LedgerServer:
                 if message.warehouse in self._catalog.lost_warehouses:
                     raise DockError("this warehouse was given up as lost", "start it with an empty arena")
                 self._warehouse_clients[message.warehouse] = client
+                self._awaited.discard(message.warehouse)
                 self._lose_chunks(self._catalog.announce(message, now))
                 return m.Epoch(self.epoch)
             case m.Report(warehouse, figures):
@@ -334,6 +369,11 @@ class LedgerServer:
         if paused_s > PAUSE_S:
             for warehouse in self._catalog.warehouses.values():
                 warehouse.heard += paused_s
+        if self._awaited and now - self._started > self._setup.warehouse_timeout_s:
+            log.warning("%d warehouses have not come back after a restart", len(self._awaited))
+            for key in self._awaited:
+                self._lose_chunks(self._catalog.lose(key))
+            self._awaited.clear()
         for key, warehouse in list(self._catalog.warehouses.items()):
             if now - warehouse.heard > self._setup.warehouse_timeout_s:
                 log.warning("warehouse %x on %s has been silent for too long", key, warehouse.hello.node)
@@ -352,11 +392,11 @@ class LedgerServer:
     def _state(self, now: float) -> dict[str, Any]:
         state = with_waiting(self._ledger.state(now), self._waiters, len(self._parked_puts), self._put_wait_s)
         record = asdict(state)
-        record["refused"] = self._refused + self._gate.refused
+        record["refused"] = self._refused + self._gate.refused + (self._door.refused if self._door else 0)
         record["warehouses"] = {w.hello.node: w.figures for w in self._catalog.warehouses.values()}
         record["short_of_copies"] = self._catalog.short_of_copies()
         record["epoch"] = self.epoch
-        record["oldest_lease"], record["last_lease"] = self._ledger.lease_span()
+        record["oldest_lease"], record["last_lease"] = self._ledger.leases.span()
         return record
 
     def _setup_message(self) -> m.Setup:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -15,40 +15,12 @@ import numpy.typing as npt
 from tidemill.batch import Batch, Column
 from tidemill.dock import snapshot
 from tidemill.dock.api import DockState, Want
-from tidemill.dock.buffer import PackedBuffer
-from tidemill.dock.gather import assemble
+from tidemill.dock.lease import TakenLease
 from tidemill.dock.ledger import Ledger
 from tidemill.dock.records import Grant, Written, entry, split
 from tidemill.dock.waiters import Waiter, Waiters
 from tidemill.errors import DockError
 from tidemill.graph import Stage
-
-
-class LocalLease:
-    def __init__(self, dock: LocalDock, grant: Grant, stored: dict[int, Batch]) -> None:
-        self._dock, self._grant, self._stored = dock, grant, stored
-
-    @cached_property
-    def batch(self) -> Batch:
-        """Views of the store where the rows lie together, else one copy."""
-        return assemble(self._grant, self._stored)
-
-    def packed(self, buffer: PackedBuffer) -> Batch:
-        """The batch gathered into `buffer`, in one copy; valid until the buffer's next use."""
-        return assemble(self._grant, self._stored, buffer.allocate)
-
-    @property
-    def deadline(self) -> float:
-        return self._grant.deadline
-
-    def commit(self, outputs: Batch | None = None, drop: Sequence[int] = ()) -> None:
-        self._dock._commit(self._grant, outputs, drop)
-
-    def renew(self) -> None:
-        self._dock._renew(self._grant)
-
-    def abandon(self) -> None:
-        self._dock._abandon(self._grant)
 
 
 class LocalDock:
@@ -65,7 +37,7 @@ class LocalDock:
         max_bytes: int | None = None,
         watch: str = "reward",
     ) -> None:
-        self._make_ledger: Callable[[], Ledger] = partial(
+        self._make_ledger: Callable[..., Ledger] = partial(
             Ledger,
             stages,
             lease_s=lease_s,
@@ -99,7 +71,7 @@ class LocalDock:
             self._ledger.put(ids, group, sizes, self._store(written, own), tag, self._clock())
             self._settle()
 
-    def take(self, stage: str, want: Want, wait: float = 0.0) -> LocalLease | None:
+    def take(self, stage: str, want: Want, wait: float = 0.0) -> TakenLease | None:
         with self._lock:
             now = self._clock()
             self._expire(now)
@@ -110,7 +82,7 @@ class LocalDock:
             if grant is None:
                 return None
             chunks = {key: self._chunks[key] for _, keys, _ in grant.pieces for key in set(keys.tolist()) if key >= 0}
-        return LocalLease(self, grant, chunks)
+        return TakenLease(self, grant, chunks)
 
     def advance(self, version: int) -> None:
         with self._lock:
@@ -147,9 +119,8 @@ class LocalDock:
     def restore(self, record: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> None:
         """Become what `snapshot` saw. Leases from before are refused."""
         with self._lock:
-            epoch = self._ledger.epoch + 1
-            self._ledger = self._make_ledger()
-            self._ledger.epoch = epoch
+            epoch = self._ledger.leases.epoch + 1
+            self._ledger = self._make_ledger(epoch=epoch)
             self._waiters.expire(float("inf"))
             self._waiters = Waiters(self._ledger)
             snapshot.load(self._ledger, record, arrays)
@@ -166,10 +137,8 @@ class LocalDock:
 
     # -- a lease's side ----------------------------------------------------------------------------------------------
 
-    def _commit(self, grant: Grant, outputs: Batch | None, drop: Sequence[int]) -> None:
-        batch = outputs if outputs is not None else Batch({})
-        check_outputs(batch, len(grant.ids), outputs is not None)
-        written, stored = split(batch, self._read_somewhere, self._watch)
+    def commit_lease(self, grant: Grant, outputs: Batch, drop: Sequence[int]) -> None:
+        written, stored = split(outputs, self._read_somewhere, self._watch)
         own = _own(stored)
         with self._lock:
             placed = self._store(written, own)
@@ -181,14 +150,14 @@ class LocalDock:
             finally:
                 self._settle()
 
-    def _renew(self, grant: Grant) -> None:
+    def renew_lease(self, grant: Grant) -> None:
         with self._lock:
             try:
                 self._ledger.renew(grant.lease, self._clock())
             finally:
                 self._settle()
 
-    def _abandon(self, grant: Grant) -> None:
+    def abandon_lease(self, grant: Grant) -> None:
         with self._lock:
             self._ledger.abandon(grant.lease)
             self._settle()
@@ -228,7 +197,7 @@ class LocalDock:
         waiter = Waiter(stage, want, deadline, answer)
         self._waiters.park(waiter)
         while not answers:
-            due = self._ledger.next_deadline()
+            due = self._ledger.leases.next_deadline()
             until = deadline if due is None else min(deadline, due)
             pause = max(0.0, until - self._clock())
             self._lock.release()
@@ -258,11 +227,6 @@ class LocalDock:
             self._put_wait_s += self._clock() - started
         if self._is_closed:
             raise DockError("the dock was closed while this put waited for room")
-
-
-def check_outputs(outputs: Batch, rows: int, given: bool) -> None:
-    if given and len(outputs) and outputs.rows != rows:
-        raise DockError(f"outputs must have a row for each of the lease's {rows} rows, got {outputs.rows}")
 
 
 def with_waiting(state: DockState, waiters: Waiters, puts_waiting: int, put_wait_s: float) -> DockState:

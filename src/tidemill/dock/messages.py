@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from tidemill.dock.api import Want
+
 
 class Message(msgspec.Struct, array_like=True, tag=True):
     """One request or answer; on the wire its name, then its fields."""
@@ -59,7 +61,7 @@ class Put(Message):
 
 class Take(Message):
     stage: str
-    want: dict[str, Any]
+    want: Want
     wait_s: float
 
 

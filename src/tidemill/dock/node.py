@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ CALL_S = 5.0
 COPY_PATIENCE_S = 150.0  # longer than a silent warehouse stays in the directory
 RETRY_S = 0.02
 
+_path = lru_cache(maxsize=64)(Path)  # one object per arena: it is a key in every read
+
 
 class Node:
     def __init__(self, token: str, name: str | None, directory: Callable[[], tuple[m.Announce, ...]]) -> None:
         self._token, self._name, self._directory = token, name, directory
         self._views = Views()
         self._lock = threading.RLock()
-        self._local = threading.local()
-        self._callers: list[Caller] = []
+        self._callers: dict[tuple[threading.Thread, str], Caller] = {}  # to each warehouse, from each thread
         self._warehouses: dict[int, m.Announce] = {}
         self._home: m.Announce | None = None
         self._writer: Writer | None = None
@@ -92,7 +94,7 @@ class Node:
             time.sleep(RETRY_S)  # memory is full on this node: room comes as others commit
 
     def _map(self, home: m.Announce, copy: m.Copy, nbytes: int) -> Bytes:
-        return self._views.read(Path(home.arena), copy.segment, copy.generation, copy.offset, nbytes)
+        return self._views.read(_path(home.arena), copy.segment, copy.generation, copy.offset, nbytes)
 
     # -- the warehouse -----------------------------------------------------------------------------------------------
 
@@ -105,7 +107,7 @@ class Node:
                 before, self._home = self._home, home
                 if before is not None and (home is None or before.warehouse != home.warehouse):
                     self._writer = None
-                    self._views.forget(Path(before.arena))
+                    self._views.forget(_path(before.arena))
 
     def close(self) -> None:
         with self._lock:
@@ -113,7 +115,7 @@ class Node:
                 self._writer.close()
                 self._writer = None
             self._views.close()
-            for caller in self._callers:
+            for caller in self._callers.values():
                 caller.close()
             self._callers.clear()
 
@@ -133,7 +135,7 @@ class Node:
         with self._lock:
             home = self._need_home()
             if self._writer is None:
-                self._writer = Writer(Path(home.arena), home.warehouse, self._views, self._lend, self._tell_closed)
+                self._writer = Writer(_path(home.arena), home.warehouse, self._views, self._lend, self._tell_closed)
             return self._writer
 
     def _lend(self, nbytes: int) -> m.Lent:
@@ -176,16 +178,14 @@ class Node:
         try:
             return self._caller(control).ask(message, within_s=CALL_S)
         except (ConnectionError, TimeoutError):
-            caller = self._local.callers.pop(control)
-            self._callers.remove(caller)
-            caller.close()
+            self._callers.pop((threading.current_thread(), control)).close()
             raise
 
     def _caller(self, control: str) -> Caller:
-        if not hasattr(self._local, "callers"):
-            self._local.callers = {}
-        callers: dict[str, Caller] = self._local.callers
-        if control not in callers:
-            callers[control] = Caller(self._token, control, resends=False)
-            self._callers.append(callers[control])
-        return callers[control]
+        mine = threading.current_thread(), control
+        if mine not in self._callers:
+            with self._lock:
+                for key in [key for key in self._callers if not key[0].is_alive()]:
+                    self._callers.pop(key).close()
+                self._callers[mine] = Caller(self._token, control, resends=False)
+        return self._callers[mine]

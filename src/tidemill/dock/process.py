@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main(arguments: list[str]) -> None:
     _end_with_parent()
+    _allow_many_connections()
     from tidemill.dock import ledger_server, warehouse_server  # the slow part, before the word to begin
 
     if not sys.stdin.readline():  # a spare whose starter is gone
@@ -44,6 +46,12 @@ def main(arguments: list[str]) -> None:
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     server.run()
+
+
+def _allow_many_connections() -> None:
+    """One file each for every thread of every worker, and for every segment."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _end_with_parent() -> None:

@@ -7,7 +7,7 @@ same units in several orders (arrival, by version, by tag) without ever deleting
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ Key = Callable[[Ints], npt.NDArray[Any]]  # of units, the value that names their
 
 FIRST_TICKET = 1 << 40  # given-back units get tickets below, new ones above: both orders stay positive
 EMPTY = np.empty(0, np.int64)
+QUEUES = 64  # of one order, before those that hold nothing are looked for
 
 
 class Queue:
@@ -80,9 +81,22 @@ class Queue:
 class Ready:
     """All ready units of one stage. Orders besides arrival are kept from when they are first asked for."""
 
-    __slots__ = ("_arrival", "_back", "_front", "_has_rekeyed", "_keys", "_orders", "count", "tickets")
+    __slots__ = (
+        "_arrival",
+        "_back",
+        "_changing",
+        "_front",
+        "_has_rekeyed",
+        "_keys",
+        "_orders",
+        "_sweep_at",
+        "count",
+        "tickets",
+    )
 
-    def __init__(self, keys: dict[str, Key]) -> None:
+    def __init__(self, keys: dict[str, Key], changing: Collection[str] = ()) -> None:
+        """`changing`: names of keys that may change while a unit is ready (`rekey` says so)."""
+        self._changing = changing
         self.tickets = np.zeros(64, np.int64)
         self.count = 0
         self._keys = keys
@@ -90,6 +104,7 @@ class Ready:
         self._orders: dict[str, dict[int, Queue]] = {}
         self._front = self._back = FIRST_TICKET
         self._has_rekeyed = False
+        self._sweep_at = QUEUES
 
     def ensure(self, units: int) -> None:
         """Be ready for units numbered below this; must be said before they are."""
@@ -124,6 +139,11 @@ class Ready:
         if self.count:
             self.count -= int(np.count_nonzero(self.tickets[units]))
             self.tickets[units] = 0
+
+    def take_out(self, units: Ints) -> None:
+        """As `remove`, for units that are known to be ready, each named once."""
+        self.count -= len(units)
+        self.tickets[units] = 0
 
     def rekey(self, units: Ints) -> None:
         """A key (the version, say) of `units` changed: ready ones move to the queue of their new key."""
@@ -168,9 +188,14 @@ class Ready:
         keys = key_of(units)
         for key in set(keys.tolist()):
             if key not in queues:
-                queues[key] = self._queue(key_of, key)
+                if len(queues) >= self._sweep_at:  # tags of steps long past, say
+                    self._sweep_at = 2 * len(self.known_keys(name)) + QUEUES
+                queues[key] = self._queue(name, key)
             mine = keys == key
             (queues[key].push_front if front else queues[key].push)(units[mine], tickets[mine])
 
-    def _queue(self, key_of: Key, key: int) -> Queue:
+    def _queue(self, name: str, key: int) -> Queue:
+        if name not in self._changing:
+            return Queue(lambda units, tickets: self.tickets[units] == tickets)
+        key_of = self._keys[name]
         return Queue(lambda units, tickets: (self.tickets[units] == tickets) & (key_of(units) == key))

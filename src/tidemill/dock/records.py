@@ -52,6 +52,7 @@ class HeldLease:
     slots: Ints
     deadline: float
     columns: tuple[str, ...]
+    owner: bytes = b""  # who holds it, where it would be noticed that its process ended
 
 
 def split(rows: Batch, read_somewhere: Collection[str], watch: str) -> tuple[Written, Batch]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,7 @@ class Units:
         return len(self.rows)
 
 
+@lru_cache(maxsize=256)  # consumers ask the same again and again
 def check(want: Want) -> None:
     if want.sampler not in SAMPLERS:
         known = ", ".join(SAMPLERS)

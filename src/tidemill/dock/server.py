@@ -134,16 +134,10 @@ class DockServer:
         command = self._command("warehouse", name, self.address.ledger)
         self.warehouses[name] = Keeper(name, command, log, lambda: self._warehouse_died(name))
 
-    def wait_announced(self, name: str, within_s: float = START_S) -> m.Announce:
+    def wait_announced(self, name: str) -> m.Announce:
         """Until the ledger knows the warehouse of this name."""
-        deadline = time.monotonic() + within_s
-        while time.monotonic() < deadline:
-            for hello in self._ask(m.AskSetup()).warehouses:
-                if hello.node == name and Path(hello.arena).is_dir():
-                    self._arenas[name] = hello
-                    return hello  # type: ignore[no-any-return]
-            time.sleep(0.01)
-        raise DockError(f"warehouse {name!r} has not reached the ledger", f"look at {self.folder / name}.log")
+        self._arenas[name] = _wait_announced(self._ask, name, self.folder / f"{name}.log")
+        return self._arenas[name]
 
     def find(self, name: str) -> int | None:
         """The key of the warehouse of this name, if the ledger knows one now."""
@@ -180,10 +174,7 @@ class DockServer:
         self.close()
 
     def _warehouse_died(self, name: str) -> None:
-        """Its bytes outlive the process. When they went too, the ledger must know at once."""
-        hello = self._arenas.get(name)
-        if hello is not None and not Path(hello.arena).is_dir():
-            self._ask(m.Lost(hello.warehouse))
+        _tell_if_lost(self._ask, self._arenas.get(name))
 
     def _ask(self, message: m.Message) -> Any:
         with self._lock:
@@ -194,24 +185,40 @@ class DockServer:
 
 
 class DockNode:
-    """One more machine of a dock that runs elsewhere: its warehouse, watched from here."""
+    """One more machine of a dock that runs elsewhere: its warehouse, watched from here and started again when it
+    dies."""
 
     def __init__(self, address: Address, name: str, host: str, folder: Path | str | None = None, **memory: Any) -> None:
         """`memory`: memory_bytes, spill_bytes, segment_bytes of DockSetup."""
         self.address, self.name = address, name
+        self._is_own_folder = folder is None
         self.folder = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="tidemill-dock-"))
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         (self.folder / SETUP_FILE).write_text(DockSetup(stages=(), **memory).to_json())
         _token(self.folder / TOKEN_FILE, address.token)
+        self._lock = threading.Lock()
+        self._caller = Caller(address.token, address.ledger)
+        self._hello: m.Announce | None = None
         command = _command("warehouse", self.folder, check_host(host), name, address.ledger)
-        self.warehouse = Keeper(name, command, self.folder / f"{name}.log", lambda: None)
+        log = self.folder / f"{name}.log"
+        self.warehouse = Keeper(name, command, log, lambda: _tell_if_lost(self._ask, self._hello))
         self.warehouse.wait_ready()
+        self._hello = _wait_announced(self._ask, name, log)
 
     def connect(self) -> RemoteDock:
         return RemoteDock(self.address, self.name)
 
     def close(self) -> None:
+        """Its bytes go with it; the ledger is told."""
         self.warehouse.stop()
+        with self._lock:
+            self._caller.close()
+        if self._is_own_folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _ask(self, message: m.Message) -> Any:
+        with self._lock:
+            return self._caller.ask(message, within_s=START_S)
 
 
 def serve(
@@ -224,6 +231,22 @@ def serve(
 def join(address: Address | str | Path, name: str, host: str, **settings: Any) -> DockNode:
     """Let this machine take part in a dock: workers here write to and read from its own memory."""
     return DockNode(address if isinstance(address, Address) else Address.find(address), name, host, **settings)
+
+
+def _wait_announced(ask: Callable[[m.Message], Any], name: str, log: Path) -> m.Announce:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        for hello in ask(m.AskSetup()).warehouses:
+            if hello.node == name and Path(hello.arena).is_dir():
+                return hello  # type: ignore[no-any-return]
+        time.sleep(0.01)
+    raise DockError(f"warehouse {name!r} has not reached the ledger", f"look at {log}")
+
+
+def _tell_if_lost(ask: Callable[[m.Message], Any], hello: m.Announce | None) -> None:
+    """A warehouse's bytes outlive its process. When they went too, the ledger must know at once."""
+    if hello is not None and not Path(hello.arena).is_dir():
+        ask(m.Lost(hello.warehouse))
 
 
 def _command(kind: str, folder: Path, host: str, *rest: str) -> list[str]:

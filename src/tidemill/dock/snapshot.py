@@ -29,7 +29,7 @@ def dump(ledger: Ledger) -> tuple[dict[str, Any], Arrays]:
     arrays: Arrays = {f"row.{name}": getattr(rows, name)[live] for name in ROW_FIELDS}
     arrays["row.chunk"], arrays["row.place"] = rows.chunk[:, live], rows.place[:, live]
     arrays["committed"] = np.fromiter(ledger.committed, np.int64, len(ledger.committed))
-    arrays["ended.page"], arrays["ended.bits"] = ledger.ended_ids.dump()
+    arrays.update({f"ended.{name}": array for name, array in ledger.ended_ids.dump().items()})
     for c in ledger.controllers:
         arrays[f"order.{c.stage.name}"] = _order(ledger, c)
     chunks = {str(key): [list(c.columns), c.nbytes, c.tag] for key, c in ledger.chunks.items()}
@@ -37,7 +37,7 @@ def dump(ledger: Ledger) -> tuple[dict[str, Any], Arrays]:
         "format": FORMAT,
         "stages": [c.stage.name for c in ledger.controllers],
         "version": ledger.version,
-        "columns": sorted(ledger.source_columns),
+        "columns": sorted(ledger.columns.source),
         "counts": [ledger.dropped, ledger.expired, ledger.stale, ledger.ended],
         "done": [c.done for c in ledger.controllers],
         "turn": [c.turn for c in ledger.controllers],
@@ -47,6 +47,8 @@ def dump(ledger: Ledger) -> tuple[dict[str, Any], Arrays]:
         "groups": ledger.groups.dump(),
         "group_size": ledger.groups.size,
         "chunks": chunks,
+        "lost": ledger.lost,
+        "missing": ledger.missing,
     }
     return record, arrays
 
@@ -61,14 +63,15 @@ def load(ledger: Ledger, record: dict[str, Any], arrays: Arrays) -> None:
         )
     ledger.version = record["version"]
     ledger.dropped, ledger.expired, ledger.stale, ledger.ended = record["counts"]
+    ledger.lost, ledger.missing = record.get("lost", 0), list(record.get("missing", ()))
     ledger.groups.size = record["group_size"]
     ledger.groups.load(record["groups"])
-    ledger.ended_ids.load(arrays["ended.page"], arrays["ended.bits"])
+    ledger.ended_ids.load({n.removeprefix("ended."): a for n, a in arrays.items() if n.startswith("ended.")})
     ledger.committed.update(dict.fromkeys(arrays["committed"].tolist()))
     for tag in record["tags"]:
         ledger.learn_tag(tag)
     ledger.serial, ledger.highest_id = record["serial"], record["highest_id"]
-    ledger.learn_source(tuple(record["columns"]))
+    ledger.columns.learn_source(tuple(record["columns"]))
     slots = _load_rows(ledger, arrays)
     needed = Counter(arrays["row.chunk"].ravel().tolist())
     for key, (columns, nbytes, tag) in record["chunks"].items():

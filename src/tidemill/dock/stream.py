@@ -11,7 +11,8 @@ import os
 import socket
 import struct
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,7 @@ class Puller:
     def pull(self, chunk: ChunkAt, sources: dict[int, str], into: memoryview) -> None:
         """Bytes of `chunk` from the first copy that can be had."""
         failures = []
+        self._close_idle_except(sources.values())
         for copy in chunk.copies:
             address = sources.get(copy.warehouse)
             if address is None:
@@ -121,6 +123,13 @@ class Puller:
         why = "; ".join(failures) or "no holder known"
         raise seg.SegmentGone(f"no copy of chunk {chunk.key} can be pulled ({why})")
 
+    def _close_idle_except(self, addresses: Collection[str]) -> None:
+        """Warehouses that went left connections behind."""
+        with self._lock:
+            for address in [address for address in self._idle if address not in addresses]:
+                for connection in self._idle.pop(address):
+                    connection.close()
+
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._parts.shutdown(wait=False, cancel_futures=True)
@@ -132,7 +141,10 @@ class Puller:
             self._parts.submit(self._pull_range, address, copy, bounds[i], into[bounds[i] : bounds[i + 1]])
             for i in range(1, n)
         ]
-        self._pull_range(address, copy, 0, into[: bounds[1]])
+        try:
+            self._pull_range(address, copy, 0, into[: bounds[1]])
+        finally:
+            wait(jobs)  # whatever failed: nobody may write here after this
         for job in jobs:
             job.result()
 

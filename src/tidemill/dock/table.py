@@ -1,4 +1,4 @@
-"""The ledger's tables: rows as numpy columns with recycled slots, and the ids that have already left."""
+"""The ledger's table: rows as numpy columns with recycled slots."""
 
 from __future__ import annotations
 
@@ -73,33 +73,3 @@ class Rows:
         self.chunk = np.concatenate([self.chunk, np.full_like(self.chunk, -1)], axis=1)
         self.place = np.concatenate([self.place, np.zeros_like(self.place)], axis=1)
         self._free = [*range(2 * old - 1, old - 1, -1), *self._free]
-
-
-class EndedIds:
-    """Ids that have left the dock, so that a producer that puts again after a restart changes nothing. One bit per
-    id in pages of 64: sequential ids cost about two bytes each, scattered ones about a hundred."""
-
-    def __init__(self) -> None:
-        self._pages: dict[int, int] = {}
-
-    def add(self, ids: Ints) -> None:
-        pages = self._pages
-        if len(ids) < 16:
-            for i in ids.tolist():
-                pages[i >> 6] = pages.get(i >> 6, 0) | 1 << (i & 63)
-            return
-        ids = np.sort(ids)
-        starts = np.flatnonzero(np.diff(ids >> 6, prepend=ids[0] - 64 >> 6))
-        bits = np.bitwise_or.reduceat(np.uint64(1) << (ids & 63).astype(np.uint64), starts)
-        for page, mask in zip((ids[starts] >> 6).tolist(), bits.tolist()):
-            pages[page] = pages.get(page, 0) | mask
-
-    def __contains__(self, i: int) -> bool:
-        return bool(self._pages.get(i >> 6, 0) >> (i & 63) & 1)
-
-    def dump(self) -> tuple[Ints, npt.NDArray[np.uint64]]:
-        n = len(self._pages)
-        return np.fromiter(self._pages.keys(), np.int64, n), np.fromiter(self._pages.values(), np.uint64, n)
-
-    def load(self, keys: Ints, masks: npt.NDArray[np.uint64]) -> None:
-        self._pages = dict(zip(keys.tolist(), masks.tolist()))

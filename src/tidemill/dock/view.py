@@ -50,7 +50,7 @@ def prometheus(state: DockState, prefix: str = "tidemill_dock") -> str:
         ("ended", state.ended, "Rows that left the dock."),
         ("dropped", state.dropped, "Rows ended before the last stage."),
         ("stale", state.stale, "Rows found too old."),
-        ("leases_expired", state.expired, "Leases that ran out."),
+        ("leases_expired", state.expired, "Leases that ran out or whose holder died."),
         ("lost", state.lost, "Rows whose bytes went with a warehouse."),
         ("refused", state.refused, "Connections and messages that were refused."),
     ):

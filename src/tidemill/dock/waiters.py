@@ -17,6 +17,8 @@ class Waiter:
     want: Want
     deadline: float
     answer: Callable[[Grant | DockError | None], None]  # called once; None: the deadline passed
+    client: bytes = b""  # the connection that waits
+    owner: bytes = b""  # of the lease to come
 
 
 class Waiters:
@@ -31,6 +33,11 @@ class Waiters:
         parked = self._parked.get(waiter.stage, [])
         if waiter in parked:
             parked.remove(waiter)
+
+    def forget(self, client: bytes) -> None:
+        """It has gone: nothing may be leased to it."""
+        for stage, parked in self._parked.items():
+            self._parked[stage] = [waiter for waiter in parked if waiter.client != client]
 
     def serve(self, now: float) -> None:
         """After any step: give what became ready to those who wait for it."""
@@ -54,9 +61,12 @@ class Waiters:
         return (waiter for parked in self._parked.values() for waiter in parked)
 
     def _serve(self, stage: str, now: float) -> None:
+        ready, groups = self._ledger.controller(stage).ready, self._ledger.groups
         for waiter in list(self._parked.get(stage, ())):
+            if not ready.count and waiter.want.ranks == 1 and not groups.has_unsized:
+                continue  # of hundreds who wait, most are looked at in vain
             try:
-                answer: Grant | DockError | None = self._ledger.take(stage, waiter.want, now)
+                answer: Grant | DockError | None = self._ledger.take(stage, waiter.want, now, waiter.owner)
             except DockError as error:  # the waiter's mistake, not of whoever's step woke it
                 answer = error
             if answer is not None:

@@ -43,6 +43,7 @@ TICK_S = 0.05
 REPORT_S = 0.2  # heartbeat to the ledger; also how soon a restarted ledger is noticed
 LEND_WAIT_S = 1.0  # a writer that finds memory full asks again after this
 PREPARED_SEGMENTS = 4
+FAREWELL_MS = 200
 
 
 @dataclass(slots=True)
@@ -122,9 +123,11 @@ class WarehouseServer:
         self.shut()
 
     def shut(self) -> None:
+        """The bytes go with us, so the ledger is told: what nobody else has is made or put again at once."""
+        self._ask_ledger(m.Lost(self.key))
         self._stream.close()
         self._puller.close()
-        self._context.destroy(linger=0)
+        self._context.destroy(linger=FAREWELL_MS)
         self._views.close()
         self._arena.destroy()
 

@@ -25,6 +25,7 @@ RESEND_CHECK_S = 0.1  # how often a caller that waits looks whether its connecti
 HANDSHAKE_S = 3.0
 PROMPT_CHECK_S = 0.02  # the same where the caller knows another address to try
 SEQ = struct.Struct("<Q")
+OWNER_BYTES = 8
 
 
 def curve_keys(token: str, side: str) -> tuple[bytes, bytes]:
@@ -107,8 +108,13 @@ def calling_socket(context: zmq.Context[Any], token: str, identity: bytes, addre
     return socket
 
 
-def new_identity() -> bytes:
-    return b"c" + os.urandom(15)
+def new_identity(owner: bytes | None = None) -> bytes:
+    """A name for one connection. It starts with its owner's: all connections of one dock object have the same."""
+    return (owner or new_owner()) + os.urandom(16 - OWNER_BYTES)
+
+
+def new_owner() -> bytes:
+    return b"c" + os.urandom(OWNER_BYTES - 1)  # ZeroMQ keeps names that start with a zero byte for itself
 
 
 class Caller:

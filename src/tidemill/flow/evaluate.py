@@ -9,6 +9,7 @@ from typing import Any
 from tidemill.config import Config
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Example, Source
+from tidemill.environment.api import Task, last_said
 from tidemill.errors import DataError
 from tidemill.flow.records import Answered, Evaluation
 from tidemill.flow.stages import sampling_of
@@ -34,7 +35,8 @@ def evaluate(
     problems = held_out(source, encode, size)
     base = sampling_of(config, config.seed)
     greedy = Sampling(temperature=0.0, max_tokens=base.max_tokens, stop_strings=base.stop_strings)
-    answers = _answer(engine, problems, greedy, 1, decode, scorer)
+    tasks = [None if config.environment is None else Task(e.answer, e.meta, e.where) for e, _ in problems]
+    answers = _answer(engine, problems, tasks, greedy, 1, decode, scorer)
     first = [a[0] for a in answers]
     pass_at: dict[int, float] = {}
     if samples > 1 or (config.eval.temperature > 0 and samples):
@@ -47,7 +49,8 @@ def evaluate(
             stop_strings=base.stop_strings,
             seed=config.seed,
         )
-        counts = [sum(a.correct for a in each) for each in _answer(engine, problems, drawn, samples, decode, scorer)]
+        answers = _answer(engine, problems, tasks, drawn, samples, decode, scorer)
+        counts = [sum(a.correct for a in each) for each in answers]
         pass_at = {k: sum(pass_at_k(samples, c, k) for c in counts) / len(counts) for k in powers_up_to(samples)}
     return Evaluation(
         accuracy=sum(a.correct for a in first) / len(first),
@@ -76,20 +79,21 @@ def held_out(source: Source, encode: PromptTokens, size: int) -> list[tuple[Exam
 def _answer(
     engine: RolloutEngine,
     problems: Sequence[tuple[Example, list[int]]],
+    tasks: Sequence[Task | None],
     sampling: Sampling,
     n: int,
     decode: Callable[[list[int]], str],
     scorer: Scorer,
 ) -> list[list[Answered]]:
     for i, (_, prompt) in enumerate(problems):
-        engine.submit(Request(FIRST_ID + i, prompt, sampling, n=n))
+        engine.submit(Request(FIRST_ID + i, prompt, sampling, n=n, task=tasks[i]))
     done: dict[tuple[int, int], Completion] = {}
     while engine.has_work:
         for completion in engine.step():
             done[completion.request.id - FIRST_ID, completion.index] = completion
     samples = [_sample(problems[i], done[i, k], i * n + k, decode) for i in range(len(problems)) for k in range(n)]
     scored = scorer.submit(samples).result()
-    flat = [Answered(s.prompt, s.answer, s.response, r.correct, r.value) for s, r in zip(samples, scored)]
+    flat = [Answered(s.prompt, s.answer, s.transcript, r.correct, r.value) for s, r in zip(samples, scored)]
     return [flat[i * n : (i + 1) * n] for i in range(len(problems))]
 
 
@@ -99,7 +103,10 @@ def _sample(
     example, prompt = problem
     return Sample(
         prompt=decode(prompt),
-        response=decode(made.tokens),
+        response=decode(made.tokens if made.mask is None else made.tokens[last_said(made.mask) :]),
+        transcript=decode(made.tokens),
+        tokens=[*prompt, *made.tokens],
+        played={} if made.played is None else made.played.plain(),
         answer=example.answer,
         meta=example.meta,
         id=id,

@@ -18,11 +18,13 @@ from tidemill.algorithms.api import Algorithm
 from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch, Column
 from tidemill.config import Config
 from tidemill.dock import Dock, Lease, LeaseExpired, Want
+from tidemill.environment.api import Played, Task, last_said
 from tidemill.errors import RewardError, TidemillError
 from tidemill.flow.tally import Tally
 from tidemill.flow.weights import OwnCopy
+from tidemill.learn.api import LearnEngine, Scores
 from tidemill.learn.critic import ValueLearner
-from tidemill.learn.engine import Learner, score
+from tidemill.learn.engine import score
 from tidemill.reward.api import Sample, Scored
 from tidemill.reward.score import Scorer
 from tidemill.reward.text import repetition
@@ -146,10 +148,14 @@ class RolloutWorker:
         prompt = batch["prompt"][0].tolist()
         greedy = batch.values("greedy") != 0 if "greedy" in batch else np.zeros(batch.rows, np.bool_)
         drawn, fixed = np.flatnonzero(~greedy).tolist(), np.flatnonzero(greedy).tolist()
-        requests = [Request(group, prompt, self.sampling, n=len(drawn), user=(group, drawn))] if drawn else []
+        task = None if self.config.environment is None else task_of(batch.row(0))
+        requests = []
+        if drawn:
+            requests.append(Request(group, prompt, self.sampling, n=len(drawn), task=task, user=(group, drawn)))
         if fixed:
             sampling = replace(self.sampling, temperature=0.0)
-            requests.append(Request(GREEDY_ID + group, prompt, sampling, n=len(fixed), user=(group, fixed)))
+            id = GREEDY_ID + group
+            requests.append(Request(id, prompt, sampling, n=len(fixed), task=task, user=(group, fixed)))
         return requests
 
     def _finish(self, completion: Completion) -> None:
@@ -175,7 +181,20 @@ class RolloutWorker:
             if c.kept is not None:  # top-p, top-k or min-p left tokens out
                 self.tally.mean("kept_mass", float(np.exp(c.kept).mean()))
             self.tally.add("prompt_tokens", len(c.request.prompt))
-            self.tally.add("made_tokens", len(c.tokens))
+            self.tally.add("made_tokens", len(c.tokens) if c.mask is None else sum(c.mask))
+            if c.played is not None:
+                self._count_play(c.played)
+
+    def _count_play(self, played: Played) -> None:
+        self.tally.mean("turns", played.turns)
+        for name, value in played.parts.items():
+            self.tally.mean(f"environment/{name}", value)
+        if played.error is not None:
+            self.tally.add("environment_errors", 1)
+
+
+def task_of(row: dict[str, Any]) -> Task:
+    return Task(row["answer"], json.loads(row["meta"]), row["where"])
 
 
 def rollout_columns(made: list[Completion]) -> Batch:
@@ -184,11 +203,15 @@ def rollout_columns(made: list[Completion]) -> Batch:
         "prompt_length": np.array([len(c.request.prompt) for c in made], np.int32),
         "logprobs": Column.jagged([c.logprobs for c in made], np.float32),
         "versions": Column.jagged([c.versions for c in made], np.int32),
-        "mask": Column.jagged([np.ones(len(c.tokens)) for c in made], np.uint8),
+        "mask": Column.jagged([np.ones(len(c.tokens)) if c.mask is None else c.mask for c in made], np.uint8),
         "finish": np.array([FINISH.index(c.finish) for c in made], np.int8),
         VERSION: np.array([min(c.versions) for c in made], np.int32),
         LENGTH: np.array([len(c.request.prompt) + len(c.tokens) for c in made], np.int32),
     }
+    if made and made[0].routes is not None:
+        columns["routes"] = Column.jagged([c.routes for c in made], np.int16)  # type: ignore[misc]
+    if made and made[0].played is not None:
+        columns["played"] = Column.text([json.dumps((c.played or Played()).plain()) for c in made])
     return Batch(columns)
 
 
@@ -223,8 +246,9 @@ class RewardWorker:
             self._since = self._since if self.scoring else time.perf_counter()
             samples = [self._sample(lease.batch.row(i)) for i in range(lease.batch.rows)]
             self.scoring.append((lease, samples, self.scorer.submit(samples)))
-        done = [s for s in self.scoring if s[2].done()]
-        self.scoring = [s for s in self.scoring if not s[2].done()]
+        is_done = [future.done() for *_, future in self.scoring]  # asked once: it may become true between two looks
+        done = [s for s, done in zip(self.scoring, is_done) if done]
+        self.scoring = [s for s, done in zip(self.scoring, is_done) if not done]
         for finished in done:
             self._commit(*finished)
         if done and not self.scoring:
@@ -234,9 +258,14 @@ class RewardWorker:
     def _sample(self, row: dict[str, Any]) -> Sample:
         start = int(row["prompt_length"])
         tokens = row["tokens"].tolist()
+        played = json.loads(row["played"]) if "played" in row else {}
+        last = start + last_said(row["mask"]) if played else start  # a reward judges what was said last
         return Sample(
             prompt=self.decode(tokens[:start]),
-            response=self.decode(tokens[start:]),
+            response=self.decode(tokens[last:]),
+            transcript=self.decode(tokens[start:]),
+            tokens=tokens,
+            played=played,
             answer=row["answer"],
             meta=json.loads(row["meta"]),
             id=int(row[ID]),
@@ -281,7 +310,7 @@ class RewardWorker:
                     "id": sample.id,
                     "group": int(batch.values(GROUP)[i]),
                     "prompt": sample.prompt,
-                    "response": sample.response,
+                    "response": sample.transcript,
                     "answer": sample.answer,
                     "reward": result.value,
                     "rewards": dict(result.parts),
@@ -384,7 +413,9 @@ class ScoreWorker:
         if lease is None:
             return False
         with self.tally.time(self.name):
-            committed(lease, Batch({self.column: score(self.model, lease.batch, self.config)}))
+            over_ranks = isinstance(self.model, Scores)
+            found = self.model.logprobs(lease.batch) if over_ranks else score(self.model, lease.batch, self.config)
+            committed(lease, Batch({self.column: found}))
         return True
 
 
@@ -424,7 +455,7 @@ class LearnWorker:
     def __init__(
         self,
         dock: Dock,
-        learner: Learner,
+        learner: LearnEngine,
         config: Config,
         tally: Tally,
         name: str = "learn",

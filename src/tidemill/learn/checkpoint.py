@@ -90,9 +90,16 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
     tensors: dict[str, torch.Tensor] = {}
     try:
-        for name in _manifest(path)["files"]:
-            if name.endswith(".safetensors"):
-                tensors |= load_file(path / name)
+        manifest = _manifest(path)
+        if "tensors" in manifest:  # ranks wrote pieces
+            from tidemill.learn.parallel.stored import from_manifest
+
+            with from_manifest(path, manifest) as source:
+                tensors = {name: source.read(name) for name in source.pieces}
+        else:
+            for name in manifest["files"]:
+                if name.endswith(".safetensors"):
+                    tensors |= load_file(path / name)
         state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
     except Exception as error:  # safetensors raises its own types for a broken file
         raise CheckpointError(

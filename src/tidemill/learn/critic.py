@@ -34,6 +34,12 @@ class ValueModel(torch.nn.Module):
     def get_decoder(self) -> Any:
         return self.decoder
 
+    def get_input_embeddings(self) -> Any:
+        return self.decoder.get_input_embeddings()
+
+    def get_output_embeddings(self) -> None:
+        """There are no words to give."""
+
     def gradient_checkpointing_enable(self, settings: dict[str, Any]) -> None:
         self.decoder.gradient_checkpointing_enable(settings)
 
@@ -61,6 +67,7 @@ class ValueLearner(Learner):
         metrics = super().update()
         if "return_square" in metrics:
             metrics["explained_variance"] = explained_variance(metrics)
+            metrics["return_std"] = max(0.0, metrics["return_square"] - metrics["return_mean"] ** 2) ** 0.5
             metrics = {name: value for name, value in metrics.items() if name not in SUMS}
         return metrics
 

@@ -22,7 +22,8 @@ from tidemill.learn.logprob import token_logprobs
 from tidemill.learn.meter import mismatch
 from tidemill.learn.optimizer import learning_rate, make_optimizer, state_home
 from tidemill.learn.packing import PackedBatch, microbatches, pack, response_column
-from tidemill.models import lora, rowwise
+from tidemill.learn.routes import routed
+from tidemill.models import lora, routing, rowwise
 from tidemill.models.contexts import choose
 from tidemill.models.upload import upload
 
@@ -39,6 +40,7 @@ class Learner:
             learn = config.learn
             lora.attach(model, learn.lora_rank, learn.lora_alpha, config.seed, magnitudes=learn.dora)
         self.attention = choose(model, attention_of(config))
+        self.routers = routing.prepare(model, config.learn.moe)
         self.gradients = Gradients(model.parameters(), wide=config.learn.master == "float32")
         self.optimizer = make_optimizer(model, config.learn, self.gradients)
         self.version = 0  # updates made
@@ -75,7 +77,8 @@ class Learner:
 
     def _loss(self, part: Batch) -> tuple[Tensor, Stats]:
         packed = pack(part, self.device, self.config.learn.share_prompts, self.attention)
-        tokens = token_batch(part, packed, forward(self.model, packed, self.config))
+        given = routed(part, packed, self.routers, self.config.learn.share_prompts)
+        tokens = token_batch(part, packed, forward(self.model, given, self.config))
         loss, stats = self.algorithm.loss(tokens, self.config)
         return loss, stats | mismatch(part, tokens, self.version, self.config.rollout.engine)
 
@@ -95,6 +98,7 @@ class Learner:
         self.version += 1
         metrics = total(on_host(self._stats))
         metrics["loss"] = metrics.get("loss", 0.0) / divisor
+        metrics |= self.routers.finish() if self.routers is not None else {}
         self._stats, self._whole = [], 0.0
         return {**metrics, "grad_norm": norm, "lr": lr, "skipped_updates": float(self.skipped)}
 
@@ -112,6 +116,7 @@ class Learner:
             for p in group["params"]:
                 for key, value in self.optimizer.state.get(p, {}).items():
                     tensors[f"optimizer.{names[id(p)]}.{key}"] = torch.as_tensor(value).detach()
+        tensors |= self.routers.state() if self.routers is not None else {}
         return tensors, {"version": self.version, "skipped": self.skipped}
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -127,6 +132,8 @@ class Learner:
                     self.optimizer.state[p] = {
                         k: v.clone().to(state_home(self.optimizer, p, k)) for k, v in kept.items()
                     }
+        if self.routers is not None:
+            self.routers.restore(tensors)
         self.version, self.skipped = int(state["version"]), int(state["skipped"])
 
 
@@ -172,8 +179,10 @@ def score(model: Any, batch: Batch, config: Config) -> Column:
         np.empty(int((batch["tokens"].lengths - batch.values("prompt_length")).sum()), np.float32), batch
     )
     assert out.offsets is not None
+    routers = routing.of(model) if "routes" in batch else None
     for rows in microbatches(batch, config.train.tokens_per_microbatch, share):
-        packed = pack(batch.gather(rows), next(model.parameters()).device, share, attention)
+        taken = batch.gather(rows)
+        packed = routed(taken, pack(taken, next(model.parameters()).device, share, attention), routers, share)
         with lora.without(model):
             values = forward(model, packed, config)[0].cpu().numpy()
         cuts = np.cumsum(np.diff(out.offsets)[rows])[:-1]

@@ -94,8 +94,9 @@ def group_rows(groups: npt.NDArray[np.int64]) -> list[Ints]:
 def pack(
     batch: Batch, device: torch.device, share_prompts: bool, attention: Attention = KINDS["blocks"]
 ) -> PackedBatch:
-    has_groups = share_prompts and len(np.unique(batch.values("group"))) < batch.rows
-    return _pack_shared(batch, device, attention) if has_groups else _pack_whole(batch, device, attention)
+    if _has_groups(batch, share_prompts):
+        return _pack_shared(batch, device, attention)
+    return _pack_whole(batch, device, attention)
 
 
 def _pack_whole(batch: Batch, device: torch.device, attention: Attention) -> PackedBatch:
@@ -145,6 +146,22 @@ def _pack_shared(batch: Batch, device: torch.device, attention: Attention) -> Pa
         row=upload(row, device),
         rows=batch.rows,
     )
+
+
+def input_places(batch: Batch, share_prompts: bool) -> tuple[Ints, Ints]:
+    """Of every input of `pack`'s row: its sample, and its place in the sample's tokens."""
+    totals, prompts = batch["tokens"].lengths, batch.values("prompt_length").astype(np.int64)
+    if not _has_groups(batch, share_prompts):
+        return np.repeat(np.arange(batch.rows), totals - 1), _ranges(totals - 1)
+    first = np.array([rows[0] for rows in group_rows(batch.values("group"))])
+    inputs = totals - prompts - 1
+    row = np.concatenate([np.repeat(first, prompts[first]), np.repeat(np.arange(batch.rows), inputs)])
+    own = np.repeat(prompts, inputs) + _ranges(inputs)
+    return row, np.concatenate([_ranges(prompts[first]), own])
+
+
+def _has_groups(batch: Batch, share_prompts: bool) -> bool:
+    return share_prompts and len(np.unique(batch.values("group"))) < batch.rows
 
 
 def response_column(values: npt.NDArray[np.float32], batch: Batch) -> Column:

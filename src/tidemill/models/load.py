@@ -12,7 +12,7 @@ from transformers.utils import logging as hf_logging
 
 from tidemill import config as settings
 from tidemill.errors import ModelError
-from tidemill.models import attention, lora, tiny
+from tidemill.models import attention, experts, lora, tiny
 
 hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # of shards being read and written: a run has its own display
 
@@ -93,6 +93,7 @@ def save_folder(model: Any, tokenizer: Any, folder: Path) -> None:
 
 def wrap(module: Any, tokenizer: Any, window: int) -> Loaded:
     """Ready to roll out and to learn."""
+    experts.plug(module)
     module.eval()  # dropout has no place in RL: rollout and learning must agree
     ids = module.generation_config.eos_token_id
     ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)

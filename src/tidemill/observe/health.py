@@ -29,7 +29,7 @@ def signs(history: Sequence[Metrics]) -> list[Warning]:
     if not recent:
         return []
     checks = (equal_groups, truncation, entropy_fall, divergence, clipping, spread, gap, reference, reward_errors)
-    more = (length_growth, repetition, skipped, flat_reward, critic)
+    more = (environment_errors, length_growth, repetition, skipped, flat_reward, critic)
     found = [check(recent, history) for check in (*checks, *more)]
     return [w for w in found if w is not None]
 
@@ -146,6 +146,17 @@ def reward_errors(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warn
     )
 
 
+def environment_errors(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warning | None:
+    errors = sum(step.get("environment_errors", 0.0) for step in recent)
+    if not errors:
+        return None
+    return Warning(
+        "environment_errors",
+        f"{errors:.0f} conversations of the last {len(recent)} steps ended because their environment failed. Mend it, "
+        "raise environment.timeout_s, or find the first with environment.on_error=fail.",
+    )
+
+
 def length_growth(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warning | None:
     now, begin = mean(recent, "response_tokens"), mean(history[:WINDOW], "response_tokens")
     better = (mean(recent, "reward") or 0.0) - (mean(history[:WINDOW], "reward") or 0.0)
@@ -193,9 +204,9 @@ def flat_reward(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warnin
 
 
 def critic(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warning | None:
-    explained = mean(recent, "critic/explained_variance")
-    if explained is None or len(history) < 4 * WINDOW or explained > 0.0:
-        return None
+    explained, spread = mean(recent, "critic/explained_variance"), mean(recent, "critic/return_std")
+    if explained is None or len(history) < 4 * WINDOW or explained > 0.0 or (spread is not None and spread < 0.1):
+        return None  # where nearly all returns are alike there is nothing to explain
     return Warning(
         "critic",
         f"The critic explains nothing of the returns (explained variance {explained:.2f}). Try "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,9 @@ class Sample:
     id: int = 0
     where: str = ""  # the data row's origin, for messages
     finish: str = "stop"  # why the response ended: stop, length, error, cancelled
+    transcript: str = ""  # all turns of a conversation, answers included; without an environment the response
+    tokens: Sequence[int] = ()  # prompt and response as they were sampled; only where the reward runs in this process
+    played: Mapping[str, Any] = field(default_factory=dict)  # what the environment made of it: reward, turns, parts, …
 
     @property
     def called(self) -> str:
@@ -44,3 +47,13 @@ class Scored:
 
 
 RewardFunction = Callable[..., "float | bool | Reward"]
+
+
+def batched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a reward that takes a list of samples and gives a list of rewards. It runs in this process, in a thread."""
+    function.is_batched = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_batched(function: Callable[..., Any]) -> bool:
+    return bool(getattr(function, "is_batched", False))

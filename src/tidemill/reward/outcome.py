@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,20 @@ def judge(function: RewardFunction, sample: Sample, args: Mapping[str, Any]) -> 
     except Exception as error:
         return Outcome(fault="raised", why=f"raised {type(error).__name__}: {error}{at(error)}"[:2000])
     return as_outcome(result)
+
+
+def judge_many(function: Callable[..., Any], samples: Sequence[Sample], args: Mapping[str, Any]) -> list[Outcome]:
+    """Of a batched function; what it raises befalls all of them."""
+    if not samples:
+        return []
+    try:
+        results = list(function(samples, **args))
+    except Exception as error:
+        return [Outcome(fault="raised", why=f"raised {type(error).__name__}: {error}{at(error)}"[:2000])] * len(samples)
+    if len(results) != len(samples):
+        why = f"returned {len(results)} rewards for {len(samples)} samples"
+        return [Outcome(fault="wrong_type", why=why)] * len(samples)
+    return [as_outcome(result) for result in results]
 
 
 def as_outcome(result: Any) -> Outcome:

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tidemill.reward.api import Sample
@@ -186,4 +186,4 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def as_message(sample: Sample) -> dict[str, Any]:
-    return asdict(sample)
+    return asdict(replace(sample, tokens=()))

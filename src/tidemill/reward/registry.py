@@ -34,7 +34,9 @@ BUILT_IN: dict[str, BuiltIn] = {
     "countdown": BuiltIn("tidemill.reward.countdown:countdown", False),  # deep nesting costs the parser its stack
     "reasoning_gym": BuiltIn("tidemill.reward.gym:reasoning_gym", False),
     "code": BuiltIn("tidemill.reward.code:code", False),
+    "environment": BuiltIn("tidemill.reward.played:environment", True),
     "judge": BuiltIn("tidemill.reward.judge:judge", False),
+    "model": BuiltIn("tidemill.reward.model:model", False),
 }
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from tidemill.config import Rewards
 from tidemill.errors import ConfigError, RewardError
-from tidemill.reward.api import RewardFunction, Sample, Scored
-from tidemill.reward.outcome import Outcome, judge
+from tidemill.reward.api import RewardFunction, Sample, Scored, is_batched
+from tidemill.reward.outcome import Outcome, judge, judge_many
 from tidemill.reward.pool import Pool, Unit
 from tidemill.reward.registry import check_args, find, is_quick
 
@@ -65,7 +65,12 @@ class Scorer:
 
     def _judge_here(self, task: Task, samples: list[Sample]) -> None:
         for k, component in enumerate(self.components):
-            if component.slot is None:
+            if component.slot is not None:
+                continue
+            if is_batched(component.function):
+                for i, outcome in enumerate(judge_many(component.function, samples, component.args)):
+                    task.set(i, k, outcome)
+            else:
                 for i, sample in enumerate(samples):
                     task.set(i, k, judge(component.function, sample, component.args))
         task.finish_if_complete()
@@ -154,8 +159,9 @@ def components(rewards: Rewards) -> tuple[Component, ...]:
             if tried.fault:
                 raise ConfigError(f"rewards: {spec.function!r} cannot work with args {spec.args}: it {tried.why}")
         label = unique(spec.label or spec.function.rpartition(":")[2], {c.label for c in made})
-        made.append(Component(label, spec.function, spec.args, spec.weight, function, None if quick else slots))
-        slots += not quick
+        is_here = quick or is_batched(function)
+        made.append(Component(label, spec.function, spec.args, spec.weight, function, None if is_here else slots))
+        slots += not is_here
     return tuple(made)
 
 

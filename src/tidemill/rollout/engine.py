@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from tidemill.batch import Array
+from tidemill.environment.api import Played, Task
+
 Finish = Literal["stop", "length", "error", "cancelled"]
 
 
@@ -39,6 +42,7 @@ class Request:
     n: int = 1
     limits: Sequence[int] | None = None  # most tokens of each sample, where they differ; else sampling.max_tokens
     on_done: Callable[[Completion], None] | None = None
+    task: Task | None = None  # what the environment plays with each sample; None: one turn
     user: Any = None
 
 
@@ -54,6 +58,9 @@ class Completion:
     finish: Finish
     error: str | None = None
     kept: list[float] | None = None  # log of the probability mass kept by top-p / top-k / min-p, per token; None: all
+    routes: Array | None = None  # (inputs · layers · k) experts that each token but the last went through
+    mask: list[int] | None = None  # 0 where an environment made the token; None: the model made all
+    played: Played | None = None  # what the conversation with an environment came to
 
 
 @dataclass(slots=True)

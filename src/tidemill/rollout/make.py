@@ -8,6 +8,20 @@ from tidemill.rollout.engine import RolloutEngine
 
 
 def make_engine(loaded: Loaded, config: Config) -> RolloutEngine:
+    engine = make_plain(loaded, config)
+    if config.environment is None:
+        return engine
+    from tidemill.environment.speech import Speech
+    from tidemill.rollout.turns import TurnsEngine
+
+    is_chat = bool(loaded.tokenizer.chat_template) and config.data.chat != "off"
+    return TurnsEngine(
+        engine, config.environment, Speech(loaded.tokenizer, is_chat, config.environment.role), loaded.eos_ids
+    )
+
+
+def make_plain(loaded: Loaded, config: Config) -> RolloutEngine:
+    """An engine whose samples are one turn each."""
     rollout = config.rollout
     max_len = min(loaded.window, config.data.max_prompt_tokens + rollout.max_new_tokens)
     match rollout.engine:
@@ -23,6 +37,7 @@ def make_engine(loaded: Loaded, config: Config) -> RolloutEngine:
                 page_size=rollout.page_size,
                 cache_tokens=rollout.cache_tokens,
                 batch_invariant=rollout.batch_invariant,
+                record_routes=config.learn.moe.replay,
             )
         case "hf":
             from tidemill.rollout.hf import HFEngine

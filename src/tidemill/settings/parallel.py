@@ -79,7 +79,13 @@ def problems(config: Config, model: Model) -> Iterator[str]:
     yield from _pairs(config)
     shape = cuttable(model)
     if shape is not None:
-        yield from _model(parallel, shape)
+        yield from model_problems(parallel, shape)
+    reference = config.algorithm.kl.parallel
+    if reference is not None and reference.ranks != parallel.ranks:
+        yield (
+            f"algorithm.kl.parallel comes to {reference.ranks} ranks, but the reference lies on the learner's "
+            f"{parallel.ranks}; sizes with the same product would do"
+        )
 
 
 def _folding(parallel: Parallel) -> Iterator[str]:
@@ -98,7 +104,7 @@ def _folding(parallel: Parallel) -> Iterator[str]:
         )
 
 
-def _model(parallel: Parallel, shape: Cuttable) -> Iterator[str]:
+def model_problems(parallel: Parallel, shape: Cuttable) -> Iterator[str]:
     tp = parallel.tp
     if not shape.is_latent:
         if shape.heads % tp or max(shape.kv_heads, tp) % min(shape.kv_heads, tp):
@@ -152,8 +158,12 @@ def _pairs(config: Config) -> Iterator[str]:
         yield "learn.optimizer is muon, which needs whole matrices, but ranks hold pieces; adamw would do"
     if learn.moments == "int8":
         yield "learn.moments is int8, whose blocks do not survive another number of ranks; float32 or same would do"
-    if learn.lora_rank and (parallel.tp > 1 or parallel.pp > 1 or parallel.ep > 1):
-        yield "learn.lora_rank is set, which works with replicate, fsdp and cp; set tp, pp and ep to 1"
+    if learn.lora_rank:
+        yield "learn.lora_rank is set, but adapters are learned on one rank only; 0 would do, or sizes of 1"
+    if config.algorithm.name == "reward_model":
+        yield "algorithm is reward_model, which learns on one rank only; set the sizes of learn.parallel to 1"
+    if config.rollout.batch_invariant:
+        yield "rollout.batch_invariant is set, which one rank alone can promise; false would do"
 
 
 def head_cuts(shape: Cuttable) -> list[int]:

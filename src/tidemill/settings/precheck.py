@@ -22,7 +22,8 @@ LONGEST_NAME = 200  # bytes; file systems stop at 255, and runs moved aside get 
 def problems(config: Config, model: Model) -> list[str]:
     """`model` is the one that will be trained (a warm start's own)."""
     checks: tuple[Callable[[Config, Model], Iterator[str]], ...] = (
-        _name, _batch, _flow, _lengths, _model_folder, _data, _functions, _device, _disk, parallel.problems,
+        _name, _batch, _flow, _routes, _lengths, _model_folder, _data, _functions, _environment, _device, _disk,
+        parallel.problems,
     )  # fmt: skip
     return [problem for check in checks for problem in check(config, model)]
 
@@ -69,6 +70,14 @@ def _flow(config: Config, _: Model) -> Iterator[str]:
         yield (
             "flow.schedule is async, but flow.placement is colocated: rollout cannot be ahead while it takes turns; "
             "flow.placement=auto would do"
+        )
+
+
+def _routes(config: Config, _: Model) -> Iterator[str]:
+    if config.learn.moe.replay and config.rollout.engine != "native":
+        yield (
+            f"learn.moe.replay is true, but rollout.engine {config.rollout.engine} does not record routes; "
+            "use rollout.engine=native, or learn.moe.replay=false"
         )
 
 
@@ -178,6 +187,10 @@ def _functions(config: Config, _: Model) -> Iterator[str]:
     for spec in config.rewards.functions:
         try:
             registry.check_args(spec.function, registry.find(spec.function), spec.args)
+            if spec.function == "model":
+                from tidemill.reward.model import check
+
+                check(str(spec.args["path"]))
         except TidemillError as error:
             yield _with_remedy("", error)
     # A name with defaults of its own needs no look into the registry, which brings torch.
@@ -188,6 +201,19 @@ def _functions(config: Config, _: Model) -> Iterator[str]:
             get(config.algorithm.name)
         except TidemillError as error:
             yield _with_remedy("", error)
+
+
+def _environment(config: Config, _: Model) -> Iterator[str]:
+    if config.environment is None:
+        if any(spec.function == "environment" for spec in config.rewards.functions):
+            yield "rewards names environment, but there is none; set environment.name, or name another reward"
+        return
+    from tidemill.environment import registry
+
+    try:
+        registry.check_args(config.environment.name, registry.find(config.environment.name), config.environment.args)
+    except TidemillError as error:
+        yield _with_remedy("", error)
 
 
 def _with_remedy(where: str, error: TidemillError) -> str:

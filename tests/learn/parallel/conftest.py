@@ -9,6 +9,7 @@ import pytest
 from tidemill.cluster.ranks import Ranks
 
 MOST = 8
+PRELOAD = ("tests.learn.parallel.products", "tests.learn.parallel.models")
 
 
 class Kept:
@@ -19,7 +20,7 @@ class Kept:
 
     def get(self) -> Ranks:
         if self.ranks is None or not self.ranks.is_alive:
-            self.ranks = Ranks(MOST, timeout_s=60.0, preload=["tests.learn.parallel.products", "tests.learn.parallel.models"])
+            self.ranks = Ranks(MOST, timeout_s=60.0, preload=PRELOAD)
         return self.ranks
 
 

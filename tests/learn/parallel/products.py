@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from tidemill.algorithms.registry import get
 from tidemill.batch import Batch, Column
@@ -39,6 +47,8 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "deep": (Qwen3Config, {"vocab_size": 64, "num_key_value_heads": 4, "tie_word_embeddings": True,
                            "num_hidden_layers": 4}),
     "experts": (Qwen3MoeConfig, {"vocab_size": 64, "num_key_value_heads": 4, "tie_word_embeddings": False, **EXPERTS}),
+    "mixtral": (MixtralConfig, {"vocab_size": 64, "num_key_value_heads": 4, "tie_word_embeddings": True,
+                                  "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}),
     "latent": (DeepseekV3Config, {"vocab_size": 64, "num_key_value_heads": 8, "tie_word_embeddings": False, **LATENT}),
 }  # fmt: skip
 
@@ -94,6 +104,10 @@ def samples(seed: int = 0, groups: int = 5, each: int = 3, longest: int = 12) ->
             "mask": Column.jagged([np.ones(n) for n in responses], np.uint8),
             "logprobs": Column.jagged([-4 + 0.3 * rng.normal(size=n) for n in responses], np.float32),
             "advantages": rng.normal(size=len(tokens)).astype(np.float32),
+            # Two of eight experts in two layers: what rollout chose, for cases that replay it.
+            "routes": Column.jagged(
+                [np.argsort(rng.random((2 * len(t) - 2, 8)), 1)[:, :2].reshape(-1) for t in tokens], np.int16
+            ),
         }
     )
 
@@ -148,6 +162,7 @@ def _learn_alone(model: Any, config: Config, updates: int) -> dict[str, Any]:
 def gathered(learner: Any, pieces: dict[str, torch.Tensor], prefix: str = "") -> dict[str, torch.Tensor]:
     """Whole tensors, put together from every rank's pieces by the learner's layout."""
     own = {n.removeprefix(prefix): t for n, t in pieces.items() if n.startswith(prefix)}
+    own = {n: t for n, t in own.items() if n in learner.cuts}  # buffers are whole everywhere
     told = [(p.box, n, own[n]) for n in own for p in learner.layout().pieces(n) if p.rank == dist.get_rank()]
     shapes = {n: learner.cuts[n].shape for n in own}
     everything: list[Any] = [None] * dist.get_world_size()

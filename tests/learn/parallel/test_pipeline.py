@@ -12,7 +12,7 @@ from tidemill.errors import ModelError
 from tidemill.learn.engine import Learner, score, token_batch
 from tidemill.learn.logprob import token_logprobs
 from tidemill.learn.packing import microbatches, pack
-from tidemill.learn.parallel.pipeline import Pipeline, Stages, add_tied, split
+from tidemill.learn.parallel.pipeline import Pipeline, Stages, ends, split
 from tidemill.learn.parallel.schedule import Action, forward_only, kept, play, timetable
 
 CPU = torch.device("cpu")
@@ -68,7 +68,8 @@ def finisher(made, settings, batch, packs, losses):
     def finish(i, hidden):
         packed, rows = packs[i]
         head = made.get_output_embeddings()
-        found = token_logprobs(hidden[0].index_select(0, packed.predicts), head.weight, packed.targets)
+        cap = getattr(made.config, "final_logit_softcapping", None)
+        found = token_logprobs(hidden[0].index_select(0, packed.predicts), head.weight, packed.targets, softcap=cap)
         if not torch.is_grad_enabled():
             losses.append(found[0])
             return found[0]
@@ -94,8 +95,8 @@ def rank_step(name, chunks, batch, over):
     losses, logprobs = [], []
     pipeline.score([p for p, _ in packs], finisher(made, settings, batch, packs, logprobs))
     pipeline.learn([p for p, _ in packs], finisher(made, settings, batch, packs, losses))
-    if made.config.tie_word_embeddings and rank in (0, dist.get_world_size() - 1):
-        add_tied(made.get_input_embeddings().weight.grad, dist.group.WORLD)
+    if made.config.tie_word_embeddings and (pair := ends(dist.group.WORLD)) is not None:
+        dist.all_reduce(made.get_input_embeddings().weight.grad, group=pair)
     return sum(losses), [x.numpy() for x in logprobs], gradients(made), len(rows)
 
 

@@ -23,8 +23,8 @@ from tidemill.learn.parallel.flight import Flight
 
 Group = Any  # torch.distributed.ProcessGroup
 # Newer torch has new names for these.
-_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Link:
         x = x.contiguous()
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         with self.flight.entered("all-gather", self.name, x, self.ranks):
-            _all_gather(out, x, group=self.group)
+            all_gather(out, x, group=self.group)
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Link:
         x = x.contiguous()
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         with self.flight.entered("reduce-scatter", self.name, x, self.ranks):
-            _reduce_scatter(out, x, group=self.group)
+            reduce_scatter(out, x, group=self.group)
         return out
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:

@@ -62,6 +62,7 @@ class Cut:
     """One rank's part of a packed row, and the way back to the whole row's targets."""
 
     packed: PackedBatch
+    own: Tensor  # (own tokens,) where each lies in the row
     places: Tensor  # (own targets,) where each lies among all targets
     targets: int  # of the whole row
     group: Group
@@ -82,18 +83,18 @@ def cut(packed: PackedBatch) -> Cut:
     place = torch.full_like(packed.tokens, -1)  # of each token of the row, on this rank
     place[own] = torch.arange(len(own), device=device)
     predicts = place[packed.predicts]
-    if not len(own):  # transformers wants one token; attention leaves it out, and it predicts nothing
-        own = upload([0], device)
+    # Transformers wants one token at least; attention leaves it out, and it predicts nothing.
+    given = own if len(own) else upload([0], device)
     places = torch.nonzero(predicts >= 0)[:, 0]
     part = dataclasses.replace(
         packed,
-        tokens=packed.tokens[own],
-        positions=packed.positions[own],
+        tokens=packed.tokens[given],
+        positions=packed.positions[given],
         predicts=predicts[places],
         targets=packed.targets[places],
         row=packed.row[places],
     )
-    return Cut(part, places, len(packed.targets), context.group)
+    return Cut(part, own, places, len(packed.targets), context.group)
 
 
 def parallel(attention: Attention, group: Group, form: str, heads: int) -> Attention:
@@ -153,7 +154,7 @@ class Ulysses:
         """(own tokens, heads, dim) → (tokens, own heads, dim)"""
         counts = self.shares.counts
         own, heads, dim = x.shape
-        rows = x.view(own, self.ranks, heads // self.ranks * dim).transpose(0, 1).flatten(0, 1)
+        rows = x.reshape(own, self.ranks, heads // self.ranks * dim).transpose(0, 1).flatten(0, 1)
         came = exchange(rows, [own] * self.ranks, counts, self.group)
         return came.view(sum(counts), heads // self.ranks, dim).index_select(0, self.restore)
 
@@ -162,7 +163,8 @@ class Ulysses:
         counts = self.shares.counts
         tokens, heads, dim = x.shape
         own = counts[self.rank]
-        came = exchange(x.index_select(0, self.order).view(tokens, heads * dim), counts, [own] * self.ranks, self.group)
+        rows = x.index_select(0, self.order).reshape(tokens, heads * dim)
+        came = exchange(rows, counts, [own] * self.ranks, self.group)
         return came.view(self.ranks, own, heads, dim).transpose(0, 1).reshape(own, self.ranks * heads, dim)
 
 

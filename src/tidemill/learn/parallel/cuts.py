@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from tidemill.learn.parallel.mesh import EFSDP, EP, SHARD, Meshes
 from tidemill.reshard.layout import Entry, Layout, Mesh, Place, Replicate, Shape, Shard
 
-Adds = Literal["", "tp", "kv"]
+Adds = Literal["", "tp", "kv", "ends"]
 WHOLE = Replicate()
 
 
@@ -68,7 +68,7 @@ def copies(cut: Cut, meshes: Meshes) -> int:
         held *= parallel.tp
     elif cut.place.parts:
         held *= parallel.tp // cut.place.parts
-    return held
+    return 2 * held if cut.adds == "ends" else held  # a tied weight lies on the first and on the last stage
 
 
 def entry(name: str, cut: Cut, dtype: torch.dtype, meshes: Meshes) -> Entry:

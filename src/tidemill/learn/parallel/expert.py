@@ -10,6 +10,7 @@ experts: it sends only what goes to experts of that share, and the parts are sum
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,8 +65,8 @@ def apply(model: Any, cuts: Cuts, group: Group, tp_rank: int = 0, tp_size: int =
             new = replace_parameter(module, name, narrow(old, Shard(0), rank, ranks))
             names[id(new)] = full
             done[full] = replace(done[full], is_expert=True)
-        place = Place(group, ranks, total // ranks // tp_size, tp_rank, tp_size)
-        module.forward = lambda hidden, index, weights, m=module, p=place: forward(m, hidden, index, weights, p)
+        module.place = Place(group, ranks, total // ranks // tp_size, tp_rank, tp_size)
+        module.forward = functools.partial(forward, module)
     if not found:
         raise ModelError(
             f"{type(model).__name__} has no experts of a form that can be shared out", "set learn.parallel.ep to 1"
@@ -73,8 +74,9 @@ def apply(model: Any, cuts: Cuts, group: Group, tp_rank: int = 0, tp_size: int =
     return done
 
 
-def forward(module: Any, hidden: Tensor, index: Tensor, weights: Tensor, place: Place) -> Tensor:
-    """As `models.experts.forward`, with this rank's tokens and experts on all ranks of `place`."""
+def forward(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """As `models.experts.forward`, with this rank's tokens and experts that lie on all ranks of the module's place."""
+    place: Place = module.place
     k = index.shape[1]
     chosen = index.reshape(-1)
     rows = torch.nonzero(place.own(chosen))[:, 0] if place.tp_size > 1 else None

@@ -1,4 +1,4 @@
-"""What FSDP wraps: one call from a packed row to the log-probability and entropy of its targets."""
+"""What FSDP wraps: one call from a packed row to the log-probability and entropy of its targets, or their values."""
 
 from __future__ import annotations
 
@@ -8,27 +8,37 @@ import torch
 from torch import Tensor
 
 from tidemill.config import Config
+from tidemill.learn.critic import ValueModel
 from tidemill.learn.engine import Scores
 from tidemill.learn.logprob import token_logprobs
 from tidemill.learn.packing import PackedBatch
-from tidemill.learn.parallel.collectives import Link, gather_tokens
+from tidemill.learn.parallel.collectives import Link, copy_tokens, gather_tokens
 from tidemill.learn.parallel.cuts import Cuts
+from tidemill.learn.parallel.pipeline import Stages
 from tidemill.learn.parallel.tensor import first_word
 from tidemill.learn.parallel.vocabulary import vocabulary_logprobs
 
 
 class Root(torch.nn.Module):
-    """`over`: the ranks among which tokens and words are dealt out, if any."""
+    """`over`: the ranks among which tokens and words are dealt out, if any. `stages`: this rank's, of a pipeline."""
 
-    def __init__(self, model: Any, cuts: Cuts, over: Link | None, config: Config) -> None:
+    def __init__(self, model: Any, cuts: Cuts, over: Link | None, config: Config, stages: Stages | None = None) -> None:
         super().__init__()
-        self.model, self.over, self.config = model, over, config
-        head = model.get_output_embeddings()
+        self.model, self.over, self.config, self.stages = model, over, config, stages
+        weight = getattr(model.get_output_embeddings(), "weight", None)
         names = {id(p): name for name, p in model.named_parameters()}
-        self.first = first_word(cuts[names[id(head.weight)]], over) if over is not None else 0
+        has_words = over is not None and weight is not None
+        self.first = first_word(cuts[names[id(weight)]], over) if has_words else 0
+        if weight is not None:
+            # Scoring is the head's own forward pass: FSDP gathers its weight when it is called, and only then.
+            model.get_output_embeddings().forward = self._score
 
-    def forward(self, packed: PackedBatch) -> Scores:
-        return self.scores(self.hidden(packed), packed)
+    def forward(self, packed: PackedBatch, stage: int | None = None, came: Tensor | None = None) -> Scores | Tensor:
+        """Scores; of a pipeline's stage what goes to the next one, and scores after the last."""
+        if stage is None or self.stages is None:
+            return self.scores(self.hidden(packed), packed)
+        out = self.stages(stage, packed, came)
+        return self.scores(out[0], packed) if stage == self.stages.last else out
 
     def hidden(self, packed: PackedBatch) -> Tensor:
         """(tokens, width), or this rank's tokens of it."""
@@ -38,6 +48,20 @@ class Root(torch.nn.Module):
         return out
 
     def scores(self, hidden: Tensor, packed: PackedBatch) -> Scores:
+        if isinstance(self.model, ValueModel):
+            values = self._values(hidden, packed)
+            return values, torch.zeros_like(values)
+        found: Scores = self.model.get_output_embeddings()(hidden, packed)
+        return found
+
+    def _values(self, hidden: Tensor, packed: PackedBatch) -> Tensor:
+        """As `critic.values_at`. Every rank computes all of them, so none adds to another's gradient."""
+        if self.over is not None:
+            hidden = copy_tokens(hidden, self.over)
+        values: Tensor = self.model.head(hidden.index_select(0, packed.predicts))[:, 0].float().clone()
+        return values
+
+    def _score(self, hidden: Tensor, packed: PackedBatch) -> Scores:
         head = self.model.get_output_embeddings()
         settings: dict[str, Any] = {
             "temperature": self.config.rollout.temperature or 1.0,

@@ -1,6 +1,4 @@
-"""The gradients of one update over ranks: summed where ranks hold parts, one norm for all, clipped and skipped
-alike.
-"""
+"""The gradients of one update over ranks: summed where ranks hold parts, with one norm, clipped and skipped alike."""
 
 from __future__ import annotations
 
@@ -56,7 +54,9 @@ class ShardedGradients:
 
     def finish(self) -> None:
         """Add up what ranks of a dimension hold in parts, in one exchange per dimension."""
-        for kind in ("tp", "kv"):
+        if all(self.of(name) is None for name in self.named):  # on every rank: nothing that was accumulated teaches
+            self._fill_with_zeros()
+        for kind in ("tp", "kv", "ends"):
             if kind not in self.links:
                 continue
             grads = [self.of(name) for name in self.named if self.cuts[name].adds == kind]
@@ -66,6 +66,14 @@ class ShardedGradients:
                 self.links[kind].all_reduce(flat)
                 for g, new in zip(parts, flat.split([g.numel() for g in parts])):
                     g.copy_(new.view_as(g))
+
+    def _fill_with_zeros(self) -> None:
+        """An update without a gradient is still an update: its zeros let the moments decay."""
+        for name, p in self.named.items():
+            if self.wide:
+                self._sums[name] = torch.zeros_like(local(p.detach()), dtype=torch.float32)
+            else:
+                p.grad = torch.zeros_like(p)
 
     def divide_and_clip(self, divisor: float, largest_norm: float | None) -> float:
         """The norm of the whole model's gradient after dividing and before clipping, the same on every rank."""

@@ -7,6 +7,8 @@ what ranks hold in parts and steps on all of them, or skips on all of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,41 +18,41 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tidemill.algorithms.aggregate import local_weights, whole
-from tidemill.algorithms.api import Algorithm, Stat, Stats, total
-from tidemill.batch import Batch, Column
+from tidemill.algorithms.api import Algorithm, Kept, Stat, Stats, total
+from tidemill.batch import Batch
 from tidemill.config import Config
 from tidemill.learn.engine import Scores, on_host, token_batch
-from tidemill.learn.layers import kept_activations, prepare
-from tidemill.learn.optimizer import learning_rate, optimizer_of
-from tidemill.learn.packing import Ints, PackedBatch, pack, response_column
-from tidemill.learn.parallel import cuts as cutting
-from tidemill.learn.parallel import shard, tensor
+from tidemill.learn.layers import kept_activations
+from tidemill.learn.meter import mismatch
+from tidemill.learn.optimizer import learning_rate, optimizer_of, state_home
+from tidemill.learn.packing import PackedBatch, microbatches
 from tidemill.learn.parallel.batches import shares
-from tidemill.learn.parallel.collectives import Link, link, world
-from tidemill.learn.parallel.cuts import Cuts, local
-from tidemill.learn.parallel.flight import Flight
-from tidemill.learn.parallel.forward import Root
+from tidemill.learn.parallel.checkpoint import default_saver, open_checkpoint, read_own, state_of
+from tidemill.learn.parallel.cuts import local
 from tidemill.learn.parallel.gradients import ShardedGradients
 from tidemill.learn.parallel.mesh import Meshes
-from tidemill.learn.parallel.padding import filler, padded
-from tidemill.models import lora
-from tidemill.models.contexts import choose
-from tidemill.reshard.layout import Layout
+from tidemill.learn.parallel.model import ParallelModel, Row, nothing, pieces_of
+from tidemill.learn.parallel.pace import Pace
+from tidemill.learn.parallel.stored import Source
 
 
-class ParallelLearner:
+class ParallelLearner(ParallelModel):
     """Cuts `model` in place, then owns its optimizer. `accumulate` any number of batches, then `update` once."""
 
-    def __init__(self, model: Any, config: Config, algorithm: Algorithm, updates: int, meshes: Meshes) -> None:
-        self.model, self.config, self.algorithm, self.updates, self.meshes = model, config, algorithm, updates, meshes
-        self.device = next(model.parameters()).device
-        if config.learn.lora_rank:
-            lora.attach(model, config.learn.lora_rank, config.learn.lora_alpha, config.seed)
-        self.attention = choose(model, config.learn.attention)
-        self.flight = Flight(_store(), dist.get_rank(), config.learn.parallel.timeout_s)
-        self.links = make_links(meshes, self.flight, _kv_heads(model))
-        prepare(model, config.learn)
-        self.cuts = self._cut()
+    def __init__(
+        self,
+        model: Any,
+        config: Config,
+        algorithm: Algorithm,
+        updates: int,
+        meshes: Meshes,
+        source: Source | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__(model, config, meshes, source, device)
+        self.algorithm, self.updates = algorithm, updates
+        self.pace = Pace(self.flight)
+        self.saver = default_saver(config.learn.parallel.timeout_s)
         named = dict(model.named_parameters())
         self.gradients = ShardedGradients(named, self.cuts, meshes, self.links, wide=config.learn.master == "float32")
         # The optimizer works on plain tensors: the same arithmetic, and the same bits, as on one rank.
@@ -62,20 +64,8 @@ class ParallelLearner:
         self.version = 0  # updates made
         self.skipped = 0  # updates not made because a gradient was not finite
         self._stats: list[Stats] = []
-        self._whole = 0.0
-
-    def _cut(self) -> Cuts:
-        cuts = cutting.whole(self.model)
-        over = self.links.get("tp")
-        if over is not None:
-            cuts = tensor.apply(self.model, cuts, over)
-        self.root = Root(self.model, cuts, over, self.config)
-        return shard.apply(self.root, self.model, cuts, self.meshes, self.config.learn)
-
-    @property
-    def multiple(self) -> int:
-        """Tokens of a row are dealt out over this many ranks."""
-        return self.meshes.parallel.tp
+        self._whole = 0.0  # of samples that every rank was given
+        self._own_whole = 0.0  # of samples that only ranks like this one were given
 
     # Learning
 
@@ -83,41 +73,85 @@ class ParallelLearner:
         """Add the gradient of these samples (complete groups, the same on every rank) to the update's."""
         batch = batch.merge({"weight": local_weights(batch, self.config)})
         self._whole += whole(batch, self.config)
-        learn = self.config.learn
+        teaches = self._teaches(batch)
+        with self.pace.busy():
+            self._learn(batch.gather(np.flatnonzero(teaches)))
+            with torch.no_grad():  # for the metrics: these rows have no gradient
+                self._learn(batch.gather(np.flatnonzero(~teaches)))
+
+    def accumulate_own(self, batch: Batch | None) -> None:
+        """The same where each data-parallel rank has samples (complete groups) of its own, or none at all.
+
+        Every rank calls it as often as the others; ranks of one tensor, context or pipeline group give the same."""
+        if batch is not None:
+            batch = batch.merge({"weight": local_weights(batch, self.config)})
+            self._own_whole += whole(batch, self.config)
+        teaches = self._teaches(batch) if batch is not None else np.zeros(0, np.bool_)
+        with self.pace.busy():
+            for is_taught in (True, False):
+                rows = np.flatnonzero(teaches == is_taught)
+                parts = self._own_parts(batch.gather(rows) if batch is not None and len(rows) else None)
+                with torch.set_grad_enabled(is_taught):
+                    self._play(parts)
+
+    def _own_parts(self, batch: Batch | None) -> list[Batch | None]:
+        """This rank's micro-batches, and fillers up to the number that the rank with most of them has."""
+        budget, share = self.config.train.tokens_per_microbatch, self.config.learn.share_prompts
+        whole_groups = self.algorithm.food == "pairs"
+        rows = microbatches(batch, budget, share, whole_groups) if batch is not None else []
+        most = self.links["dp"].all_reduce(torch.tensor(len(rows)), dist.ReduceOp.MAX)
+        parts: list[Batch | None] = [batch.gather(r) for r in rows] if batch is not None else []
+        return parts + [None] * (int(most) - len(parts))
+
+    def _teaches(self, batch: Batch) -> Kept:
+        return self.algorithm.teaches(batch, self.config)
+
+    def _learn(self, batch: Batch) -> None:
+        """Every rank comes here with the same rows, so all agree on how many micro-batches there are."""
+        if not batch.rows:
+            return
         dealt = shares(
             batch,
             self.meshes.dp_size,
             self.config.train.tokens_per_microbatch,
-            learn.share_prompts,
+            self.config.learn.share_prompts,
             self.algorithm.food == "pairs",
         )
-        for rows in dealt[self.meshes.dp_rank]:
-            self._backward(batch.gather(rows) if len(rows) else None)
+        self._play([batch.gather(rows) if len(rows) else None for rows in dealt[self.meshes.dp_rank]])
 
-    def _backward(self, part: Batch | None) -> None:
-        with kept_activations(self.config.learn, self.model):
-            loss, stats = self._loss(part)
-        loss.backward()  # type: ignore[no-untyped-call]
-        if part is not None:
-            self._stats.append({"loss": Stat(loss.detach(), reduce="sum"), **stats})
+    def _play(self, parts: list[Batch | None]) -> None:
+        """Micro-batches one after another, or through the pipeline; None is a filler."""
+        if not parts:
+            return
+        if self.pipeline is not None:
+            rows = [self._row(part) for part in parts]
+            play = self.pipeline.learn if torch.is_grad_enabled() else self.pipeline.score
+            play([row.own for row in rows], lambda i, scores: self._loss(rows[i], scores))
+            return
+        for part in parts:
+            row = self._row(part)
+            with kept_activations(self.config.learn, self.model):
+                loss = self._loss(row, self.root(row.own))
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
 
-    def _loss(self, part: Batch | None) -> tuple[Tensor, Stats]:
-        if part is None:
-            return nothing(self.root(filler(self.multiple, self.device))), {}
-        packed = self._pack(part)
-        return self.algorithm.loss(token_batch(part, packed, self._scores(packed)), self.config)
+    def _loss(self, row: Row, scores: Scores) -> Tensor:
+        if row.part is None or row.packed is None:
+            return nothing(scores)
+        loss, stats = self._loss_of(row.part, row.packed, row.whole(scores))
+        self._stats.append({"loss": Stat(loss.detach(), reduce="sum"), **stats})
+        return loss
 
-    def _pack(self, part: Batch) -> PackedBatch:
-        return pack(part, self.device, self.config.learn.share_prompts, self.attention)
-
-    def _scores(self, packed: PackedBatch) -> Scores:
-        scores: Scores = self.root(padded(packed, self.multiple))
-        return scores
+    def _loss_of(self, part: Batch, packed: PackedBatch, scores: Scores) -> tuple[Tensor, Stats]:
+        tokens = token_batch(part, packed, scores)
+        loss, stats = self.algorithm.loss(tokens, self.config)
+        return loss, stats | mismatch(part, tokens, self.version, self.config.rollout.engine)
 
     def update(self) -> dict[str, float]:
         """One optimizer step from what was accumulated; metrics of the whole update, the same on every rank."""
         learn = self.config.learn
-        divisor = max(self._whole, 1.0)
+        own = self.links["dp"].all_reduce(torch.tensor(self._own_whole, dtype=torch.float64))
+        divisor = max(self._whole + float(own), 1.0)
         self.gradients.finish()
         norm = self.gradients.divide_and_clip(divisor, learn.clip_norm)
         lr = learning_rate(learn, self.version, self.updates)
@@ -131,7 +165,9 @@ class ParallelLearner:
         self.version += 1
         metrics = total(self._stats_of_all())
         metrics["loss"] = metrics.get("loss", 0.0) / divisor
-        self._stats, self._whole = [], 0.0
+        metrics |= self._loads()
+        self._stats, self._whole, self._own_whole = [], 0.0, 0.0
+        metrics |= self.pace.report(self.links["world"])
         return {**metrics, "grad_norm": norm, "lr": lr, "skipped_updates": float(self.skipped)}
 
     def _step(self) -> None:
@@ -143,76 +179,68 @@ class ParallelLearner:
         for p in self.own.values():
             p.grad = None
 
+    def _loads(self) -> dict[str, float]:
+        """Of experts, over all ranks."""
+        if self.routers is None:
+            return {}
+        for x in self.routers.sums():
+            self.links["world"].all_reduce(x)
+        return self.routers.finish()
+
     def _stats_of_all(self) -> list[Stats]:
         """Ranks that share samples have the same numbers, so one of each is asked."""
-        return [stats for part in self.links["dp"].gather_objects(on_host(self._stats)) for stats in part]
-
-    # Scoring
-
-    @torch.no_grad()
-    def logprobs(self, batch: Batch) -> Column:
-        """Of every response token, under the weights as they are now; every rank gives the same batch and gets all."""
-        return self._spread(batch, lambda packed: self._scores(packed)[0])
-
-    def _spread(self, batch: Batch, compute: Any) -> Column:
-        share, budget = self.config.learn.share_prompts, self.config.train.tokens_per_microbatch
-        count = int((batch["tokens"].lengths - batch.values("prompt_length")).sum())
-        out = response_column(np.zeros(count, np.float32), batch)
-        for rows in shares(batch, self.meshes.dp_size, budget, share)[self.meshes.dp_rank]:
-            if not len(rows):
-                self.root(filler(self.multiple, self.device))
-                continue
-            _place(out, rows, compute(self._pack(batch.gather(rows))).cpu().numpy())
-        self.links["dp"].all_reduce(torch.from_numpy(out.values))  # each token is one rank's, 0 on the others
-        return out
+        found = [stats for part in self.links["dp"].gather_objects(on_host(self._stats)) for stats in part]
+        return self.links["pp"].gather_objects(found)[-1] if "pp" in self.links else found  # the last stage has them
 
     # What lies where
 
-    def layout(self) -> Layout:
-        """Of this rank's pipeline stage; `reshard.layout.merge` joins those of all."""
-        return cutting.layout(self.model, self.cuts, self.meshes)
-
     def tensors(self) -> dict[str, Tensor]:
         """This rank's pieces of what a resumed run needs, by name: weights, and the optimizer's state beside them."""
-        found = {f"model.{name}": local(p.detach()) for name, p in self.model.named_parameters()}
+        found = {f"model.{name}": t for name, t in pieces_of(self.model).items()}
         for name, p in self.own.items():
             for key, value in self.optimizer.state.get(p, {}).items():
                 found[f"optimizer.{name}.{key}"] = torch.as_tensor(value).detach()
         return found
 
+    def save(
+        self,
+        folder: Path,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        keep: int,
+        best: bool = False,
+        metric: float | None = None,
+        more: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Begin to write a checkpoint; training may go on at once. `saver.wait` tells when it is on disk.
+
+        `more`: tensors that belong to it and are nobody's pieces, the same on every rank."""
+        mine = {"version": self.version, "skipped": self.skipped}
+        tensors = self.tensors() | {"rng": torch.get_rng_state()} | dict(more or {})
+        tensors |= self.routers.state() if self.routers is not None else {}
+        self.saver.save(
+            folder, step, tensors, self.layout(), {**state, "learner": mine}, keep=keep, best=best, metric=metric
+        )
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Take up a checkpoint that any number of ranks wrote; gives its state."""
+        source, state = open_checkpoint(path)
+        with source:
+            layout, rank = self.layout(), dist.get_rank()
+            read_own(source, {f"model.{n}": t for n, t in pieces_of(self.model).items()}, layout, rank)
+            for name, kept in state_of(source, self.own).items():
+                read_own(source, {f"optimizer.{name}.{key}": t for key, t in kept.items()}, layout, rank)
+                p = self.own[name]
+                self.optimizer.state[p] = {k: t.to(state_home(self.optimizer, p, k)) for k, t in kept.items()}
+            if "rng" in source:
+                torch.set_rng_state(source.read("rng"))
+            if self.routers is not None and "routers.bias" in source:
+                self.routers.restore({name: source.read(name) for name in self.routers.state()})
+        self.version, self.skipped = int(state["learner"]["version"]), int(state["learner"]["skipped"])
+        return state
+
     def close(self) -> None:
+        self.saver.wait()
         self.gradients.close()
-        self.flight.close()
-
-
-def make_links(meshes: Meshes, flight: Flight, kv_heads: int) -> dict[str, Link]:
-    """By name: the dimensions over which this rank exchanges something itself. FSDP has its own."""
-    links = {"world": world(flight), "dp": link(meshes.dp, flight)}
-    if meshes.tp is not None:
-        links["tp"] = link(meshes.tp, flight)
-        if 0 < kv_heads < meshes.tp.size():
-            folded = meshes.tp._unflatten(0, (kv_heads, meshes.tp.size() // kv_heads), ("kv_head", "kv"))
-            links["kv"] = link(folded["kv"], flight)
-    return links
-
-
-def nothing(scores: Scores) -> Tensor:
-    """A loss of 0 that still reaches every weight."""
-    return 0.0 * (scores[0].sum() + scores[1].sum())
-
-
-def _place(out: Column, rows: Ints, values: Any) -> None:
-    assert out.offsets is not None
-    cuts = np.cumsum(np.diff(out.offsets)[rows])[:-1]
-    for row, part in zip(rows, np.split(values, cuts)):
-        out.values[out.offsets[row] : out.offsets[row + 1]] = part
-
-
-def _kv_heads(model: Any) -> int:
-    return int(getattr(model.config.get_text_config(), "num_key_value_heads", 0) or 0)
-
-
-def _store() -> Any:
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store()
+        super().close()

@@ -17,6 +17,7 @@ each expert rank's experts. So a rank's experts differ along ep, and everything 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 
 import torch.distributed as dist
@@ -136,4 +137,14 @@ def build(parallel: Parallel, device_type: str = "cpu") -> Meshes:
     sharded = DeviceMesh._concatenate([mesh["pp"], mesh["replicate"], flat, mesh["tp"]])
     folded = flat._unflatten(0, (shard // parallel.ep, parallel.ep), (EFSDP, EP))
     experts = DeviceMesh._concatenate([mesh["pp"], mesh["replicate"], folded[EFSDP], folded[EP], mesh["tp"]])
-    return Meshes(parallel, mesh, sharded, experts, mesh["replicate", "fsdp"]._flatten(DP))
+    dp = mesh["replicate", "fsdp"]._flatten(DP)
+    _set_timeouts((mesh, sharded, experts, dp), parallel.timeout_s)
+    return Meshes(parallel, mesh, sharded, experts, dp)
+
+
+def _set_timeouts(meshes: tuple[DeviceMesh, ...], timeout_s: float) -> None:
+    """Groups of a mesh are made with their backend's own time-out, half an hour for gloo."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    for group in {g for m in meshes for g in m.get_all_groups()}:
+        _set_pg_timeout(timedelta(seconds=timeout_s), group)

@@ -3,7 +3,7 @@
 Packed micro-batches differ in length, which fixed-shape pipelines cannot take. Here every stage knows the lengths, for
 all are given the same samples, so a message is exactly as long as its tokens: nothing is padded, not even on the wire.
 The first stage has the embedding, the last the final norm, the output layer and the loss. Where these two share one
-weight each keeps a copy, and `add_tied` adds their gradients up.
+weight each keeps a copy; `ends` are the two ranks that add their gradients up.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def _norm_name(decoder: Any) -> str:
     found = [
         name
         for name, child in decoder.named_children()
-        if name != "layers" and child is not inputs and (isinstance(child, Elsewhere) or any(child.parameters()))
+        if name != "layers"
+        and child is not inputs
+        and (isinstance(child, Elsewhere) or any(True for _ in child.parameters()))
     ]
     if len(found) != 1:
         raise ModelError(
@@ -234,18 +236,11 @@ class Pipeline:
         return x
 
 
-def add_tied(grad: Tensor, group: Group) -> None:
-    """The first and the last rank each have a copy of the tied weight: both get the sum, bit for bit the same. `grad`
-    is this rank's own part, where a copy is sharded further, for both are sharded alike."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    if rank not in (0, ranks - 1):
-        return
-    other = torch.empty_like(grad)
-    peer = dist.get_global_rank(group, ranks - 1 - rank)
-    moves = [dist.P2POp(dist.isend, grad, peer, group), dist.P2POp(dist.irecv, other, peer, group)]
-    for work in dist.batch_isend_irecv(moves):
-        work.wait()
-    grad.add_(other)
+def ends(group: Group) -> Group | None:
+    """The first and the last rank of a pipeline, which each have a copy of a tied weight; None on the others."""
+    members = dist.get_process_group_ranks(group)
+    pair = [members[0], members[-1]]
+    return dist.new_group(pair, use_local_synchronization=True) if dist.get_rank() in pair else None
 
 
 def _lanes(group: Group) -> list[Group]:

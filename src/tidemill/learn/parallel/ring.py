@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tidemill.learn.parallel.context import Shares
 
 Group = Any
-TILE = 512  # tokens of a side of a tile of scores
+TILE = 256  # tokens of a side of a tile of scores
 
 
 @dataclass(frozen=True, slots=True)

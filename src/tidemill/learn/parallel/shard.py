@@ -6,25 +6,29 @@ meanwhile. Gradients are summed, not averaged: a loss here is a sum, divided onc
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard as TorchShard
 from torch.nn import Parameter
 
 from tidemill.config import Learn
 from tidemill.learn.layers import layers_of
+from tidemill.learn.parallel.collectives import Group, all_gather, reduce_scatter
 from tidemill.learn.parallel.cuts import Cuts
+from tidemill.learn.parallel.flight import Flight
 from tidemill.learn.parallel.mesh import Meshes
 
 DTYPES = {"same": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 AHEAD = 1  # layers gathered before their turn
 
 
-def apply(root: torch.nn.Module, model: Any, cuts: Cuts, meshes: Meshes, learn: Learn) -> Cuts:
-    """`root` is what is called; its forward must run the model's decoder and read its head."""
+def apply(root: torch.nn.Module, model: Any, cuts: Cuts, meshes: Meshes, learn: Learn, flight: Flight) -> Cuts:
+    """`root` is what is called; its forward must run the model's decoder and call its head."""
     if meshes.data is None:
         return cuts
     done = _cut_inside_experts(model, cuts, meshes)
@@ -34,30 +38,37 @@ def apply(root: torch.nn.Module, model: Any, cuts: Cuts, meshes: Meshes, learn: 
     def where(p: Parameter) -> TorchShard:
         return TorchShard(done[names[id(p)]].shard_dim)
 
-    def wrap(module: torch.nn.Module, mesh: Any = meshes.data) -> Any:
-        return fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=where, reshard_after_forward=True)
+    # Experts of which no other rank has a piece or a copy are complete as they are.
+    whole = {p for name, p in model.named_parameters() if done[name].is_expert and meshes.expert_data is None}
 
-    layers = layers_of(model)
+    def wrap(module: torch.nn.Module, mesh: Any = meshes.data) -> Any:
+        return fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            shard_placement_fn=where,
+            reshard_after_forward=True,
+            ignored_params=whole or None,
+        )
+
+    layers = [layer for layer in layers_of(model) if any(True for _ in layer.parameters())]  # those of this stage
     for layer in layers:
-        for module in _expert_modules(layer, names, done):
-            if meshes.expert_data is not None:
+        if meshes.expert_data is not None:
+            for module in _expert_modules(layer, names, done):
                 wrap(module, meshes.expert_data)
         wrap(layer)
     for module in _ends(model):
         wrap(module)
     wrap(root)
-    _sum_and_prefetch(root, layers)
+    _sum_and_prefetch(root, layers, flight)
     return done
 
 
 def _ends(model: Any) -> list[torch.nn.Module]:
     """Embedding and head each by itself; tied, they are one parameter and belong to the root."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if head is None:
-        return [embedding] if embedding is not None else []
-    if embedding is None or head.weight is not embedding.weight:
-        return [m for m in (embedding,) if m is not None]
-    return []
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    weights = [getattr(m, "weight", None) for m in ends]  # None: another pipeline stage has it, or there is none
+    return [] if weights[0] is weights[1] else [m for m, weight in zip(ends, weights) if weight is not None]
 
 
 def _expert_modules(layer: Any, names: dict[int, str], cuts: Cuts) -> list[torch.nn.Module]:
@@ -81,11 +92,49 @@ def _cut_inside_experts(model: Any, cuts: Cuts, meshes: Meshes) -> Cuts:
     return done
 
 
-def _sum_and_prefetch(root: torch.nn.Module, layers: list[Any]) -> None:
+def _sum_and_prefetch(root: torch.nn.Module, layers: list[Any], flight: Flight) -> None:
+    gather, scatter = LoggedGather(flight), LoggedScatter(flight)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            module.set_custom_all_gather(gather)  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
     for i, layer in enumerate(layers):
         layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + AHEAD])
         layer.set_modules_to_backward_prefetch(layers[max(0, i - AHEAD) : i][::-1])
+
+
+# FSDP's own exchanges, known to the flight log
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedGather:
+    flight: Flight
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False) -> Any:
+        members = dist.get_process_group_ranks(group)
+        with self.flight.entered("all-gather of weights", _name(members), input_tensor, members):
+            return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedScatter:
+    flight: Flight
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
+    ) -> Any:
+        members = dist.get_process_group_ranks(group)
+        with self.flight.entered("reduce-scatter of gradients", _name(members), input_tensor, members):
+            return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+
+
+def _name(members: list[int]) -> str:
+    return f"shard of {len(members)} ranks"

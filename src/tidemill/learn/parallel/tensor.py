@@ -112,6 +112,8 @@ def _cut_experts(module: Any, names: dict[int, str], cuts: Cuts, over: Link) -> 
         raise ModelError(f"experts of {type(module).__name__} are of an unknown form", "set learn.parallel.tp to 1")
     for name, _ in list(module.named_parameters(recurse=False)):
         _cut_parameter(module, name, Shard(0), "", names, cuts, over)
+    if hasattr(module, "place"):  # shared out over ep before: it knows what is left to this rank
+        return
     count = module.gate_up_proj.shape[0]
     module.forward = lambda hidden, index, weights: run_experts(module, hidden, index - over.rank * count, weights)
 
@@ -179,14 +181,18 @@ def _is_vector(module: Any) -> bool:
 
 def _cut_embedding(model: Any, names: dict[int, str], cuts: Cuts, over: Link) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding.weight
-    _cut_parameter(embedding, "weight", Shard(0), "", names, cuts, over)
+    embeds, predicts = (getattr(m, "weight", None) is not None for m in (embedding, head))  # or another stage does
+    tied = embeds and predicts and head.weight is embedding.weight
+    if embeds:
+        _cut_parameter(embedding, "weight", Shard(0), cuts[names[id(embedding.weight)]].adds, names, cuts, over)
     if tied:
         head.weight = embedding.weight
-    elif head is not None:
+    elif predicts:
         _cut_parameter(head, "weight", Shard(0), "", names, cuts, over)
-    if head is not None and getattr(head, "bias", None) is not None:
+    if predicts and getattr(head, "bias", None) is not None:
         _cut_parameter(head, "bias", Shard(0), "", names, cuts, over)
+    if not embeds:
+        return
     first = first_word(cuts[names[id(embedding.weight)]], over)
     scale = getattr(embedding, "embed_scale", None)
     padding = embedding.padding_idx

@@ -22,7 +22,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """`passed`: how many of the given checks held, as counted inside the sandbox."""
+    """`passed`: how many of the given checks held."""
 
     status: Status
     output: str = ""

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tidemill.errors import TidemillError
+from tidemill.reward.sandbox.checks import read
 from tidemill.reward.sandbox.limits import Limits, Result
 from tidemill.reward.wire import Wire
 
@@ -41,15 +42,17 @@ class Sandbox:
     def run(self, code: str, checks: Sequence[str] = (), input: str = "") -> Result:
         """Run a program, then count which of `checks` (statements, such as asserts) hold in its namespace."""
         wire = self._wire or self._start()
+        asked = [read(check) for check in checks]
         try:
-            wire.send({"code": code, "checks": list(checks), "input": input})
+            wire.send({"code": code, "checks": [check.plain() for check in asked], "input": input})
             message = wire.receive(self.limits.wall_s + GRACE_S)
         except (EOFError, OSError):
             message = None
         if message is None:
             self.close()
             return Result("killed", "the sandbox's own process was lost")
-        return Result(**message)
+        answers = message.pop("answers")
+        return Result(**message, passed=sum(check.is_met(answer) for check, answer in zip(asked, answers)))
 
     def _start(self) -> Wire:
         if sys.platform != "linux":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import json
 import os
 import resource
 import select
@@ -16,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ from tidemill.reward.wire import Wire
 
 PR_SET_PDEATHSIG = 1
 CHUNK = 65536
+LONGEST_VALUE, LONGEST_VERDICT = 4000, 60_000  # characters; a pipe holds 64 KiB
 
 
 def main(socket: int, scratch: str, own_path: str) -> None:
@@ -90,13 +93,13 @@ def run(libc: ctypes.CDLL, wire: Wire, message: dict[str, Any], limits: SimpleNa
     os.close(verdict_write)
     output, status = watch(pid, out_read, limits, began)
     _, ended = os.waitpid(pid, 0)
-    passed = count_passed(verdict_read, word)
+    answers = verdict(verdict_read, word)
     os.close(out_read)
     os.close(verdict_read)
     if not status:
         status = "ok" if ended == 0 else "killed" if os.WIFSIGNALED(ended) else "failed"
     text = output.decode(errors="replace")
-    return {"status": status, "output": text, "passed": passed, "seconds": time.monotonic() - began}
+    return {"status": status, "output": text, "answers": answers, "seconds": time.monotonic() - began}
 
 
 def watch(pid: int, pipe: int, limits: SimpleNamespace, began: float) -> tuple[bytes, str]:
@@ -127,14 +130,20 @@ def wait_silently(pid: int, limits: SimpleNamespace, began: float) -> str:
     return ""
 
 
-def count_passed(pipe: int, word: str) -> int:
-    """Checks that held. The copy writes the word only behind the last check, so leaving early counts as none."""
+def verdict(pipe: int, word: str) -> list[Any]:
+    """What became of each check. The copy writes the word only behind the last one, so leaving early answers none."""
     os.set_blocking(pipe, False)
+    said = bytearray()
+    with contextlib.suppress(BlockingIOError):
+        while data := os.read(pipe, CHUNK):
+            said += data
+    if not said.startswith(word.encode()):
+        return []
     try:
-        said = os.read(pipe, 4096).decode(errors="replace").split()
-    except BlockingIOError:
-        return 0
-    return int(said[1]) if len(said) == 2 and said[0] == word and said[1].isdigit() else 0
+        answers = json.loads(said[len(word) :])
+    except ValueError:
+        return []
+    return [a if isinstance(a, str) else None for a in answers] if isinstance(answers, list) else []
 
 
 def in_copy(
@@ -145,8 +154,10 @@ def in_copy(
     try:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
-        take_limits(limits)
         give_input(message.get("input") or "", out)
+        take_limits(limits)
+        for name in [n for n in sys.modules if n.partition(".")[0] == "tidemill"]:
+            del sys.modules[name]  # a program finds nothing of ours to change by name
         filter.install(libc, os.getpid())
         status = interpret(message, verdict, word)
     finally:
@@ -155,13 +166,20 @@ def in_copy(
 
 def interpret(message: dict[str, Any], verdict: int, word: str) -> int:
     """The program's exit status."""
+    write, dumps = os.write, json.dumps  # as they are now, whatever the program makes of them
     with open(0, closefd=False) as sys.stdin, open(1, "w", closefd=False) as sys.stdout:
         sys.stderr = sys.stdout
         try:
             scope: dict[str, Any] = {"__name__": "__main__"}
             exec(compile(message["code"], "program.py", "exec"), scope)
-            passed = sum(holds(check, scope) for check in message.get("checks") or ())
-            os.write(verdict, f"{word} {passed}".encode())
+            answers: list[str | None] = []
+            room = LONGEST_VERDICT
+            for source, is_value in message.get("checks") or ():
+                answers.append(value_of(source, scope) if is_value else holds(source, scope))
+                room -= 8 + len(answers[-1] or "")
+                if room < 0:
+                    break
+            write(verdict, word.encode() + dumps(answers).encode())
         except SystemExit as leaving:
             return 0 if leaving.code in (None, 0) else 1
         except BaseException:
@@ -170,12 +188,45 @@ def interpret(message: dict[str, Any], verdict: int, word: str) -> int:
     return 0
 
 
-def holds(check: str, scope: dict[str, Any]) -> bool:
+def holds(check: str, scope: dict[str, Any]) -> str | None:
     try:
         exec(compile(check, "check.py", "exec"), scope)
     except Exception:
-        return False
-    return True
+        return None
+    return "holds"
+
+
+def value_of(expression: str, scope: dict[str, Any]) -> str | None:
+    """A plain value as text; None for anything else, and for what raises."""
+    try:
+        value = eval(compile(expression, "check.py", "eval"), scope)
+        text = repr(as_plain(value))
+    except Exception:
+        return None
+    return text if len(text) <= LONGEST_VALUE else None
+
+
+def as_plain(value: Any) -> Any:
+    """The same of Python's own types alone, read by their own methods: a Counter is a dict, and an int that calls
+    itself equal to everything is its number. Anything else is a TypeError."""
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return value
+    for kind, read in PLAIN:
+        if isinstance(value, kind):
+            return read(value)
+    raise TypeError("no plain value")
+
+
+PLAIN: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (int, lambda v: int.__add__(v, 0)),
+    (float, lambda v: float.__add__(v, 0.0)),
+    (str, lambda v: str.__add__(v, "")),
+    (list, lambda v: [as_plain(x) for x in list.__iter__(v)]),
+    (tuple, lambda v: tuple(as_plain(x) for x in tuple.__iter__(v))),
+    (set, lambda v: {as_plain(x) for x in set.__iter__(v)}),
+    (frozenset, lambda v: {as_plain(x) for x in frozenset.__iter__(v)}),
+    (dict, lambda v: {as_plain(k): as_plain(x) for k, x in dict.items(v)}),
+)
 
 
 def take_limits(limits: SimpleNamespace) -> None:
@@ -191,14 +242,14 @@ def take_limits(limits: SimpleNamespace) -> None:
 
 
 def give_input(text: str, out: int) -> None:
-    """Standard input, output and error of the program. Input goes through a pipe that is closed behind it."""
+    """Standard input, output and error of the program. Input lies in a file in memory, whatever its length."""
     if text:
-        read, write = os.pipe()
-        os.set_blocking(write, False)
-        with contextlib.suppress(BlockingIOError):  # a pipe holds 64 KiB; more input than that is cut
-            os.write(write, text.encode())
-        os.close(write)
-        os.dup2(read, 0)
+        file = os.memfd_create("input")
+        with open(file, "wb", closefd=False) as writer:
+            writer.write(text.encode())
+        os.lseek(file, 0, os.SEEK_SET)
+        os.dup2(file, 0)
+        os.close(file)
     else:
         os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     os.dup2(out, 1)

@@ -27,6 +27,7 @@ from tidemill.rollout.native.invariant import RowwisePaged, RowwiseRunner, Token
 from tidemill.rollout.native.kernels import LANES, Kernels
 from tidemill.rollout.native.kernels import load as load_kernels
 from tidemill.rollout.native.pending import Fetch, Pending
+from tidemill.rollout.native.routes import RouteRecorder
 from tidemill.rollout.native.rows import Rows
 from tidemill.rollout.native.runner import PlainRunner, Runner, make_runner
 from tidemill.rollout.native.sampling import Draw, Drawn, draw, steer, uniform_array
@@ -70,6 +71,7 @@ class NativeEngine:
         graphs: bool = True,
         group: Any = None,
         batch_invariant: bool = False,
+        record_routes: bool = False,
     ) -> None:
         parameter = next(model.parameters())
         self.device = parameter.device
@@ -87,6 +89,7 @@ class NativeEngine:
         self.batch_invariant = batch_invariant
         # One page more than can be given out: captured decoding writes its padding there.
         self.store = (TokenStore if batch_invariant else PageStore)(pages + 1, page_size, self.device)
+        self.routes = RouteRecorder(model, self.store) if record_routes else None
         self.limits = Limits(self.vocab, max_len, pages * page_size, tokenizer is not None)
         step_tokens = step_tokens or (STEP_TOKENS if self.device.type == "cpu" else ACCELERATOR_STEP_TOKENS)
         self.scheduler = Scheduler(self.pool, max_seqs, max_len, max(step_tokens, max_seqs + page_size))
@@ -241,7 +244,11 @@ class NativeEngine:
         else:
             context = Paged(self.store, page, position % size, running, chunks, self.kernels)
         wanted = torch.tensor(keep, dtype=torch.int64, device=self.device) if readings else None
-        return self.runner.forward(self._tensor(np.concatenate(ids)), position, context, wanted)
+        tokens = self._tensor(np.concatenate(ids))
+        if self.routes is None:
+            return self.runner.forward(tokens, position, context, wanted)
+        run = lambda routed: self.runner.forward(tokens, position, routed, wanted)  # noqa: E731
+        return self.routes.forward(run, context, page, position % size)
 
     def _tensor(self, array: Array) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -333,9 +340,10 @@ class NativeEngine:
             for made in (sequence.tokens, sequence.logprobs, sequence.versions, sequence.kept or [0.0]):
                 made.pop()
             self.store.scrub(sequence.pages)
+        routes = None if self.routes is None else self.routes.of(sequence.pages, cached)
         is_worth_keeping = self.reuse_prefix and finish in ("stop", "length")
         self.scheduler.leave(sequence, remember=_context(sequence)[:cached] if is_worth_keeping else None)
-        return _completion(sequence, finish, error)
+        return _completion(sequence, finish, error, routes)
 
     # -- control -------------------------------------------------------------------------------------------------
 
@@ -408,5 +416,5 @@ def _context(sequence: Sequence) -> Array:
     return np.array([*sequence.request.prompt, *sequence.tokens], np.int64)
 
 
-def _completion(s: Sequence, finish: Finish, error: str | None = None) -> Completion:
-    return Completion(s.request, s.index, s.tokens, s.logprobs, s.versions, finish, error, s.kept)
+def _completion(s: Sequence, finish: Finish, error: str | None = None, routes: Array | None = None) -> Completion:
+    return Completion(s.request, s.index, s.tokens, s.logprobs, s.versions, finish, error, s.kept, routes)

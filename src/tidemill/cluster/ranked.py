@@ -1,0 +1,178 @@
+"""A learner over ranks on this machine, seen from the process that runs the loop.
+
+The model of this process lies in shared memory. Ranks write the weights of a new version straight into it, each its own
+pieces, and rollout reads them there. Batches and metrics go through pipes; weights, gradients and optimizer never do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tidemill.batch import Batch, Column
+from tidemill.cluster.ranks import Ranks
+from tidemill.config import Config
+from tidemill.device import host
+from tidemill.errors import ConfigError
+from tidemill.learn.parallel.build import learner as build_learner
+from tidemill.learn.parallel.build import reference as build_reference
+from tidemill.learn.parallel.checkpoint import open_checkpoint
+from tidemill.learn.parallel.learner import ParallelLearner
+
+RANKS_OWN = ("model.", "optimizer.", "rng")  # tensors of a checkpoint that ranks write and read
+
+
+class RankedLearner:
+    """As `learn.engine.Learner`; every call runs on all ranks."""
+
+    def __init__(self, model: Any, config: Config, updates: int, path: Path | None) -> None:
+        check_here(config)
+        self.model, self.config = model.share_memory(), config
+        parallel = config.learn.parallel
+        threads = max(1, (config.threads or host.cores()) // parallel.ranks)
+        self.ranks = Ranks(
+            parallel.ranks, timeout_s=parallel.timeout_s, threads=threads, preload=["tidemill.cluster.ranked"]
+        )
+        self.version, self.skipped = 0, 0
+        shared = {name: p.detach() for name, p in model.named_parameters()}
+        try:
+            self.ranks.call(_start, config, updates, path, shared)
+        except BaseException:
+            self.ranks.close()
+            raise
+
+    def logprobs(self, batch: Batch) -> Column:
+        found: Column = self.ranks.call(_logprobs, batch)[0]
+        return found
+
+    def accumulate(self, batch: Batch) -> None:
+        self.ranks.call(_accumulate, batch)
+
+    def update(self) -> dict[str, float]:
+        metrics: dict[str, float] = self.ranks.call(_update)[0]
+        self.version += 1
+        return metrics
+
+    def publish(self) -> None:
+        """The model of this process is as the ranks' weights are now."""
+        self.ranks.call(_publish)
+
+    def save(
+        self, folder: Path, step: int, state: Mapping[str, Any], more: Mapping[str, Tensor], wait: bool, **marks: Any
+    ) -> None:
+        """Begin a checkpoint, `more` tensors included; with `wait`, come back when it is on disk."""
+        self.ranks.call(_save, folder, step, dict(state), dict(more), wait, marks)
+
+    def load(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Take up a checkpoint on all ranks; gives what is not theirs of it."""
+        self.version, self.skipped = self.ranks.call(_load, path)[0]
+        source, state = open_checkpoint(path)
+        with source:
+            return {name: source.read(name) for name in source.pieces if not name.startswith(RANKS_OWN)}, state
+
+    def reference(self, path: Path | None) -> RankedReference:
+        """The frozen policy on the same ranks."""
+        self.ranks.call(_start_reference, self.config, path)
+        return RankedReference(self.ranks)
+
+    def close(self) -> None:
+        try:
+            if self.ranks.is_alive:
+                self.ranks.call(_close)
+        finally:
+            self.ranks.close()
+
+
+class RankedReference:
+    """Scores samples under weights that never change."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def logprobs(self, batch: Batch) -> Column:
+        found: Column = self.ranks.call(_reference_logprobs, batch)[0]
+        return found
+
+
+def check_here(config: Config) -> None:
+    """What ranks of one machine can do without a cluster."""
+    if config.device not in ("auto", "cpu") or (config.device == "auto" and torch.accelerator.is_available()):
+        raise ConfigError(
+            f"learn.parallel asks for {config.learn.parallel.ranks} ranks on accelerators, which the local executor "
+            "does not start",
+            "set cluster.executor=ray, or device=cpu to run the ranks on processor cores",
+        )
+
+
+# On the ranks: each process has one learner
+
+_held: dict[str, Any] = {}
+
+
+def _learner() -> ParallelLearner:
+    found: ParallelLearner = _held["learner"]
+    return found
+
+
+def _start(config: Config, updates: int, path: Path | None, shared: dict[str, Tensor]) -> None:
+    _held["learner"] = build_learner(config, updates, path)
+    _held["shared"] = shared
+
+
+def _logprobs(batch: Batch) -> Column | None:
+    found = _learner().logprobs(batch)
+    return found if dist.get_rank() == 0 else None
+
+
+def _start_reference(config: Config, path: Path | None) -> None:
+    _held["reference"] = build_reference(config, path)
+
+
+def _reference_logprobs(batch: Batch) -> Column | None:
+    found: Column = _held["reference"].logprobs(batch)
+    return found if dist.get_rank() == 0 else None
+
+
+def _accumulate(batch: Batch) -> None:
+    _learner().accumulate(batch)
+
+
+def _update() -> dict[str, float]:
+    return _learner().update()
+
+
+def _publish() -> None:
+    learner, rank = _learner(), dist.get_rank()
+    layout, own = learner.layout(), learner.tensors()
+    with torch.no_grad():
+        for name, target in _held["shared"].items():
+            for piece in layout.pieces(name) if name in layout.by_name else ():
+                if piece.rank == rank:
+                    target[tuple(slice(*b) for b in piece.box)] = own[f"model.{name}"]
+    dist.barrier()
+
+
+def _save(
+    folder: Path, step: int, state: dict[str, Any], more: dict[str, Tensor], wait: bool, marks: dict[str, Any]
+) -> None:
+    learner = _learner()
+    learner.save(folder, step, state, more=more, **marks)
+    if wait:
+        learner.saver.wait()
+
+
+def _load(path: Path) -> tuple[int, int]:
+    learner = _learner()
+    learner.load(path)
+    return learner.version, learner.skipped
+
+
+def _close() -> None:
+    for role in ("learner", "reference"):
+        if role in _held:
+            _held.pop(role).close()

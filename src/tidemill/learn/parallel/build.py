@@ -1,0 +1,64 @@
+"""A rank's learner from a recipe: mesh, model (streamed from its folder, or made), algorithm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tidemill.algorithms.api import Algorithm
+from tidemill.algorithms.registry import get
+from tidemill.config import Config, TinyModel
+from tidemill.learn.parallel import mesh
+from tidemill.learn.parallel.folder import empty_model
+from tidemill.learn.parallel.learner import ParallelLearner
+from tidemill.learn.parallel.model import ParallelModel
+from tidemill.learn.parallel.stored import HuggingFace
+from tidemill.models.load import DTYPES, make_tiny
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this rank computes."""
+
+    kind: str = "cpu"  # of the device: cpu, cuda, npu
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  (immutable)
+
+
+HERE = Place()
+
+
+def learner(config: Config, updates: int, path: Path | None = None, place: Place = HERE) -> ParallelLearner:
+    """On every rank of a torch.distributed world of `config.learn.parallel.ranks`. `path`: a finished warm start."""
+    meshes = mesh.build(config.learn.parallel, place.kind)
+    algorithm: Algorithm = get(config.algorithm.name)
+    folder = _folder(config, path)
+    if folder is None:
+        return ParallelLearner(_tiny(config, place), config, algorithm, updates, meshes)
+    with HuggingFace(folder) as source:
+        model = empty_model(folder, config.model)
+        return ParallelLearner(model, config, algorithm, updates, meshes, source, place.device)
+
+
+def reference(config: Config, path: Path | None = None, place: Place = HERE) -> ParallelModel:
+    """The frozen policy on the same ranks, cut as the learner is or by sizes of its own (`algorithm.kl.parallel`)."""
+    sizes = config.algorithm.kl.parallel or config.learn.parallel
+    config = config.model_copy(update={"learn": config.learn.model_copy(update={"parallel": sizes})})
+    meshes = mesh.build(sizes, place.kind)
+    folder = _folder(config, path)
+    if folder is None:
+        return ParallelModel(_tiny(config, place).requires_grad_(False), config, meshes)
+    with HuggingFace(folder) as source:
+        model = empty_model(folder, config.model).requires_grad_(False)
+        return ParallelModel(model, config, meshes, source, place.device)
+
+
+def _folder(config: Config, path: Path | None) -> Path | None:
+    return path or (Path(config.model.path).expanduser() if config.model.path else None)
+
+
+def _tiny(config: Config, place: Place) -> Any:
+    shape = config.model.tiny or TinyModel()
+    return make_tiny(shape, DTYPES[config.model.dtype], config.seed, place.device).model

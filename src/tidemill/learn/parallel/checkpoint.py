@@ -1,0 +1,289 @@
+"""Checkpoints of a learner across ranks: every rank writes its own pieces while training goes on.
+
+The folder has the form of `learn.checkpoint` (written aside and renamed, a checksum of every file, no pickle), and
+its manifest also says which box of which tensor lies where. So any number of ranks, in any layout, can read it again,
+bit for bit. torch.distributed.checkpoint shards as this does, but describes its files by a pickle and checks none of
+them.
+
+`save` copies this rank's pieces to the host and comes back; a thread does the rest. Ranks tell each other by the
+store how far they are, never by collectives, which belong to the training.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tidemill.errors import CheckpointError
+from tidemill.learn import checkpoint as plain
+from tidemill.learn.parallel.stored import Source, from_manifest
+from tidemill.reshard.layout import Box, Entry, Layout, volume
+
+Pieces = dict[str, list[tuple[str, str, Box]]]  # tensor → file, key, box
+ROUNDS_PER_S = 50.0  # how often a waiting thread looks at the store
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one rank writes, in memory that training does not touch."""
+
+    tensors: dict[str, Tensor]  # by key in the file
+    boxes: dict[str, Box]
+
+
+def snapshot(tensors: Mapping[str, Tensor], layout: Layout, rank: int, buffers: dict[str, Tensor]) -> Snapshot:
+    """Of several ranks that hold the same piece one writes it. `buffers` are reused from one save to the next."""
+    found: dict[str, Tensor] = {}
+    boxes: dict[str, Box] = {}
+    for name, tensor in tensors.items():
+        box = _own_box(name, tensor, layout, rank)
+        if box is None:
+            continue
+        kept = buffers.get(name)
+        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+            pinned = tensor.device.type != "cpu"
+            kept = buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        kept.copy_(tensor, non_blocking=True)
+        found[name], boxes[name] = kept, box
+    if any(t.device.type != "cpu" for t in tensors.values()):
+        torch.accelerator.synchronize()
+    return Snapshot(found, boxes)
+
+
+def _own_box(name: str, tensor: Tensor, layout: Layout, rank: int) -> Box | None:
+    """What of the logical tensor this rank is to write, or None."""
+    entry = _entry(name, layout)
+    if entry is None or not tensor.ndim:  # a scalar beside a parameter, or something every rank has whole
+        writer = min(entry.mesh.ranks) if entry is not None else layout.ranks[0]
+        return tuple((0, n) for n in tensor.shape) if rank == writer else None
+    mine = next((entry.home_box(c) for c, r in entry.mesh.coordinates() if r == rank), None)
+    if mine is None or not volume(mine):
+        return None
+    holders = [r for c, r in entry.mesh.coordinates() if entry.home_box(c) == mine]
+    return mine if rank == holders[sum(map(ord, name)) % len(holders)] else None  # each writes some
+
+
+def _entry(name: str, layout: Layout) -> Entry | None:
+    """Of `model.NAME` or `optimizer.NAME.KEY`."""
+    kind, _, rest = name.partition(".")
+    if kind == "optimizer":
+        rest = rest.rpartition(".")[0]
+    found = layout.by_name.get(rest)
+    return found[0] if found else None
+
+
+class Saver:
+    """One per rank. Errors of a save in the background are raised by the next call, on every rank."""
+
+    def __init__(self, store: Any, rank: int, world: int, timeout_s: float = 600.0) -> None:
+        self.store, self.rank, self.world, self.timeout_s = store, rank, world, timeout_s
+        self.series = store.add(f"checkpoint/savers/{rank}", 1)  # of this world's savers: the same on every rank
+        self._buffers: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._count = 0
+        self.seconds_blocked = 0.0  # of the last save: what training waited
+
+    def save(
+        self,
+        folder: Path,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        layout: Layout,
+        state: Mapping[str, Any],
+        *,
+        keep: int,
+        best: bool = False,
+        metric: float | None = None,
+    ) -> None:
+        """Every rank calls this with its own tensors and the same rest. `wait` tells when it is on disk."""
+        self.wait()
+        began = time.perf_counter()
+        taken = snapshot(tensors, layout, self.rank, self._buffers)
+        self._count += 1
+        job = _Job(folder, step, self._count, {"best": best, "metric": metric}, dict(state), keep)
+        self._thread = threading.Thread(target=self._write, args=(job, taken), name="checkpoint", daemon=True)
+        self._thread.start()
+        self.seconds_blocked = time.perf_counter() - began
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    # In the thread
+
+    def _write(self, job: _Job, taken: Snapshot) -> None:
+        try:
+            if self.rank == 0:
+                job.folder.mkdir(parents=True, exist_ok=True)
+                plain._clear_leftovers(job.folder)
+                job.aside.mkdir()
+                self._tell(job, "ready", {})
+            self._hear(job, "ready")
+            self._tell(job, f"wrote-{self.rank}", self._attempt(lambda: write_pieces(job.aside, self.rank, taken)))
+            if self.rank == 0:
+                parts = [self._hear(job, f"wrote-{r}") for r in range(self.world)]
+                self._tell(job, "end", self._attempt(lambda: _finish(job, parts)))
+            outcome = self._hear(job, "end")
+            if "error" in outcome:
+                raise CheckpointError(outcome["error"], outcome.get("remedy", ""))
+        except BaseException as error:
+            self._error = error
+        finally:
+            if self.rank == 0:
+                shutil.rmtree(job.aside, ignore_errors=True)
+
+    def _attempt(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What it gives, or what went wrong, in a form that other ranks can hear."""
+        try:
+            return work()
+        except CheckpointError as error:
+            return {"error": error.message, "remedy": error.remedy}
+        except Exception as error:
+            return {"error": f"rank {self.rank} could not write its part of a checkpoint: {error}"}
+
+    def _tell(self, job: _Job, key: str, value: dict[str, Any]) -> None:
+        self.store.set(self._key(job, key), json.dumps(value))
+
+    def _key(self, job: _Job, key: str) -> str:
+        return f"checkpoint/{self.series}/{job.number}/{key}"
+
+    def _hear(self, job: _Job, key: str) -> dict[str, Any]:
+        # Looked at again and again, not waited for: a blocking get would hold the store's lock for other threads.
+        name, deadline = self._key(job, key), time.monotonic() + self.timeout_s
+        while not self.store.check([name]):
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"a checkpoint waited {self.timeout_s:.0f} s for {key}", "is a rank dead?")
+            time.sleep(1 / ROUNDS_PER_S)
+        heard: dict[str, Any] = json.loads(self.store.get(name))
+        return heard
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    folder: Path
+    step: int
+    number: int  # of this process's saves: the same on every rank
+    marks: dict[str, Any]  # best, metric
+    state: dict[str, Any]
+    keep: int
+
+    @property
+    def target(self) -> Path:
+        return self.folder / f"step-{self.step:06d}"
+
+    @property
+    def aside(self) -> Path:
+        return self.folder / f"{plain.ASIDE}{self.target.name}-ranks"
+
+
+def write_pieces(folder: Path, rank: int, taken: Snapshot) -> dict[str, Any]:
+    """This rank's files, with their checksums and what lies in them."""
+    from safetensors.torch import save as to_bytes
+
+    files: dict[str, Any] = {}
+    pieces: Pieces = {}
+    shards = list(plain._shards(taken.tensors)) if taken.tensors else []
+    try:
+        for i, names in enumerate(shards):
+            file = f"rank-{rank:05d}-{i + 1:03d}.safetensors"
+            files[file] = plain._write(folder / file, to_bytes({n: taken.tensors[n] for n in names}))
+            for name in names:
+                pieces.setdefault(name, []).append((file, name, taken.boxes[name]))
+    except OSError as error:
+        size = sum(t.numel() * t.element_size() for t in taken.tensors.values())
+        raise plain._explain(error, folder, size) from error
+    return {"files": files, "tensors": pieces}
+
+
+def _finish(job: _Job, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """On one rank, once every rank's files are on disk: the manifest, then the name that says it is whole."""
+    for part in parts:
+        if "error" in part:
+            return part
+    files = {name: entry for part in parts for name, entry in part["files"].items()}
+    tensors: dict[str, list[Any]] = {}
+    for part in parts:
+        for name, found in part["tensors"].items():
+            tensors.setdefault(name, []).extend(found)
+    files[plain.STATE] = plain._write_json(job.aside / plain.STATE, job.state)
+    manifest = {"step": job.step, **job.marks, "files": files, "tensors": tensors}
+    plain._write_json(job.aside / plain.MANIFEST, manifest)
+    plain._put_in_place(job.aside, job.target)
+    plain.prune(job.folder, job.keep)
+    return {}
+
+
+# Reading
+
+
+def open_checkpoint(path: Path) -> tuple[Source, dict[str, Any]]:
+    """Its tensors, to be read by box, and its state."""
+    manifest = plain._manifest(path)
+    state: dict[str, Any] = json.loads((path / plain.STATE).read_text(encoding="utf-8"))
+    if "tensors" not in manifest:
+        return _whole_tensors(path, manifest), state
+    return from_manifest(path, manifest), state
+
+
+def _whole_tensors(path: Path, manifest: Mapping[str, Any]) -> Source:
+    """A checkpoint that one rank wrote."""
+    from safetensors import safe_open
+
+    pieces: Pieces = {}
+    for file in manifest["files"]:
+        if file.endswith(".safetensors"):
+            with safe_open(path / file, "pt") as found:
+                for key in found.keys():  # noqa: SIM118  (no mapping, though it has keys)
+                    shape = found.get_slice(key).get_shape()
+                    pieces[key] = [(file, key, tuple((0, n) for n in shape))]
+    return from_manifest(path, {"tensors": pieces})
+
+
+@torch.no_grad()
+def read_own(source: Source, targets: Mapping[str, Tensor], layout: Layout, rank: int, prefix: str = "") -> None:
+    """Fill this rank's tensors, whatever layout wrote them. `prefix`: what their names lack in comparison with a
+    checkpoint's (`model.` for a plain model folder)."""
+    for name, target in targets.items():
+        entry = _entry(f"{prefix}{name}", layout)
+        if entry is None or not target.ndim:
+            box: Box = tuple((0, n) for n in target.shape)
+        else:
+            box = next(entry.home_box(c) for c, r in entry.mesh.coordinates() if r == rank)
+        if target.numel():
+            source.read_into(target, name, box)
+
+
+def state_of(source: Source, own: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Empty tensors for the optimizer's state of each parameter as the checkpoint has it, by name and key."""
+    found: dict[str, dict[str, Tensor]] = {name: {} for name in own}
+    for full in source.pieces:
+        name, _, key = full.removeprefix("optimizer.").rpartition(".")
+        if full.startswith("optimizer.") and name in own:
+            shape = own[name].shape if source.pieces[full][0].box else torch.Size()
+            found[name][key] = torch.zeros(shape, dtype=source.dtype(full))
+    return found
+
+
+def default_saver(timeout_s: float) -> Saver:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return Saver(_get_default_store(), dist.get_rank(), dist.get_world_size(), timeout_s)

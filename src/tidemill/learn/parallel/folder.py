@@ -1,0 +1,177 @@
+"""Hugging Face folders in and out, streamed: no rank ever holds the whole model.
+
+In: the model is made without memory, cut, and each rank reads its own boxes. Out: from a checkpoint on disk; each
+rank writes some of the folder's files, one tensor in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tidemill import config as settings
+from tidemill.errors import ModelError
+from tidemill.learn.checkpoint import STATE
+from tidemill.learn.parallel.checkpoint import open_checkpoint
+from tidemill.learn.parallel.stored import DTYPES, INDEX, SINGLE, Source
+
+FILE_BYTES = 4_000_000_000
+# Their folders hold experts one by one, where the module has them stacked.
+UNSTACKED = frozenset({"qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe", "glm4_moe"})
+WORDS = {dtype: word for word, dtype in DTYPES.items()}
+
+
+def empty_model(folder: Path, model: settings.Model) -> Any:
+    """The module of a folder, on the meta device, with our attention plugged in."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tidemill.models import attention
+    from tidemill.models.load import DTYPES as MODEL_DTYPES
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+        with torch.device("meta"):
+            module: Any = AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention.NAME, trust_remote_code=model.trust_remote_code
+            )  # type: ignore[no-untyped-call]
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"model.path={folder}: transformers cannot open it: {first}") from error
+    return module.to(MODEL_DTYPES[model.dtype]).eval()
+
+
+def materialise(model: Any, device: torch.device) -> None:
+    """Give a model on the meta device memory; what it computes for itself (rotary frequencies) is computed again."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = getattr(head, "weight", None) is not None and head.weight is getattr(embedding, "weight", None)
+    model.to_empty(device=device)
+    if tied:
+        head.weight = embedding.weight
+    for module in model.modules():
+        own = [name for name in module._non_persistent_buffers_set if name in module._buffers]
+        if not own:
+            continue
+        if not hasattr(module, "config"):
+            raise ModelError(f"{type(module).__name__} has values that cannot be made again", "see docs/models.md")
+        fresh = type(module)(module.config)
+        for name in own:
+            module._buffers[name] = fresh._buffers[name].to(device)
+
+
+# Out
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A tensor of the folder: a part of a logical tensor."""
+
+    key: str
+    name: str
+    box: tuple[tuple[int, int], ...]
+    dtype: torch.dtype
+    drops_lead: bool = False  # one expert of a stack
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = tuple(high - low for low, high in self.box)
+        return shape[1:] if self.drops_lead else shape
+
+    @property
+    def nbytes(self) -> int:
+        size = self.dtype.itemsize
+        for n in self.shape:
+            size *= n
+        return size
+
+
+def export(checkpoint: Path, folder: Path, definition: Path, rank: int = 0, ranks: int = 1) -> None:
+    """Write a model folder from a checkpoint. `definition` holds config.json and the tokenizer. Every rank calls this
+    and writes some of the files; the folder is complete when all have come back."""
+    source, _ = open_checkpoint(checkpoint)
+    raw = json.loads((definition / "config.json").read_text(encoding="utf-8"))
+    with source:
+        files = list(_files(list(outgoing(source, raw.get("model_type", "")))))
+        folder.mkdir(parents=True, exist_ok=True)
+        names = _names(len(files))
+        for i in range(rank, len(files), ranks):
+            _write_file(folder / names[i], files[i], source)
+    if rank == 0:
+        if len(files) > 1:
+            weights = {out.key: name for name, outs in zip(names, files) for out in outs}
+            total = sum(out.nbytes for outs in files for out in outs)
+            index = {"metadata": {"total_size": total}, "weight_map": weights}
+            (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+        for file in definition.iterdir():
+            if file.is_file() and file.suffix != ".safetensors" and file.name not in (INDEX, STATE):
+                (folder / file.name).write_bytes(file.read_bytes())
+
+
+def outgoing(source: Source, model_type: str) -> Iterator[Outgoing]:
+    for full in sorted(source.pieces):
+        if not full.startswith("model."):
+            continue
+        name, shape, dtype = full.removeprefix("model."), source.shape(full), source.dtype(full)
+        if model_type in UNSTACKED and name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            yield from _unstacked(full, name, shape, dtype)
+        else:
+            yield Outgoing(name, full, tuple((0, n) for n in shape), dtype)
+
+
+def _unstacked(full: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> Iterator[Outgoing]:
+    before, _, kind = name.rpartition(".")
+    for e in range(shape[0]):
+        if kind == "down_proj":
+            box = ((e, e + 1), (0, shape[1]), (0, shape[2]))
+            yield Outgoing(f"{before}.{e}.down_proj.weight", full, box, dtype, True)
+            continue
+        half = shape[1] // 2
+        for part, low in (("gate", 0), ("up", half)):
+            box = ((e, e + 1), (low, low + half), (0, shape[2]))
+            yield Outgoing(f"{before}.{e}.{part}_proj.weight", full, box, dtype, True)
+
+
+def _files(outs: list[Outgoing]) -> Iterator[list[Outgoing]]:
+    held: list[Outgoing] = []
+    for out in outs:
+        if held and sum(o.nbytes for o in held) + out.nbytes > FILE_BYTES:
+            yield held
+            held = []
+        held.append(out)
+    if held:
+        yield held
+
+
+def _names(count: int) -> list[str]:
+    return [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def _write_file(path: Path, outs: list[Outgoing], source: Source) -> None:
+    """The safetensors form, written front to back: the header's length, the header, then each tensor's bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for out in outs:
+        header[out.key] = {
+            "dtype": WORDS[out.dtype],
+            "shape": list(out.shape),
+            "data_offsets": [at, at + out.nbytes],
+        }
+        at += out.nbytes
+    words = json.dumps(header, separators=(",", ":")).encode()
+    words += b" " * (-len(words) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(words)) + words)
+        for out in outs:
+            tensor = torch.empty([high - low for low, high in out.box], dtype=out.dtype)
+            source.read_into(tensor, out.name, out.box)
+            file.write(_bytes(tensor))
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,227 @@
+"""A model cut over ranks, which scores samples: the reference as it is, and what a learner is made of.
+
+Every rank makes the same calls with the same batches and gets the same answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tidemill.batch import Batch, Column
+from tidemill.config import Config
+from tidemill.learn.engine import Scores
+from tidemill.learn.layers import kept_activations, prepare
+from tidemill.learn.packing import Ints, PackedBatch, pack, response_column
+from tidemill.learn.parallel import context, expert, pipeline, shard, tensor
+from tidemill.learn.parallel import cuts as cutting
+from tidemill.learn.parallel.batches import shares
+from tidemill.learn.parallel.checkpoint import read_own
+from tidemill.learn.parallel.collectives import Link, link, world
+from tidemill.learn.parallel.cuts import Cuts, local
+from tidemill.learn.parallel.flight import Flight
+from tidemill.learn.parallel.folder import materialise
+from tidemill.learn.parallel.forward import Root
+from tidemill.learn.parallel.mesh import Meshes
+from tidemill.learn.parallel.padding import filler, padded
+from tidemill.learn.parallel.stored import Source
+from tidemill.learn.routes import routed
+from tidemill.models import routing
+from tidemill.models.contexts import Attention, choose
+from tidemill.reshard.layout import Layout
+
+
+class ParallelModel:
+    """Cuts `model` in place. A frozen one (no parameter needs a gradient) is a reference."""
+
+    def __init__(
+        self,
+        model: Any,
+        config: Config,
+        meshes: Meshes,
+        source: Source | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """With `source`, `model` is on the meta device: it is cut first, and only what this rank keeps is read."""
+        self.model, self.config, self.meshes = model, config, meshes
+        self.device = device or next(model.parameters()).device
+        self.flight = Flight(_store(), dist.get_rank(), config.learn.parallel.timeout_s)
+        self.links = make_links(meshes, self.flight, _kv_heads(model))
+        self.routers = routing.prepare(model, config.learn.moe, self.device)
+        if self.routers is not None:
+            self.routers.share = 1.0 / meshes.parallel.tp  # ranks of tp route the same tokens, and add gradients up
+        self.cuts = self._cut()
+        if source is not None:
+            materialise(model, self.device)
+            read_own(source, pieces_of(model), self.layout(), dist.get_rank(), prefix="model.")
+        self.attention = self._attention()
+        prepare(model, config.learn)
+
+    def _attention(self) -> Attention:
+        chosen = choose(self.model, self.config.learn.attention)
+        if "cp" not in self.links:
+            return chosen
+        heads = self.model.config.get_text_config().num_attention_heads // self.meshes.parallel.tp
+        return context.parallel(chosen, self.links["cp"].group, self.meshes.parallel.cp_form, heads)
+
+    def _cut(self) -> Cuts:
+        cuts = self._cut_stages(cutting.whole(self.model))
+        over = self.links.get("tp")
+        if "ep" in self.links:
+            tp = (over.rank, over.size) if over is not None else (0, 1)
+            cuts = expert.apply(self.model, cuts, self.links["ep"].group, *tp)
+        if over is not None:
+            cuts = tensor.apply(self.model, cuts, over)
+        self.root = Root(self.model, cuts, over, self.config, self._stages())
+        self.pipeline = self._pipeline()
+        return shard.apply(self.root, self.model, cuts, self.meshes, self.config.learn, self.flight)
+
+    def _cut_stages(self, cuts: Cuts) -> Cuts:
+        """Leave this rank its layers; a tied weight is on two ranks, whose gradients add up."""
+        if "pp" not in self.links:
+            return cuts
+        pp, is_tied = self.links["pp"], pipeline.is_tied(self.model)
+        pipeline.split(self.model, pp.rank, pp.size, self.meshes.parallel.pp_chunks)
+        cuts = {name: cuts[name] for name, _ in self.model.named_parameters()}
+        if is_tied and (pair := pipeline.ends(pp.group)) is not None:
+            members = dist.get_process_group_ranks(pair)
+            self.links["ends"] = Link("ends", pair, members, members.index(dist.get_rank()), self.flight)
+            weight = self.model.get_input_embeddings().weight
+            name = next(name for name, p in self.model.named_parameters() if p is weight)
+            cuts[name] = replace(cuts[name], adds="ends")
+        return cuts
+
+    def _stages(self) -> pipeline.Stages | None:
+        pp = self.links.get("pp")
+        return None if pp is None else pipeline.Stages(self.model, pp.rank, pp.size, self.meshes.parallel.pp_chunks)
+
+    def _pipeline(self) -> pipeline.Pipeline | None:
+        if "pp" not in self.links:
+            return None
+        parallel, width = self.meshes.parallel, self.model.config.get_text_config().hidden_size
+        return pipeline.Pipeline(
+            self.links["pp"].group,
+            parallel.pp_chunks,
+            self._stage,
+            lambda packed: (1, packed.tokens.shape[0] // parallel.tp, width),
+            next(self.model.parameters()).dtype,
+            self.device,
+        )
+
+    def _stage(self, stage: int, packed: PackedBatch, came: Tensor | None) -> Any:
+        with kept_activations(self.config.learn, self.model):
+            return self.root(packed, stage, came)
+
+    @property
+    def multiple(self) -> int:
+        """Tokens of a row are dealt out over this many ranks."""
+        return self.meshes.parallel.tp
+
+    def _row(self, part: Batch | None) -> Row:
+        if part is None:
+            return Row(None, None, None, filler(self.multiple, self.device))
+        packed = pack(part, self.device, self.config.learn.share_prompts, self.attention)
+        cut = context.cut(packed) if "cp" in self.links else None
+        own = padded(packed if cut is None else cut.packed, self.multiple)
+        share, at = self.config.learn.share_prompts, None if cut is None else cut.own
+        return Row(part, packed, cut, routed(part, packed, self.routers, share, own, at))
+
+    # Scoring
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> Column:
+        """Of every response token, under the weights as they are now; every rank gives the same batch and gets all."""
+        share, budget = self.config.learn.share_prompts, self.config.train.tokens_per_microbatch
+        count = int((batch["tokens"].lengths - batch.values("prompt_length")).sum())
+        out = response_column(np.zeros(count, np.float32), batch)
+        dealt = shares(batch, self.meshes.dp_size, budget, share)[self.meshes.dp_rank]
+        rows = [self._row(batch.gather(places) if len(places) else None) for places in dealt]
+
+        def keep(i: int, scores: Scores) -> Tensor:
+            logprobs = row.whole(scores)[0] if (row := rows[i]).part is not None else scores[0]
+            if row.part is not None:
+                _place(out, dealt[i], logprobs.cpu().numpy())
+            return logprobs
+
+        if self.pipeline is not None:
+            self.pipeline.score([row.own for row in rows], keep)
+        else:
+            for i, row in enumerate(rows):
+                keep(i, self.root(row.own))
+        for name in ("dp", "pp"):  # each token is one rank's, 0 on the others
+            if name in self.links:
+                self.links[name].all_reduce(torch.from_numpy(out.values))
+        return out
+
+    def layout(self) -> Layout:
+        """Of this rank's pipeline stage; `reshard.layout.merge` joins those of all."""
+        return cutting.layout(self.model, self.cuts, self.meshes)
+
+    def close(self) -> None:
+        self.flight.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One micro-batch: its samples packed, this rank's tokens of it if it is cut, and what the model is called with.
+    Without samples it is a filler."""
+
+    part: Batch | None
+    packed: PackedBatch | None
+    cut: context.Cut | None
+    own: PackedBatch
+
+    def whole(self, scores: Scores) -> Scores:
+        """Of all targets, from those that this rank's tokens predict."""
+        return scores if self.cut is None else (self.cut.whole(scores[0]), self.cut.whole(scores[1]))
+
+
+def pieces_of(model: Any) -> dict[str, Tensor]:
+    """What lies on this rank of the model: parameters, and buffers that belong to it."""
+    found = {name: local(p.detach()) for name, p in model.named_parameters()}
+    for at, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{at}.{name}"] = buffer
+    return found
+
+
+def make_links(meshes: Meshes, flight: Flight, kv_heads: int) -> dict[str, Link]:
+    """By name: the dimensions over which this rank exchanges something itself. FSDP has its own."""
+    links = {"world": world(flight), "dp": link(meshes.dp, flight)}
+    for name, mesh in (("cp", meshes.cp), ("ep", meshes.ep), ("pp", meshes.pp)):
+        if mesh is not None:
+            links[name] = link(mesh, flight)
+    if meshes.tp is not None:
+        links["tp"] = link(meshes.tp, flight)
+        if 0 < kv_heads < meshes.tp.size():
+            folded = meshes.tp._unflatten(0, (kv_heads, meshes.tp.size() // kv_heads), ("kv_head", "kv"))
+            links["kv"] = link(folded["kv"], flight)
+    return links
+
+
+def nothing(scores: Scores) -> Tensor:
+    """A loss of 0 that still reaches every weight."""
+    return 0.0 * (scores[0].sum() + scores[1].sum())
+
+
+def _place(out: Column, rows: Ints, values: Any) -> None:
+    assert out.offsets is not None
+    cuts = np.cumsum(np.diff(out.offsets)[rows])[:-1]
+    for row, part in zip(rows, np.split(values, cuts)):
+        out.values[out.offsets[row] : out.offsets[row + 1]] = part
+
+
+def _kv_heads(model: Any) -> int:
+    return int(getattr(model.config.get_text_config(), "num_key_value_heads", 0) or 0)
+
+
+def _store() -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()

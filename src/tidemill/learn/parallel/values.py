@@ -1,0 +1,49 @@
+"""Value models across ranks: a critic, or a reward model. On the actor's mesh, or on one of its own over the same
+ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tidemill.algorithms.api import Algorithm, Kept, Stats
+from tidemill.algorithms.ppo import explained_variance
+from tidemill.batch import Batch, Column
+from tidemill.config import Config
+from tidemill.learn.critic import SUMS, ValueModel
+from tidemill.learn.engine import Scores, token_batch
+from tidemill.learn.packing import PackedBatch
+from tidemill.learn.parallel.learner import ParallelLearner
+from tidemill.learn.parallel.mesh import Meshes
+
+
+class ParallelValueLearner(ParallelLearner):
+    """As `learn.critic.ValueLearner`. What a policy gives as log-probabilities, this gives as values."""
+
+    def __init__(self, model: ValueModel, config: Config, algorithm: Algorithm, updates: int, meshes: Meshes) -> None:
+        rate = config.algorithm.critic.lr
+        if rate is not None:
+            config = config.model_copy(update={"learn": config.learn.model_copy(update={"lr": rate})})
+        super().__init__(model, config, algorithm, updates, meshes)
+
+    def _teaches(self, batch: Batch) -> Kept:
+        return np.ones(batch.rows, np.bool_)
+
+    def _loss_of(self, part: Batch, packed: PackedBatch, scores: Scores) -> tuple[Tensor, Stats]:
+        new = scores[0]
+        tokens = token_batch(part, packed, (torch.zeros_like(new), torch.zeros_like(new)), new)
+        learn = self.algorithm.loss if self.algorithm.learns_values else self.algorithm.value_loss
+        return learn(tokens, self.config)
+
+    def update(self) -> dict[str, float]:
+        metrics = super().update()
+        if "return_square" in metrics:
+            metrics["explained_variance"] = explained_variance(metrics)
+            metrics = {name: value for name, value in metrics.items() if name not in SUMS}
+        return metrics
+
+    def values(self, batch: Batch) -> Column:
+        """The value before each response token; every rank gives the same batch and gets all."""
+        return self.logprobs(batch)

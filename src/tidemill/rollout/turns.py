@@ -1,0 +1,277 @@
+"""An engine that converses: around any rollout engine, it plays each sample against its environment to the end.
+
+A request with a task comes back as one completion per sample, whatever the turns in between. Its tokens are those that
+were sampled and those that the environment's answers became, joined, never tokenised again; `mask` tells them apart.
+Each turn is a new request whose prompt is the conversation so far: an engine that reuses prefixes reads what is new.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tidemill.config import Environment as Settings
+from tidemill.environment.api import Closes, Environment, Interrupts, Maker, Played, Task, Turn
+from tidemill.environment.registry import find
+from tidemill.environment.speech import Speech
+from tidemill.errors import PlayError
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, RolloutEngine, token_limit
+
+PATIENCE_S = 0.05  # between looks at environments that think, when no model works
+
+
+@dataclass(slots=True, eq=False)
+class Conversation:
+    """One sample under way."""
+
+    request: Request  # the whole conversation's, as it was submitted
+    index: int
+    environment: Environment
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    kept: list[float] = field(default_factory=list)
+    is_cut: bool = False  # some turn was drawn from a truncated distribution: `kept` counts
+    played: Played = field(default_factory=Played)
+    turn_id: int = 0  # of the engine's request under way
+    is_cancelled: bool = False
+
+    @property
+    def room(self) -> int:
+        return token_limit(self.request, self.index) - len(self.tokens)
+
+    def speak(self, made: Completion | Partial) -> None:
+        self.tokens += made.tokens
+        self.logprobs += made.logprobs
+        self.versions += made.versions
+        self.mask += [1] * len(made.tokens)
+        self.kept += [0.0] * len(made.tokens) if made.kept is None else made.kept
+        self.is_cut |= made.kept is not None
+
+    def hear(self, tokens: list[int], version: int) -> None:
+        self.tokens += tokens
+        self.logprobs += [0.0] * len(tokens)
+        self.versions += [version] * len(tokens)
+        self.mask += [0] * len(tokens)
+        self.kept += [0.0] * len(tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Thinking:
+    conversation: Conversation
+    has_ended: bool  # the model closed its message itself
+    answer: Future[Turn]
+    since: float
+
+
+class TurnsEngine:
+    """`RolloutEngine` over another one; requests without a task pass through."""
+
+    def __init__(self, inner: RolloutEngine, settings: Settings, speech: Speech, eos_ids: Sequence[int]) -> None:
+        self.inner, self.settings, self.speech, self.eos_ids = inner, settings, speech, frozenset(eos_ids)
+        self.make: Maker = find(settings.name)
+        self.thinking: list[Thinking] = []
+        self.under_way: dict[int, Conversation] = {}  # by the id of the object: conversations are unlike each other
+        self.paused: dict[tuple[int, int], Partial | None] = {}
+        self.ready: list[Completion] = []
+        self.executor: Executor = ThreadPoolExecutor(settings.workers, "environment") if settings.workers else Here()
+
+    @property
+    def version(self) -> int:
+        return self.inner.version
+
+    @property
+    def has_work(self) -> bool:
+        return self.inner.has_work or bool(self.thinking) or bool(self.ready)
+
+    def submit(self, request: Request) -> None:
+        if request.task is None:
+            self.inner.submit(request)
+            return
+        seed = turn_id(request.id, request.sampling.seed, 0)
+        task = replace(request.task, prompt=self.speech.said(request.prompt), seed=seed)
+        conversations = [Conversation(request, k, self._begin(task)) for k in range(request.n)]
+        self.under_way |= {id(c): c for c in conversations}
+        limits = [self._turn_limit(c) for c in conversations]
+        for conversation in conversations:
+            conversation.turn_id = request.id
+        self.inner.submit(self._turn(request.id, request.prompt, conversations, limits))
+
+    def step(self) -> list[Completion]:
+        done, self.ready = self.ready, []
+        if self.inner.has_work:
+            for completion in self.inner.step():
+                done += self._spoken(completion)
+        elif self.thinking:
+            wait([t.answer for t in self.thinking], timeout=PATIENCE_S, return_when=FIRST_COMPLETED)
+        return done + self._answers()
+
+    def _begin(self, task: Task) -> Environment:
+        try:
+            environment = self.make(task, **self.settings.args)
+            environment.reset()
+        except Exception as error:
+            raise PlayError(
+                f"environment {self.settings.name!r} could not begin with {task.where or 'a task'}: "
+                f"{type(error).__name__}: {error}",
+                "see environment.args and the row's columns",
+            ) from error
+        return environment
+
+    def _turn(self, id: int, prompt: Sequence[int], who: list[Conversation], limits: list[int]) -> Request:
+        sampling = who[0].request.sampling
+        if isinstance(who[0].environment, Interrupts):
+            sampling = replace(sampling, stop_strings=(*sampling.stop_strings, *who[0].environment.stop))
+        return Request(id, prompt, sampling, n=len(who), limits=limits, user=who)
+
+    def _turn_limit(self, conversation: Conversation) -> int:
+        return min(conversation.room, self.settings.max_turn_tokens or conversation.room)
+
+    # -- turns ---------------------------------------------------------------------------------------------------
+
+    def _spoken(self, completion: Completion) -> list[Completion]:
+        """The model has spoken: the environment thinks."""
+        if not _is_ours(completion.request):
+            return [completion]
+        conversation: Conversation = completion.request.user[completion.index]
+        conversation.speak(completion)
+        if completion.finish in ("error", "cancelled"):
+            return [self._finish(conversation, completion.finish, completion.error)]
+        has_ended = bool(completion.tokens) and completion.tokens[-1] in self.eos_ids
+        answer = self.executor.submit(conversation.environment.step, self.speech.said(completion.tokens))
+        self.thinking.append(Thinking(conversation, has_ended, answer, time.monotonic()))
+        return []
+
+    def _answers(self) -> list[Completion]:
+        """Of environments that have answered or have thought too long."""
+        done, still = [], []
+        for thinking in self.thinking:
+            if thinking.answer.done():
+                done += self._heard(thinking)
+            elif time.monotonic() - thinking.since > self.settings.timeout_s:
+                done.append(self._fail(thinking.conversation, f"gave no answer in {self.settings.timeout_s:g} s"))
+            else:
+                still.append(thinking)
+        self.thinking = still
+        return done
+
+    def _heard(self, thinking: Thinking) -> list[Completion]:
+        """The environment has answered: the conversation ends, or the model speaks again."""
+        conversation = thinking.conversation
+        if conversation.is_cancelled:
+            return [self._finish(conversation, "cancelled")]
+        error = thinking.answer.exception()
+        if error is not None:
+            return [self._fail(conversation, f"raised {type(error).__name__}: {error}")]
+        turn = thinking.answer.result()
+        conversation.played = conversation.played.after(turn)
+        if turn.is_done:
+            return [self._finish(conversation, "stop")]
+        tokens = self.speech.heard(turn.text, is_inline=turn.is_inline, has_ended=thinking.has_ended)
+        if conversation.played.turns >= self.settings.max_turns or len(tokens) >= conversation.room:
+            return [self._finish(conversation, "length")]
+        conversation.hear(tokens, self.version)
+        self._go_on(conversation)
+        return []
+
+    def _go_on(self, conversation: Conversation) -> None:
+        request = conversation.request
+        conversation.turn_id = turn_id(request.id, conversation.index, conversation.played.turns)
+        so_far = [*request.prompt, *conversation.tokens]
+        limits = [self._turn_limit(conversation)]
+        self.inner.submit(self._turn(conversation.turn_id, so_far, [conversation], limits))
+
+    def _fail(self, conversation: Conversation, why: str) -> Completion:
+        message = f"environment {self.settings.name!r} {why}"
+        if self.settings.on_error == "fail":
+            raise PlayError(message, "mend the environment, or set environment.on_error=end")
+        conversation.played = replace(conversation.played, error=message)
+        return self._finish(conversation, "stop")
+
+    def _finish(self, conversation: Conversation, finish: Finish, error: str | None = None) -> Completion:
+        self.under_way.pop(id(conversation), None)
+        if isinstance(conversation.environment, Closes):
+            conversation.environment.close()
+        c = conversation
+        kept = c.kept if c.is_cut else None
+        return Completion(
+            c.request, c.index, c.tokens, c.logprobs, c.versions, finish, error, kept, mask=c.mask, played=c.played
+        )
+
+    # -- control -------------------------------------------------------------------------------------------------
+
+    def cancel(self, request_id: int) -> None:
+        mine = [c for c in self.under_way.values() if c.request.id == request_id]
+        for conversation in mine:
+            conversation.is_cancelled = True
+        for turn in {c.turn_id for c in mine} or {request_id}:
+            self.inner.cancel(turn)
+
+    def pause(self) -> list[Partial]:
+        """What was said so far. The environments stay here, so the samples go on in this engine only."""
+        while self.thinking:
+            wait([t.answer for t in self.thinking], timeout=PATIENCE_S)
+            self.ready += self._answers()
+        outer = []
+        for partial in self.inner.pause():
+            if not _is_ours(partial.request):
+                outer.append(partial)
+                continue
+            c: Conversation = partial.request.user[partial.index]
+            self.paused[c.request.id, c.index] = partial
+            whole = (c.tokens + partial.tokens, c.logprobs + partial.logprobs, c.versions + partial.versions)
+            kept = c.kept + (partial.kept or [0.0] * len(partial.tokens)) if c.is_cut or partial.kept else None
+            outer.append(Partial(c.request, c.index, *whole, kept))
+        return outer
+
+    def resume(self, partials: Sequence[Partial]) -> None:
+        inner = []
+        for partial in partials:
+            if partial.request.task is None:
+                inner.append(partial)
+                continue
+            held = self.paused.pop((partial.request.id, partial.index), None)
+            if held is None:
+                raise PlayError(
+                    f"sample {partial.index} of request {partial.request.id} was paused elsewhere, where its "
+                    "environment is",
+                    "resume a conversation in the engine that began it",
+                )
+            inner.append(held)
+        self.inner.resume(inner)
+
+    def load(self, weights: Any, version: int) -> None:
+        self.inner.load(weights, version)
+
+    def sleep(self) -> None:
+        self.inner.sleep()
+
+    def wake(self) -> None:
+        self.inner.wake()
+
+
+class Here(Executor):
+    """Answers at once, in this thread: for environments that take no time, and the same in every run."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def turn_id(request: int, index: int, turn: int) -> int:
+    """A turn's own random stream, the same in every run."""
+    digest = hashlib.blake2b(f"{request} {index} {turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
+
+
+def _is_ours(request: Request) -> bool:
+    return isinstance(request.user, list) and bool(request.user) and isinstance(request.user[0], Conversation)

@@ -1,0 +1,153 @@
+"""How much memory one rank of a parallel learner needs, and how much it sends, worked out from sizes alone.
+
+`benchmarks/parallel.py` holds both against what ranks measure; docs/parallelism.md explains the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from tidemill.config import Config, Learn, Parallel
+from tidemill.settings.estimate import BYTES, Shape, microbatch_tokens
+from tidemill.settings.memory import PLAIN_LOGITS, adapter_parameters, optimizer_bytes
+
+GATHERED_LAYERS = 2  # the one at work and the one fetched ahead
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Parameters of a decoder, by how they are cut."""
+
+    shape: Shape  # `intermediate` is what one token visits
+    layer: int  # of one layer, experts not counted
+    experts: int  # of one layer's experts
+    moe_layers: int  # layers that have experts
+    embedding: int
+    is_tied: bool
+    whole_attention: int = 0  # of one layer's attention, where tensor parallelism leaves it whole
+    expert_width: int = 0  # of one expert's feed-forward
+
+    @property
+    def total(self) -> int:
+        ends = self.embedding * (1 if self.is_tied else 2)
+        return self.shape.layers * self.layer + self.moe_layers * self.experts + ends
+
+    @staticmethod
+    def dense(shape: Shape, is_tied: bool = True) -> Sizes:
+        q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        layer = shape.hidden * (2 * q + 2 * kv) + 3 * shape.hidden * shape.intermediate + 2 * shape.hidden
+        return Sizes(shape, layer, 0, 0, shape.vocabulary * shape.hidden, is_tied)
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes on the fullest rank at the peak of a step, in the order they are shown."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int  # weights of the layers at work, whole
+    reducing: int  # their gradients, whole, and the buffer that sends them
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return sum(n for _, n in self.parts())
+
+    def parts(self) -> Iterator[tuple[str, int]]:
+        for field in fields(self):
+            yield field.name, getattr(self, field.name)
+
+
+def per_rank(config: Config, sizes: Sizes, tokens: int | None = None, *, on_accelerator: bool = False) -> RankMemory:
+    """`tokens`: of one micro-batch; None: as many as the recipe allows."""
+    learn, parallel, width = config.learn, config.learn.parallel, BYTES[config.model.dtype]
+    whole, responses = (tokens, tokens) if tokens is not None else microbatch_tokens(config)
+    held = parameters_per_rank(sizes, parallel)
+    trained = adapter_parameters(sizes.shape, learn.lora_rank) or held
+    is_sharded = parallel.fsdp * parallel.cp > 1 or parallel.replicate > 1
+    layer = _layer_at_work(sizes, parallel)
+    ends = sizes.embedding // parallel.tp
+    wide_gradient = 4 if learn.master == "float32" else width
+    reduce_width = 2 if learn.reduce_dtype == "bfloat16" else 4 if learn.reduce_dtype == "float32" else width
+    logit = 4 + width if on_accelerator else PLAIN_LOGITS
+    head = ends * (8 + (width if width == 2 else 0))  # its gradient is summed in float32
+    return RankMemory(
+        weights=held * width,
+        gradients=trained * wide_gradient,
+        optimizer=0 if learn.optimizer_on_host else int(trained * optimizer_bytes(learn, width)),
+        gathered=(GATHERED_LAYERS * layer + ends) * width if is_sharded else 0,
+        reducing=layer * (width + reduce_width) if is_sharded else 0,
+        activations=activations(sizes, learn, -(-whole // parallel.cp), width),
+        logits=min(learn.logprob_chunk, responses) * (sizes.shape.vocabulary // parallel.tp) * logit + head,
+    )
+
+
+def parameters_per_rank(sizes: Sizes, parallel: Parallel) -> int:
+    """On the fullest rank."""
+    shard = parallel.fsdp * parallel.cp
+    layers, moe = (-(-n // parallel.pp) for n in (sizes.shape.layers, sizes.moe_layers))
+    cut = (sizes.layer - sizes.whole_attention) // parallel.tp + sizes.whole_attention
+    ends = sizes.embedding if parallel.pp > 1 or sizes.is_tied else 2 * sizes.embedding
+    dense = -(-(layers * cut + ends // parallel.tp) // shard)
+    # ep, and what is left of the ranks, share the experts out between them: fsdp × cp ranks in all, either way.
+    return dense + -(-moe * sizes.experts // (shard * parallel.tp))
+
+
+def _layer_at_work(sizes: Sizes, parallel: Parallel) -> int:
+    """Parameters of one layer that a rank holds while it computes it."""
+    dense = (sizes.layer - sizes.whole_attention) // parallel.tp + sizes.whole_attention
+    return dense + sizes.experts // (parallel.tp * parallel.ep)
+
+
+def activations(sizes: Sizes, learn: Learn, tokens: int, width: int) -> int:
+    """What the forward pass leaves for the backward pass, of all micro-batches under way in a pipeline."""
+    shape, parallel = sizes.shape, learn.parallel
+    h, tp = shape.hidden, parallel.tp
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    # The stream and its norms' inputs are cut along the sequence; the two blocks' inputs are gathered and kept whole.
+    layer = 4 * h // tp + 2 * h + (4 * q + 6 * kv + 4 * shape.intermediate) // tp
+    if width == 2:
+        layer += 4 * h // tp  # norms compute in float32
+    layers = -(-shape.layers // parallel.pp)
+    # A pipeline's first stage has as many micro-batches under way as there are stages.
+    if learn.recompute == "full":
+        kept = layers * (h // tp) * parallel.pp + layer
+    else:
+        kept = layers * layer * parallel.pp
+    return tokens * width * (kept + 4 * h)
+
+
+# What a rank sends in one update, by the textbook's ring algorithms: no exchange of the same kind can send less
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Bytes that each rank sends in one micro-batch."""
+
+    shard: int  # weights gathered twice, gradients reduce-scattered once
+    replicate: int  # gradients all-reduced between copies
+    tensor: int  # tokens gathered and reduce-scattered round each block, forward and backward
+
+    @property
+    def total(self) -> int:
+        return self.shard + self.replicate + self.tensor
+
+
+def sent(config: Config, sizes: Sizes, tokens: int) -> Sent:
+    """`tokens`: of the micro-batch, filled up to a multiple of tp. Dense models, no pipeline."""
+    learn, parallel, width = config.learn, config.learn.parallel, BYTES[config.model.dtype]
+    shard, tp = parallel.fsdp * parallel.cp, parallel.tp
+    reduce_width = 2 if learn.reduce_dtype == "bfloat16" else 4 if learn.reduce_dtype == "float32" else width
+    held = sizes.total // tp
+    fraction = (shard - 1) / shard
+    between = (parallel.replicate - 1) / parallel.replicate
+    # Per layer two blocks, each one gather and one reduce-scatter, forward and backward; embedding and head as a block.
+    exchanges = 8 * sizes.shape.layers + 4
+    return Sent(
+        shard=int(fraction * held * (2 * width + reduce_width)),
+        replicate=int(2 * between * held / shard * reduce_width),
+        tensor=int((tp - 1) / tp * exchanges * tokens * sizes.shape.hidden * width),
+    )

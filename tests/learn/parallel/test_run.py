@@ -1,0 +1,71 @@
+"""A recipe starts its ranks by itself, computes the run of one rank, and is resumed on another layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tidemill
+from tidemill.errors import ConfigError
+from tidemill.launch import resume
+from tidemill.trained import open_trained
+
+pytestmark = pytest.mark.slow
+
+RECIPE: dict[str, Any] = {
+    "model": {"tiny": {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 64, "window": 32,
+                       "alphabet": "01234567="}},
+    "data": {"source": "reversal", "max_prompt_tokens": 8},
+    "rollout": {"max_new_tokens": 8},
+    "rewards": [{"function": "length", "args": {"target": 4, "unit": "characters"}}],
+    "algorithm": {"name": "grpo", "kl": {"coef": 0.01}, "old_logprobs": "recompute"},
+    "train": {"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 4},
+    "learn": {"lr": 1.0e-3},
+    "eval": {"size": 0},
+    "checkpoint": {"every": 1, "keep": 3},
+    "observe": {"tensorboard": False, "progress": "off"},
+    "device": "cpu",
+    "threads": 1,
+}  # fmt: skip
+
+
+def train(folder: Path, name: str, *over: str) -> list[dict[str, Any]]:
+    own = {**RECIPE, "folder": str(folder), "name": name}
+    tidemill.train(own, list(over))
+    return metrics(folder / name)
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_on_ranks_makes_the_steps_of_one_rank_and_is_resumed_on_others(tmp_path: Path) -> None:
+    one = train(tmp_path, "one")
+    many = train(tmp_path, "many", "learn.parallel.fsdp=2", "algorithm.kl.parallel.tp=2")
+    assert len(one) == len(many) == 3
+    for a, b in zip(one, many):
+        for name in ("reward", "loss", "grad_norm", "kl", "entropy"):
+            assert b[name] == pytest.approx(a[name], abs=1e-4), name
+        assert b["slowest_rank"] in (0.0, 1.0)
+    assert open_trained(tmp_path / "many", "cpu").step == 3
+
+    # Stopped after two steps, resumed on another layout: the third step is the one that was never interrupted.
+    again = tmp_path / "again"
+    train(again, "many", "learn.parallel.fsdp=2", "train.steps=2")
+    run = again / "many"
+    config = (run / "config.yaml").read_text().replace("fsdp: 2", "fsdp: 1").replace("tp: 1", "tp: 2")
+    (run / "config.yaml").write_text(config.replace("steps: 2", "steps: 3", 1))
+    (run / "summary.json").unlink()
+    resume(run)
+    assert metrics(run)[-1]["loss"] == pytest.approx(many[-1]["loss"], abs=1e-4)
+
+
+def test_ranks_on_an_accelerator_are_the_clusters(tmp_path: Path) -> None:
+    from tidemill.cluster.ranked import check_here
+    from tidemill.config import Config
+
+    with pytest.raises(ConfigError, match=r"cluster.executor=ray|device=cpu"):
+        check_here(Config.model_validate({"device": "cuda", "learn": {"parallel": {"fsdp": 2}}}))
