@@ -235,6 +235,30 @@ def check_learner() -> None:
             row(f"gradient, bfloat16: {name}", f"FAILED {str(error)[:300]}")
 
 
+def check_deterministic() -> None:
+    """The same batch twice from the same weights: are the gradients the same bits, with and without being asked to."""
+    from tidemill.algorithms.registry import get
+    from tidemill.device import determinism
+    from tidemill.learn.engine import Learner
+
+    model, batch = model_of("tiny"), job(8, 500, 8, 37, 200)
+
+    def gradients() -> list[torch.Tensor]:
+        as_loaded(model)
+        learner = Learner(model, settings(4096, 8, attention="flash", compile="on"), get("grpo"), 1)
+        learner.accumulate(batch)
+        return [p.grad.clone() for p in model.parameters()]
+
+    for asked in (False, True):
+        if asked:
+            determinism.demand()
+        first, *others = [gradients() for _ in range(4)]
+        unlike = sum(not torch.equal(a, b) for other in others for a, b in zip(first, other))
+        verdict = "ok" if not unlike else "WRONG" if asked else "as may be"
+        row(f"gradients four times over, deterministic {asked}", f"{unlike} tensors differ {verdict}")
+    torch.use_deterministic_algorithms(False)
+
+
 def profile_job(model: Any, groups: int, micro: int, **learn: Any) -> None:
     """Where the device's time goes, by kernel."""
     from torch.profiler import ProfilerActivity, profile
@@ -298,8 +322,8 @@ JOBS: list[tuple[str, int, int, dict[str, Any]]] = [
     ("JOB recompute activations", 64, 16384, {**FAST, "recompute": "selective"}),
     ("JOB", 64, 16384, {**FAST, "logprob_chunk": 8192}),
     ("JOB shared", 64, 16384, {**FAST, "logprob_chunk": 8192, "share_prompts": True}),
+    ("JOB recompute activations, 8k tokens", 64, 8192, {**FAST, "recompute": "selective"}),
     ("JOB recompute MLPs, 8k tokens", 64, 8192, {**FAST, "recompute": "mlp", "logprob_chunk": 2048}),
-    ("JOB recompute MLPs, 32k tokens", 64, 32768, {**FAST, "recompute": "mlp", "logprob_chunk": 8192}),
     ("JOB recompute all", 64, 32768, {**FAST, "recompute": "full"}),
     ("JOB shared, recompute MLPs", 64, 16384, {**FAST, "recompute": "mlp", "share_prompts": True}),
     ("JOB shared, recompute all", 64, 32768, {**FAST, "recompute": "full", "share_prompts": True}),
@@ -330,7 +354,7 @@ def main() -> None:
     begin()
     checks = {
         "rate": matmul_rate, "attention": check_attention, "logprobs": check_logprobs, "learner": check_learner,
-        "time_attention": time_attention, "time_logprobs": time_logprobs,
+        "time_attention": time_attention, "time_logprobs": time_logprobs, "deterministic": check_deterministic,
     }  # fmt: skip
     for name, check in checks.items():
         if not only or name in only:
@@ -348,7 +372,7 @@ def main() -> None:
         if "profile" in only:
             with section("profile"):
                 profile_job(model, 4, 16384, **FAST)
-    finish("gpu_learn", "JOB recompute MLPs")
+    finish("gpu_learn", "JOB recompute activations, 8k tokens")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,11 @@ JOB = {"prompts": 32, "samples": 8, "max_new_tokens": 40}
 
 
 def run(options: Mapping[str, Any]) -> dict[str, Any]:
+    large = [name for name in options["models"] if name not in SHAPES]
+    if large:  # `--models 1.5b,0.5b`: on an accelerator, where TRL generates with vLLM
+        from benchmarks import gpu_step
+
+        return gpu_step.run({**gpu_step.OPTIONS, "shapes": large, "peers": options["peers"]})
     cases: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in options["models"]:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tidemill.errors import TidemillError
+from tidemill.errors import ReshardError, TidemillError
 
 app = typer.Typer(
     help="Train language models by reinforcement learning, as distributed dataflow.",
@@ -122,10 +122,15 @@ def _ask() -> str:
 def export(
     run: Where,
     to: Annotated[Path, typer.Option("--to", help="the new folder")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="the low-rank adapters alone, as peft opens them")] = False,
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face folder that AutoModelForCausalLM.from_pretrained opens."""
     from tidemill.trained import export as write
+    from tidemill.trained import export_adapter
 
+    if adapter:
+        console.print(f"the adapters of step {export_adapter(run, to)} of {run} are now {to}")
+        return
     trained = write(run, to)
     console.print(f"step {trained.step} of {run} is now {to} ({trained.loaded.parameters:,} parameters)")
 
@@ -171,6 +176,23 @@ def doctor(
     findings = examination.examine(recipe_files.load(recipe, overrides or ()) if recipe else None)
     console.print(show.doctor_table(findings))
     if not examination.is_healthy(findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def diff(
+    one: Annotated[Path, typer.Argument(help="a run's folder")],
+    other: Annotated[Path, typer.Argument(help="another run's folder")],
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+) -> None:
+    """Name the first step, stage and tensor in which two runs differ (observe.dump=[steps] keeps what it compares)."""
+    import json
+
+    from tidemill.observe import diff as differences
+
+    found = differences.compare(one, other)
+    print(json.dumps(found.as_dict()) if as_json else differences.render(found))
+    if found.first is not None:
         raise typer.Exit(1)
 
 
@@ -253,21 +275,48 @@ app.add_typer(reshard, name="reshard")
 
 @reshard.command()
 def plan(
-    model: Annotated[str, typer.Option(help="a published model's name, such as qwen2.5-32b")],
-    source: Annotated[str, typer.Option("--from", help="the learner's layout, such as tp8,dp2")],
-    target: Annotated[str, typer.Option("--to", help="the rollout's layout, such as tp4,dp4")],
+    recipe: Annotated[str | None, typer.Argument(help="a recipe: its model, learn.parallel and cluster")] = None,
+    overrides: Overrides = None,
+    model: Annotated[str | None, typer.Option(help="a published model's name, such as qwen2.5-32b")] = None,
+    source: Annotated[str | None, typer.Option("--from", help="the learner's layout, such as tp8,dp2")] = None,
+    target: Annotated[str | None, typer.Option("--to", help="the rollout's layout, such as tp4,dp4")] = None,
     devices: Annotated[int, typer.Option(help="devices there are; 0: as many as the layouts say", min=0)] = 0,
     per_node: Annotated[int, typer.Option(help="devices in a node", min=1)] = 8,
     apart: Annotated[bool, typer.Option(help="the rollout has devices of its own")] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="without a recipe or a model: the cases of docs/weights.md")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
 ) -> None:
     """What moving a model's weights would cost, without devices: bytes, memory, seconds, who sends to whom."""
     import json
 
+    from tidemill import recipe as recipe_files
+    from tidemill.reshard import recipe as of_recipe
     from tidemill.reshard import show as reshard_show
+    from tidemill.reshard.parallel import parse
+    from tidemill.reshard.shapes import published
 
-    found = reshard_show.dry_plan(model, source, target, devices=devices, per_node=per_node, apart=apart)
-    print(json.dumps(found.as_dict()) if as_json else reshard_show.render(found))
+    if recipe is not None:
+        config = recipe_files.load(recipe, overrides or ()).config
+        engine, is_apart = of_recipe.engine_of(config)
+        shapes = published(model) if model else of_recipe.model_of(recipe_files.model_of(config))
+        wide = parse(source) if source else of_recipe.learner_of(config)
+        narrow = parse(target) if target else engine
+        reports = [reshard_show.planned(shapes, wide, narrow, per_node, apart or is_apart)]
+    elif model and source and target:
+        reports = [reshard_show.dry_plan(model, source, target, devices=devices, per_node=per_node, apart=apart)]
+    elif dry:
+        reports = reshard_show.on_paper()
+    else:
+        raise ReshardError(
+            "plan of what?", "name a recipe, or --model, --from and --to, or --dry for the cases on paper"
+        )
+    if as_json:
+        plain = [found.as_dict() for found in reports]
+        print(json.dumps(plain[0] if len(plain) == 1 else plain))
+    else:
+        print("\n\n".join(map(reshard_show.render, reports)))
 
 
 @reshard.callback()

@@ -96,6 +96,7 @@ class Train(Section):
     stop_at_accuracy: float | None = Field(
         None, ge=0, le=1, description="end early once held-out accuracy reaches this"
     )
+    profile: tuple[int, ...] = Field((), description="steps whose time is written in detail, as Chrome traces")
 
 
 class Rollout(Section):
@@ -112,6 +113,13 @@ class Rollout(Section):
     )
     cache_tokens: int | None = Field(
         None, ge=1, description="size of the key/value cache; none: what concurrent sequences need"
+    )
+    cache_dtype: Literal["auto", "int8", "fp8"] = Field(
+        "auto", description="an element of the key/value cache: the model's own type, or one byte with scales"
+    )
+    speculate: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="draft tokens by looking up what followed before (native engine on a CPU); auto: where it pays",
     )
     batch_invariant: bool = Field(
         False, description="native engine on a CPU: rollout and learner agree bit for bit, at a third of the speed"
@@ -226,11 +234,16 @@ class KL(Section):
     parallel: Parallel | None = Field(
         None, description="sizes by which the reference is cut over the learner's ranks; none: as the learner"
     )
+    weights: Literal["same", "int8", "fp8"] = Field(
+        "same", description="of the reference's layers: the policy's dtype, or 8 bits with a scale per row"
+    )
 
     @model_validator(mode="after")
     def _adaptive_in_reward(self) -> KL:
         if self.target is not None and (self.place != "reward" or self.coef == 0):
             raise ValueError("an adaptive coefficient (target) needs place: reward and a coef above 0 to begin with")
+        if self.reset_every and self.weights != "same":
+            raise ValueError(f"a reference that moves (reset_every) cannot have weights: {self.weights}; use same")
         return self
 
 
@@ -247,6 +260,9 @@ class Critic(Section):
     value_coef: float = Field(0.5, ge=0, description="factor of the critic's squared error")
     whiten: bool = Field(True, description="advantages of a step to mean 0 and standard deviation 1")
     warmup_steps: int = Field(0, ge=0, description="steps in which only the critic learns")
+    trunk: Literal["own", "shared"] = Field(
+        "own", description="the critic's decoder: a copy that learns, or the policy's own, with only a head learned"
+    )
     lr: float | None = Field(None, ge=0, description="the critic's learning rate; none: learn.lr")
 
 
@@ -410,7 +426,7 @@ class Learn(Section):
     )
     share_prompts: bool = Field(True, description="compute a group's prompt once and let its responses attend to it")
     logprob_chunk: int = Field(4096, ge=1, description="tokens whose logits exist at once")
-    attention: Literal["auto", "blocks", "flash", "flex"] = Field(
+    attention: Literal["auto", "blocks", "flash", "fusion", "flex"] = Field(
         "auto", description="attention over packed samples; auto: what suits device, dtype and model"
     )
     compile: Literal["auto", "on", "off"] = Field(
@@ -426,6 +442,9 @@ class Learn(Section):
         0, ge=0, description="learn low-rank changes of the layers' matrices, of this rank; 0: all weights"
     )
     lora_alpha: float = Field(32.0, gt=0, description="with lora_rank: their factor is this over the rank")
+    ema: float = Field(
+        0.0, ge=0, lt=1, description="evaluate a running mean of the weights that keeps this share each update; 0: none"
+    )
     dora: bool = Field(False, description="with lora_rank: learn each row's magnitude apart from its direction")
     fp8: Literal["none", "tensorwise", "rowwise"] = Field(
         "none", description="products of the layers in 8-bit floating point, with a scale per tensor or per row"
@@ -454,6 +473,10 @@ class Flow(Section):
     )
     lease_s: float = Field(600.0, gt=0, description="longest a stage may hold samples before they are given out again")
 
+    @property
+    def is_separated(self) -> bool:
+        return self.placement == "separated" or (self.placement == "auto" and self.schedule == "async")
+
 
 class Reshard(Section):
     """How weights get from the learner to the rollout."""
@@ -478,6 +501,7 @@ class Checkpoint(Section):
 
 
 class Observe(Section):
+    dump: tuple[int, ...] = Field((), description="steps whose columns, gradients and weights `tidemill diff` compares")
     tensorboard: bool = Field(True, description="write TensorBoard events")
     samples_per_step: int = Field(8, ge=0, description="samples written to samples.jsonl each step")
     progress: Literal["auto", "rich", "plain", "off"] = Field(
@@ -531,6 +555,7 @@ class Config(Section):
     folder: str = Field("runs", description="where runs are kept")
     seed: int = Field(0, ge=0, description="of data order, sampling and new weights")
     device: str = Field("auto", description="auto, cpu, or an accelerator's name")
+    deterministic: bool = Field(False, description="two runs give the same bits on one device; slower there")
     threads: int | None = Field(None, ge=1, description="CPU threads; none: all cores")
     model: Model = Model()
     data: Data = Data()

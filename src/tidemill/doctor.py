@@ -19,7 +19,7 @@ from tidemill.errors import TidemillError
 from tidemill.recipe import Loaded
 from tidemill.settings import estimate, parallel, precheck, published, ranks_memory
 from tidemill.settings.estimate import human
-from tidemill.settings.memory import Memory, memory
+from tidemill.settings.memory import Memory, host_bytes, memory
 
 Status = Literal["ok", "note", "warn", "bad"]  # bad: will fail; warn: will fail sometimes or be slow; note: not needed
 
@@ -170,6 +170,16 @@ def _recipe(config: Config) -> Iterator[Finding]:
         "ok" if fits else "bad",
         "" if fits else "; ".join(_savings(config, needed)),
     )
+    on_host = host_bytes(config, shape) if shape and chosen.kind != "cpu" else 0
+    if on_host:
+        room = host.memory().free
+        remedy = "" if on_host <= room else "learn.moments=int8 makes the optimizer's state small; learn.offload=none"
+        yield Finding(
+            "recipe host memory",
+            f"{human(on_host)} by estimate in the device's place; {human(room)} is free",
+            "ok" if on_host <= room else "bad",
+            remedy,
+        )
     if not chosen.supports(config.model.dtype):
         yield Finding("recipe dtype", f"{config.model.dtype} is slow on this device", "warn", "model.dtype=float32")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tidemill import config as settings
@@ -14,7 +16,7 @@ from tidemill import device as devices
 from tidemill.config import Config
 from tidemill.errors import CheckpointError, ConfigError, ModelError
 from tidemill.learn import checkpoint
-from tidemill.models import attention
+from tidemill.models import attention, lora
 from tidemill.models.load import DTYPES, Loaded, open_folder, save_folder, wrap
 from tidemill.reward import model as reward_model
 from tidemill.rollout.engine import Completion, Request, Sampling
@@ -91,6 +93,27 @@ def export(where: str | Path, folder: Path) -> Trained:
         folder.rmdir()
     aside.rename(folder)
     return trained
+
+
+def export_adapter(where: str | Path, folder: Path) -> int:
+    """The newest checkpoint's low-rank adapters as a folder that peft opens; the step they are of."""
+    run = RunFolder.open(where, exclusive=False)
+    found = checkpoint.latest(run.checkpoints)
+    if found is None:
+        raise CheckpointError(f"{run.path} has no checkpoint yet", f"tidemill resume {run.path} goes on with it")
+    tensors, _ = checkpoint.load(found.path)
+    own = {n.removeprefix("adapter."): t for n, t in tensors.items() if n.startswith("adapter.")}
+    if not own:
+        raise ConfigError(f"{run.path} learned all weights: it has no adapters", "export without --adapter")
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"--to {folder} is not empty", "name a new folder")
+    learn = run.config.learn
+    base = run.config.model.path or str(run.path / "warm_start" / "model")
+    tensors, about = lora.peft_files(own, learn.lora_rank, learn.lora_alpha, base)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    return found.step
 
 
 class Speaker:

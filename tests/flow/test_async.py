@@ -101,10 +101,13 @@ def test_algorithms_that_look_at_whole_steps_run_ahead_too(tmp_path: Path, algor
     assert len(measured) == 4 and all(np.isfinite(line["loss"]) for line in measured)
 
 
-def test_low_rank_adapters_are_merged_on_the_way_to_rollout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_low_rank_adapters_are_merged_on_the_way_to_rollout(tmp_path: Path, dora: bool) -> None:
     """The ratio of the first update is 1 only if rollout served exactly what the learner computes with."""
     over = {"train": {"steps": 3, "updates_per_step": 1}, "flow": {"schedule": "async", "max_staleness": 0}}
-    for line in lines(run(tmp_path, learn={"lora_rank": 2, "lr": 1e-2}, reshard={"verify": "all"}, **over)):
+    for line in lines(
+        run(tmp_path, learn={"lora_rank": 2, "lr": 1e-2, "dora": dora}, reshard={"verify": "all"}, **over)
+    ):
         assert line["ratio_max"] == pytest.approx(1, abs=1e-3) and line["ratio_min"] == pytest.approx(1, abs=1e-3)
 
 
@@ -144,7 +147,7 @@ def learned(folder: Path) -> dict[int, list[int]]:
 
 def noted_run(folder: Path, recipe: dict[str, Any]) -> None:
     write_down(folder)
-    slow_down()
+    slow_down(seconds=0.03)
     launch.train(recipe)
 
 

@@ -83,6 +83,18 @@ def test_an_undone_model_keeps_everything_again() -> None:
     assert not model.is_gradient_checkpointing and not model.training
 
 
+@pytest.mark.parametrize("learn", [{"recompute": "selective"}, {"recompute": "mlp"}, {"fp8": "rowwise"}])
+def test_a_frozen_copy_does_not_follow_the_model_it_was_made_of(learn: dict[str, Any]) -> None:
+    model, batch = make_tiny(SHAPE, torch.float32, 0, CPU).model, samples()
+    learner = Learner(model, config(learn={"lr": 1e-2, **learn}), get("grpo"), 1)
+    reference = freeze(model)
+    before = score(reference, batch, config()).values
+    learner.accumulate(batch)
+    learner.update()
+    assert (score(reference, batch, config()).values == before).all()
+    assert (score(model, batch, config()).values != before).any()
+
+
 def test_an_mlp_that_is_not_gated_is_refused_by_name() -> None:
     model = make_tiny(SHAPE, torch.float32, 0, CPU).model
     del model.get_decoder().layers[0].mlp.gate_proj

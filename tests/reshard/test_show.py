@@ -55,3 +55,46 @@ def test_every_model_on_file_has_shapes():
     from tidemill.reshard.shapes import MODELS
 
     assert all(published(name).shapes for name in MODELS)
+
+
+def test_a_recipe_says_its_layouts(tmp_path):
+    from tidemill import recipe as recipes
+    from tidemill.reshard import recipe as of_recipe
+
+    config = recipes.load(
+        {},
+        [
+            *("learn.parallel.replicate=2", "learn.parallel.fsdp=2", "learn.parallel.cp=2", "learn.parallel.tp=2"),
+            *("cluster.executor=processes", "cluster.rollouts=3"),
+        ],
+    ).config
+    assert str(of_recipe.learner_of(config)) == "dp2·fsdp4·tp2"
+    engine, is_apart = of_recipe.engine_of(config)
+    assert (engine.dp, engine.size, is_apart) == (3, 3, True)
+    shapes = of_recipe.model_of(config.model)
+    found = show.planned(shapes, of_recipe.learner_of(config), engine, apart=is_apart)
+    assert found.devices == 19 and found.bytes == found.lower_bound_bytes == 3 * found.model_bytes
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+def test_a_small_model_and_its_folder_are_planned_with_the_tensors_they_have(tmp_path, architecture):
+    import torch
+
+    from tidemill.config import Model, TinyModel
+    from tidemill.models.load import make_tiny, save_folder
+    from tidemill.reshard import recipe as of_recipe
+
+    tiny = TinyModel(architecture=architecture, hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48)
+    made = make_tiny(tiny, torch.float32, 0, torch.device("cpu"))
+    own = {name: tuple(p.shape) for name, p in made.model.named_parameters()}
+    assert of_recipe.model_of(Model(tiny=tiny)).shapes == own
+    save_folder(made.model, made.tokenizer, tmp_path / "saved")
+    found = of_recipe.model_of(Model(path=str(tmp_path / "saved")))
+    assert found.shapes == own and (found.heads, found.kv_heads, found.tied) == (4, 2, True)
+
+
+def test_experts_of_a_folder_are_stacked():
+    from tidemill.reshard.recipe import stacked
+
+    loose = {f"model.layers.0.mlp.experts.{i}.up_proj.weight": (6, 4) for i in range(3)} | {"model.norm.weight": (4,)}
+    assert stacked(loose, 3) == {"model.layers.0.mlp.experts.up_proj.weight": (3, 6, 4), "model.norm.weight": (4,)}

@@ -7,7 +7,7 @@ from tests.settings.test_estimate import make
 from tidemill import recipe
 from tidemill.config import Learn, Model, TinyModel
 from tidemill.settings import estimate
-from tidemill.settings.memory import Memory, activation_bytes, memory
+from tidemill.settings.memory import Memory, activation_bytes, host_bytes, memory
 
 QWEN_1_5B = estimate.Shape(1536, 28, 12, 2, 128, 8960, 151936, 32768, 1_543_714_304)
 GIB = 2**30
@@ -65,6 +65,19 @@ def test_a_reference_model_and_a_critic_are_counted():
     assert needed("algorithm=ppo").critic == 4 * needed().weights
 
 
+def test_what_leaves_the_device_is_counted_on_the_host():
+    def on_host(*overrides: str) -> int:
+        config = recipe.load({}, ["model.dtype=bfloat16", *overrides]).config
+        return host_bytes(config, QWEN_1_5B)
+
+    count = QWEN_1_5B.parameters
+    assert on_host() == 0
+    assert on_host("learn.optimizer_on_host=true") == 8 * count
+    assert on_host("learn.optimizer_on_host=true", "learn.master=float32") == 12 * count
+    assert on_host("learn.optimizer_on_host=true", "learn.lora_rank=8") < count
+    assert on_host("learn.offload=activations") > 2**30
+
+
 def test_every_setting_that_saves_memory_is_known():
     kinds = [needed(f"learn.recompute={kind}").activations for kind in ("none", "selective", "mlp", "full")]
     assert kinds == sorted(kinds, reverse=True) and len(set(kinds)) == 4
@@ -79,3 +92,10 @@ def test_every_setting_that_saves_memory_is_known():
     wide = needed("model.dtype=bfloat16", "learn.master=float32")
     narrow = needed("model.dtype=bfloat16")
     assert (wide.gradients, wide.optimizer) == (2 * narrow.gradients, 3 * narrow.optimizer)
+
+
+def test_a_separated_rollout_has_its_own_weights_and_the_next_ones_beside_them():
+    plain, apart = (recipe.load({}, ["flow.schedule=async"] * is_apart).config for is_apart in (False, True))
+    shape = estimate.shape_of(plain.model)
+    assert memory(apart, shape).copies == 2 * memory(plain, shape).weights
+    assert memory(plain, shape).copies == 0

@@ -64,6 +64,9 @@ def test_experts_are_counted_from_the_folder(tmp_path: Path) -> None:
 def test_settings_that_need_whole_tensors_are_refused_on_several_ranks() -> None:
     assert "adamw would do" in found({"fsdp": 2}, optimizer="muon")
     assert "float32 or same would do" in found({"fsdp": 2}, moments="int8")
+    assert "works on one rank" in found({"fsdp": 2}, fp8="rowwise")
+    assert "works on one rank" in found({"fsdp": 2}, ema=0.9)
+    assert "row norms" in found({"fsdp": 2}, lora_rank=4, dora=True)
     assert found({"fsdp": 1}, optimizer="muon") == ""
 
 

@@ -123,3 +123,8 @@ def test_a_disk_too_small_for_the_checkpoints_is_told(monkeypatch):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(precheck.shutil, "disk_usage", lambda _: usage)
     assert "folder=runs has 1.0 kB free, but checkpoints may take" in refusal()
+
+
+def test_what_the_batch_invariant_mode_cannot_be_joined_with_is_told():
+    assert "only native has this mode" in refusal("rollout.batch_invariant=true", "rollout.engine=hf")
+    assert "set learn.recompute=none" in refusal("rollout.batch_invariant=true", "learn.recompute=full")

@@ -10,8 +10,9 @@ import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,11 +24,11 @@ from tidemill.cluster.ranked import RankedLearner
 from tidemill.config import Config
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Source, open_source
-from tidemill.device import host
+from tidemill.device import determinism, host
 from tidemill.dock import LocalDock
 from tidemill.errors import ConfigError
 from tidemill.flow.ahead import Ahead, OpenStep, staleness_limit
-from tidemill.flow.beside import Beside
+from tidemill.flow.beside import Beside, EveryStep
 from tidemill.flow.evaluate import Evaluation, decoder, evaluate
 from tidemill.flow.feed import FEEDS, Feed
 from tidemill.flow.reference import ReferenceKeeper
@@ -49,6 +50,7 @@ from tidemill.learn.critic import ValueLearner, ValueModel
 from tidemill.learn.engine import Learner, freeze
 from tidemill.models.load import Loaded, load, save_folder
 from tidemill.observe import health
+from tidemill.observe.dump import Dump, DumpingDock
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import RolloutEngine
@@ -77,6 +79,7 @@ class Workers:
     own_copy: OwnCopy | None = None  # of the weights, for a rollout that is separated
     kept_samples: list[dict[str, Any]] = field(default_factory=list)
     kl: ReferenceKeeper | None = None
+    dump: Dump | None = None
     history: list[dict[str, float]] = field(default_factory=list)  # metrics of the steps made by this process
     told: set[str] = field(default_factory=set)  # warnings given already
     counted: dict[str, int] = field(default_factory=dict)  # what the dock had counted when it was last asked
@@ -90,6 +93,10 @@ class Workers:
         return len(self.feed.bad_rows)
 
     def step(self, number: int, stop: Callable[[], bool]) -> None:
+        with self.dump.step(number) if self.dump is not None else contextlib.nullcontext():
+            self._step(number, stop)
+
+    def _step(self, number: int, stop: Callable[[], bool]) -> None:
         at_boundary = self.feed.state()
         self.begin(number)
         try:
@@ -109,16 +116,17 @@ class Workers:
         self.kept_samples.clear()
 
     def evaluate(self, size: int, samples: int) -> Evaluation:
-        return evaluate(
-            self.engine,
-            self.held_out,
-            self.feed.encode,
-            decoder(self.loaded.tokenizer),
-            self.scorer,
-            self.config,
-            size=size,
-            samples=samples,
-        )
+        with self.learner.averaged():
+            return evaluate(
+                self.engine,
+                self.held_out,
+                self.feed.encode,
+                decoder(self.loaded.tokenizer),
+                self.scorer,
+                self.config,
+                size=size,
+                samples=samples,
+            )
 
     def begin(self, step: int) -> OpenStep:
         """The rows of every step that may begin now enter; the workers turn to this one's."""
@@ -223,11 +231,11 @@ class Workers:
 
 def start(config: Config, model_path: Path | None = None) -> Workers:
     """Load the model and join the roles. `model_path`: a finished warm start."""
-    is_separated = config.flow.placement == "separated" or (
-        config.flow.placement == "auto" and config.flow.schedule == "async"
-    )
+    is_separated = config.flow.is_separated
     # Two threads that compute at once share the cores.
     torch.set_num_threads(config.threads or max(1, host.cores() // (2 if is_separated else 1)))
+    if config.deterministic:
+        determinism.demand()
     device = devices.pick(config.device)
     algorithm = get_algorithm(config.algorithm.name)
     graph = algorithm.graph(config)
@@ -241,7 +249,10 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
         train = config.train
         updates = train.steps * train.updates_per_step * train.passes_per_step
         served = copy.deepcopy(loaded.model).requires_grad_(False) if is_separated else None  # before adapters come
-        critic = ValueLearner(ValueModel(loaded.model), config, algorithm, updates) if needs_values(algorithm) else None
+        critic = None
+        if needs_values(algorithm):
+            shares_trunk = algorithm.has_critic and config.algorithm.critic.trunk == "shared"
+            critic = ValueLearner(ValueModel(loaded.model, shares_trunk), config, algorithm, updates)
         learner: Learner | RankedLearner
         if config.learn.parallel.ranks > 1:
             learner = RankedLearner(loaded.model, config, updates, model_path)
@@ -260,6 +271,12 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
             max_staleness=staleness_limit(config),
             stale="requeue",
         )
+        dump = None
+        if config.observe.dump:
+            run = Path(config.folder).expanduser() / config.name
+            dump = Dump(run, config.observe.dump, [stage.name for stage in graph.stages])
+            dock = cast(LocalDock, DumpingDock(dock, dump))
+            learner.show = dump.tensors
         ahead = Ahead(feed, dock, config)
         tally = Tally()
         own_copy = None
@@ -272,6 +289,18 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
             own_copy = OwnCopy(loaded.model, served, own, config.flow.half_made, config.reshard.verify)
             return Beside(RolloutWorker(dock, own, config, tally, own_copy), dock)
 
+        def advantage() -> Worker:
+            settings = config.algorithm
+            looks_ahead = settings.dynamic_sampling and settings.kl.target is None
+            if not looks_ahead or not ahead.lead or algorithm.wants_whole_step(config):
+                return AdvantageWorker(dock, algorithm, config, tally, ahead.refill)
+            workers = [
+                AdvantageWorker(dock, algorithm, config, tally, partial(ahead.refill, tag=tag)) for tag in ahead.tags
+            ]
+            for worker, tag in zip(workers, ahead.tags, strict=True):
+                worker.begin(0, tag)
+            return EveryStep("advantage", workers)
+
         kept: list[dict[str, Any]] = []
         learn_values = (
             LearnWorker(dock, critic, config, tally, "learn_values") if algorithm.has_critic and critic else None
@@ -283,7 +312,7 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
             """On the learner's ranks too, unless it moves with the policy, which is done in this process."""
             if isinstance(learner, RankedLearner) and not config.algorithm.kl.reset_every:
                 return learner.reference(model_path)
-            return freeze(loaded.model)
+            return freeze(loaded.model, config.algorithm.kl.weights)
 
         makers: dict[str, Callable[[], Worker]] = {
             "rollout": rollout,
@@ -293,7 +322,7 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
                 "teacher", "teacher_logprobs", dock, teacher(config, device.torch_device), config, tally
             ),
             "reference": lambda: ScoreWorker("reference", "ref_logprobs", dock, reference(), config, tally),
-            "advantage": lambda: AdvantageWorker(dock, algorithm, config, tally, ahead.refill),
+            "advantage": advantage,
             "learn": lambda: learn,
         }
         if critic is not None and learn_values is not None:
@@ -307,6 +336,7 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
         own_copy=own_copy,
         kl=ReferenceKeeper.of(config, stages),
         kept_samples=kept,
+        dump=dump,
     )
 
 

@@ -365,7 +365,8 @@ class RemoteWorkers:
                     self.crew.call(member, "write_samples", step, own, self.path / "samples.jsonl")
 
     def evaluate(self, size: int, samples: int) -> Evaluation:
-        group = LEARNER if self.placement.is_colocated else ROLLOUT
+        # A running mean of the weights is the learner's own.
+        group = LEARNER if self.placement.is_colocated or self.config.learn.ema else ROLLOUT
         while True:
             self.check_learners()
             self.publisher.bring(self.publisher.newcomers())

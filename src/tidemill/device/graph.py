@@ -20,9 +20,11 @@ class Graph:
         with module.stream(side):
             work()
         module.current_stream().wait_stream(side)
-        kind = getattr(module, "CUDAGraph", None) or module.NPUGraph
-        graph = kind()
-        with module.graph(graph, pool=pool):
+        is_cuda = hasattr(module, "CUDAGraph")
+        graph = module.CUDAGraph() if is_cuda else module.NPUGraph()
+        # A learner in another thread may allocate and wait while this one captures.
+        apart = {"capture_error_mode": "thread_local"} if is_cuda else {}
+        with module.graph(graph, pool=pool, **apart):
             self.result = work()
         self.pool = graph.pool()
         self.replay: Callable[[], None] = graph.replay

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from tidemill.batch import Batch
 from tidemill.dock.buffer import PackedBuffer
 from tidemill.dock.gather import assemble
@@ -39,6 +42,11 @@ class TakenLease:
     @property
     def deadline(self) -> float:
         return self._grant.deadline
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """Of the rows, in the batch's order."""
+        return self._grant.ids
 
     def commit(self, outputs: Batch | None = None, drop: Sequence[int] = ()) -> None:
         given, rows = outputs or Batch({}), len(self._grant.ids)

@@ -58,13 +58,20 @@ class Ahead:
         """Marks a step's rows where several steps share the dock. Used again once the step is over: tags stay few."""
         return f"step.{step % (self.lead + 1)}" if self.lead else None
 
-    def refill(self, count: int) -> int:
-        """New prompts for the step that is learned from, in place of groups that taught nothing; how many."""
+    @property
+    def tags(self) -> list[str]:
+        """All that are ever used; none without a lead."""
+        return [f"step.{i}" for i in range(self.lead + 1)] if self.lead else []
+
+    def refill(self, count: int, tag: str | None = None) -> int:
+        """New prompts in place of groups that taught nothing; how many. They join the step of that tag, or the one that
+        is learned from."""
+        step = self.step if tag is None else next(s for s in self.open if s >= self.step and self.tag(s) == tag)
         most = self.config.train.prompts_per_step * (1 + self.config.algorithm.dynamic_sampling_rounds)
-        now = self.open[self.step]
+        now = self.open[step]
         count = min(count, most - now.groups)
         if count > 0:
-            self.dock.put(self.feed.rows(count), self.tag(self.step) or "")
+            self.dock.put(self.feed.rows(count), self.tag(step) or "")
             now.groups += count
         return max(count, 0)
 

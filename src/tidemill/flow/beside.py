@@ -1,4 +1,4 @@
-"""A worker in a thread of its own, so that it and the others work at the same time.
+"""Workers that run ahead: one in a thread of its own, so that it and the others work at the same time; several as one.
 
 The dock keeps them apart: the thread takes leases and commits like any worker. Whoever polls sees only whether samples
 came out, and every error the thread met.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 from tidemill.dock import Dock
-from tidemill.flow.stages import RolloutWorker
+from tidemill.flow.stages import RolloutWorker, Worker
 
 PATIENCE_S = 0.1  # longest the thread waits in the dock before it looks whether it should end
 BEAT_S = 1.0  # how often work that finished no sample yet counts as a move: a run that decodes does not stand still
@@ -64,3 +65,21 @@ class Beside:
                 self._steps += self.inner.poll()
         except BaseException as error:  # raised again by `poll`, in the thread that can end the run
             self._error = error
+
+
+class EveryStep:
+    """One worker for each step that may be in the dock, as one: so that what replaces a step's dropped groups is on its
+    way before the step is learned from. For stages that look at groups alone and not at a whole step."""
+
+    waits = False
+    runs_beside = False
+
+    def __init__(self, name: str, workers: Sequence[Worker]) -> None:
+        self.name, self.workers = name, workers
+
+    def begin(self, first_group: int, tag: str | None) -> None:
+        """Each has its tag already."""
+
+    def poll(self) -> bool:
+        moves = [worker.poll() for worker in self.workers]
+        return any(moves)

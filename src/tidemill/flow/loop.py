@@ -19,6 +19,7 @@ from tidemill.flow.tally import idle
 from tidemill.flow.workers import Rewound, Stopped, Workers
 from tidemill.learn import checkpoint
 from tidemill.observe.metrics import MetricsWriter
+from tidemill.observe.profile import profiled
 from tidemill.run import RunFolder
 
 
@@ -98,7 +99,8 @@ def train_loop(
         for step in range(first + 1, config.train.steps + 1):
             began = time.perf_counter()
             try:
-                workers.step(step, stop)
+                with profiled(folder.path, config.train.profile, step):
+                    workers.step(step, stop)
             except Stopped:
                 summary.is_stopped = True
                 break

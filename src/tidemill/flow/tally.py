@@ -39,6 +39,8 @@ def together(parts: Sequence[Counted]) -> dict[str, float]:
     return merged
 
 
+from tidemill.observe.profile import span
+
 ROLES = {
     "rollout": ("rollout",),
     "reward": ("reward", "advantage"),
@@ -82,7 +84,8 @@ class Tally:
     def time(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         try:
-            yield
+            with span(name):
+                yield
         finally:
             self.add(f"time/{name}", time.perf_counter() - started)
 

@@ -46,7 +46,7 @@ class OwnCopy:
         if version <= self.serving.version or version == self.serving.arrived:
             return  # a step in which only the critic learned
         merges = {
-            f"{name}.weight": Merge(m.lora_a.detach(), m.lora_b.detach(), m.factor)
+            f"{name}.weight": adapter_of(m)
             for name, m in self.learner.named_modules()
             if isinstance(m, lora.LoraLinear)
         }
@@ -64,3 +64,9 @@ class OwnCopy:
         self.engine.load(None, version)
         self.engine.resume(partials)
         return sum(bool(p.tokens) for p in partials)
+
+
+def adapter_of(linear: lora.LoraLinear) -> Merge:
+    """What makes of a frozen weight the one that the learner computes with."""
+    rows = None if linear.lora_m is None else linear.lora_m.detach() / linear.row_norms().to(linear.lora_m.dtype)
+    return Merge(linear.lora_a.detach(), linear.lora_b.detach(), linear.factor, rows)

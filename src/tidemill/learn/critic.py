@@ -20,19 +20,35 @@ SUMS = ("return_square", "value_error_mean", "value_error_square", "value_tokens
 
 
 class ValueModel(torch.nn.Module):
-    """The policy's decoder, copied, and a head that starts at 0 everywhere."""
+    """The policy's decoder, copied, and a head that starts at 0 everywhere.
 
-    def __init__(self, policy: Any) -> None:
+    With a shared trunk the decoder is the policy's own: the head alone is learned, from states it does not change, and
+    no second model is kept.
+    """
+
+    def __init__(self, policy: Any, shares_trunk: bool = False) -> None:
         super().__init__()
-        self.config = policy.config
-        self.decoder = copy.deepcopy(policy.get_decoder()).requires_grad_(True)
+        self.config, self.shares_trunk = policy.config, shares_trunk
+        decoder = policy.get_decoder()
+        if shares_trunk:
+            self._shared = (decoder,)  # in a tuple, so that its parameters are not this model's
+        else:
+            self.decoder = copy.deepcopy(decoder).requires_grad_(True)
         width = policy.get_output_embeddings().weight.shape[1]
         self.head = torch.nn.Linear(width, 1).to(next(policy.parameters()))
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
 
     def get_decoder(self) -> Any:
-        return self.decoder
+        return self._shared[0] if self.shares_trunk else self.decoder
+
+    def states(self, packed: PackedBatch) -> Tensor:
+        """(targets, width) the decoder's states in which each response token is chosen."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.shares_trunk):
+            hidden: Tensor = self.get_decoder()(
+                input_ids=packed.tokens[None], position_ids=packed.positions[None], use_cache=False, tide=packed.context
+            ).last_hidden_state[0]
+            return hidden.index_select(0, packed.predicts)
 
     def get_input_embeddings(self) -> Any:
         return self.decoder.get_input_embeddings()
@@ -51,6 +67,9 @@ class ValueLearner(Learner):
         rate = config.algorithm.critic.lr
         if rate is not None:
             config = config.model_copy(update={"learn": config.learn.model_copy(update={"lr": rate})})
+        if model.shares_trunk:  # the policy's learner has the trunk's settings
+            plain = {"lora_rank": 0, "recompute": "none", "compile": "off", "fp8": "none", "offload": "none"}
+            config = config.model_copy(update={"learn": config.learn.model_copy(update=plain)})
         super().__init__(model, config, algorithm, updates)
 
     def _teaches(self, batch: Batch) -> Kept:
@@ -92,8 +111,5 @@ def values_at(model: ValueModel, packed: PackedBatch) -> Tensor:
     The last token of a sample is never an input, for nothing follows it. So a reward model judges where the end token
     is about to come: it has seen the whole response but for that token.
     """
-    hidden = model.decoder(
-        input_ids=packed.tokens[None], position_ids=packed.positions[None], use_cache=False, tide=packed.context
-    ).last_hidden_state[0]
-    values: Tensor = model.head(hidden.index_select(0, packed.predicts))[:, 0].float()
+    values: Tensor = model.head(model.states(packed))[:, 0].float()
     return values

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,18 +17,21 @@ from tidemill.algorithms.aggregate import local_weights, whole
 from tidemill.algorithms.api import Algorithm, Kept, Stat, Stats, TokenBatch, total
 from tidemill.batch import Batch, Column
 from tidemill.config import Config
+from tidemill.learn.ema import Ema
 from tidemill.learn.gradients import Gradients
 from tidemill.learn.layers import kept_activations, prepare
 from tidemill.learn.logprob import token_logprobs
 from tidemill.learn.meter import mismatch
-from tidemill.learn.optimizer import learning_rate, make_optimizer, state_home
+from tidemill.learn.optimizer import learning_rate, make_optimizer, placed
 from tidemill.learn.packing import PackedBatch, microbatches, pack, response_column
 from tidemill.learn.routes import routed
 from tidemill.models import lora, routing, rowwise
 from tidemill.models.contexts import choose
+from tidemill.models.narrow import narrow
 from tidemill.models.upload import upload
 
 Scores = tuple[Tensor, Tensor]
+Show = Callable[[str, Mapping[str, Tensor]], None]
 
 
 class Learner:
@@ -36,8 +40,8 @@ class Learner:
     def __init__(self, model: Any, config: Config, algorithm: Algorithm, updates: int) -> None:
         self.model, self.config, self.algorithm, self.updates = model, config, algorithm, updates
         self.device = next(model.parameters()).device
-        if config.learn.lora_rank:
-            learn = config.learn
+        learn = config.learn
+        if learn.lora_rank:
             lora.attach(model, learn.lora_rank, learn.lora_alpha, config.seed, magnitudes=learn.dora)
         self.attention = choose(model, attention_of(config))
         self.routers = routing.prepare(model, config.learn.moe)
@@ -45,9 +49,11 @@ class Learner:
         self.optimizer = make_optimizer(model, config.learn, self.gradients)
         self.version = 0  # updates made
         self.skipped = 0  # updates not made because a gradient was not finite
+        self.ema = Ema({n: p for n, p in model.named_parameters() if p.requires_grad}, learn.ema) if learn.ema else None
+        self.show: Show | None = None  # told gradients and weights of every update, for dumps
         self._stats: list[Stats] = []
         self._whole = 0.0
-        prepare(model, config.learn)
+        prepare(model, learn)
 
     def logprobs(self, batch: Batch) -> Column:
         """Of every response token, under the weights as they are now."""
@@ -90,10 +96,14 @@ class Learner:
         lr = learning_rate(learn, self.version, self.updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self._tell("gradient")
         if math.isfinite(norm):
             self.optimizer.step()
         else:
             self.skipped += 1
+        if self.ema is not None:
+            self.ema.update()
+        self._tell("weight")
         self.gradients.clear()
         self.version += 1
         metrics = total(on_host(self._stats))
@@ -107,10 +117,21 @@ class Learner:
         self.gradients.clear()
         self._stats, self._whole = [], 0.0
 
+    def _tell(self, what: str) -> None:
+        if self.show is None:
+            return
+        found = {n: p if what == "weight" else self.gradients.of(p) for n, p in self.model.named_parameters()}
+        self.show(what, {n: t for n, t in found.items() if t is not None})
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the weights are their running mean, where one is kept."""
+        return nullcontext() if self.ema is None else self.ema.swapped()
+
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything a resumed run needs: tensors, and plain values beside them."""
         tensors = {f"model.{name}": p for name, p in lora.merged(self.model).items()}
         tensors |= {f"adapter.{name}": p for name, p in lora.adapters(self.model).items()}
+        tensors |= self.ema.state() if self.ema is not None else {}
         names = {id(p): name for name, p in self.model.named_parameters()}
         for group in self.optimizer.param_groups:
             for p in group["params"]:
@@ -129,19 +150,20 @@ class Learner:
                 prefix = f"optimizer.{name}."
                 kept = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
                 if kept:
-                    self.optimizer.state[p] = {
-                        k: v.clone().to(state_home(self.optimizer, p, k)) for k, v in kept.items()
-                    }
+                    self.optimizer.state[p] = {k: placed(self.optimizer, p, k, v) for k, v in kept.items()}
+        if self.ema is not None:
+            self.ema.restore(tensors)
         if self.routers is not None:
             self.routers.restore(tensors)
         self.version, self.skipped = int(state["version"]), int(state["skipped"])
 
 
-def freeze(model: Any) -> Any:
+def freeze(model: Any, weights: Literal["same", "int8", "fp8"] = "same") -> Any:
     """What never changes, the reference policy: a copy, or with low-rank adapters the same model without them."""
     if lora.is_attached(model):
         return lora.Reference(model)
-    return copy.deepcopy(model).requires_grad_(False)
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    return frozen if weights == "same" else narrow(frozen, weights)
 
 
 def attention_of(config: Config) -> str:

@@ -9,7 +9,7 @@ x and W are e4m3 (3 bits of fraction). With one scale dy is e5m2, for its range;
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -31,7 +31,8 @@ def attach(layers: list[Any], scaling: Scaling) -> int:
         if type(m) is nn.Linear and not (m.in_features % MULTIPLE or m.out_features % MULTIPLE)
     ]
     for linear in chosen:
-        linear.forward = _forward(linear, scaling)  # type: ignore[method-assign]
+        # Bound to its module, so that a copy of the model has a form of its own.
+        linear.forward = MethodType(FORMS[scaling], linear)  # type: ignore[method-assign]
     return len(chosen)
 
 
@@ -42,11 +43,15 @@ def detach(layers: list[Any]) -> None:
                 m.__dict__.pop("forward", None)
 
 
-def _forward(linear: nn.Linear, scaling: Scaling) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        return fp8_linear(x, linear.weight, linear.bias, scaling)
+def _tensorwise(linear: nn.Linear, x: Tensor) -> Tensor:
+    return fp8_linear(x, linear.weight, linear.bias, "tensorwise")
 
-    return forward
+
+def _rowwise(linear: nn.Linear, x: Tensor) -> Tensor:
+    return fp8_linear(x, linear.weight, linear.bias, "rowwise")
+
+
+FORMS = {"tensorwise": _tensorwise, "rowwise": _rowwise}
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
@@ -80,11 +85,12 @@ def product(a: Tensor, b: Tensor, scaling: Scaling, is_forward: bool = False) ->
     gradient_format = WIDE if scaling == "tensorwise" and not is_forward else FINE
     a8, a_scale = quantized(a, gradient_format, scaling)
     b8, b_scale = quantized(b, FINE, scaling)
-    # 16-bit results are what every device has; the sums inside are float32 either way.
+    # Accelerators give rows with scales of their own in bfloat16 only; the sums inside are float32 either way.
+    dtype = a.dtype if scaling == "tensorwise" or a.device.type == "cpu" else torch.bfloat16
     return torch._scaled_mm(
         a8, b8.t(), scale_a=a_scale, scale_b=b_scale.t() if b_scale.ndim else b_scale,
-        out_dtype=a.dtype, use_fast_accum=is_forward,
-    )  # fmt: skip
+        out_dtype=dtype, use_fast_accum=is_forward,
+    ).to(a.dtype)  # fmt: skip
 
 
 def quantized(x: Tensor, kind: torch.dtype, scaling: Scaling) -> tuple[Tensor, Tensor]:

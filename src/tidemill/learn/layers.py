@@ -3,8 +3,8 @@ keep. None of it changes a number beyond rounding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -55,7 +55,8 @@ def recompute(model: Any, kind: Recompute, every: int = 1) -> None:
             raise ModelError(
                 f"learn.recompute={kind} does not know the MLP of {type(layer).__name__}", "use learn.recompute=full"
             )
-        mlp.forward = _again(mlp.forward) if kind == "mlp" else _activation_again(mlp)
+        # Bound to its module, so that a copy of the model (the frozen reference) has forms of its own.
+        mlp.forward = MethodType(_mlp_again if kind == "mlp" else _activation_again, mlp)
 
 
 def _recompute_whole(model: Any, chosen: list[Any]) -> None:
@@ -68,28 +69,21 @@ def _recompute_whole(model: Any, chosen: list[Any]) -> None:
         layer.gradient_checkpointing = any(layer is one for one in chosen)
 
 
-def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _mlp_again(mlp: Any, *args: Any) -> Any:
     """Unlike transformers' recompute this lies inside the compiled layer, whose compiler then plans it."""
 
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    def inside(*args: Any) -> Any:
+        return type(mlp).forward(mlp, *args)
 
-    return recomputed
+    return checkpoint(inside, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def _activation_again(mlp: Any) -> Callable[[Tensor], Tensor]:
-    def activated(gate: Tensor, up: Tensor) -> Tensor:
-        """Only its input's gradient needs the last product, so the product itself is never computed again."""
-        out: Tensor = mlp.down_proj(mlp.act_fn(gate) * up)
-        return out
+def _activation_again(mlp: Any, x: Tensor) -> Any:
+    def inside(gate: Tensor, up: Tensor) -> Any:
+        """No gradient needs what the last product comes to, so the product itself is never computed again."""
+        return mlp.down_proj(mlp.act_fn(gate) * up)
 
-    again = _again(activated)
-
-    def forward(x: Tensor) -> Tensor:
-        out: Tensor = again(mlp.gate_proj(x), mlp.up_proj(x))
-        return out
-
-    return forward
+    return checkpoint(inside, mlp.gate_proj(x), mlp.up_proj(x), use_reentrant=False, preserve_rng_state=False)
 
 
 def compile_layers(model: Any, backend: str = "inductor") -> None:

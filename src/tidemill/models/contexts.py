@@ -4,6 +4,7 @@
 |---|---|---|
 | blocks | dense blocks of like length and torch's own attention: the plain reference | everywhere |
 | flash | variable-length flash kernel | devices torch has it for; 16-bit weights, no softcap |
+| fusion | Ascend's fused operator | where the vendor's package has it; 16-bit weights, no softcap |
 | flex | compiled FlexAttention over a block mask | devices with a Triton compiler; any dtype, softcap |
 | rowwise | the same bits whatever shares the batch (rollout.batch_invariant) | float32 on a CPU with a C compiler |
 """
@@ -12,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from tidemill.errors import ConfigError, did_you_mean
-from tidemill.models import flex, packed, rowwise, varlen
+from tidemill.models import flex, fusion, packed, rowwise, varlen
 from tidemill.models.attention import Context
 
 MakePacked = Callable[[Sequence[int], torch.device], Context]
@@ -33,6 +35,9 @@ class Attention:
 KINDS: dict[str, Attention] = {
     "blocks": Attention(packed.Packed, packed.SharedPrompt),
     "flash": Attention(varlen.FlashPacked, varlen.FlashShared),
+    "fusion": Attention(
+        partial(varlen.FlashPacked, kernel=fusion.causal), partial(varlen.FlashShared, kernel=fusion.causal)
+    ),
     "flex": Attention(flex.packed, flex.shared),
     "rowwise": Attention(rowwise.packed, rowwise.shared),
 }
@@ -51,6 +56,8 @@ def choose(model: Any, asked: str = "auto") -> Attention:
     capped = getattr(settings, "attn_logit_softcapping", None) is not None
     if varlen.works_on(weight.device, weight.dtype) and not capped and _head_dim(settings) <= varlen.MOST_DIM:
         return KINDS["flash"]
+    if fusion.works_on(weight.device, weight.dtype) and not capped:
+        return KINDS["fusion"]
     return KINDS["blocks"]
 
 

@@ -7,7 +7,7 @@ adapters off. Parameters keep their names, so a checkpoint or an exported folder
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tidemill.errors import ModelError
 
+Json = dict[str, Any]
 SUFFIXES = (".lora_a", ".lora_b", ".lora_m")
 
 
@@ -99,6 +100,22 @@ def merged(model: Any) -> dict[str, Tensor]:
         if isinstance(module, LoraLinear):
             found[f"{name}.weight"] = module.merged().detach()
     return found
+
+
+def peft_files(own: Mapping[str, Tensor], rank: int, alpha: float, base: str) -> tuple[dict[str, Tensor], Json]:
+    """`adapters` as peft's own files hold them: tensors, and what goes into adapter_config.json."""
+    names = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_m": "lora_magnitude_vector"}
+    tensors, targets = {}, set()
+    for name, tensor in own.items():
+        module, _, kind = name.rpartition(".")
+        tensors[f"base_model.model.{module}.{names[kind]}"] = tensor.contiguous()
+        targets.add(module.rpartition(".")[2])
+    about: Json = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none", "target_modules": sorted(targets),
+        "use_dora": any(name.endswith(".lora_m") for name in own),
+    }  # fmt: skip
+    return tensors, about
 
 
 class Reference:

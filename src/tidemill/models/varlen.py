@@ -7,7 +7,7 @@ that attends to its group's prompt is one sequence whose queries are the respons
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +34,12 @@ class Spans:
 
     ends: Tensor  # (sequences + 1,) int32, from 0
     longest: int
+    host: tuple[int, ...]  # the ends, for operators that take them as numbers
 
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device) -> Spans:
-        return Spans(upload(np.concatenate([[0], np.cumsum(lengths)]), device, np.int32), max(lengths))
+        ends = np.cumsum(lengths)
+        return Spans(upload(np.concatenate([[0], ends]), device, np.int32), max(lengths), tuple(ends.tolist()))
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, queries: Spans, keys: Spans, scale: float, window: int | None) -> Tensor:
@@ -49,10 +51,14 @@ def causal(q: Tensor, k: Tensor, v: Tensor, queries: Spans, keys: Spans, scale: 
     return out[0]
 
 
+Kernel = Callable[[Tensor, Tensor, Tensor, Spans, Spans, float, int | None], Tensor]
+
+
 class FlashPacked:
     """Every sample sees itself alone, causally."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device, kernel: Kernel = causal) -> None:
+        self.kernel = kernel
         # A sample of one token has no input, and the kernel's backward pass leaves empty sequences unwritten.
         self.spans = Spans.of([n for n in lengths if n], device)
 
@@ -60,15 +66,21 @@ class FlashPacked:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         q, k, v = (x.contiguous() for x in (q, k, v))
-        return causal(q, k, v, self.spans, self.spans, scale, window)
+        return self.kernel(q, k, v, self.spans, self.spans, scale, window)
 
 
 class FlashShared:
     """All prompts, then all responses; `group[i]` is the prompt that response i continues."""
 
     def __init__(
-        self, prompts: Sequence[int], responses: Sequence[int], group: Sequence[int], device: torch.device
+        self,
+        prompts: Sequence[int],
+        responses: Sequence[int],
+        group: Sequence[int],
+        device: torch.device,
+        kernel: Kernel = causal,
     ) -> None:
+        self.kernel = kernel
         self.split = sum(prompts)
         self.prompts = Spans.of(prompts, device)
         kept = [i for i, n in enumerate(responses) if n]
@@ -81,11 +93,11 @@ class FlashShared:
     ) -> Tensor:
         q, k, v = (x.contiguous() for x in (q, k, v))
         n = self.split
-        out = causal(q[:n], k[:n], v[:n], self.prompts, self.prompts, scale, window)
+        out = self.kernel(q[:n], k[:n], v[:n], self.prompts, self.prompts, scale, window)
         if self.responses is None or self.keys is None:
             return out
         keys, values = (_Gather.apply(x, self.seen) for x in (k, v))  # type: ignore[no-untyped-call]
-        return torch.cat([out, causal(q[n:], keys, values, self.responses, self.keys, scale, window)])
+        return torch.cat([out, self.kernel(q[n:], keys, values, self.responses, self.keys, scale, window)])
 
 
 def _seen(prompts: Sequence[int], responses: Sequence[int], group: Sequence[int], kept: Sequence[int]) -> Any:

@@ -1,7 +1,8 @@
 """Move: run a plan over a process group, in rounds through a small ring of buffers.
 
-While one round's messages travel the next is packed and the last unpacked. Extra memory is the ring, and one block
-where a checksum is read back. Nothing is known here of what the group runs on: gloo, NCCL and HCCL are asked alike.
+Blocks that everybody wants go by the group's all-gather, the others from rank to rank. While one round's messages
+travel the next is packed and the last unpacked. Extra memory is the ring, and one block where a checksum is read back.
+Nothing is known here of what the group runs on: gloo, NCCL and HCCL are asked alike.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from tidemill.errors import ReshardError
-from tidemill.reshard import pack
+from tidemill.reshard import gather, pack
 from tidemill.reshard.layout import extents
-from tidemill.reshard.pack import CHECK_BYTES, Merge, Tensors
+from tidemill.reshard.pack import CHECK_BYTES, Changes, Tensors
 from tidemill.reshard.plan import Plan, Transfer
-from tidemill.reshard.schedule import Message, Round, rounds
+from tidemill.reshard.schedule import Message, Page, Round, rounds
 
 Verify = Literal["off", "sample", "all"]
 CHECK_EVERY: Mapping[str, int] = {"off": 0, "sample": 16, "all": 1}
@@ -41,6 +42,7 @@ class Moved:
     copied_bytes: int = 0  # within the rank
     checked: int = 0  # blocks
     rounds: int = 0
+    gathered: int = 0  # of them, all-gathers
     seconds: float = 0.0
 
 
@@ -54,7 +56,7 @@ class Job:
     targets: Tensors
     version: int
     verify: Verify = "sample"
-    merges: Mapping[str, Merge] | None = None
+    changes: Changes | None = None  # adapters merged, weights quantised
 
     def tensors(self, transfer: Transfer) -> Tensors:
         """What a block is read from: a block that is passed on lies in the targets."""
@@ -117,12 +119,15 @@ class Ring:
         return self._buffer.narrow(0, turn % self.depth * self.bucket_bytes + self.half_bytes, self.half_bytes)
 
 
+all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name goes out of use
+
+
 @dataclass(slots=True)
 class _Flying:
-    """A round whose messages are under way."""
+    """A round whose messages are under way: one rank's part in it, or every rank's page of an all-gather."""
 
     turn: int
-    round: Round
+    round: Round | list[Page]
     works: list[dist.Work]
 
 
@@ -150,7 +155,8 @@ class Checks:
 
 
 class GroupWire:
-    """Point-to-point messages of a process group; ranks of the plan are ranks of the group."""
+    """Messages of a process group; ranks of the plan are ranks of the group. With `all_gather`, what all of them want
+    goes by the backend's collective: every rank of the group must take part, and say the same."""
 
     def __init__(
         self,
@@ -158,30 +164,34 @@ class GroupWire:
         group: dist.ProcessGroup | None = None,
         *,
         timeout_s: float = TIMEOUT_S,
+        all_gather: bool = False,
         tamper: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self.ring = ring
         self.group = group
+        self.gatherers = dist.get_world_size(group) if all_gather else 0
         self.timeout = timedelta(seconds=timeout_s)
         self._tamper = tamper  # tests flip bits of what came before it is unpacked
         self._turn = 0
-        self._schedules: dict[tuple[int, int, int], tuple[Plan, list[Round]]] = {}
+        self._schedules: dict[tuple[int, int, int], tuple[Plan, list[list[Page]], list[Round]]] = {}
 
     def carry(self, job: Job, moved: Moved) -> None:
         flying: deque[_Flying] = deque()
         checks = Checks()
-        schedule = self._rounds(job)
-        moved.rounds = len(schedule)
+        gathers, messages = self._rounds(job)
+        moved.rounds, moved.gathered = len(gathers) + len(messages), len(gathers)
         copies = own_copies(job)
         self.agree(True, job.version)  # all are here, and mean the same version
-        for step in schedule:
+        steps: list[Round | list[Page]] = [*gathers, *messages]
+        for step in steps:
             if len(flying) == self.ring.depth:
-                self._land(flying.popleft(), job, checks)
-            flying.append(self._launch(step, job, moved))
+                self._land(flying.popleft(), job, moved, checks)
+            launched = self._launch(step, job, moved) if isinstance(step, Round) else self._gather(step, job, moved)
+            flying.append(launched)
             if copies:  # while messages travel
                 copy_local(copies.popleft(), job, moved, self.ring.half_bytes)
         while flying:
-            self._land(flying.popleft(), job, checks)
+            self._land(flying.popleft(), job, moved, checks)
         while copies:
             copy_local(copies.popleft(), job, moved, self.ring.half_bytes)
         failure = checks.failure()
@@ -205,24 +215,35 @@ class GroupWire:
     def close(self) -> None:
         """Nothing is held: the group belongs to whoever made it."""
 
-    def _rounds(self, job: Job) -> list[Round]:
+    def _rounds(self, job: Job) -> tuple[list[list[Page]], list[Round]]:
         every = CHECK_EVERY[job.verify]
         key = (id(job.plan), every, job.version % max(1, every))
         if key not in self._schedules:
-            made = rounds(
-                job.plan,
-                job.rank,
-                half_bytes=self.ring.half_bytes,
-                depth=self.ring.depth,
-                check_every=every,
-                version=key[2],
+            together, apart = gather.split(job.plan, self.gatherers)
+            half, version = self.ring.half_bytes, key[2]
+            gathers = gather.rounds(together, self.gatherers, half_bytes=half, check_every=every, version=version)
+            messages = rounds(
+                apart, job.rank, half_bytes=half, depth=self.ring.depth, check_every=every, version=version
             )
-            self._schedules[key] = job.plan, made  # the plan is kept so that its id stays its own
-        return self._schedules[key][1]
+            self._schedules[key] = job.plan, gathers, messages  # the plan is kept so that its id stays its own
+        return self._schedules[key][1:]
+
+    def _gather(self, step: list[Page], job: Job, moved: Moved) -> _Flying:
+        """Everybody's page to everybody."""
+        turn = self._next_turn()
+        mine = self.ring.going(turn).narrow(0, 0, _longest(step))
+        for slot, _ in step[job.rank].blocks:
+            lay(slot.transfer, job, mine, slot.at, slot.check_at)
+        moved.sent_bytes += step[job.rank].nbytes
+        theirs = self.ring.coming(turn).narrow(0, 0, _longest(step) * len(step))
+        return _Flying(turn, step, [all_gather_into(theirs, mine, group=self.group, async_op=True)])
+
+    def _next_turn(self) -> int:
+        self._turn += 1
+        return self._turn - 1
 
     def _launch(self, step: Round, job: Job, moved: Moved) -> _Flying:
-        turn = self._turn
-        self._turn += 1
+        turn = self._next_turn()
         operations = []
         for peer, message, part in _laid_out(step.into, self.ring.coming(turn)):
             operations.append(dist.P2POp(dist.irecv, part, group=self.group, group_peer=peer, tag=turn))
@@ -233,15 +254,29 @@ class GroupWire:
             moved.sent_bytes += message.nbytes
         return _Flying(turn, step, dist.batch_isend_irecv(operations) if operations else [])
 
-    def _land(self, flying: _Flying, job: Job, checks: Checks) -> None:
+    def _land(self, flying: _Flying, job: Job, moved: Moved, checks: Checks) -> None:
         for work in flying.works:
             work.wait(self.timeout)
         buffer = self.ring.coming(flying.turn)
         if self._tamper:
             self._tamper(buffer)
-        for _, message, part in _laid_out(flying.round.into, buffer):
-            for slot in message.slots:
-                unpack(slot.transfer, job.targets, part, slot.at, slot.check_at, checks)
+        if isinstance(flying.round, Round):
+            for _, message, part in _laid_out(flying.round.into, buffer):
+                for slot in message.slots:
+                    unpack(slot.transfer, job.targets, part, slot.at, slot.check_at, checks)
+            return
+        size = _longest(flying.round)
+        for sender, page in enumerate(flying.round):
+            for slot, readers in page.blocks:
+                if job.rank in readers:
+                    part = buffer.narrow(0, sender * size, size)
+                    unpack(readers[job.rank], job.targets, part, slot.at, slot.check_at, checks)
+                    moved.received_bytes += slot.transfer.nbytes
+
+
+def _longest(pages: list[Page]) -> int:
+    """All pages of an all-gather travel as the longest of them."""
+    return max(page.nbytes for page in pages)
 
 
 def _laid_out(messages: Mapping[int, Message], buffer: torch.Tensor) -> list[tuple[int, Message, torch.Tensor]]:
@@ -261,7 +296,7 @@ def _fill(message: Message, part: torch.Tensor, job: Job) -> None:
 def lay(transfer: Transfer, job: Job, buffer: torch.Tensor, at: int, check_at: int) -> None:
     """Pack a block, and its checksum behind it."""
     block = pack.block(buffer, at, transfer)
-    pack.read(transfer, job.tensors(transfer), block, job.merges)
+    pack.read(transfer, job.tensors(transfer), block, job.changes)
     if check_at >= 0:
         buffer[check_at : check_at + CHECK_BYTES].view(torch.int64).copy_(pack.checksum(block))
 
@@ -280,10 +315,10 @@ def own_copies(job: Job) -> deque[Transfer]:
 
 def copy_local(transfer: Transfer, job: Job, moved: Moved, most_bytes: int) -> None:
     """A block that stays on its rank; one that already lies where it should is left alone."""
-    if job.merges and transfer.name in job.merges:
+    if job.changes and transfer.name in job.changes:
         for piece in pack.pieces_of(transfer, most_bytes):
             merged = torch.empty(extents(piece.box), dtype=getattr(torch, piece.dtype), device=_device(job))
-            pack.read(piece, job.sources, merged, job.merges)
+            pack.read(piece, job.sources, merged, job.changes)
             pack.write(piece, job.targets, merged)
         moved.copied_bytes += transfer.nbytes
         return

@@ -40,7 +40,7 @@ class OneProcessWire:
             expected = torch.empty(
                 extents(piece.box), dtype=getattr(torch, piece.dtype), device=job.targets[piece.targets[0].home].device
             )
-            pack.read(piece, job.sources, expected, job.merges)
+            pack.read(piece, job.sources, expected, job.changes)
             checks.compare(piece, job.targets, pack.checksum(expected))
 
     def agree(self, ok: bool, version: int) -> bool:

@@ -10,6 +10,7 @@ import torch
 from tidemill.errors import ReshardError
 from tidemill.reshard.layout import Shape, extents, fit
 from tidemill.reshard.plan import Spot, Transfer, cut
+from tidemill.reshard.quantise import Quantise
 
 Tensors = Mapping[str, torch.Tensor]
 ALIGN = 8  # bytes: blocks in a buffer begin at whole words, which is what checksums are made of
@@ -19,11 +20,16 @@ ROW_WORDS = 1024  # of a checksum: position matters by row and by column
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """A low-rank addition to a weight, merged as it is read: `scale` × `up` (out, r) @ `down` (r, in)."""
+    """A low-rank addition to a weight, merged as it is read: `scale` × `up` (out, r) @ `down` (r, in). `rows` (out,): a
+    factor of each row of the sum, for adapters with magnitudes of their own."""
 
     down: torch.Tensor
     up: torch.Tensor
     scale: float
+    rows: torch.Tensor | None = None
+
+
+Changes = Mapping[str, Merge | Quantise]  # by logical name: what happens to a tensor as it is read
 
 
 def region(tensors: Tensors, spot: Spot, extent: Shape) -> torch.Tensor:
@@ -61,14 +67,19 @@ def block(buffer: torch.Tensor, at: int, transfer: Transfer) -> torch.Tensor:
     return flat.view(extents(transfer.box))
 
 
-def read(transfer: Transfer, tensors: Tensors, into: torch.Tensor, merges: Mapping[str, Merge] | None = None) -> None:
-    """Copy a block out of its source, cast and merged on the way."""
+def read(transfer: Transfer, tensors: Tensors, into: torch.Tensor, changes: Changes | None = None) -> None:
+    """Copy a block out of its source: cast, merged or quantised on the way."""
+    merge = changes.get(transfer.name) if changes and not transfer.hop else None
+    if isinstance(merge, Quantise):
+        into.copy_(merge.block(transfer, tensors).reshape(into.shape))
+        return
     view = region(tensors, transfer.source, extents(transfer.box))
-    merge = merges.get(transfer.name) if merges and not transfer.hop else None
     if merge is not None:
         (rows, columns) = transfer.box[-2:]
         addition = merge.up[slice(*rows)] @ merge.down[:, slice(*columns)]
         view = view + (merge.scale * addition).view(view.shape)
+        if merge.rows is not None:
+            view = view * merge.rows[slice(*rows)].unsqueeze(-1).to(view.dtype)
     into.copy_(view.view(into.shape) if view.dim() != into.dim() and view.is_contiguous() else view.reshape(into.shape))
 
 

@@ -90,8 +90,8 @@ def learner(model: Model, parallel: Parallel, *, first: int = 0, dtype: str = ""
 
 
 def engine(model: Model, parallel: Parallel, *, first: int = 0, dtype: str = "", fused: bool = True) -> Layout:
-    """An inference engine's tensors as vLLM names and fuses them: `qkv_proj`, `gate_up_proj`, and stacked experts
-    `w13_weight` and `w2_weight`, cut first and fused after."""
+    """An inference engine's tensors as vLLM names and fuses them: `qkv_proj`, `gate_up_proj`, `fused_qkv_a_proj`, and
+    stacked experts `w13_weight` and `w2_weight`, cut first and fused after."""
     _check(model, parallel)
     entries: list[Entry] = []
     for name, shape in model.shapes.items():
@@ -163,6 +163,7 @@ def _tensor_cut(model: Model, name: str, tp: int, *, padded: bool = False) -> Pl
 FUSED: dict[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),  # low-rank attention: held whole by every rank
 }
 STACKED = {"gate_proj": "w13_weight", "up_proj": "w13_weight", "down_proj": "w2_weight"}
 

@@ -38,6 +38,8 @@ def make_plain(loaded: Loaded, config: Config) -> RolloutEngine:
                 cache_tokens=rollout.cache_tokens,
                 batch_invariant=rollout.batch_invariant,
                 record_routes=config.learn.moe.replay,
+                speculate=rollout.speculate,
+                cache_dtype=rollout.cache_dtype,
             )
         case "hf":
             from tidemill.rollout.hf import HFEngine

@@ -34,6 +34,7 @@ class Memory:
     layer: int  # one layer's backward pass, as far as it exceeds the logits it comes after
     update: int  # what the optimizer needs while it works, as far as it exceeds all that came before it
     cache: int
+    copies: int = 0  # the weights that a separated rollout serves, and the next ones beside them
 
     @property
     def total(self) -> int:
@@ -56,6 +57,8 @@ def memory(
     gradients = trained * (4 if learn.master == "float32" else width)
     optimizer = int(trained * optimizer_bytes(learn, width))
     frozen = (algorithm.kl.coef > 0 or algorithm.name in REFERENCED) and not adapters
+    held = width if algorithm.kl.weights == "same" else 1  # the head and the embeddings, which stay, are not told apart
+    has_critic = algorithm.name in CRITICS and algorithm.critic.trunk == "own"
     tokens, responses = microbatch_tokens(config)
     is_compiled = learn.compile == "on" or (learn.compile == "auto" and on_accelerator)
     activations = activation_bytes(shape, tokens, width, learn, is_compiled)
@@ -67,14 +70,26 @@ def memory(
         weights=(count + adapters) * width,
         gradients=gradients,
         optimizer=0 if learn.optimizer_on_host else optimizer,
-        critic=count * width + gradients + optimizer if algorithm.name in CRITICS else 0,
-        reference=(frozen + (algorithm.teacher is not None)) * count * width,
+        critic=count * width + gradients + optimizer if has_critic else 0,
+        reference=frozen * count * held + (algorithm.teacher is not None) * count * width,
         activations=activations,
         logits=logits,
         layer=layer,
         update=update,
         cache=cache_tokens(config) * shape.layers * 2 * shape.kv_heads * shape.head_dim * width,
+        copies=2 * count * width if config.flow.is_separated else 0,
     )
+
+
+def host_bytes(config: Config, shape: Shape, parameters: int | None = None) -> int:
+    """What the host holds in the device's place: the optimizer's state, activations."""
+    learn, width = config.learn, BYTES[config.model.dtype]
+    count = adapter_parameters(shape, learn.lora_rank) or parameters or shape.parameters or 0
+    state = int(count * optimizer_bytes(learn, width)) if learn.optimizer_on_host else 0
+    if learn.offload == "none":
+        return state
+    kept = learn.model_copy(update={"offload": "none"})
+    return state + activation_bytes(shape, microbatch_tokens(config)[0], width, kept, is_compiled=True)
 
 
 def adapter_parameters(shape: Shape, rank: int) -> int:

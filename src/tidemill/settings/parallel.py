@@ -164,6 +164,12 @@ def _pairs(config: Config) -> Iterator[str]:
         yield "algorithm is reward_model, which learns on one rank only; set the sizes of learn.parallel to 1"
     if config.rollout.batch_invariant:
         yield "rollout.batch_invariant is set, which one rank alone can promise; false would do"
+    if learn.dora:
+        yield "learn.dora is set, whose row norms need whole matrices, but ranks hold pieces; false would do"
+    if learn.fp8 != "none":
+        yield f"learn.fp8 is {learn.fp8}, which works on one rank; none would do"
+    if learn.ema:
+        yield f"learn.ema is {learn.ema}, which works on one rank; 0 would do"
 
 
 def head_cuts(shape: Cuttable) -> list[int]:

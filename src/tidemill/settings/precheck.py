@@ -22,8 +22,8 @@ LONGEST_NAME = 200  # bytes; file systems stop at 255, and runs moved aside get 
 def problems(config: Config, model: Model) -> list[str]:
     """`model` is the one that will be trained (a warm start's own)."""
     checks: tuple[Callable[[Config, Model], Iterator[str]], ...] = (
-        _name, _batch, _flow, _routes, _lengths, _model_folder, _data, _functions, _environment, _device, _disk,
-        parallel.problems,
+        _name, _batch, _flow, _routes, _lengths, _rollout, _model_folder, _data, _functions, _environment, _device,
+        _disk, parallel.problems,
     )  # fmt: skip
     return [problem for check in checks for problem in check(config, model)]
 
@@ -97,6 +97,23 @@ def _lengths(config: Config, model: Model) -> Iterator[str]:
         yield f"{whose} is {shape.window} tokens, less than {both}; {fix}"
     if config.rollout.cache_tokens is not None and config.rollout.cache_tokens < most:
         yield f"rollout.cache_tokens is {config.rollout.cache_tokens}, but one sample needs {both}"
+
+
+def _rollout(config: Config, _: Model) -> Iterator[str]:
+    narrow = config.rollout.cache_dtype != "auto"
+    if narrow and config.rollout.engine != "native":
+        yield f"rollout.cache_dtype={config.rollout.cache_dtype} is the native engine's; set it to auto"
+    if not config.rollout.batch_invariant:
+        return
+    if narrow:
+        yield f"rollout.cache_dtype={config.rollout.cache_dtype} rounds, which rollout.batch_invariant must not"
+    if config.rollout.engine != "native":
+        yield f"rollout.batch_invariant is true, but rollout.engine={config.rollout.engine}; only native has this mode"
+    if config.learn.recompute != "none":
+        yield (
+            f"rollout.batch_invariant is true, but learn.recompute={config.learn.recompute} would compute layers again "
+            "outside of it; set learn.recompute=none"
+        )
 
 
 def _model_folder(_: Config, model: Model) -> Iterator[str]:

@@ -45,8 +45,9 @@ class TorchKernels:
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: Tensor,
-        scale: float, window: int | None, softcap: float | None,
+        scale: float, window: int | None, softcap: float | None, *, scales: Any = None,
     ) -> Tensor:  # fmt: skip
+        assert scales is None
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         page = keys.shape[-1]
         for row, n in enumerate(length.tolist()):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from tests.rollout.tiny import VOCAB, roll, tiny_model
 
+from tidemill.device import compiled as compiled_sources
 from tidemill.rollout.engine import Request, Sampling
 from tidemill.rollout.native import kernels
 from tidemill.rollout.native.engine import NativeEngine
@@ -85,5 +86,5 @@ def test_numpy_and_torch_make_the_same_uniform_numbers() -> None:
 
 
 def test_without_a_compiler_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_compiler", lambda: None)
+    monkeypatch.setattr(compiled_sources, "_compiler", lambda: None)
     assert kernels.load.__wrapped__() is None

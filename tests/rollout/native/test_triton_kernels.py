@@ -106,3 +106,41 @@ def test_draw_equals_the_torch_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same.mean() > 0.95  # a sum may round to the other side
     np.testing.assert_allclose(logprobs.cpu().numpy()[same], wanted.logprobs.cpu().numpy()[same], atol=1e-4)
     assert (state.latest[at] == tokens).all()
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_attention_over_narrow_pages(kind: str, splits: int) -> None:
+    """Against exact attention over what the narrow pages hold; the new token is written as `cache.narrow` does."""
+    from tidemill.rollout.native.cache import PageStore, narrow
+
+    if kind == "fp8" and not HAS_DEVICE:
+        pytest.skip("the interpreter has no one-byte floats")
+    torch.manual_seed(1)
+    page, lengths, heads, kv_heads, dim = 16, [1, 15, 16, 17, 90, 200], 4, 2, 32
+    each = [-(-n // page) for n in lengths]
+    store = PageStore(sum(each), page, torch.device(DEVICE), kind)
+    table = torch.zeros(len(lengths), 16, dtype=torch.int32)
+    order = torch.randperm(sum(each)).split(each)
+    for row, held in enumerate(order):
+        table[row, : len(held)] = held.int()
+    table = table.to(DEVICE)
+    for row, n in enumerate(lengths):
+        at = torch.arange(n - 1, device=DEVICE)
+        store.write(
+            0, randn(n - 1, kv_heads, dim), randn(n - 1, kv_heads, dim), table[row].long()[at // page], at % page
+        )
+    q, k, v = randn(6, heads, dim), randn(6, kv_heads, dim), randn(6, kv_heads, dim)
+    keys, values = store.layer(0, k, v)
+    length = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    out = KERNELS.attend(q, k, v, keys, values, table, length, 0.3, None, None, splits, scales=store.scales[0])
+    for row, n in enumerate(lengths):
+        held = table[row, : -(-n // page)].long()
+        all_k = store.read_keys(0, held, torch.float32).permute(1, 0, 3, 2).reshape(kv_heads, -1, dim)[:, :n]
+        all_v = store.read_values(0, held, torch.float32).permute(1, 0, 2, 3).reshape(kv_heads, -1, dim)[:, :n]
+        byte, scale = narrow(k[row], kind)
+        close(all_k[:, -1], byte.float() * scale.unsqueeze(-1))
+        all_k, all_v = all_k.clone(), all_v.clone()
+        all_k[:, -1], all_v[:, -1] = k[row], v[row]  # to itself the new token is whole
+        wanted = causal_attention(q[row][None, :, None], all_k[None], all_v[None], n - 1, 0.3, None, None)[0, :, 0]
+        close(out[row], wanted)

@@ -24,7 +24,7 @@ from tidemill.config import Config
 from tidemill.learn.engine import Scores, on_host, token_batch
 from tidemill.learn.layers import kept_activations
 from tidemill.learn.meter import mismatch
-from tidemill.learn.optimizer import learning_rate, optimizer_of, state_home
+from tidemill.learn.optimizer import learning_rate, optimizer_of, placed
 from tidemill.learn.packing import PackedBatch, microbatches
 from tidemill.learn.parallel.batches import shares
 from tidemill.learn.parallel.checkpoint import default_saver, open_checkpoint, read_own, state_of
@@ -232,7 +232,7 @@ class ParallelLearner(ParallelModel):
             for name, kept in state_of(source, self.own).items():
                 read_own(source, {f"optimizer.{name}.{key}": t for key, t in kept.items()}, layout, rank)
                 p = self.own[name]
-                self.optimizer.state[p] = {k: t.to(state_home(self.optimizer, p, k)) for k, t in kept.items()}
+                self.optimizer.state[p] = {k: placed(self.optimizer, p, k, t) for k, t in kept.items()}
             if "rng" in source:
                 torch.set_rng_state(source.read("rng"))
             if self.routers is not None and "routers.bias" in source:

@@ -68,6 +68,7 @@ class Paged:
     rows: DecodeRows
     chunks: list[Chunk]
     kernels: Kernels | None = None  # used for decoding where there are some
+    has_drafts: bool = False  # some rows are of the same sequence, one token after another
     _bias: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     def attend(
@@ -95,23 +96,26 @@ class Paged:
         rows, decode = self.rows, self.rows.count
         out = torch.empty(*q.shape[:2], v.shape[-1])
         new_q, new_k, new_v = q[:decode].contiguous(), k[:decode].contiguous(), v[:decode].contiguous()
+        if self.has_drafts:  # rows of one sequence may be served by different threads, and must see each other
+            self.store.write(layer, new_k, new_v, self.page[:decode], self.offset[:decode])
         self.kernels.attend(
-            new_q, new_k, new_v, keys, values, rows.table, rows.slot, rows.length, out, scale, window, softcap
-        )
+            new_q, new_k, new_v, keys, values, rows.table, rows.slot, rows.length, out, scale, window, softcap,
+            self.store.scales.get(layer),
+        )  # fmt: skip
         if self.chunks:
             self.store.write(layer, k[decode:], v[decode:], self.page[decode:], self.offset[decode:])
         return out
 
     def _decode(self, layer: int, q: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        keys, values = self.store.keys[layer], self.store.values[layer]
-        kv_heads, dim = keys.shape[1], values.shape[-1]
+        store = self.store
+        kv_heads, dim = store.keys[layer].shape[1], store.values[layer].shape[-1]
         rows, heads = q.shape[:2]
         walks = self.rows.walks
         q = (q * scale).reshape(rows, -1)
         peak = q.new_full((rows, heads), torch.finfo(q.dtype).min)
         scored = []
         for i, walk in enumerate(walks):
-            scores = _scores(q, keys, walk, heads // kv_heads)
+            scores = _scores(q, store.read_keys(layer, walk.pages, q.dtype), walk, heads // kv_heads)
             if softcap is not None:
                 scores.div_(softcap).tanh_().mul_(softcap)
             scores.add_(self._mask(i, window))
@@ -126,7 +130,11 @@ class Paged:
             shift = peak.index_select(0, flat).view(entries, owners, kv_heads, -1, 1).transpose(1, 2)
             weight = scores.sub_(shift).exp_()  # (entries, kv_heads, owners, group, page_size)
             total.index_add_(0, flat, weight.sum(-1).transpose(1, 2).reshape(-1, heads))
-            part = _weighted(weight, values, walk).transpose(1, 2).reshape(-1, heads * dim)
+            part = (
+                _weighted(weight, store.read_values(layer, walk.pages, q.dtype))
+                .transpose(1, 2)
+                .reshape(-1, heads * dim)
+            )
             out.index_add_(0, flat, part)
         return out.view(rows, heads, dim).div_(total.unsqueeze(-1))
 
@@ -156,9 +164,9 @@ class Paged:
             k = k[rows].view(n, length, *k.shape[1:]).transpose(1, 2)
             v = v[rows].view(n, length, *v.shape[1:]).transpose(1, 2)
         else:
-            pages = torch.stack([chunk.pages for chunk in chunks])
-            k = _unpage(self.store.keys[layer].transpose(2, 3), pages, context + length)
-            v = _unpage(self.store.values[layer], pages, context + length)
+            pages = torch.cat([chunk.pages for chunk in chunks])
+            k = _unpage(self.store.read_keys(layer, pages, q.dtype).transpose(2, 3), n, context + length)
+            v = _unpage(self.store.read_values(layer, pages, q.dtype), n, context + length)
         out = causal_attention(q, k, v, context, scale, window, softcap)
         return out.transpose(1, 2).reshape(n * length, q.shape[1], -1)
 
@@ -188,20 +196,18 @@ def _scores(q: Tensor, keys: Tensor, walk: Walk, group: int) -> Tensor:
     """(entries, kv_heads, owners, group, page_size)"""
     _, kv_heads, dim, page_size = keys.shape
     entries, owners = walk.owners.shape
-    k = keys[: walk.pages] if isinstance(walk.pages, int) else keys.index_select(0, walk.pages)
     q = q.index_select(0, walk.owners.view(-1)).view(entries, owners, kv_heads, group * dim)
     if owners > 1:
         q = q.transpose(1, 2)
     q = q.reshape(entries * kv_heads, owners * group, dim)
-    out = torch.bmm(q, k.reshape(entries * kv_heads, dim, page_size))
+    out = torch.bmm(q, keys.reshape(entries * kv_heads, dim, page_size))
     return out.view(entries, kv_heads, owners, group, page_size)
 
 
-def _weighted(weight: Tensor, values: Tensor, walk: Walk) -> Tensor:
+def _weighted(weight: Tensor, values: Tensor) -> Tensor:
     """(entries, kv_heads, owners, group * v_dim)"""
     entries, kv_heads, owners, group, page_size = weight.shape
-    v = values[: walk.pages] if isinstance(walk.pages, int) else values.index_select(0, walk.pages)
-    v = v.reshape(entries * kv_heads, page_size, -1)
+    v = values.reshape(entries * kv_heads, page_size, -1)
     out = torch.bmm(weight.view(entries * kv_heads, owners * group, page_size), v)
     return out.view(entries, kv_heads, owners, -1)
 
@@ -235,8 +241,8 @@ def _rows(chunks: list[Chunk]) -> Tensor | slice:
     return torch.cat([torch.arange(chunk.first, chunk.last) for chunk in chunks])
 
 
-def _unpage(pages: Tensor, index: Tensor, tokens: int) -> Tensor:
-    """(n, kv_heads, tokens, dim) of n sequences with `index` (n, pages)."""
-    n = index.shape[0]
-    picked = pages[index].transpose(1, 2)  # (n, kv_heads, pages, page_size, dim)
-    return picked.reshape(n, pages.shape[1], -1, pages.shape[-1])[:, :, :tokens]
+def _unpage(pages: Tensor, n: int, tokens: int) -> Tensor:
+    """Pages (n * each, kv_heads, page_size, dim) of n sequences → (n, kv_heads, tokens, dim)."""
+    _, kv_heads, page_size, dim = pages.shape
+    apart = pages.reshape(n, -1, kv_heads, page_size, dim).transpose(1, 2)
+    return apart.reshape(n, kv_heads, -1, dim)[:, :, :tokens]

@@ -10,6 +10,7 @@ import hashlib
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -122,48 +123,103 @@ class PrefixIndex:
         del self.page_of[key]
 
 
+# How a narrow cache keeps an element: the type, and the largest number it takes.
+NARROW = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
+
+
 class PageStore:
     """Keys (pages, kv_heads, dim, page_size) and values (pages, kv_heads, page_size, dim) of every layer. Keys lie with
     positions side by side, so that a vector unit scores many at once. A layer's shape is learnt from its first write,
-    because only the model knows it (MLA keeps values narrower than keys, some layers have fewer heads)."""
+    because only the model knows it (MLA keeps values narrower than keys, some layers have fewer heads).
 
-    def __init__(self, pages: int, page_size: int, device: torch.device) -> None:
+    With `kind` "int8" or "fp8" an element is one byte, and each token and head has a scale for its key and its value
+    (pages, kv_heads, page_size)."""
+
+    def __init__(self, pages: int, page_size: int, device: torch.device, kind: str | None = None) -> None:
         self.pages = pages
         self.page_size = page_size
         self.device = device
+        self.kind = kind
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
+        self.scales: dict[int, tuple[Tensor, Tensor]] = {}
 
     def write(self, layer: int, k: Tensor, v: Tensor, page: Tensor, offset: Tensor) -> None:
         """k, v (tokens, kv_heads, dim); token i goes to `offset[i]` of `page[i]`."""
         keys, values = self.layer(layer, k, v)
-        keys[page, :, :, offset] = k
-        values[page, :, offset] = v
+        if self.kind is not None:
+            (k, k_scale), (v, v_scale) = narrow(k, self.kind), narrow(v, self.kind)
+            self.scales[layer][0][page, :, offset], self.scales[layer][1][page, :, offset] = k_scale, v_scale
+        # As plain bytes: few operations know one-byte floats.
+        _bytes(keys)[page, :, :, offset] = _bytes(k)
+        _bytes(values)[page, :, offset] = _bytes(v)
 
     def layer(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, made to the shape of k and v when it is new."""
         if layer not in self.keys:
             # Zeros, not garbage: masked positions are multiplied by a weight of 0, and 0 * NaN is NaN.
             size = self.page_size
-            self.keys[layer] = k.new_zeros(self.pages, k.shape[1], k.shape[2], size)
-            self.values[layer] = v.new_zeros(self.pages, v.shape[1], size, v.shape[2])
+            dtype = k.dtype if self.kind is None else NARROW[self.kind][0]
+            zeros = partial(torch.zeros, device=k.device)
+            self.keys[layer] = zeros(self.pages, k.shape[1], k.shape[2], size, dtype=dtype)
+            self.values[layer] = zeros(self.pages, v.shape[1], size, v.shape[2], dtype=dtype)
+            if self.kind is not None:
+                shape = (self.pages, k.shape[1], size)
+                self.scales[layer] = zeros(shape, dtype=torch.float32), zeros(shape, dtype=torch.float32)
         return self.keys[layer], self.values[layer]
+
+    def read_keys(self, layer: int, pages: int | Tensor, dtype: torch.dtype) -> Tensor:
+        """(pages, kv_heads, dim, page_size) of some pages, or of all up to a number, as they are computed with."""
+        held = _some(self.keys[layer], pages)
+        return held if self.kind is None else _widen(held, _some(self.scales[layer][0], pages).unsqueeze(2), dtype)
+
+    def read_values(self, layer: int, pages: int | Tensor, dtype: torch.dtype) -> Tensor:
+        """(pages, kv_heads, page_size, dim)"""
+        held = _some(self.values[layer], pages)
+        return held if self.kind is None else _widen(held, _some(self.scales[layer][1], pages).unsqueeze(3), dtype)
+
+    def _all(self) -> list[Tensor]:
+        scales = [scale for pair in self.scales.values() for scale in pair]
+        return [_bytes(held) for held in (*self.keys.values(), *self.values.values(), *scales)]
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         src, dst = torch.as_tensor(source, device=self.device), torch.as_tensor(target, device=self.device)
-        for pages in (*self.keys.values(), *self.values.values()):
+        for pages in self._all():
             pages[dst] = pages[src]
 
     def scrub(self, pages: Sequence[int]) -> None:
         """Zero pages that may hold NaN, before someone else gets them."""
         index = torch.as_tensor(pages, device=self.device)
-        for held in (*self.keys.values(), *self.values.values()):
+        for held in self._all():
             held[index] = 0
 
     def clear(self) -> None:
         self.keys.clear()
         self.values.clear()
+        self.scales.clear()
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self.keys.values(), *self.values.values()))
+        return sum(held.nbytes for held in self._all())
+
+
+def narrow(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """x (…, dim) in one byte each, and its scale (…): the largest of a row becomes the largest that the type takes."""
+    dtype, most = NARROW[kind]
+    scale = x.float().abs().amax(-1).clamp_min_(1e-12) / most
+    scaled = x.float() / scale.unsqueeze(-1)
+    return (scaled.round_() if kind == "int8" else scaled).to(dtype), scale
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
+def _some(held: Tensor, pages: int | Tensor) -> Tensor:
+    if isinstance(pages, int):
+        return held[:pages]
+    return _bytes(held).index_select(0, pages).view(held.dtype)
+
+
+def _widen(held: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (held.float() * scale).to(dtype)

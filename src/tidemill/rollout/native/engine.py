@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Many
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tidemill.batch import Array
+from tidemill.errors import ConfigError
 from tidemill.models.attention import Context
 from tidemill.rollout.engine import Completion, Finish, Partial, Request
 from tidemill.rollout.native.attention import Chunk, Paged
@@ -32,6 +33,7 @@ from tidemill.rollout.native.rows import Rows
 from tidemill.rollout.native.runner import PlainRunner, Runner, make_runner
 from tidemill.rollout.native.sampling import Draw, Drawn, draw, steer, uniform_array
 from tidemill.rollout.native.scheduler import Reading, Scheduler, Sequence, Trunk
+from tidemill.rollout.native.speculate import Drafts, Speculator, When
 
 # Small pages waste little; larger ones let an accelerator's attention read longer runs. On an H200, 512 rows of 257-768
 # tokens take 84 us with pages of 32 (3.3 TB/s), 90 us with 64 and 97 us with 128.
@@ -50,7 +52,9 @@ class NativeEngine:
     conversation, or another request with the same beginning, reads only what is new. `plain` runs the module itself
     instead of the lean forward pass; `kernels` allows compiled kernels and `graphs` captured decoding on an
     accelerator. All three are for comparison. `batch_invariant` (a CPU in float32) makes a token's numbers depend on
-    its own sample alone, bit for bit, and equal to those of a learner in the same mode; it is slower. `group` is a
+    its own sample alone, bit for bit, and equal to those of a learner in the same mode; it is slower. `speculate`
+    drafts tokens by lookup where the compiled kernels decode ("auto": where it is expected to pay). `cache_dtype` int8
+    or fp8 keeps keys and values in one byte an element, with a scale per token and head. `group` is a
     process group whose ranks share the work of one model; each must be given the same requests, in the same order,
     between the same steps."""
 
@@ -72,6 +76,8 @@ class NativeEngine:
         group: Any = None,
         batch_invariant: bool = False,
         record_routes: bool = False,
+        speculate: When = "off",
+        cache_dtype: Literal["auto", "int8", "fp8"] = "auto",
     ) -> None:
         parameter = next(model.parameters())
         self.device = parameter.device
@@ -88,7 +94,10 @@ class NativeEngine:
         self.pool = PagePool(pages, page_size)
         self.batch_invariant = batch_invariant
         # One page more than can be given out: captured decoding writes its padding there.
-        self.store = (TokenStore if batch_invariant else PageStore)(pages + 1, page_size, self.device)
+        if batch_invariant and cache_dtype != "auto":
+            raise ConfigError(f"cache_dtype {cache_dtype} rounds; the batch-invariant mode must not", "use auto")
+        kind = None if cache_dtype == "auto" else cache_dtype
+        self.store = (TokenStore if batch_invariant else PageStore)(pages + 1, page_size, self.device, kind)
         self.routes = RouteRecorder(model, self.store) if record_routes else None
         self.limits = Limits(self.vocab, max_len, pages * page_size, tokenizer is not None)
         step_tokens = step_tokens or (STEP_TOKENS if self.device.type == "cpu" else ACCELERATOR_STEP_TOKENS)
@@ -104,12 +113,15 @@ class NativeEngine:
         # Inference mode saves bookkeeping per operation, but a foreign module may keep a tensor it makes.
         self._no_grad = torch.no_grad if isinstance(self.runner, PlainRunner) else torch.inference_mode
         self.decoder = self._graph_decoder(graphs)
+        is_drafting = speculate != "off" and self.kernels is not None and self.decoder is None
+        self.speculator = Speculator(speculate, self.scheduler) if is_drafting else None
         self._inflight: list[Pending] = []
         self._refused: list[Completion] = []
 
     def _kernels(self, parameter: Tensor) -> Kernels | None:
         is_host_float = parameter.device.type == "cpu" and parameter.dtype == torch.float32
-        return load_kernels() if is_host_float and self.pool.page_size % LANES == 0 else None
+        works = is_host_float and self.pool.page_size % LANES == 0 and self.store.kind != "fp8"
+        return load_kernels() if works else None
 
     def _graph_decoder(self, wanted: bool) -> GraphDecoder | None:
         if not wanted or self.device.type == "cpu" or not isinstance(self.runner, FusedRunner):
@@ -151,22 +163,43 @@ class NativeEngine:
         return [completion for pending in due for completion in self._settle(pending)]
 
     def _launch(self) -> list[Pending]:
-        """Prompt tokens and one token of every running sequence in one pass."""
+        """Prompt tokens and one token of every running sequence in one pass, with what was drafted after it."""
         scheduler, slots = self.scheduler, self.scheduler.slots
         scheduler.grow()
         readings = scheduler.admit()
         rows = np.flatnonzero(slots.active)
-        logits = self._forward(rows, readings) if len(rows) or readings else None
+        drafts = self.speculator.propose(rows) if self.speculator is not None and len(rows) else None
+        if drafts is None:
+            wide, ids, ahead = rows, slots.token[rows], np.zeros(len(rows), np.int64)
+        else:
+            wide, ids, ahead = drafts.spread(rows, slots.token[rows])
+        logits = self._forward(wide, readings, ids, ahead) if len(rows) or readings else None
         slots.length[rows] += 1
-        born = self._branch(readings, None if logits is None else logits[len(rows) :])
+        born = self._branch(readings, None if logits is None else logits[len(wide) :])
         if born:
             first = torch.stack([trunk.logits for trunk, _ in born])  # type: ignore[misc]
-            logits = torch.cat([logits[: len(rows)], first]) if logits is not None and len(rows) else first
-            rows = np.concatenate([rows, np.array([sequence.slot for _, sequence in born], np.int64)])
+            logits = torch.cat([logits[: len(wide)], first]) if logits is not None and len(wide) else first
+            seated = np.array([sequence.slot for _, sequence in born], np.int64)
+            rows, wide = np.concatenate([rows, seated]), np.concatenate([wide, seated])
+            ahead = np.concatenate([ahead, np.zeros(len(seated), np.int64)])
         if not len(rows):
             return []
         assert logits is not None
-        return [self._pending(rows, self._draw(rows, logits[: len(rows)]))]
+        drawn = self._draw(wide, logits[: len(wide)], ahead)
+        return [self._pending(rows, drawn)] if drafts is None else self._judge(drafts, rows, ahead, drawn)
+
+    def _judge(self, drafts: Drafts, rows: Array, ahead: Array, drawn: Drawn) -> list[Pending]:
+        """One token of every row, then the drafts that turned out right, place by place."""
+        assert self.speculator is not None
+        accepted = drafts.accepted(drawn.tokens.numpy())
+        self.speculator.note(drafts, accepted)
+        start = np.flatnonzero(ahead == 0)
+        pending = [self._pending(rows, drawn.at(start))]
+        for place in range(1, int(accepted.max()) + 1):
+            right = np.flatnonzero(accepted >= place)
+            arrival = self.scheduler.slots.arrival[rows[right]]
+            pending.append(Pending(rows[right], arrival, drawn.at(start[right] + place), is_draft=True))
+        return pending
 
     def _launch_ahead(self, decoder: GraphDecoder) -> list[Pending]:
         """One token of every running sequence as a captured graph, then prompt tokens; nothing here waits."""
@@ -183,7 +216,8 @@ class NativeEngine:
             position = slots.before[rows] + slots.launched[rows]
             draw = None if is_simple else partial(self._draw, rows)
             launched.append(self._pending(rows, decoder.decode(rows, slots.length[rows], position, draw)))
-        logits = self._forward(rows[:0], readings) if readings else None
+        none = rows[:0]
+        logits = self._forward(none, readings, none, none) if readings else None
         born = self._branch(readings, logits)
         if born:
             rows = np.array([sequence.slot for _, sequence in born], np.int64)
@@ -217,10 +251,11 @@ class NativeEngine:
             for pending in due:
                 self._refused += self._settle(pending)
 
-    def _forward(self, rows: Array, readings: list[Reading]) -> Tensor:
+    def _forward(self, rows: Array, readings: list[Reading], newest: Array, ahead: Array) -> Tensor:
+        """`newest`: the token of each row, `ahead` places after the last one in the cache."""
         slots, size = self.scheduler.slots, self.pool.page_size
-        at = slots.length[rows]
-        ids, positions = [slots.token[rows]], [at]
+        at = slots.length[rows] + ahead
+        ids, positions = [newest], [at]
         pages = [slots.table[rows, at // size]]
         chunks: list[Chunk] = []
         keep = list(range(len(rows)))
@@ -242,7 +277,8 @@ class NativeEngine:
         if isinstance(self.store, TokenStore):
             context = RowwisePaged.of(self.store, page, position % size, running, chunks)
         else:
-            context = Paged(self.store, page, position % size, running, chunks, self.kernels)
+            has_drafts = bool(ahead.any())
+            context = Paged(self.store, page, position % size, running, chunks, self.kernels, has_drafts)
         wanted = torch.tensor(keep, dtype=torch.int64, device=self.device) if readings else None
         tokens = self._tensor(np.concatenate(ids))
         if self.routes is None:
@@ -253,20 +289,21 @@ class NativeEngine:
     def _tensor(self, array: Array) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def _draw(self, rows: Array, logits: Tensor) -> Drawn:
+    def _draw(self, rows: Array, logits: Tensor, ahead: Array | int = 0) -> Drawn:
         slots = self.scheduler.slots
+        position = slots.before[rows] + slots.launched[rows] + ahead
         temperature, greedy = slots.temperature[rows], slots.greedy[rows]
         truncated = np.flatnonzero(slots.truncated[rows])
         steered = np.flatnonzero(slots.steered[rows])
         if self.kernels is not None and not len(truncated) and not len(steered):
-            u = uniform_array(slots.key[rows], slots.before[rows] + slots.launched[rows])
+            u = uniform_array(slots.key[rows], position)
             tokens, logprobs = self.kernels.draw(logits.contiguous(), temperature, u, greedy)
             return Drawn(torch.from_numpy(tokens), torch.from_numpy(logprobs), None)
         cut = rows[truncated]
         has_cut = len(cut) > 0
         how = Draw(
             key=self._tensor(slots.key[rows]),
-            position=self._tensor(slots.before[rows] + slots.launched[rows]),
+            position=self._tensor(position),
             temperature=self._tensor(temperature) if (temperature != 1).any() else None,
             greedy=self._tensor(greedy) if greedy.any() else None,
             all_greedy=bool(greedy.all()),
@@ -296,6 +333,9 @@ class NativeEngine:
         # A slot may have been left, or given to another, while the device worked.
         still = slots.active[pending.rows] & (slots.arrival[pending.rows] == pending.arrival)
         rows, tokens, logprobs = pending.rows[still], tokens[still], logprobs[still]
+        if pending.is_draft:  # it was in the pass beside the token before it
+            slots.length[rows] += 1
+            slots.launched[rows] += 1
         made = slots.made[rows]
         slots.tokens[rows, made] = tokens
         slots.logprobs[rows, made] = logprobs
@@ -341,6 +381,8 @@ class NativeEngine:
                 made.pop()
             self.store.scrub(sequence.pages)
         routes = None if self.routes is None else self.routes.of(sequence.pages, cached)
+        if self.speculator is not None:
+            self.speculator.ended(sequence)
         is_worth_keeping = self.reuse_prefix and finish in ("stop", "length")
         self.scheduler.leave(sequence, remember=_context(sequence)[:cached] if is_worth_keeping else None)
         return _completion(sequence, finish, error, routes)
@@ -350,6 +392,8 @@ class NativeEngine:
     def cancel(self, request_id: int) -> None:
         """Drop what is left of a request; each unfinished sample comes back from `step` with finish="cancelled"."""
         self._drain()
+        if self.speculator is not None:
+            self.speculator.forget(request_id)
         for sequence in [s for s in self.scheduler.running() if s.request.id == request_id]:
             self._refused.append(self._finish(sequence, "cancelled"))
         for sequence in self.scheduler.remove(request_id):
@@ -359,6 +403,8 @@ class NativeEngine:
         """Take everything unfinished out. Full pages stay findable, so that `resume` under the same weights reads again
         only what did not fill a page."""
         self._drain()
+        if self.speculator is not None:
+            self.speculator.forget()
         scheduler = self.scheduler
         partials = []
         for sequence in sorted(scheduler.running(), key=lambda s: int(scheduler.slots.arrival[s.slot])):
@@ -388,6 +434,8 @@ class NativeEngine:
         if weights is not None:
             self.model.load_state_dict(dict(weights), strict=False)
         self.version = version
+        if self.speculator is not None:
+            self.speculator.reset()
         self.scheduler.restart_reading()
         self.pool.index.forget_all()
         for sequence in self.scheduler.running():

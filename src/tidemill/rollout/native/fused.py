@@ -31,7 +31,7 @@ class FusedKernels(Protocol):
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: Tensor,
-        scale: float, window: int | None, softcap: float | None,
+        scale: float, window: int | None, softcap: float | None, *, scales: tuple[Tensor, Tensor] | None,
     ) -> Tensor: ...  # fmt: skip
 
     def draw(

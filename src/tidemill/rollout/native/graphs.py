@@ -71,8 +71,10 @@ class _Context:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         keys, values = self.store.layer(layer, k, v)
-        bucket = self.bucket
-        return self.kernels.attend(q, k, v, keys, values, bucket.table, bucket.length, scale, window, softcap)
+        bucket, scales = self.bucket, self.store.scales.get(layer)
+        return self.kernels.attend(
+            q, k, v, keys, values, bucket.table, bucket.length, scale, window, softcap, scales=scales
+        )
 
 
 class GraphDecoder:

@@ -106,20 +106,38 @@ void tm_gate(float *gate, const float *up, int64_t first, int64_t last) {
 
 typedef struct {
     const float *q, *k, *v; /* (rows, heads, dim), (rows, kv_heads, dim), (rows, kv_heads, v_dim) */
-    float *keys, *values;   /* (pages, kv_heads, dim, page), (pages, kv_heads, page, v_dim) */
+    void *keys, *values;    /* (pages, kv_heads, dim, page), (pages, kv_heads, page, v_dim) floats; int8 with scales */
+    float *key_scale, *value_scale; /* (pages, kv_heads, page), or none */
     const int64_t *table, *slot, *length; /* pages of each slot; slot and tokens seen of each row */
     float *out, *scratch;
     int64_t table_stride, heads, kv_heads, dim, v_dim, page, window; /* window 0: none */
     float scale, softcap; /* softcap 0: none */
 } attention;
 
+/* x as int8 times the scale it gives: the largest element becomes 127. */
+static float narrow(const float *x, int8_t *out, int64_t n, int64_t stride) {
+    float most = 1e-12f;
+    for (int64_t i = 0; i < n; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
+    float scale = most / 127.0f;
+    for (int64_t i = 0; i < n; i++) out[i * stride] = (int8_t)lrintf(x[i] / scale);
+    return scale;
+}
+
 static void write_token(const attention *a, int64_t row, int64_t head) {
     int64_t at = a->length[row] - 1;
     int64_t page = a->table[a->slot[row] * a->table_stride + at / a->page], offset = at % a->page;
     const float *k = a->k + (row * a->kv_heads + head) * a->dim, *v = a->v + (row * a->kv_heads + head) * a->v_dim;
-    float *keys = a->keys + (page * a->kv_heads + head) * a->dim * a->page + offset;
+    int64_t cell = page * a->kv_heads + head;
+    if (a->key_scale) {
+        int8_t *keys = (int8_t *)a->keys + cell * a->dim * a->page + offset;
+        a->key_scale[cell * a->page + offset] = narrow(k, keys, a->dim, a->page);
+        int8_t *values = (int8_t *)a->values + (cell * a->page + offset) * a->v_dim;
+        a->value_scale[cell * a->page + offset] = narrow(v, values, a->v_dim, 1);
+        return;
+    }
+    float *keys = (float *)a->keys + cell * a->dim * a->page + offset;
     for (int64_t i = 0; i < a->dim; i++) keys[i * a->page] = k[i];
-    memcpy(a->values + ((page * a->kv_heads + head) * a->page + offset) * a->v_dim, v, sizeof(float) * a->v_dim);
+    memcpy((float *)a->values + (cell * a->page + offset) * a->v_dim, v, sizeof(float) * a->v_dim);
 }
 
 /* Scores of `group` query heads against 16 positions of a page. A constant `group` keeps the sums in registers. */
@@ -155,6 +173,55 @@ static void weigh(const float *weight, const float *values, float *out, int64_t 
         for (int64_t t = 0; t < tokens; t++) out[i] += weight[t] * values[t * v_dim + i];
 }
 
+typedef int8_t b16 __attribute__((vector_size(16), aligned(1)));
+
+static inline v16 widen(const int8_t *p) {
+    b16 x;
+    memcpy(&x, p, sizeof x);
+    return __builtin_convertvector(x, v16);
+}
+
+/* `score_block` and `weigh` over int8: a position's scale is a factor of its score, and of its weight. */
+static inline __attribute__((always_inline)) void score_block8(const float *q, const int8_t *keys, const float *scales,
+                                                               float *scores, int64_t stride, int group, int64_t dim,
+                                                               int64_t page, float scale) {
+    v16 sum[4];
+    for (int g = 0; g < group; g++) sum[g] = splat(0);
+    for (int64_t i = 0; i < dim; i++) {
+        v16 k = widen(keys + i * page);
+        for (int g = 0; g < group; g++) sum[g] += splat(q[g * dim + i]) * k;
+    }
+    v16 factor = load(scales) * splat(scale);
+    for (int g = 0; g < group; g++) store(scores + g * stride, sum[g] * factor);
+}
+
+static void weigh8(const float *weight, const int8_t *values, const float *scales, float *out, int64_t tokens, int64_t v_dim) {
+    int64_t i = 0;
+    for (; i + LANES <= v_dim; i += LANES) {
+        v16 sum = load(out + i);
+        for (int64_t t = 0; t < tokens; t++) sum += splat(weight[t] * scales[t]) * widen(values + t * v_dim + i);
+        store(out + i, sum);
+    }
+    for (; i < v_dim; i++)
+        for (int64_t t = 0; t < tokens; t++) out[i] += weight[t] * scales[t] * (float)values[t * v_dim + i];
+}
+
+static void score(const attention *a, const float *q, int64_t cell, int64_t at, float *s, int64_t stride, int64_t group) {
+    int64_t g = 0;
+    if (a->key_scale) {
+        const int8_t *keys = (int8_t *)a->keys + cell * a->dim * a->page + at;
+        const float *scales = a->key_scale + cell * a->page + at;
+        for (; g + 4 <= group; g += 4) score_block8(q + g * a->dim, keys, scales, s + g * stride, stride, 4, a->dim, a->page, a->scale);
+        for (; g + 2 <= group; g += 2) score_block8(q + g * a->dim, keys, scales, s + g * stride, stride, 2, a->dim, a->page, a->scale);
+        for (; g < group; g++) score_block8(q + g * a->dim, keys, scales, s + g * stride, stride, 1, a->dim, a->page, a->scale);
+        return;
+    }
+    const float *keys = (float *)a->keys + cell * a->dim * a->page + at;
+    for (; g + 4 <= group; g += 4) score_block(q + g * a->dim, keys, s + g * stride, stride, 4, a->dim, a->page, a->scale);
+    for (; g + 2 <= group; g += 2) score_block(q + g * a->dim, keys, s + g * stride, stride, 2, a->dim, a->page, a->scale);
+    for (; g < group; g++) score_block(q + g * a->dim, keys, s + g * stride, stride, 1, a->dim, a->page, a->scale);
+}
+
 /* Scores to unnormalised weights; gives 1 / their sum. `from`..`to` are the visible positions of `padded` ones. */
 static float soften(float *s, int64_t from, int64_t to, int64_t padded, float softcap) {
     if (softcap > 0)
@@ -183,20 +250,18 @@ static void attend_head(const attention *a, int64_t row, int64_t head) {
     const int64_t *table = a->table + a->slot[row] * a->table_stride + skip / page;
     const float *q = a->q + (row * a->heads + head * group) * a->dim;
     float *out = a->out + (row * a->heads + head * group) * a->v_dim, *s = a->scratch;
-    for (int64_t t = 0; t < padded; t += LANES) {
-        const float *keys = a->keys + (table[t / page] * a->kv_heads + head) * a->dim * page + t % page;
-        int64_t g = 0;
-        for (; g + 4 <= group; g += 4) score_block(q + g * a->dim, keys, s + g * padded + t, padded, 4, a->dim, page, a->scale);
-        for (; g + 2 <= group; g += 2) score_block(q + g * a->dim, keys, s + g * padded + t, padded, 2, a->dim, page, a->scale);
-        for (; g < group; g++) score_block(q + g * a->dim, keys, s + g * padded + t, padded, 1, a->dim, page, a->scale);
-    }
+    for (int64_t t = 0; t < padded; t += LANES)
+        score(a, q, table[t / page] * a->kv_heads + head, t % page, s + t, padded, group);
     for (int64_t g = 0; g < group; g++) {
         float *weight = s + g * padded, *sum = out + g * a->v_dim;
         float scale = soften(weight, from - skip, seen, padded, a->softcap);
         memset(sum, 0, sizeof(float) * a->v_dim);
         for (int64_t t = 0; t < seen; t += page) {
-            const float *values = a->values + (table[t / page] * a->kv_heads + head) * page * a->v_dim;
-            weigh(weight + t, values, sum, seen - t < page ? seen - t : page, a->v_dim);
+            int64_t cell = (table[t / page] * a->kv_heads + head) * page, count = seen - t < page ? seen - t : page;
+            if (a->value_scale)
+                weigh8(weight + t, (int8_t *)a->values + cell * a->v_dim, a->value_scale + cell, sum, count, a->v_dim);
+            else
+                weigh(weight + t, (float *)a->values + cell * a->v_dim, sum, count, a->v_dim);
         }
         for (int64_t i = 0; i < a->v_dim; i++) sum[i] *= scale;
     }

@@ -20,7 +20,7 @@ from tidemill.device.compiled import library, over_rows
 SOURCE = Path(__file__).with_name("kernels.c")
 LANES = 16
 
-_POINTERS = ("q", "k", "v", "keys", "values", "table", "slot", "length", "out", "scratch")
+_POINTERS = ("q", "k", "v", "keys", "values", "key_scale", "value_scale", "table", "slot", "length", "out", "scratch")
 _NUMBERS = ("table_stride", "heads", "kv_heads", "dim", "v_dim", "page", "window")
 
 
@@ -73,12 +73,15 @@ class Kernels:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Array, slot: Array, length: Array,
         out: Tensor, scale: float, window: int | None, softcap: float | None,
+        scales: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """Write one token per row to its page and attend to all its row has: `Paged` without prompts."""
+        """Write one token per row to its page and attend to all its row has: `Paged` without prompts. With `scales` of
+        keys and values, these are int8."""
         rows, heads, dim = q.shape
         kv_heads, v_dim = v.shape[1:]
         how = _Attention(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), keys.data_ptr(), values.data_ptr(), table.ctypes.data,
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            *((None, None) if scales is None else (scales[0].data_ptr(), scales[1].data_ptr())), table.ctypes.data,
             slot.ctypes.data, length.ctypes.data, out.data_ptr(), 0, table.shape[1], heads, kv_heads, dim, v_dim,
             keys.shape[-1], window or 0, scale, softcap or 0.0,
         )  # fmt: skip

@@ -17,6 +17,7 @@ class Pending:
     rows: Array  # slots
     arrival: Array  # which tenancy of each slot
     drawn: Drawn | Fetch
+    is_draft: bool = False  # tokens that were drafted and turned out right
 
     def arrays(self) -> tuple[Array, Array, Array | None]:
         if not isinstance(self.drawn, Drawn):

@@ -81,6 +81,11 @@ class Drawn:
     logprobs: Tensor  # (rows,) of the whole distribution at the row's temperature
     kept: Tensor | None  # (rows,) log of the mass that truncation left; None: nothing was truncated
 
+    def at(self, rows: Array) -> Drawn:
+        index = torch.from_numpy(rows).to(self.tokens.device)
+        kept = None if self.kept is None else self.kept[index]
+        return Drawn(self.tokens[index], self.logprobs[index], kept)
+
 
 def draw(logits: Tensor, how: Draw) -> Drawn:
     """One token per row of `logits` (rows, vocab). NaN logits give a NaN log-probability."""

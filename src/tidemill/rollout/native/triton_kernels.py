@@ -78,8 +78,9 @@ def _gate(x, out, half, BLOCK_DIM: tl.constexpr):
 
 @triton.jit
 def _attend_block(
-    first, n, row, head, query, new_k, new_v, keys, values, table, table_stride, scale, softcap, peak, total, acc,
-    IS_LAST: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr,
+    first, n, row, head, query, new_k, new_v, keys, values, k_scale, v_scale, table, table_stride, scale, softcap,
+    peak, total, acc, IS_LAST: tl.constexpr, NARROW: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr,
     V_PAD: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Positions first..first + BLOCK_N into the running softmax. The last block may end early and holds the new token,
@@ -93,15 +94,22 @@ def _attend_block(
     v_at = values + base * (PAGE * V_DIM) + inner[:, None] * V_DIM + e[None, :]
     if IS_LAST:
         is_old, is_new = at < n - 1, at == n - 1
-        key = tl.load(k_at, mask=is_old[None, :] & (d < DIM)[:, None], other=0.0)
+        key = tl.load(k_at, mask=is_old[None, :] & (d < DIM)[:, None], other=0.0).to(query.dtype)
         key = tl.where(is_new[None, :], new_k[:, None], key)
-        value = tl.load(v_at, mask=is_old[:, None] & (e < V_DIM)[None, :], other=0.0)
+        value = tl.load(v_at, mask=is_old[:, None] & (e < V_DIM)[None, :], other=0.0).to(query.dtype)
         value = tl.where(is_new[:, None], new_v[None, :], value)
     else:
         key = tl.load(k_at) if DIM == DIM_PAD else tl.load(k_at, mask=(d < DIM)[:, None], other=0.0)
         value = tl.load(v_at) if V_DIM == V_PAD else tl.load(v_at, mask=(e < V_DIM)[None, :], other=0.0)
+        key, value = key.to(query.dtype), value.to(query.dtype)
     # "ieee": float32 stays float32; bfloat16 products are exact either way.
     score = tl.dot(query, key, input_precision="ieee") * scale
+    if NARROW:  # a position's scale is a factor of its score, and below of its weight; the new token is whole
+        k_factor = tl.load(k_scale + base * PAGE + inner)
+        v_factor = tl.load(v_scale + base * PAGE + inner)
+        if IS_LAST:
+            k_factor, v_factor = tl.where(is_new, 1.0, k_factor), tl.where(is_new, 1.0, v_factor)
+        score = score * k_factor[None, :]
     if HAS_CAP:
         score = (2.0 / (1.0 + tl.exp(-2.0 * score / softcap)) - 1.0) * softcap
     if IS_LAST or WINDOW > 0:
@@ -115,14 +123,27 @@ def _attend_block(
     if WINDOW > 0:  # a block may lie wholly before the window, where every score equals its maximum
         weight = tl.where(score > -1e29, weight, 0.0)
     total = total * fade + tl.sum(weight, 1)
+    if NARROW:
+        weight = weight * v_factor[None, :]
     acc = acc * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
     return higher, total, acc
 
 
 @triton.jit
+def _narrow(x, most, ROUND: tl.constexpr):
+    """`cache.narrow` of one row: its elements as the narrow type takes them, and their scale."""
+    wide = x.to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(wide), 0), 1e-12) / most
+    scaled = wide / scale
+    if ROUND:
+        scaled = tl.floor(scaled + 0.5)
+    return scaled, scale
+
+
+@triton.jit
 def _attend(
-    q, k, v, keys, values, table, length, out, part, stats, scale, softcap,
-    q_stride, k_stride, v_stride, table_stride,
+    q, k, v, keys, values, k_scale, v_scale, table, length, out, part, stats, scale, softcap, most,
+    q_stride, k_stride, v_stride, table_stride, NARROW: tl.constexpr, ROUND: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -160,20 +181,28 @@ def _attend(
     whole = start + tl.maximum(tl.minimum(stop, n - 1) - start, 0) // BLOCK_N * BLOCK_N
     for first in range(start, whole, BLOCK_N):
         peak, total, acc = _attend_block(
-            first, n, row, head, query, new_k, new_v, keys, values, table, table_stride, scale, softcap,
-            peak, total, acc, False, KV_HEADS, DIM, DIM_PAD, V_DIM, V_PAD, PAGE, WINDOW, HAS_CAP, BLOCK_N,
+            first, n, row, head, query, new_k, new_v, keys, values, k_scale, v_scale, table, table_stride, scale,
+            softcap, peak, total, acc, False, NARROW, KV_HEADS, DIM, DIM_PAD, V_DIM, V_PAD, PAGE, WINDOW, HAS_CAP,
+            BLOCK_N,
         )  # fmt: skip
     if whole < stop:
         peak, total, acc = _attend_block(
-            whole, n, row, head, query, new_k, new_v, keys, values, table, table_stride, scale, softcap,
-            peak, total, acc, True, KV_HEADS, DIM, DIM_PAD, V_DIM, V_PAD, PAGE, WINDOW, HAS_CAP, BLOCK_N,
+            whole, n, row, head, query, new_k, new_v, keys, values, k_scale, v_scale, table, table_stride, scale,
+            softcap, peak, total, acc, True, NARROW, KV_HEADS, DIM, DIM_PAD, V_DIM, V_PAD, PAGE, WINDOW, HAS_CAP,
+            BLOCK_N,
         )  # fmt: skip
 
     if (start < n) & (stop == n):
         page = tl.load(table + row * table_stride + (n - 1) // PAGE).to(tl.int64)
         base = page * KV_HEADS + head
-        tl.store(keys + base * (DIM * PAGE) + d * PAGE + (n - 1) % PAGE, new_k, mask=in_d)
-        tl.store(values + (base * PAGE + (n - 1) % PAGE) * V_DIM + e, new_v, mask=in_e)
+        cell = base * PAGE + (n - 1) % PAGE
+        if NARROW:
+            new_k, k_factor = _narrow(new_k, most, ROUND)
+            new_v, v_factor = _narrow(new_v, most, ROUND)
+            tl.store(k_scale + cell, k_factor)
+            tl.store(v_scale + cell, v_factor)
+        tl.store(keys + base * (DIM * PAGE) + d * PAGE + (n - 1) % PAGE, new_k.to(keys.dtype.element_ty), mask=in_d)
+        tl.store(values + cell * V_DIM + e, new_v.to(values.dtype.element_ty), mask=in_e)
 
     inside = (g < GROUP)[:, None] & in_e[None, :]
     if SPLITS == 1:
@@ -306,8 +335,10 @@ class TritonKernels:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: Tensor,
         scale: float, window: int | None, softcap: float | None, splits: int | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        """q (rows, heads, dim), k and v (rows, kv_heads, dim) with heads side by side; `table` (rows, pages)."""
+        """q (rows, heads, dim), k and v (rows, kv_heads, dim) with heads side by side; `table` (rows, pages). With
+        `scales` of keys and values, these are one byte an element."""
         rows, heads, dim = q.shape
         kv_heads, v_dim = v.shape[1:]
         group, page = heads // kv_heads, keys.shape[-1]
@@ -318,8 +349,9 @@ class TritonKernels:
             part = torch.empty(rows * heads * splits * v_dim, dtype=torch.float32, device=q.device)
             stats = torch.empty(rows * heads * splits * 2, dtype=torch.float32, device=q.device)
         _attend[(rows, kv_heads, splits)](
-            q, k, v, keys, values, table, length, out, part, stats, scale, softcap or 1.0,
-            q.stride(0), k.stride(0), v.stride(0), table.stride(0),
+            q, k, v, keys, values, *(scales or (out, out)), table, length, out, part, stats, scale, softcap or 1.0,
+            127.0 if keys.dtype == torch.int8 else 448.0,
+            q.stride(0), k.stride(0), v.stride(0), table.stride(0), scales is not None, keys.dtype == torch.int8,
             kv_heads, group, _pad(group), dim, _pad(dim), v_dim, _pad(v_dim),
             page, window or 0, softcap is not None, splits, min(self.block, page),
             num_warps=self.warps, num_stages=self.stages,

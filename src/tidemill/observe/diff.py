@@ -1,0 +1,160 @@
+"""Where two runs begin to differ: settings, then the first step, stage and tensor whose values are not the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tidemill import recipe
+from tidemill.config import Config
+from tidemill.observe.dump import FOLDER, file_of
+from tidemill.run import RunFolder
+
+NOT_COMPUTED = ("time/", "idle/", "seconds/")  # metrics of the machine's speed, which differ between any two runs
+SPEED = frozenset({"tokens_per_s", "memory_gib", "mfu"})
+NAMES = frozenset({"name", "folder", "about"})  # settings that change nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    step: int
+    stage: str  # or "metrics", "checkpoint"
+    tensor: str
+    how: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.stage}, {self.tensor}: {self.how}"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    settings: tuple[str, ...]
+    metrics: Difference | None
+    dumps: Difference | None
+    checkpoints: Difference | None
+    dumped: tuple[int, ...]  # steps that both runs dumped
+    saved: tuple[int, ...]  # steps that both runs have checkpoints of
+
+    @property
+    def first(self) -> Difference | None:
+        """Of the earliest step; a dump says most about it."""
+        found = [d for d in (self.dumps, self.metrics, self.checkpoints) if d is not None]
+        return min(found, key=lambda d: d.step) if found else None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "first": None if self.first is None else asdict(self.first)}
+
+
+def compare(a: str | Path, b: str | Path) -> Comparison:
+    one, other = (RunFolder.open(run, exclusive=False) for run in (a, b))
+    dumped = sorted(_steps(one.path / FOLDER) & _steps(other.path / FOLDER))
+    saved = sorted(_steps(one.checkpoints) & _steps(other.checkpoints))
+    return Comparison(
+        settings=tuple(_settings(one.config, other.config)),
+        metrics=next(_metrics(one.metrics_file, other.metrics_file), None),
+        dumps=next((d for step in dumped for d in _dumps(one.path, other.path, step)), None),
+        checkpoints=next((d for step in saved for d in _checkpoints(one.checkpoints, other.checkpoints, step)), None),
+        dumped=tuple(dumped),
+        saved=tuple(saved),
+    )
+
+
+def render(found: Comparison) -> str:
+    lines = [f"setting {line}" for line in found.settings]
+    lines.append(f"first difference: {found.first}" if found.first else "no difference")
+    for what in (found.dumps, found.metrics, found.checkpoints):
+        if what is not None and what is not found.first:
+            lines.append(f"also {what}")
+    if found.first is not None and found.first is not found.dumps:
+        lines.append(f"to see the stage and the tensor, run both with observe.dump=[{found.first.step}]")
+    lines.append(f"compared: metrics, dumps of steps {list(found.dumped)}, checkpoints of steps {list(found.saved)}")
+    return "\n".join(lines)
+
+
+def _settings(a: Config, b: Config) -> Iterator[str]:
+    other = dict(recipe.leaves(b))
+    for key, value in recipe.leaves(a):
+        if key not in NAMES and other.get(key) != value:
+            yield f"{key}: {value!r} and {other.get(key)!r}"
+
+
+def _metrics(a: Path, b: Path) -> Iterator[Difference]:
+    one, other = _by_step(a), _by_step(b)
+    for step in sorted(one.keys() & other.keys()):
+        for name in sorted(one[step].keys() & other[step].keys()):
+            is_speed = name.startswith(NOT_COMPUTED) or name in SPEED or name.endswith("_s")
+            if not is_speed and one[step][name] != other[step][name]:
+                yield Difference(step, "metrics", name, f"{one[step][name]} and {other[step][name]}")
+
+
+def _by_step(path: Path) -> dict[int, dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break  # cut short by a kill
+        found.setdefault(int(record["step"]), {}).update(record)
+    return found
+
+
+def _dumps(a: Path, b: Path, step: int) -> Iterator[Difference]:
+    one, other = (_tensors(file_of(run, step)) for run in (a, b))
+    order = {stage: i for i, stage in enumerate(one[1])}
+    names = list(dict.fromkeys([*one[0], *other[0]]))
+    for name in sorted(names, key=lambda n: (order.get(n.partition("/")[0], len(order)), "weight/" in n)):
+        stage, _, tensor = name.partition("/")
+        if name not in one[0] or name not in other[0]:
+            yield Difference(step, stage, tensor, f"only the {'first' if name in one[0] else 'second'} run has it")
+        elif how := _unlike(one[0][name], other[0][name]):
+            yield Difference(step, stage, tensor, how)
+
+
+def _checkpoints(a: Path, b: Path, step: int) -> Iterator[Difference]:
+    from tidemill.learn import checkpoint
+
+    one, other = (checkpoint.load(folder / f"step-{step:06d}")[0] for folder in (a, b))
+    for name, tensor in one.items():
+        if name not in other:
+            yield Difference(step, "checkpoint", name, "only the first run has it")
+        elif how := _unlike(_array(tensor), _array(other[name])):
+            yield Difference(step, "checkpoint", name, how)
+
+
+def _unlike(a: Any, b: Any) -> str:
+    """How two arrays differ, or nothing. Equal means the same bits, not-a-number included."""
+    if a.shape != b.shape:
+        return f"{list(a.shape)} and {list(b.shape)} values"
+    if a.tobytes() == b.tobytes():
+        return ""
+    same = (a == b) | ((a != a) & (b != b))
+    at = np.flatnonzero(~same.reshape(-1))
+    if not len(at):
+        return ""  # 0 and -0, or different kinds of not-a-number
+    place = np.unravel_index(at[0], a.shape)
+    gap = np.abs(a.astype(np.float64) - b.astype(np.float64))
+    first = f"first at {[int(i) for i in place]}: {a[place]} and {b[place]}"
+    return f"{len(at):,} of {a.size:,} values, {first}, by at most {np.nanmax(gap):.3g}"
+
+
+def _tensors(path: Path) -> tuple[dict[str, Any], list[str]]:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        stages = (file.metadata() or {}).get("stages", "").split(",")
+        return {name: _array(file.get_tensor(name)) for name in file.keys()}, stages  # noqa: SIM118
+
+
+def _array(tensor: Any) -> Any:
+    """numpy has no bfloat16; float32 holds every value of it."""
+    return tensor.float().numpy() if "bfloat16" in str(tensor.dtype) else tensor.numpy()
+
+
+def _steps(folder: Path) -> set[int]:
+    names = (p.name.removesuffix(".safetensors").removeprefix("step-") for p in folder.glob("step-*"))
+    return {int(name) for name in names if name.isdigit()}

@@ -1,0 +1,45 @@
+import pytest
+import torch
+
+from tests.learn.test_engine import CPU, SHAPE, config, samples
+from tidemill.algorithms.registry import get
+from tidemill.learn.ema import Ema
+from tidemill.learn.engine import Learner, score
+from tidemill.models.load import make_tiny
+
+
+def test_the_mean_follows_its_formula_and_is_swapped_in_and_out():
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    ema = Ema({"w": weight}, 0.75)
+    for value in (2.0, 4.0):
+        weight.data.fill_(value)
+        ema.update()
+    wanted = torch.tensor([0.75 * (0.75 * a + 0.25 * 2) + 0.25 * 4 for a in (1.0, 2.0)])
+    with ema.swapped():
+        torch.testing.assert_close(weight.detach(), wanted)
+    assert weight.tolist() == [4.0, 4.0]
+
+
+def test_a_failed_evaluation_gives_the_weights_back():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    ema = Ema({"w": weight}, 0.5)
+    weight.data.fill_(1.0)
+    with pytest.raises(RuntimeError), ema.swapped():
+        raise RuntimeError
+    assert weight.tolist() == [1.0, 1.0]
+
+
+def test_a_restored_learner_has_its_mean_again():
+    settings, batch = config(learn={"lr": 1e-2, "ema": 0.9}), samples()
+    first, second = (
+        Learner(make_tiny(SHAPE, torch.float32, seed, CPU).model, settings, get("grpo"), 2) for seed in (0, 1)
+    )
+    first.accumulate(batch)
+    first.update()
+    second.restore(*first.state())
+    found = []
+    for learner in (first, second):
+        with learner.averaged():
+            found.append(score(learner.model, batch, settings).values)
+    assert (found[0] == found[1]).all()
+    assert (found[0] != score(first.model, batch, settings).values).any()

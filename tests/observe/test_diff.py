@@ -1,0 +1,101 @@
+"""Two runs of one recipe give the same bits; where two differ, the first step, stage and tensor are named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.faults.test_resume import RECIPE
+from typer.testing import CliRunner
+
+from tidemill import launch
+from tidemill.cli import app
+from tidemill.learn import checkpoint
+from tidemill.observe import diff
+from tidemill.observe.dump import file_of
+
+
+def run(folder: Path, **over: Any) -> Path:
+    recipe = {**RECIPE, "folder": str(folder), "observe": {"dump": [1, 2], "tensorboard": False}}
+    for section, values in over.items():
+        recipe[section] = {**recipe.get(section, {}), **values} if isinstance(values, dict) else values
+    recipe["train"] = {**recipe["train"], "steps": 2}
+    launch.train(recipe)
+    return folder / "small"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("plain"), deterministic=True)
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_two_deterministic_runs_are_equal_bit_for_bit(plain, tmp_path):
+    again = run(tmp_path, deterministic=True)
+    found = diff.compare(plain, again)
+    assert found.first is None and found.dumped == (1, 2) and found.saved
+    assert diff.render(found).startswith("no difference")
+    one, other = (checkpoint.load(checkpoint.latest(p / "checkpoints").path)[0] for p in (plain, again))
+    assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+def test_another_learning_rate_shows_in_the_weights_of_the_first_step_and_not_before(plain, tmp_path):
+    other = run(tmp_path, learn={"lr": RECIPE["learn"]["lr"] * 2})
+    found = diff.compare(plain, other)
+    assert any(line.startswith("learn.lr") for line in found.settings)
+    assert (found.dumps.step, found.dumps.stage) == (1, "learn")
+    assert found.dumps.tensor.startswith("weight/")  # its gradients are equal
+    assert "values" in found.dumps.how
+
+
+def test_another_seed_shows_where_its_data_enters(plain, tmp_path):
+    found = diff.compare(plain, run(tmp_path, seed=7))
+    assert (found.first.step, found.first.stage) in {(1, "source"), (0, "metrics")}
+    assert found.dumps.stage == "source"
+
+
+def test_a_value_changed_in_a_dump_is_found_where_it_is(plain, tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    other = run(tmp_path, deterministic=True)
+    path = file_of(other, 2)
+    with safe_open(path, "pt") as file:
+        tensors, about = {n: file.get_tensor(n) for n in file.keys()}, file.metadata()  # noqa: SIM118
+    tensors["advantage/advantages"][3] += 1
+    save_file(tensors, path, about)
+    found = diff.compare(plain, other)
+    assert (found.first.step, found.first.stage, found.first.tensor) == (2, "advantage", "advantages")
+    assert "first at [3]" in found.first.how
+
+
+def test_the_command_says_it_and_ends_with_one(plain, tmp_path):
+    other = run(tmp_path, learn={"lr": 0.5})
+    result = CliRunner().invoke(app, ["diff", str(plain), str(other)])
+    assert result.exit_code == 1 and "first difference: step 1, learn, weight/" in result.stdout
+    as_json = CliRunner().invoke(app, ["diff", str(plain), str(plain), "--json"])
+    assert as_json.exit_code == 0 and json.loads(as_json.stdout)["first"] is None
+
+
+def test_a_profiled_step_is_a_trace_with_the_stages_in_it(tmp_path):
+    recipe = {**RECIPE, "folder": str(tmp_path), "train": {**RECIPE["train"], "steps": 2, "profile": [2]}}
+    launch.train(recipe)
+    traces = list((tmp_path / "small" / "profile").iterdir())
+    assert [t.name for t in traces] == ["step-000002.json"]
+    names = {event.get("name") for event in json.loads(traces[0].read_text())["traceEvents"]}
+    assert {"stage rollout", "stage learn", "stage advantage"} <= names
+
+
+def test_evaluation_sees_the_running_mean_and_learning_does_not(tmp_path):
+    plain, averaged = (run(tmp_path / str(ema), learn={"ema": ema}) for ema in (0.0, 0.9))
+    found = diff.compare(plain, averaged)
+    assert found.dumps is None  # the same gradients and weights
+    tensors, _ = checkpoint.load(checkpoint.latest(averaged / "checkpoints").path)
+    means = {n.removeprefix("ema."): t for n, t in tensors.items() if n.startswith("ema.")}
+    assert means and any(not torch.equal(means[n], tensors[f"model.{n}"]) for n in means)
