@@ -78,6 +78,7 @@ class Crew:
         self._equip, self._on_ready, self._on_lost = equip, on_ready, on_lost
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.is_closing = False
+        self.examine: Callable[[str], str] = lambda why: ""  # leaves the stacks of all somewhere, and says where
 
     # Who is there
 
@@ -219,7 +220,8 @@ class Crew:
             if member.state == "lost" and now >= member.not_before:
                 self.again(member)
             elif member.state == "ready" and now - member.heard > silence_s:
-                self.lose(member, f"silent for {now - member.heard:.0f} s: it hangs, or its node does")
+                seen = self.examine(f"{member.name} has been silent for {now - member.heard:.0f} s")
+                self.lose(member, f"silent for {now - member.heard:.0f} s: it hangs, or its node does{seen}")
             elif member.state == "starting" and now - member.since > self.settings.start_s:
                 self.lose(member, f"not ready after {self.settings.start_s:g} s")
 

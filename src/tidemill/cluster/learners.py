@@ -100,6 +100,7 @@ class RankLearnWorker(LearnWorker):
         self.groups: Any = np.empty(0, np.int64)  # of the whole step, on all ranks; known when it is learned
         self.has_updated = False
         self.started_over = 0
+        self._counted = np.zeros(2)  # tokens and samples accumulated since the last update of all ranks
         super().__init__(dock, learner, config, tally, name, critic)
 
     def begin(self, first_group: int, tag: str | None = None) -> None:
@@ -161,6 +162,7 @@ class RankLearnWorker(LearnWorker):
         if len(every) and not self.only_critic:
             self._learn_share()
         self.has_updated = True
+        self._counted[:] = 0
         self._end_held()
         counts = self.dock.state().stages[self.name]
         self.is_done = counts.ready + counts.leased == 0
@@ -184,6 +186,10 @@ class RankLearnWorker(LearnWorker):
                         self.tally.update(self._named(measured))
                 self.accumulated = set()
 
+    def _accumulate(self, batch: Batch) -> None:
+        super()._accumulate(batch)
+        self._counted += np.array([batch["tokens"].lengths.sum(), batch.rows], np.float64)
+
     def _place(self, groups: Any) -> Any:
         """Which of the step's updates each group belongs to."""
         updates = self.config.train.updates_per_step
@@ -200,6 +206,10 @@ class RankLearnWorker(LearnWorker):
         """Give everything back and forget what was accumulated of it."""
         if self.held:
             self.started_over += 1
+        for name, count in zip(("learned_tokens", "learned_samples"), self._counted):
+            if count:
+                self.tally.add(name, -float(count))
+        self._counted[:] = 0
         for held in self.held:
             if isinstance(held, KeptLease):
                 held.abandon()

@@ -94,6 +94,7 @@ class RemoteWorkers:
         self.crew = Crew(
             config.cluster, placement, starter, self.logs.folder, self.note, self._equip, self._on_ready, self._on_lost
         )
+        self.crew.examine = lambda why: f" (stacks: {stall.report(self.crew, self.logs.folder, [why])})"
         self.publisher = Publisher(self.crew, config.cluster.collective_s, self.check_learners)
         self.server: DockServer | None = None
         self.dock: RemoteDock | None = None
