@@ -79,7 +79,7 @@ class RayStarter:
         if ray.is_initialized():  # the caller's own, for example a test's
             return
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-        quiet = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
         if self.settings.address != "local":
             try:
                 ray.init(address=self.settings.address, namespace=f"tidemill-{self.name}", **quiet)

@@ -149,6 +149,12 @@ class RemoteWorkers:
     def feeder(self) -> Member:
         return next(m for m in self.crew.members.values() if m.post.feeds)
 
+    @property
+    def first_token_s(self) -> float | None:
+        """When, since the epoch, the first token of a training sample was made."""
+        times = [m.report.first_token_s for m in self.crew.members.values() if m.report is not None]
+        return min((t for t in times if t is not None), default=None)
+
     def _open_dock(self) -> None:
         """A dock of its own: nothing of an earlier one is left in it."""
         folder = self.path / "dock"
