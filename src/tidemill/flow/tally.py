@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tidemill.observe.profile import span
+
 
 @dataclass(frozen=True, slots=True)
 class Counted:
@@ -38,8 +40,6 @@ def together(parts: Sequence[Counted]) -> dict[str, float]:
         merged[name] = reduce(values) if reduce else sum(values) / len(values)
     return merged
 
-
-from tidemill.observe.profile import span
 
 ROLES = {
     "rollout": ("rollout",),
