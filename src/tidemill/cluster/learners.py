@@ -39,7 +39,8 @@ class World:
         if self.size == 1:
             return
         timeout = timedelta(seconds=timeout_s)
-        store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+        stores: Any = dist
+        store = stores.TCPStore(host, port, is_master=False, timeout=timeout)
         backend = "gloo"
         if device.type != "cpu":
             backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
@@ -100,6 +101,7 @@ class RankLearnWorker(LearnWorker):
         self.groups: Any = np.empty(0, np.int64)  # of the whole step, on all ranks; known when it is learned
         self.has_updated = False
         self.started_over = 0
+        self.own = learner
         self._counted = np.zeros(2)  # tokens and samples accumulated since the last update of all ranks
         super().__init__(dock, learner, config, tally, name, critic)
 
@@ -181,7 +183,7 @@ class RankLearnWorker(LearnWorker):
                 if (place == update).any():
                     self.has_begun = True
                     with self.tally.time(self.name):
-                        measured = self.world.update(self.learner)
+                        measured = self.world.update(self.own)
                     if self.world.rank == 0:
                         self.tally.update(self._named(measured))
                 self.accumulated = set()
@@ -214,4 +216,4 @@ class RankLearnWorker(LearnWorker):
             if isinstance(held, KeptLease):
                 held.abandon()
         self.held, self.accumulated, self.has_begun = [], set(), False
-        self.learner.forget()
+        self.own.forget()

@@ -41,7 +41,7 @@ class RayHost(Host):
     """A worker's process, as an actor."""
 
     def on_where(self) -> tuple[str, str]:
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        return ray.get_runtime_context().get_node_id(), own_address()
 
 
 class Storehouse:
@@ -50,7 +50,7 @@ class Storehouse:
     def __init__(self, address: Address, node: str, host: str, memory_mb: int | None) -> None:
         from tidemill.dock.server import DockNode
 
-        memory = {} if memory_mb is None else {"memory_bytes": memory_mb << 20}
+        memory: dict[str, Any] = {} if memory_mb is None else {"memory_bytes": memory_mb << 20}
         self.node = DockNode(address, node, host, **memory)
 
     def pid(self) -> int:
@@ -67,13 +67,14 @@ class RayStarter:
         self._is_own = False
         self._folder: Path | None = None
         self._connect()
-        self._actor = ray.remote(max_concurrency=THREADS, max_restarts=0, num_cpus=0)(RayHost)
-        self._storehouse = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2)(Storehouse)
+        remote: Any = ray.remote  # its types know functions only
+        self._actor = remote(max_concurrency=THREADS, max_restarts=0, num_cpus=0)(RayHost)
+        self._storehouse = remote(num_cpus=0, max_restarts=0, max_concurrency=2)(Storehouse)
         self._groups: dict[str, Any] = {}  # placement groups, by group or by post
         self._stores: dict[tuple[str, str], Any] = {}  # by node and dock
         self._ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         context = ray.get_runtime_context()
-        self.home = (context.get_node_id(), ray.util.get_node_ip_address())
+        self.home = (context.get_node_id(), own_address())
 
     def _connect(self) -> None:
         if ray.is_initialized():  # the caller's own, for example a test's
@@ -111,7 +112,7 @@ class RayStarter:
 
     def nodes(self) -> Sequence[Resources]:
         shown = ("CPU", "GPU", "NPU")
-        alive = [node for node in ray.nodes() if node["Alive"]]
+        alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         return [{name: node["Resources"].get(name, 0.0) for name in shown} for node in alive]
 
     def describe(self) -> str:
@@ -212,6 +213,10 @@ class RayHandle:
     def kill(self) -> None:
         with contextlib.suppress(Exception):
             ray.kill(self._actor, no_restart=True)
+
+
+def own_address() -> str:
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def environment() -> dict[str, str]:

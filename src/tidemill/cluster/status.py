@@ -122,7 +122,7 @@ def render(status: RunStatus) -> str:
         f"workers lost so far: {status.lost}",
         "",
     ]
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for w in status.workers:
         doing = f"{w.doing}{f', in {w.waits_in}' if w.waits_in else ''}" if w.doing else w.error or "–"
         version = str(w.version) if w.version >= 0 else "–"
