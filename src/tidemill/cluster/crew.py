@@ -78,6 +78,7 @@ class Crew:
         self._equip, self._on_ready, self._on_lost = equip, on_ready, on_lost
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.is_closing = False
+        self.check: Callable[[], None] = lambda: None  # raises when waiting for an answer has become pointless
         self.examine: Callable[[str], str] = lambda why: ""  # leaves the stacks of all somewhere, and says where
 
     # Who is there
@@ -237,6 +238,7 @@ class Crew:
         while not all(f.done() for f in futures.values()):
             if any(f.done() and (f.exception() or f.result().failure) for f in futures.values()):
                 break
+            self.check()
             if time.monotonic() > deadline:
                 late = [name for name, f in futures.items() if not f.done()]
                 raise WorkerLost(f"{', '.join(late)} did not finish {method!r} within {within_s:g} s")

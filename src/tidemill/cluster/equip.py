@@ -114,6 +114,8 @@ class Kit:
         self.tally.close()
         if self.engine is not None:
             self.engine.pause()  # what it was making is dropped
+            while self.engine.has_work:
+                self.engine.step()  # and what it had finished
         self.dock, self.tally = dock, tally
         self.open_feed()
         self.kept_samples.clear()

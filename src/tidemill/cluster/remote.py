@@ -94,6 +94,7 @@ class RemoteWorkers:
         self.crew = Crew(
             config.cluster, placement, starter, self.logs.folder, self.note, self._equip, self._on_ready, self._on_lost
         )
+        self.crew.check = self.check_learners
         self.crew.examine = lambda why: f" (stacks: {stall.report(self.crew, self.logs.folder, [why])})"
         self.publisher = Publisher(self.crew, config.cluster.collective_s, self.check_learners)
         self.server: DockServer | None = None
@@ -345,6 +346,7 @@ class RemoteWorkers:
         told = {}
         for name, future in futures.items():
             while not future.done():
+                self.check_learners()
                 self.crew.pump(0.2)
             with contextlib.suppress(WorkerLost):
                 told[name] = self.crew.unwrap(name, future)

@@ -112,11 +112,6 @@ class Learner:
         self._stats, self._whole = [], 0.0
         return {**metrics, "grad_norm": norm, "lr": lr, "skipped_updates": float(self.skipped)}
 
-    def forget(self) -> None:
-        """Drop what was accumulated since the last update."""
-        self.gradients.clear()
-        self._stats, self._whole = [], 0.0
-
     def _tell(self, what: str) -> None:
         if self.show is None:
             return
@@ -126,6 +121,11 @@ class Learner:
     def averaged(self) -> AbstractContextManager[None]:
         """Inside, the weights are their running mean, where one is kept."""
         return nullcontext() if self.ema is None else self.ema.swapped()
+
+    def forget(self) -> None:
+        """Drop what was accumulated since the last update."""
+        self.gradients.clear()
+        self._stats, self._whole = [], 0.0
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything a resumed run needs: tensors, and plain values beside them."""
