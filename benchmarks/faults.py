@@ -30,6 +30,7 @@ OPTIONS: dict[str, Any] = {
     "learners": 2,
     "rollouts": 2,
     "rewards": 1,
+    "each": False,  # how long each kind takes to recover from, instead of the soak
 }
 KINDS = ("rollout", "reward", "ledger", "warehouse", "learner", "hang")
 RECIPE: dict[str, Any] = {
@@ -56,6 +57,8 @@ def digits(sample: Any) -> float:
 
 
 def run(options: Mapping[str, Any]) -> dict[str, Any]:
+    if options["each"]:
+        return recoveries(options)
     seconds = 60 * float(options["minutes"])
     with tempfile.TemporaryDirectory(prefix="tm-faults-") as folder:
         pace = train(Path(folder) / "pace", FIRST_STEPS, options, None)["seconds_per_step"]
@@ -82,7 +85,9 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def train(folder: Path, steps: int, options: Mapping[str, Any], killer: Killer | None) -> dict[str, Any]:
+def train(
+    folder: Path, steps: int, options: Mapping[str, Any], killer: Killer | None, watch: Any = None
+) -> dict[str, Any]:
     """One run; what it came to."""
     from tidemill import launch
     from tidemill.flow.loop import Watcher
@@ -116,7 +121,7 @@ def train(folder: Path, steps: int, options: Mapping[str, Any], killer: Killer |
     train_part = {**RECIPE["train"], "steps": steps}
     recipe = {**RECIPE, "folder": str(folder), "train": train_part, "cluster": cluster}
     began = time.monotonic()
-    summary = launch.train(recipe, watch=Watch())
+    summary = launch.train(recipe, watch=watch or Watch())
     if killer is not None:
         killer.end()
     lines = [json.loads(line) for line in (folder / "soak" / "metrics.jsonl").read_text().splitlines()]
@@ -180,3 +185,46 @@ class Killer:
         found = [m.pid for m in list(self.workers.crew.members.values()) if m.post.group.name == role and m.pid]
         ready = [m.pid for m in list(self.workers.crew.members.values()) if m.pid in found and m.state == "ready"]
         return self.rng.choice(ready) if ready else 0
+
+
+# -- how long each kind takes ------------------------------------------------------------------------------------------
+
+
+def recoveries(options: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds from each kind of kill to the end of the next step, less what a step takes undisturbed."""
+    from tidemill.flow.loop import Watcher
+
+    found: dict[str, float] = {}
+
+    class OneByOne(Watcher):
+        """Lets some steps pass, kills the next kind in the middle of a step, and waits for the step to end."""
+
+        def __init__(self) -> None:
+            self.left = [k for k in KINDS if k != "hang"]
+            self.killer = Killer(random.Random(0), 1.0)
+            self.under_way: tuple[str, float] | None = None
+            self.last, self.usual = time.monotonic(), 0.0
+
+        def started(self, workers: Any, first_step: int) -> None:
+            self.killer.workers = workers
+
+        def stepped(self, step: int, metrics: dict[str, float]) -> None:
+            now = time.monotonic()
+            if self.under_way is not None:
+                kind, at = self.under_way
+                found[kind] = max(0.0, now - at - self.usual)
+                self.under_way = None
+            elif step > 3:
+                self.usual = now - self.last
+                if self.left and step % 4 == 0:
+                    self._kill(self.left.pop(0))
+            self.last = time.monotonic()
+
+        def _kill(self, kind: str) -> None:
+            pid = self.killer._victim(kind)
+            self.under_way = kind, time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+
+    with tempfile.TemporaryDirectory(prefix="tm-faults-") as folder:
+        train(Path(folder), 4 * (len(KINDS) + 1), options, None, OneByOne())
+    return {f"recovery_{kind}_s": seconds for kind, seconds in found.items()}
