@@ -51,6 +51,7 @@ def test_colocated_roles_share_the_learners_processes(tmp_path: Path, local: lis
     assert {p.stem for p in (tmp_path / "small" / "logs").glob("*.log")} == {"learner-0", "learner-1"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "victim",
     [worker("rollout-0"), worker("reward-0"), ledger, warehouse, worker("learner-1")],
@@ -79,6 +80,7 @@ def test_samples_are_written_by_who_has_them_and_none_passes_the_driver(tmp_path
     assert len({line["id"] for line in lines}) == len(lines) == 4 * 8
 
 
+@pytest.mark.slow
 def test_a_run_of_processes_is_resumed_in_one_process_and_the_other_way(
     tmp_path: Path, local: list[dict[str, Any]]
 ) -> None:

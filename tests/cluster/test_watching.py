@@ -45,6 +45,7 @@ class Stop(Disturb):
         os.kill(self.killed[0], signal.SIGSTOP)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_the_group_starts_again(tmp_path: Path, local: list[dict[str, Any]]) -> None:
     watch = Stop(worker("learner-1"))
     train(tmp_path, watch, cluster={"learners": 2, "stall_s": 4.0, "collective_s": 60.0})
@@ -54,12 +55,14 @@ def test_a_rank_that_hangs_is_named_and_the_group_starts_again(tmp_path: Path, l
     assert "missing in the agreement on the step's samples" in stacks and "== learner-0" in stacks
 
 
+@pytest.mark.slow
 def test_a_rollout_worker_that_hangs_loses_its_samples_to_another(tmp_path: Path, local: list[dict[str, Any]]) -> None:
     watch = Stop(worker("rollout-0"))
     train(tmp_path, watch, cluster={"rollouts": 2, "stall_s": 6.0, "collective_s": 5.0})
     assert_same_learning(measured(tmp_path), local)
 
 
+@pytest.mark.slow
 def test_rollout_workers_join_and_leave_while_a_run_goes_on(tmp_path: Path, local: list[dict[str, Any]]) -> None:
     class Scale(Disturb):
         seen: tuple[list[str], ...] = ()
