@@ -126,6 +126,7 @@ class Crew:
     def _spawn(self, member: Member) -> None:
         member.become("starting")
         member.incarnation += 1
+        member.node = ""
         member.report, member.heard = None, time.monotonic()
         member.handle = self.starter.spawn(member.post, self.logs)
         member.handle.call("warm")
@@ -224,7 +225,16 @@ class Crew:
                 seen = self.examine(f"{member.name} has been silent for {now - member.heard:.0f} s")
                 self.lose(member, f"silent for {now - member.heard:.0f} s: it hangs, or its node does{seen}")
             elif member.state == "starting" and now - member.since > self.settings.start_s:
+                if self._is_spare(member):
+                    self.note(f"{member.name} finds no place; the run goes on without it")
+                    self.remove(member.name)
+                    continue
                 self.lose(member, f"not ready after {self.settings.start_s:g} s")
+
+    def _is_spare(self, member: Member) -> bool:
+        """Never placed, as after the loss of its node, while others do the same work."""
+        group = member.post.group.name
+        return not member.node and group != LEARNER and not member.post.feeds and bool(self.of(group))
 
     def call(self, member: Member, method: str, *args: Any, within_s: float = 600.0) -> Any:
         return self.call_all([member], method, lambda _: args, within_s)[member.name]

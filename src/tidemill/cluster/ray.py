@@ -79,7 +79,6 @@ class RayStarter:
     def _connect(self) -> None:
         if ray.is_initialized():  # the caller's own, for example a test's
             return
-        os.environ.setdefault("RAY_DEDUP_LOGS", "0")
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
         if self.settings.address != "local":
             try:
@@ -149,7 +148,11 @@ class RayStarter:
         ).remote(post.name, str(logs))
         return RayHandle(post.name, actor)
 
-    def release(self, post: Post) -> None: ...
+    def release(self, post: Post) -> None:
+        own = self._groups.pop(post.name, None)  # of one that joined later; the others keep their places
+        if own is not None:
+            with contextlib.suppress(Exception):
+                remove_placement_group(own)
 
     def store(self, node: str, host: str, dock: Address, memory_mb: int | None) -> bool:
         """The home node's warehouse is the dock's own; every other node gets one of its own."""

@@ -16,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tidemill.algorithms.registry import get as get_algorithm
 from tidemill.cluster import placement as placements
 from tidemill.cluster import stall, status
 from tidemill.cluster.conduct import Conductor
@@ -46,9 +45,11 @@ SHOWN_ANSWERS = 32  # of an evaluation: for people to look at
 
 
 def start(config: Config, model_path: Path | None, folder: RunFolder, note: Callable[[str], None]) -> RemoteWorkers:
-    graph = get_algorithm(config.algorithm.name).graph(config)
-    starter = make_starter(config, folder)
+    with ThreadPoolExecutor(1) as beside:  # the table of stages brings torch, the starter a cluster: both take seconds
+        table = beside.submit(_graph, config)
+        starter = make_starter(config, folder)
     try:
+        graph = table.result()
         nodes = starter.nodes()
         placement = placements.place(config, graph, placements.accelerator_of(config, nodes))
         placements.check(placement, nodes, config.cluster)
@@ -63,6 +64,12 @@ def start(config: Config, model_path: Path | None, folder: RunFolder, note: Call
         workers.close()
         raise
     return workers
+
+
+def _graph(config: Config) -> Graph:
+    from tidemill.algorithms.registry import get
+
+    return get(config.algorithm.name).graph(config)
 
 
 def make_starter(config: Config, folder: RunFolder) -> Starter:

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tidemill.observe.profile import span
-
 
 @dataclass(frozen=True, slots=True)
 class Counted:
@@ -82,6 +80,8 @@ class Tally:
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
+        from tidemill.observe.profile import span  # brings torch, which a driver of a cluster can do without
+
         started = time.perf_counter()
         try:
             with span(name):
