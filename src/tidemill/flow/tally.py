@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tidemill.observe.profile import span
+
 
 @dataclass(frozen=True, slots=True)
 class Counted:
@@ -80,8 +82,6 @@ class Tally:
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        from tidemill.observe.profile import span  # brings torch, which a driver of a cluster can do without
-
         started = time.perf_counter()
         try:
             with span(name):
