@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from tests.cluster.runs import (
 )
 from tidemill import launch
 from tidemill.errors import TidemillError
+from tidemill.flow.loop import Watcher
 
 pytest.importorskip("zmq")
 
@@ -94,3 +97,26 @@ def test_a_run_of_processes_is_resumed_in_one_process_and_the_other_way(
         (folder / "small" / "summary.json").unlink()
         launch.resume(folder / "small")
         assert_same([m for m in measured(folder) if m["step"] > 2], [m for m in local if m["step"] > 2])
+
+
+@pytest.mark.slow
+def test_interrupted_by_the_user_it_saves_and_can_be_resumed(tmp_path: Path, local: list[dict[str, Any]]) -> None:
+    class Interrupt(Watcher):
+        def stepped(self, step: int, metrics: dict[str, float]) -> None:
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    summary = train(tmp_path, Interrupt())
+    assert summary.is_stopped and summary.steps == 2
+    launch.resume(tmp_path / "small")
+    assert_same(measured(tmp_path), local)
+
+
+@pytest.mark.slow
+def test_rollout_runs_ahead_by_no_more_than_it_may_also_when_a_worker_is_killed(tmp_path: Path) -> None:
+    watch = Disturb(worker("rollout-0"))
+    flow = {"schedule": "async", "max_staleness": 2}
+    summary = train(tmp_path, watch, flow=flow, train={"steps": 6, "updates_per_step": 1}, cluster={"rollouts": 2})
+    ages = [m["staleness_max"] for m in measured(tmp_path) if "staleness_max" in m]
+    assert summary.steps == 6 and len(ages) == 6
+    assert 0 < max(ages) <= 2
