@@ -20,7 +20,7 @@ from typing import Any
 from tidemill.bench import summary
 
 ABOUT = "seconds from the command to the first rollout token: local, processes, ray"
-OPTIONS: dict[str, Any] = {"executors": ["local", "processes", "ray"], "learners": 1, "rollouts": 2}
+OPTIONS: dict[str, Any] = {"executors": ["local", "processes", "ray"], "learners": 1, "rollouts": 1}
 
 CODE = """
 import json, sys, time

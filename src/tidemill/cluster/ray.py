@@ -66,6 +66,7 @@ class RayStarter:
         self.settings, self.name = settings, name
         self._is_own = False
         self._folder: Path | None = None
+        self._environment: dict[str, Any] = {"runtime_env": {"env_vars": environment()}}  # of each worker
         self._connect()
         remote: Any = ray.remote  # its types know functions only
         self._actor = remote(max_concurrency=THREADS, max_restarts=0, num_cpus=0)(RayHost)
@@ -90,15 +91,26 @@ class RayStarter:
                 ) from error
         else:
             self._folder = Path(tempfile.mkdtemp(prefix="tm-"))  # short: sockets lie in it, whose paths are limited
-            ray.init(
-                address="local",
-                namespace=f"tidemill-{self.name}",
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=str(self._folder),
-                num_cpus=self._cpus(),
-                **quiet,
-            )
+            # Its nodes have our environment from the start, so that workers which Ray starts ahead can be used.
+            before = {name: os.environ.get(name) for name in environment()}
+            os.environ |= environment()
+            self._environment = {}
+            try:
+                ray.init(
+                    address="local",
+                    namespace=f"tidemill-{self.name}",
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    _temp_dir=str(self._folder),
+                    num_cpus=self._cpus(),
+                    **quiet,
+                )
+            finally:
+                for name, value in before.items():
+                    if value is None:
+                        del os.environ[name]
+                    else:
+                        os.environ[name] = value
         self._is_own = True
 
     def _cpus(self) -> int:
@@ -144,7 +156,7 @@ class RayStarter:
             num_gpus=devices,
             resources=needs,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-            runtime_env={"env_vars": environment()},
+            **self._environment,
         ).remote(post.name, str(logs))
         return RayHandle(post.name, actor)
 
@@ -159,9 +171,8 @@ class RayStarter:
         if node == self.home[0] or (node, dock.ledger) in self._stores:
             return False
         where = NodeAffinitySchedulingStrategy(node, soft=False)
-        actor = self._storehouse.options(scheduling_strategy=where, runtime_env={"env_vars": environment()}).remote(
-            dock, node, host, memory_mb
-        )
+        made = self._storehouse.options(scheduling_strategy=where, **self._environment)
+        actor = made.remote(dock, node, host, memory_mb)
         try:
             ray.get(actor.pid.remote(), timeout=self.settings.start_s)
         except (ray.exceptions.RayError, TimeoutError) as error:
