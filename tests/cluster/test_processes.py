@@ -21,6 +21,7 @@ from tests.cluster.runs import (
     warehouse,
     worker,
 )
+from tests.faults.test_resume import numbers
 from tidemill import launch
 from tidemill.errors import TidemillError
 from tidemill.flow.loop import Watcher
@@ -81,6 +82,17 @@ def test_samples_are_written_by_who_has_them_and_none_passes_the_driver(tmp_path
     lines = [json.loads(line) for line in (tmp_path / "small" / "samples.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == sorted(line["step"] for line in lines)
     assert len({line["id"] for line in lines}) == len(lines) == 4 * 8
+    heard = [m["driver_bytes"] for m in numbers(tmp_path / "small") if "driver_bytes" in m]
+    assert len(heard) == 4 and max(heard) < 20_000, heard  # counts and states, whatever the samples are
+
+
+def test_what_the_driver_hears_does_not_grow_with_the_samples(tmp_path: Path) -> None:
+    heard = []
+    for tokens in (4, 24):
+        folder = tmp_path / str(tokens)
+        train(folder, rollout={"max_new_tokens": tokens}, train={"steps": 2}, observe={"samples_per_step": 0})
+        heard.append(min(m["driver_bytes"] for m in numbers(folder / "small") if "driver_bytes" in m))
+    assert heard[1] < 1.3 * heard[0], heard
 
 
 @pytest.mark.slow

@@ -292,6 +292,7 @@ class Crew:
                     self._failed(member, answer.failure)
                     return
                 answer = answer.value
+                self.received_bytes += len(pickle.dumps(answer))
             follow(answer)
 
         future.add_done_callback(lambda _: self._events.put(event))

@@ -345,7 +345,9 @@ class RemoteWorkers:
         told = self._from_all("measure")
         self._shown = {name: ids for name, (_, ids) in told.items()}
         measured = together([counted for counted, _ in told.values()])
-        return measured | {"version": float(self.publisher.version), "workers_lost": float(self.crew.lost_total)}
+        heard, self.crew.received_bytes = self.crew.received_bytes, 0
+        own = {"workers_lost": float(self.crew.lost_total), "driver_bytes": float(heard)}
+        return measured | {"version": float(self.publisher.version), **own}
 
     def _from_all(self, method: str, *args: Any) -> dict[str, Any]:
         """The answers of all who are there; one that is lost meanwhile has no word."""
