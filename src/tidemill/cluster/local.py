@@ -29,8 +29,9 @@ from tidemill.dock import LocalDock
 from tidemill.errors import ConfigError
 from tidemill.flow.ahead import Ahead, OpenStep, staleness_limit
 from tidemill.flow.beside import Beside, EveryStep
-from tidemill.flow.evaluate import Evaluation, decoder, evaluate
+from tidemill.flow.evaluate import decoder, evaluate
 from tidemill.flow.feed import FEEDS, Feed
+from tidemill.flow.records import Evaluation
 from tidemill.flow.reference import ReferenceKeeper
 from tidemill.flow.schedule import SCHEDULES
 from tidemill.flow.stages import (
