@@ -52,7 +52,7 @@ def test_two_ranks_and_two_of_each_compute_the_same_step(
 def test_colocated_roles_share_the_learners_processes(tmp_path: Path, local: list[dict[str, Any]]) -> None:
     train(tmp_path, cluster={"learners": 2, "placement": "colocated"})
     assert_same(measured(tmp_path), local)
-    assert {p.stem for p in (tmp_path / "small" / "logs").glob("*.log")} == {"learner-0", "learner-1"}
+    assert {p.stem for p in (tmp_path / "small" / "logs").glob("*.log")} == {"all", "learner-0", "learner-1"}
 
 
 @pytest.mark.slow
