@@ -340,6 +340,7 @@ class RemoteWorkers:
     def step(self, number: int, stop: Callable[[], bool]) -> None:
         self.conductor.step(number, stop)
         self.crew.spent = 0
+        self.look()
 
     def measure(self) -> dict[str, float]:
         told = self._from_all("measure")
