@@ -520,6 +520,7 @@ class LearnWorker:
         self.has_begun = True
         batch = batch.gather(np.lexsort((batch.values(ID), batch.values(GROUP))))
         self.tally.add("learned_tokens", float(batch["tokens"].lengths.sum()))
+        self.tally.add("learned_samples", float(batch.rows))
         if self.config.flow.schedule == "async" and "versions" in batch:
             self._count_age(batch)
         with self.tally.time(self.name):

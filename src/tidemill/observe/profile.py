@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-
 FOLDER = "profile"
 
 
@@ -28,6 +26,8 @@ def profiled(run: Path, steps: Collection[int], step: int) -> Iterator[None]:
 
 def span(name: str) -> AbstractContextManager[Any]:
     """A stage's name in the trace, where one is being made; nothing otherwise."""
+    import torch  # here: who only asks for `profiled` can do without
+
     if not torch._C._autograd._profiler_enabled():
         return nullcontext()
     return torch.profiler.record_function(f"stage {name}")

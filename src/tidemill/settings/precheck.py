@@ -22,10 +22,24 @@ LONGEST_NAME = 200  # bytes; file systems stop at 255, and runs moved aside get 
 def problems(config: Config, model: Model) -> list[str]:
     """`model` is the one that will be trained (a warm start's own)."""
     checks: tuple[Callable[[Config, Model], Iterator[str]], ...] = (
-        _name, _batch, _flow, _routes, _lengths, _rollout, _model_folder, _data, _functions, _environment, _device,
-        _disk, _in_one_process, parallel.problems,
+        _name, _cluster, _batch, _flow, _routes, _lengths, _rollout, _model_folder, _data, _functions, _environment,
+        _device, _disk, _in_one_process, parallel.problems,
     )  # fmt: skip
     return [problem for check in checks for problem in check(config, model)]
+
+
+def _cluster(config: Config, _: Model) -> Iterator[str]:
+    executor = config.cluster.executor
+    if executor == "local":
+        return
+    if config.learn.parallel.ranks > 1:
+        yield (
+            f"learn.parallel asks for {config.learn.parallel.ranks} ranks with cluster.executor={executor}, which has "
+            f"ranks of whole models only; cluster.learners={config.learn.parallel.ranks} would do, or "
+            "cluster.executor=local"
+        )
+    if config.observe.dump:
+        yield f"observe.dump needs cluster.executor=local, but it is {executor}"
 
 
 def _name(config: Config, _: Model) -> Iterator[str]:
