@@ -100,8 +100,10 @@ def test_a_learned_reward_lifts_accuracy_that_it_was_never_told(seed: int, place
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_game_of_several_turns_is_won_more_often(seed: int, place) -> None:
-    summary, metrics, _ = run(place, "game", seed)
+@pytest.mark.parametrize("name", ["game", "tools"])
+def test_several_turns_are_learned(name: str, seed: int, place) -> None:
+    """A game is won more often, and a tool asked where guessing fails."""
+    summary, metrics, _ = run(place, name, seed)
     assert summary.accuracy_before < BELOW
     assert summary.accuracy_after > ABOVE
     assert metrics[-1]["turns"] > 1.0

@@ -129,3 +129,13 @@ def test_a_disk_too_small_for_the_checkpoints_is_told(monkeypatch):
 def test_what_the_batch_invariant_mode_cannot_be_joined_with_is_told():
     assert "only native has this mode" in refusal("rollout.batch_invariant=true", "rollout.engine=hf")
     assert "set learn.recompute=none" in refusal("rollout.batch_invariant=true", "learn.recompute=full")
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["observe.dump=[1]", "train.profile=[1]", "deterministic=true", "learn.ema=0.9", "algorithm.kl.weights=int8"],
+)
+def test_what_works_in_one_process_is_refused_with_several(override):
+    key = override.split("=")[0]
+    recipe.check(recipe.load({}, [*FITTING, override]).config)
+    assert f"{key} is set, which works in one process" in refusal(override, "cluster.executor=processes")

@@ -85,10 +85,18 @@ def addition(rng: random.Random, digits: Span = 2, numbers: Span = 2) -> Problem
     return Problem(f"{'+'.join(map(str, values))}=", answer, answer)
 
 
-def multiplication(rng: random.Random, digits: Span = 2) -> Problem:
-    """`12*34=`; the response is the partial products and then the answer."""
+def multiplication(rng: random.Random, digits: Span = 2, called: float | None = None) -> Problem:
+    """`12*34=`; the response is the partial products and then the answer.
+
+    With `called`, that share of the responses asks a calculator, `<12*34>408;408` (the part behind > up to ; is its
+    answer), and the others guess, `=512`: a model warmed up so has both ways in it, and RL finds that asking pays.
+    """
     low, high = span(digits, "digits", 1)
     a, b = (number(rng, rng.randint(low, high)) for _ in range(2))
+    if called is not None:
+        guess = f"={number(rng, len(str(a * b)))}"
+        response = f"<{a}*{b}>{a * b};{a * b}" if rng.random() < called else guess
+        return Problem(f"{a}*{b}=", str(a * b), response)
     parts = [str(a * int(digit) * 10**place) for place, digit in enumerate(reversed(str(b)))]
     steps = parts if len(parts) == 1 else [*parts, str(a * b)]
     return Problem(f"{a}*{b}=", str(a * b), " ".join(steps))
