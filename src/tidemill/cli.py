@@ -254,6 +254,15 @@ def stacks(run: Run) -> None:
         print(f"== {who}\n{text}\n")
 
 
+@app.command()
+def scale(run: Run, rollouts: Annotated[int, typer.Option(help="rollout workers from now on", min=1)]) -> None:
+    """Let rollout workers join or leave a run on a cluster while it goes on."""
+    from tidemill.cluster import status as statuses
+
+    statuses.want_rollouts(_folder_of(run), rollouts)
+    console.print(f"{run} will have {rollouts} rollout workers within seconds; `tidemill status {run}` shows them")
+
+
 def _folder_of(run: Path) -> Path:
     from tidemill.run import RunFolder
 

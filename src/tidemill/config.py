@@ -16,12 +16,16 @@ class Section(BaseModel):
 class TinyModel(Section):
     """A small decoder made on the spot, with random weights and a character tokenizer."""
 
-    architecture: Literal["qwen2", "qwen3", "llama"] = Field("qwen3", description="transformers architecture")
+    architecture: Literal["qwen2", "qwen3", "llama", "qwen3_moe", "mixtral"] = Field(
+        "qwen3", description="transformers architecture"
+    )
     hidden: int = Field(128, ge=8, description="width of the residual stream")
     layers: int = Field(4, ge=1, description="decoder layers")
     heads: int = Field(4, ge=1, description="attention heads")
     kv_heads: int = Field(2, ge=1, description="key/value heads; divides heads")
-    intermediate: int = Field(384, ge=8, description="width inside the MLP")
+    intermediate: int = Field(384, ge=8, description="width inside the MLP, or inside each expert")
+    experts: int = Field(8, ge=1, description="of qwen3_moe and mixtral, in each layer")
+    experts_per_token: int = Field(2, ge=1, description="how many of them a token goes through")
     window: int = Field(256, ge=8, description="longest sequence, prompt and response")
     alphabet: str = Field(
         "0123456789+-*/=()<>.,:;?! \nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ'\"[]{}_#$%&@^|~`\\",
@@ -35,6 +39,8 @@ class TinyModel(Section):
                 f"heads ({self.heads}) must divide hidden ({self.hidden}) and be a multiple of kv_heads"
                 f" ({self.kv_heads})"
             )
+        if self.experts_per_token > self.experts:
+            raise ValueError(f"experts_per_token ({self.experts_per_token}) is more than experts ({self.experts})")
         return self
 
 

@@ -36,7 +36,8 @@ def train(folder: Path, watch: Watcher | None = None, **over: Any) -> Summary:
 
 def measured(folder: Path) -> list[dict[str, Any]]:
     """What a run measured, without what tells of its workers and its time."""
-    return [{k: v for k, v in line.items() if k != "workers_lost"} for line in numbers(folder / "small")]
+    own = ("workers_lost", "driver_bytes")
+    return [{k: v for k, v in line.items() if k not in own} for line in numbers(folder / "small")]
 
 
 def assert_same(a: list[dict[str, Any]], b: list[dict[str, Any]], within: float = 1e-5) -> None:

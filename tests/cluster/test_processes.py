@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,10 @@ from tests.cluster.runs import (
     warehouse,
     worker,
 )
+from tests.faults.test_resume import numbers
 from tidemill import launch
 from tidemill.errors import TidemillError
+from tidemill.flow.loop import Watcher
 
 pytest.importorskip("zmq")
 
@@ -48,9 +52,10 @@ def test_two_ranks_and_two_of_each_compute_the_same_step(
 def test_colocated_roles_share_the_learners_processes(tmp_path: Path, local: list[dict[str, Any]]) -> None:
     train(tmp_path, cluster={"learners": 2, "placement": "colocated"})
     assert_same(measured(tmp_path), local)
-    assert {p.stem for p in (tmp_path / "small" / "logs").glob("*.log")} == {"learner-0", "learner-1"}
+    assert {p.stem for p in (tmp_path / "small" / "logs").glob("*.log")} == {"all", "learner-0", "learner-1"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "victim",
     [worker("rollout-0"), worker("reward-0"), ledger, warehouse, worker("learner-1")],
@@ -77,8 +82,20 @@ def test_samples_are_written_by_who_has_them_and_none_passes_the_driver(tmp_path
     lines = [json.loads(line) for line in (tmp_path / "small" / "samples.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == sorted(line["step"] for line in lines)
     assert len({line["id"] for line in lines}) == len(lines) == 4 * 8
+    heard = [m["driver_bytes"] for m in numbers(tmp_path / "small") if "driver_bytes" in m]
+    assert len(heard) == 4 and max(heard) < 20_000, heard  # counts and states, whatever the samples are
 
 
+def test_what_the_driver_hears_does_not_grow_with_the_samples(tmp_path: Path) -> None:
+    heard = []
+    for tokens in (4, 24):
+        folder = tmp_path / str(tokens)
+        train(folder, rollout={"max_new_tokens": tokens}, train={"steps": 2}, observe={"samples_per_step": 0})
+        heard.append(min(m["driver_bytes"] for m in numbers(folder / "small") if "driver_bytes" in m))
+    assert heard[1] < 1.3 * heard[0], heard
+
+
+@pytest.mark.slow
 def test_a_run_of_processes_is_resumed_in_one_process_and_the_other_way(
     tmp_path: Path, local: list[dict[str, Any]]
 ) -> None:
@@ -92,3 +109,26 @@ def test_a_run_of_processes_is_resumed_in_one_process_and_the_other_way(
         (folder / "small" / "summary.json").unlink()
         launch.resume(folder / "small")
         assert_same([m for m in measured(folder) if m["step"] > 2], [m for m in local if m["step"] > 2])
+
+
+@pytest.mark.slow
+def test_interrupted_by_the_user_it_saves_and_can_be_resumed(tmp_path: Path, local: list[dict[str, Any]]) -> None:
+    class Interrupt(Watcher):
+        def stepped(self, step: int, metrics: dict[str, float]) -> None:
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    summary = train(tmp_path, Interrupt())
+    assert summary.is_stopped and summary.steps == 2
+    launch.resume(tmp_path / "small")
+    assert_same(measured(tmp_path), local)
+
+
+@pytest.mark.slow
+def test_rollout_runs_ahead_by_no_more_than_it_may_also_when_a_worker_is_killed(tmp_path: Path) -> None:
+    watch = Disturb(worker("rollout-0"))
+    flow = {"schedule": "async", "max_staleness": 2}
+    summary = train(tmp_path, watch, flow=flow, train={"steps": 6, "updates_per_step": 1}, cluster={"rollouts": 2})
+    ages = [m["staleness_max"] for m in measured(tmp_path) if "staleness_max" in m]
+    assert summary.steps == 6 and len(ages) == 6
+    assert 0 < max(ages) <= 2

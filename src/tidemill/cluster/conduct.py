@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tidemill.cluster.crew import Member
 from tidemill.cluster.handle import WorkerLost
 from tidemill.dock import DockState
-from tidemill.errors import TidemillError
+from tidemill.errors import DockError, TidemillError
 from tidemill.flow.ahead import lead_of
 from tidemill.flow.workers import Stopped
 
@@ -125,7 +125,10 @@ class Conductor:
             if stop() and self._leave():
                 raise Stopped
             self.workers.mend_stores()
-            state = dock.state()
+            try:
+                state = dock.state()
+            except DockError as error:  # a ledger that does not come back
+                raise WorkerLost(error.message) from error
             self.workers.look(state)
             if is_over(state):
                 return

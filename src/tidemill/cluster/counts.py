@@ -61,4 +61,4 @@ class KeptTally(Tally):
 
     def _note(self, kind: str, name: str, value: float) -> None:
         if self._file >= 0:
-            os.write(self._file, f"{kind}\t{name}\t{value!r}\n".encode())
+            os.write(self._file, f"{kind}\t{name}\t{float(value)!r}\n".encode())

@@ -78,6 +78,8 @@ class Crew:
         self._equip, self._on_ready, self._on_lost = equip, on_ready, on_lost
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.is_closing = False
+        self.check: Callable[[], None] = lambda: None  # raises when waiting for an answer has become pointless
+        self.examine: Callable[[str], str] = lambda why: ""  # leaves the stacks of all somewhere, and says where
 
     # Who is there
 
@@ -124,6 +126,7 @@ class Crew:
     def _spawn(self, member: Member) -> None:
         member.become("starting")
         member.incarnation += 1
+        member.node = ""
         member.report, member.heard = None, time.monotonic()
         member.handle = self.starter.spawn(member.post, self.logs)
         member.handle.call("warm")
@@ -219,9 +222,19 @@ class Crew:
             if member.state == "lost" and now >= member.not_before:
                 self.again(member)
             elif member.state == "ready" and now - member.heard > silence_s:
-                self.lose(member, f"silent for {now - member.heard:.0f} s: it hangs, or its node does")
+                seen = self.examine(f"{member.name} has been silent for {now - member.heard:.0f} s")
+                self.lose(member, f"silent for {now - member.heard:.0f} s: it hangs, or its node does{seen}")
             elif member.state == "starting" and now - member.since > self.settings.start_s:
+                if self._is_spare(member):
+                    self.note(f"{member.name} finds no place; the run goes on without it")
+                    self.remove(member.name)
+                    continue
                 self.lose(member, f"not ready after {self.settings.start_s:g} s")
+
+    def _is_spare(self, member: Member) -> bool:
+        """Never placed, as after the loss of its node, while others do the same work."""
+        group = member.post.group.name
+        return not member.node and group != LEARNER and not member.post.feeds and bool(self.of(group))
 
     def call(self, member: Member, method: str, *args: Any, within_s: float = 600.0) -> Any:
         return self.call_all([member], method, lambda _: args, within_s)[member.name]
@@ -235,6 +248,7 @@ class Crew:
         while not all(f.done() for f in futures.values()):
             if any(f.done() and (f.exception() or f.result().failure) for f in futures.values()):
                 break
+            self.check()
             if time.monotonic() > deadline:
                 late = [name for name, f in futures.items() if not f.done()]
                 raise WorkerLost(f"{', '.join(late)} did not finish {method!r} within {within_s:g} s")
@@ -278,6 +292,7 @@ class Crew:
                     self._failed(member, answer.failure)
                     return
                 answer = answer.value
+                self.received_bytes += len(pickle.dumps(answer))
             follow(answer)
 
         future.add_done_callback(lambda _: self._events.put(event))

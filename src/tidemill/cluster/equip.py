@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -20,6 +21,7 @@ from tidemill.cluster.task import Assignment
 from tidemill.config import Config
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import open_source
+from tidemill.device import determinism
 from tidemill.dock import Dock
 from tidemill.dock.address import Address
 from tidemill.flow.ahead import Ahead
@@ -71,14 +73,15 @@ class Kit:
             self.ahead = Ahead(self.feed, cast(Dock, self.puts), self.config)
 
     def evaluate(self, size: int, samples: int) -> Evaluation:
-        assert self.engine is not None and self.loaded is not None
+        assert self.loaded is not None
         engine = self.engine
-        if engine.has_work:  # rollout goes on while others learn: what it has under way is not ours
+        if engine is None or engine.has_work:  # rollout goes on while others learn: what it has under way is not ours
             own = self.config.rollout.model_copy(update={"engine": "native"})
             engine = make_engine(self.loaded, self.config.model_copy(update={"rollout": own}))
         _, held_out = open_source(self.config.data, self.config.seed)
         encode = PromptTokens(self.tokenizer, self.config.data)
-        with Scorer(self.config.rewards) as scorer:
+        averaged = self.learner.averaged() if self.learner is not None else contextlib.nullcontext()
+        with Scorer(self.config.rewards) as scorer, averaged:
             return evaluate(
                 engine, held_out, encode, decoder(self.tokenizer), scorer, self.config, size=size, samples=samples
             )
@@ -111,6 +114,8 @@ class Kit:
         self.tally.close()
         if self.engine is not None:
             self.engine.pause()  # what it was making is dropped
+            while self.engine.has_work:
+                self.engine.step()  # and what it had finished
         self.dock, self.tally = dock, tally
         self.open_feed()
         self.kept_samples.clear()
@@ -138,6 +143,8 @@ def counts_of(task: Assignment, dock: Address) -> KeptTally:
 def equip(task: Assignment, dock: KeptDock) -> Kit:
     config, post = task.config, task.post
     torch.set_num_threads(config.threads or 1)  # several processes share the node's cores
+    if config.deterministic:
+        determinism.demand()
     device = devices.pick(config.device).torch_device
     algorithm = get_algorithm(config.algorithm.name)
     world = World(post.rank, post.group.ranks) if post.group.name == "learner" else World()
@@ -172,7 +179,10 @@ def _teach(kit: Kit) -> None:
     train = config.train
     updates = train.steps * train.updates_per_step * train.passes_per_step
     model = kit.loaded.model
-    critic = ValueLearner(ValueModel(model), config, algorithm, updates) if needs_values(algorithm) else None
+    critic = None
+    if needs_values(algorithm):
+        shares_trunk = algorithm.has_critic and config.algorithm.critic.trunk == "shared"
+        critic = ValueLearner(ValueModel(model, shares_trunk), config, algorithm, updates)
     kit.learner = critic if algorithm.learns_values and critic else Learner(model, config, algorithm, updates)
     kit.critic = critic if algorithm.has_critic else None  # a reward model is the learner itself
 
@@ -183,6 +193,9 @@ def _makers(kit: Kit) -> dict[str, Callable[[], Worker]]:
     def model() -> Any:
         assert kit.loaded is not None
         return kit.loaded.model
+
+    def reference() -> Any:
+        return freeze(model(), config.algorithm.kl.weights)
 
     def learn(name: str, learner: Learner | None, critic: Worker | None = None) -> Worker:
         assert learner is not None
@@ -209,7 +222,7 @@ def _makers(kit: Kit) -> dict[str, Callable[[], Worker]]:
         "reward": reward,
         "old_logprobs": lambda: ScoreWorker("old_logprobs", "old_logprobs", dock, model(), config, tally),
         "teacher": lambda: ScoreWorker("teacher", "teacher_logprobs", dock, teacher(config, kit.device), config, tally),
-        "reference": lambda: ScoreWorker("reference", "ref_logprobs", dock, freeze(model()), config, tally),
+        "reference": lambda: ScoreWorker("reference", "ref_logprobs", dock, reference(), config, tally),
         "advantage": lambda: AdvantageWorker(dock, kit.algorithm, config, tally, refill),
         "values": values,
         "learn_values": lambda: learn("learn_values", kit.critic),

@@ -39,7 +39,8 @@ class World:
         if self.size == 1:
             return
         timeout = timedelta(seconds=timeout_s)
-        store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+        stores: Any = dist
+        store = stores.TCPStore(host, port, is_master=False, timeout=timeout)
         backend = "gloo"
         if device.type != "cpu":
             backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
@@ -100,6 +101,8 @@ class RankLearnWorker(LearnWorker):
         self.groups: Any = np.empty(0, np.int64)  # of the whole step, on all ranks; known when it is learned
         self.has_updated = False
         self.started_over = 0
+        self.own = learner
+        self._counted = np.zeros(2)  # tokens and samples accumulated since the last update of all ranks
         super().__init__(dock, learner, config, tally, name, critic)
 
     def begin(self, first_group: int, tag: str | None = None) -> None:
@@ -161,6 +164,7 @@ class RankLearnWorker(LearnWorker):
         if len(every) and not self.only_critic:
             self._learn_share()
         self.has_updated = True
+        self._counted[:] = 0
         self._end_held()
         counts = self.dock.state().stages[self.name]
         self.is_done = counts.ready + counts.leased == 0
@@ -179,10 +183,14 @@ class RankLearnWorker(LearnWorker):
                 if (place == update).any():
                     self.has_begun = True
                     with self.tally.time(self.name):
-                        measured = self.world.update(self.learner)
+                        measured = self.world.update(self.own)
                     if self.world.rank == 0:
                         self.tally.update(self._named(measured))
                 self.accumulated = set()
+
+    def _accumulate(self, batch: Batch) -> None:
+        super()._accumulate(batch)
+        self._counted += np.array([batch["tokens"].lengths.sum(), batch.rows], np.float64)
 
     def _place(self, groups: Any) -> Any:
         """Which of the step's updates each group belongs to."""
@@ -200,8 +208,12 @@ class RankLearnWorker(LearnWorker):
         """Give everything back and forget what was accumulated of it."""
         if self.held:
             self.started_over += 1
+        for name, count in zip(("learned_tokens", "learned_samples"), self._counted):
+            if count:
+                self.tally.add(name, -float(count))
+        self._counted[:] = 0
         for held in self.held:
             if isinstance(held, KeptLease):
                 held.abandon()
         self.held, self.accumulated, self.has_begun = [], set(), False
-        self.learner.forget()
+        self.own.forget()

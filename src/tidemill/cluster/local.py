@@ -29,8 +29,9 @@ from tidemill.dock import LocalDock
 from tidemill.errors import ConfigError
 from tidemill.flow.ahead import Ahead, OpenStep, staleness_limit
 from tidemill.flow.beside import Beside, EveryStep
-from tidemill.flow.evaluate import Evaluation, decoder, evaluate
+from tidemill.flow.evaluate import decoder, evaluate
 from tidemill.flow.feed import FEEDS, Feed
+from tidemill.flow.records import Evaluation
 from tidemill.flow.reference import ReferenceKeeper
 from tidemill.flow.schedule import SCHEDULES
 from tidemill.flow.stages import (
@@ -116,7 +117,7 @@ class Workers:
         self.kept_samples.clear()
 
     def evaluate(self, size: int, samples: int) -> Evaluation:
-        with self.learner.averaged():
+        with self.learner.averaged() if isinstance(self.learner, Learner) else contextlib.nullcontext():
             return evaluate(
                 self.engine,
                 self.held_out,
@@ -276,7 +277,8 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
             run = Path(config.folder).expanduser() / config.name
             dump = Dump(run, config.observe.dump, [stage.name for stage in graph.stages])
             dock = cast(LocalDock, DumpingDock(dock, dump))
-            learner.show = dump.tensors
+            if isinstance(learner, Learner):
+                learner.show = dump.tensors
         ahead = Ahead(feed, dock, config)
         tally = Tally()
         own_copy = None

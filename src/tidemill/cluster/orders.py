@@ -11,7 +11,7 @@ from typing import Any
 from tidemill.cluster import weights
 from tidemill.cluster.equip import Kit, counts_of, equip
 from tidemill.cluster.hold import KeptDock
-from tidemill.cluster.task import Assignment
+from tidemill.cluster.task import Assignment, Link
 from tidemill.dock.address import Address
 from tidemill.dock.client import RemoteDock
 from tidemill.flow.records import Evaluation
@@ -184,7 +184,7 @@ class Orders:
         """The layout of what is sent or received, for this place in a link."""
         return weights.layout_of(self._tensors(), rank)
 
-    def link(self, link: weights.Link, rank: int) -> None:
+    def link(self, link: Link, rank: int) -> None:
         self.unlink()
         self._carrier = weights.Carrier(link, rank, self.kit.device)
 

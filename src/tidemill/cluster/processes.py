@@ -7,8 +7,9 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,7 +40,8 @@ class ProcessStarter:
     def spawn(self, post: Post, logs: Path) -> ProcessHandle:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=serve, args=(post.name, str(logs), theirs), name=post.name, daemon=True)
-        process.start()
+        with main_left_alone():
+            process.start()
         theirs.close()
         return ProcessHandle(post.name, process, ours)
 
@@ -55,6 +57,21 @@ class ProcessStarter:
         return "processes of this machine"
 
     def close(self) -> None: ...
+
+
+@contextlib.contextmanager
+def main_left_alone() -> Iterator[None]:
+    """A worker needs nothing of the caller's own script, which may be a notebook, standard input, or without a guard
+    against being run again: it is not imported there."""
+    main = sys.modules["__main__"]
+    hidden: dict[str, Any] = {
+        name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__
+    }
+    main.__dict__["__spec__"] = None
+    try:
+        yield
+    finally:
+        main.__dict__.update(hidden)
 
 
 class ProcessHandle:

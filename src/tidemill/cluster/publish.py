@@ -70,7 +70,7 @@ class Publisher:
         raise TidemillError(f"weights version {self.version} could not be brought to rollout: {last}", "see the logs")
 
     def _link(self, members: Sequence[Member]) -> None:
-        from tidemill.cluster.weights import Link
+        from tidemill.cluster.task import Link
         from tidemill.reshard.layout import merge
 
         now = tuple((m.name, m.incarnation) for m in members)

@@ -41,7 +41,7 @@ class RayHost(Host):
     """A worker's process, as an actor."""
 
     def on_where(self) -> tuple[str, str]:
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        return ray.get_runtime_context().get_node_id(), own_address()
 
 
 class Storehouse:
@@ -50,7 +50,7 @@ class Storehouse:
     def __init__(self, address: Address, node: str, host: str, memory_mb: int | None) -> None:
         from tidemill.dock.server import DockNode
 
-        memory = {} if memory_mb is None else {"memory_bytes": memory_mb << 20}
+        memory: dict[str, Any] = {} if memory_mb is None else {"memory_bytes": memory_mb << 20}
         self.node = DockNode(address, node, host, **memory)
 
     def pid(self) -> int:
@@ -66,20 +66,21 @@ class RayStarter:
         self.settings, self.name = settings, name
         self._is_own = False
         self._folder: Path | None = None
+        self._environment: dict[str, Any] = {"runtime_env": {"env_vars": environment()}}  # of each worker
         self._connect()
-        self._actor = ray.remote(max_concurrency=THREADS, max_restarts=0, num_cpus=0)(RayHost)
-        self._storehouse = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2)(Storehouse)
+        remote: Any = ray.remote  # its types know functions only
+        self._actor = remote(max_concurrency=THREADS, max_restarts=0, num_cpus=0)(RayHost)
+        self._storehouse = remote(num_cpus=0, max_restarts=0, max_concurrency=2)(Storehouse)
         self._groups: dict[str, Any] = {}  # placement groups, by group or by post
         self._stores: dict[tuple[str, str], Any] = {}  # by node and dock
         self._ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         context = ray.get_runtime_context()
-        self.home = (context.get_node_id(), ray.util.get_node_ip_address())
+        self.home = (context.get_node_id(), own_address())
 
     def _connect(self) -> None:
         if ray.is_initialized():  # the caller's own, for example a test's
             return
-        os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-        quiet = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
         if self.settings.address != "local":
             try:
                 ray.init(address=self.settings.address, namespace=f"tidemill-{self.name}", **quiet)
@@ -90,15 +91,26 @@ class RayStarter:
                 ) from error
         else:
             self._folder = Path(tempfile.mkdtemp(prefix="tm-"))  # short: sockets lie in it, whose paths are limited
-            ray.init(
-                address="local",
-                namespace=f"tidemill-{self.name}",
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=str(self._folder),
-                num_cpus=self._cpus(),
-                **quiet,
-            )
+            # Its nodes have our environment from the start, so that workers which Ray starts ahead can be used.
+            before = {name: os.environ.get(name) for name in environment()}
+            os.environ |= environment()
+            self._environment = {}
+            try:
+                ray.init(
+                    address="local",
+                    namespace=f"tidemill-{self.name}",
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    _temp_dir=str(self._folder),
+                    num_cpus=self._cpus(),
+                    **quiet,
+                )
+            finally:
+                for name, value in before.items():
+                    if value is None:
+                        del os.environ[name]
+                    else:
+                        os.environ[name] = value
         self._is_own = True
 
     def _cpus(self) -> int:
@@ -111,7 +123,7 @@ class RayStarter:
 
     def nodes(self) -> Sequence[Resources]:
         shown = ("CPU", "GPU", "NPU")
-        alive = [node for node in ray.nodes() if node["Alive"]]
+        alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         return [{name: node["Resources"].get(name, 0.0) for name in shown} for node in alive]
 
     def describe(self) -> str:
@@ -144,20 +156,23 @@ class RayStarter:
             num_gpus=devices,
             resources=needs,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-            runtime_env={"env_vars": environment()},
+            **self._environment,
         ).remote(post.name, str(logs))
         return RayHandle(post.name, actor)
 
-    def release(self, post: Post) -> None: ...
+    def release(self, post: Post) -> None:
+        own = self._groups.pop(post.name, None)  # of one that joined later; the others keep their places
+        if own is not None:
+            with contextlib.suppress(Exception):
+                remove_placement_group(own)
 
     def store(self, node: str, host: str, dock: Address, memory_mb: int | None) -> bool:
         """The home node's warehouse is the dock's own; every other node gets one of its own."""
         if node == self.home[0] or (node, dock.ledger) in self._stores:
             return False
         where = NodeAffinitySchedulingStrategy(node, soft=False)
-        actor = self._storehouse.options(scheduling_strategy=where, runtime_env={"env_vars": environment()}).remote(
-            dock, node, host, memory_mb
-        )
+        made = self._storehouse.options(scheduling_strategy=where, **self._environment)
+        actor = made.remote(dock, node, host, memory_mb)
         try:
             ray.get(actor.pid.remote(), timeout=self.settings.start_s)
         except (ray.exceptions.RayError, TimeoutError) as error:
@@ -212,6 +227,10 @@ class RayHandle:
     def kill(self) -> None:
         with contextlib.suppress(Exception):
             ray.kill(self._actor, no_restart=True)
+
+
+def own_address() -> str:
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def environment() -> dict[str, str]:

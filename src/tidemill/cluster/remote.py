@@ -16,14 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tidemill.algorithms.registry import get as get_algorithm
 from tidemill.cluster import placement as placements
 from tidemill.cluster import stall, status
 from tidemill.cluster.conduct import Conductor
 from tidemill.cluster.crew import Crew, Member
 from tidemill.cluster.handle import Starter, WorkerLost
 from tidemill.cluster.logs import LogStream
-from tidemill.cluster.placement import LEARNER, ROLLOUT, Placement
+from tidemill.cluster.placement import LEARNER, ROLLOUT, Placement, Post
 from tidemill.cluster.publish import Publisher
 from tidemill.config import Config
 from tidemill.dock import DockState
@@ -46,9 +45,11 @@ SHOWN_ANSWERS = 32  # of an evaluation: for people to look at
 
 
 def start(config: Config, model_path: Path | None, folder: RunFolder, note: Callable[[str], None]) -> RemoteWorkers:
-    graph = get_algorithm(config.algorithm.name).graph(config)
-    starter = make_starter(config, folder)
+    with ThreadPoolExecutor(1) as beside:  # the table of stages brings torch, the starter a cluster: both take seconds
+        table = beside.submit(_graph, config)
+        starter = make_starter(config, folder)
     try:
+        graph = table.result()
         nodes = starter.nodes()
         placement = placements.place(config, graph, placements.accelerator_of(config, nodes))
         placements.check(placement, nodes, config.cluster)
@@ -63,6 +64,12 @@ def start(config: Config, model_path: Path | None, folder: RunFolder, note: Call
         workers.close()
         raise
     return workers
+
+
+def _graph(config: Config) -> Graph:
+    from tidemill.algorithms.registry import get
+
+    return get(config.algorithm.name).graph(config)
 
 
 def make_starter(config: Config, folder: RunFolder) -> Starter:
@@ -94,6 +101,8 @@ class RemoteWorkers:
         self.crew = Crew(
             config.cluster, placement, starter, self.logs.folder, self.note, self._equip, self._on_ready, self._on_lost
         )
+        self.crew.check = self.check_learners
+        self.crew.examine = lambda why: f" (stacks: {stall.report(self.crew, self.logs.folder, [why])})"
         self.publisher = Publisher(self.crew, config.cluster.collective_s, self.check_learners)
         self.server: DockServer | None = None
         self.dock: RemoteDock | None = None
@@ -147,6 +156,12 @@ class RemoteWorkers:
     @property
     def feeder(self) -> Member:
         return next(m for m in self.crew.members.values() if m.post.feeds)
+
+    @property
+    def first_token_s(self) -> float | None:
+        """When, since the epoch, the first token of a training sample was made."""
+        times = [m.report.first_token_s for m in self.crew.members.values() if m.report is not None]
+        return min((t for t in times if t is not None), default=None)
 
     def _open_dock(self) -> None:
         """A dock of its own: nothing of an earlier one is left in it."""
@@ -245,6 +260,8 @@ class RemoteWorkers:
         if now - self._looked < STATUS_S and state is not None:
             return
         self._looked = now
+        if self._is_up:
+            self._grow_or_shrink()
         moved = self.conductor.moved_at
         found = status.RunStatus(
             step=self.conductor.number,
@@ -260,6 +277,26 @@ class RemoteWorkers:
             lost=self.crew.lost_total,
         )
         status.write(self.path, found)
+
+    def _grow_or_shrink(self) -> None:
+        """Rollout workers join and leave while the run goes on: `tidemill scale` leaves word of how many there shall
+        be."""
+        if self.placement.is_colocated:
+            return
+        group = self.placement.group(ROLLOUT)
+        wanted = status.wanted_rollouts(self.path)
+        assert group is not None
+        if wanted is None:
+            return
+        ranks = sorted(m.post.rank for m in self.crew.of(ROLLOUT, ready=False))
+        for rank in range(max(wanted, 1)):
+            if rank not in ranks:
+                self.note(f"rollout-{rank} joins")
+                self.crew.add(Post(group, rank))
+        for rank in ranks:
+            if rank >= max(wanted, 1):
+                self.note(f"rollout-{rank} leaves")
+                self.crew.remove(f"rollout-{rank}")
 
     def mend_stores(self) -> None:
         """A node's warehouse is gone, with what lay in it: the dock hears of it at once, and who is left there gets
@@ -303,12 +340,15 @@ class RemoteWorkers:
     def step(self, number: int, stop: Callable[[], bool]) -> None:
         self.conductor.step(number, stop)
         self.crew.spent = 0
+        self.look()
 
     def measure(self) -> dict[str, float]:
         told = self._from_all("measure")
         self._shown = {name: ids for name, (_, ids) in told.items()}
         measured = together([counted for counted, _ in told.values()])
-        return measured | {"version": float(self.publisher.version), "workers_lost": float(self.crew.lost_total)}
+        heard, self.crew.received_bytes = self.crew.received_bytes, 0
+        own = {"workers_lost": float(self.crew.lost_total), "driver_bytes": float(heard)}
+        return measured | {"version": float(self.publisher.version), **own}
 
     def _from_all(self, method: str, *args: Any) -> dict[str, Any]:
         """The answers of all who are there; one that is lost meanwhile has no word."""
@@ -316,6 +356,7 @@ class RemoteWorkers:
         told = {}
         for name, future in futures.items():
             while not future.done():
+                self.check_learners()
                 self.crew.pump(0.2)
             with contextlib.suppress(WorkerLost):
                 told[name] = self.crew.unwrap(name, future)
@@ -343,7 +384,8 @@ class RemoteWorkers:
                     self.crew.call(member, "write_samples", step, own, self.path / "samples.jsonl")
 
     def evaluate(self, size: int, samples: int) -> Evaluation:
-        group = LEARNER if self.placement.is_colocated else ROLLOUT
+        # A running mean of the weights is the learner's own.
+        group = LEARNER if self.placement.is_colocated or self.config.learn.ema else ROLLOUT
         while True:
             self.check_learners()
             self.publisher.bring(self.publisher.newcomers())

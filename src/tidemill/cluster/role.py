@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tidemill.cluster.orders import Orders
     from tidemill.cluster.task import Assignment
 
+NAME = "TIDEMILL_WORKER"  # in the environment of a worker and of what it starts
 IDLE_S = (0.001, 0.02)  # between polls when nothing moves: at first, at most
 
 
@@ -43,7 +44,7 @@ class Host:
         self._is_stopping = False
         self._work: Orders | None = None
         keep_logs(name, Path(logs))
-        sys.breakpointhook = self._no_terminal
+        os.environ |= {"PYTHONBREAKPOINT": f"{__name__}.no_terminal", NAME: name}
         self._thread = threading.Thread(target=self._run, name="work", daemon=True)
         self._thread.start()
 
@@ -174,13 +175,16 @@ class Host:
             self._serial += 1
             self._changed.notify_all()
 
-    def _no_terminal(self, *_: Any, **__: Any) -> None:
-        frame = sys._getframe(1)
-        raise TidemillError(
-            f"breakpoint() at {frame.f_code.co_filename}:{frame.f_lineno} in {self.name}, which has no terminal",
-            "run the same recipe with cluster.executor=local, where breakpoint() works; or look at a running worker "
-            "with `tidemill stacks RUN`",
-        )
+
+def no_terminal(*_: Any, **__: Any) -> None:
+    """What breakpoint() does in a worker, and in processes that it starts."""
+    frame = sys._getframe(1)
+    raise TidemillError(
+        f"breakpoint() at {frame.f_code.co_filename}:{frame.f_lineno} in {os.environ.get(NAME, 'a worker')}, "
+        "which has no terminal",
+        "run the same recipe with cluster.executor=local, where breakpoint() works; or look at a running worker with "
+        "`tidemill stacks RUN`",
+    )
 
 
 def keep_logs(name: str, logs: Path) -> None:

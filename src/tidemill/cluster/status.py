@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tidemill.dock import DockState
 
 FILE = "status.json"
+WANTED = "rollouts.wanted"
 STACKS_S = 15.0
 
 
@@ -52,6 +53,19 @@ class RunStatus:
     workers: tuple[WorkerStatus, ...] = ()
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
     lost: int = 0
+
+
+def want_rollouts(folder: Path, count: int) -> None:
+    """Leave word for the driver: so many rollout workers from now on."""
+    read(folder)
+    (folder / WANTED).write_text(str(count))
+
+
+def wanted_rollouts(folder: Path) -> int | None:
+    try:
+        return int((folder / WANTED).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def of_member(member: Member) -> WorkerStatus:
@@ -108,7 +122,7 @@ def render(status: RunStatus) -> str:
         f"workers lost so far: {status.lost}",
         "",
     ]
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for w in status.workers:
         doing = f"{w.doing}{f', in {w.waits_in}' if w.waits_in else ''}" if w.doing else w.error or "–"
         version = str(w.version) if w.version >= 0 else "–"

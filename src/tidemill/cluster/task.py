@@ -1,4 +1,4 @@
-"""Assignment: all that a process is given to become a worker."""
+"""What the driver hands out: an assignment makes a process a worker, a link joins learners and rollout workers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 from tidemill.cluster.placement import Post
 from tidemill.config import Config
 from tidemill.dock.address import Address
+from tidemill.reshard.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
+    """All that a process is given to become a worker."""
+
     post: Post
     config: Config
     model_path: Path | None
@@ -19,3 +22,19 @@ class Assignment:
     node: str  # whose warehouse it uses
     host: str  # the address that others reach this node by
     logs: Path  # where it keeps its log and its counts
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What every member of a wire is told. Ranks: the learners' first, then the rollout workers'."""
+
+    token: str
+    source: Layout
+    target: Layout
+    nodes: tuple[int, ...]  # of each rank
+    store: tuple[str, int] | None = None  # where members of several nodes meet
+    timeout_s: float = 120.0
+
+    @property
+    def ranks(self) -> int:
+        return len(self.nodes)

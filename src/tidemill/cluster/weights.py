@@ -6,13 +6,13 @@ memory, between nodes a process group of its own, apart from the learner's world
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tidemill.cluster.task import Link
 from tidemill.errors import ReshardError
 from tidemill.models import lora
 from tidemill.reshard.dtensor import from_tensors, local_tensors
@@ -23,24 +23,9 @@ from tidemill.reshard.schedule import Round
 from tidemill.reshard.serve import Serving
 from tidemill.reshard.shared import SharedWire
 
+_stores: Any = dist  # where torch keeps them; its types do not say so
 LEAST_BUCKET = 1 << 20
 UNSERVED = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What every member of a wire is told. Ranks: the learners' first, then the rollout workers'."""
-
-    token: str
-    source: Layout
-    target: Layout
-    nodes: tuple[int, ...]  # of each rank
-    store: tuple[str, int] | None = None  # where members of several nodes meet
-    timeout_s: float = 120.0
-
-    @property
-    def ranks(self) -> int:
-        return len(self.nodes)
 
 
 class Carrier:
@@ -83,12 +68,14 @@ class LooseWire(GroupWire):
         super().__init__(ring, timeout_s=link.timeout_s)
         assert link.store is not None
         host, port = link.store
-        store = dist.TCPStore(host, port, is_master=False, timeout=self.timeout)
-        self._members = dist.ProcessGroupGloo(dist.PrefixStore(link.token, store), rank, link.ranks, self.timeout)
+        store = _stores.TCPStore(host, port, is_master=False, timeout=self.timeout)
+        self._members: Any = dist.ProcessGroupGloo(
+            _stores.PrefixStore(link.token, store), rank, link.ranks, self.timeout
+        )
 
     def agree(self, ok: bool, version: int) -> bool:
         word = torch.tensor([version if ok else -1, -version])
-        how = dist.AllreduceOptions()
+        how: Any = dist.AllreduceOptions()
         how.reduceOp = dist.ReduceOp.MIN
         self._members.allreduce([word], how).wait(self.timeout)
         low, high = word.tolist()
@@ -123,6 +110,6 @@ def layout_of(tensors: dict[str, Any], rank: int) -> Layout:
     return from_tensors(tensors, rank)
 
 
-def open_store(host: str, timeout_s: float) -> dist.TCPStore:
+def open_store(host: str, timeout_s: float) -> Any:
     """A store for members to meet in, in this process, on any free port."""
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    return _stores.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))

@@ -1,0 +1,119 @@
+"""What people see of workers: logs, status, stacks; what happens to those that hang; joining and leaving."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.cluster.runs import Disturb, assert_same_learning, measured, train, worker
+from tidemill.cli import app
+from tidemill.cluster import status
+from tidemill.cluster.logs import LogStream
+from tidemill.cluster.remote import RemoteWorkers
+from tidemill.errors import TidemillError
+
+pytest.importorskip("zmq")
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("local")
+    train(folder, cluster={"executor": "local"})
+    return measured(folder)
+
+
+class Stop(Disturb):
+    """Stops the victim without ending it: it hangs, as in a call that never comes back."""
+
+    def stepped(self, step: int, metrics: dict[str, float]) -> None:
+        if step == self.at_step and not self.killed:
+            assert self.workers is not None
+            self.killed.append(self.victim(self.workers))
+            threading.Thread(target=self._stop, args=(self.workers, step), daemon=True).start()
+
+    def _stop(self, workers: RemoteWorkers, step: int) -> None:
+        """In the middle of the next step."""
+        while workers.conductor.number <= step or "rollout" not in workers.conductor.open:
+            time.sleep(0.001)
+        os.kill(self.killed[0], signal.SIGSTOP)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_and_the_group_starts_again(tmp_path: Path, local: list[dict[str, Any]]) -> None:
+    watch = Stop(worker("learner-1"))
+    train(tmp_path, watch, cluster={"learners": 2, "stall_s": 4.0, "collective_s": 60.0})
+    assert_same_learning(measured(tmp_path), local)
+    assert any("learner-1" in said and "stacks" in said for said in watch.said), watch.said
+    stacks = (tmp_path / "small" / "logs" / "stall-1.txt").read_text()
+    assert "missing in the agreement on the step's samples" in stacks and "== learner-0" in stacks
+
+
+@pytest.mark.slow
+def test_a_rollout_worker_that_hangs_loses_its_samples_to_another(tmp_path: Path, local: list[dict[str, Any]]) -> None:
+    watch = Stop(worker("rollout-0"))
+    train(tmp_path, watch, cluster={"rollouts": 2, "stall_s": 6.0, "collective_s": 5.0})
+    assert_same_learning(measured(tmp_path), local)
+
+
+@pytest.mark.slow
+def test_rollout_workers_join_and_leave_while_a_run_goes_on(tmp_path: Path, local: list[dict[str, Any]]) -> None:
+    class Scale(Disturb):
+        seen: tuple[list[str], ...] = ()
+
+        def stepped(self, step: int, metrics: dict[str, float]) -> None:
+            assert self.workers is not None
+            self.seen += (sorted(m.name for m in self.workers.crew.of("rollout", ready=False)),)
+            status.want_rollouts(tmp_path / "small", {1: 3, 2: 3, 3: 1}.get(step, 1))
+            self.workers.look()  # do not wait for the next second
+
+    watch = Scale(worker("rollout-0"))
+    train(tmp_path, watch)
+    assert_same_learning(measured(tmp_path), local)
+    assert [len(names) for names in watch.seen] == [1, 3, 3, 1]
+
+
+def test_status_and_stacks_show_every_worker_of_a_run(tmp_path: Path) -> None:
+    run = tmp_path / "small"
+    told: list[str] = []
+
+    class Look(Disturb):
+        def stepped(self, step: int, metrics: dict[str, float]) -> None:
+            if step == 1:
+                for command in ("status", "stacks"):
+                    result = CliRunner().invoke(app, [command, str(run)])
+                    assert result.exit_code == 0, result.output
+                    told.append(result.stdout)
+
+    train(tmp_path, Look(worker("rollout-0")))
+    for name in ("learner-0", "rollout-0", "reward-0"):
+        assert name in told[0] and name in told[1]
+    assert "step 1 of 4, running" in told[0]
+    assert told[1].count("role.py") >= 3  # every worker's own thread
+    assert "its driver has ended" not in told[0]
+
+
+def test_one_stream_has_role_and_rank_and_counts_what_repeats(tmp_path: Path) -> None:
+    stream = LogStream(tmp_path)
+    for rank in range(3):
+        (tmp_path / f"rollout-{rank}.log").write_text(f"Warning: 0x{rank:x} is slow\nrank {rank} only says\n")
+    (tmp_path / "reward-0.log").write_text("something else\nan unfinished li")
+    stream.look()
+    stream.close()
+    lines = [line.split(" ", 1)[1] for line in (tmp_path / "all.log").read_text().splitlines()]
+    assert "[rollout 0] Warning: 0x0 is slow" in lines and "[reward 0] something else" in lines
+    assert "[all] Warning: 0x0 is slow  (and 2 times more)" in lines
+    assert not any("unfinished" in line for line in lines)
+
+
+def test_a_breakpoint_in_a_worker_says_what_to_do(tmp_path: Path) -> None:
+    told = r"breakpoint\(\) at .*breaks.py:\d+ in (rollout|reward)-0, which has no terminal"
+    with pytest.raises(TidemillError, match=told) as raised:
+        train(tmp_path, rewards={"functions": [{"function": "tests.cluster.breaks:reward"}], "on_error": "fail"})
+    assert "cluster.executor=local" in str(raised.value)
