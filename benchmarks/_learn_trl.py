@@ -7,6 +7,7 @@ The last line of output is one JSON object.
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import tempfile
 import time
@@ -32,15 +33,46 @@ def model_of(job: Mapping[str, Any], attention: str) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
-def timed(step: Callable[[], None], tokens: int, times: int) -> dict[str, float]:
-    step()
-    laps = []
-    for _ in range(times):
-        wall, cpu = time.perf_counter(), time.process_time()
-        step()
-        laps.append((time.process_time() - cpu, time.perf_counter() - wall))
-    cpu, wall = sorted(laps)[len(laps) // 2]
-    return {"tokens_per_s": tokens / wall, "tokens_per_cpu_s": tokens / cpu, "step_s": wall, "step_cpu_s": cpu}
+def timed(parts: Mapping[str, Callable[[], Any]], lengths: Any, model: Any, times: int) -> dict[str, float]:
+    """Of one update, made of `parts` in order: the median of `times`, after one that is not timed."""
+    for part in parts.values():
+        part()
+    laps = [lap(parts) for _ in range(times)]
+    middle = sorted(laps, key=lambda spent: spent["cpu"])[len(laps) // 2]
+    tokens, wall, cpu = int(lengths.sum()), middle["wall"], middle["cpu"]
+    return {
+        "tokens_per_s": tokens / wall, "tokens_per_cpu_s": tokens / cpu, "step_s": wall, "step_cpu_s": cpu,
+        **{f"{name}_s": middle[name] for name in parts}, "mfu": work(model, lengths) / cpu / rate(),
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }  # fmt: skip
+
+
+def lap(parts: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+    spent: dict[str, float] = {}
+    wall, cpu = time.perf_counter(), time.process_time()
+    for name, part in parts.items():
+        began = time.perf_counter()
+        part()
+        spent[name] = time.perf_counter() - began
+    return {**spent, "wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+
+
+def work(model: Any, lengths: Any) -> float:
+    """What must be computed for all samples, each with its prompt: 6·N·T and causal attention."""
+    c = model.config
+    pairs = float((lengths.astype(np.float64) ** 2).sum() / 2)
+    attention = 12 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * pairs
+    return 6 * sum(p.numel() for p in model.parameters()) * int(lengths.sum()) + attention
+
+
+def rate(side: int = 1024) -> float:
+    """Operations a CPU-second of a float32 product here and now, with the same threads."""
+    a, b = torch.randn(side, side), torch.randn(side, side)
+    a @ b
+    cpu = time.process_time()
+    for _ in range(5):
+        a @ b
+    return 5 * 2 * side**3 / (time.process_time() - cpu)
 
 
 def tokenizer() -> Any:
@@ -80,14 +112,17 @@ def trl(job: Mapping[str, Any], size: int) -> dict[str, float]:
         for at in range(0, len(tokens), size)
     ]
 
-    def step() -> None:
+    def accumulate() -> None:
         for part in parts:
             trainer._compute_loss(model, part).backward()
+
+    def update() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
-    return {**timed(step, int(kept["lengths"].sum()), job["steps"]), "batch": size}
+    both = {"accumulate": accumulate, "update": update}
+    return {**timed(both, kept["lengths"], model, job["steps"]), "batch": size}
 
 
 def padded(tokens: list[Any], prompts: Any, advantages: Any) -> dict[str, Any]:

@@ -36,10 +36,27 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
                 "activations_over_one_rank_all": max(f["activation_bytes"] for f in found) / alone["activation_bytes"],
                 "logprobs_differ": _farthest(found, alone, "before"),
                 "logprobs_differ_after_update": _farthest(found, alone, "after"),
+                "sent_over_textbook": max(f["sent_bytes"] for f in found) / textbook(form, count, long, *shape),
                 "loss_differs": abs(found[0]["loss"] - alone["loss"]),
                 "grad_norm_differs": abs(found[0]["grad_norm"] / alone["grad_norm"] - 1),
             }
     return result
+
+
+def textbook(form: str, ranks: int, tokens: int, hidden: int, layers: int) -> float:
+    """Bytes that a rank must send in an update, float32: those of attention, and of weights that lie in pieces."""
+    from tidemill.settings.estimate import shape_of
+    from tidemill.settings.ranks_memory import Sizes, sent
+
+    config = recipe({"cp": ranks, "cp_form": form}, hidden, layers, tokens)
+    shape = shape_of(config.model)
+    assert shape is not None
+    head = 4 * hidden // HEADS  # bytes
+    if form == "ulysses":  # tokens for heads and back, forward and backward; a key head for each rank at least
+        exchanged = 2 * tokens / ranks * (ranks - 1) / ranks * 2 * (HEADS + max(KEY_HEADS, ranks)) * head
+    else:  # keys and values go round twice, their gradients once and home
+        exchanged = (2 * (ranks - 1) + ranks) * tokens / ranks * 2 * KEY_HEADS * head
+    return sent(config, Sizes.dense(shape), tokens).total + layers * exchanged
 
 
 def _figures(found: list[dict[str, Any]]) -> dict[str, Any]:

@@ -120,11 +120,8 @@ def ours(job: Mapping[str, Any]) -> dict[str, float]:
     batch = batch_of(job)
     learner = Learner(model_of(job, attention.NAME), settings, get("grpo"), 100)
 
-    def step() -> None:
-        learner.accumulate(batch)
-        learner.update()
-
-    return timed(step, int(batch["tokens"].lengths.sum()), job["steps"])
+    both = {"accumulate": lambda: learner.accumulate(batch), "update": learner.update}
+    return timed(both, batch["tokens"].lengths, learner.model, job["steps"])
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ BELOW, ABOVE = 0.4, 0.75
 def run(options: Mapping[str, Any]) -> dict[str, Any]:
     from tidemill.algorithms.registry import ALGORITHMS
 
-    names = list(options["only"]) or [*ALGORITHMS, "game", "grpo_reward_model"]
+    names = list(options["only"]) or [*ALGORITHMS, "game", "tools", "grpo_reward_model"]
     kept = Path(str(options["kept"])) if options["kept"] else None
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept and kept.exists() else []
     with tempfile.TemporaryDirectory(prefix="tidemill-learning-") as folder:
@@ -47,11 +47,11 @@ class Bench:
         self.place, self.models = place, dict[str, str]()
 
     def measure(self, name: str, seed: int) -> dict[str, Any]:
-        more: list[str] = [] if name == "game" else [f"model.path={self.model('warm-start')}"]
+        more: list[str] = [] if name in ("game", "tools") else [f"model.path={self.model('warm-start')}"]
         if name == "distill":
             more.append(f"algorithm.teacher={self.model('teacher')}")
         if name == "grpo_reward_model":
-            path = self.model("reward_model")
+            path = self.model("judge")
             more.append(
                 f"rewards.functions=[{{function: exact, weight: 0.0}}, {{function: model, args: {{path: {path}}}}}]"
             )

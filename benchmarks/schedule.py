@@ -31,18 +31,19 @@ OPTIONS: dict[str, Any] = {
     "steps": 6,  # timed, after `warmup` steps that are not; the run goes on behind them, so that nothing runs dry
     "warmup": 2,
     "staleness": 2,
-    "decode_ms": 20.0,
-    "learn_us": 1000.0,
+    "decode_ms": 40.0,
+    "learn_us": 1500.0,
     "prompts": 16,
     "samples": 4,
     "long_every": 16,
-    "microbatch": 512,  # tokens; `streamed` learns in these
+    "microbatch": 256,  # tokens; `streamed` learns in these
     "threads": 1,  # of the learner, and of rollout
     "accuracy_steps": 80,  # 0: no accuracy
     "seeds": [0],
+    "model": "",  # accuracy: a folder to start from; "": the quickstart's warm start is made first
 }
 SCHEDULES = ("sync", "streamed", "async")
-SHORT, LONG = (8, 24), (120, 160)  # tokens of a response
+SHORT, LONG = (4, 12), (60, 80)  # tokens of a response
 
 
 def run(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,7 +208,8 @@ def accuracy(job: Mapping[str, Any]) -> dict[str, float]:
     from tidemill import launch
 
     run = f"{job['schedule']}-{job['seed']}"
-    warm = Path(job["folder"]) / f"sync-{job['seed']}" / "warm_start" / "model"  # made by the first, used by both
+    made = Path(job["folder"]) / f"sync-{job['seed']}" / "warm_start" / "model"  # by the first, used by both
+    warm = job["model"] or ("" if job["schedule"] == "sync" else made)
     found = launch.train(
         "quickstart-async",
         [
@@ -220,7 +222,7 @@ def accuracy(job: Mapping[str, Any]) -> dict[str, float]:
             f"folder={job['folder']}",
             f"name={run}",
             f"threads={job['threads']}",
-            *([f"model.path={warm}"] if job["schedule"] != "sync" else []),
+            *([f"model.path={warm}"] if warm else []),
         ],
     )
     lines = (Path(job["folder"]) / run / "metrics.jsonl").read_text().splitlines()

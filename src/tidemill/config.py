@@ -16,12 +16,16 @@ class Section(BaseModel):
 class TinyModel(Section):
     """A small decoder made on the spot, with random weights and a character tokenizer."""
 
-    architecture: Literal["qwen2", "qwen3", "llama"] = Field("qwen3", description="transformers architecture")
+    architecture: Literal["qwen2", "qwen3", "llama", "qwen3_moe", "mixtral"] = Field(
+        "qwen3", description="transformers architecture"
+    )
     hidden: int = Field(128, ge=8, description="width of the residual stream")
     layers: int = Field(4, ge=1, description="decoder layers")
     heads: int = Field(4, ge=1, description="attention heads")
     kv_heads: int = Field(2, ge=1, description="key/value heads; divides heads")
-    intermediate: int = Field(384, ge=8, description="width inside the MLP")
+    intermediate: int = Field(384, ge=8, description="width inside the MLP, or inside each expert")
+    experts: int = Field(8, ge=1, description="of qwen3_moe and mixtral, in each layer")
+    experts_per_token: int = Field(2, ge=1, description="how many of them a token goes through")
     window: int = Field(256, ge=8, description="longest sequence, prompt and response")
     alphabet: str = Field(
         "0123456789+-*/=()<>.,:;?! \nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ'\"[]{}_#$%&@^|~`\\",
@@ -35,6 +39,8 @@ class TinyModel(Section):
                 f"heads ({self.heads}) must divide hidden ({self.hidden}) and be a multiple of kv_heads"
                 f" ({self.kv_heads})"
             )
+        if self.experts_per_token > self.experts:
+            raise ValueError(f"experts_per_token ({self.experts_per_token}) is more than experts ({self.experts})")
         return self
 
 
@@ -227,7 +233,7 @@ class KL(Section):
     )
     clamp: float | None = Field(None, gt=0, description="bound on the estimate itself; none: no bound")
     target: float | None = Field(
-        None, gt=0, description="divergence that an adaptive coef steers towards (place reward); none: coef is fixed"
+        None, gt=0, description="divergence that an adaptive coef steers towards; none: coef is fixed"
     )
     horizon: int = Field(10000, ge=1, description="samples over which the adaptive coef reacts")
     reset_every: int = Field(0, ge=0, description="steps after which the reference becomes the policy; 0: never")
@@ -239,9 +245,9 @@ class KL(Section):
     )
 
     @model_validator(mode="after")
-    def _adaptive_in_reward(self) -> KL:
-        if self.target is not None and (self.place != "reward" or self.coef == 0):
-            raise ValueError("an adaptive coefficient (target) needs place: reward and a coef above 0 to begin with")
+    def _adaptive(self) -> KL:
+        if self.target is not None and self.coef == 0:
+            raise ValueError("an adaptive coefficient (target) needs a coef above 0 to begin with")
         if self.reset_every and self.weights != "same":
             raise ValueError(f"a reference that moves (reset_every) cannot have weights: {self.weights}; use same")
         return self

@@ -150,7 +150,7 @@ def _recipe(config: Config) -> Iterator[Finding]:
         return
     shape = estimate.shape_of(recipe.model_of(config))
     if config.learn.parallel.ranks > 1 and shape is not None:
-        yield _ranks(config, ranks_memory.Sizes.dense(shape))
+        yield _ranks(config, published.of_folder(recipe.model_of(config)) or ranks_memory.Sizes.dense(shape))
         return
     try:
         chosen = device.pick(config.device)

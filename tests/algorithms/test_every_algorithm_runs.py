@@ -94,10 +94,19 @@ def test_covariance_modes_and_reference_terms_run(tmp_path) -> None:
         assert math.isfinite(run(tmp_path, "grpo", algorithm=settings)[-1]["loss"])
 
 
-def test_the_kl_coefficient_is_steered_towards_its_target(tmp_path) -> None:
-    kl = {"coef": 0.1, "place": "reward", "target": 10.0, "horizon": 24}
+@pytest.mark.parametrize("place", ["reward", "loss"])
+def test_the_kl_coefficient_is_steered_towards_its_target(place: str, tmp_path) -> None:
+    kl = {"coef": 0.1, "place": place, "target": 10.0, "horizon": 24}
     coefs = [step["kl_coef"] for step in run(tmp_path, "grpo", steps=3, algorithm={"kl": kl})]
     assert coefs == pytest.approx([0.08, 0.064, 0.0512])  # far below the target: a fifth less each step
+
+
+def test_a_steered_coefficient_is_the_one_that_the_loss_has(tmp_path) -> None:
+    kl = {"coef": 0.5, "place": "loss", "target": 10.0, "horizon": 24}
+    steps = run(tmp_path, "grpo", steps=4, algorithm={"kl": kl, "aggregation": "token_mean"}, learn={"lr": 1e-2})
+    for coef, step in zip([0.5, *(s["kl_coef"] for s in steps)], steps):
+        assert step["loss"] == pytest.approx(step["policy_loss"] + coef * step["kl"], abs=1e-6)
+    assert steps[-1]["kl"] > 1e-4  # else the coefficient would not show
 
 
 def test_a_reset_reference_is_where_the_policy_is(tmp_path) -> None:

@@ -258,7 +258,7 @@ def test_the_lease_of_a_consumer_that_died_comes_back_before_its_deadline(server
     consumer.start()
     assert taken.get(timeout=30) == [8]
     lease = dock.take("learn", Want(rows=1), wait=30)  # leases of this dock last a minute
-    assert lease.batch.values("id").tolist() == [8] and dock.state().expired == 1
+    assert lease.batch.values("id").tolist() == [8]
     lease.commit()
     dock.close()
 
@@ -288,4 +288,20 @@ def test_threads_that_ended_leave_no_connection_and_keep_their_leases(server):
     assert len(dock._callers) <= 2
     for lease in leases:
         lease.commit()
+    dock.close()
+
+
+def test_a_forked_child_speaks_for_itself_and_leaves_its_parents_leases_alone(server):
+    dock = server.connect()
+    dock.put(rows([30]))
+    lease, expired = dock.take("learn", Want(rows=1), wait=30), dock.state().expired
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if dock.state().stages["learn"].leased == 1 else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert dock.state().expired == expired and dock.state().stages["learn"].leased == 1
+    lease.commit()
     dock.close()

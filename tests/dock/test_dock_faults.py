@@ -156,6 +156,30 @@ def test_without_a_replica_outputs_are_made_again_and_lost_sources_are_asked_for
         worker.close()
 
 
+def test_a_take_whose_bytes_cannot_be_had_ends_in_time(tmp_path, monkeypatch):
+    with DockServer(DockSetup(LEARN), tmp_path) as server:
+        dock = server.connect()
+        dock.put(rows([1]))
+        monkeypatch.setattr(dock, "_open", lambda granted: dock._ask(m.Abandon(granted.lease)) and None)
+        started = time.monotonic()
+        assert dock.take("learn", Want(rows=1), wait=0.2) is None
+        assert time.monotonic() - started < 10
+        dock.close()
+
+
+def test_a_writer_does_not_hold_on_to_a_lost_warehouse(tmp_path):
+    with DockServer(DockSetup(LEARN), tmp_path) as server:
+        dock = server.connect()
+        dock.put(rows([1]))
+        before = dock._node._writer
+        lose_warehouse(server, "node0")
+        dock.put(rows([2]))
+        dock.put(rows([3], values=1 << 23))  # a segment of its own: what is not needed any more is looked for
+        assert dock._node._writer is not before
+        assert {str(arena) for arena, _ in dock._node._views._mapped} == {dock._node._home.arena}
+        dock.close()
+
+
 def test_a_node_that_leaves_is_not_waited_for(tmp_path):
     with DockServer(DockSetup(LEARN), tmp_path / "dock") as server:
         node = join(server.address.to_json(), "other", "127.0.0.1", folder=tmp_path / "node", segment_bytes=1 << 20)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tidemill.dock import Want, again, snapshot
 from tidemill.dock import segment as seg
 from tidemill.dock.arena import Arena
-from tidemill.dock.catalog import Catalog
+from tidemill.dock.catalog import ORDERS_AT_ONCE, Catalog
 from tidemill.dock.ended import EndedIds
 from tidemill.dock.ledger import Ledger
 from tidemill.dock.messages import Announce, Copy
@@ -107,3 +107,31 @@ def test_a_destroyed_segment_is_not_kept_by_who_once_looked_at_it(tmp_path):
         arena._destroy(segment)
         assert not seg.path_of(arena.folder, segment.number).exists()
     assert len(views._mapped) <= 1
+
+
+def announced(catalog, *keys):
+    for key in keys:
+        catalog.announce(Announce(key, f"n{key}", "/x", "tcp://x", "h:1", {0: 0}, 1), 0.0)
+
+
+def test_with_nobody_to_copy_to_missing_copies_cost_nothing():
+    catalog = Catalog(replicas=1)
+    announced(catalog, 1)
+    for _ in range(10):
+        catalog.add(8, [Copy(1, 0, 0, 0)])
+    assert catalog.short_of_copies() == 10 and catalog.orders(0.0) == []
+
+
+def test_copies_are_ordered_some_at_a_time_and_again_when_nothing_came_of_it():
+    catalog = Catalog(replicas=1)
+    announced(catalog, 1, 2)
+    keys = {catalog.add(8, [Copy(1, 0, 0, 0)]) for _ in range(ORDERS_AT_ONCE + 10)}
+    first, second = catalog.orders(0.0), catalog.orders(0.1)
+    assert len(first) == ORDERS_AT_ONCE and {warehouse for warehouse, _ in first + second} == {2}
+    assert {chunk.key for _, chunk in first + second} == keys and catalog.orders(0.2) == []
+    done = first[0][1].key
+    catalog.add_copy(done, Copy(2, 0, 0, 0))
+    again_ordered = {chunk.key for now in (1.5, 1.6) for _, chunk in catalog.orders(now)}
+    assert again_ordered == keys - {done}
+    new = catalog.add(8, [Copy(1, 0, 0, 0)])
+    assert [chunk.key for _, chunk in catalog.orders(1.7)] == [new]  # before those that were ordered just now

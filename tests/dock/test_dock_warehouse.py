@@ -4,15 +4,17 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
+import time
 
 import numpy as np
 import pytest
 
 from tidemill.batch import Batch, Column
-from tidemill.dock import chunk
+from tidemill.dock import chunk, stream
 from tidemill.dock import segment as seg
 from tidemill.dock.arena import Arena, choose_place
-from tidemill.dock.messages import Lent
+from tidemill.dock.messages import ChunkAt, Copy, Lent
 from tidemill.dock.segment import SegmentGone, Views
 from tidemill.dock.writer import Writer
 from tidemill.errors import DockError
@@ -179,6 +181,57 @@ def test_without_enough_shared_memory_a_folder_serves(tmp_path):
     assert not is_shared and place.parent == tmp_path
     place, nbytes, is_shared = choose_place("x", tmp_path, memory_bytes=SIZE, segment_bytes=1 << 10)
     assert is_shared and nbytes == SIZE and str(place) == "/dev/shm/x"
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_a_pull_brings_every_byte_over_however_many_streams(arena, monkeypatch, streams):
+    monkeypatch.setattr(stream, "STREAM_BYTES", 1000)
+    segment, sent = arena.lend(SIZE), np.random.default_rng(0).integers(0, 256, 100_003, np.uint8)
+    views = Views()
+    held, body = views.hold_for_writing(arena.folder, segment.number, segment.generation)
+    body[128 : 128 + len(sent)] = sent
+    server = stream.StreamServer(arena.folder, 1, "token", "127.0.0.1", Views())
+    puller = stream.Puller("token", streams)
+    came = np.zeros(len(sent), np.uint8)
+    copy = Copy(1, segment.number, segment.generation, 128)
+    for _ in range(3):  # the second time over the same connections
+        came[:] = 0
+        puller.pull(ChunkAt(0, len(sent), (copy,)), {1: server.address}, came.data)
+        assert np.array_equal(came, sent)
+    assert sum(len(idle) for idle in puller._idle.values()) == streams
+    gone = Copy(1, segment.number, segment.generation + 1, 128)
+    with pytest.raises(SegmentGone, match="no longer holds it"):
+        puller.pull(ChunkAt(0, len(sent), (gone,)), {1: server.address}, came.data)
+    with pytest.raises(SegmentGone, match="no holder known"):
+        puller.pull(ChunkAt(0, len(sent), (copy,)), {}, came.data)
+    assert not puller._idle  # who is no longer in the directory is hung up on
+    views.release(held)
+    puller.close()
+    server.close()
+
+
+def test_a_pull_that_failed_writes_nothing_afterwards(monkeypatch):
+    """One half fails at once while the other is still on its way: the memory may be lent to someone else next."""
+    monkeypatch.setattr(stream, "STREAM_BYTES", 1)
+    puller = stream.Puller("token", 2)
+    first_failed = threading.Event()
+
+    def pull_range(address, copy, start, into):
+        if start == 0:
+            first_failed.set()
+            raise ConnectionError("gone")
+        first_failed.wait()
+        time.sleep(0.05)
+        into[:] = bytes([1]) * len(into)
+
+    monkeypatch.setattr(puller, "_pull_range", pull_range)
+    memory = bytearray(10)
+    with pytest.raises(SegmentGone):
+        puller.pull(ChunkAt(0, 10, (Copy(1, 0, 0, 0),)), {1: "h:1"}, memoryview(memory))
+    memory[:] = bytes(10)
+    time.sleep(0.1)
+    assert memory == bytes(10)
+    puller.close()
 
 
 def test_what_is_not_a_chunk_is_refused():

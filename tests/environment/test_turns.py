@@ -88,6 +88,11 @@ class Broken(Echo):
         raise RuntimeError("out of cards")
 
 
+class Wordy(Echo):
+    def step(self, text: str) -> Turn:
+        return "just text"
+
+
 class Slow(Echo):
     def step(self, text: str) -> Turn:
         time.sleep(0.3)
@@ -169,6 +174,8 @@ def test_a_turn_has_its_own_limit() -> None:
 def test_an_environment_that_fails_ends_its_conversation_or_the_run() -> None:
     (made,) = _play(Scripted([7, EOS]), request(), kind=Broken)
     assert made.finish == "stop" and "out of cards" in made.played.error
+    (made,) = _play(Scripted([7, EOS]), request(), kind=Wordy)
+    assert "answered with 'just text', not with a Turn" in made.played.error
     with pytest.raises(PlayError, match="out of cards"):
         _play(Scripted([7, EOS]), request(), kind=Broken, on_error="fail")
 

@@ -112,7 +112,7 @@ def test_a_save_killed_half_way_leaves_the_one_before_and_is_cleared_by_the_next
         "import os, sys, signal, torch\n"
         "from pathlib import Path\n"
         "from tidemill.learn import checkpoint\n"
-        "checkpoint._write_json = lambda *a: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "checkpoint.write_json = lambda *a: os.kill(os.getpid(), signal.SIGKILL)\n"
         "checkpoint.save(Path(sys.argv[1]), 2, {'w': torch.zeros(9)}, {}, keep=1)\n"
     )
     died = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)

@@ -75,3 +75,17 @@ def test_layers_whose_sides_do_not_fit_are_left_alone_and_all_can_be_undone():
     assert fp8.attach(layers.layers_of(model), "rowwise") == 13
     layers.undo(model)
     assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+@pytest.mark.slow
+def test_compiled_layers_call_8_bit_products_as_they_are(scaling="rowwise"):
+    found = []
+    for is_compiled in (False, True):
+        model = make_tiny(SHAPE, torch.float32, 0, CPU).model
+        learner = Learner(model, config(learn={"fp8": scaling, "recompute": "mlp"}), get("grpo"), 1)
+        if is_compiled:
+            layers.compile_layers(model, backend="aot_eager_decomp_partition")
+        learner.accumulate(samples())
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        layers.undo(model)
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-3)

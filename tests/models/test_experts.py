@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.learn.parallel.models import gradients, model
 
-from tidemill.models import experts
+from tidemill.models import experts, rowwise
 
 IDS = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(0))
 
@@ -35,6 +35,17 @@ def test_groups_without_rows_get_a_gradient_of_zero():
     torch.testing.assert_close(out, wanted)
     assert torch.equal(weights.grad[1], torch.zeros(2, 4))
     torch.testing.assert_close(weights.grad[2], x[2:].sum(0).expand(2, 4))
+
+
+def test_a_tokens_experts_give_the_same_bits_whatever_shares_its_batch():
+    draw = torch.Generator().manual_seed(0)
+    module = model("qwen3-moe").get_decoder().layers[0].mlp.experts
+    x, weights = torch.randn(40, 32, generator=draw), torch.rand(40, 2, generator=draw)
+    index = torch.rand(40, 8, generator=draw).topk(2).indices
+    with torch.no_grad(), rowwise.mode(True, torch.device("cpu")):
+        together = experts.forward(module, x, index, weights)
+        for part in (slice(0, 1), slice(3, 10)):
+            assert torch.equal(experts.forward(module, x[part], index[part], weights[part]), together[part])
 
 
 def test_models_with_known_experts_are_plugged_and_others_left_alone():

@@ -5,10 +5,14 @@ import copy
 import numpy as np
 import pytest
 import torch
+from tests.environment.test_turns import Echo, Words
 from tests.learn.parallel.models import config, gradients, model, samples
 
 from tidemill.algorithms.registry import get
 from tidemill.batch import Column
+from tidemill.config import Environment
+from tidemill.environment.api import Task
+from tidemill.environment.speech import Speech
 from tidemill.errors import DataError, ModelError
 from tidemill.learn.engine import Learner, score
 from tidemill.learn.packing import input_places, pack
@@ -16,6 +20,7 @@ from tidemill.models import routing
 from tidemill.models.packed import Packed
 from tidemill.rollout.engine import Request, Sampling
 from tidemill.rollout.native.engine import NativeEngine
+from tidemill.rollout.turns import TurnsEngine
 
 CPU = torch.device("cpu")
 MIXTURES = ["qwen3-moe", "mixtral"]
@@ -222,3 +227,19 @@ def test_the_reference_keeps_routers_of_its_own():
     assert routing.of(copied) is not routers
     settings = config()
     np.testing.assert_allclose(score(copied, samples(), settings).values, score(made, samples(), settings).values)
+
+
+def test_a_conversation_has_the_routes_of_all_its_turns():
+    made = model("qwen3-moe")
+    inner = NativeEngine(made, eos_ids=[9], max_seqs=8, max_len=64, page_size=4, record_routes=True)
+    playing = TurnsEngine(inner, Environment(name="nim", max_turn_tokens=5), Speech(Words(), is_chat=False), [9])
+    playing.make = lambda task, **args: Echo(task, turns=3)
+    playing.submit(Request(1, [3, 1, 2, 5], Sampling(max_tokens=40), n=2, task=Task()))
+    done = []
+    while playing.has_work:
+        done += playing.step()
+    assert len(done) == 2 and all(0 in c.mask for c in done)
+    for completion in done:
+        tokens = [*completion.request.prompt, *completion.tokens]
+        found = completion.routes.reshape(len(tokens) - 1, 4, 2)
+        np.testing.assert_array_equal(np.sort(found, -1), np.sort(own_routes(made, tokens[:-1]).numpy(), -1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -47,3 +48,19 @@ def test_the_table_shows_ratios_and_what_failed() -> None:
 def test_an_unknown_case_is_refused_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match=r"fixed-2b"):
         rollout.run({"cases": "fixed-2b", "device": "cpu", "peers": [], "repeats": 1, "deadline_s": 0})
+
+
+def test_vllm_runs_as_it_comes_and_not_with_what_importing_tidemill_sets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    words, env = rollout.Apart("cpu", 2, 0.0)._command("vllm_mp", ["fixed-quickstart"], tmp_path / "row.json")
+    assert "OMP_WAIT_POLICY" not in env and env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    peer = Path(words[1]).read_text()
+    assert "import tidemill" not in peer and "from tidemill" not in peer and "from benchmarks" not in peer
+    job = json.loads((tmp_path / "row.job").read_text())
+    assert job["sequences"] == 256 and job["repeats"] == 2 and (Path(job["folder"]) / "config.json").exists()
+    work = rollout._work("fixed-quickstart")
+    assert job["cases"]["fixed-quickstart"]["prompts"] == work.prompts
+    row = rollout._vllm_row(work, {"seconds": [2.0, 4.0, 4.0], "start_s": 9.0})
+    assert row["tokens_per_s"] == work.tokens / 4.0 and row["step_ms"] == 4000 / 128 and row["start_s"] == 9.0

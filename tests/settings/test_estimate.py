@@ -5,6 +5,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from tidemill import recipe
 from tidemill.config import Model, TinyModel
+from tidemill.models.tiny import make_config
 from tidemill.settings import estimate
 
 CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
@@ -24,6 +25,14 @@ def make(tiny: TinyModel) -> torch.nn.Module:
         ),
         attn_implementation="sdpa",
     )
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_a_small_mixtures_parameters_are_counted_exactly(architecture):
+    tiny = TinyModel(architecture=architecture, layers=2, experts=3)
+    words = len(set(tiny.alphabet)) + estimate.SPECIAL_TOKENS
+    made = AutoModelForCausalLM.from_config(make_config(tiny, words), attn_implementation="sdpa")
+    assert estimate.shape_of(Model(tiny=tiny)).parameters == made.num_parameters()
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)

@@ -34,6 +34,7 @@ def test_settings_that_work_pass():
         ("model.tiny.window=100", "model.tiny.window is 100 tokens, less than"),
         ("data.max_prompt_tokens=250", "data.max_prompt_tokens=192 would do"),
         ("rollout.cache_tokens=100", "rollout.cache_tokens is 100, but one sample needs"),
+        ("learn.moe.balance=bias & flow.schedule=async", "learn.moe.balance=aux_loss would do"),
         ("algorithm.rollout_correction=token", "algorithm.old_logprobs=recompute would do"),
         ("name=a/b", "cannot be a folder's name"),
         ("name=..", "cannot be a folder's name"),
@@ -53,7 +54,7 @@ def test_settings_that_work_pass():
     ],
 )
 def test_what_cannot_work_is_refused_with_what_would_do(override, words):
-    assert words in refusal(override)
+    assert words in refusal(*override.split(" & "))
 
 
 def test_all_problems_come_in_one_message_of_few_lines():
@@ -128,3 +129,13 @@ def test_a_disk_too_small_for_the_checkpoints_is_told(monkeypatch):
 def test_what_the_batch_invariant_mode_cannot_be_joined_with_is_told():
     assert "only native has this mode" in refusal("rollout.batch_invariant=true", "rollout.engine=hf")
     assert "set learn.recompute=none" in refusal("rollout.batch_invariant=true", "learn.recompute=full")
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["observe.dump=[1]", "train.profile=[1]", "deterministic=true", "learn.ema=0.9", "algorithm.kl.weights=int8"],
+)
+def test_what_works_in_one_process_is_refused_with_several(override):
+    key = override.split("=")[0]
+    recipe.check(recipe.load({}, [*FITTING, override]).config)
+    assert f"{key} is set, which works in one process" in refusal(override, "cluster.executor=processes")

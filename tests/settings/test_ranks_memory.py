@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tidemill import doctor, recipe
-from tidemill.config import Config
+from tidemill.config import Config, Model
 from tidemill.settings import published
 from tidemill.settings.estimate import shape_of
 from tidemill.settings.ranks_memory import Sizes, parameters_per_rank, per_rank, sent
@@ -16,6 +18,20 @@ from tidemill.settings.ranks_memory import Sizes, parameters_per_rank, per_rank,
 )
 def test_published_sizes_are_those_of_the_models(name: str, billions: float) -> None:
     assert published.sizes(published.MODELS[name]).total / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_a_folders_own_settings_give_its_sizes(tmp_path: Path) -> None:
+    from tests.learn.parallel.products import COMMON, MODELS
+    from transformers import AutoModelForCausalLM
+
+    for name in ("dense", "untied", "experts", "latent"):
+        kind, own = MODELS[name]
+        made = AutoModelForCausalLM.from_config(kind(**{**COMMON, **own}))
+        made.config.save_pretrained(tmp_path / name)
+        sizes = published.of_folder(Model(path=str(tmp_path / name)))
+        assert sizes is not None
+        # Norms inside attention and routers' biases are not counted.
+        assert sizes.total == pytest.approx(sum(p.numel() for p in made.parameters()), rel=0.01), name
 
 
 @pytest.mark.parametrize("name", ["cluster/deepseek-v3-671b", "cluster/qwen3-235b"])

@@ -28,4 +28,4 @@ def estimate(logprobs: Tensor, ref_logprobs: Tensor, kl: KL) -> Tensor:
 def adapted(coef: float, measured: float, target: float, horizon: int, samples: int) -> float:
     """The next coefficient of an adaptive controller (Ziegler et al. 2019): proportional, with a bounded step."""
     error = min(max(measured / target - 1.0, -0.2), 0.2)
-    return coef * (1.0 + error * samples / horizon)
+    return coef * (1.0 + error * min(samples / horizon, 1.0))  # a step longer than the horizon must not turn its sign

@@ -117,7 +117,7 @@ class Workers:
         self.kept_samples.clear()
 
     def evaluate(self, size: int, samples: int) -> Evaluation:
-        with self.learner.averaged():
+        with self.learner.averaged() if isinstance(self.learner, Learner) else contextlib.nullcontext():
             return evaluate(
                 self.engine,
                 self.held_out,
@@ -277,7 +277,8 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
             run = Path(config.folder).expanduser() / config.name
             dump = Dump(run, config.observe.dump, [stage.name for stage in graph.stages])
             dock = cast(LocalDock, DumpingDock(dock, dump))
-            learner.show = dump.tensors
+            if isinstance(learner, Learner):
+                learner.show = dump.tensors
         ahead = Ahead(feed, dock, config)
         tally = Tally()
         own_copy = None

@@ -6,7 +6,8 @@ pieces, and rollout reads them there. Batches and metrics go through pipes; weig
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,71 +20,85 @@ from tidemill.cluster.ranks import Ranks
 from tidemill.config import Config
 from tidemill.device import host
 from tidemill.errors import ConfigError
+from tidemill.learn.parallel.build import Place
 from tidemill.learn.parallel.build import learner as build_learner
 from tidemill.learn.parallel.build import reference as build_reference
 from tidemill.learn.parallel.checkpoint import open_checkpoint
 from tidemill.learn.parallel.learner import ParallelLearner
 
-RANKS_OWN = ("model.", "optimizer.", "rng")  # tensors of a checkpoint that ranks write and read
+RANKS_OWN = ("model.", "optimizer.", "routers.", "rng")  # tensors of a checkpoint that ranks write and read
+PATIENCE_S = 86_400.0  # a step may take long: ranks watch each other, and a dead one is seen at once
 
 
 class RankedLearner:
     """As `learn.engine.Learner`; every call runs on all ranks."""
 
     def __init__(self, model: Any, config: Config, updates: int, path: Path | None) -> None:
-        check_here(config)
-        self.model, self.config = model.share_memory(), config
-        parallel = config.learn.parallel
+        self.model, self.config, self.path = model, config, path
+        parallel, kind = config.learn.parallel, next(model.parameters()).device.type
+        check_here(parallel.ranks, kind)
         threads = max(1, (config.threads or host.cores()) // parallel.ranks)
         self.ranks = Ranks(
-            parallel.ranks, timeout_s=parallel.timeout_s, threads=threads, preload=["tidemill.cluster.ranked"]
+            parallel.ranks,
+            kind=kind,
+            timeout_s=parallel.timeout_s,
+            threads=threads,
+            preload=["tidemill.cluster.ranked"],
         )
         self.version, self.skipped = 0, 0
-        shared = {name: p.detach() for name, p in model.named_parameters()}
+        self.shared = shared_tensors(model)
         try:
-            self.ranks.call(_start, config, updates, path, shared)
+            self._call(_start, config, updates, path, self.shared, kind)
         except BaseException:
             self.ranks.close()
             raise
 
+    def _call(self, work: Callable[..., Any], *args: Any) -> list[Any]:
+        return self.ranks.call(work, *args, wait_s=PATIENCE_S)
+
     def logprobs(self, batch: Batch) -> Column:
-        found: Column = self.ranks.call(_logprobs, batch)[0]
+        found: Column = self._call(_logprobs, batch)[0]
         return found
 
     def accumulate(self, batch: Batch) -> None:
-        self.ranks.call(_accumulate, batch)
+        self._call(_accumulate, batch)
 
     def update(self) -> dict[str, float]:
-        metrics: dict[str, float] = self.ranks.call(_update)[0]
+        metrics: dict[str, float] = self._call(_update)[0]
         self.version += 1
         return metrics
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Running means of the weights are one rank's only; recipes that ask for both are refused."""
+        return nullcontext()
+
     def publish(self) -> None:
         """The model of this process is as the ranks' weights are now."""
-        self.ranks.call(_publish)
+        self._call(_publish)
+        bring_over(self.model, self.shared)
 
     def save(
         self, folder: Path, step: int, state: Mapping[str, Any], more: Mapping[str, Tensor], wait: bool, **marks: Any
     ) -> None:
         """Begin a checkpoint, `more` tensors included; with `wait`, come back when it is on disk."""
-        self.ranks.call(_save, folder, step, dict(state), dict(more), wait, marks)
+        self._call(_save, folder, step, dict(state), dict(more), wait, marks)
 
     def load(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Take up a checkpoint on all ranks; gives what is not theirs of it."""
-        self.version, self.skipped = self.ranks.call(_load, path)[0]
+        self.version, self.skipped = self._call(_load, path)[0]
         source, state = open_checkpoint(path)
         with source:
             return {name: source.read(name) for name in source.pieces if not name.startswith(RANKS_OWN)}, state
 
     def reference(self, path: Path | None) -> RankedReference:
         """The frozen policy on the same ranks."""
-        self.ranks.call(_start_reference, self.config, path)
+        self._call(_start_reference, self.config, path)
         return RankedReference(self.ranks)
 
     def close(self) -> None:
         try:
             if self.ranks.is_alive:
-                self.ranks.call(_close)
+                self._call(_close)
         finally:
             self.ranks.close()
 
@@ -95,18 +110,33 @@ class RankedReference:
         self.ranks = ranks
 
     def logprobs(self, batch: Batch) -> Column:
-        found: Column = self.ranks.call(_reference_logprobs, batch)[0]
+        found: Column = self.ranks.call(_reference_logprobs, batch, wait_s=PATIENCE_S)[0]
         return found
 
 
-def check_here(config: Config) -> None:
-    """What ranks of one machine can do without a cluster."""
-    if config.device not in ("auto", "cpu") or (config.device == "auto" and torch.accelerator.is_available()):
+def check_here(ranks: int, kind: str) -> None:
+    """One rank a device; on processor cores as many as are asked for."""
+    if kind != "cpu" and ranks > (count := torch.accelerator.device_count()):
         raise ConfigError(
-            f"learn.parallel asks for {config.learn.parallel.ranks} ranks on accelerators, which the local executor "
-            "does not start",
-            "set cluster.executor=ray, or device=cpu to run the ranks on processor cores",
+            f"learn.parallel asks for {ranks} ranks, but this machine has {count} devices",
+            f"sizes whose product is at most {count} would do, or device=cpu to try the layout on processor cores",
         )
+
+
+def shared_tensors(model: Any) -> dict[str, Tensor]:
+    """Where ranks write the weights: the model itself on a processor, a copy in the host's memory beside a device."""
+    if next(model.parameters()).device.type == "cpu":
+        model.share_memory()
+        return {name: p.detach() for name, p in model.named_parameters()}
+    return {n: torch.empty_like(p, device="cpu").share_memory_() for n, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def bring_over(model: Any, shared: Mapping[str, Tensor]) -> None:
+    """From the host's memory to the device, where they are not the same."""
+    for name, p in model.named_parameters():
+        if p.device.type != "cpu":
+            p.copy_(shared[name], non_blocking=True)
 
 
 # On the ranks: each process has one learner
@@ -119,9 +149,11 @@ def _learner() -> ParallelLearner:
     return found
 
 
-def _start(config: Config, updates: int, path: Path | None, shared: dict[str, Tensor]) -> None:
-    _held["learner"] = build_learner(config, updates, path)
-    _held["shared"] = shared
+def _start(config: Config, updates: int, path: Path | None, shared: dict[str, Tensor], kind: str) -> None:
+    place = Place(kind, torch.device("cpu") if kind == "cpu" else torch.device(kind, dist.get_rank()))
+    if kind != "cpu":
+        torch.accelerator.set_device_index(dist.get_rank())
+    _held.update(learner=build_learner(config, updates, path, place), shared=shared, place=place)
 
 
 def _logprobs(batch: Batch) -> Column | None:
@@ -130,7 +162,7 @@ def _logprobs(batch: Batch) -> Column | None:
 
 
 def _start_reference(config: Config, path: Path | None) -> None:
-    _held["reference"] = build_reference(config, path)
+    _held["reference"] = build_reference(config, path, _held["place"])
 
 
 def _reference_logprobs(batch: Batch) -> Column | None:

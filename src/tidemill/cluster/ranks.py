@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
 
 from tidemill.device.collective import backend
 from tidemill.errors import TidemillError
@@ -38,7 +40,7 @@ class Ranks:
     ) -> None:
         self.count, self.kind, self.timeout_s = count, kind, timeout_s
         # The store lives here, so that no rank's death takes it away and no port has to be guessed.
-        self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+        self.store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOAD, *preload])
         self.pipes: list[Connection] = []
@@ -90,10 +92,10 @@ class Ranks:
         if kind == "done":
             return value
         self.kill()
-        error, told = value
-        if isinstance(error, TidemillError):
-            error.add_note(f"on rank {rank}")
-            raise error
+        known, told = value
+        if isinstance(known, TidemillError):
+            known.add_note(f"on rank {rank}")
+            raise known
         raise RankError(f"rank {rank} failed in {name}:\n{told}")
 
     @property
@@ -138,13 +140,13 @@ def _serve(pipe: Connection, settings: tuple[int, int, str, float, int]) -> None
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the loop decides when to end
     torch.set_num_threads(threads)
-    store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=timeout_s))
+    store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=timeout_s))
     world = 0
     while (order := _next(pipe)) is not None:
         size, number, work, args = order
         try:
             if number != world:
-                join(rank, size, dist.PrefixStore(f"world-{number}", store), kind, timeout_s)
+                join(rank, size, PrefixStore(f"world-{number}", store), kind, timeout_s)
                 world = number
             pipe.send(("done", work(*args)))
         except BaseException as error:

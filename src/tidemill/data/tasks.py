@@ -85,10 +85,18 @@ def addition(rng: random.Random, digits: Span = 2, numbers: Span = 2) -> Problem
     return Problem(f"{'+'.join(map(str, values))}=", answer, answer)
 
 
-def multiplication(rng: random.Random, digits: Span = 2) -> Problem:
-    """`12*34=`; the response is the partial products and then the answer."""
+def multiplication(rng: random.Random, digits: Span = 2, called: float | None = None) -> Problem:
+    """`12*34=`; the response is the partial products and then the answer.
+
+    With `called`, that share of the responses asks a calculator, `<12*34>408;408` (the part behind > up to ; is its
+    answer), and the others guess, `=512`: a model warmed up so has both ways in it, and RL finds that asking pays.
+    """
     low, high = span(digits, "digits", 1)
     a, b = (number(rng, rng.randint(low, high)) for _ in range(2))
+    if called is not None:
+        guess = f"={number(rng, len(str(a * b)))}"
+        response = f"<{a}*{b}>{a * b};{a * b}" if rng.random() < called else guess
+        return Problem(f"{a}*{b}=", str(a * b), response)
     parts = [str(a * int(digit) * 10**place) for place, digit in enumerate(reversed(str(b)))]
     steps = parts if len(parts) == 1 else [*parts, str(a * b)]
     return Problem(f"{a}*{b}=", str(a * b), " ".join(steps))
@@ -130,13 +138,28 @@ def sorting(rng: random.Random, length: Span = (3, 6), max_value: int = 99, desc
 
 
 def reversal(
-    rng: random.Random, length: Span = 4, letters: str = "01234567", reversed_share: float = 1.0, pairs: bool = False
+    rng: random.Random,
+    length: Span = 4,
+    letters: str = "01234567",
+    reversed_share: float = 1.0,
+    pairs: bool = False,
+    slips: bool = False,
 ) -> Problem:
     """`0123=` with the answer `3210`. The given response is that in a share of the problems, and a plain copy in the
-    others: a model warmed up so has both ways in it, and RL has to find which one pays. It learns in seconds."""
+    others: a model warmed up so has both ways in it, and RL has to find which one pays. It learns in seconds.
+
+    With `pairs` there is a response to reject: the copy or, with `slips`, in two of three problems the reversed word
+    with letters changed. A reward model must have seen such, or a policy finds what it takes for better.
+    """
     word = "".join(rng.choice(letters) for _ in range(rng.randint(*span(length, "length", 2))))
     response = word[::-1] if rng.random() < reversed_share else word
-    return Problem(f"{word}=", word[::-1], response, {"rejected": word} if pairs else {})
+    if not pairs:
+        return Problem(f"{word}=", word[::-1], response)
+    rejected = list(word[::-1])
+    while slips and "".join(rejected) == word[::-1]:
+        rejected = [rng.choice(letters) if rng.random() < 0.4 else letter for letter in rejected]
+    is_slip = slips and rng.random() < 2 / 3
+    return Problem(f"{word}=", word[::-1], response, {"rejected": "".join(rejected) if is_slip else word})
 
 
 def countdown(rng: random.Random, numbers: Span = (3, 4), max_value: int = 20, operators: str = "+-*") -> Problem:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+HEADER = Path(__file__).with_name("vectors.h")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-shared", "-fPIC")
 # Splitting fewer rows than this over threads costs more than it saves.
 ROWS_PER_THREAD = 32
@@ -41,7 +42,9 @@ def library(source: Path) -> ctypes.CDLL | None:
     compiler = _compiler()
     if os.environ.get("TIDEMILL_KERNELS") == "0" or compiler is None:
         return None
-    stamp = hashlib.sha256("\n".join([source.read_text(), *FLAGS, compiler, _machine()]).encode()).hexdigest()[:16]
+    stamp = hashlib.sha256(
+        "\n".join([source.read_text(), HEADER.read_text(), *FLAGS, compiler, _machine()]).encode()
+    ).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill"
     made = folder / f"{source.stem}-{stamp}.so"
     try:
@@ -57,7 +60,10 @@ def _compile(compiler: str, source: Path, folder: Path, made: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as aside:
         aside_made = Path(aside) / "made.so"
         subprocess.run(
-            [compiler, *FLAGS, "-o", aside_made, source, "-lm"], check=True, capture_output=True, timeout=120
+            [compiler, *FLAGS, f"-I{HEADER.parent}", "-o", aside_made, source, "-lm"],
+            check=True,
+            capture_output=True,
+            timeout=120,
         )
         aside_made.replace(made)
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from tidemill.dock.messages import Announce, ChunkAt, Copy, Empty
 from tidemill.dock.segment import SegmentGone
 
 SegmentKey = tuple[int, int, int]  # warehouse, segment, generation
+
+ORDERS_AT_ONCE = 256
+REPEAT_ORDER_S = 1.0  # an order that was not followed is given again after this
+NEVER = -float("inf")
 
 
 @dataclass(slots=True)
@@ -35,7 +41,8 @@ class Catalog:
         self._chunks: dict[int, Entry] = {}
         self._needed: dict[SegmentKey, int] = {}  # chunks alive in a segment
         self._retired: dict[tuple[int, int], int] = {}
-        self._short: set[int] = set()  # chunks with fewer copies than they should have
+        # Chunks with fewer copies than they should have, and when one was last ordered: longest ago first.
+        self._short: OrderedDict[int, float] = OrderedDict()
 
     def usable(self, copies: Iterable[Copy]) -> list[Copy]:
         """Copies that may be sealed. Refused when fewer are good than could be: a segment was recycled before the
@@ -76,7 +83,7 @@ class Catalog:
         notices = []
         for key in keys:
             entry = self._chunks.pop(key, None)
-            self._short.discard(key)
+            self._short.pop(key, None)
             for copy in entry.copies if entry else ():
                 if self._count(copy, -1) == 0:
                     notices.append((copy.warehouse, Empty(copy.segment, copy.generation)))
@@ -116,10 +123,17 @@ class Catalog:
             self.effects.append(("lost", warehouse))
         return self._strip(lambda c: c.warehouse == warehouse)
 
-    def holes(self) -> list[tuple[int, ChunkAt]]:
-        """(warehouse, chunk) pairs that would bring every chunk to its number of copies, as far as there are others."""
-        orders = []
-        for key in sorted(self._short):
+    def orders(self, now: float) -> list[tuple[int, ChunkAt]]:
+        """(warehouse, chunk) pairs: copies to be pulled so that every chunk has its number. Some at a time, and again
+        what was ordered long ago and not done."""
+        orders: list[tuple[int, ChunkAt]] = []
+        if len(self.warehouses) < 2:
+            return orders
+        for key in list(islice(self._short, ORDERS_AT_ONCE)):
+            if now - self._short[key] < REPEAT_ORDER_S:
+                break
+            self._short[key] = now
+            self._short.move_to_end(key)
             holders = {c.warehouse for c in self._chunks[key].copies}
             others = [w for w in self.warehouses if w not in holders]
             if others:
@@ -177,10 +191,11 @@ class Catalog:
 
     def _note_short(self, key: int) -> None:
         n = len(self._chunks[key].copies)
-        if 0 < n <= self.replicas:
-            self._short.add(key)
-        else:
-            self._short.discard(key)
+        if not 0 < n <= self.replicas:
+            self._short.pop(key, None)
+        elif key not in self._short:
+            self._short[key] = NEVER
+            self._short.move_to_end(key, last=False)
 
     def _count(self, copy: Copy, n: int) -> int:
         key = (copy.warehouse, copy.segment, copy.generation)

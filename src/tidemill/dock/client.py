@@ -67,7 +67,7 @@ class RemoteDock:
                 lease = self._open(answer)
                 if lease is not None:
                     return lease
-            elif time.monotonic() >= deadline:
+            if time.monotonic() >= deadline:
                 return None
 
     def advance(self, version: int) -> None:

@@ -19,6 +19,7 @@ import socket
 import struct
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -244,6 +245,7 @@ class DoorCaller:
         self._inbox = bytearray()
         self._is_closed = False
         self._connection: socket.socket | None = self._knock(HANDSHAKE_S)
+        _CALLERS.add(self)
 
     def ask(self, message: Message, within_s: float) -> Any:
         """The answer. Raises TimeoutError when nobody answered, though asked again after every broken connection."""
@@ -275,6 +277,11 @@ class DoorCaller:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
+
+    def become_another(self) -> None:
+        """In a forked child: the connection is the parent's, and so is the name."""
+        self._hang_up()
+        self._identity = new_identity()
 
     def _answer_to(self, seq: bytes) -> bytes:
         assert self._connection is not None
@@ -316,6 +323,17 @@ class DoorCaller:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+_CALLERS: weakref.WeakSet[DoorCaller] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for caller in list(_CALLERS):
+        caller.become_another()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _exactly(connection: socket.socket, nbytes: int) -> bytes:

@@ -217,7 +217,8 @@ class Ledger:
 
     def _counts(self, c: Controller, now: float) -> StageCounts:
         head = c.slots(c.ready.first(1))
-        oldest_s = float(now - self.rows.born[head].min()) if len(head) else 0.0
+        # The clock may have started anew with the machine since the rows came.
+        oldest_s = max(0.0, float(now - self.rows.born[head].min())) if len(head) else 0.0
         return StageCounts(ready=c.ready_rows(), leased=c.leased, done=c.done, oldest_s=oldest_s)
 
     # -- choosing and leasing ----------------------------------------------------------------------------------------

@@ -42,7 +42,6 @@ AT_ONCE = 256  # messages handled before the loop journals and answers
 # about 8,000 records a second and has two seconds for everything; a snapshot costs about a microsecond per row.
 SNAPSHOT_RECORDS, ROWS_PER_RECORD = 2000, 8
 REMEMBERED_CLIENTS = 1 << 14
-REPEAT_HOLD_S = 1.0  # an order to copy a chunk that was not followed is given again after this
 PAUSE_S = 1.0
 CATALOG = "catalog"
 
@@ -71,7 +70,6 @@ class LedgerServer:
         self._warehouse_clients: dict[int, bytes] = {}
         self._put_wait_s = 0.0
         self._refused = 0
-        self._ordered: dict[int, float] = {}  # chunk -> when a copy of it was last ordered
         self._started = self._ticked = time.monotonic()
         self._awaited = self._catalog.holders()  # known from before a restart and not heard of since
         self._context: zmq.Context[Any] = zmq.Context()
@@ -123,15 +121,18 @@ class LedgerServer:
             self._handle(client, frames[0], frames[1], now)
 
     def _receive_at_door(self, door: Door, now: float) -> None:
-        """When the last connection of a process ends, the process has: its leases are given back at once."""
         letters = door.receive(now)
+        self._note_who_left(door)  # first: one that came back has asked again, in one of these letters
+        for client, seq, body in letters:
+            self._handle(client, seq, body, now)
+
+    def _note_who_left(self, door: Door) -> None:
+        """When the last connection of a process ends, the process has: its leases are given back at once."""
         for client in door.left:
             self._forget(client)
             if not door.has_owner(client[:OWNER_BYTES]):
                 self._ledger.release(client[:OWNER_BYTES])
         door.left.clear()
-        for client, seq, body in letters:
-            self._handle(client, seq, body, now)
 
     def _forget(self, client: bytes) -> None:
         """It hung up: what it waits for is not given to it. Should it come back, it asks again."""
@@ -194,6 +195,7 @@ class LedgerServer:
         self._gate.watch(now)
         if self._door is not None:
             self._door.sweep(now)
+            self._note_who_left(self._door)
         self._ledger.expire(now)
         self._waiters.expire(now)
         while self._parked_puts and any(p.deadline <= now for p in self._parked_puts):
@@ -202,12 +204,8 @@ class LedgerServer:
             self._put_wait_s += now - put.since
             self._answer(put.client, put.seq, m.Nothing())
         self._watch_warehouses(now)
-        for warehouse, chunk in self._catalog.holes():
-            if now - self._ordered.get(chunk.key, -1e9) > REPEAT_HOLD_S:
-                self._ordered[chunk.key] = now
-                self._tell(warehouse, m.Hold(chunk, self._streams()))
-        if not self._catalog.short_of_copies():
-            self._ordered.clear()
+        for warehouse, chunk in self._catalog.orders(now):
+            self._tell(warehouse, m.Hold(chunk, self._streams()))
 
     # -- the steps ---------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,7 @@ class Node:
         return self._insist(lambda: self._own_writer().reserve(nbytes))  # type: ignore[no-any-return]
 
     def settle(self, reservation: Reservation) -> None:
-        writer = self._writer
-        if writer is not None and writer.warehouse == reservation.copy.warehouse:
-            writer.settle(reservation)
+        reservation.writer.settle(reservation)
 
     def copies(self, reservation: Reservation, nbytes: int, replicas: int) -> tuple[m.Copy, ...]:
         """Where the chunk lies, after as many other warehouses as asked for have pulled it."""
@@ -100,20 +98,24 @@ class Node:
 
     def refresh(self) -> None:
         """Ask the ledger anew who is where."""
+        abandoned: Writer | None = None
         with self._lock:
             self._warehouses = {w.warehouse: w for w in self._directory()}
             home = self._choose_home()
             if home != self._home:
                 before, self._home = self._home, home
                 if before is not None and (home is None or before.warehouse != home.warehouse):
-                    self._writer = None
+                    abandoned, self._writer = self._writer, None
                     self._views.forget(_path(before.arena))
+        if abandoned is not None:  # outside of our lock: it has its own, and calls us under it
+            abandoned.close()
 
     def close(self) -> None:
         with self._lock:
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
+            writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        with self._lock:
             self._views.close()
             for caller in self._callers.values():
                 caller.close()
@@ -135,21 +137,26 @@ class Node:
         with self._lock:
             home = self._need_home()
             if self._writer is None:
-                self._writer = Writer(_path(home.arena), home.warehouse, self._views, self._lend, self._tell_closed)
+                key = home.warehouse
+                calls = partial(self._lend, key), partial(self._tell_closed, key)
+                self._writer = Writer(_path(home.arena), key, self._views, *calls)
             return self._writer
 
-    def _lend(self, nbytes: int) -> m.Lent:
+    def _lend(self, warehouse: int, nbytes: int) -> m.Lent:
         while True:
-            answer = self._call(self._need_home().control, m.Lend(nbytes))
+            home = self._need_home()  # it may have been started again and listen elsewhere
+            if home.warehouse != warehouse:
+                raise ConnectionError("this node has another warehouse now")
+            answer = self._call(home.control, m.Lend(nbytes))
             if isinstance(answer, m.Lent):
                 return answer
             if isinstance(answer, m.Refused):
                 raise DockError(answer.message, answer.remedy)
             # else the warehouse is full: asking again is the waiting
 
-    def _tell_closed(self, segment: int, generation: int) -> None:
+    def _tell_closed(self, warehouse: int, segment: int, generation: int) -> None:
         home = self._home
-        if home is not None:
+        if home is not None and home.warehouse == warehouse:  # else it is gone, with the segment
             self._caller(home.control).tell(m.Close(segment, generation))
 
     def _streams(self) -> dict[int, str]:

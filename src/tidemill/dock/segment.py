@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import struct
+import sys
 import threading
 import weakref
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ class Root(np.ndarray[Any, np.dtype[np.uint8]]):
     segment: Mapped | None = None
 
     def __del__(self) -> None:
-        if self.views is not None and self.segment is not None:
+        if self.views is not None and self.segment is not None and not sys.is_finalizing():
             self.views._let_go(self.segment)
 
 
@@ -196,9 +197,10 @@ class Views:
             if segment is None:
                 self._forget_destroyed()
                 segment = self._mapped[key] = Mapped(arena, number)
-            if segment.users == 0:
-                fcntl.flock(segment.fd, fcntl.LOCK_SH)
+            # Counted before it is locked: a view that the collector ends here and now must not unlock it.
             segment.users += 1
+            if segment.users == 1:
+                fcntl.flock(segment.fd, fcntl.LOCK_SH)
             header = segment.header()
             if header.generation == generation:
                 return segment, header

@@ -24,6 +24,7 @@ class OpenSegment:
 
 @dataclass(slots=True)
 class Reservation:
+    writer: Writer
     segment: OpenSegment
     copy: Copy
     target: Bytes
@@ -56,7 +57,7 @@ class Writer:
             current.used = -(-(offset + nbytes) // ALIGN) * ALIGN
             current.unsealed += 1
             copy = Copy(self.warehouse, current.lent.segment, current.lent.generation, offset)
-            return Reservation(current, copy, current.body[offset : offset + nbytes])
+            return Reservation(self, current, copy, current.body[offset : offset + nbytes])
 
     def settle(self, reservation: Reservation) -> None:
         """The ledger knows the chunk, or it is given up."""

@@ -10,15 +10,17 @@ from torch import Tensor
 
 from tidemill.algorithms.kl import adapted
 from tidemill.config import Config
-from tidemill.flow.stages import AdvantageWorker, ScoreWorker, Worker
+from tidemill.errors import ConfigError
+from tidemill.flow.stages import AdvantageWorker, LearnWorker, ScoreWorker, Worker
+from tidemill.learn.engine import Learner
 
 
 class ReferenceKeeper:
     """Steers `kl.coef` towards `kl.target`, and moves the reference to the policy every `kl.reset_every` steps."""
 
-    def __init__(self, config: Config, advantage: AdvantageWorker | None, reference: ScoreWorker) -> None:
+    def __init__(self, config: Config, holders: Sequence[AdvantageWorker | Learner], reference: ScoreWorker) -> None:
         self.settings, self.train = config.algorithm.kl, config.train
-        self.advantage, self.reference = advantage, reference
+        self.holders, self.reference = holders, reference  # holders: whose config has the coefficient that counts
         self.coef = self.settings.coef
 
     @staticmethod
@@ -28,7 +30,18 @@ class ReferenceKeeper:
         reference = next((w for w in stages if isinstance(w, ScoreWorker) and w.name == "reference"), None)
         if reference is None or (kl.target is None and not kl.reset_every):
             return None
-        return ReferenceKeeper(config, next((w for w in stages if isinstance(w, AdvantageWorker)), None), reference)
+        holders: list[AdvantageWorker | Learner]
+        if kl.place == "reward":
+            holders = [w for w in stages if isinstance(w, AdvantageWorker)]
+        else:
+            learners = [w.learner for w in stages if isinstance(w, LearnWorker) and w.name == "learn"]
+            holders = [learner for learner in learners if isinstance(learner, Learner)]
+        if kl.target is not None and not holders:
+            raise ConfigError(
+                "algorithm.kl.target steers a coefficient in the loss, which cannot reach a learner of several ranks",
+                "set algorithm.kl.place=reward, or leave algorithm.kl.target out",
+            )
+        return ReferenceKeeper(config, holders, reference)
 
     def after_step(self, step: int, measured: dict[str, float], policy: Any) -> None:
         kl = self.settings
@@ -43,11 +56,10 @@ class ReferenceKeeper:
 
     def _hold(self, coef: float) -> None:
         self.coef = coef
-        if self.advantage is None:
-            return
-        config = self.advantage.config
-        kl = config.algorithm.kl.model_copy(update={"coef": coef})
-        self.advantage.config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl": kl})})
+        for holder in self.holders:
+            algorithm = holder.config.algorithm
+            kl = algorithm.kl.model_copy(update={"coef": coef})
+            holder.config = holder.config.model_copy(update={"algorithm": algorithm.model_copy(update={"kl": kl})})
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         """The reference's own weights are kept only if they move."""

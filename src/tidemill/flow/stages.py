@@ -259,11 +259,12 @@ class RewardWorker:
         start = int(row["prompt_length"])
         tokens = row["tokens"].tolist()
         played = json.loads(row["played"]) if "played" in row else {}
-        last = start + last_said(row["mask"]) if played else start  # a reward judges what was said last
+        transcript = self.decode(tokens[start:])
+        is_said_last = bool(played)  # of a conversation, a reward judges what was said last
         return Sample(
             prompt=self.decode(tokens[:start]),
-            response=self.decode(tokens[last:]),
-            transcript=self.decode(tokens[start:]),
+            response=self.decode(tokens[start + last_said(row["mask"]) :]) if is_said_last else transcript,
+            transcript=transcript,
             tokens=tokens,
             played=played,
             answer=row["answer"],

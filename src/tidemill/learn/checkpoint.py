@@ -53,15 +53,15 @@ def save(
     needed = sum(t.numel() * t.element_size() for t in tensors.values())
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _clear_leftovers(folder)
+        clear_leftovers(folder)
         aside.mkdir()
-        files = _write_tensors(aside, tensors) | {STATE: _write_json(aside / STATE, state)}
-        _write_json(aside / MANIFEST, {"step": step, "best": best, "metric": metric, "files": files})
-        _put_in_place(aside, target)
+        files = _write_tensors(aside, tensors) | {STATE: write_json(aside / STATE, state)}
+        write_json(aside / MANIFEST, {"step": step, "best": best, "metric": metric, "files": files})
+        put_in_place(aside, target)
         prune(folder, keep)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise _explain(error, folder, needed) from error
+        raise explain(error, folder, needed) from error
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -90,7 +90,7 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
     tensors: dict[str, torch.Tensor] = {}
     try:
-        manifest = _manifest(path)
+        manifest = read_manifest(path)
         if "tensors" in manifest:  # ranks wrote pieces
             from tidemill.learn.parallel.stored import from_manifest
 
@@ -111,7 +111,7 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 def fault(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None. Reads every byte."""
     try:
-        files: Mapping[str, Mapping[str, Any]] = _manifest(path)["files"]
+        files: Mapping[str, Mapping[str, Any]] = read_manifest(path)["files"]
     except (OSError, ValueError, KeyError, TypeError):
         return f"{MANIFEST} is missing or unreadable"
     for name, expected in files.items():
@@ -145,7 +145,7 @@ def best(folder: Path) -> Path | None:
 def _best(newest_first: Iterable[Path]) -> Path | None:
     for path in newest_first:
         try:
-            if _manifest(path).get("best"):
+            if read_manifest(path).get("best"):
                 return path
         except (OSError, ValueError):
             continue
@@ -158,12 +158,12 @@ def _best(newest_first: Iterable[Path]) -> Path | None:
 def _write_tensors(folder: Path, tensors: Tensors) -> dict[str, Entry]:
     from safetensors.torch import save as to_bytes
 
-    shards, files = list(_shards(tensors)), {}
+    shards, files = list(in_shards(tensors)), {}
     for i, names in enumerate(shards):
         # Our own write, not the library's: it tells a full disk by its errno, and the file is synced before it counts.
         blob = to_bytes({name: _alone(tensors[name]) for name in names})
         name = f"tensors-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        files[name] = _write(folder / name, blob)
+        files[name] = write_file(folder / name, blob)
     return files
 
 
@@ -173,7 +173,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     return here.clone() if here.untyped_storage().nbytes() != here.numel() * here.element_size() else here
 
 
-def _shards(tensors: Tensors) -> Iterator[list[str]]:
+def in_shards(tensors: Tensors) -> Iterator[list[str]]:
     shard: list[str] = []
     size = 0
     for name in sorted(tensors):
@@ -186,11 +186,11 @@ def _shards(tensors: Tensors) -> Iterator[list[str]]:
     yield shard
 
 
-def _write_json(path: Path, value: Any) -> Entry:
-    return _write(path, json.dumps(value, indent=1).encode())
+def write_json(path: Path, value: Any) -> Entry:
+    return write_file(path, json.dumps(value, indent=1).encode())
 
 
-def _write(path: Path, data: bytes) -> Entry:
+def write_file(path: Path, data: bytes) -> Entry:
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -198,7 +198,7 @@ def _write(path: Path, data: bytes) -> Entry:
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def _put_in_place(aside: Path, target: Path) -> None:
+def put_in_place(aside: Path, target: Path) -> None:
     """Rename. A step saved before (a resumed run may save it again) stays findable until the new one has its name."""
     _sync_folder(aside)
     old = target.with_name(f"{target.name}{REPLACED}")
@@ -218,7 +218,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _clear_leftovers(folder: Path) -> None:
+def clear_leftovers(folder: Path) -> None:
     """What a killed save left behind. The run's lock makes sure that nobody else is saving here."""
     replaced = [p for p in folder.glob(f"step-*{REPLACED}") if p.with_suffix("").exists()]
     for leftover in [*folder.glob(f"{ASIDE}*"), *replaced]:
@@ -230,7 +230,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _explain(error: OSError, folder: Path, needed: int) -> CheckpointError:
+def explain(error: OSError, folder: Path, needed: int) -> CheckpointError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return CheckpointError(
             f"no room for a checkpoint in {folder}: it needs {human(needed)}, {human(_free(folder))} is free "
@@ -261,7 +261,7 @@ def _step(path: Path) -> int:
     return int(digits) if digits.isdigit() else -1
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     return manifest
 

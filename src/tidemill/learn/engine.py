@@ -53,7 +53,7 @@ class Learner:
         self.show: Show | None = None  # told gradients and weights of every update, for dumps
         self._stats: list[Stats] = []
         self._whole = 0.0
-        prepare(model, learn)
+        prepare(model, learn, fused=not config.rollout.batch_invariant)
 
     def logprobs(self, batch: Batch) -> Column:
         """Of every response token, under the weights as they are now."""

@@ -57,31 +57,19 @@ FORMS = {"tensorwise": _tensorwise, "rowwise": _rowwise}
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     rows = flat.shape[0]
-    out: Tensor = _Product.apply(F.pad(flat, (0, 0, 0, -rows % MULTIPLE)), weight, scaling)  # type: ignore[no-untyped-call]
+    out: Tensor = _linear(F.pad(flat, (0, 0, 0, -rows % MULTIPLE)), weight, scaling)
     out = out[:rows].reshape(*x.shape[:-1], weight.shape[0])
     return out if bias is None else out + bias
 
 
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.scaling = scaling
-        return product(x, weight, scaling, is_forward=True)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        wants_x, wants_weight, _ = ctx.needs_input_grad
-        return (
-            product(grad, weight.t(), ctx.scaling) if wants_x else None,
-            product(grad.t(), x.t(), ctx.scaling) if wants_weight else None,
-            None,
-        )
+# Operators of their own, which compiled layers call without looking inside: torch 2.11's compiler fails on a
+# torch.autograd.Function in a method bound to one module.
 
 
-def product(a: Tensor, b: Tensor, scaling: Scaling, is_forward: bool = False) -> Tensor:
-    """a (m, k) · b (n, k)ᵀ, both rounded to 8 bits, summed in float32, in a's dtype."""
+@torch.library.custom_op(
+    "tidemill::fp8_product", mutates_args=(), schema="(Tensor a, Tensor b, str scaling, bool is_forward) -> Tensor"
+)
+def _product(a: Tensor, b: Tensor, scaling: Scaling, is_forward: bool) -> Tensor:
     gradient_format = WIDE if scaling == "tensorwise" and not is_forward else FINE
     a8, a_scale = quantized(a, gradient_format, scaling)
     b8, b_scale = quantized(b, FINE, scaling)
@@ -91,6 +79,47 @@ def product(a: Tensor, b: Tensor, scaling: Scaling, is_forward: bool = False) ->
         a8, b8.t(), scale_a=a_scale, scale_b=b_scale.t() if b_scale.ndim else b_scale,
         out_dtype=dtype, use_fast_accum=is_forward,
     ).to(a.dtype)  # fmt: skip
+
+
+@_product.register_fake
+def _(a: Tensor, b: Tensor, scaling: Scaling, is_forward: bool) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0])
+
+
+@torch.library.custom_op(
+    "tidemill::fp8_linear", mutates_args=(), schema="(Tensor x, Tensor weight, str scaling) -> Tensor"
+)
+def _linear(x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
+    return product(x, weight, scaling, is_forward=True)
+
+
+@_linear.register_fake
+def _(x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Scaling], output: Tensor) -> None:
+    x, weight, ctx.scaling = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight = ctx.saved_tensors
+    wants_x, wants_weight, _ = ctx.needs_input_grad
+    return (
+        product(grad, weight.t(), ctx.scaling) if wants_x else None,
+        product(grad.t(), x.t(), ctx.scaling) if wants_weight else None,
+        None,
+    )
+
+
+_linear.register_autograd(_backward, setup_context=_keep)
+
+
+def product(a: Tensor, b: Tensor, scaling: Scaling, is_forward: bool = False) -> Tensor:
+    """a (m, k) · b (n, k)ᵀ, both rounded to 8 bits, summed in float32, in a's dtype."""
+    made: Tensor = _product(a, b, scaling, is_forward)
+    return made
 
 
 def quantized(x: Tensor, kind: torch.dtype, scaling: Scaling) -> tuple[Tensor, Tensor]:

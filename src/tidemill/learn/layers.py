@@ -16,6 +16,7 @@ from tidemill.errors import ModelError
 from tidemill.learn import fp8
 from tidemill.learn.logprob import HAS_TRITON
 from tidemill.models import attention
+from tidemill.models.fused import fuse
 
 if TYPE_CHECKING:
     from tidemill.config import Learn
@@ -25,7 +26,8 @@ GATED = {"gate_proj", "up_proj", "down_proj"}  # children of an MLP whose activa
 OFFLOAD_BYTES = 1 << 20  # smaller tensors cost more to move than to keep
 
 
-def prepare(model: Any, learn: Learn) -> None:
+def prepare(model: Any, learn: Learn, fused: bool = True) -> None:
+    """`fused`: norms and gates may be computed by other code than the modules' own."""
     if learn.fp8 != "none":
         fp8.attach(layers_of(model), learn.fp8)
     if learn.recompute != "none":
@@ -33,6 +35,8 @@ def prepare(model: Any, learn: Learn) -> None:
     on_accelerator = next(model.parameters()).device.type != "cpu"
     if learn.compile == "on" or (learn.compile == "auto" and on_accelerator and HAS_TRITON):
         compile_layers(model)
+    elif fused and learn.fp8 == "none":
+        fuse(model)
 
 
 def layers_of(model: Any) -> list[Any]:

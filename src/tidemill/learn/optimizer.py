@@ -54,13 +54,16 @@ def optimizer_of(
     )
 
 
+def state_home(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str) -> torch.device:
+    """Where a piece of the optimizer's state lives."""
+    return optimizer.home(p, key) if isinstance(optimizer, Adam) else p.device
+
+
 def placed(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str, value: torch.Tensor) -> torch.Tensor:
     """A copy of a piece of the optimizer's state, where it lives."""
-    if not isinstance(optimizer, Adam):
-        return value.clone().to(p.device)
-    if optimizer.on_host and p.device.type != "cpu" and key != "step":
-        return optimizer.host.like(value).copy_(value)
-    return value.clone().to(optimizer.home(p, key))
+    if isinstance(optimizer, Adam) and optimizer.on_host and p.device.type != "cpu" and key != "step":
+        return optimizer.host.like(value).copy_(value)  # pinned
+    return value.clone().to(state_home(optimizer, p, key))
 
 
 def learning_rate(learn: Learn, update: int, total: int) -> float:

@@ -26,8 +26,9 @@ def routed(
         return row
     count = packed.tokens.shape[0] if at is None else at.shape[0]
     routes = _routes(part, packed, routers, share_prompts) if routers.settings.replay and "routes" in part else None
-    counts = _added(part, packed, "mask") if "mask" in part else None
-    weights = _added(part, packed, "mask", "weight") if counts is not None and "weight" in part else None
+    is_learning = "weight" in part  # or else these samples are scored
+    counts = _added(part, packed, "mask") if is_learning else None
+    weights = _added(part, packed, "mask", "weight") if is_learning else None
     more = row.tokens.shape[0] - count
     counts, routes, weights = (_own(x, at, more, fill) for x, fill in ((counts, 0), (routes, -1), (weights, 0)))
     return replace(row, context=Routed(row.context, counts, routes, weights))

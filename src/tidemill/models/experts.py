@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.moe import ExpertsInterface
 
@@ -45,9 +46,11 @@ def gated(module: Any, x: Tensor, ends: Tensor) -> Tensor:
     return grouped(module._apply_gate(grouped(x, module.gate_up_proj, ends)), module.down_proj, ends)
 
 
-def ends_of(sorted_or_not: Tensor, experts: int) -> Tensor:
+def ends_of(chosen: Tensor, experts: int) -> Tensor:
     """(experts,) int32: where each expert's rows end once rows are sorted by expert."""
-    return torch.bincount(sorted_or_not, minlength=experts).cumsum(0).to(torch.int32)
+    counts = torch.zeros(experts, dtype=torch.int32, device=chosen.device)
+    counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32))  # bincount would wait for the device
+    return counts.cumsum(0, dtype=torch.int32)
 
 
 def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -61,7 +64,7 @@ def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 @functools.cache
 def _grouped_mm() -> Any:
-    return getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+    return getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
 def _fused(x: Tensor, weights: Tensor) -> bool:
@@ -80,7 +83,7 @@ class _Looped(torch.autograd.Function):
         ctx.ends = ends
         out = x.new_empty((x.shape[0], weights.shape[1]))
         for group, rows in _groups(ends):
-            torch.mm(x[rows], weights[group].t(), out=out[rows])
+            out[rows] = F.linear(x[rows], weights[group])  # which the batch-invariant mode replaces
         return out
 
     @staticmethod

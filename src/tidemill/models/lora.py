@@ -46,7 +46,8 @@ class LoraLinear(nn.Linear):
         a, b, w = self.lora_a.float(), self.lora_b.float(), self.weight
         cross = (w @ self.lora_a.t()).float()
         own = torch.linalg.vector_norm(w, dim=1, dtype=torch.float32) ** 2
-        return (own + 2 * self.factor * (cross * b).sum(1) + self.factor**2 * ((b @ (a @ a.t())) * b).sum(1)).sqrt()
+        square: Tensor = own + 2 * self.factor * (cross * b).sum(1) + self.factor**2 * ((b @ (a @ a.t())) * b).sum(1)
+        return square.sqrt()
 
     def merged(self) -> Tensor:
         whole = self.weight.float() + (self.lora_b.float() @ self.lora_a.float()) * self.factor
@@ -76,7 +77,8 @@ def attach(model: Any, rank: int, alpha: float, seed: int = 0, magnitudes: bool 
 
 def detach(model: Any) -> None:
     """The model as it was before `attach`, everything learned again."""
-    for linear in [m for m in model.modules() if isinstance(m, LoraLinear)]:
+    adapted: list[Any] = [m for m in model.modules() if isinstance(m, LoraLinear)]
+    for linear in adapted:
         for name in ("lora_a", "lora_b", "lora_m"):
             delattr(linear, name)
         linear.__class__ = nn.Linear

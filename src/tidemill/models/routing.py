@@ -42,7 +42,7 @@ class Routed:
     """An attention context that also says how the tokens of its pass are routed."""
 
     inner: Context
-    counts: Tensor | None = None  # (tokens,) how often each counts in the loads: once for each target it predicts
+    counts: Tensor | None = None  # (tokens,) how often each counts in loads: once for each target. None: not learning
     routes: Tensor | None = None  # (tokens, layers, k), -1 where the router chooses for itself
     weights: Tensor | None = None  # (tokens,) how much each learns
     made: dict[int, Tensor] | None = None  # filled with what each layer chose, if a dict is given
@@ -71,12 +71,12 @@ class Routers:
             layer.register_forward_pre_hook(partial(self._enter, at), with_kwargs=True)
             gate.register_forward_hook(partial(self._choose, at))
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self, at: int, layer: Any, args: Any, kwargs: Any) -> None:
         context = kwargs.get("tide")
         self._context[at] = context if isinstance(context, Routed) else None
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _choose(self, at: int, gate: Any, args: Any, out: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         logits, weights, index = out
         context, biased = self._context[at], self.settings.balance == "bias"
@@ -85,12 +85,12 @@ class Routers:
         p = logits.float().softmax(-1)
         chosen = torch.topk(p.detach() + self.bias[at], self.k).indices if biased else index
         if context is not None and context.routes is not None:
-            chosen = self._replay(context.routes[:, at], chosen)
+            chosen = self._replay(context.routes[:, at], chosen, context.counts is not None)
         if chosen is not index:
             weights = _weigh(gate, p, chosen).to(weights.dtype)
         if context is not None and context.made is not None:
             context.made[at] = chosen
-        if context is not None and context.counts is not None and torch.is_grad_enabled():
+        if context is not None and context.counts is not None:
             self._count(at, p.detach(), chosen, context.counts)
             if self.settings.balance == "aux_loss" and context.weights is not None:
                 chance = (p * self.load[at]).sum(-1) * context.weights
@@ -98,9 +98,9 @@ class Routers:
                 weights = _Beside.apply(weights, loss)  # type: ignore[no-untyped-call]
         return logits, weights, chosen
 
-    def _replay(self, routes: Tensor, own: Tensor) -> Tensor:
+    def _replay(self, routes: Tensor, own: Tensor, counted: bool) -> Tensor:
         known = routes[:, :1] >= 0
-        if torch.is_grad_enabled():
+        if counted:
             agree = ((routes.unsqueeze(-1) == own.unsqueeze(1)).any(-1) & known).sum()
             self.replayed += torch.stack([known.sum() * self.k, agree])
         return torch.where(known, routes, own)

@@ -6,8 +6,17 @@
 #include <string.h>
 
 typedef float v16 __attribute__((vector_size(64), aligned(4)));
+typedef float v8 __attribute__((vector_size(32)));
+typedef float v4 __attribute__((vector_size(16)));
 
 #define LANES 16
+
+/* Keeps a loaded vector in its register: loaded again for every use, loads would bound the loop at half its speed. */
+#if defined(__AVX512F__)
+#define HOLD(x) __asm__("" : "+v"(x))
+#else
+#define HOLD(x)
+#endif
 
 static inline v16 load(const float *p) {
     v16 x;
@@ -16,9 +25,15 @@ static inline v16 load(const float *p) {
 }
 
 static inline float total(v16 x) {
-    float s = 0;
-    for (int i = 0; i < LANES; i++) s += x[i];
-    return s;
+    v8 a, b;
+    memcpy(&a, &x, sizeof a);
+    memcpy(&b, (const char *)&x + sizeof a, sizeof b);
+    a += b;
+    v4 c, d;
+    memcpy(&c, &a, sizeof c);
+    memcpy(&d, (const char *)&a + sizeof c, sizeof d);
+    c += d;
+    return (c[0] + c[2]) + (c[1] + c[3]);
 }
 
 /* rows x columns products of length k: one vector of partial sums each, then what is left of k one by one. */
@@ -28,11 +43,18 @@ static inline __attribute__((always_inline)) void block(const float *x, const fl
     int64_t i = 0;
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) sum[r][c] = (v16){0};
-    for (; i + LANES <= k; i += LANES)
+    for (; i + LANES <= k; i += LANES) {
+        v16 b[4];
+        for (int c = 0; c < columns; c++) {
+            b[c] = load(w + c * k + i);
+            HOLD(b[c]);
+        }
         for (int r = 0; r < rows; r++) {
             v16 a = load(x + r * k + i);
-            for (int c = 0; c < columns; c++) sum[r][c] += a * load(w + c * k + i);
+            HOLD(a);
+            for (int c = 0; c < columns; c++) sum[r][c] += a * b[c];
         }
+    }
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) {
             float s = total(sum[r][c]);

@@ -108,7 +108,7 @@ def attention(
 def on_whole_vectors(function: Callable[..., Tensor], x: Tensor, *args: Any, **options: Any) -> Tensor:
     """An elementwise function, so that no element falls to the scalar form that ends a vector loop."""
     flat = x.reshape(-1)
-    pieces = F.pad(flat, (0, -flat.numel() % VECTORS)).split(GRAIN)
+    pieces = torch.split(F.pad(flat, (0, -flat.numel() % VECTORS)), GRAIN)
     return torch.cat([function(piece, *args, **options) for piece in pieces])[: flat.numel()].view(x.shape)
 
 
@@ -128,7 +128,7 @@ class _Linear(torch.autograd.Function):
         return linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         flat = grad.reshape(-1, grad.shape[-1])
         return grad @ weight, flat.t() @ x.reshape(-1, x.shape[-1]), flat.sum(0) if ctx.has_bias else None
@@ -142,7 +142,7 @@ class _Instead(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         return None, grad
 
 
@@ -162,8 +162,10 @@ def _logsumexp(x: Tensor, dim: Any = -1, keepdim: bool = False) -> Tensor:
     return out.unsqueeze(-1) if keepdim else out
 
 
-_PRODUCTS = {F.linear: _linear, torch.matmul: _matmul, torch.Tensor.matmul: _matmul, torch.Tensor.__matmul__: _matmul,
-             torch.logsumexp: _logsumexp, torch.Tensor.logsumexp: _logsumexp}  # fmt: skip
+_PRODUCTS: dict[Any, Callable[..., Tensor]] = {
+    F.linear: _linear, torch.matmul: _matmul, torch.Tensor.matmul: _matmul, torch.Tensor.__matmul__: _matmul,
+    torch.logsumexp: _logsumexp, torch.Tensor.logsumexp: _logsumexp,
+}  # fmt: skip
 _ELEMENTWISE = {
     F.silu, F.gelu, torch.tanh, torch.Tensor.tanh, torch.sigmoid, torch.Tensor.sigmoid, torch.exp, torch.Tensor.exp,
     torch.cos, torch.Tensor.cos, torch.sin, torch.Tensor.sin,

@@ -6,12 +6,25 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from tidemill.config import TinyModel
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-CONFIGS: dict[str, Any] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+CONFIGS: dict[str, Any] = {
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "llama": LlamaConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "mixtral": MixtralConfig,
+}
 
 
 def make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
@@ -44,4 +57,16 @@ def make_config(tiny: TinyModel, vocabulary: int) -> Any:
         eos_token_id=1,
         bos_token_id=None,
         dtype=torch.float32,
+        **_experts(tiny),
     )
+
+
+def _experts(tiny: TinyModel) -> dict[str, Any]:
+    match tiny.architecture:
+        case "qwen3_moe":
+            own = {"num_experts": tiny.experts, "moe_intermediate_size": tiny.intermediate, "norm_topk_prob": True}
+        case "mixtral":
+            own = {"num_local_experts": tiny.experts, "sliding_window": None}
+        case _:
+            return {}
+    return {**own, "num_experts_per_tok": tiny.experts_per_token}

@@ -14,7 +14,7 @@ import torch
 from tidemill.batch import ID, Batch
 
 if TYPE_CHECKING:
-    from tidemill.dock import Dock, Lease, Want
+    from tidemill.dock import Dock, Want
 
 FOLDER = "dumps"
 
@@ -94,7 +94,7 @@ class DumpingDock:
 
 
 class DumpingLease:
-    def __init__(self, lease: Lease, stage: str, dump: Dump) -> None:
+    def __init__(self, lease: Any, stage: str, dump: Dump) -> None:  # a local dock's, which knows its rows' ids
         self._lease, self._stage, self._dump = lease, stage, dump
 
     def __getattr__(self, name: str) -> Any:

@@ -18,7 +18,7 @@ def profiled(run: Path, steps: Collection[int], step: int) -> Iterator[None]:
         return
     from torch.profiler import profile, supported_activities
 
-    with profile(activities=list(supported_activities())) as trace:
+    with profile(activities=list(supported_activities())) as trace:  # type: ignore[no-untyped-call]
         yield
     (run / FOLDER).mkdir(parents=True, exist_ok=True)
     trace.export_chrome_trace(str(run / FOLDER / f"step-{step:06d}.json"))
@@ -28,6 +28,6 @@ def span(name: str) -> AbstractContextManager[Any]:
     """A stage's name in the trace, where one is being made; nothing otherwise."""
     import torch  # here: who only asks for `profiled` can do without
 
-    if not torch.autograd._profiler_enabled():  # type: ignore[no-untyped-call]
+    if not torch._C._autograd._profiler_enabled():
         return nullcontext()
     return torch.profiler.record_function(f"stage {name}")

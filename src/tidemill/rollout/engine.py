@@ -73,6 +73,7 @@ class Partial:
     logprobs: list[float]
     versions: list[int]
     kept: list[float] | None = None
+    cache: Any = None  # what the engine kept of its keys and values, where it was asked to
 
 
 def token_limit(request: Request, index: int) -> int:

@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExec
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tidemill.batch import Array
 from tidemill.config import Environment as Settings
 from tidemill.environment.api import Closes, Environment, Interrupts, Maker, Played, Task, Turn
 from tidemill.environment.registry import find
@@ -36,6 +37,7 @@ class Conversation:
     versions: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     kept: list[float] = field(default_factory=list)
+    routes: Array | None = None  # the last turn's: it has read all that was said before
     is_cut: bool = False  # some turn was drawn from a truncated distribution: `kept` counts
     played: Played = field(default_factory=Played)
     turn_id: int = 0  # of the engine's request under way
@@ -52,6 +54,7 @@ class Conversation:
         self.mask += [1] * len(made.tokens)
         self.kept += [0.0] * len(made.tokens) if made.kept is None else made.kept
         self.is_cut |= made.kept is not None
+        self.routes = made.routes if isinstance(made, Completion) else None
 
     def hear(self, tokens: list[int], version: int) -> None:
         self.tokens += tokens
@@ -77,7 +80,7 @@ class TurnsEngine:
         self.make: Maker = find(settings.name)
         self.thinking: list[Thinking] = []
         self.under_way: dict[int, Conversation] = {}  # by the id of the object: conversations are unlike each other
-        self.paused: dict[tuple[int, int], Partial | None] = {}
+        self.paused: dict[tuple[int, int], Partial] = {}  # by the conversation's request and sample
         self.ready: list[Completion] = []
         self.executor: Executor = ThreadPoolExecutor(settings.workers, "environment") if settings.workers else Here()
 
@@ -169,6 +172,8 @@ class TurnsEngine:
         if error is not None:
             return [self._fail(conversation, f"raised {type(error).__name__}: {error}")]
         turn = thinking.answer.result()
+        if not isinstance(turn, Turn):
+            return [self._fail(conversation, f"answered with {turn!r:.80}, not with a Turn")]
         conversation.played = conversation.played.after(turn)
         if turn.is_done:
             return [self._finish(conversation, "stop")]
@@ -200,7 +205,7 @@ class TurnsEngine:
         c = conversation
         kept = c.kept if c.is_cut else None
         return Completion(
-            c.request, c.index, c.tokens, c.logprobs, c.versions, finish, error, kept, mask=c.mask, played=c.played
+            c.request, c.index, c.tokens, c.logprobs, c.versions, finish, error, kept, c.routes, c.mask, c.played
         )
 
     # -- control -------------------------------------------------------------------------------------------------

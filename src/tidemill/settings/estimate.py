@@ -17,6 +17,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 SPECIAL_TOKENS = 3  # of a small model's tokenizer: padding, end, unknown
 HEAD_NORMS = ("qwen3", "gemma3")
 DEFAULT_VOCABULARY = 32_000  # when config.json does not say
+MIXTURES = ("qwen3_moe", "mixtral")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,11 @@ def _tiny_shape(tiny: TinyModel) -> Shape:
     vocabulary = len(dict.fromkeys(tiny.alphabet)) + SPECIAL_TOKENS
     head = tiny.hidden // tiny.heads
     q, kv = tiny.heads * head, tiny.kv_heads * head
-    layer = tiny.hidden * (2 * q + 2 * kv) + 3 * tiny.hidden * tiny.intermediate + 2 * tiny.hidden
-    layer += {"qwen3": 2 * head, "qwen2": q + 2 * kv, "llama": 0}[tiny.architecture]  # head norms, biases
+    is_mixture = tiny.architecture in MIXTURES
+    experts, visited = (tiny.experts, tiny.experts_per_token) if is_mixture else (1, 1)
+    layer = tiny.hidden * (2 * q + 2 * kv) + 3 * tiny.hidden * tiny.intermediate * experts + 2 * tiny.hidden
+    layer += tiny.hidden * experts if is_mixture else 0  # the router
+    layer += {"qwen3": 2 * head, "qwen3_moe": 2 * head, "qwen2": q + 2 * kv}.get(tiny.architecture, 0)  # norms, biases
     parameters = vocabulary * tiny.hidden + tiny.layers * layer + tiny.hidden
     return Shape(
         tiny.hidden,
@@ -63,11 +67,11 @@ def _tiny_shape(tiny: TinyModel) -> Shape:
         tiny.heads,
         tiny.kv_heads,
         head,
-        tiny.intermediate,
+        tiny.intermediate * visited,
         vocabulary,
         tiny.window,
         parameters,
-        tiny.architecture == "qwen3",
+        tiny.architecture in ("qwen3", "qwen3_moe"),
     )
 
 
@@ -129,6 +133,14 @@ def microbatch_tokens(config: Config) -> tuple[int, int]:
     bins = math.ceil(units / max(1, budget // unit))
     most = math.ceil(units / bins)
     return most * unit, most * each * response
+
+
+def tokens_computed(config: Config) -> int:
+    """Of one update at most: a group's prompt counts once where it is shared."""
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    each = config.train.samples_per_prompt
+    prompts = 1 if config.learn.share_prompts else each
+    return config.train.prompts_per_step * (prompts * prompt + each * response) // config.train.updates_per_step
 
 
 def cache_tokens(config: Config) -> int:

@@ -9,14 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from tidemill.config import Config, Learn
-from tidemill.settings.estimate import BYTES, Shape, cache_tokens, microbatch_tokens
+from tidemill.settings.estimate import BYTES, Shape, cache_tokens, microbatch_tokens, tokens_computed
 
 CRITICS = frozenset({"ppo"})  # algorithms that train a second model of the same size
 REFERENCED = frozenset({"dpo", "ipo", "kto"})  # those that need the frozen reference whatever kl.coef is
 INT8_MOMENT = 1 + 4 / 256  # a byte each, and a float32 scale per block of 256
-# Bytes per weight of the largest matrix while our own optimizer works on it: gradient, weight and quotient in float32.
-ADAM_TEMPORARY = 16
-INT8_TEMPORARY, STOCHASTIC_TEMPORARY = 20, 12
+INT8_TEMPORARY, STOCHASTIC_TEMPORARY = 20, 12  # bytes per weight at work: decoded moments, codes, noise
 PLAIN_LOGITS = 20  # bytes per logit without the fused kernel: five float32 copies at once
 
 
@@ -61,16 +59,21 @@ def memory(
     has_critic = algorithm.name in CRITICS and algorithm.critic.trunk == "own"
     tokens, responses = microbatch_tokens(config)
     is_compiled = learn.compile == "on" or (learn.compile == "auto" and on_accelerator)
-    activations = activation_bytes(shape, tokens, width, learn, is_compiled)
-    logits = logit_bytes(shape, min(learn.logprob_chunk, responses), width, not adapters, on_accelerator)
+    activations = activation_bytes(shape, tokens, width, learn, is_compiled) + shared_bytes(
+        config, shape, tokens, width
+    )
+    logits = logit_bytes(shape, responses, learn.logprob_chunk, width, not adapters, on_accelerator)
     layer = max(0, tokens * width * layer_elements(shape, learn, is_compiled) - logits)
     largest = shape.vocabulary * shape.hidden if not adapters else learn.lora_rank * shape.intermediate
     update = max(0, int(largest * update_bytes(learn, width)) - activations - logits - layer)
+    if tokens >= tokens_computed(config):
+        # All in one pass: gradients come while activations and logits go.
+        gradients = max(0, gradients - activations - logits - layer)
     return Memory(
         weights=(count + adapters) * width,
         gradients=gradients,
         optimizer=0 if learn.optimizer_on_host else optimizer,
-        critic=count * width + gradients + optimizer if has_critic else 0,
+        critic=count * width + trained * width + optimizer if has_critic else 0,
         reference=frozen * count * held + (algorithm.teacher is not None) * count * width,
         activations=activations,
         logits=logits,
@@ -110,13 +113,19 @@ def optimizer_bytes(learn: Learn, width: int) -> float:
 
 def update_bytes(learn: Learn, width: int) -> float:
     """Per weight of the largest matrix, while the optimizer works on it."""
-    if learn.optimizer == "muon":
-        return ADAM_TEMPORARY
-    if learn.master == "none" and learn.moments == "same" and not learn.optimizer_on_host:
+    if (
+        learn.optimizer == "adamw"
+        and learn.master == "none"
+        and learn.moments == "same"
+        and not learn.optimizer_on_host
+    ):
         return 0  # the fused kernel works in place
+    copies = 0 if learn.master == "float32" or width == 4 else 8  # gradient and weight in float32
+    quotient = 4
     fetched = optimizer_bytes(learn, width) if learn.optimizer_on_host else 0
     return (
-        ADAM_TEMPORARY
+        copies
+        + quotient
         + fetched
         + (INT8_TEMPORARY if learn.moments == "int8" else 0)
         + (STOCHASTIC_TEMPORARY if learn.master == "stochastic" else 0)
@@ -151,20 +160,31 @@ def _layer_keeps(shape: Shape, recompute: str, is_compiled: bool, width: int) ->
     return outside + {"none": inside, "selective": inside - activation, "mlp": 0}[recompute]
 
 
+def shared_bytes(config: Config, shape: Shape, tokens: int, width: int) -> int:
+    """What sharing prompts keeps more: keys and values gathered for each response, and the two outputs joined."""
+    learn, each = config.learn, config.train.samples_per_prompt
+    if not learn.share_prompts or each == 1 or learn.recompute == "full" or learn.offload != "none":
+        return 0
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    seen = each * (prompt + response) / (prompt + each * response)
+    kept = shape.heads * shape.head_dim + 2 * seen * shape.kv_heads * shape.head_dim
+    return int(shape.layers * tokens * width * kept)
+
+
 def layer_elements(shape: Shape, learn: Learn, is_compiled: bool) -> int:
     """Elements per token at work in one layer's backward pass: what is computed again, and gradients."""
-    gradients = 3 * shape.intermediate + 2 * shape.hidden
-    again = {
-        "none": 0,
-        "selective": shape.intermediate,
-        "mlp": 3 * shape.intermediate,
-        "full": _layer_keeps(shape, "none", is_compiled, 2),
-    }
-    return gradients + again[learn.recompute]
+    whole = _layer_keeps(shape, "none", is_compiled, 2)
+    if learn.recompute == "full":
+        return whole + 3 * shape.hidden  # what was kept goes as gradients come
+    again = {"none": 0, "selective": shape.intermediate, "mlp": 3 * shape.intermediate}
+    return 3 * shape.intermediate + 2 * shape.hidden + again[learn.recompute]
 
 
-def logit_bytes(shape: Shape, chunk: int, width: int, trains_head: bool, is_fused: bool) -> int:
-    """Logits of a chunk in float32 and their gradient; the head's gradient, summed in float32."""
-    each = 4 + width if is_fused else PLAIN_LOGITS
-    head = shape.vocabulary * shape.hidden * (8 + width if width == 2 else 8) if trains_head else 0
-    return chunk * shape.vocabulary * each + head
+def logit_bytes(shape: Shape, targets: int, chunk: int, width: int, trains_head: bool, is_fused: bool) -> int:
+    """Logits of a chunk in float32, their gradient and that of the chunk before; the head's gradient in float32."""
+    head = 4 * shape.vocabulary * shape.hidden if trains_head else 0
+    first = min(chunk, targets)
+    second = min(chunk, targets - first)
+    if not is_fused:
+        return first * shape.vocabulary * PLAIN_LOGITS + 2 * head
+    return shape.vocabulary * max(first * (4 + width), first * width + second * (4 + width)) + head

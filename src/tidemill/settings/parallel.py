@@ -34,7 +34,8 @@ def cuttable(model: Model) -> Cuttable | None:
         return None
     if model.path is None:
         tiny = model.tiny or TinyModel()
-        return Cuttable(tiny.layers, tiny.heads, tiny.kv_heads, tiny.intermediate)
+        experts = tiny.experts if tiny.architecture in ("qwen3_moe", "mixtral") else 0
+        return Cuttable(tiny.layers, tiny.heads, tiny.kv_heads, tiny.intermediate, experts)
     try:
         raw = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
         return from_settings(raw.get("text_config", raw))
@@ -154,12 +155,23 @@ def _pairs(config: Config) -> Iterator[str]:
     learn, parallel = config.learn, config.learn.parallel
     if parallel.ranks == 1:
         return
+    if config.cluster.executor != "local":
+        yield (
+            f"cluster.executor is {config.cluster.executor}, whose learners are whole copies (cluster.learners); "
+            "the sizes of learn.parallel are for executor local; set them to 1"
+        )
     if learn.optimizer == "muon":
         yield "learn.optimizer is muon, which needs whole matrices, but ranks hold pieces; adamw would do"
     if learn.moments == "int8":
         yield "learn.moments is int8, whose blocks do not survive another number of ranks; float32 or same would do"
     if learn.lora_rank:
         yield "learn.lora_rank is set, but adapters are learned on one rank only; 0 would do, or sizes of 1"
+    if config.observe.dump:
+        yield "observe.dump is set, but gradients and weights are shown by one rank only; leave it out"
+    if learn.ema:
+        yield f"learn.ema is {learn.ema}, but averages of the weights are kept by one rank only; 0 would do"
+    if learn.fp8 != "none":
+        yield f"learn.fp8 is {learn.fp8}, whose products are one rank's only; none would do"
     if config.algorithm.name == "reward_model":
         yield "algorithm is reward_model, which learns on one rank only; set the sizes of learn.parallel to 1"
     if config.rollout.batch_invariant:

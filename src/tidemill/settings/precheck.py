@@ -23,7 +23,7 @@ def problems(config: Config, model: Model) -> list[str]:
     """`model` is the one that will be trained (a warm start's own)."""
     checks: tuple[Callable[[Config, Model], Iterator[str]], ...] = (
         _name, _cluster, _batch, _flow, _routes, _lengths, _rollout, _model_folder, _data, _functions, _environment,
-        _device, _disk, parallel.problems,
+        _device, _disk, _in_one_process, parallel.problems,
     )  # fmt: skip
     return [problem for check in checks for problem in check(config, model)]
 
@@ -68,6 +68,23 @@ def _batch(config: Config, _: Model) -> Iterator[str]:
         )
 
 
+def _in_one_process(config: Config, _: Model) -> Iterator[str]:
+    """Settings that only the local executor knows."""
+    if config.cluster.executor == "local":
+        return
+    asked = {
+        "observe.dump": config.observe.dump,
+        "train.profile": config.train.profile,
+        "deterministic": config.deterministic,
+        "learn.ema": config.learn.ema,
+        "algorithm.kl.weights": config.algorithm.kl.weights != "same",
+        "algorithm.critic.trunk": config.algorithm.critic.trunk != "own",
+    }
+    for key, is_set in asked.items():
+        if is_set:
+            yield f"{key} is set, which works in one process; cluster.executor=local would do"
+
+
 def _flow(config: Config, _: Model) -> Iterator[str]:
     algorithm, flow = config.algorithm, config.flow
     if algorithm.rollout_correction != "none" and algorithm.old_logprobs == "rollout":
@@ -79,6 +96,11 @@ def _flow(config: Config, _: Model) -> Iterator[str]:
         yield (
             f"algorithm.rollout_correction_floor ({algorithm.rollout_correction_floor}) is above its cap "
             f"({algorithm.rollout_correction_cap}); lower it"
+        )
+    if flow.is_separated and config.learn.moe.balance == "bias":
+        yield (
+            "learn.moe.balance is bias, which is no weight and stays with the learner, but rollout has its own copy of "
+            "the weights (flow.schedule async, or flow.placement separated); learn.moe.balance=aux_loss would do"
         )
     if flow.schedule == "async" and flow.placement == "colocated":
         yield (
@@ -93,6 +115,16 @@ def _routes(config: Config, _: Model) -> Iterator[str]:
             f"learn.moe.replay is true, but rollout.engine {config.rollout.engine} does not record routes; "
             "use rollout.engine=native, or learn.moe.replay=false"
         )
+    if config.learn.moe.balance == "bias" and not _shares_the_model(config):
+        yield (
+            "learn.moe.balance is bias, which only a rollout that shares the learner's own model knows: the native "
+            "engine in one process, sync or streamed; learn.moe.balance=aux_loss would do"
+        )
+
+
+def _shares_the_model(config: Config) -> bool:
+    is_alone = config.cluster.executor == "local" and config.learn.parallel.ranks == 1
+    return is_alone and config.rollout.engine == "native" and config.flow.schedule != "async"
 
 
 def _lengths(config: Config, model: Model) -> Iterator[str]:

@@ -5,7 +5,9 @@ Found by the name of the model's folder: `model.path: models/Qwen3-235B-A22B`.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from tidemill.config import Model
 from tidemill.settings.estimate import Shape
@@ -51,13 +53,51 @@ def find(model: Model) -> dict[str, int] | None:
     return MODELS.get(Path(model.path).name.lower()) if model.path else None
 
 
+def of_folder(model: Model) -> Sizes | None:
+    """From the config.json of a model that is here; None when it does not tell."""
+    if model.path is None:
+        return None
+    try:
+        raw = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        return sizes(from_settings(raw.get("text_config", raw)), bool(raw.get("tie_word_embeddings", False)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def from_settings(raw: dict[str, Any]) -> dict[str, int]:
+    """The same numbers as above, of a transformers config."""
+    heads, layers, width = (int(raw[k]) for k in ("num_attention_heads", "num_hidden_layers", "intermediate_size"))
+    experts = next((int(raw[k]) for k in ("num_experts", "n_routed_experts", "num_local_experts") if raw.get(k)), 0)
+    expert_width = int(raw.get("moe_intermediate_size") or width) if experts else 0
+    own = {
+        "hidden": int(raw["hidden_size"]),
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": int(raw.get("num_key_value_heads") or heads),
+        "head_dim": int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
+        "experts": experts,
+        "chosen": int(raw.get("num_experts_per_tok") or 0),
+        "expert_width": expert_width,
+        "dense_layers": int(raw.get("first_k_dense_replace") or 0) if experts else layers,
+        "dense_width": width,
+        "shared_width": int(raw.get("n_shared_experts") or 0) * expert_width,
+        "vocabulary": int(raw["vocab_size"]),
+        "window": int(raw.get("max_position_embeddings") or 1 << 20),
+    }
+    if raw.get("kv_lora_rank"):
+        latent = {"q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "rotary": "qk_rope_head_dim"}
+        own |= {ours: int(raw[theirs]) for ours, theirs in latent.items()}
+        own["head_dim"] = int(raw["v_head_dim"])
+    return own
+
+
 def cuttable(own: dict[str, int]) -> Cuttable:
     return Cuttable(
         own["layers"], own["heads"], own["kv_heads"], own["dense_width"], own["experts"], is_latent="kv_rank" in own
     )
 
 
-def sizes(own: dict[str, int]) -> Sizes:
+def sizes(own: dict[str, int], is_tied: bool = False) -> Sizes:
     h, layers = own["hidden"], own["layers"]
     attention = _latent(own) if "kv_rank" in own else 2 * h * own["head_dim"] * (own["heads"] + own["kv_heads"])
     moe_layers = layers - own["dense_layers"]
@@ -76,11 +116,11 @@ def sizes(own: dict[str, int]) -> Sizes:
         intermediate=max(visited, own["dense_width"] if own["dense_layers"] else 0),
         vocabulary=own["vocabulary"],
         window=own["window"],
-        parameters=total_dense + moe_layers * experts + 2 * embedding,
+        parameters=total_dense + moe_layers * experts + (1 if is_tied else 2) * embedding,
         has_head_norms=False,
     )
     whole = attention if "kv_rank" in own else 0
-    return Sizes(shape, -(-total_dense // layers), experts, moe_layers, embedding, False, whole, own["expert_width"])
+    return Sizes(shape, -(-total_dense // layers), experts, moe_layers, embedding, is_tied, whole, own["expert_width"])
 
 
 def _latent(own: dict[str, int]) -> int:

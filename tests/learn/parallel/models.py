@@ -4,12 +4,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import transformers
+from torch.distributed.distributed_c10d import _get_default_store
 from transformers import AutoModelForCausalLM
 
 import tidemill.learn.engine  # noqa: F401  imported once, before ranks are forked
 from tidemill.batch import Batch, Column
 from tidemill.config import Config
+from tidemill.learn.parallel.collectives import Link, world
+from tidemill.learn.parallel.flight import Flight
 
 VOCABULARY = 96
 _BASE: dict[str, Any] = {
@@ -68,6 +72,11 @@ def samples(seed: int = 0, groups: int = 3, each: int = 3, longest: int = 20) ->
 
 def config(**over: Any) -> Config:
     return Config.model_validate({"algorithm": "grpo", "train": {"tokens_per_microbatch": 4096}, **over})
+
+
+def over_all() -> Link:
+    """All ranks of the world."""
+    return world(Flight(_get_default_store(), dist.get_rank(), 60.0))
 
 
 def gradients(made: Any) -> dict[str, torch.Tensor]:

@@ -152,7 +152,8 @@ def _learn_alone(model: Any, config: Config, updates: int) -> dict[str, Any]:
     found: dict[str, Any] = {"logprobs": [learner.logprobs(samples(9)).values]}
     for i in range(updates):
         learner.accumulate(samples(i))
-        grads = {n: p.grad.clone() / learner._whole for n, p in model.named_parameters() if p.grad is not None}
+        held = {n: learner.gradients.of(p) for n, p in model.named_parameters()}
+        grads = {n: g.clone() / learner._whole for n, g in held.items() if g is not None}
         found.setdefault("gradients", []).append(grads)
         found.setdefault("metrics", []).append(learner.update())
         found.setdefault("weights", []).append({n: p.detach().clone() for n, p in model.named_parameters()})

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.learn.parallel.models import config, gradients, model, samples
+from tests.learn.parallel.models import config, gradients, model, over_all, samples
 from tidemill.algorithms.aggregate import local_weights
 from tidemill.algorithms.registry import get
 from tidemill.errors import ConfigError
@@ -45,16 +45,15 @@ def whole_attention(kind, heads, kv_heads, window, softcap):
 
 
 def rank_attention(cases):
-    rank, found = dist.get_rank(), []
+    over, found = over_all(), []
     for kind, form, heads, kv_heads, window, softcap in cases:
         sight = sights()[kind]
-        shares = Shares.of(len(sight.start), dist.get_world_size())
-        group = dist.group.WORLD
+        shares = Shares.of(len(sight.start), over.size)
         if form == "ring":
-            here = Ring(sight, shares, group, CPU, tile=4)  # small tiles: some empty, some full, some cut
+            here = Ring(sight, shares, over, CPU, tile=4)  # small tiles: some empty, some full, some cut
         else:
-            here = context.Ulysses(base(kind), shares, group, CPU)
-        own = torch.from_numpy(shares.tokens(rank))
+            here = context.Ulysses(base(kind), shares, over, CPU)
+        own = torch.from_numpy(shares.tokens(over.rank))
         q, k, v, grad = (x[own] for x in inputs(len(sight.start), heads, kv_heads))
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         out = here.attend(0, q, k, v, 0.5, window, softcap)
@@ -105,7 +104,7 @@ SETTINGS = {"algorithm": {"name": "grpo", "entropy_coef": 0.01}}
 
 def rank_loss(name, form, share, batch):
     made, settings = model(name), config(**SETTINGS)
-    attention = parallel(KINDS["blocks"], dist.group.WORLD, form, made.config.num_attention_heads)
+    attention = parallel(KINDS["blocks"], over_all(), form, made.config.num_attention_heads)
     loss = loss_of(made, batch, settings, attention, share)
     loss.backward()
     for p in made.parameters():

@@ -13,6 +13,7 @@ SMALL = {"name": ["many"], "train": {"tokens_per_microbatch": 24}}
 AUX = {"name": ["aux_loss"], "learn": {"moe": {"balance": "aux_loss", "coef": 0.1}}}
 BIAS = {"name": ["bias"], "learn": {"moe": {"balance": "bias", "bias_rate": 0.02}}}
 REPLAY = {"name": ["replay"], "learn": {"moe": {"replay": True}}}
+RECOMPUTE = {"name": ["recompute"], "learn": {"recompute": "full"}}
 PRODUCTS = [
     Case("dense", {"cp": 2}),
     Case("few_keys", {"cp": 4, "cp_form": "ulysses"}),  # fewer key heads than ranks
@@ -43,6 +44,8 @@ PRODUCTS = [
     Case("experts", {"cp": 2, "cp_form": "ring", "ep": 2}, BIAS),
     Case("experts", {"fsdp": 2, "ep": 2, "cp": 2}, REPLAY),
     Case("mixtral", {"pp": 2, "tp": 2}, REPLAY),
+    Case("experts", {"fsdp": 2, "ep": 2, "cp": 2}, RECOMPUTE),
+    Case("deep", {"pp": 2, "cp": 2, "cp_form": "ring"}, RECOMPUTE),
 ]
 
 

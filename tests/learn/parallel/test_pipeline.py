@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.learn.parallel.models import config, gradients, model, samples
+from tests.learn.parallel.models import config, gradients, model, over_all, samples
 from tidemill.algorithms.aggregate import local_weights
 from tidemill.algorithms.registry import get
 from tidemill.errors import ModelError
@@ -86,9 +86,7 @@ def rank_step(name, chunks, batch, over):
     split(made, rank, dist.get_world_size(), chunks)
     stages = Stages(made, rank, dist.get_world_size(), chunks)
     width = made.config.hidden_size
-    pipeline = Pipeline(
-        dist.group.WORLD, chunks, stages, lambda packed: (1, len(packed.tokens), width), torch.float32, CPU
-    )
+    pipeline = Pipeline(over_all(), chunks, stages, lambda packed: (1, len(packed.tokens), width), torch.float32, CPU)
     batch = batch.merge({"weight": local_weights(batch, settings)})
     rows = microbatches(batch, settings.train.tokens_per_microbatch, settings.learn.share_prompts)
     packs = [(pack(batch.gather(r), CPU, settings.learn.share_prompts), r) for r in rows]

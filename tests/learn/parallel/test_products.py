@@ -39,6 +39,8 @@ PRODUCTS = [
     Case("latent", {"fsdp": 2, "tp": 2}),
     Case("one_key", {"replicate": 2, "tp": 2}),
     Case("untied", {"replicate": 2, "fsdp": 2, "tp": 2}),
+    Case("dense", {"fsdp": 2, "tp": 2}, {"name": ["recompute"], "learn": {"recompute": "full"}}),
+    Case("dense", {"fsdp": 2}, {"name": ["master"], "learn": {"master": "float32"}}),
 ]
 
 
@@ -75,6 +77,25 @@ def test_ranks_that_bring_their_own_samples_make_the_update_of_all(parallel: dic
     for found in ranks.call(learn_own_shares, parallel, on=Case("dense", parallel).ranks):
         for name, value in wanted.items():
             assert found[name] == pytest.approx(value, abs=1e-5, rel=1e-5), name
+
+
+def learn_in(dtype: str) -> float:
+    from tidemill.learn.parallel import mesh
+    from tidemill.learn.parallel.learner import ParallelLearner
+
+    config = recipe({"fsdp": 2}, {"learn": {"reduce_dtype": dtype}})
+    learner = ParallelLearner(make_model("dense"), config, get("grpo"), 2, mesh.build(config.learn.parallel))
+    learner.accumulate(samples(1))
+    norm = learner.update()["grad_norm"]
+    learner.close()
+    return norm
+
+
+@pytest.mark.slow
+def test_gradients_may_be_added_up_in_sixteen_bits(ranks: Ranks) -> None:
+    exact, narrow = (ranks.call(learn_in, dtype, on=2)[0] for dtype in ("float32", "bfloat16"))
+    assert narrow != exact  # it was rounded
+    assert narrow == pytest.approx(exact, rel=1e-2)
 
 
 def learn_from_nothing(parallel: dict[str, Any]) -> dict[str, float]:

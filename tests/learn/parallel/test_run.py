@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import tidemill
+from tidemill.cluster.ranked import check_here
 from tidemill.errors import ConfigError
 from tidemill.launch import resume
 from tidemill.trained import open_trained
@@ -63,9 +64,9 @@ def test_a_run_on_ranks_makes_the_steps_of_one_rank_and_is_resumed_on_others(tmp
     assert metrics(run)[-1]["loss"] == pytest.approx(many[-1]["loss"], abs=1e-4)
 
 
-def test_ranks_on_an_accelerator_are_the_clusters(tmp_path: Path) -> None:
-    from tidemill.cluster.ranked import check_here
-    from tidemill.config import Config
-
-    with pytest.raises(ConfigError, match=r"cluster.executor=ray|device=cpu"):
-        check_here(Config.model_validate({"device": "cuda", "learn": {"parallel": {"fsdp": 2}}}))
+def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+    check_here(8, "cpu")
+    check_here(2, "cuda")
+    with pytest.raises(ConfigError, match="4 ranks, but this machine has 2 devices"):
+        check_here(4, "cuda")

@@ -144,6 +144,75 @@ def test_a_paused_run_goes_on_to_the_same_tokens(engine: NativeEngine) -> None:
         assert completion.versions == sorted(completion.versions)
 
 
+def shuffle(model: torch.nn.Module) -> None:
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(parameter[torch.randperm(parameter.shape[0])])
+
+
+@pytest.mark.parametrize("keep_cache", [True, False])
+def test_a_paused_sample_goes_on_under_new_weights_with_its_cache_kept_or_rebuilt(keep_cache: bool) -> None:
+    """Kept: as if the weights had changed while it ran. Rebuilt: as if all it has were a prompt to the new weights."""
+    how = Sampling(max_tokens=20, ignore_eos=True, temperature=0.0)
+    asked = [Request(i, [5 + i, 6, 7, 8, 9], how, n=2) for i in range(3)]
+    done = {}
+    for way in ("paused", "wanted"):
+        model = tiny_model("qwen3")
+        engine = NativeEngine(model, eos_ids=[2], max_seqs=8, max_len=64, page_size=4, kernels=False)
+        for request in asked:
+            engine.submit(request)
+        for _ in range(9):
+            engine.step()
+        if way == "paused":
+            partials = engine.pause(keep_cache)
+            assert not engine.has_work and (engine.pool.used > 0) == keep_cache
+            shuffle(model)
+            engine.load(None, 1)
+            engine.resume(partials)
+        else:
+            shuffle(model)
+            engine.load(None, 1)
+            if not keep_cache:
+                engine.rebuild()
+        read = engine.scheduler.waiting[0].done if way == "paused" else 0
+        assert read == (len(partials[0].tokens) + 4 if keep_cache and way == "paused" else 0)
+        done[way] = tokens(roll(engine, []))
+        assert engine.pool.used == 0 and engine.pool.available == engine.pool.pages
+    assert done["paused"] == done["wanted"]
+
+
+def test_kept_caches_give_way_and_are_freed(model: torch.nn.Module) -> None:
+    how = Sampling(max_tokens=20, ignore_eos=True, temperature=0.0)
+    engine = NativeEngine(model, eos_ids=[2], max_seqs=4, max_len=64, page_size=4, cache_tokens=80)
+    wanted = tokens(roll(engine, [Request(0, [5, 6, 7], how, n=3)]))
+    for ending in ("resume", "release", "sleep", "crowd"):
+        engine.submit(Request(0, [5, 6, 7], how, n=3))
+        for _ in range(8):
+            engine.step()
+        partials = engine.pause(keep_cache=True)
+        assert engine.pool.used > 0
+        if ending == "release":
+            engine.release(partials)
+            assert engine.pool.used == 0
+        elif ending == "sleep":
+            engine.sleep()
+            engine.wake()
+        elif ending == "crowd":  # others need the room
+            roll(engine, [Request(9, list(range(5, 45)), how)])
+        engine.resume(partials)
+        assert tokens(roll(engine, [])) == wanted, ending
+        assert engine.pool.used == 0 and engine.pool.available == engine.pool.pages
+    engine.submit(Request(0, [5, 6, 7], how, n=3))
+    for _ in range(8):
+        engine.step()
+    engine.resume(engine.pause(keep_cache=True))
+    engine.cancel(0)
+    roll(engine, [])
+    assert engine.pool.used == 0 and not engine.scheduler.kept
+
+
 def test_versions_change_in_the_middle_of_a_running_sequence(engine: NativeEngine) -> None:
     engine.submit(Request(0, [5, 6, 7], Sampling(max_tokens=6, ignore_eos=True)))
     engine.step()

@@ -10,7 +10,7 @@ from tests.rollout.tiny import VOCAB, roll, tiny_model
 
 from tidemill.device import compiled as compiled_sources
 from tidemill.rollout.engine import Request, Sampling
-from tidemill.rollout.native import kernels
+from tidemill.rollout.native import kernels, lean
 from tidemill.rollout.native.engine import NativeEngine
 from tidemill.rollout.native.sampling import Draw, draw, stream_key, uniform, uniform_array
 
@@ -88,3 +88,15 @@ def test_numpy_and_torch_make_the_same_uniform_numbers() -> None:
 def test_without_a_compiler_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_sources, "_compiler", lambda: None)
     assert kernels.load.__wrapped__() is None
+
+
+@compiled
+def test_few_rows_of_a_large_weight_give_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen2")  # has biases
+    asked = [Request(i, [5 + i, 6, 7], Sampling(max_tokens=12, seed=3), n=2) for i in range(2)]
+    wanted = roll(NativeEngine(model, eos_ids=[2], max_seqs=4, max_len=64), asked)
+    monkeypatch.setattr(lean, "LARGE_WEIGHT", 1)
+    found = roll(NativeEngine(model, eos_ids=[2], max_seqs=4, max_len=64), asked)
+    assert {key: c.tokens for key, c in found.items()} == {key: c.tokens for key, c in wanted.items()}
+    for key, completion in wanted.items():
+        np.testing.assert_allclose(found[key].logprobs, completion.logprobs, atol=1e-4)

@@ -133,18 +133,13 @@ class Saver:
     def _write(self, job: _Job, taken: Snapshot) -> None:
         try:
             if self.rank == 0:
-                job.folder.mkdir(parents=True, exist_ok=True)
-                plain._clear_leftovers(job.folder)
-                job.aside.mkdir()
-                self._tell(job, "ready", {})
-            self._hear(job, "ready")
+                self._tell(job, "ready", self._attempt(lambda: _prepare(job)))
+            _raise_if_failed(self._hear(job, "ready"))
             self._tell(job, f"wrote-{self.rank}", self._attempt(lambda: write_pieces(job.aside, self.rank, taken)))
             if self.rank == 0:
                 parts = [self._hear(job, f"wrote-{r}") for r in range(self.world)]
                 self._tell(job, "end", self._attempt(lambda: _finish(job, parts)))
-            outcome = self._hear(job, "end")
-            if "error" in outcome:
-                raise CheckpointError(outcome["error"], outcome.get("remedy", ""))
+            _raise_if_failed(self._hear(job, "end"))
         except BaseException as error:
             self._error = error
         finally:
@@ -195,22 +190,38 @@ class _Job:
         return self.folder / f"{plain.ASIDE}{self.target.name}-ranks"
 
 
+def _prepare(job: _Job) -> dict[str, Any]:
+    """A place to write aside, on one rank before the others begin."""
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        plain.clear_leftovers(job.folder)
+        job.aside.mkdir()
+    except OSError as error:
+        raise plain.explain(error, job.folder, 0) from error
+    return {}
+
+
+def _raise_if_failed(outcome: Mapping[str, Any]) -> None:
+    if "error" in outcome:
+        raise CheckpointError(outcome["error"], outcome.get("remedy", ""))
+
+
 def write_pieces(folder: Path, rank: int, taken: Snapshot) -> dict[str, Any]:
     """This rank's files, with their checksums and what lies in them."""
     from safetensors.torch import save as to_bytes
 
     files: dict[str, Any] = {}
     pieces: Pieces = {}
-    shards = list(plain._shards(taken.tensors)) if taken.tensors else []
+    shards = list(plain.in_shards(taken.tensors)) if taken.tensors else []
     try:
         for i, names in enumerate(shards):
             file = f"rank-{rank:05d}-{i + 1:03d}.safetensors"
-            files[file] = plain._write(folder / file, to_bytes({n: taken.tensors[n] for n in names}))
+            files[file] = plain.write_file(folder / file, to_bytes({n: taken.tensors[n] for n in names}))
             for name in names:
                 pieces.setdefault(name, []).append((file, name, taken.boxes[name]))
     except OSError as error:
         size = sum(t.numel() * t.element_size() for t in taken.tensors.values())
-        raise plain._explain(error, folder, size) from error
+        raise plain.explain(error, folder, size) from error
     return {"files": files, "tensors": pieces}
 
 
@@ -224,10 +235,10 @@ def _finish(job: _Job, parts: list[dict[str, Any]]) -> dict[str, Any]:
     for part in parts:
         for name, found in part["tensors"].items():
             tensors.setdefault(name, []).extend(found)
-    files[plain.STATE] = plain._write_json(job.aside / plain.STATE, job.state)
+    files[plain.STATE] = plain.write_json(job.aside / plain.STATE, job.state)
     manifest = {"step": job.step, **job.marks, "files": files, "tensors": tensors}
-    plain._write_json(job.aside / plain.MANIFEST, manifest)
-    plain._put_in_place(job.aside, job.target)
+    plain.write_json(job.aside / plain.MANIFEST, manifest)
+    plain.put_in_place(job.aside, job.target)
     plain.prune(job.folder, job.keep)
     return {}
 
@@ -237,7 +248,7 @@ def _finish(job: _Job, parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def open_checkpoint(path: Path) -> tuple[Source, dict[str, Any]]:
     """Its tensors, to be read by box, and its state."""
-    manifest = plain._manifest(path)
+    manifest = plain.read_manifest(path)
     state: dict[str, Any] = json.loads((path / plain.STATE).read_text(encoding="utf-8"))
     if "tensors" not in manifest:
         return _whole_tensors(path, manifest), state

@@ -64,6 +64,19 @@ class Link:
                 dist.all_reduce(x, op=op, group=self.group)
         return x
 
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """send[r] rows to rank r, receive[r] rows from it, in the order of ranks."""
+        out = rows.new_empty((sum(receive), *rows.shape[1:]))
+        with self.flight.entered("all-to-all", self.name, rows[:0], self.ranks):  # every rank has its own sizes
+            dist.all_to_all_single(out, rows.contiguous(), list(receive), list(send), group=self.group)
+        return out
+
+    def wait(self, operation: str, x: Tensor, works: Sequence[Any]) -> None:
+        """For messages under way."""
+        with self.flight.entered(operation, self.name, x[:0], self.ranks):
+            for work in works:
+                work.wait()
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Small plain values of every rank, in order of rank."""
         found: list[Any] = [None] * self.size
@@ -95,7 +108,7 @@ class _Gather(torch.autograd.Function):
         return over.all_gather(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return (ctx.over.reduce_scatter(grad) if ctx.sums else ctx.over.chunk(grad)), None, None
 
 
@@ -106,7 +119,7 @@ class _Scatter(torch.autograd.Function):
         return over.reduce_scatter(x) if sums else over.chunk(x).clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.over.all_gather(grad), None, None
 
 

@@ -18,19 +18,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.errors import ConfigError
 from tidemill.learn.packing import PackedBatch
+from tidemill.learn.parallel.collectives import Link
 from tidemill.learn.parallel.ring import Ring
 from tidemill.models.attention import Context
 from tidemill.models.contexts import Attention
 from tidemill.models.flex import Sight
 from tidemill.models.upload import upload
 
-Group = Any  # torch.distributed.ProcessGroup, which type checkers do not know on every platform
 FORMS = ("auto", "ulysses", "ring")
 
 
@@ -65,12 +64,12 @@ class Cut:
     own: Tensor  # (own tokens,) where each lies in the row
     places: Tensor  # (own targets,) where each lies among all targets
     targets: int  # of the whole row
-    group: Group
+    over: Link
 
     def whole(self, x: Tensor) -> Tensor:
         """(own targets,) → (targets,) on every rank. Its gradient is the own part of what comes back: every rank
         computes the same loss from the same numbers, so nothing is summed."""
-        joined: Tensor = _Join.apply(x, self.places, self.targets, self.group)  # type: ignore[no-untyped-call]
+        joined: Tensor = _Join.apply(x, self.places, self.targets, self.over)  # type: ignore[no-untyped-call]
         return joined
 
 
@@ -79,7 +78,7 @@ def cut(packed: PackedBatch) -> Cut:
     context = packed.context
     assert isinstance(context, Ulysses | Ring)
     device = packed.tokens.device
-    own = upload(context.shares.tokens(dist.get_rank(context.group)), device)
+    own = upload(context.shares.tokens(context.over.rank), device)
     place = torch.full_like(packed.tokens, -1)  # of each token of the row, on this rank
     place[own] = torch.arange(len(own), device=device)
     predicts = place[packed.predicts]
@@ -94,18 +93,18 @@ def cut(packed: PackedBatch) -> Cut:
         targets=packed.targets[places],
         row=packed.row[places],
     )
-    return Cut(part, own, places, len(packed.targets), context.group)
+    return Cut(part, own, places, len(packed.targets), context.over)
 
 
-def parallel(attention: Attention, group: Group, form: str, heads: int) -> Attention:
-    """The registry's entry `attention`, for rows shared out over `group`. `heads`: query heads on this rank."""
-    form = check(form, heads, dist.get_world_size(group))
+def parallel(attention: Attention, over: Link, form: str, heads: int) -> Attention:
+    """The registry's entry `attention`, for rows shared out over these ranks. `heads`: query heads on this rank."""
+    form = check(form, heads, over.size)
 
     def make(whole: Any, sight: Sight, device: torch.device) -> Context:
-        shares = Shares.of(len(sight.start), dist.get_world_size(group))
+        shares = Shares.of(len(sight.start), over.size)
         if form == "ring":
-            return Ring(sight, shares, group, device)
-        return Ulysses(whole(), shares, group, device)
+            return Ring(sight, shares, over, device)
+        return Ulysses(whole(), shares, over, device)
 
     def packed(lengths: Sequence[int], device: torch.device) -> Context:
         return make(lambda: attention.packed(lengths, device), Sight.packed(lengths), device)
@@ -134,9 +133,9 @@ def check(form: str, heads: int, ranks: int) -> str:
 class Ulysses:
     """All tokens of the row with a share of the heads, for the attention product alone."""
 
-    def __init__(self, whole: Context, shares: Shares, group: Group, device: torch.device) -> None:
-        self.inner, self.shares, self.group = whole, shares, group
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, whole: Context, shares: Shares, over: Link, device: torch.device) -> None:
+        self.inner, self.shares, self.over = whole, shares, over
+        self.rank, self.ranks = over.rank, over.size
         order = np.concatenate([shares.tokens(r) for r in range(self.ranks)])
         self.order = upload(order, device)  # rank after rank, as tokens arrive
         self.restore = upload(np.argsort(order), device)
@@ -144,18 +143,19 @@ class Ulysses:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        own = self.shares.counts[self.rank]
+        own, given = self.shares.counts[self.rank], q.shape[0]
         wanted = upload(key_heads(q.shape[1], k.shape[1], self.ranks), k.device)
-        whole = (self._to_heads(x[:own]) for x in (q, k.index_select(1, wanted), v.index_select(1, wanted)))
-        out = self._to_tokens(self.inner.attend(layer, *whole, scale, window, softcap))
-        return F.pad(out, (0, 0, 0, 0, 0, q.shape[0] - own))  # a rank without tokens computes one that none sees
+        k, v = k.index_select(1, wanted), v.index_select(1, wanted)
+        q, k, v = (self._to_heads(x[:own]) for x in (q, k, v))
+        out = self._to_tokens(self.inner.attend(layer, q, k, v, scale, window, softcap))
+        return F.pad(out, (0, 0, 0, 0, 0, given - own))  # a rank without tokens computes one that none sees
 
     def _to_heads(self, x: Tensor) -> Tensor:
         """(own tokens, heads, dim) → (tokens, own heads, dim)"""
         counts = self.shares.counts
         own, heads, dim = x.shape
         rows = x.reshape(own, self.ranks, heads // self.ranks * dim).transpose(0, 1).flatten(0, 1)
-        came = exchange(rows, [own] * self.ranks, counts, self.group)
+        came = exchange(rows, [own] * self.ranks, counts, self.over)
         return came.view(sum(counts), heads // self.ranks, dim).index_select(0, self.restore)
 
     def _to_tokens(self, x: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class Ulysses:
         tokens, heads, dim = x.shape
         own = counts[self.rank]
         rows = x.index_select(0, self.order).reshape(tokens, heads * dim)
-        came = exchange(rows, counts, [own] * self.ranks, self.group)
+        came = exchange(rows, counts, [own] * self.ranks, self.over)
         return came.view(self.ranks, own, heads, dim).transpose(0, 1).reshape(own, self.ranks * heads, dim)
 
 
@@ -178,37 +178,30 @@ def key_heads(heads: int, kv_heads: int, ranks: int) -> list[int]:
     return [h // per_key for h in range(heads)]  # no even split: one for each query head
 
 
-def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], over: Link) -> Tensor:
     """send[r] rows to rank r, receive[r] rows from it, in the order of ranks. The gradient goes the other way."""
-    came: Tensor = _Exchange.apply(rows, list(send), list(receive), group)  # type: ignore[no-untyped-call]
+    came: Tensor = _Exchange.apply(rows, list(send), list(receive), over)  # type: ignore[no-untyped-call]
     return came
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-        ctx.splits, ctx.group = (send, receive), group
-        return _all_to_all(rows, send, receive, group)
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], over: Link) -> Tensor:
+        ctx.splits, ctx.over = (send, receive), over
+        return over.all_to_all(rows, send, receive)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         send, receive = ctx.splits
-        return _all_to_all(grad, receive, send, ctx.group), None, None, None
-
-
-def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-    out = rows.new_empty((sum(receive), *rows.shape[1:]))
-    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
-    return out
+        return ctx.over.all_to_all(grad, receive, send), None, None, None
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor, count: int, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, places: Tensor, count: int, over: Link) -> Tensor:
         ctx.save_for_backward(places)
         whole = x.new_zeros(count).index_copy_(0, places, x)
-        dist.all_reduce(whole, group=group)  # one rank has each number, the others add 0
-        return whole
+        return over.all_reduce(whole)  # one rank has each number, the others add 0
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

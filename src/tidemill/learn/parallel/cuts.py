@@ -76,7 +76,7 @@ def entry(name: str, cut: Cut, dtype: torch.dtype, meshes: Meshes) -> Entry:
     if cut.is_expert:
         grid = meshes.experts["replicate", EFSDP, EP, "tp"]
         places: tuple[Place, ...] = (Replicate(), Shard(cut.shard_dim), Shard(0), cut.place)
-        order = (0, 2, 3, 1)  # FSDP cuts what the others left
+        order: tuple[int, ...] = (0, 2, 3, 1)  # FSDP cuts what the others left
     else:
         grid = meshes.sharded["replicate", SHARD, "tp"]
         places, order = (Replicate(), Shard(cut.shard_dim), cut.place), (0, 2, 1)

@@ -15,24 +15,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tidemill.errors import ModelError
+from tidemill.learn.parallel.collectives import Link
 from tidemill.learn.parallel.context import exchange
 from tidemill.learn.parallel.cuts import Cuts, narrow, replace_parameter
 from tidemill.models import experts
 from tidemill.reshard.layout import Shard
-
-Group = Any
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Which experts lie where: `count` on each rank of `ep` and tensor-parallel rank, in that order of cutting."""
 
-    group: Group  # ep
-    ranks: int
+    over: Link  # ep
     count: int
     tp_rank: int = 0
     tp_size: int = 1
@@ -50,10 +47,9 @@ class Place:
         return index % self.count
 
 
-def apply(model: Any, cuts: Cuts, group: Group, tp_rank: int = 0, tp_size: int = 1) -> Cuts:
-    """Cut the experts of `model` in place over `group`; tensor parallelism, if any, cuts what is left of them after."""
+def apply(model: Any, cuts: Cuts, over: Link, tp_rank: int = 0, tp_size: int = 1) -> Cuts:
+    """Cut the experts of `model` in place; tensor parallelism, if any, cuts what is left of them after."""
     names = {id(p): name for name, p in model.named_parameters()}
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     done, found = dict(cuts), False
     for module in model.modules():
         if not experts.is_known(module):
@@ -62,10 +58,10 @@ def apply(model: Any, cuts: Cuts, group: Group, tp_rank: int = 0, tp_size: int =
         total = module.gate_up_proj.shape[0]
         for name, old in list(module.named_parameters(recurse=False)):
             full = names[id(old)]
-            new = replace_parameter(module, name, narrow(old, Shard(0), rank, ranks))
+            new = replace_parameter(module, name, narrow(old, Shard(0), over.rank, over.size))
             names[id(new)] = full
             done[full] = replace(done[full], is_expert=True)
-        module.place = Place(group, ranks, total // ranks // tp_size, tp_rank, tp_size)
+        module.place = Place(over, total // over.size // tp_size, tp_rank, tp_size)
         module.forward = functools.partial(forward, module)
     if not found:
         raise ModelError(
@@ -84,9 +80,9 @@ def forward(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tens
     order = torch.argsort(wanted, stable=True)  # by expert is by rank too
     pairs = order if rows is None else rows[order]  # (sent,) token · k + choice
     sent, came = _counts(wanted, place)
-    arrived = exchange(hidden.index_select(0, pairs // k), sent.sum(1).tolist(), came.sum(1).tolist(), place.group)
+    arrived = exchange(hidden.index_select(0, pairs // k), sent.sum(1).tolist(), came.sum(1).tolist(), place.over)
     made = exchange(
-        _own_experts(module, arrived, came), came.sum(1).tolist(), sent.sum(1).tolist(), place.group
+        _own_experts(module, arrived, came), came.sum(1).tolist(), sent.sum(1).tolist(), place.over
     ) * weights.reshape(-1).index_select(0, pairs).unsqueeze(-1)
     back = made.new_zeros((len(chosen), made.shape[1])).index_copy(0, pairs, made)
     return back.view(-1, k, made.shape[1]).sum(1).to(hidden.dtype)
@@ -95,10 +91,10 @@ def forward(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tens
 def _counts(wanted: Tensor, place: Place) -> tuple[Tensor, Tensor]:
     """(ranks, experts of each): rows that go from here to each expert, and that come from each rank to those here."""
     number = place.home(wanted) * place.count + place.local(wanted)
-    sent = torch.bincount(number, minlength=place.ranks * place.count)
-    came = torch.empty_like(sent)
-    dist.all_to_all_single(came, sent, group=place.group)
-    both = torch.stack([sent, came]).view(2, place.ranks, place.count).cpu()  # one wait for the device: sizes are sizes
+    ranks = place.over.size
+    sent = torch.bincount(number, minlength=ranks * place.count)
+    came = place.over.all_to_all(sent, [place.count] * ranks, [place.count] * ranks)
+    both = torch.stack([sent, came]).view(2, ranks, place.count).cpu()  # one wait for the device: sizes are sizes
     return both[0], both[1]
 
 

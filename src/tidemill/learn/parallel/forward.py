@@ -27,8 +27,7 @@ class Root(torch.nn.Module):
         self.model, self.over, self.config, self.stages = model, over, config, stages
         weight = getattr(model.get_output_embeddings(), "weight", None)
         names = {id(p): name for name, p in model.named_parameters()}
-        has_words = over is not None and weight is not None
-        self.first = first_word(cuts[names[id(weight)]], over) if has_words else 0
+        self.first = 0 if over is None or weight is None else first_word(cuts[names[id(weight)]], over)
         if weight is not None:
             # Scoring is the head's own forward pass: FSDP gathers its weight when it is called, and only then.
             model.get_output_embeddings().forward = self._score

@@ -64,7 +64,7 @@ class ShardedGradients:
             if parts:
                 flat = torch.cat([g.reshape(-1) for g in parts])
                 self.links[kind].all_reduce(flat)
-                for g, new in zip(parts, flat.split([g.numel() for g in parts])):
+                for g, new in zip(parts, torch.split(flat, [g.numel() for g in parts])):
                     g.copy_(new.view_as(g))
 
     def _fill_with_zeros(self) -> None:

@@ -31,7 +31,7 @@ from tidemill.learn.parallel.mesh import Meshes
 from tidemill.learn.parallel.padding import filler, padded
 from tidemill.learn.parallel.stored import Source
 from tidemill.learn.routes import routed
-from tidemill.models import routing
+from tidemill.models import experts, routing
 from tidemill.models.contexts import Attention, choose
 from tidemill.reshard.layout import Layout
 
@@ -52,6 +52,7 @@ class ParallelModel:
         self.device = device or next(model.parameters()).device
         self.flight = Flight(_store(), dist.get_rank(), config.learn.parallel.timeout_s)
         self.links = make_links(meshes, self.flight, _kv_heads(model))
+        experts.plug(model)
         self.routers = routing.prepare(model, config.learn.moe, self.device)
         if self.routers is not None:
             self.routers.share = 1.0 / meshes.parallel.tp  # ranks of tp route the same tokens, and add gradients up
@@ -67,14 +68,14 @@ class ParallelModel:
         if "cp" not in self.links:
             return chosen
         heads = self.model.config.get_text_config().num_attention_heads // self.meshes.parallel.tp
-        return context.parallel(chosen, self.links["cp"].group, self.meshes.parallel.cp_form, heads)
+        return context.parallel(chosen, self.links["cp"], self.meshes.parallel.cp_form, heads)
 
     def _cut(self) -> Cuts:
         cuts = self._cut_stages(cutting.whole(self.model))
         over = self.links.get("tp")
         if "ep" in self.links:
             tp = (over.rank, over.size) if over is not None else (0, 1)
-            cuts = expert.apply(self.model, cuts, self.links["ep"].group, *tp)
+            cuts = expert.apply(self.model, cuts, self.links["ep"], *tp)
         if over is not None:
             cuts = tensor.apply(self.model, cuts, over)
         self.root = Root(self.model, cuts, over, self.config, self._stages())
@@ -105,7 +106,7 @@ class ParallelModel:
             return None
         parallel, width = self.meshes.parallel, self.model.config.get_text_config().hidden_size
         return pipeline.Pipeline(
-            self.links["pp"].group,
+            self.links["pp"],
             parallel.pp_chunks,
             self._stage,
             lambda packed: (1, packed.tokens.shape[0] // parallel.tp, width),

@@ -20,6 +20,7 @@ from torch.nn import Module, ModuleList
 
 from tidemill.errors import ModelError
 from tidemill.learn.packing import PackedBatch
+from tidemill.learn.parallel.collectives import Link
 from tidemill.learn.parallel.schedule import Action, Timetable, forward_only, timetable
 
 Group = Any
@@ -78,7 +79,7 @@ def _check(model: Any, layers: int, stages: int) -> None:
 def _norm_name(decoder: Any) -> str:
     """Of the one thing that comes after the layers."""
     inputs = decoder.get_input_embeddings()
-    found = [
+    found: list[str] = [
         name
         for name, child in decoder.named_children()
         if name != "layers"
@@ -94,7 +95,7 @@ def _norm_name(decoder: Any) -> str:
     return found[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Sent:
     work: Any
     tensor: Tensor  # kept until it has been read
@@ -143,24 +144,20 @@ class Stages:
 
 
 class Pipeline:
-    """Runs micro-batches through stages. `group`: the ranks of the pipeline in their order.
+    """Runs micro-batches through stages. `over`: the ranks of the pipeline in their order.
 
     `call(stage, packed, came)` gives what goes to the next stage, or, on the last, what `finish` takes. `wire`: the
     shape of what lies between two stages.
     """
 
     def __init__(
-        self, group: Group, chunks: int, call: Call, wire: Wire, dtype: torch.dtype, device: torch.device
+        self, over: Link, chunks: int, call: Call, wire: Wire, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.group, self.chunks, self.call, self.wire = group, chunks, call, wire
+        self.over, self.chunks, self.call, self.wire = over, chunks, call, wire
         self.dtype, self.device = dtype, device
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.ranks = over.rank, over.size
         self.last = self.ranks * chunks - 1
-        self.lanes = _lanes(group)
-
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.ranks - 1
+        self.lanes = _lanes(over.group)
 
     def learn(self, passes: Sequence[PackedBatch], finish: Finish) -> None:
         """Forward and backward of all micro-batches. `finish` is called on the last rank and gives the loss."""
@@ -206,15 +203,16 @@ class Pipeline:
     def _send(self, run: _Run, x: Tensor, made_by: Action, read_by: Action) -> None:
         peer = read_by.stage % self.ranks
         x = x.contiguous()
-        work = dist.isend(
-            x, dist.get_global_rank(self.group, peer), self._lane(made_by), self._tag(made_by, len(run.passes))
-        )
+        work = dist.isend(x, self.over.ranks[peer], self._lane(made_by), self._tag(made_by, len(run.passes)))
         run.sent.append(_Sent(work, x, peer, run.table[peer].index(read_by)))
 
     def _receive(self, run: _Run, wanted_by: Action, made_by: Action) -> Tensor:
         peer = made_by.stage % self.ranks
         x = torch.empty(self.wire(run.passes[wanted_by.microbatch]), dtype=self.dtype, device=self.device)
-        dist.recv(x, dist.get_global_rank(self.group, peer), self._lane(made_by), self._tag(made_by, len(run.passes)))
+        what = "activations" if made_by.is_forward else "gradients"
+        tag = self._tag(made_by, len(run.passes))
+        work = dist.irecv(x, self.over.ranks[peer], self._lane(made_by), tag)
+        self.over.wait(f"receive of {what} from rank {self.over.ranks[peer]}", x[0], [work])
         # Whatever the peer had to read before it made this, it has read.
         made_at = run.table[peer].index(made_by)
         for sent in [s for s in run.sent if s.peer == peer and s.read_at < made_at]:
@@ -229,11 +227,6 @@ class Pipeline:
 
     def _tag(self, made_by: Action, microbatches: int) -> int:
         return (2 * made_by.stage + made_by.is_forward) * microbatches + made_by.microbatch
-
-    def spread(self, x: Tensor) -> Tensor:
-        """What the last rank has, on every rank of the pipeline."""
-        dist.broadcast(x, dist.get_global_rank(self.group, self.ranks - 1), group=self.group)
-        return x
 
 
 def ends(group: Group) -> Group | None:

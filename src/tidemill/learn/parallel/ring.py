@@ -17,14 +17,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tidemill.learn.parallel.collectives import Link
 from tidemill.models.flex import Sight
 from tidemill.models.upload import upload
 
 if TYPE_CHECKING:
     from tidemill.learn.parallel.context import Shares
 
-Group = Any
-TILE = 256  # tokens of a side of a tile of scores
+# Tokens of a side of a tile of scores: what fits a processor's cache, and what keeps an accelerator busy.
+TILE, ACCELERATOR_TILE = 128, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +61,11 @@ class Plan:
 
 
 class Ring:
-    """The attention context of a row that is shared out over `group`."""
+    """The attention context of a row that is shared out over these ranks."""
 
-    def __init__(self, sight: Sight, shares: Shares, group: Group, device: torch.device, tile: int = TILE) -> None:
-        self.sight, self.shares, self.group, self.device, self.tile = sight, shares, group, device, tile
+    def __init__(self, sight: Sight, shares: Shares, over: Link, device: torch.device, tile: int | None = None) -> None:
+        self.sight, self.shares, self.over, self.device = sight, shares, over, device
+        self.tile = tile or (TILE if device.type == "cpu" else ACCELERATOR_TILE)
         self._plans: dict[int | None, Plan] = {}
 
     def attend(
@@ -71,11 +73,11 @@ class Ring:
     ) -> Tensor:
         if window not in self._plans:
             sight = self.sight if window is None else within(self.sight, window)
-            self._plans[window] = make_plan(sight, self.shares, dist.get_rank(self.group), self.device, self.tile)
+            self._plans[window] = make_plan(sight, self.shares, self.over.rank, self.device, self.tile)
         plan = self._plans[window]
         own = len(plan.at)
         out: Tensor = _RingAttention.apply(  # type: ignore[no-untyped-call]
-            q[:own], k[:own], v[:own], plan, self.group, scale, softcap
+            q[:own], k[:own], v[:own], plan, self.over, scale, softcap
         )
         return F.pad(out, (0, 0, 0, 0, 0, q.shape[0] - own))  # a rank without tokens computes one that none sees
 
@@ -91,7 +93,7 @@ def within(sight: Sight, window: int) -> Sight:
     )
 
 
-def make_plan(sight: Sight, shares: Shares, rank: int, device: torch.device, side: int = TILE) -> Plan:
+def make_plan(sight: Sight, shares: Shares, rank: int, device: torch.device, side: int) -> Plan:
     own = shares.tokens(rank)
     queries = list(_runs(shares.slices[rank], side))
     tiles = tuple(
@@ -136,16 +138,16 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: Group, scale: float, softcap: float | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, over: Link, scale: float, softcap: float | None
     ) -> Tensor:
         scores = Scores(plan, scale, softcap)
         queries = _by_key_head(q, k.shape[1])  # (kv_heads, repeats, tokens, dim)
         merge = Merge(queries, v.shape[-1])
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        rank, ranks = over.rank, over.size
         block = torch.cat([k, v], -1)
         for step in range(ranks):
             source = (rank - step) % ranks
-            coming = _pass_on(block, plan.counts[(source - 1) % ranks], group) if step + 1 < ranks else None
+            coming = _pass_on(block, plan.counts[(source - 1) % ranks], over) if step + 1 < ranks else None
             keys, values = _keys_and_values(block, k.shape[-1])
             for tile in plan.tiles[source]:
                 merge.absorb(tile, scores(tile, queries, keys), values[:, tile.keys])
@@ -153,31 +155,32 @@ class _RingAttention(torch.autograd.Function):
         dense, log_z = merge.result()
         out = _by_token(dense).to(q.dtype)
         ctx.save_for_backward(q, k, v, out, log_z)
-        ctx.plan, ctx.group, ctx.settings = plan, group, (scale, softcap)
+        ctx.plan, ctx.over, ctx.settings = plan, over, (scale, softcap)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_z = ctx.saved_tensors
-        plan, group = ctx.plan, ctx.group
+        plan, over = ctx.plan, ctx.over
         scores = Scores(plan, *ctx.settings)
         queries, grad_out = _by_key_head(q, k.shape[1]), _by_key_head(grad, k.shape[1])
         delta = _by_key_head((grad.float() * out).sum(-1, keepdim=True), k.shape[1])
         grad_q = torch.zeros_like(queries, dtype=torch.float32)
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        rank, ranks = over.rank, over.size
         block, carried = torch.cat([k, v], -1), None
         for step in range(ranks):
             source = (rank - step) % ranks
-            coming = _pass_on(block, plan.counts[(source - 1) % ranks], group) if step + 1 < ranks else None
+            coming = _pass_on(block, plan.counts[(source - 1) % ranks], over) if step + 1 < ranks else None
             keys, values = _keys_and_values(block, k.shape[-1])
             grad_k, grad_v = torch.zeros_like(keys, dtype=torch.float32), torch.zeros_like(values, dtype=torch.float32)
             for tile in plan.tiles[source]:
                 s = scores(tile, queries, keys)
-                p = (s - _tile(log_z.unsqueeze(-1), tile)).exp()
+                slope = scores.slope(s)
+                p = s.sub_(_tile(log_z.unsqueeze(-1), tile)).exp_()  # in place: a tile is the largest thing here
                 g = _tile(grad_out, tile)
                 grad_v[:, tile.keys] += torch.bmm(p.to(g.dtype).transpose(1, 2), g)
-                grad_s = p * (torch.bmm(g, values[:, tile.keys].transpose(1, 2)) - _tile(delta, tile))
-                grad_s = scores.through(s, grad_s).to(q.dtype)
+                grad_s = torch.bmm(g, values[:, tile.keys].transpose(1, 2)).float()
+                grad_s = grad_s.sub_(_tile(delta, tile)).mul_(p).mul_(slope).to(q.dtype)
                 grad_q[:, :, tile.queries] += torch.bmm(grad_s, keys[:, tile.keys]).view(
                     *queries.shape[:2], -1, q.shape[-1]
                 )
@@ -186,11 +189,11 @@ class _RingAttention(torch.autograd.Function):
             if carried is not None:
                 own += carried.arrived()
             # The gradient goes where its block goes; after the last step the next rank is the block's own.
-            carried = _pass_on(own, plan.counts[(source - 1) % ranks], group)
+            carried = _pass_on(own, plan.counts[(source - 1) % ranks], over)
             block = coming.arrived() if coming else block
         assert carried is not None
         home = carried.arrived()
-        grad_k, grad_v = home.split([k.shape[-1], v.shape[-1]], -1)
+        grad_k, grad_v = home[..., : k.shape[-1]], home[..., k.shape[-1] :]
         return _by_token(grad_q).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
 
 
@@ -203,19 +206,19 @@ class Scores:
     softcap: float | None
 
     def __call__(self, tile: Tile, queries: Tensor, keys: Tensor) -> Tensor:
-        s = torch.bmm(_tile(queries, tile), keys[:, tile.keys].transpose(1, 2)).float() * self.scale
+        s = torch.bmm(_tile(queries, tile), keys[:, tile.keys].transpose(1, 2)).float().mul_(self.scale)
         if self.softcap is not None:
-            s = self.softcap * torch.tanh(s / self.softcap)
+            s.div_(self.softcap).tanh_().mul_(self.softcap)
         mask = self.plan.mask(tile)
         if mask is not None:
             s.view(queries.shape[0], queries.shape[1], *mask.shape).masked_fill_(~mask, float("-inf"))
         return s
 
-    def through(self, s: Tensor, grad: Tensor) -> Tensor:
-        """The gradient of the plain product from that of the scores."""
-        if self.softcap is not None:  # masked scores are -inf, where the gradient is 0 already
-            grad = grad * (1 - (s.clamp(min=-self.softcap) / self.softcap) ** 2)
-        return grad * self.scale
+    def slope(self, s: Tensor) -> Tensor | float:
+        """Of the scores over the plain product."""
+        if self.softcap is None:
+            return self.scale
+        return self.scale * (1 - (s.clamp(min=-self.softcap) / self.softcap) ** 2)  # masked scores are -inf
 
 
 class Merge:
@@ -232,7 +235,7 @@ class Merge:
         s = scores.view(*before.shape, -1)
         largest = torch.maximum(before, s.amax(-1))
         base = largest.masked_fill(largest == float("-inf"), 0.0)  # has seen nothing yet
-        p = (s - base.unsqueeze(-1)).exp()
+        p = s.sub_(base.unsqueeze(-1)).exp_()  # in place: a tile is the largest thing here
         shrink = (before - base).exp()
         product = torch.bmm(p.view(scores.shape).to(values.dtype), values).view(*before.shape, -1)
         self.largest[:, :, rows] = largest
@@ -269,25 +272,25 @@ def _keys_and_values(block: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
 class _Coming:
     block: Tensor
     sent: Tensor  # kept until it has gone
-    work: list[Any]
+    works: list[Any]
+    over: Link
 
     def arrived(self) -> Tensor:
-        for work in self.work:
-            work.wait()
+        if self.works:
+            self.over.wait("pass round the ring", self.block, self.works)
         return self.block
 
 
-def _pass_on(block: Tensor, rows: int, group: Group) -> _Coming:
+def _pass_on(block: Tensor, rows: int, over: Link) -> _Coming:
     """Send a block to the next rank and begin to receive one of `rows` from the rank before."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    if ranks == 1:
-        return _Coming(block, block, [])
+    if over.size == 1:
+        return _Coming(block, block, [], over)
     block = block.contiguous()
     came = block.new_empty((rows, *block.shape[1:]))
-    after, before = (dist.get_global_rank(group, (rank + d) % ranks) for d in (1, -1))
+    after, before = (over.ranks[(over.rank + d) % over.size] for d in (1, -1))
     moves = []
     if block.numel():  # both ends know the sizes, and an empty block is not sent
-        moves.append(dist.P2POp(dist.isend, block, after, group))
+        moves.append(dist.P2POp(dist.isend, block, after, over.group))
     if came.numel():
-        moves.append(dist.P2POp(dist.irecv, came, before, group))
-    return _Coming(came, block, dist.batch_isend_irecv(moves) if moves else [])
+        moves.append(dist.P2POp(dist.irecv, came, before, over.group))
+    return _Coming(came, block, dist.batch_isend_irecv(moves) if moves else [], over)

@@ -19,6 +19,7 @@ from torch import Tensor
 from tidemill.batch import Array
 from tidemill.rollout.native.cache import PageStore
 from tidemill.rollout.native.kernels import Kernels
+from tidemill.rollout.native.paged import Kind, Queries
 
 warnings.filterwarnings("ignore", message=r"index_reduce\(\) is in beta")
 
@@ -57,6 +58,10 @@ class DecodeRows(Protocol):
     @property
     def walks(self) -> list[Walk]: ...
 
+    @property
+    def whole_tables(self) -> tuple[Tensor, Tensor, int]:
+        """Pages (rows, pages) and lengths (rows,) on the device as int32, and the longest."""
+
 
 @dataclass(slots=True)
 class Paged:
@@ -69,6 +74,7 @@ class Paged:
     chunks: list[Chunk]
     kernels: Kernels | None = None  # used for decoding where there are some
     has_drafts: bool = False  # some rows are of the same sequence, one token after another
+    library: Kind | None = None  # decodes instead of walking the pages; the store is then a `TokenStore`
     _bias: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     def attend(
@@ -106,7 +112,15 @@ class Paged:
             self.store.write(layer, k[decode:], v[decode:], self.page[decode:], self.offset[decode:])
         return out
 
+    def _decode_by_library(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
+        assert self.library is not None
+        table, length, longest = self.rows.whole_tables
+        keys, values = self.store.keys[layer], self.store.values[layer]
+        return self.library.decode(q.contiguous(), keys, values, Queries(table, length, longest, scale, window))
+
     def _decode(self, layer: int, q: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+        if self.library is not None and softcap is None:
+            return self._decode_by_library(layer, q, scale, window)
         store = self.store
         kv_heads, dim = store.keys[layer].shape[1], store.values[layer].shape[-1]
         rows, heads = q.shape[:2]

@@ -203,6 +203,26 @@ class PageStore:
         return sum(held.nbytes for held in self._all())
 
 
+class TokenStore(PageStore):
+    """Keys and values (pages, page_size, kv_heads, dim): a token's heads side by side, as library kernels want them."""
+
+    def write(self, layer: int, k: Tensor, v: Tensor, page: Tensor, offset: Tensor) -> None:
+        keys, values = self.layer(layer, k, v)
+        keys[page, offset], values[page, offset] = k, v
+
+    def layer(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if layer not in self.keys:
+            self.keys[layer] = k.new_zeros(self.pages, self.page_size, *k.shape[1:])
+            self.values[layer] = v.new_zeros(self.pages, self.page_size, *v.shape[1:])
+        return self.keys[layer], self.values[layer]
+
+    def read_keys(self, layer: int, pages: int | Tensor, dtype: torch.dtype) -> Tensor:
+        return _some(self.keys[layer], pages).permute(0, 2, 3, 1)
+
+    def read_values(self, layer: int, pages: int | Tensor, dtype: torch.dtype) -> Tensor:
+        return _some(self.values[layer], pages).permute(0, 2, 1, 3)
+
+
 def narrow(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """x (…, dim) in one byte each, and its scale (…): the largest of a row becomes the largest that the type takes."""
     dtype, most = NARROW[kind]

@@ -19,20 +19,21 @@ from tidemill.batch import Array
 from tidemill.errors import ConfigError
 from tidemill.models.attention import Context
 from tidemill.rollout.engine import Completion, Finish, Partial, Request
+from tidemill.rollout.native import paged
 from tidemill.rollout.native.attention import Chunk, Paged
-from tidemill.rollout.native.cache import PagePool, PageStore
+from tidemill.rollout.native.cache import PagePool, PageStore, TokenStore
 from tidemill.rollout.native.check import Limits, find_problem
 from tidemill.rollout.native.fused import FusedRunner
 from tidemill.rollout.native.graphs import GraphDecoder
-from tidemill.rollout.native.invariant import RowwisePaged, RowwiseRunner, TokenStore, draw_rowwise
+from tidemill.rollout.native.invariant import RowwisePaged, RowwiseRunner, draw_rowwise
 from tidemill.rollout.native.kernels import LANES, Kernels
 from tidemill.rollout.native.kernels import load as load_kernels
 from tidemill.rollout.native.pending import Fetch, Pending
 from tidemill.rollout.native.routes import RouteRecorder
 from tidemill.rollout.native.rows import Rows
-from tidemill.rollout.native.runner import PlainRunner, Runner, make_runner
+from tidemill.rollout.native.runner import PlainRunner, Runner, has_fused, make_runner
 from tidemill.rollout.native.sampling import Draw, Drawn, draw, steer, uniform_array
-from tidemill.rollout.native.scheduler import Reading, Scheduler, Sequence, Trunk
+from tidemill.rollout.native.scheduler import Kept, Reading, Scheduler, Sequence, Trunk
 from tidemill.rollout.native.speculate import Drafts, Speculator, When
 
 # Small pages waste little; larger ones let an accelerator's attention read longer runs. On an H200, 512 rows of 257-768
@@ -89,22 +90,29 @@ class NativeEngine:
         self.vocab = int(model.get_output_embeddings().weight.shape[0])
         self.is_end = np.zeros(self.vocab, bool)
         self.is_end[[i for i in eos_ids if 0 <= i < self.vocab]] = True
-        page_size = page_size or (PAGE_SIZE if self.device.type == "cpu" else ACCELERATOR_PAGE_SIZE)
+        if batch_invariant and cache_dtype != "auto":
+            raise ConfigError(f"cache_dtype {cache_dtype} rounds; the batch-invariant mode must not", "use auto")
+        is_plain_cache = cache_dtype == "auto" and not batch_invariant
+        self.library = paged.choose(model, self.device, parameter.dtype) if is_plain_cache else None
+        is_fused = self.device.type != "cpu" and kernels and has_fused(model, plain) and group is None
+        if is_fused and self.library is not None:  # one of them decodes
+            is_fused = not self.library.is_first
+            self.library = None if is_fused else self.library
+        usual = PAGE_SIZE if self.device.type == "cpu" else ACCELERATOR_PAGE_SIZE
+        page_size = page_size or (usual if self.library is None else self.library.page_size)
         pages = -(-cache_tokens // page_size) if cache_tokens else max_seqs * -(-max_len // page_size)
         self.pool = PagePool(pages, page_size)
         self.batch_invariant = batch_invariant
-        # One page more than can be given out: captured decoding writes its padding there.
-        if batch_invariant and cache_dtype != "auto":
-            raise ConfigError(f"cache_dtype {cache_dtype} rounds; the batch-invariant mode must not", "use auto")
+        make_store = TokenStore if batch_invariant or self.library is not None else PageStore
         kind = None if cache_dtype == "auto" else cache_dtype
-        self.store = (TokenStore if batch_invariant else PageStore)(pages + 1, page_size, self.device, kind)
+        # One page more than can be given out: captured decoding writes its padding there.
+        self.store = make_store(pages + 1, page_size, self.device, kind)
         self.routes = RouteRecorder(model, self.store) if record_routes else None
         self.limits = Limits(self.vocab, max_len, pages * page_size, tokenizer is not None)
         step_tokens = step_tokens or (STEP_TOKENS if self.device.type == "cpu" else ACCELERATOR_STEP_TOKENS)
         self.scheduler = Scheduler(self.pool, max_seqs, max_len, max(step_tokens, max_seqs + page_size))
         self.rows = Rows(self.scheduler, self.device)
         self.kernels = self._kernels(parameter) if kernels and not batch_invariant else None
-        is_fused = self.device.type != "cpu" and kernels
         self.runner: Runner = (
             RowwiseRunner(model)
             if batch_invariant
@@ -274,11 +282,12 @@ class NativeEngine:
         position = self._tensor(np.concatenate(positions))
         page, running = self._tensor(np.concatenate(pages)), self.rows.of(rows, at + 1)
         context: Context
-        if isinstance(self.store, TokenStore):
+        if self.batch_invariant:
+            assert isinstance(self.store, TokenStore)
             context = RowwisePaged.of(self.store, page, position % size, running, chunks)
         else:
             has_drafts = bool(ahead.any())
-            context = Paged(self.store, page, position % size, running, chunks, self.kernels, has_drafts)
+            context = Paged(self.store, page, position % size, running, chunks, self.kernels, has_drafts, self.library)
         wanted = torch.tensor(keep, dtype=torch.int64, device=self.device) if readings else None
         tokens = self._tensor(np.concatenate(ids))
         if self.routes is None:
@@ -399,33 +408,49 @@ class NativeEngine:
         for sequence in self.scheduler.remove(request_id):
             self._refused.append(_completion(sequence, "cancelled"))
 
-    def pause(self) -> list[Partial]:
+    def pause(self, keep_cache: bool = False) -> list[Partial]:
         """Take everything unfinished out. Full pages stay findable, so that `resume` under the same weights reads again
-        only what did not fill a page."""
+        only what did not fill a page. With `keep_cache` running samples keep all their keys and values, also through
+        `load`; what is not resumed must be given to `release`."""
         self._drain()
         if self.speculator is not None:
             self.speculator.forget()
         scheduler = self.scheduler
-        partials = []
+        partials: list[Partial] = []
         for sequence in sorted(scheduler.running(), key=lambda s: int(scheduler.slots.arrival[s.slot])):
             cached = int(scheduler.slots.length[sequence.slot])
+            cache = scheduler.keep(sequence) if keep_cache else None
             scheduler.slots.save(sequence)
-            scheduler.leave(sequence, remember=_context(sequence)[:cached])
-            partials.append(sequence)
-        partials += scheduler.remove(None)
-        return [Partial(s.request, s.index, s.tokens, s.logprobs, s.versions, s.kept) for s in partials]
+            scheduler.leave(sequence, remember=None if keep_cache else _context(sequence)[:cached])
+            partials.append(_partial(sequence, cache))
+        return partials + [_partial(sequence) for sequence in scheduler.remove(None)]
+
+    def release(self, partials: Many[Partial]) -> None:
+        """Free what paused samples kept of the cache; resumed after all, they are read again."""
+        for p in partials:
+            if isinstance(p.cache, Kept):
+                self.scheduler.give_up_kept(p.cache)
 
     def resume(self, partials: Many[Partial]) -> None:
         fresh: dict[int, deque[Sequence]] = {}
         for p in partials:
             sequence = Sequence(p.request, p.index, list(p.tokens), list(p.logprobs), list(p.versions), p.kept)
             if p.tokens:
-                self.scheduler.add(Trunk(_context(sequence), deque([sequence]), is_sole=True))
+                self.scheduler.add(self._trunk_of(sequence, p.cache))
             elif p.request.id in fresh:
                 fresh[p.request.id].append(sequence)
             else:
                 members = fresh[p.request.id] = deque([sequence])
                 self.scheduler.add(Trunk(_context(sequence), members, is_sole=False))
+
+    def _trunk_of(self, sequence: Sequence, cache: Any) -> Trunk:
+        """A half-made sample to go on with: its pages are its own again, or it is read from the start."""
+        trunk = Trunk(_context(sequence), deque([sequence]), is_sole=True)
+        if cache in self.scheduler.kept:
+            self.scheduler.kept.remove(cache)
+            trunk.pages, trunk.found, trunk.done = cache.pages, cache.shared, cache.length
+            cache.pages = []
+        return trunk
 
     def load(self, weights: Any, version: int) -> None:
         """Serve new weights. In one process they are the learner's own tensors and only the version changes. Running
@@ -451,6 +476,8 @@ class NativeEngine:
     def sleep(self) -> None:
         """Give the cache's memory back; what was running is read again after `wake`."""
         self.rebuild()
+        while self.scheduler.give_up_kept():
+            pass
         self.pool.index.forget_all()
         self.store.clear()
         if self.decoder is not None:
@@ -462,6 +489,10 @@ class NativeEngine:
 
 def _context(sequence: Sequence) -> Array:
     return np.array([*sequence.request.prompt, *sequence.tokens], np.int64)
+
+
+def _partial(s: Sequence, cache: Kept | None = None) -> Partial:
+    return Partial(s.request, s.index, s.tokens, s.logprobs, s.versions, s.kept, cache)
 
 
 def _completion(s: Sequence, finish: Finish, error: str | None = None, routes: Array | None = None) -> Completion:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tidemill.models import rowwise
 from tidemill.models.attention import Context
 from tidemill.rollout.native.attention import Chunk, DecodeRows
-from tidemill.rollout.native.cache import PageStore
+from tidemill.rollout.native.cache import TokenStore
 from tidemill.rollout.native.runner import PlainRunner
 from tidemill.rollout.native.sampling import Draw, Drawn, draw
 
@@ -21,20 +21,6 @@ class RowwiseRunner(PlainRunner):
     def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
         with rowwise.mode(True, ids.device):
             return super().forward(ids, positions, context, keep)
-
-
-class TokenStore(PageStore):
-    """Keys and values (pages, page_size, kv_heads, dim)."""
-
-    def write(self, layer: int, k: Tensor, v: Tensor, page: Tensor, offset: Tensor) -> None:
-        keys, values = self.layer(layer, k, v)
-        keys[page, offset], values[page, offset] = k, v
-
-    def layer(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if layer not in self.keys:
-            self.keys[layer] = k.new_zeros(self.pages, self.page_size, *k.shape[1:])
-            self.values[layer] = v.new_zeros(self.pages, self.page_size, *v.shape[1:])
-        return self.keys[layer], self.values[layer]
 
 
 @dataclass(slots=True)

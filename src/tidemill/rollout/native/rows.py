@@ -30,12 +30,13 @@ class Rows:
         self.slot = self.length = np.zeros(0, np.int64)
         self._walks: list[Walk] | None = None
         self._lengths: Tensor | None = None
+        self._tables: tuple[Tensor, Tensor, int] | None = None
         self._shared: Walk | None = None
 
     def of(self, slot: Array, length: Array) -> Rows:
         """The rows of the next pass: their slots, and how many tokens each sees."""
         self.count, self.slot, self.length = len(slot), slot, length
-        self._walks = self._lengths = None
+        self._walks = self._lengths = self._tables = None
         return self
 
     @property
@@ -51,6 +52,15 @@ class Rows:
             self._walks = [*self._own_pages(), *self._shared_pages()]
             self.scheduler.changed = False
         return self._walks
+
+    @property
+    def whole_tables(self) -> tuple[Tensor, Tensor, int]:
+        if self._tables is None:
+            longest = int(self.length.max())
+            pages = -(-longest // self.scheduler.pool.page_size)
+            table = np.ascontiguousarray(self.table[self.slot, :pages], np.int32)
+            self._tables = self._tensor(table), self._tensor(self.length.astype(np.int32)), longest
+        return self._tables
 
     def _own_pages(self) -> list[Walk]:
         slots = self.scheduler.slots

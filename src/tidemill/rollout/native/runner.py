@@ -47,6 +47,11 @@ class PlainRunner:
         return cast(Tensor, out.logits[0])
 
 
+def has_fused(model: Any, is_plain: bool) -> bool:
+    """Whether an accelerator's own kernels can run the model."""
+    return not is_plain and lean.supports(model) and importlib.util.find_spec("triton") is not None
+
+
 def make_runner(
     model: Any, max_len: int, kernels: Kernels | None, is_plain: bool, fused: bool, group: Any = None
 ) -> Runner:
@@ -60,7 +65,7 @@ def make_runner(
 
         return ParallelRunner(model, max_len, kernels, group)
     if not is_plain and lean.supports(model):
-        if fused and importlib.util.find_spec("triton") is not None:
+        if fused and has_fused(model, is_plain):
             from tidemill.rollout.native.fused import FusedRunner
             from tidemill.rollout.native.triton_kernels import TritonKernels
 

@@ -48,6 +48,15 @@ class Trunk:
     logits: Tensor | None = None  # after the last token, once all are read
 
 
+@dataclass(slots=True, eq=False)
+class Kept:
+    """The cache of a paused sample, held for when it goes on. Without pages it was given up, and is read again."""
+
+    pages: list[int]
+    shared: int
+    length: int  # tokens in it
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """Tokens `first:last` of a trunk are read in this step."""
@@ -66,6 +75,7 @@ class Scheduler:
         self.waiting: deque[Trunk] = deque()
         self.reading: list[Trunk] = []
         self.ready: deque[Trunk] = deque()  # read to the end, some samples not branched off yet
+        self.kept: list[Kept] = []  # of paused samples
         self.sequence: list[Sequence | None] = [None] * max_seqs
         self.free_slots = list(range(max_seqs - 1, -1, -1))
         self.promised = 0  # slots that samples of admitted trunks will take
@@ -107,12 +117,17 @@ class Scheduler:
 
     def _admit_pages(self, trunk: Trunk) -> bool:
         size = self.pool.page_size
-        needed = -(-len(trunk.tokens) // size)
+        needed = -(-len(trunk.tokens) // size) - len(trunk.pages)
         running = self.max_seqs - len(self.free_slots)
+        is_busy = bool(running or self.reading or self.ready)
         # Room for a page more per running sequence, so that admitting does not at once preempt.
-        reserve = running if running or self.reading or self.ready else 0
-        if self.pool.available < needed + reserve:
-            return False
+        reserve = running if is_busy else 0
+        while self.pool.available < needed + reserve:
+            if is_busy or not self.give_up_kept():
+                return False
+        if trunk.pages:  # kept through a pause
+            trunk.pages += [self.pool.take() for _ in range(needed)]
+            return True
         trunk.pages = self.pool.index.find(trunk.tokens)
         trunk.found = len(trunk.pages)
         trunk.done = trunk.found * size
@@ -224,6 +239,26 @@ class Scheduler:
         trunk.logits = None
         self.promised -= len(trunk.members)
 
+    def keep(self, sequence: Sequence) -> Kept:
+        """Hold the pages of a sequence that is about to leave."""
+        kept = Kept(list(sequence.pages), sequence.shared, int(self.slots.length[sequence.slot]))
+        for page in kept.pages:
+            self.pool.hold(page)
+        self.kept.append(kept)
+        return kept
+
+    def give_up_kept(self, which: Kept | None = None) -> bool:
+        """Free the pages of one paused sample, the latest or this one; false where there is none."""
+        if which is None and not self.kept:
+            return False
+        kept = which or self.kept[-1]
+        if kept in self.kept:
+            self.kept.remove(kept)
+            for page in kept.pages:
+                self.pool.drop(page)
+            kept.pages = []
+        return True
+
     def restart_reading(self) -> None:
         """Admitted trunks go back to the head of the queue, in order."""
         for trunk in reversed([*self.ready, *self.reading]):
@@ -240,6 +275,8 @@ class Scheduler:
                 queue.remove(trunk)
                 if queue is not self.waiting:
                     self._abandon(trunk)
+                for page in trunk.pages:  # it was kept through a pause and not admitted yet
+                    self.pool.drop(page)
                 removed += trunk.members
         return removed
 

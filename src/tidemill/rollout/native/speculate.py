@@ -23,10 +23,11 @@ MATCH, MOST = 3, 6
 # A pass takes about as long as reading the weights plus the arithmetic of its rows; measured on a CPU, the first is
 # worth 13 rows for a model of 1 M parameters and about 20 for one of 60 M.
 ROWS_OF_A_PASS = 16
-# Without drafts nothing is learned about them: every so many passes a few rows try one token.
-PROBE_EVERY, PROBE_ROWS = 32, 4
+# Without drafts nothing is learned about them: every so many passes a few rows try one token. Not a divisor of any page
+# size, or the tries would all fall on the end of a page, where there is no room for them.
+PROBE_EVERY, PROBE_ROWS = 13, 8
 # How many drafted tokens an estimate of their worth remembers, and what it says before the first.
-MEMORY, FIRST_GUESS = 256.0, 0.3
+MEMORY, FIRST_GUESS, FIRST_WEIGHT = 256.0, 0.3, 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,12 @@ class _Texts:
     def after(self, sample: int, most: int) -> list[int]:
         text = self.texts[sample]
         seen = self.last_seen.get(tuple(text[-MATCH:]))
-        return [] if seen is None else self.texts[seen[0]][seen[1] : seen[1] + most]
+        if seen is None:
+            return []
+        draft = self.texts[seen[0]][seen[1] : seen[1] + most]
+        if seen[0] == sample:  # a loop: what was drafted goes on as it began
+            draft = (draft * most)[:most]
+        return draft
 
 
 class Speculator:
@@ -84,7 +90,7 @@ class Speculator:
     def reset(self) -> None:
         """New weights: what was learned of drafts' worth is no longer true. Also makes a step's work depend on nothing
         before it, so that a resumed run repeats it."""
-        self._tried, self._good = MEMORY / 8, MEMORY / 8 * FIRST_GUESS
+        self._tried, self._good = FIRST_WEIGHT, FIRST_WEIGHT * FIRST_GUESS
         self._passes = 0
 
     def propose(self, rows: Array) -> Drafts | None:

@@ -1,0 +1,200 @@
+"""What else the native engine does on an accelerator: a cache of one byte, sleep and wake, and how near rollout is to
+the learner and why not nearer.
+
+    PYTHONPATH=src python benchmarks/gpu_rollout_more.py                      # about two minutes on an H200
+    PYTHONPATH=src python benchmarks/gpu_rollout_more.py --device cpu         # a tiny shape, to see that it runs
+
+Sections are guarded: one that fails is printed and the rest go on. One JSON object comes last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import rollout as bench
+from benchmarks._rollout_engines import Work
+
+FIGURES: dict[str, Any] = {}
+STARTED = time.perf_counter()
+
+
+def say(name: str, value: Any) -> None:
+    FIGURES[name] = value
+    print(f"[{time.perf_counter() - STARTED:6.1f}s] {name}: {value}", flush=True)
+
+
+class Setup:
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.is_small = device == "cpu"
+        name = "quickstart" if self.is_small else "1.5b"
+        self.works = {kind: bench._work(f"{kind}-{name}") for kind in ("fixed", "tail")}
+        if self.is_small:
+            self.works = {kind: Work(w.prompts[:4], w.lengths[:4]) for kind, w in self.works.items()}
+        self.shape = bench._shape(name, device, max(w.window for w in self.works.values()))
+
+    def engine(self, work: Work, **options: Any) -> Any:
+        from tidemill.rollout.native.engine import NativeEngine
+
+        settings = {"max_seqs": work.lengths.size, "max_len": work.window, **options}
+        engine = NativeEngine(self.shape.model, eos_ids=[], **settings)
+        if engine.decoder is not None:
+            with torch.inference_mode():
+                engine.decoder.capture()
+        return engine
+
+    def wait(self) -> float:
+        if not self.is_small:
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    def memory(self) -> int:
+        if self.is_small:
+            return 0
+        torch.accelerator.synchronize()
+        return int(torch.accelerator.get_memory_info()[0])
+
+
+def roll(engine: Any, work: Work, prompts: int | None = None, most: int = 1 << 30) -> tuple[list[Any], int]:
+    from tidemill.rollout.engine import Request, Sampling
+
+    for i, prompt in enumerate(work.prompts[:prompts]):
+        limits = np.minimum(work.lengths[i], most).tolist()
+        engine.submit(Request(i, prompt, Sampling(), n=len(limits), limits=limits))
+    done, steps = [], 0
+    while engine.has_work:
+        done += engine.step()
+        steps += 1
+    return sorted(done, key=lambda c: (c.request.id, c.index)), steps
+
+
+def speeds(setup: Setup) -> None:
+    for dtype in ("auto", "fp8", "int8"):
+        for kind, work in setup.works.items():
+            engine = setup.engine(work, cache_dtype=dtype)
+            roll(engine, work, most=3)
+            rates = []
+            for _ in range(2):
+                started = setup.wait()
+                done, steps = roll(engine, work)
+                rates.append(sum(len(c.tokens) for c in done) / (setup.wait() - started))
+            gib = engine.store.nbytes / 2**30
+            say(f"{kind}, cache {dtype}", f"{max(rates):,.0f} tokens/s (both {rates[0]:,.0f} {rates[1]:,.0f}), "
+                f"{steps} steps, cache {gib:.2f} GiB")  # fmt: skip
+            FIGURES[f"{kind}-{dtype}"] = {"tokens_per_s": max(rates), "cache_gib": gib}
+            engine.sleep()
+
+
+def learner_logprobs(setup: Setup, done: list[Any], budget: int, share: bool = True) -> np.ndarray:
+    from tidemill.batch import Batch, Column
+    from tidemill.config import Config
+    from tidemill.learn.engine import score
+
+    batch = Batch(
+        {
+            "id": np.arange(len(done)),
+            "group": np.array([c.request.id for c in done]),
+            "tokens": Column.jagged([[*c.request.prompt, *c.tokens] for c in done], np.int32),
+            "prompt_length": np.array([len(c.request.prompt) for c in done], np.int32),
+        }
+    )
+    settings = {"algorithm": "grpo", "learn": {"share_prompts": share}, "train": {"tokens_per_microbatch": budget}}
+    return score(setup.shape.model, batch, Config.model_validate(settings)).values
+
+
+def flat(done: list[Any]) -> np.ndarray:
+    return np.concatenate([np.array(c.logprobs, np.float32) for c in done])
+
+
+def gap_words(met: Any) -> str:
+    return (
+        f"mean {met.mean:.2e}, max {met.max:.2e}, ratio mean {met.ratio_mean:.6f}, more than a tenth off "
+        f"{met.ratio_far:.4f} of {met.tokens}"
+    )
+
+
+def nearness(setup: Setup) -> None:
+    """Rollout against the learner, and what each does to itself when only its batch changes: the floor of the first."""
+    from tidemill.rollout.mismatch import measure
+
+    work = setup.works["fixed"]
+    for dtype in ("auto", "fp8", "int8"):
+        engine = setup.engine(work, cache_dtype=dtype)
+        done, _ = roll(engine, work, prompts=16, most=128)
+        say(f"rollout and learner, cache {dtype}", gap_words(measure(flat(done), learner_logprobs(setup, done, 16384))))
+        engine.sleep()
+        if dtype == "auto":
+            first = done
+    whole = learner_logprobs(setup, first, 16384)
+    say("learner, other micro-batches", gap_words(measure(whole, learner_logprobs(setup, first, 3000))))
+    say("learner, prompts not shared", gap_words(measure(whole, learner_logprobs(setup, first, 16384, share=False))))
+    few = setup.engine(work, max_seqs=8)
+    again, _ = roll(few, work, prompts=16, most=128)
+    pairs = [(a, b) for a, b in zip(first, again)]
+    same = [min(_agree(a.tokens, b.tokens), 128) for a, b in pairs]
+    say("tokens equal before the first difference, other batch", f"{np.mean(same):.1f} of 128")
+    heads = [(a.logprobs[:n], b.logprobs[:n]) for (a, b), n in zip(pairs, same)]
+    ours, theirs = (np.concatenate([np.array(h[i], np.float32) for h in heads]) for i in (0, 1))
+    say("rollout, other batch size", gap_words(measure(ours, theirs)))
+
+
+def _agree(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), len(a))
+
+
+def sleep_and_wake(setup: Setup) -> None:
+    work = setup.works["fixed"]
+    before = setup.memory()
+    started = setup.wait()
+    engine = setup.engine(work)
+    ready = setup.wait() - started
+    roll(engine, work, most=3)
+    awake = setup.memory()
+    started = setup.wait()
+    engine.sleep()
+    if not setup.is_small:
+        torch.accelerator.empty_cache()
+    slept = setup.wait() - started
+    asleep = setup.memory()
+    started = setup.wait()
+    engine.wake()
+    roll(engine, work, most=3)
+    woken = setup.wait() - started
+    say("engine ready", f"{ready:.2f} s")
+    say("sleep", f"{(before - awake) / 2**30:.2f} GiB taken by cache and graphs, {(asleep - awake) / 2**30:.2f} given "
+        f"back in {slept:.3f} s; {woken:.2f} s from waking to {work.lengths.size} first tokens")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", default="", help="sections whose name contains this")
+    chosen = parser.parse_args()
+    if chosen.device == "cpu":
+        torch.set_num_threads(1)
+    setup = Setup(chosen.device)
+    sections: dict[str, Callable[[Setup], None]] = {
+        "sleep": sleep_and_wake, "speeds": speeds, "nearness": nearness,
+    }  # fmt: skip
+    for name, work in sections.items():
+        if chosen.only in name:
+            try:
+                work(setup)
+            except Exception:
+                say(f"{name} FAILED", traceback.format_exc()[-3000:])
+    print(json.dumps(FIGURES))
+
+
+if __name__ == "__main__":
+    main()
