@@ -89,16 +89,19 @@ def learner(model: Model, parallel: Parallel, *, first: int = 0, dtype: str = ""
     return Layout(tuple(entries)).astype(dtype or model.dtype)
 
 
-def engine(model: Model, parallel: Parallel, *, first: int = 0, dtype: str = "", fused: bool = True) -> Layout:
+def engine(
+    model: Model, parallel: Parallel, *, first: int = 0, dtype: str = "", fused: bool = True, expert_module: str = ""
+) -> Layout:
     """An inference engine's tensors as vLLM names and fuses them: `qkv_proj`, `gate_up_proj`, `fused_qkv_a_proj`, and
-    stacked experts `w13_weight` and `w2_weight`, cut first and fused after."""
+    stacked experts `w13_weight` and `w2_weight`, cut first and fused after. `expert_module`: a module inside `experts`
+    that holds those; newer vLLM has `routed_experts`."""
     _check(model, parallel)
     entries: list[Entry] = []
     for name, shape in model.shapes.items():
         for stage in _stages(model, name, parallel.pp):
             ranks = _stage_ranks(parallel, stage, first)
             entry = _engine_entry(model, parallel, name, shape, ranks)
-            entries.append(_fuse(entry, model.shapes) if fused else entry)
+            entries.append(_fuse(entry, model.shapes, expert_module) if fused else entry)
     return Layout(tuple(entries)).astype(dtype or model.dtype)
 
 
@@ -168,12 +171,13 @@ FUSED: dict[str, tuple[str, ...]] = {
 STACKED = {"gate_proj": "w13_weight", "up_proj": "w13_weight", "down_proj": "w2_weight"}
 
 
-def _fuse(entry: Entry, shapes: Mapping[str, Shape]) -> Entry:
+def _fuse(entry: Entry, shapes: Mapping[str, Shape], expert_module: str = "") -> Entry:
     place, _, kind = entry.name.rpartition(".")
     before, _, module = place.rpartition(".")
     if is_expert(entry.name):
         ahead = (0, _local_rows(entry, 1), 0) if module == "up_proj" else ()
-        return replace(entry, home=f"{before}.{STACKED[module]}", ahead=ahead)
+        inside = f"{before}.{expert_module}" if expert_module else before
+        return replace(entry, home=f"{inside}.{STACKED[module]}", ahead=ahead)
     for home, parts in FUSED.items():
         siblings = [f"{before}.{p}.{kind}" for p in parts]
         if module in parts and all(s in shapes for s in siblings):
