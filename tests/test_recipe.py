@@ -3,7 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tidemill import recipe
@@ -138,6 +138,7 @@ def test_a_ready_config_takes_overrides():
 
 
 @settings(max_examples=60, deadline=None)
+@example("", {"a.b": 1, "a": 2})  # a dot in a name of one's own is no path
 @given(
     st.text(max_size=20),
     st.dictionaries(

@@ -133,7 +133,7 @@ def lay_over(below: dict[str, Given], above: Mapping[str, Given]) -> None:
     """A value replaces what was under its key; a mapping merges, and revives a section that was set to none."""
     for key, given in above.items():
         if given.value != {} or not _is_section(key):
-            for old in [k for k in below if k == key or k.startswith(f"{key}.")]:
+            for old in [k for k in below if k == key or (k.startswith(f"{key}.") and not _is_free(key))]:
                 del below[old]
         elif isinstance(below.get(key), Given) and below[key].value == {}:
             continue
@@ -143,6 +143,13 @@ def lay_over(below: dict[str, Given], above: Mapping[str, Given]) -> None:
 def _is_section(key: str) -> bool:
     known = schema.tree().get(key)
     return known is not None and known.section is not None
+
+
+def _is_free(key: str) -> bool:
+    """Whether it is a name under a free mapping, where `a.b` is no part of `a`."""
+    *above, _ = _parts(key)
+    known = schema.tree().get(".".join(above))
+    return known is not None and known.is_mapping
 
 
 def _parts(dotted: str) -> list[str]:
