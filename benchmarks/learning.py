@@ -51,7 +51,7 @@ class Bench:
         if name == "distill":
             more.append(f"algorithm.teacher={self.model('teacher')}")
         if name == "grpo_reward_model":
-            path = self.model("reward_model")
+            path = self.model("judge")
             more.append(
                 f"rewards.functions=[{{function: exact, weight: 0.0}}, {{function: model, args: {{path: {path}}}}}]"
             )

@@ -47,7 +47,7 @@ def kept_bytes(learn: dict[str, Any], tokens: int = 512) -> int:
     """What one forward pass leaves for the backward pass, weights not counted."""
     shape = TinyModel(hidden=64, layers=4, heads=4, kv_heads=2, intermediate=192, window=tokens)
     model = make_tiny(shape, torch.float32, 0, CPU).model
-    layers.prepare(model, config(learn=learn).learn)
+    layers.prepare(model, config(learn=learn).learn, fused=False)  # fused gates keep less by themselves
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -68,7 +68,7 @@ def test_each_kind_of_recompute_keeps_less_than_the_one_before() -> None:
         kept_bytes({"recompute": kind}) for kind in ("none", "selective", "mlp", "full")
     )
     width, each = 192 * 512 * 4, 4  # bytes of one tensor of the MLP's width, layers
-    assert everything - selective >= 1.9 * each * width  # silu's output and its product with up
+    assert everything - selective >= 0.9 * each * width  # what gate and up come to
     assert selective - mlp >= 1.9 * each * width  # gate and up
     assert full < mlp / 3
 

@@ -15,7 +15,7 @@ from tidemill.cluster.handle import WorkerLost
 from tidemill.dock import DockState
 from tidemill.errors import DockError, TidemillError
 from tidemill.flow.ahead import lead_of
-from tidemill.flow.workers import Stopped
+from tidemill.flow.workers import Rewound, Stopped
 
 if TYPE_CHECKING:
     from tidemill.cluster.remote import RemoteWorkers
@@ -51,6 +51,8 @@ class Conductor:
                 return
             except WorkerLost as lost:
                 self.workers.check_learners()
+                if self._is_learned():  # what is learned is not learned again
+                    raise Rewound(f"{lost} after the step was learned; back to the newest checkpoint") from lost
                 self.workers.note(f"the step begins again: {lost}")
                 self.begun_again += 1
                 self._begin_again()

@@ -258,7 +258,7 @@ class Crew:
 
     def send(self, member: Member, method: str, *args: Any) -> Future[Any]:
         """Without waiting; the driver wakes when it is done."""
-        if member.handle is None or member.state not in ("ready", "starting"):
+        if member.handle is None or member.state != "ready":
             gone: Future[Any] = Future()
             gone.set_exception(WorkerLost(f"{member.name} is not there"))
             return gone

@@ -128,7 +128,8 @@ class Kit:
                 self.workers[stage] = _makers(self)[stage]()
         if self.keeper is not None:
             advantage = self.workers.get("advantage")
-            self.keeper.advantage = advantage if isinstance(advantage, AdvantageWorker) else None
+            if isinstance(advantage, AdvantageWorker):
+                self.keeper.replace(advantage)
 
     def close(self) -> None:
         if self.scorer is not None:

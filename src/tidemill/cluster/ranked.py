@@ -128,7 +128,7 @@ def shared_tensors(model: Any) -> dict[str, Tensor]:
     if next(model.parameters()).device.type == "cpu":
         model.share_memory()
         return {name: p.detach() for name, p in model.named_parameters()}
-    return {n: torch.empty_like(p, device="cpu").share_memory_() for n, p in model.named_parameters()}
+    return {n: torch.empty_like(p, device="cpu").share_memory_() for n, p in model.named_parameters()}  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()

@@ -122,7 +122,7 @@ class Host:
 
     def _equipped(self) -> Orders:
         if self._work is None:
-            raise TidemillError(f"{self.name} has no equipment yet")
+            raise RuntimeError(f"{self.name} has no equipment yet")
         return self._work
 
     def _run(self) -> None:

@@ -138,13 +138,28 @@ def sorting(rng: random.Random, length: Span = (3, 6), max_value: int = 99, desc
 
 
 def reversal(
-    rng: random.Random, length: Span = 4, letters: str = "01234567", reversed_share: float = 1.0, pairs: bool = False
+    rng: random.Random,
+    length: Span = 4,
+    letters: str = "01234567",
+    reversed_share: float = 1.0,
+    pairs: bool = False,
+    slips: bool = False,
 ) -> Problem:
     """`0123=` with the answer `3210`. The given response is that in a share of the problems, and a plain copy in the
-    others: a model warmed up so has both ways in it, and RL has to find which one pays. It learns in seconds."""
+    others: a model warmed up so has both ways in it, and RL has to find which one pays. It learns in seconds.
+
+    With `pairs` there is a response to reject: the copy or, with `slips`, in two of three problems the reversed word
+    with letters changed. A reward model must have seen such, or a policy finds what it takes for better.
+    """
     word = "".join(rng.choice(letters) for _ in range(rng.randint(*span(length, "length", 2))))
     response = word[::-1] if rng.random() < reversed_share else word
-    return Problem(f"{word}=", word[::-1], response, {"rejected": word} if pairs else {})
+    if not pairs:
+        return Problem(f"{word}=", word[::-1], response)
+    rejected = list(word[::-1])
+    while slips and "".join(rejected) == word[::-1]:
+        rejected = [rng.choice(letters) if rng.random() < 0.4 else letter for letter in rejected]
+    is_slip = slips and rng.random() < 2 / 3
+    return Problem(f"{word}=", word[::-1], response, {"rejected": "".join(rejected) if is_slip else word})
 
 
 def countdown(rng: random.Random, numbers: Span = (3, 4), max_value: int = 20, operators: str = "+-*") -> Problem:

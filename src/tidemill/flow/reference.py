@@ -61,6 +61,11 @@ class ReferenceKeeper:
             kl = algorithm.kl.model_copy(update={"coef": coef})
             holder.config = holder.config.model_copy(update={"algorithm": algorithm.model_copy(update={"kl": kl})})
 
+    def replace(self, advantage: AdvantageWorker) -> None:
+        """Another worker has come in the place of one that held the coefficient."""
+        self.holders = [advantage if isinstance(holder, AdvantageWorker) else holder for holder in self.holders]
+        self._hold(self.coef)
+
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         """The reference's own weights are kept only if they move."""
         named = self.reference.model.named_parameters() if self.settings.reset_every else ()

@@ -64,7 +64,11 @@ def make_config(tiny: TinyModel, vocabulary: int) -> Any:
 def _experts(tiny: TinyModel) -> dict[str, Any]:
     match tiny.architecture:
         case "qwen3_moe":
-            own = {"num_experts": tiny.experts, "moe_intermediate_size": tiny.intermediate, "norm_topk_prob": True}
+            own: dict[str, Any] = {
+                "num_experts": tiny.experts,
+                "moe_intermediate_size": tiny.intermediate,
+                "norm_topk_prob": True,
+            }
         case "mixtral":
             own = {"num_local_experts": tiny.experts, "sliding_window": None}
         case _:

@@ -82,7 +82,9 @@ def token_limit(request: Request, index: int) -> int:
 
 
 class RolloutEngine(Protocol):
-    version: int  # of the weights now serving
+    @property
+    def version(self) -> int:
+        """Of the weights now serving."""
 
     def submit(self, request: Request) -> None: ...
 

@@ -155,11 +155,6 @@ def _pairs(config: Config) -> Iterator[str]:
     learn, parallel = config.learn, config.learn.parallel
     if parallel.ranks == 1:
         return
-    if config.cluster.executor != "local":
-        yield (
-            f"cluster.executor is {config.cluster.executor}, whose learners are whole copies (cluster.learners); "
-            "the sizes of learn.parallel are for executor local; set them to 1"
-        )
     if learn.optimizer == "muon":
         yield "learn.optimizer is muon, which needs whole matrices, but ranks hold pieces; adamw would do"
     if learn.moments == "int8":
