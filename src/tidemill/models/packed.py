@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -137,7 +138,7 @@ def causal_attention(
     """(count, heads, length, dim), each position sees itself and those before it."""
     if window is None or window >= q.shape[2]:
         if softcap is None:
-            return F.scaled_dot_product_attention(q, *_repeat(q, k, v), scale=scale, is_causal=True)
+            return _fused_attention(q, k, v, scale=scale, is_causal=True)
         window = None
     at = torch.arange(q.shape[2], device=q.device)
     mask = at[None, :] <= at[:, None]
@@ -147,15 +148,22 @@ def causal_attention(
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor, softcap: float | None = None) -> Tensor:
-    k, v = _repeat(q, k, v)
     if softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        return _fused_attention(q, k, v, attn_mask=mask, scale=scale)
+    k, v = _repeat(q, k, v)
     scores = softcap * torch.tanh((q @ k.transpose(-1, -2)) * scale / softcap)
     return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
 
 
+def _fused_attention(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    """torch's own kernels. On a CPU they know fewer key heads than query heads; elsewhere not all of them do."""
+    if q.device.type == "cpu":
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **how)
+    return F.scaled_dot_product_attention(q, *_repeat(q, k, v), **how)
+
+
 def _repeat(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Key/value heads once per query head: the fused CPU kernels want as many of one as of the other."""
+    """Key/value heads once per query head."""
     times = q.shape[1] // k.shape[1]
     if times == 1:
         return k, v
