@@ -83,12 +83,7 @@ class ValueLearner(Learner):
         return learn(tokens, self.config)
 
     def update(self) -> dict[str, float]:
-        metrics = super().update()
-        if "return_square" in metrics:
-            metrics["explained_variance"] = explained_variance(metrics)
-            metrics["return_std"] = max(0.0, metrics["return_square"] - metrics["return_mean"] ** 2) ** 0.5
-            metrics = {name: value for name, value in metrics.items() if name not in SUMS}
-        return metrics
+        return value_metrics(super().update())
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Column:
@@ -103,6 +98,15 @@ class ValueLearner(Learner):
             for row, part in zip(rows, np.split(found, cuts)):
                 out.values[out.offsets[row] : out.offsets[row + 1]] = part
         return out
+
+
+def value_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """An update's metrics with what its sums come to, in their place."""
+    if "return_square" not in metrics:
+        return metrics
+    spread = max(0.0, metrics["return_square"] - metrics["return_mean"] ** 2) ** 0.5
+    kept = {name: value for name, value in metrics.items() if name not in SUMS}
+    return {**kept, "explained_variance": explained_variance(metrics), "return_std": spread}
 
 
 def values_at(model: ValueModel, packed: PackedBatch) -> Tensor:

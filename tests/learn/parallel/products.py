@@ -114,7 +114,8 @@ def samples(seed: int = 0, groups: int = 5, each: int = 3, longest: int = 12) ->
 
 def recipe(parallel: dict[str, Any], settings: dict[str, Any]) -> Config:
     own = {k: v for k, v in settings.items() if k != "name"}
-    learn = {"lr": 1e-3, "weight_decay": 0.1, **own.pop("learn", {}), "parallel": parallel}
+    # AdamW divides by a gradient's own size: a small epsilon would make a whole step of rounding around 0.
+    learn = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, **own.pop("learn", {}), "parallel": parallel}
     base = {"algorithm": {"name": "grpo", "entropy_coef": 0.01}, "train": {"tokens_per_microbatch": 48}}
     return Config.model_validate({**base, **own, "learn": learn})
 

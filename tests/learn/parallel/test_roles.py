@@ -58,7 +58,9 @@ def test_a_critic_on_its_own_mesh_learns_as_on_one_rank(parallel: dict[str, Any]
     metrics, (alone, found) = ranks.call(criticise, parallel, on=4)[0]
     for one, many in zip(metrics[::2], metrics[1::2]):
         for name in one:
-            assert many[name] == pytest.approx(one[name], abs=1e-5, rel=1e-4), name
+            # A token at the edge of the clip may fall on either side by rounding.
+            close = 0.02 if name.endswith("_share") else 1e-5
+            assert many[name] == pytest.approx(one[name], abs=close, rel=1e-4), name
     assert np.abs(alone).max() > 1e-4  # it has learned something
     np.testing.assert_allclose(found, alone, atol=1e-5)
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from tidemill.algorithms.api import Algorithm, Kept, Stats
-from tidemill.algorithms.ppo import explained_variance
 from tidemill.batch import Batch, Column
 from tidemill.config import Config
-from tidemill.learn.critic import SUMS, ValueModel
+from tidemill.learn.critic import ValueModel, value_metrics
 from tidemill.learn.engine import Scores, token_batch
 from tidemill.learn.packing import PackedBatch
 from tidemill.learn.parallel.learner import ParallelLearner
@@ -38,11 +37,7 @@ class ParallelValueLearner(ParallelLearner):
         return learn(tokens, self.config)
 
     def update(self) -> dict[str, float]:
-        metrics = super().update()
-        if "return_square" in metrics:
-            metrics["explained_variance"] = explained_variance(metrics)
-            metrics = {name: value for name, value in metrics.items() if name not in SUMS}
-        return metrics
+        return value_metrics(super().update())
 
     def values(self, batch: Batch) -> Column:
         """The value before each response token; every rank gives the same batch and gets all."""
