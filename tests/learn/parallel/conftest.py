@@ -20,7 +20,7 @@ class Kept:
 
     def get(self) -> Ranks:
         if self.ranks is None or not self.ranks.is_alive:
-            self.ranks = Ranks(MOST, timeout_s=60.0, preload=PRELOAD)
+            self.ranks = Ranks(MOST, timeout_s=150.0, preload=PRELOAD)
         return self.ranks
 
 
