@@ -432,7 +432,7 @@ class Learn(Section):
     )
     share_prompts: bool = Field(True, description="compute a group's prompt once and let its responses attend to it")
     logprob_chunk: int = Field(4096, ge=1, description="tokens whose logits exist at once")
-    attention: Literal["auto", "blocks", "flash", "fusion", "flex"] = Field(
+    attention: Literal["auto", "blocks", "short", "flash", "fusion", "flex"] = Field(
         "auto", description="attention over packed samples; auto: what suits device, dtype and model"
     )
     compile: Literal["auto", "on", "off"] = Field(

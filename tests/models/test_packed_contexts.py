@@ -69,10 +69,16 @@ def test_rows_taken_many_times_get_all_their_gradients() -> None:
     torch.testing.assert_close(ours, plain)
 
 
-def test_the_cpu_gets_the_plain_attention() -> None:
+def test_the_cpu_gets_the_one_for_short_sequences_and_the_plain_one_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from tidemill.config import TinyModel
+    from tidemill.models import short
     from tidemill.models.load import make_tiny
 
     model = make_tiny(TinyModel(hidden=16, layers=1, heads=2, kv_heads=1, intermediate=16), torch.float32, 0, CPU).model
+    monkeypatch.setattr(short, "_library", object)
+    assert choose(model) is KINDS["short"]
+    monkeypatch.setattr(short, "_library", lambda: None)
     assert choose(model) is KINDS["blocks"]
     assert not varlen.works_on(CPU, torch.bfloat16)

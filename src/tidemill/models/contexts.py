@@ -3,6 +3,7 @@
 | kind | what it is | where |
 |---|---|---|
 | blocks | dense blocks of like length and torch's own attention: the plain reference | everywhere |
+| short | short sequences one by one, nothing padded; others as `blocks` | float32 on a CPU with a C compiler |
 | flash | variable-length flash kernel | devices torch has it for; 16-bit weights, no softcap |
 | fusion | Ascend's fused operator | where the vendor's package has it; 16-bit weights, no softcap |
 | flex | compiled FlexAttention over a block mask | devices with a Triton compiler; any dtype, softcap |
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from tidemill.errors import ConfigError, did_you_mean
-from tidemill.models import flex, fusion, packed, rowwise, varlen
+from tidemill.models import flex, fusion, packed, rowwise, short, varlen
 from tidemill.models.attention import Context
 
 MakePacked = Callable[[Sequence[int], torch.device], Context]
@@ -34,6 +35,7 @@ class Attention:
 
 KINDS: dict[str, Attention] = {
     "blocks": Attention(packed.Packed, packed.SharedPrompt),
+    "short": Attention(short.ShortPacked, short.ShortShared),
     "flash": Attention(varlen.FlashPacked, varlen.FlashShared),
     "fusion": Attention(
         partial(varlen.FlashPacked, kernel=fusion.causal), partial(varlen.FlashShared, kernel=fusion.causal)
@@ -58,7 +60,7 @@ def choose(model: Any, asked: str = "auto") -> Attention:
         return KINDS["flash"]
     if fusion.works_on(weight.device, weight.dtype) and not capped:
         return KINDS["fusion"]
-    return KINDS["blocks"]
+    return KINDS["short" if short.works_on(weight.device, weight.dtype) else "blocks"]
 
 
 def _head_dim(settings: Any) -> int:
