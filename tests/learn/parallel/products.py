@@ -26,7 +26,7 @@ from tidemill.algorithms.registry import get
 from tidemill.batch import Batch, Column
 from tidemill.config import Config
 from tidemill.learn.engine import Learner
-from tidemill.models import attention
+from tidemill.models import attention, lora
 
 COMMON: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 4,
@@ -157,7 +157,7 @@ def _learn_alone(model: Any, config: Config, updates: int) -> dict[str, Any]:
         grads = {n: g.clone() / learner._whole for n, g in held.items() if g is not None}
         found.setdefault("gradients", []).append(grads)
         found.setdefault("metrics", []).append(learner.update())
-        found.setdefault("weights", []).append({n: p.detach().clone() for n, p in model.named_parameters()})
+        found.setdefault("weights", []).append({n: p.detach().clone() for n, p in lora.merged(model).items()})
     return found
 
 

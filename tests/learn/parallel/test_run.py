@@ -64,6 +64,38 @@ def test_a_run_on_ranks_makes_the_steps_of_one_rank_and_is_resumed_on_others(tmp
     assert metrics(run)[-1]["loss"] == pytest.approx(many[-1]["loss"], abs=1e-4)
 
 
+def test_a_critic_on_ranks_makes_the_steps_of_one_rank_and_is_resumed_on_one(tmp_path: Path) -> None:
+    ppo = ["algorithm.name=ppo", "algorithm.critic.lr=3.0e-3", "train.passes_per_step=2"]
+    one = train(tmp_path, "one", *ppo)
+    sizes = ["learn.parallel.fsdp=2", "algorithm.critic.parallel.tp=2"]
+    many = train(tmp_path, "many", *ppo, *sizes)
+    names = ("reward", "loss", "grad_norm", "critic/loss", "critic/grad_norm", "critic/explained_variance")
+    for a, b in zip(one, many, strict=True):
+        for name in names:
+            assert b[name] == pytest.approx(a[name], abs=1e-4, rel=1e-4), name
+    assert one[-1]["critic/loss"] != one[0]["critic/loss"]
+
+    # What ranks saved, one process takes up, critic and all.
+    again = tmp_path / "again"
+    train(again, "many", *ppo, *sizes, "train.steps=2")
+    run = again / "many"
+    config = (run / "config.yaml").read_text().replace("fsdp: 2", "fsdp: 1").replace("tp: 2", "tp: 1")
+    (run / "config.yaml").write_text(config.replace("steps: 2", "steps: 3", 1))
+    (run / "summary.json").unlink()
+    resume(run)
+    for name in names:
+        assert metrics(run)[-1][name] == pytest.approx(many[-1][name], abs=1e-4, rel=1e-4), name
+
+
+def test_adapters_on_ranks_make_the_steps_of_one_rank(tmp_path: Path) -> None:
+    lora = ["learn.lora_rank=4", "learn.optimizer=muon"]
+    one = train(tmp_path, "one", *lora)
+    many = train(tmp_path, "many", *lora, "learn.parallel.fsdp=2")
+    for a, b in zip(one, many, strict=True):
+        for name in ("reward", "loss", "grad_norm", "kl"):
+            assert b[name] == pytest.approx(a[name], abs=1e-4), name
+
+
 def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
     check_here(8, "cpu")

@@ -14,10 +14,11 @@ training.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,10 +30,12 @@ from torch import Tensor
 
 from tidemill.errors import CheckpointError
 from tidemill.learn import checkpoint as plain
+from tidemill.learn.adam import SCALE, decode
 from tidemill.learn.parallel.stored import Source, from_manifest
 from tidemill.learn.tensor_file import Form, form, head, in_order, raw
 from tidemill.reshard.layout import Box, Entry, Layout, volume
 
+OF = re.compile(r"^(?P<role>critic\.)?(?P<kind>model|adapter|optimizer)\.(?P<name>.+)$")
 Pieces = dict[str, list[tuple[str, str, Box]]]  # tensor → file, key, box
 
 
@@ -103,11 +106,12 @@ def _own_box(name: str, tensor: Tensor, layout: Layout, rank: int) -> Box | None
 
 
 def _entry(name: str, layout: Layout) -> Entry | None:
-    """Of `model.NAME` or `optimizer.NAME.KEY`."""
-    kind, _, rest = name.partition(".")
-    if kind == "optimizer":
-        rest = rest.rpartition(".")[0]
-    found = layout.by_name.get(rest)
+    """Of `model.NAME`, `adapter.NAME` or `optimizer.NAME.KEY`, perhaps another role's: `critic.model.NAME`."""
+    of = OF.match(name)
+    if of is None:
+        return None
+    own = of["name"].rpartition(".")[0] if of["kind"] == "optimizer" else of["name"]
+    found = layout.by_name.get(f"{of['role'] or ''}{own}")
     return found[0] if found else None
 
 
@@ -303,24 +307,43 @@ def read_own(source: Source, targets: Mapping[str, Tensor], layout: Layout, rank
     """Fill this rank's tensors, whatever layout wrote them. `prefix`: what their names lack in comparison with a
     checkpoint's (`model.` for a plain model folder)."""
     for name, target in targets.items():
-        entry = _entry(f"{prefix}{name}", layout)
-        if entry is None or not target.ndim:
-            box: Box = tuple((0, n) for n in target.shape)
-        else:
-            box = next(entry.home_box(c) for c, r in entry.mesh.coordinates() if r == rank)
         if target.numel():
-            source.read_into(target, name, box)
+            source.read_into(target, name, held_box(f"{prefix}{name}", target, layout, rank))
 
 
-def state_of(source: Source, own: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Empty tensors for the optimizer's state of each parameter as the checkpoint has it, by name and key."""
-    found: dict[str, dict[str, Tensor]] = {name: {} for name in own}
+def held_box(name: str, own: Tensor, layout: Layout, rank: int) -> Box:
+    """What of the logical tensor this rank has."""
+    entry = _entry(name, layout)
+    if entry is None or not own.ndim:
+        return tuple((0, n) for n in own.shape)
+    return next(entry.home_box(c) for c, r in entry.mesh.coordinates() if r == rank)
+
+
+def read_states(
+    source: Source, own: Mapping[str, Tensor], layout: Layout, rank: int, role: str = ""
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The optimizer's state of each parameter's piece, as far as the checkpoint has it."""
+    start, keys = f"{role}optimizer.", dict[str, list[str]]()
     for full in source.pieces:
-        name, _, key = full.removeprefix("optimizer.").rpartition(".")
-        if full.startswith("optimizer.") and name in own:
-            shape = own[name].shape if source.pieces[full][0].box else torch.Size()
-            found[name][key] = torch.zeros(shape, dtype=source.dtype(full))
-    return found
+        name, _, key = full.removeprefix(start).rpartition(".")
+        if full.startswith(start) and name in own and not key.endswith(SCALE):
+            keys.setdefault(name, []).append(key)
+    for name, found in keys.items():
+        yield name, {key: _read_state(source, f"{start}{name}", key, own[name], layout, rank) for key in found}
+
+
+def _read_state(source: Source, at: str, key: str, own: Tensor, layout: Layout, rank: int) -> Tensor:
+    name = f"{at}.{key}"
+    if f"{name}{SCALE}" in source:  # one rank's blocks: other cuts of the tensor have other blocks
+        entry = _entry(name, layout)
+        assert entry is not None
+        coded = {key: source.read(name), f"{key}{SCALE}": source.read(f"{name}{SCALE}")}
+        box = held_box(name, own, layout, rank)
+        return decode(coded, key, entry.shape)[tuple(slice(low, high) for low, high in box)].clone()
+    shape = own.shape if source.pieces[name][0].box else torch.Size()
+    target = torch.zeros(shape, dtype=source.dtype(name))
+    read_own(source, {name: target}, layout, rank)
+    return target
 
 
 def default_saver(timeout_s: float) -> Saver:

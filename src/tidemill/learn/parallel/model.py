@@ -5,7 +5,9 @@ Every rank makes the same calls with the same batches and gets the same answers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from tidemill.learn.packing import Ints, PackedBatch, pack, response_column
 from tidemill.learn.parallel import context, expert, pipeline, shard, tensor
 from tidemill.learn.parallel import cuts as cutting
 from tidemill.learn.parallel.batches import shares
-from tidemill.learn.parallel.checkpoint import read_own
+from tidemill.learn.parallel.checkpoint import held_box, read_own
 from tidemill.learn.parallel.collectives import Link, link, world
 from tidemill.learn.parallel.cuts import Cuts, local
 from tidemill.learn.parallel.flight import Flight
@@ -46,8 +48,10 @@ class ParallelModel:
         meshes: Meshes,
         source: Source | None = None,
         device: torch.device | None = None,
+        begins: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """With `source`, `model` is on the meta device: it is cut first, and only what this rank keeps is read."""
+        """With `source`, `model` is on the meta device: it is cut first, and only what this rank keeps is read.
+        `begins`: whole values of parameters that the source does not have."""
         self.model, self.config, self.meshes = model, config, meshes
         self.device = device or next(model.parameters()).device
         self.flight = Flight(_store(), dist.get_rank(), config.learn.parallel.timeout_s)
@@ -59,9 +63,17 @@ class ParallelModel:
         self.cuts = self._cut()
         if source is not None:
             materialise(model, self.device)
-            read_own(source, pieces_of(model), self.layout(), dist.get_rank(), prefix="model.")
+            self._read(source, begins)
         self.attention = self._attention()
         prepare(model, config.learn)
+
+    @torch.no_grad()
+    def _read(self, source: Source, begins: Mapping[str, Tensor]) -> None:
+        own, layout, rank = pieces_of(self.model), self.layout(), dist.get_rank()
+        read_own(source, {name: t for name, t in own.items() if name not in begins}, layout, rank, prefix="model.")
+        for name in begins.keys() & own.keys():
+            box = held_box(f"model.{name}", own[name], layout, rank)
+            own[name].copy_(begins[name][tuple(slice(low, high) for low, high in box)])
 
     def _attention(self) -> Attention:
         chosen = choose(self.model, self.config.learn.attention)

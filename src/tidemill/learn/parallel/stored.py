@@ -53,6 +53,11 @@ class Source:
     def __contains__(self, name: str) -> bool:
         return name in self.pieces
 
+    def renamed(self, before: str, after: str) -> Source:
+        """Those of its tensors whose names begin with `before`, under names that begin with `after`."""
+        kept = {n: found for n, found in self.pieces.items() if n.startswith(before)}
+        return Source(self.folder, {f"{after}{n.removeprefix(before)}": found for n, found in kept.items()})
+
     def shape(self, name: str) -> Shape:
         boxes = [p.box for p in self.pieces[name]]
         return tuple(max(box[d][1] for box in boxes) for d in range(len(boxes[0])))

@@ -1,0 +1,102 @@
+"""What saves memory on one rank saves it on several: adapters, Muon and moments in eight bits give one rank's steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.learn.parallel.products import Case, make_model, product, recipe, samples
+from tests.learn.parallel.test_checkpoint import learner_of
+from tests.learn.parallel.test_products import CLOSE
+from tidemill.algorithms.registry import get
+from tidemill.cluster.ranks import Ranks
+from tidemill.learn import checkpoint as plain
+from tidemill.learn.engine import Learner
+
+pytestmark = pytest.mark.slow
+
+LORA: dict[str, Any] = {"name": ["lora"], "learn": {"lora_rank": 3, "lora_alpha": 6.0, "lr": 1e-2}}
+MUON: dict[str, Any] = {"name": ["muon"], "learn": {"optimizer": "muon"}}
+BOTH: dict[str, Any] = {"name": ["lora", "muon"], "learn": {"lora_rank": 4, "optimizer": "muon"}}
+INT8: dict[str, Any] = {"name": ["int8"], "learn": {"moments": "int8"}}
+BLOCKS = 2e-5  # of a step of 1e-3: vectors are shorter than a block, and a shorter block has a scale of its own
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("dense", {"fsdp": 2}, LORA),
+        Case("biased", {"tp": 4}, LORA),  # key heads that two ranks share
+        Case("few_keys", {"fsdp": 2, "tp": 2}, LORA),
+        Case("deep", {"pp": 2, "cp": 2}, LORA),
+        Case("experts", {"fsdp": 2, "ep": 2}, LORA),
+        Case("untied", {"fsdp": 2}, MUON),
+        Case("few_keys", {"tp": 4}, MUON),
+        Case("dense", {"replicate": 2, "fsdp": 2, "tp": 2}, MUON),
+        Case("experts", {"pp": 2, "fsdp": 2}, MUON),
+        Case("dense", {"fsdp": 2, "tp": 2}, BOTH),
+    ],
+    ids=str,
+)
+def test_adapters_and_muon_over_ranks_give_the_numbers_of_one_rank(case: Case, ranks: Ranks) -> None:
+    found = ranks.call(product, case, on=case.ranks)[0]
+    far = {name: value for name, value in found.items() if isinstance(value, float) and value > CLOSE}
+    assert not far, found
+
+
+@pytest.mark.parametrize("parallel", [{"fsdp": 2}, {"fsdp": 2, "tp": 2}], ids=str)
+def test_moments_in_eight_bits_over_ranks_stay_near_one_ranks(parallel: dict[str, Any], ranks: Ranks) -> None:
+    case = Case("dense", parallel, INT8)
+    found = ranks.call(product, case, on=case.ranks)[0]
+    far = {n: v for n, v in found.items() if isinstance(v, float) and v > (BLOCKS if n == "weights" else CLOSE)}
+    assert not far, found
+
+
+def learn_and_save(parallel: dict[str, Any], folder: Path, learn: dict[str, Any]) -> Any:
+    learner = learner_of("dense", parallel, **learn)
+    learner.accumulate(samples(1))
+    learner.update()
+    learner.save(folder, 1, {}, keep=1)
+    learner.accumulate(samples(2))
+    metrics = learner.update()
+    learner.close()
+    return metrics
+
+
+def load_and_learn(parallel: dict[str, Any], path: Path, learn: dict[str, Any]) -> Any:
+    learner = learner_of("dense", parallel, **learn)
+    learner.load(path)
+    before = learner.tensors()
+    learner.accumulate(samples(2))
+    metrics = learner.update()
+    moved = any(not torch.equal(before[name], now) for name, now in learner.tensors().items())
+    learner.close()
+    return metrics, moved
+
+
+@pytest.mark.parametrize("settings", [LORA, MUON, INT8], ids=lambda s: s["name"][0])
+def test_such_a_run_goes_on_from_its_checkpoint_on_other_ranks_and_on_one(
+    settings: dict[str, Any], ranks: Ranks, tmp_path: Path
+) -> None:
+    learn = settings["learn"]
+    wanted = ranks.call(learn_and_save, {"fsdp": 2}, tmp_path / "many", learn, on=2)[0]["loss"]
+    for parallel in ({"fsdp": 2}, {"tp": 2}):
+        found, moved = ranks.call(load_and_learn, parallel, tmp_path / "many/step-000001", learn, on=2)[0]
+        assert found["loss"] == pytest.approx(wanted, abs=1e-6) and moved
+    tensors, state = plain.load(tmp_path / "many/step-000001")
+    alone = Learner(make_model("dense"), recipe({}, {"learn": learn}), get("grpo"), 9)
+    alone.restore(tensors, state["learner"])
+    alone.accumulate(samples(2))
+    assert alone.update()["loss"] == pytest.approx(wanted, abs=1e-6)
+
+    # And the other way: what one rank saved is taken up by two.
+    alone = Learner(make_model("dense"), recipe({}, {"learn": learn}), get("grpo"), 9)
+    alone.accumulate(samples(1))
+    alone.update()
+    tensors, counts = alone.state()
+    plain.save(tmp_path / "one", 1, tensors, {"learner": counts}, keep=1)
+    found, _ = ranks.call(load_and_learn, {"fsdp": 2}, tmp_path / "one/step-000001", learn, on=2)[0]
+    assert found["loss"] == pytest.approx(wanted, abs=1e-6)
