@@ -12,7 +12,8 @@ import tidemill
 from tidemill.cluster.ranked import check_here
 from tidemill.errors import ConfigError
 from tidemill.launch import resume
-from tidemill.trained import open_trained
+from tidemill.reward.model import RewardModel
+from tidemill.trained import export, open_trained
 
 pytestmark = pytest.mark.slow
 
@@ -85,6 +86,22 @@ def test_a_critic_on_ranks_makes_the_steps_of_one_rank_and_is_resumed_on_one(tmp
     resume(run)
     for name in names:
         assert metrics(run)[-1][name] == pytest.approx(many[-1][name], abs=1e-4, rel=1e-4), name
+
+
+def test_a_reward_model_on_ranks_is_one_ranks_and_can_be_exported(tmp_path: Path) -> None:
+    over = ["algorithm={name: reward_model}", "data.args={pairs: true}", "train.samples_per_prompt=1",
+            "eval={before: false, after: false}"]  # fmt: skip
+    one = train(tmp_path, "one", *over)
+    many = train(tmp_path, "many", *over, "learn.parallel.fsdp=2")
+    for a, b in zip(one, many, strict=True):
+        for name in ("loss", "grad_norm", "margin"):
+            assert b[name] == pytest.approx(a[name], abs=1e-4), name
+    rows = [[3, 4, 5, 1], [6, 3, 1]]
+    scores = []
+    for name in ("one", "many"):
+        export(tmp_path / name, tmp_path / f"{name}-exported")
+        scores.append(RewardModel(str(tmp_path / f"{name}-exported")).rewards(rows, 100))
+    assert scores[1] == pytest.approx(scores[0], abs=1e-5) and scores[0] != [0.0, 0.0]
 
 
 def test_adapters_on_ranks_make_the_steps_of_one_rank(tmp_path: Path) -> None:
