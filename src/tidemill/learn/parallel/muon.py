@@ -38,7 +38,7 @@ class Matrix:
     def joined(self, pieces: Tensor) -> Tensor:
         """From every rank's piece, one after another."""
         whole = pieces.new_empty(self.shape)
-        for box, piece in zip(self.boxes, pieces.split(self.sizes)):
+        for box, piece in zip(self.boxes, torch.split(pieces, self.sizes)):
             whole[_inside(box)] = piece.view(extents(box))
         return whole
 
@@ -61,7 +61,7 @@ def holders(meshes: Meshes, flight: Flight) -> Link:
     grid = meshes.sharded.mesh  # pp, replicate, shard, tp
     groups = [[int(r) for r in row] for row in grid.reshape(grid.shape[0] * grid.shape[1], -1).tolist()]
     timeout = timedelta(seconds=meshes.parallel.timeout_s)
-    group, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
+    group, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)  # type: ignore[no-untyped-call]
     own = next(members for members in groups if dist.get_rank() in members)
     return Link("matrices", group, own, own.index(dist.get_rank()), flight)
 
@@ -100,5 +100,5 @@ class ShardedMuon(Muon):
         back = own.sizes if own is not None else [0] * self.over.size
         came = self.over.all_to_all(torch.cat([piece.reshape(-1) for _, piece in given]), out, back)
         made = own.cut(orthogonal(own.joined(came))) if own is not None else came
-        pieces = self.over.all_to_all(made, back, out).split(out[: len(given)])
+        pieces = torch.split(self.over.all_to_all(made, back, out), out[: len(given)])
         return [new.view(piece.shape) for new, (_, piece) in zip(pieces, given)]
