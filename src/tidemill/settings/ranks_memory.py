@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from tidemill.config import Config, Learn, Parallel
 from tidemill.settings.estimate import BYTES, Shape, microbatch_tokens
-from tidemill.settings.memory import PLAIN_LOGITS, adapter_parameters, optimizer_bytes
+from tidemill.settings.memory import CRITICS, PLAIN_LOGITS, REFERENCED, adapter_parameters, optimizer_bytes
 
 GATHERED_LAYERS = 2  # the one at work and the one fetched ahead
 
@@ -51,6 +51,8 @@ class RankMemory:
     reducing: int  # their gradients, whole, and the buffer that sends them
     activations: int
     logits: int
+    reference: int  # at rest: its layers are gathered while the learner's are not
+    critic: int
 
     @property
     def total(self) -> int:
@@ -66,7 +68,7 @@ def per_rank(config: Config, sizes: Sizes, tokens: int | None = None, *, on_acce
     learn, parallel, width = config.learn, config.learn.parallel, BYTES[config.model.dtype]
     whole, responses = (tokens, tokens) if tokens is not None else microbatch_tokens(config)
     held = parameters_per_rank(sizes, parallel)
-    trained = adapter_parameters(sizes.shape, learn.lora_rank) or held
+    trained = trained_per_rank(config, sizes, parallel)
     is_sharded = parallel.fsdp * parallel.cp > 1 or parallel.replicate > 1
     layer = _layer_at_work(sizes, parallel)
     ends = sizes.embedding // parallel.tp
@@ -82,7 +84,32 @@ def per_rank(config: Config, sizes: Sizes, tokens: int | None = None, *, on_acce
         reducing=layer * (width + reduce_width) if is_sharded else 0,
         activations=activations(sizes, learn, -(-whole // parallel.cp), width),
         logits=min(learn.logprob_chunk, responses) * (sizes.shape.vocabulary // parallel.tp) * logit + head,
+        reference=_reference(config, sizes) * width,
+        critic=_critic(config, sizes, width + wide_gradient, width),
     )
+
+
+def trained_per_rank(config: Config, sizes: Sizes, parallel: Parallel) -> int:
+    """All that is held, or adapters: one side of each is cut by tp, the other is not."""
+    adapters = adapter_parameters(sizes.shape, config.learn.lora_rank)
+    return -(-adapters // (parallel.fsdp * parallel.cp * parallel.pp)) or parameters_per_rank(sizes, parallel)
+
+
+def _reference(config: Config, sizes: Sizes) -> int:
+    algorithm = config.algorithm
+    if algorithm.kl.coef <= 0 and algorithm.name not in REFERENCED:
+        return 0
+    return parameters_per_rank(sizes, algorithm.kl.parallel or config.learn.parallel)
+
+
+def _critic(config: Config, sizes: Sizes, each: int, width: int) -> int:
+    """`each`: bytes of a weight and its gradient."""
+    if config.algorithm.name not in CRITICS:
+        return 0
+    parallel = config.algorithm.critic.parallel or config.learn.parallel
+    held, trained = parameters_per_rank(sizes, parallel), trained_per_rank(config, sizes, parallel)
+    state = 0 if config.learn.optimizer_on_host else int(trained * optimizer_bytes(config.learn, width))
+    return held * width + trained * (each - width) + state
 
 
 def parameters_per_rank(sizes: Sizes, parallel: Parallel) -> int:
