@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.learn.parallel.products import Case, make_model, product, recipe, samples
 from tests.learn.parallel.test_checkpoint import learner_of
@@ -55,26 +54,30 @@ def test_moments_in_eight_bits_over_ranks_stay_near_one_ranks(parallel: dict[str
     assert not far, found
 
 
-def learn_and_save(parallel: dict[str, Any], folder: Path, learn: dict[str, Any]) -> Any:
+def go_on(learner: Any) -> float:
+    """What the update after next comes to: it feels the optimizer's state, not the weights alone."""
+    for seed in (2, 3):
+        learner.accumulate(samples(seed))
+        loss = learner.update()["loss"]
+    return float(loss)
+
+
+def learn_and_save(parallel: dict[str, Any], folder: Path, learn: dict[str, Any]) -> float:
     learner = learner_of("dense", parallel, **learn)
     learner.accumulate(samples(1))
     learner.update()
     learner.save(folder, 1, {}, keep=1)
-    learner.accumulate(samples(2))
-    metrics = learner.update()
+    loss = go_on(learner)
     learner.close()
-    return metrics
+    return loss
 
 
-def load_and_learn(parallel: dict[str, Any], path: Path, learn: dict[str, Any]) -> Any:
+def load_and_learn(parallel: dict[str, Any], path: Path, learn: dict[str, Any]) -> float:
     learner = learner_of("dense", parallel, **learn)
     learner.load(path)
-    before = learner.tensors()
-    learner.accumulate(samples(2))
-    metrics = learner.update()
-    moved = any(not torch.equal(before[name], now) for name, now in learner.tensors().items())
+    loss = go_on(learner)
     learner.close()
-    return metrics, moved
+    return loss
 
 
 @pytest.mark.parametrize("settings", [LORA, MUON, INT8], ids=lambda s: s["name"][0])
@@ -82,15 +85,14 @@ def test_such_a_run_goes_on_from_its_checkpoint_on_other_ranks_and_on_one(
     settings: dict[str, Any], ranks: Ranks, tmp_path: Path
 ) -> None:
     learn = settings["learn"]
-    wanted = ranks.call(learn_and_save, {"fsdp": 2}, tmp_path / "many", learn, on=2)[0]["loss"]
-    for parallel in ({"fsdp": 2}, {"tp": 2}):
-        found, moved = ranks.call(load_and_learn, parallel, tmp_path / "many/step-000001", learn, on=2)[0]
-        assert found["loss"] == pytest.approx(wanted, abs=1e-6) and moved
+    wanted = ranks.call(learn_and_save, {"fsdp": 2}, tmp_path / "many", learn, on=2)[0]
+    for parallel, close in (({"fsdp": 2}, 1e-7), ({"tp": 2}, 2e-6)):
+        found = ranks.call(load_and_learn, parallel, tmp_path / "many/step-000001", learn, on=2)[0]
+        assert found == pytest.approx(wanted, abs=close), parallel
     tensors, state = plain.load(tmp_path / "many/step-000001")
     alone = Learner(make_model("dense"), recipe({}, {"learn": learn}), get("grpo"), 9)
     alone.restore(tensors, state["learner"])
-    alone.accumulate(samples(2))
-    assert alone.update()["loss"] == pytest.approx(wanted, abs=1e-6)
+    assert go_on(alone) == pytest.approx(wanted, abs=2e-6)
 
     # And the other way: what one rank saved is taken up by two.
     alone = Learner(make_model("dense"), recipe({}, {"learn": learn}), get("grpo"), 9)
@@ -98,5 +100,5 @@ def test_such_a_run_goes_on_from_its_checkpoint_on_other_ranks_and_on_one(
     alone.update()
     tensors, counts = alone.state()
     plain.save(tmp_path / "one", 1, tensors, {"learner": counts}, keep=1)
-    found, _ = ranks.call(load_and_learn, {"fsdp": 2}, tmp_path / "one/step-000001", learn, on=2)[0]
-    assert found["loss"] == pytest.approx(wanted, abs=1e-6)
+    found = ranks.call(load_and_learn, {"fsdp": 2}, tmp_path / "one/step-000001", learn, on=2)[0]
+    assert found == pytest.approx(wanted, abs=2e-6)
