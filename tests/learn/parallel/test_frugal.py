@@ -21,7 +21,6 @@ LORA: dict[str, Any] = {"name": ["lora"], "learn": {"lora_rank": 3, "lora_alpha"
 MUON: dict[str, Any] = {"name": ["muon"], "learn": {"optimizer": "muon"}}
 BOTH: dict[str, Any] = {"name": ["lora", "muon"], "learn": {"lora_rank": 4, "optimizer": "muon"}}
 INT8: dict[str, Any] = {"name": ["int8"], "learn": {"moments": "int8"}}
-BLOCKS = 2e-5  # of a step of 1e-3: vectors are shorter than a block, and a shorter block has a scale of its own
 
 
 @pytest.mark.parametrize(
@@ -46,11 +45,14 @@ def test_adapters_and_muon_over_ranks_give_the_numbers_of_one_rank(case: Case, r
     assert not far, found
 
 
-@pytest.mark.parametrize("parallel", [{"fsdp": 2}, {"fsdp": 2, "tp": 2}], ids=str)
-def test_moments_in_eight_bits_over_ranks_stay_near_one_ranks(parallel: dict[str, Any], ranks: Ranks) -> None:
+# Of two steps of 1e-3. Under fsdp only vectors, shorter than a block, have other neighbours; under tp matrices too.
+@pytest.mark.parametrize(("parallel", "close"), [({"fsdp": 2}, 2e-5), ({"fsdp": 2, "tp": 2}, 5e-5)], ids=str)
+def test_moments_in_eight_bits_over_ranks_stay_near_one_ranks(
+    parallel: dict[str, Any], close: float, ranks: Ranks
+) -> None:
     case = Case("dense", parallel, INT8)
     found = ranks.call(product, case, on=case.ranks)[0]
-    far = {n: v for n, v in found.items() if isinstance(v, float) and v > (BLOCKS if n == "weights" else CLOSE)}
+    far = {n: v for n, v in found.items() if isinstance(v, float) and v > (close if n == "weights" else CLOSE)}
     assert not far, found
 
 
