@@ -104,3 +104,25 @@ def test_such_a_run_goes_on_from_its_checkpoint_on_other_ranks_and_on_one(
     plain.save(tmp_path / "one", 1, tensors, {"learner": counts}, keep=1)
     found = ranks.call(load_and_learn, {"fsdp": 2}, tmp_path / "one/step-000001", learn, on=2)[0]
     assert found == pytest.approx(wanted, abs=2e-6)
+
+
+def learn_from_folder(folder: Path) -> list[float]:
+    from tidemill.learn.parallel.build import learner
+
+    made = learner(recipe({"fsdp": 2, "tp": 2}, {"model": {"path": str(folder)}, "learn": LORA["learn"]}), 3)
+    losses = []
+    for seed in (1, 2):
+        made.accumulate(samples(seed))
+        losses.append(made.update()["loss"])
+    made.close()
+    return losses
+
+
+def test_adapters_on_a_streamed_folder_begin_as_on_one_rank(ranks: Ranks, tmp_path: Path) -> None:
+    model = make_model("untied")
+    model.save_pretrained(tmp_path)
+    found = ranks.call(learn_from_folder, tmp_path, on=4)[0]
+    alone = Learner(model, recipe({}, {"learn": LORA["learn"]}), get("grpo"), 3)
+    for seed, loss in zip((1, 2), found, strict=True):
+        alone.accumulate(samples(seed))
+        assert alone.update()["loss"] == pytest.approx(loss, abs=1e-6)
