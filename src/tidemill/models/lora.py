@@ -54,10 +54,15 @@ class LoraLinear(nn.Linear):
         return square.sqrt()
 
     def merged(self) -> Tensor:
-        whole = self.weight.float() + (self.lora_b.float() @ self.lora_a.float()) * self.factor
-        if self.lora_m is not None:
-            whole *= (self.lora_m.float() / torch.linalg.vector_norm(whole, dim=1))[:, None]
-        return whole.to(self.weight.dtype)
+        return merge(self.weight, self.lora_a, self.lora_b, self.lora_m, self.factor)
+
+
+def merge(weight: Tensor, a: Tensor, b: Tensor, magnitudes: Tensor | None, factor: float) -> Tensor:
+    """W + f B A, its rows as long as `magnitudes` say. Of whole matrices, or of some rows of W and B."""
+    whole = weight.float() + (b.float() @ a.float()) * factor
+    if magnitudes is not None:
+        whole *= (magnitudes.float() / torch.linalg.vector_norm(whole, dim=1))[:, None]
+    return whole.to(weight.dtype)
 
 
 def attach(model: Any, rank: int, alpha: float, seed: int = 0, magnitudes: bool = False) -> None:

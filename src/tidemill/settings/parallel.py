@@ -174,8 +174,8 @@ def _pairs(config: Config) -> Iterator[str]:
         yield f"learn.fp8 is {learn.fp8}, whose products are one rank's only; none would do"
     if config.rollout.batch_invariant:
         yield "rollout.batch_invariant is set, which one rank alone can promise; false would do"
-    if learn.dora:
-        yield "learn.dora is set, whose row norms need whole matrices, but ranks hold pieces; false would do"
+    if learn.dora and parallel.tp > 1:
+        yield f"learn.dora is set, whose norms need whole rows, but learn.parallel.tp is {parallel.tp}; 1 would do"
     critic = config.algorithm.critic
     if config.algorithm.name in CRITICS and critic.trunk == "shared":
         yield "algorithm.critic.trunk is shared, but over ranks a critic has a decoder of its own; own would do"

@@ -18,6 +18,7 @@ from tidemill.learn.engine import Learner
 pytestmark = pytest.mark.slow
 
 LORA: dict[str, Any] = {"name": ["lora"], "learn": {"lora_rank": 3, "lora_alpha": 6.0, "lr": 1e-2}}
+DORA: dict[str, Any] = {"name": ["dora"], "learn": {**LORA["learn"], "dora": True}}
 MUON: dict[str, Any] = {"name": ["muon"], "learn": {"optimizer": "muon"}}
 BOTH: dict[str, Any] = {"name": ["lora", "muon"], "learn": {"lora_rank": 4, "optimizer": "muon"}}
 INT8: dict[str, Any] = {"name": ["int8"], "learn": {"moments": "int8"}}
@@ -27,6 +28,7 @@ INT8: dict[str, Any] = {"name": ["int8"], "learn": {"moments": "int8"}}
     "case",
     [
         Case("dense", {"fsdp": 2}, LORA),
+        Case("dense", {"fsdp": 2}, DORA),
         Case("biased", {"tp": 4}, LORA),  # key heads that two ranks share
         Case("few_keys", {"fsdp": 2, "tp": 2}, LORA),
         Case("deep", {"pp": 2, "cp": 2}, LORA),
@@ -82,13 +84,14 @@ def load_and_learn(parallel: dict[str, Any], path: Path, learn: dict[str, Any]) 
     return loss
 
 
-@pytest.mark.parametrize("settings", [LORA, MUON, INT8], ids=lambda s: s["name"][0])
+@pytest.mark.parametrize("settings", [LORA, DORA, MUON, INT8], ids=lambda s: s["name"][0])
 def test_such_a_run_goes_on_from_its_checkpoint_on_other_ranks_and_on_one(
     settings: dict[str, Any], ranks: Ranks, tmp_path: Path
 ) -> None:
     learn = settings["learn"]
     wanted = ranks.call(learn_and_save, {"fsdp": 2}, tmp_path / "many", learn, on=2)[0]
-    for parallel, close in (({"fsdp": 2}, 1e-7), ({"tp": 2}, 2e-6)):
+    other = {"replicate": 2} if learn.get("dora") else {"tp": 2}
+    for parallel, close in (({"fsdp": 2}, 1e-7), (other, 2e-6)):
         found = ranks.call(load_and_learn, parallel, tmp_path / "many/step-000001", learn, on=2)[0]
         assert found == pytest.approx(wanted, abs=close), parallel
     tensors, state = plain.load(tmp_path / "many/step-000001")
@@ -106,10 +109,10 @@ def test_such_a_run_goes_on_from_its_checkpoint_on_other_ranks_and_on_one(
     assert found == pytest.approx(wanted, abs=2e-6)
 
 
-def learn_from_folder(folder: Path) -> list[float]:
+def learn_from_folder(folder: Path, parallel: dict[str, int], learn: dict[str, Any]) -> list[float]:
     from tidemill.learn.parallel.build import learner
 
-    made = learner(recipe({"fsdp": 2, "tp": 2}, {"model": {"path": str(folder)}, "learn": LORA["learn"]}), 3)
+    made = learner(recipe(parallel, {"model": {"path": str(folder)}, "learn": learn}), 3)
     losses = []
     for seed in (1, 2):
         made.accumulate(samples(seed))
@@ -118,11 +121,14 @@ def learn_from_folder(folder: Path) -> list[float]:
     return losses
 
 
-def test_adapters_on_a_streamed_folder_begin_as_on_one_rank(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("parallel", "settings"), [({"fsdp": 2, "tp": 2}, LORA), ({"fsdp": 4}, DORA)], ids=str)
+def test_adapters_on_a_streamed_folder_begin_as_on_one_rank(
+    parallel: dict[str, int], settings: dict[str, Any], ranks: Ranks, tmp_path: Path
+) -> None:
     model = make_model("untied")
     model.save_pretrained(tmp_path)
-    found = ranks.call(learn_from_folder, tmp_path, on=4)[0]
-    alone = Learner(model, recipe({}, {"learn": LORA["learn"]}), get("grpo"), 3)
+    found = ranks.call(learn_from_folder, tmp_path, parallel, settings["learn"], on=4)[0]
+    alone = Learner(model, recipe({}, {"learn": settings["learn"]}), get("grpo"), 3)
     for seed, loss in zip((1, 2), found, strict=True):
         alone.accumulate(samples(seed))
         assert alone.update()["loss"] == pytest.approx(loss, abs=1e-6)

@@ -61,6 +61,8 @@ class ParallelLearner(ParallelModel):
         if config.learn.lora_rank:
             begins = {**begins, **adapters.attach(model, config.learn, config.seed)}
         super().__init__(model, config, meshes, source, device, begins)
+        if source is not None:
+            adapters.begin_magnitudes(model)
         self.algorithm, self.updates = algorithm, updates
         self.pace = Pace(self.flight)
         self.saver = default_saver(config.learn.parallel.timeout_s)

@@ -22,6 +22,7 @@ from tidemill.learn.layers import kept_activations, prepare
 from tidemill.learn.packing import Ints, PackedBatch, pack, response_column
 from tidemill.learn.parallel import context, expert, pipeline, shard, tensor
 from tidemill.learn.parallel import cuts as cutting
+from tidemill.learn.parallel.adapters import is_adapter
 from tidemill.learn.parallel.batches import shares
 from tidemill.learn.parallel.checkpoint import held_box, read_own
 from tidemill.learn.parallel.collectives import Link, link, world
@@ -70,7 +71,8 @@ class ParallelModel:
     @torch.no_grad()
     def _read(self, source: Source, begins: Mapping[str, Tensor]) -> None:
         own, layout, rank = pieces_of(self.model), self.layout(), dist.get_rank()
-        read_own(source, {name: t for name, t in own.items() if name not in begins}, layout, rank, prefix="model.")
+        stored = {name: t for name, t in own.items() if name not in begins and not is_adapter(name)}
+        read_own(source, stored, layout, rank, prefix="model.")
         for name in begins.keys() & own.keys():
             box = held_box(f"model.{name}", own[name], layout, rank)
             own[name].copy_(begins[name][tuple(slice(low, high) for low, high in box)])
