@@ -117,7 +117,7 @@ class Workers:
         self.kept_samples.clear()
 
     def evaluate(self, size: int, samples: int) -> Evaluation:
-        with self.learner.averaged() if isinstance(self.learner, Learner) else contextlib.nullcontext():
+        with self.learner.averaged():
             return evaluate(
                 self.engine,
                 self.held_out,

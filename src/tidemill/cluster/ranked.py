@@ -6,8 +6,8 @@ pieces, and rollout reads them there. Batches and metrics go through pipes; weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,19 @@ class RankedLearner:
         self.version += 1
         return metrics
 
-    def averaged(self) -> AbstractContextManager[None]:
-        """Running means of the weights are one rank's only; recipes that ask for both are refused."""
-        return nullcontext()
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the weights of this process are their running mean, where one is kept."""
+        if not self.config.learn.ema:
+            yield
+            return
+        self._call(_average)
+        try:
+            self.publish()
+            yield
+        finally:
+            self._call(_average_no_more)
+            self.publish()
 
     def publish(self) -> None:
         """The model of this process is as the ranks' weights are now."""
@@ -236,6 +246,15 @@ def _publish() -> None:
                 if piece.rank == rank:
                     target[tuple(slice(*b) for b in piece.box)] = own[f"model.{name}"]
     dist.barrier()
+
+
+def _average() -> None:
+    _held["averaged"] = stack = ExitStack()
+    stack.enter_context(_learner().averaged())
+
+
+def _average_no_more() -> None:
+    _held.pop("averaged").close()
 
 
 def _save(

@@ -168,8 +168,6 @@ def _pairs(config: Config) -> Iterator[str]:
         return
     if config.observe.dump:
         yield "observe.dump is set, but gradients and weights are shown by one rank only; leave it out"
-    if learn.ema:
-        yield f"learn.ema is {learn.ema}, but averages of the weights are kept by one rank only; 0 would do"
     if learn.fp8 != "none":
         yield f"learn.fp8 is {learn.fp8}, whose products are one rank's only; none would do"
     if config.rollout.batch_invariant:

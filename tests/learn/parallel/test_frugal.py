@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.learn.parallel.products import Case, make_model, product, recipe, samples
@@ -56,6 +57,29 @@ def test_moments_in_eight_bits_over_ranks_stay_near_one_ranks(
     found = ranks.call(product, case, on=case.ranks)[0]
     far = {n: v for n, v in found.items() if isinstance(v, float) and v > (close if n == "weights" else CLOSE)}
     assert not far, found
+
+
+def learn_and_average(parallel: dict[str, Any]) -> Any:
+    learner = learner_of("dense", parallel, ema=0.7)
+    learner.accumulate(samples(1))
+    learner.update()
+    before = learner.logprobs(samples(3)).values
+    with learner.averaged():
+        inside = learner.logprobs(samples(3)).values
+    after = learner.logprobs(samples(3)).values
+    learner.close()
+    return before, inside, after
+
+
+def test_a_running_mean_in_pieces_is_one_ranks(ranks: Ranks) -> None:
+    before, inside, after = ranks.call(learn_and_average, {"fsdp": 2, "tp": 2}, on=4)[0]
+    alone = Learner(make_model("dense"), recipe({}, {"learn": {"ema": 0.7}}), get("grpo"), 9)
+    alone.accumulate(samples(1))
+    alone.update()
+    with alone.averaged():
+        np.testing.assert_allclose(inside, alone.logprobs(samples(3)).values, atol=1e-5)
+    assert np.abs(inside - before).max() > 1e-4
+    np.testing.assert_array_equal(before, after)
 
 
 def go_on(learner: Any) -> float:

@@ -104,13 +104,16 @@ def test_a_reward_model_on_ranks_is_one_ranks_and_can_be_exported(tmp_path: Path
     assert scores[1] == pytest.approx(scores[0], abs=1e-5) and scores[0] != [0.0, 0.0]
 
 
-def test_adapters_on_ranks_make_the_steps_of_one_rank(tmp_path: Path) -> None:
-    lora = ["learn.lora_rank=4", "learn.optimizer=muon"]
+def test_adapters_and_their_running_mean_on_ranks_make_the_steps_of_one_rank(tmp_path: Path) -> None:
+    lora = ["learn.lora_rank=4", "learn.optimizer=muon", "learn.ema=0.5", "eval.size=8", "eval.every=2"]
     one = train(tmp_path, "one", *lora)
     many = train(tmp_path, "many", *lora, "learn.parallel.fsdp=2")
+    assert sum("eval/pass@1" in line for line in one) > 1
     for a, b in zip(one, many, strict=True):
-        for name in ("reward", "loss", "grad_norm", "kl"):
+        for name in {"reward", "loss", "grad_norm", "kl", "eval/reward", "eval/pass@1"} & a.keys():
             assert b[name] == pytest.approx(a[name], abs=1e-4), name
+    done = [json.loads((tmp_path / name / "summary.json").read_text())["pass_at_after"] for name in ("one", "many")]
+    assert done[1] == done[0]
 
 
 def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from tidemill.learn.parallel.stored import Source, from_manifest
 from tidemill.learn.tensor_file import Form, form, head, in_order, raw
 from tidemill.reshard.layout import Box, Entry, Layout, volume
 
-OF = re.compile(r"^(?P<role>critic\.)?(?P<kind>model|adapter|optimizer)\.(?P<name>.+)$")
+OF = re.compile(r"^(?P<role>critic\.)?(?P<kind>model|adapter|ema|optimizer)\.(?P<name>.+)$")
 Pieces = dict[str, list[tuple[str, str, Box]]]  # tensor → file, key, box
 
 
@@ -106,7 +106,7 @@ def _own_box(name: str, tensor: Tensor, layout: Layout, rank: int) -> Box | None
 
 
 def _entry(name: str, layout: Layout) -> Entry | None:
-    """Of `model.NAME`, `adapter.NAME` or `optimizer.NAME.KEY`, perhaps another role's: `critic.model.NAME`."""
+    """Of `model.NAME` (or `adapter`, `ema`) or `optimizer.NAME.KEY`, perhaps another role's: `critic.model.NAME`."""
     of = OF.match(name)
     if of is None:
         return None

@@ -7,7 +7,8 @@ what ranks hold in parts and steps on all of them, or skips on all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +24,7 @@ from tidemill.algorithms.aggregate import local_weights, whole
 from tidemill.algorithms.api import Algorithm, Kept, Stat, Stats, total
 from tidemill.batch import Batch
 from tidemill.config import Config
+from tidemill.learn.ema import Ema
 from tidemill.learn.engine import Scores, on_host, token_batch
 from tidemill.learn.layers import kept_activations, layers_of
 from tidemill.learn.meter import mismatch
@@ -72,6 +74,7 @@ class ParallelLearner(ParallelModel):
         self.own = {name: Parameter(local(p).detach()) for name, p in named.items() if p.requires_grad}
         self._name_of = {id(p): name for name, p in self.own.items()}
         self.optimizer = self._optimizer()
+        self.ema = Ema(self.own, config.learn.ema) if config.learn.ema else None
         self.version = 0  # updates made
         self.skipped = 0  # updates not made because a gradient was not finite
         self._stats: list[Stats] = []
@@ -186,6 +189,8 @@ class ParallelLearner(ParallelModel):
             self._step()
         else:
             self.skipped += 1
+        if self.ema is not None:
+            self.ema.update()
         self.gradients.clear()
         self.version += 1
         metrics = total(self._stats_of_all())
@@ -196,13 +201,25 @@ class ParallelLearner(ParallelModel):
         return {**metrics, "grad_norm": norm, "lr": lr, "skipped_updates": float(self.skipped)}
 
     def _step(self) -> None:
-        named = dict(self.model.named_parameters())
+        self._find_own()
         for name, p in self.own.items():
-            p.data = local(named[name].data)  # FSDP may have moved it
             p.grad = self.gradients.of(name)
         self.optimizer.step()
         for p in self.own.values():
             p.grad = None
+
+    def _find_own(self) -> None:
+        """FSDP may have moved them."""
+        named = dict(self.model.named_parameters())
+        for name, p in self.own.items():
+            p.data = local(named[name].data)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the weights are their running mean, where one is kept."""
+        self._find_own()
+        with nullcontext() if self.ema is None else self.ema.swapped():
+            yield
 
     def _loads(self) -> dict[str, float]:
         """Of experts, over all ranks."""
@@ -254,7 +271,8 @@ class ParallelLearner(ParallelModel):
         self.saver.save(folder, step, tensors, layout, state, keep=keep, best=best, metric=metric)
 
     def _kept(self) -> dict[str, Tensor]:
-        return self.tensors() | (self.routers.state() if self.routers is not None else {})
+        routers = self.routers.state() if self.routers is not None else {}
+        return self.tensors() | routers | (self.ema.state() if self.ema is not None else {})
 
     def _counts(self) -> dict[str, int]:
         return {"version": self.version, "skipped": self.skipped}
@@ -278,6 +296,8 @@ class ParallelLearner(ParallelModel):
             if name not in named or named[name].requires_grad:
                 kind = "adapter" if adapters.is_adapter(name) else "model"
                 targets[f"{role}{kind}.{name}"] = piece
+        if self.ema is not None:
+            targets |= {f"{role}{name}": mean for name, mean in self.ema.state().items()}
         read_own(source, targets, layout, rank)
         for name, kept in read_states(source, self.own, layout, rank, role):
             self.optimizer.state[self.own[name]] = restored(self.optimizer, self.own[name], kept)
