@@ -36,7 +36,7 @@ INT8: dict[str, Any] = {"name": ["int8"], "learn": {"moments": "int8"}}
         Case("experts", {"fsdp": 2, "ep": 2}, LORA),
         Case("untied", {"fsdp": 2}, MUON),
         Case("few_keys", {"tp": 4}, MUON),
-        Case("dense", {"replicate": 2, "fsdp": 2, "tp": 2}, MUON),
+        Case("dense", {"replicate": 2, "fsdp": 2}, MUON),
         Case("experts", {"pp": 2, "fsdp": 2}, MUON),
         Case("dense", {"fsdp": 2, "tp": 2}, BOTH),
     ],

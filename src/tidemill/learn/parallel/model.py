@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -175,6 +176,11 @@ class ParallelModel:
 
     def layout(self) -> Layout:
         """Of this rank's pipeline stage; `reshard.layout.merge` joins those of all."""
+        return self._layout
+
+    @cached_property
+    def _layout(self) -> Layout:
+        """Asked for by every save and every publication; it is settled once the model is cut."""
         return cutting.layout(self.model, self.cuts, self.meshes)
 
     def close(self) -> None:
