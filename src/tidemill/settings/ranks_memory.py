@@ -82,7 +82,7 @@ def per_rank(config: Config, sizes: Sizes, tokens: int | None = None, *, on_acce
         optimizer=0 if learn.optimizer_on_host else int(trained * optimizer_bytes(learn, width)),
         gathered=(GATHERED_LAYERS * layer + ends) * width if is_sharded else 0,
         reducing=layer * (width + reduce_width) if is_sharded else 0,
-        activations=activations(sizes, learn, -(-whole // parallel.cp), width),
+        activations=activations(sizes, learn, -(-whole // parallel.cp), width, on_accelerator),
         logits=min(learn.logprob_chunk, responses) * (sizes.shape.vocabulary // parallel.tp) * logit + head,
         reference=_reference(config, sizes) * width,
         critic=_critic(config, sizes, width + wide_gradient, width),
@@ -129,15 +129,20 @@ def _layer_at_work(sizes: Sizes, parallel: Parallel) -> int:
     return dense + sizes.experts // (parallel.tp * parallel.ep)
 
 
-def activations(sizes: Sizes, learn: Learn, tokens: int, width: int) -> int:
+def activations(sizes: Sizes, learn: Learn, tokens: int, width: int, on_accelerator: bool) -> int:
     """What the forward pass leaves for the backward pass, of all micro-batches under way in a pipeline."""
     shape, parallel = sizes.shape, learn.parallel
-    h, tp = shape.hidden, parallel.tp
+    h, wide, tp = shape.hidden, shape.intermediate, parallel.tp
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     # The stream and its norms' inputs are cut along the sequence; the two blocks' inputs are gathered and kept whole.
-    layer = 4 * h // tp + 2 * h + (4 * q + 6 * kv + 4 * shape.intermediate) // tp
-    if width == 2:
-        layer += 4 * h // tp  # norms compute in float32
+    if learn.compile == "on" or (learn.compile == "auto" and on_accelerator):
+        stream, inside = 2 * h, 2 * q + 2 * kv + 3 * wide
+    elif on_accelerator or width != 4 or learn.fp8 != "none":
+        stream, inside = 4 * h + (4 * h if width == 2 else 0), 4 * q + 6 * kv + 4 * wide  # norms compute in float32
+    else:  # norms and gates in one pass; attention in blocks keeps its inputs and output twice
+        stream, inside = 2 * h, 4 * q + 4 * kv + 3 * wide
+    inside += q + kv if shape.has_head_norms else 0
+    layer = stream // tp + 2 * h + inside // tp
     layers = -(-shape.layers // parallel.pp)
     # A pipeline's first stage has as many micro-batches under way as there are stages.
     if learn.recompute == "full":

@@ -37,6 +37,7 @@ from tidemill.learn.parallel.stored import Source
 from tidemill.learn.routes import routed
 from tidemill.models import experts, routing
 from tidemill.models.contexts import Attention, choose
+from tidemill.models.fused import fuse
 from tidemill.reshard.layout import Layout
 
 
@@ -95,6 +96,8 @@ class ParallelModel:
             cuts = tensor.apply(self.model, cuts, over)
         self.root = Root(self.model, cuts, over, self.config, self._stages())
         self.pipeline = self._pipeline()
+        if self.config.learn.fp8 == "none" and self.config.learn.compile != "on":
+            fuse(self.model)  # each form is tried on whole weights, which FSDP leaves nowhere
         return shard.apply(self.root, self.model, cuts, self.meshes, self.config.learn, self.flight)
 
     def _cut_stages(self, cuts: Cuts) -> Cuts:
