@@ -31,7 +31,7 @@ from tidemill.learn.parallel.cuts import Cuts, local
 from tidemill.learn.parallel.flight import Flight
 from tidemill.learn.parallel.folder import materialise
 from tidemill.learn.parallel.forward import Root
-from tidemill.learn.parallel.mesh import Meshes
+from tidemill.learn.parallel.mesh import Meshes, key_holders
 from tidemill.learn.parallel.padding import filler, padded
 from tidemill.learn.parallel.stored import Source
 from tidemill.learn.routes import routed
@@ -224,8 +224,7 @@ def make_links(meshes: Meshes, flight: Flight, kv_heads: int) -> dict[str, Link]
     if meshes.tp is not None:
         links["tp"] = link(meshes.tp, flight)
         if 0 < kv_heads < meshes.tp.size():
-            folded = meshes.tp._unflatten(0, (kv_heads, meshes.tp.size() // kv_heads), ("kv_head", "kv"))
-            links["kv"] = link(folded["kv"], flight)
+            links["kv"] = link(key_holders(meshes, kv_heads), flight)
     return links
 
 
