@@ -185,6 +185,7 @@ class ParallelLearner(ParallelModel):
         lr = learning_rate(learn, self.version, self.updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self._find_own()
         if math.isfinite(norm):
             self._step()
         else:
@@ -201,7 +202,6 @@ class ParallelLearner(ParallelModel):
         return {**metrics, "grad_norm": norm, "lr": lr, "skipped_updates": float(self.skipped)}
 
     def _step(self) -> None:
-        self._find_own()
         for name, p in self.own.items():
             p.grad = self.gradients.of(name)
         self.optimizer.step()
