@@ -164,34 +164,57 @@ def _update(learner: Any, batch: Any) -> None:
 
 
 def save_under_load(folder: Path, hidden: int, layers: int, rounds: int) -> dict[str, Any]:
-    """Steps with a checkpoint being written beside them, and steps without, turn about."""
+    """Steps during which a checkpoint is saved and steps without one, turn about, each first as often as the other.
+
+    A step that saves is timed from the call of `save` to the end of the update after it: the copy that training waits
+    for and what writing takes from the step. `left` is how long the writing then still went on; `cpu` counts this
+    rank's processor time, all its threads, from the call of `save` until everything is on disk."""
     learner = make({"fsdp": 2}, hidden, layers)
     batch = samples(4, 0)  # two micro-batches per rank
     _update(learner, batch)
-    alone, beside, blocked, written = [], [], [], 0
+    learner.save(folder, 1, {}, keep=1)  # memory for the copies is touched once
+    learner.saver.wait()
+    alone, beside = [], []
     for i in range(rounds):
-        alone.append(_timed(learner, batch))
-        began = time.perf_counter()
-        learner.save(folder, i + 1, {}, keep=1)
-        blocked.append(time.perf_counter() - began)
-        beside.append(_timed(learner, batch) + blocked[-1])
-        learner.saver.wait()
-        written = sum(f.stat().st_size for f in next(folder.glob("step-*")).iterdir())
+        for saves in (False, True) if i % 2 else (True, False):
+            (beside if saves else alone).append(_step(learner, batch, folder if saves else None, i + 2))
+    written = sum(f.stat().st_size for f in next(folder.glob("step-*")).iterdir())
     learner.close()
-    plain, loaded = statistics.median(alone), statistics.median(beside)
+
+    def median(of: list[dict[str, float]], name: str) -> float:
+        return statistics.median(one[name] for one in of)
+
+    plain, loaded = median(alone, "seconds"), median(beside, "seconds")
+    pairs = sorted(b["seconds"] / a["seconds"] - 1 for a, b in zip(alone, beside))
     return {
         "step_seconds": plain,
         "step_seconds_while_saving": loaded,
         "overhead": loaded / plain - 1,
-        "blocked_seconds": statistics.median(blocked),
+        "overhead_of_pairs": statistics.median(pairs),
+        "overhead_of_pairs_least": pairs[0],
+        "overhead_of_pairs_most": pairs[-1],
+        "blocked_seconds": median(beside, "blocked"),
+        "left_seconds": median(beside, "left"),
+        "step_cpu_seconds": median(alone, "cpu"),
+        "save_cpu_seconds": median(beside, "cpu") - median(alone, "cpu"),
+        "cpu_overhead": median(beside, "cpu") / median(alone, "cpu") - 1,
         "bytes": written,
     }
 
 
-def _timed(learner: Any, batch: Any) -> float:
-    began = time.perf_counter()
+def _step(learner: Any, batch: Any, folder: Path | None, number: int) -> dict[str, float]:
+    """One update, with a checkpoint under way if there is a folder for it."""
+    learner.links["world"].gather_objects(None)  # ranks begin together
+    found = {"blocked": 0.0}
+    began, cpu = time.perf_counter(), time.process_time()
+    if folder is not None:
+        learner.save(folder, number, {}, keep=1)
+        found["blocked"] = time.perf_counter() - began
     _update(learner, batch)
-    return time.perf_counter() - began
+    found["seconds"] = time.perf_counter() - began
+    learner.saver.wait()
+    found["left"] = time.perf_counter() - began - found["seconds"]
+    return found | {"cpu": time.process_time() - cpu}
 
 
 # Learning

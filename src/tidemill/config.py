@@ -270,6 +270,9 @@ class Critic(Section):
         "own", description="the critic's decoder: a copy that learns, or the policy's own, with only a head learned"
     )
     lr: float | None = Field(None, ge=0, description="the critic's learning rate; none: learn.lr")
+    parallel: Parallel | None = Field(
+        None, description="sizes by which the critic is cut over the learner's ranks; none: as the learner"
+    )
 
 
 class Preference(Section):

@@ -229,6 +229,8 @@ def _rank_savings(config: Config, sizes: ranks_memory.Sizes, needed: ranks_memor
         "optimizer": f"learn.optimizer_on_host=true; {more_ranks}",
         "activations": "learn.recompute=full, a larger learn.parallel.cp, or a smaller train.tokens_per_microbatch",
         "logits": "a smaller learn.logprob_chunk, or a larger learn.parallel.tp",
+        "reference": f"algorithm.kl.coef=0; {more_ranks}",
+        "critic": f"an algorithm without a critic (grpo); {more_ranks}",
     }
     largest = sorted(needed.parts(), key=lambda part: -part[1])
     words = [w for name, size in largest if size > needed.total / 20 for w in advice[name].split("; ")]

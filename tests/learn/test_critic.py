@@ -41,6 +41,16 @@ def test_a_value_head_starts_at_zero_and_comes_nearer_to_the_returns(shares_trun
         assert torch.equal(p, before[name]) and p.grad is None, name
 
 
+def test_a_value_head_is_learned_whole_beside_adapters() -> None:
+    policy, batch = make_tiny(SHAPE, torch.float32, 0, CPU).model, returns_to_learn()
+    own = config(algorithm={"name": "ppo", "critic": {"lr": 1e-2}}, learn={"lora_rank": 2})
+    learner = ValueLearner(ValueModel(policy), own, get("ppo"), 4)
+    for _ in range(2):
+        learner.accumulate(batch)
+        learner.update()
+    assert learner.values(batch).values.any()
+
+
 def test_a_shared_trunk_keeps_no_second_model() -> None:
     policy = make_tiny(SHAPE, torch.float32, 0, CPU).model
     learner = ValueLearner(ValueModel(policy, True), config(algorithm="ppo", learn={"lora_rank": 2}), get("ppo"), 1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.learn.grouped import grouped
 from tidemill.algorithms.registry import get
 from tidemill.batch import Batch, Column
 from tidemill.config import Config, TinyModel
@@ -29,26 +30,9 @@ def config(**over: Any) -> Config:
 
 def samples(seed: int = 0, groups: int = 5, each: int = 4) -> Batch:
     rng = np.random.default_rng(seed)
-    tokens, prompts, group = [], [], []
-    for g in range(groups):
-        prompt = rng.integers(3, 40, rng.integers(2, 9))
-        for _ in range(each):
-            tokens.append(np.concatenate([prompt, rng.integers(3, 40, rng.integers(1, 12))]))
-            prompts.append(len(prompt))
-            group.append(g)
-    responses = [len(t) - p for t, p in zip(tokens, prompts)]
-    return Batch(
-        {
-            "id": np.arange(len(tokens)),
-            "group": np.array(group),
-            "tokens": Column.jagged(tokens, np.int32),
-            "prompt_length": np.array(prompts, np.int32),
-            "mask": Column.jagged([np.ones(n) for n in responses], np.uint8),
-            "logprobs": Column.jagged([-3 + rng.normal(size=n) for n in responses], np.float32),
-            "ref_logprobs": Column.jagged([-3 + rng.normal(size=n) for n in responses], np.float32),
-            "advantages": rng.normal(size=len(tokens)).astype(np.float32),
-        }
-    )
+    batch = grouped(rng, groups, each, words=40, logprob=-3.0)
+    reference = [-3 + rng.normal(size=n) for n in batch["mask"].lengths]
+    return batch.merge({"ref_logprobs": Column.jagged(reference, np.float32)})
 
 
 def one_at_a_time(model: Any, batch: Batch, temperature: float = 1.0) -> list[torch.Tensor]:

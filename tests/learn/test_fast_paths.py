@@ -12,7 +12,7 @@ from tidemill.algorithms.registry import get
 from tidemill.config import TinyModel
 from tidemill.errors import ModelError
 from tidemill.learn import layers
-from tidemill.learn.adam import Adam, _decode, _encode, stochastic_bfloat16
+from tidemill.learn.adam import Adam, _encode, decode, stochastic_bfloat16
 from tidemill.learn.engine import Learner, freeze, score
 from tidemill.learn.layers import compile_layers
 from tidemill.learn.muon import orthogonal
@@ -150,9 +150,17 @@ def test_host_tensors_lie_apart_in_few_pieces() -> None:
 def test_eight_bit_moments_stay_near_and_never_divide_by_nothing() -> None:
     x = torch.logspace(-8, 0, 1000)
     for name, most in (("exp_avg", 0.02), ("exp_avg_sq", 0.04)):
-        back = _decode(_encode(name, x.clone(), "int8"), name, x.shape)
+        back = decode(_encode(name, x.clone(), "int8"), name, x.shape)
         assert ((back - x).abs() / x.max()).max() < most
-    assert (_decode(_encode("exp_avg_sq", x.clone(), "int8"), "exp_avg_sq", x.shape) > 0).all()
+    assert (decode(_encode("exp_avg_sq", x.clone(), "int8"), "exp_avg_sq", x.shape) > 0).all()
+
+
+def test_moments_that_were_codes_become_the_same_codes_again() -> None:
+    x = torch.logspace(-12, 0, 4096)[torch.randperm(4096, generator=torch.Generator().manual_seed(0))]
+    for name in ("exp_avg", "exp_avg_sq"):
+        codes = _encode(name, x.clone(), "int8")
+        again = _encode(name, decode(codes, name, x.shape).clone(), "int8")
+        assert all(torch.equal(again[key], codes[key]) for key in codes), name
 
 
 def test_stochastic_rounding_keeps_the_mean() -> None:

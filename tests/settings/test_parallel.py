@@ -62,12 +62,24 @@ def test_experts_are_counted_from_the_folder(tmp_path: Path) -> None:
 
 
 def test_settings_that_need_whole_tensors_are_refused_on_several_ranks() -> None:
-    assert "adamw would do" in found({"fsdp": 2}, optimizer="muon")
-    assert "float32 or same would do" in found({"fsdp": 2}, moments="int8")
-    assert "works on one rank" in found({"fsdp": 2}, fp8="rowwise")
-    assert "works on one rank" in found({"fsdp": 2}, ema=0.9)
-    assert "row norms" in found({"fsdp": 2}, lora_rank=4, dora=True)
-    assert found({"fsdp": 1}, optimizer="muon") == ""
+    assert "none would do" in found({"fsdp": 2}, fp8="rowwise")
+    assert "whole rows" in found({"tp": 2}, lora_rank=4, dora=True)
+    assert found({"fsdp": 2}, lora_rank=4, dora=True) == ""
+    for fits in ({"optimizer": "muon"}, {"moments": "int8"}, {"lora_rank": 4}, {"ema": 0.9}):
+        assert found({"fsdp": 2}, **fits) == ""
+
+
+def test_a_critic_is_refused_where_it_cannot_be_cut() -> None:
+    def words(sizes: dict[str, int], **critic: Any) -> str:
+        own = Config.model_validate({"learn": {"parallel": sizes}, "algorithm": {"name": "ppo", "critic": critic}})
+        return "\n".join(problems(own, Model.model_validate({"tiny": TINY})))
+
+    assert words({"fsdp": 2}) == ""
+    assert "own would do" in words({"fsdp": 2}, trunk="shared")
+    assert "is not cut into stages" in words({"pp": 2})
+    assert words({"pp": 2}, parallel={"fsdp": 2}) == ""
+    assert "algorithm.critic.parallel comes to 4 ranks" in words({"fsdp": 2}, parallel={"fsdp": 4})
+    assert "algorithm.critic.parallel.tp is 3" in words({"fsdp": 3}, parallel={"tp": 3})
 
 
 def test_a_world_of_another_size_is_refused_with_the_size_that_fits() -> None:

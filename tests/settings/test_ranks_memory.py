@@ -10,7 +10,7 @@ from tidemill import doctor, recipe
 from tidemill.config import Config, Model
 from tidemill.settings import published
 from tidemill.settings.estimate import shape_of
-from tidemill.settings.ranks_memory import Sizes, parameters_per_rank, per_rank, sent
+from tidemill.settings.ranks_memory import RankMemory, Sizes, parameters_per_rank, per_rank, sent
 
 
 @pytest.mark.parametrize(
@@ -80,3 +80,18 @@ def test_every_rank_of_a_product_holds_its_share() -> None:
     assert per_rank(config(fsdp=4), sizes, 128).total < per_rank(config(), sizes, 128).total
     assert sent(config(), sizes, 128).total == 0
     assert sent(config(fsdp=2), sizes, 128).shard == pytest.approx(0.5 * 3 * 4 * whole, rel=0.01)
+
+
+def test_other_models_on_the_ranks_are_counted() -> None:
+    def needed(*over: str) -> RankMemory:
+        own = recipe.load({"model": {"tiny": {"hidden": 64, "layers": 4}}, "learn": {"parallel": {"fsdp": 4}}}, over)
+        shape = shape_of(own.config.model)
+        assert shape is not None
+        return per_rank(own.config, Sizes.dense(shape), 128)
+
+    plain = needed()
+    assert plain.reference == plain.critic == 0
+    assert needed("algorithm.kl.coef=0.1").reference == plain.weights
+    critic = needed("algorithm=ppo", "algorithm.critic.parallel.replicate=4").critic
+    assert critic == pytest.approx(4 * (plain.weights + plain.gradients + plain.optimizer), rel=0.01)
+    assert needed("learn.lora_rank=2").optimizer < plain.optimizer / 4

@@ -20,7 +20,7 @@ import torch
 from tidemill import device as devices
 from tidemill.algorithms.api import Algorithm
 from tidemill.algorithms.registry import get as get_algorithm
-from tidemill.cluster.ranked import RankedLearner
+from tidemill.cluster.ranked import RankedCritic, RankedLearner
 from tidemill.config import Config
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Source, open_source
@@ -76,7 +76,7 @@ class Workers:
     learn: LearnWorker
     tally: Tally
     held_out: Source
-    critic: ValueLearner | None = None
+    critic: ValueLearner | RankedCritic | None = None
     own_copy: OwnCopy | None = None  # of the weights, for a rollout that is separated
     kept_samples: list[dict[str, Any]] = field(default_factory=list)
     kl: ReferenceKeeper | None = None
@@ -117,7 +117,7 @@ class Workers:
         self.kept_samples.clear()
 
     def evaluate(self, size: int, samples: int) -> Evaluation:
-        with self.learner.averaged() if isinstance(self.learner, Learner) else contextlib.nullcontext():
+        with self.learner.averaged():
             return evaluate(
                 self.engine,
                 self.held_out,
@@ -250,18 +250,19 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
         train = config.train
         updates = train.steps * train.updates_per_step * train.passes_per_step
         served = copy.deepcopy(loaded.model).requires_grad_(False) if is_separated else None  # before adapters come
-        critic = None
-        if needs_values(algorithm):
+        critic: ValueLearner | RankedCritic | None = None
+        if needs_values(algorithm) and config.learn.parallel.ranks == 1:
             shares_trunk = algorithm.has_critic and config.algorithm.critic.trunk == "shared"
             critic = ValueLearner(ValueModel(loaded.model, shares_trunk), config, algorithm, updates)
         learner: Learner | RankedLearner
         if config.learn.parallel.ranks > 1:
             learner = RankedLearner(loaded.model, config, updates, model_path)
             undo.callback(learner.close)
+            critic = learner.critic(updates) if algorithm.has_critic else None
+        elif isinstance(critic, ValueLearner) and algorithm.learns_values:
+            learner = critic
         else:
-            learner = (
-                critic if algorithm.learns_values and critic else Learner(loaded.model, config, algorithm, updates)
-            )
+            learner = Learner(loaded.model, config, algorithm, updates)
         # A separated engine that is a server of its own would be started twice: evaluation then has the native one.
         judge = config.rollout.model_copy(update={"engine": "native"}) if served is not None else config.rollout
         engine = make_engine(loaded, config.model_copy(update={"rollout": judge}))

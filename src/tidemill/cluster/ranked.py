@@ -6,8 +6,8 @@ pieces, and rollout reads them there. Batches and metrics go through pipes; weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,20 @@ from tidemill.config import Config
 from tidemill.device import host
 from tidemill.errors import ConfigError
 from tidemill.learn.parallel.build import Place
+from tidemill.learn.parallel.build import critic as build_critic
 from tidemill.learn.parallel.build import learner as build_learner
 from tidemill.learn.parallel.build import reference as build_reference
 from tidemill.learn.parallel.checkpoint import open_checkpoint
 from tidemill.learn.parallel.learner import ParallelLearner
 
-RANKS_OWN = ("model.", "optimizer.", "routers.", "rng")  # tensors of a checkpoint that ranks write and read
+RANKS_OWN = (
+    "model.",
+    "adapter.",
+    "optimizer.",
+    "critic.",
+    "routers.",
+    "rng",
+)  # tensors of a checkpoint that ranks write and read
 PATIENCE_S = 86_400.0  # a step may take long: ranks watch each other, and a dead one is seen at once
 
 
@@ -68,9 +76,19 @@ class RankedLearner:
         self.version += 1
         return metrics
 
-    def averaged(self) -> AbstractContextManager[None]:
-        """Running means of the weights are one rank's only; recipes that ask for both are refused."""
-        return nullcontext()
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the weights of this process are their running mean, where one is kept."""
+        if not self.config.learn.ema:
+            yield
+            return
+        self._call(_average)
+        try:
+            self.publish()
+            yield
+        finally:
+            self._call(_average_no_more)
+            self.publish()
 
     def publish(self) -> None:
         """The model of this process is as the ranks' weights are now."""
@@ -95,6 +113,11 @@ class RankedLearner:
         self._call(_start_reference, self.config, path)
         return RankedReference(self.ranks)
 
+    def critic(self, updates: int) -> RankedCritic:
+        """A value model on the same ranks. It is saved and loaded with the learner."""
+        self._call(_start_critic, self.config, updates, self.path)
+        return RankedCritic(self.ranks)
+
     def close(self) -> None:
         try:
             if self.ranks.is_alive:
@@ -112,6 +135,32 @@ class RankedReference:
     def logprobs(self, batch: Batch) -> Column:
         found: Column = self.ranks.call(_reference_logprobs, batch, wait_s=PATIENCE_S)[0]
         return found
+
+
+class RankedCritic:
+    """As `learn.critic.ValueLearner`; every call runs on all ranks."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.version, self.skipped = ranks, 0, 0
+
+    def values(self, batch: Batch) -> Column:
+        found: Column = self.ranks.call(_values, batch, wait_s=PATIENCE_S)[0]
+        return found
+
+    def accumulate(self, batch: Batch) -> None:
+        self.ranks.call(_accumulate, batch, "critic", wait_s=PATIENCE_S)
+
+    def update(self) -> dict[str, float]:
+        metrics: dict[str, float] = self.ranks.call(_update, "critic", wait_s=PATIENCE_S)[0]
+        self.version, self.skipped = self.version + 1, int(metrics["skipped_updates"])
+        return metrics
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Its tensors are the ranks' to write."""
+        return {}, {"version": self.version, "skipped": self.skipped}
+
+    def restore(self, _: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        self.version, self.skipped = int(state["version"]), int(state["skipped"])
 
 
 def check_here(ranks: int, kind: str) -> None:
@@ -170,12 +219,22 @@ def _reference_logprobs(batch: Batch) -> Column | None:
     return found if dist.get_rank() == 0 else None
 
 
-def _accumulate(batch: Batch) -> None:
-    _learner().accumulate(batch)
+def _start_critic(config: Config, updates: int, path: Path | None) -> None:
+    _held["critic"] = build_critic(config, updates, path, _held["place"])
 
 
-def _update() -> dict[str, float]:
-    return _learner().update()
+def _values(batch: Batch) -> Column | None:
+    found: Column = _held["critic"].values(batch)
+    return found if dist.get_rank() == 0 else None
+
+
+def _accumulate(batch: Batch, role: str = "learner") -> None:
+    _held[role].accumulate(batch)
+
+
+def _update(role: str = "learner") -> dict[str, float]:
+    metrics: dict[str, float] = _held[role].update()
+    return metrics
 
 
 def _publish() -> None:
@@ -189,22 +248,31 @@ def _publish() -> None:
     dist.barrier()
 
 
+def _average() -> None:
+    _held["averaged"] = stack = ExitStack()
+    stack.enter_context(_learner().averaged())
+
+
+def _average_no_more() -> None:
+    _held.pop("averaged").close()
+
+
 def _save(
     folder: Path, step: int, state: dict[str, Any], more: dict[str, Tensor], wait: bool, marks: dict[str, Any]
 ) -> None:
     learner = _learner()
-    learner.save(folder, step, state, more=more, **marks)
+    learner.save(folder, step, state, more=more, critic=_held.get("critic"), **marks)
     if wait:
         learner.saver.wait()
 
 
 def _load(path: Path) -> tuple[int, int]:
     learner = _learner()
-    learner.load(path)
+    learner.load(path, _held.get("critic"))
     return learner.version, learner.skipped
 
 
 def _close() -> None:
-    for role in ("learner", "reference"):
+    for role in ("learner", "reference", "critic"):
         if role in _held:
             _held.pop(role).close()

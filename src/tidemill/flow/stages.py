@@ -22,8 +22,7 @@ from tidemill.environment.api import Played, Task, last_said
 from tidemill.errors import RewardError, TidemillError
 from tidemill.flow.tally import Tally
 from tidemill.flow.weights import OwnCopy
-from tidemill.learn.api import LearnEngine, Scores
-from tidemill.learn.critic import ValueLearner
+from tidemill.learn.api import LearnEngine, Scores, Values
 from tidemill.learn.engine import score
 from tidemill.reward.api import Sample, Scored
 from tidemill.reward.score import Scorer
@@ -427,7 +426,7 @@ class ValueWorker:
     waits = False
     runs_beside = False
 
-    def __init__(self, dock: Dock, critic: ValueLearner, config: Config, tally: Tally) -> None:
+    def __init__(self, dock: Dock, critic: Values, config: Config, tally: Tally) -> None:
         self.dock, self.critic, self.config, self.tally = dock, critic, config, tally
         self.tag: str | None = None
 

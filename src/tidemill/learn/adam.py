@@ -6,7 +6,8 @@ a test says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,8 @@ Moments = Literal["float32", "int8"]
 Gradient = Callable[[Parameter], Tensor | None]
 
 CODE_BLOCK = 256  # values that share one scale
+MOMENTS, SCALE = ("exp_avg", "exp_avg_sq"), "_scale"
+ROUNDING = 1e-3  # of a code: what was a code once becomes the same code again
 HOST = torch.device("cpu")
 
 
@@ -60,7 +63,7 @@ class Adam(torch.optim.Optimizer):
         kept["step"] += 1
         step = int(kept["step"])
         at_work = {k: v.to(p.device, non_blocking=True) for k, v in kept.items() if k != "step"}
-        m, v = (_decode(at_work, name, p.shape) for name in ("exp_avg", "exp_avg_sq"))
+        m, v = (decode(at_work, name, p.shape) for name in MOMENTS)
         weight = at_work["master"] if "master" in at_work else p.float()
         adam_(weight, grad, m, v, step, group)
         made = {**_encode("exp_avg", m, self.moments), **_encode("exp_avg_sq", v, self.moments)}
@@ -86,6 +89,23 @@ class Adam(torch.optim.Optimizer):
         if self.on_host and p.device != HOST:
             made = {k: self.host.like(v).copy_(v) for k, v in made.items()}
         return {"step": torch.zeros((), dtype=torch.int64), **made}
+
+    def plain(self, p: Parameter) -> dict[str, Tensor]:
+        """What is kept for a parameter, each value where the parameter's own lies: blocks belong to one cut of it."""
+        kept = self.state.get(p, {})
+        return {k: decode(kept, k, p.shape) for k in kept if not k.endswith(SCALE)}
+
+    def coded(self, p: Parameter, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`plain`'s values, or blocks of this very cut, in the form that is kept here."""
+        is_coded = any(k.endswith(SCALE) for k in given)
+        if is_coded == (self.moments == "int8"):
+            return dict(given)
+        if is_coded:
+            return {k: decode(given, k, p.shape) for k in given if not k.endswith(SCALE)}
+        return {k: v for name, x in given.items() for k, v in _encode(name, x, self._form(name)).items()}
+
+    def _form(self, name: str) -> Moments:
+        return self.moments if name in MOMENTS else "float32"
 
 
 def adam_(weight: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, group: dict[str, Any]) -> None:
@@ -126,13 +146,14 @@ def _encode(name: str, x: Tensor, moments: Moments) -> dict[str, Tensor]:
     if name == "exp_avg":
         code = (share.abs().sqrt() * share.sign() * 127).round_().to(torch.int8)
     else:
-        code = (share.sqrt_().sqrt_() * 255).ceil_().to(torch.uint8)
-    return {name: code, f"{name}_scale": scale}
+        least = (share > 0).to(torch.uint8)
+        code = (share.sqrt_().sqrt_() * 255 - ROUNDING).ceil_().to(torch.uint8).maximum(least)
+    return {name: code, f"{name}{SCALE}": scale}
 
 
-def _decode(state: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
-    if f"{name}_scale" not in state:
+def decode(state: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor:
+    if f"{name}{SCALE}" not in state:
         return state[name]
-    code, scale = state[name].float(), state[f"{name}_scale"]
+    code, scale = state[name].float(), state[f"{name}{SCALE}"]
     share = (code / 127) * (code / 127).abs() if name == "exp_avg" else (code / 255) ** 4
-    return (share * scale).view(-1)[: shape.numel()].view(shape)
+    return (share * scale).view(-1)[: math.prod(shape)].view(shape)

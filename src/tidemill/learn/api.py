@@ -14,7 +14,14 @@ class Scores(Protocol):
     def logprobs(self, batch: Batch) -> Column: ...
 
 
-class LearnEngine(Scores, Protocol):
+class Values(Protocol):
+    """A critic."""
+
+    def values(self, batch: Batch) -> Column:
+        """The value before each response token, as a jagged column."""
+
+
+class LearnEngine(Protocol):
     """`accumulate` any number of batches, then `update` once."""
 
     version: int  # updates made

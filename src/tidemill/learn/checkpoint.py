@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, torch.Tensor]
 
 SHARD_BYTES = 2_000_000_000
+BLOCK_BYTES = 4 << 20
 Entry = dict[str, Any]  # of a file in the manifest: bytes, sha256
 MANIFEST, STATE = "manifest.json", "state.json"
 ASIDE, REPLACED = ".tmp-", ".replaced"
@@ -156,21 +158,15 @@ def _best(newest_first: Iterable[Path]) -> Path | None:
 
 
 def _write_tensors(folder: Path, tensors: Tensors) -> dict[str, Entry]:
-    from safetensors.torch import save as to_bytes
+    from tidemill.learn.tensor_file import form, head, in_order, raw
 
     shards, files = list(in_shards(tensors)), {}
     for i, names in enumerate(shards):
-        # Our own write, not the library's: it tells a full disk by its errno, and the file is synced before it counts.
-        blob = to_bytes({name: _alone(tensors[name]) for name in names})
+        forms = {name: form(tensors[name]) for name in names}
+        forms = {name: forms[name] for name in in_order(forms)}
         name = f"tensors-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        files[name] = write_file(folder / name, blob)
+        files[name] = write_file(folder / name, chain([head(forms)], (raw(tensors[one]) for one in forms)))
     return files
-
-
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, sharing memory with no other: safetensors refuses views of one storage."""
-    here = tensor.detach().contiguous().cpu()
-    return here.clone() if here.untyped_storage().nbytes() != here.numel() * here.element_size() else here
 
 
 def in_shards(tensors: Tensors) -> Iterator[list[str]]:
@@ -187,15 +183,23 @@ def in_shards(tensors: Tensors) -> Iterator[list[str]]:
 
 
 def write_json(path: Path, value: Any) -> Entry:
-    return write_file(path, json.dumps(value, indent=1).encode())
+    return write_file(path, [json.dumps(value, indent=1).encode()])
 
 
-def write_file(path: Path, data: bytes) -> Entry:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> Entry:
+    """One after another, synced before it counts. A block is hashed and written while it is still near the processor;
+    neither holds Python's lock."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb", buffering=0) as file:
+        for part in parts:
+            for low in range(0, len(part), BLOCK_BYTES):
+                block = memoryview(part)[low : low + BLOCK_BYTES]
+                digest.update(block)
+                size += len(block)
+                while block:
+                    block = block[file.write(block) :]
         os.fsync(file.fileno())
-    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def put_in_place(aside: Path, target: Path) -> None:

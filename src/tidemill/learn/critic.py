@@ -50,6 +50,10 @@ class ValueModel(torch.nn.Module):
             ).last_hidden_state[0]
             return hidden.index_select(0, packed.predicts)
 
+    def starts_from_nothing(self) -> list[torch.nn.Module]:
+        """What low-rank adapters cannot stand in for."""
+        return [self.head]
+
     def get_input_embeddings(self) -> Any:
         return self.decoder.get_input_embeddings()
 

@@ -22,7 +22,7 @@ from tidemill.learn.gradients import Gradients
 from tidemill.learn.layers import kept_activations, prepare
 from tidemill.learn.logprob import token_logprobs
 from tidemill.learn.meter import mismatch
-from tidemill.learn.optimizer import learning_rate, make_optimizer, placed
+from tidemill.learn.optimizer import learning_rate, make_optimizer, restored
 from tidemill.learn.packing import PackedBatch, microbatches, pack, response_column
 from tidemill.learn.routes import routed
 from tidemill.models import lora, routing, rowwise
@@ -150,7 +150,7 @@ class Learner:
                 prefix = f"optimizer.{name}."
                 kept = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
                 if kept:
-                    self.optimizer.state[p] = {k: placed(self.optimizer, p, k, v) for k, v in kept.items()}
+                    self.optimizer.state[p] = restored(self.optimizer, p, kept)
         if self.ema is not None:
             self.ema.restore(tensors)
         if self.routers is not None:

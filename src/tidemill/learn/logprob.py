@@ -7,6 +7,7 @@ come out in float32, so that a logit is rounded nowhere.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,12 +31,45 @@ def token_logprobs(
 
     `fused`: use the Triton kernels; None: where they can be used.
     """
-    if fused is None:
-        fused = HAS_TRITON and hidden.device.type != "cpu"
+    words = Words(temperature, softcap, can_fuse(hidden) if fused is None else fused)
+    return scored(hidden, head, bias, targets, words, chunk)
+
+
+def can_fuse(x: Tensor) -> bool:
+    return HAS_TRITON and x.device.type != "cpu"
+
+
+def scored(
+    hidden: Tensor, head: Tensor, bias: Tensor | None, targets: Tensor, words: Words, chunk: int
+) -> tuple[Tensor, Tensor]:
     scores: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, head, bias, targets, temperature, softcap, chunk, fused
+        hidden, head, bias, targets, words, chunk
     )
     return scores
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What becomes of a chunk's raw logits (tokens, words), there and back. Here of all words at once; where ranks
+    share them out, `learn.parallel.vocabulary` has its own."""
+
+    temperature: float
+    softcap: float | None
+    is_fused: bool
+    first: int = 0  # of the words that these logits are of: targets count from there
+
+    def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _statistics(self.is_fused)(logits, targets, self.temperature, self.softcap)  # type: ignore[no-any-return]
+
+    def gradient(
+        self, logits: Tensor, targets: Tensor, log_z: Tensor, entropy: Tensor, grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None, dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        """The same for some words as for all: log_z and entropy are of all words."""
+        return _gradient(self.is_fused)(  # type: ignore[no-any-return]
+            logits, targets - self.first, log_z, entropy, grad_logprobs, grad_entropy,
+            self.temperature, self.softcap, dtype,
+        )  # fmt: skip
 
 
 def reference_logprobs(
@@ -54,39 +88,36 @@ class _TokenLogprobs(torch.autograd.Function):
         head: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        temperature: float,
-        softcap: float | None,
+        words: Words,
         chunk: int,
-        fused: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # an unused entropy costs nothing in the backward pass
         parts = [
-            _statistics(fused)(_logits(h, head, bias), t, temperature, softcap)
+            words.statistics(_logits(h, head, bias), t)
             for h, t in zip(torch.split(hidden, chunk), torch.split(targets, chunk))
         ]
         logprobs, entropy, log_z = (torch.cat(part) for part in zip(*parts))
         ctx.save_for_backward(hidden, head, bias, targets, log_z, entropy)
-        ctx.settings = (temperature, softcap, chunk, fused)
+        ctx.settings = (words, chunk)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, head, bias, targets, log_z, entropy = ctx.saved_tensors
-        temperature, softcap, chunk, fused = ctx.settings
+        words, chunk = ctx.settings
         wants_hidden, wants_head, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         # Sums over chunks are kept in float32: a 16-bit sum would lose small chunks.
         grad_head = torch.zeros_like(head, dtype=_wide(head.dtype)) if wants_head else None
         grad_bias = torch.zeros_like(bias, dtype=_wide(bias.dtype)) if wants_bias else None
-        gradient = _gradient(fused)
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
             h = hidden[part]
-            grad = gradient(
+            grad = words.gradient(
                 _logits(h, head, bias), targets[part], log_z[part], entropy[part],
                 None if grad_logprobs is None else grad_logprobs[part].contiguous(),
                 None if grad_entropy is None else grad_entropy[part].contiguous(),
-                temperature, softcap, h.dtype,
+                h.dtype,
             )  # fmt: skip
             if grad_hidden is not None:
                 torch.mm(grad, head, out=grad_hidden[part])
@@ -96,14 +127,14 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_bias += grad.sum(0, dtype=grad_bias.dtype)
         head_out = None if grad_head is None else grad_head.to(head.dtype)
         bias_out = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, head_out, bias_out, None, None, None, None, None
+        return grad_hidden, head_out, bias_out, None, None, None
 
 
 def statistics(
     logits: Tensor, targets: Tensor, temperature: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens, vocabulary) raw logits → log-probability of the target, entropy, log of the normaliser."""
-    logits = _bounded(logits, temperature, softcap)
+    logits = bounded(logits, temperature, softcap)
     log_z = logits.logsumexp(-1)
     p = (logits - log_z[:, None]).exp_()
     return logits.gather(1, targets[:, None])[:, 0] - log_z, log_z - (p * logits).sum(-1), log_z
@@ -113,14 +144,16 @@ def logit_gradient(
     logits: Tensor, targets: Tensor, log_z: Tensor, entropy: Tensor, grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None, temperature: float, softcap: float | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Of the raw logits, from the gradients of what `statistics` gave."""
-    logits = _bounded(logits, temperature, softcap)
+    """Of the raw logits, from the gradients of what `statistics` gave. A target may be none of these words."""
+    logits = bounded(logits, temperature, softcap)
     logp = logits - log_z[:, None]
     p = logp.exp()
     grad = torch.zeros_like(p)
     if grad_logprobs is not None:
         grad -= p * grad_logprobs[:, None]
-        grad.scatter_add_(1, targets[:, None], grad_logprobs[:, None])
+        is_here, last = (targets >= 0) & (targets < logits.shape[1]), logits.shape[1] - 1
+        if last >= 0:
+            grad.scatter_add_(1, targets.clamp(0, last)[:, None], torch.where(is_here, grad_logprobs, 0.0)[:, None])
     if grad_entropy is not None:
         # dH/dlogit = -p (log p + H)
         grad -= grad_entropy[:, None] * p * (logp + entropy[:, None])
@@ -162,7 +195,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _bounded(logits: Tensor, temperature: float, softcap: float | None) -> Tensor:
+def bounded(logits: Tensor, temperature: float, softcap: float | None) -> Tensor:
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     return logits if temperature == 1.0 else logits / temperature

@@ -27,12 +27,18 @@ class Muon(Adam):
         if not group.get("is_matrix"):
             super()._step(p, grad, group)
             return
+        self._move(p, orthogonal(self._direction(p, grad)), group, max(p.shape))
+
+    def _direction(self, p: Parameter, grad: Tensor) -> Tensor:
+        """The momentum, one step ahead (Nesterov)."""
         kept = self.state[p]
         if not kept:
             kept["momentum"] = torch.zeros_like(p, dtype=torch.float32)
         kept["momentum"].lerp_(grad, 1 - MOMENTUM)
-        direction = orthogonal(grad.lerp(kept["momentum"], MOMENTUM))
-        rate = group["lr"] * SIZE * max(p.shape) ** 0.5
+        return grad.lerp(kept["momentum"], MOMENTUM)
+
+    def _move(self, p: Parameter, direction: Tensor, group: dict[str, Any], longer_side: int) -> None:
+        rate = group["lr"] * SIZE * longer_side**0.5
         p.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction.to(p.dtype), alpha=-rate)
 
 

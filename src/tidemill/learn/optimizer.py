@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,10 +25,14 @@ def make_optimizer(model: Any, learn: Learn, gradients: Gradients) -> torch.opti
 
 
 def optimizer_of(
-    trained: Sequence[Parameter], inner: Container[int], learn: Learn, gradient: Gradient
+    trained: Sequence[Parameter],
+    inner: Container[int],
+    learn: Learn,
+    gradient: Gradient,
+    muon: Callable[..., Muon] = Muon,
 ) -> torch.optim.Optimizer:
     """Vectors (norms, biases) are not decayed: pulling a norm's gain to zero only hurts. `inner`: ids of the layers'
-    matrices, which are Muon's."""
+    matrices, which are `muon`'s."""
     is_muon = learn.optimizer == "muon"
     matrices = [p for p in trained if is_muon and id(p) in inner]
     others = [p for p in trained if p.ndim >= 2 and not (is_muon and id(p) in inner)]
@@ -39,7 +43,7 @@ def optimizer_of(
     ]
     groups = [g for g in groups if g["params"]]
     if is_muon:
-        return Muon(groups, lr=learn.lr, betas=learn.betas, eps=learn.eps, gradient=gradient)
+        return muon(groups, lr=learn.lr, betas=learn.betas, eps=learn.eps, gradient=gradient)
     if learn.master == "none" and learn.moments == "same" and not learn.optimizer_on_host:
         return torch.optim.AdamW(groups, lr=learn.lr, betas=learn.betas, eps=learn.eps, fused=True)
     return Adam(
@@ -64,6 +68,18 @@ def placed(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str, value: t
     if isinstance(optimizer, Adam) and optimizer.on_host and p.device.type != "cpu" and key != "step":
         return optimizer.host.like(value).copy_(value)  # pinned
     return value.clone().to(state_home(optimizer, p, key))
+
+
+def plain_state(optimizer: torch.optim.Optimizer, p: Parameter) -> dict[str, torch.Tensor]:
+    """Of one parameter, in a form that any cut of it can take up: a value for each of its own, or one for all."""
+    kept = optimizer.plain(p) if isinstance(optimizer, Adam) else optimizer.state.get(p, {})
+    return {key: torch.as_tensor(value).detach() for key, value in kept.items()}
+
+
+def restored(optimizer: torch.optim.Optimizer, p: Parameter, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the optimizer keeps for one parameter, from a checkpoint's: as it was kept, or as `plain_state` told it."""
+    made = optimizer.coded(p, given) if isinstance(optimizer, Adam) else given
+    return {key: placed(optimizer, p, key, value) for key, value in made.items()}
 
 
 def learning_rate(learn: Learn, update: int, total: int) -> float:

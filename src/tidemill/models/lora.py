@@ -31,14 +31,18 @@ class LoraLinear(nn.Linear):
     is_on: bool
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.through(x, self.bias)
+
+    def through(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """With another bias than the layer's own."""
         if not self.is_on:
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(x, self.weight, bias)
         change = F.linear(F.linear(x, self.lora_a), self.lora_b) * self.factor
         if self.lora_m is None:
-            return F.linear(x, self.weight, self.bias) + change
+            return F.linear(x, self.weight, bias) + change
         # The paper's section 4.3: the norm counts as a constant in the backward pass.
         out = (F.linear(x, self.weight) + change) * (self.lora_m / self.row_norms().to(self.lora_m.dtype))
-        return out if self.bias is None else out + self.bias
+        return out if bias is None else out + bias
 
     @torch.no_grad()
     def row_norms(self) -> Tensor:
@@ -50,29 +54,46 @@ class LoraLinear(nn.Linear):
         return square.sqrt()
 
     def merged(self) -> Tensor:
-        whole = self.weight.float() + (self.lora_b.float() @ self.lora_a.float()) * self.factor
-        if self.lora_m is not None:
-            whole *= (self.lora_m.float() / torch.linalg.vector_norm(whole, dim=1))[:, None]
-        return whole.to(self.weight.dtype)
+        return merge(self.weight, self.lora_a, self.lora_b, self.lora_m, self.factor)
+
+
+def merge(weight: Tensor, a: Tensor, b: Tensor, magnitudes: Tensor | None, factor: float) -> Tensor:
+    """W + f B A, its rows as long as `magnitudes` say. Of whole matrices, or of some rows of W and B."""
+    whole = weight.float() + (b.float() @ a.float()) * factor
+    if magnitudes is not None:
+        whole *= (magnitudes.float() / torch.linalg.vector_norm(whole, dim=1))[:, None]
+    return whole.to(weight.dtype)
 
 
 def attach(model: Any, rank: int, alpha: float, seed: int = 0, magnitudes: bool = False) -> None:
-    """Adapters on every matrix of the decoder's layers; everything else is frozen."""
+    """Adapters on every matrix of the decoder's layers; everything else is frozen, but for a value model's head."""
     model.requires_grad_(False)
-    layers = model.get_decoder().layers
-    linears = [m for m in layers.modules() if type(m) is nn.Linear]
-    if not linears:
+    for module in model.starts_from_nothing() if hasattr(model, "starts_from_nothing") else ():
+        module.requires_grad_(True)
+    first = first_values(model, rank, seed)
+    if not first:
         raise ModelError("the decoder's layers have no linear modules to adapt", "set learn.lora_rank=0")
-    draw = torch.Generator().manual_seed(seed)
-    for linear in linears:
-        weight = linear.weight
-        a = torch.empty(rank, linear.in_features).uniform_(-1, 1, generator=draw) * linear.in_features**-0.5
-        linear.__class__ = LoraLinear
-        adapted: Any = linear
-        adapted.lora_a = nn.Parameter(a.to(weight))
-        adapted.lora_b = nn.Parameter(weight.new_zeros(linear.out_features, rank))
+    for name, module in list(model.named_modules()):
+        if name not in first:
+            continue
+        weight = module.weight
+        module.__class__ = LoraLinear
+        adapted: Any = module
+        adapted.lora_a = nn.Parameter(first[name].to(weight))
+        adapted.lora_b = nn.Parameter(weight.new_zeros(module.out_features, rank))
         adapted.factor, adapted.is_on = alpha / rank, True
         adapted.lora_m = nn.Parameter(adapted.row_norms().to(weight.dtype)) if magnitudes else None
+
+
+def first_values(model: Any, rank: int, seed: int = 0) -> dict[str, Tensor]:
+    """(rank, in) A of every linear layer that is to be adapted, by its name, in float32 on the host."""
+    names = {id(m): name for name, m in model.named_modules()}
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        names[id(m)]: torch.empty(rank, m.in_features).uniform_(-1, 1, generator=draw) * m.in_features**-0.5
+        for m in model.get_decoder().layers.modules()
+        if type(m) is nn.Linear
+    }
 
 
 def detach(model: Any) -> None:

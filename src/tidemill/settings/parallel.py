@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.config import Config, Model, Parallel, TinyModel
+from tidemill.settings.memory import CRITICS
 
 MOST_SUGGESTED = 256
+VALUES = {*CRITICS, "reward_model"}  # algorithms that learn a value model
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +83,21 @@ def problems(config: Config, model: Model) -> Iterator[str]:
     shape = cuttable(model)
     if shape is not None:
         yield from model_problems(parallel, shape)
-    reference = config.algorithm.kl.parallel
-    if reference is not None and reference.ranks != parallel.ranks:
+    for key, sizes in (("kl", config.algorithm.kl.parallel), ("critic", config.algorithm.critic.parallel)):
+        yield from _beside(f"algorithm.{key}.parallel", sizes, parallel, shape)
+
+
+def _beside(key: str, sizes: Parallel | None, learners: Parallel, shape: Cuttable | None) -> Iterator[str]:
+    """Another model on the learner's ranks, by sizes of its own."""
+    if sizes is None:
+        return
+    if sizes.ranks != learners.ranks:
         yield (
-            f"algorithm.kl.parallel comes to {reference.ranks} ranks, but the reference lies on the learner's "
-            f"{parallel.ranks}; sizes with the same product would do"
+            f"{key} comes to {sizes.ranks} ranks, but it lies on the learner's {learners.ranks}; sizes with the same "
+            "product would do"
         )
+    found = [*_folding(sizes), *(model_problems(sizes, shape) if shape is not None else ())]
+    yield from (problem.replace("learn.parallel", key) for problem in found)
 
 
 def _folding(parallel: Parallel) -> Iterator[str]:
@@ -155,28 +166,22 @@ def _pairs(config: Config) -> Iterator[str]:
     learn, parallel = config.learn, config.learn.parallel
     if parallel.ranks == 1:
         return
-    if learn.optimizer == "muon":
-        yield "learn.optimizer is muon, which needs whole matrices, but ranks hold pieces; adamw would do"
-    if learn.moments == "int8":
-        yield "learn.moments is int8, whose blocks do not survive another number of ranks; float32 or same would do"
-    if learn.lora_rank:
-        yield "learn.lora_rank is set, but adapters are learned on one rank only; 0 would do, or sizes of 1"
     if config.observe.dump:
         yield "observe.dump is set, but gradients and weights are shown by one rank only; leave it out"
-    if learn.ema:
-        yield f"learn.ema is {learn.ema}, but averages of the weights are kept by one rank only; 0 would do"
     if learn.fp8 != "none":
         yield f"learn.fp8 is {learn.fp8}, whose products are one rank's only; none would do"
-    if config.algorithm.name == "reward_model":
-        yield "algorithm is reward_model, which learns on one rank only; set the sizes of learn.parallel to 1"
     if config.rollout.batch_invariant:
         yield "rollout.batch_invariant is set, which one rank alone can promise; false would do"
-    if learn.dora:
-        yield "learn.dora is set, whose row norms need whole matrices, but ranks hold pieces; false would do"
-    if learn.fp8 != "none":
-        yield f"learn.fp8 is {learn.fp8}, which works on one rank; none would do"
-    if learn.ema:
-        yield f"learn.ema is {learn.ema}, which works on one rank; 0 would do"
+    if learn.dora and parallel.tp > 1:
+        yield f"learn.dora is set, whose norms need whole rows, but learn.parallel.tp is {parallel.tp}; 1 would do"
+    critic = config.algorithm.critic
+    if config.algorithm.name in CRITICS and critic.trunk == "shared":
+        yield "algorithm.critic.trunk is shared, but over ranks a critic has a decoder of its own; own would do"
+    if config.algorithm.name in VALUES and (critic.parallel or parallel).pp > 1:
+        yield (
+            f"learn.parallel.pp is {(critic.parallel or parallel).pp}, but a value model is not cut into stages; "
+            "algorithm.critic.parallel with pp: 1 and the same product would do"
+        )
 
 
 def head_cuts(shape: Cuttable) -> list[int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from tidemill.config import Config, Learn, Parallel
 from tidemill.settings.estimate import BYTES, Shape, microbatch_tokens
-from tidemill.settings.memory import PLAIN_LOGITS, adapter_parameters, optimizer_bytes
+from tidemill.settings.memory import CRITICS, PLAIN_LOGITS, REFERENCED, adapter_parameters, optimizer_bytes
 
 GATHERED_LAYERS = 2  # the one at work and the one fetched ahead
 
@@ -51,6 +51,8 @@ class RankMemory:
     reducing: int  # their gradients, whole, and the buffer that sends them
     activations: int
     logits: int
+    reference: int  # at rest: its layers are gathered while the learner's are not
+    critic: int
 
     @property
     def total(self) -> int:
@@ -66,7 +68,7 @@ def per_rank(config: Config, sizes: Sizes, tokens: int | None = None, *, on_acce
     learn, parallel, width = config.learn, config.learn.parallel, BYTES[config.model.dtype]
     whole, responses = (tokens, tokens) if tokens is not None else microbatch_tokens(config)
     held = parameters_per_rank(sizes, parallel)
-    trained = adapter_parameters(sizes.shape, learn.lora_rank) or held
+    trained = trained_per_rank(config, sizes, parallel)
     is_sharded = parallel.fsdp * parallel.cp > 1 or parallel.replicate > 1
     layer = _layer_at_work(sizes, parallel)
     ends = sizes.embedding // parallel.tp
@@ -80,9 +82,34 @@ def per_rank(config: Config, sizes: Sizes, tokens: int | None = None, *, on_acce
         optimizer=0 if learn.optimizer_on_host else int(trained * optimizer_bytes(learn, width)),
         gathered=(GATHERED_LAYERS * layer + ends) * width if is_sharded else 0,
         reducing=layer * (width + reduce_width) if is_sharded else 0,
-        activations=activations(sizes, learn, -(-whole // parallel.cp), width),
+        activations=activations(sizes, learn, -(-whole // parallel.cp), width, on_accelerator),
         logits=min(learn.logprob_chunk, responses) * (sizes.shape.vocabulary // parallel.tp) * logit + head,
+        reference=_reference(config, sizes) * width,
+        critic=_critic(config, sizes, width + wide_gradient, width),
     )
+
+
+def trained_per_rank(config: Config, sizes: Sizes, parallel: Parallel) -> int:
+    """All that is held, or adapters: one side of each is cut by tp, the other is not."""
+    adapters = adapter_parameters(sizes.shape, config.learn.lora_rank)
+    return -(-adapters // (parallel.fsdp * parallel.cp * parallel.pp)) or parameters_per_rank(sizes, parallel)
+
+
+def _reference(config: Config, sizes: Sizes) -> int:
+    algorithm = config.algorithm
+    if algorithm.kl.coef <= 0 and algorithm.name not in REFERENCED:
+        return 0
+    return parameters_per_rank(sizes, algorithm.kl.parallel or config.learn.parallel)
+
+
+def _critic(config: Config, sizes: Sizes, each: int, width: int) -> int:
+    """`each`: bytes of a weight and its gradient."""
+    if config.algorithm.name not in CRITICS:
+        return 0
+    parallel = config.algorithm.critic.parallel or config.learn.parallel
+    held, trained = parameters_per_rank(sizes, parallel), trained_per_rank(config, sizes, parallel)
+    state = 0 if config.learn.optimizer_on_host else int(trained * optimizer_bytes(config.learn, width))
+    return held * width + trained * (each - width) + state
 
 
 def parameters_per_rank(sizes: Sizes, parallel: Parallel) -> int:
@@ -102,15 +129,20 @@ def _layer_at_work(sizes: Sizes, parallel: Parallel) -> int:
     return dense + sizes.experts // (parallel.tp * parallel.ep)
 
 
-def activations(sizes: Sizes, learn: Learn, tokens: int, width: int) -> int:
+def activations(sizes: Sizes, learn: Learn, tokens: int, width: int, on_accelerator: bool) -> int:
     """What the forward pass leaves for the backward pass, of all micro-batches under way in a pipeline."""
     shape, parallel = sizes.shape, learn.parallel
-    h, tp = shape.hidden, parallel.tp
+    h, wide, tp = shape.hidden, shape.intermediate, parallel.tp
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     # The stream and its norms' inputs are cut along the sequence; the two blocks' inputs are gathered and kept whole.
-    layer = 4 * h // tp + 2 * h + (4 * q + 6 * kv + 4 * shape.intermediate) // tp
-    if width == 2:
-        layer += 4 * h // tp  # norms compute in float32
+    if learn.compile == "on" or (learn.compile == "auto" and on_accelerator):
+        stream, inside = 2 * h, 2 * q + 2 * kv + 3 * wide
+    elif on_accelerator or width != 4 or learn.fp8 != "none":
+        stream, inside = 4 * h + (4 * h if width == 2 else 0), 4 * q + 6 * kv + 4 * wide  # norms compute in float32
+    else:  # norms and gates in one pass; attention in blocks keeps its inputs and output twice
+        stream, inside = 2 * h, 4 * q + 4 * kv + 3 * wide
+    inside += q + kv if shape.has_head_norms else 0
+    layer = stream // tp + 2 * h + inside // tp
     layers = -(-shape.layers // parallel.pp)
     # A pipeline's first stage has as many micro-batches under way as there are stages.
     if learn.recompute == "full":

@@ -10,7 +10,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from transformers import AutoModelForCausalLM
 
 import tidemill.learn.engine  # noqa: F401  imported once, before ranks are forked
-from tidemill.batch import Batch, Column
+from tests.learn.grouped import grouped
+from tidemill.batch import Batch
 from tidemill.config import Config
 from tidemill.learn.parallel.collectives import Link, world
 from tidemill.learn.parallel.flight import Flight
@@ -47,27 +48,7 @@ def model(name: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def samples(seed: int = 0, groups: int = 3, each: int = 3, longest: int = 20) -> Batch:
-    """`groups` prompts with `each` responses of differing lengths, and all that GRPO's loss reads."""
-    rng = np.random.default_rng(seed)
-    tokens, prompts, group = [], [], []
-    for g in range(groups):
-        prompt = rng.integers(3, VOCABULARY, rng.integers(2, 9))
-        for _ in range(each):
-            tokens.append(np.concatenate([prompt, rng.integers(3, VOCABULARY, rng.integers(1, longest))]))
-            prompts.append(len(prompt))
-            group.append(g)
-    responses = [len(t) - p for t, p in zip(tokens, prompts)]
-    return Batch(
-        {
-            "id": np.arange(len(tokens)),
-            "group": np.array(group),
-            "tokens": Column.jagged(tokens, np.int32),
-            "prompt_length": np.array(prompts, np.int32),
-            "mask": Column.jagged([np.ones(n) for n in responses], np.uint8),
-            "logprobs": Column.jagged([-4 + rng.normal(size=n) for n in responses], np.float32),
-            "advantages": rng.normal(size=len(tokens)).astype(np.float32),
-        }
-    )
+    return grouped(np.random.default_rng(seed), groups, each, longest=longest, words=VOCABULARY)
 
 
 def config(**over: Any) -> Config:

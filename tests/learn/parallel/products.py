@@ -22,11 +22,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.learn.grouped import grouped
 from tidemill.algorithms.registry import get
 from tidemill.batch import Batch, Column
 from tidemill.config import Config
 from tidemill.learn.engine import Learner
-from tidemill.models import attention
+from tidemill.models import attention, lora
 
 COMMON: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 4,
@@ -87,29 +88,10 @@ def make_model(name: str, seed: int = 0) -> Any:
 
 def samples(seed: int = 0, groups: int = 5, each: int = 3, longest: int = 12) -> Batch:
     rng = np.random.default_rng(seed)
-    tokens, prompts, group = [], [], []
-    for g in range(groups):
-        prompt = rng.integers(3, 60, rng.integers(2, 9))
-        for _ in range(each):
-            tokens.append(np.concatenate([prompt, rng.integers(3, 60, rng.integers(1, longest))]))
-            prompts.append(len(prompt))
-            group.append(g)
-    responses = [len(t) - p for t, p in zip(tokens, prompts)]
-    return Batch(
-        {
-            "id": np.arange(len(tokens)),
-            "group": np.array(group),
-            "tokens": Column.jagged(tokens, np.int32),
-            "prompt_length": np.array(prompts, np.int32),
-            "mask": Column.jagged([np.ones(n) for n in responses], np.uint8),
-            "logprobs": Column.jagged([-4 + 0.3 * rng.normal(size=n) for n in responses], np.float32),
-            "advantages": rng.normal(size=len(tokens)).astype(np.float32),
-            # Two of eight experts in two layers: what rollout chose, for cases that replay it.
-            "routes": Column.jagged(
-                [np.argsort(rng.random((2 * len(t) - 2, 8)), 1)[:, :2].reshape(-1) for t in tokens], np.int16
-            ),
-        }
-    )
+    batch = grouped(rng, groups, each, longest=longest, spread=0.3)
+    # Two of eight experts in two layers: what rollout chose, for cases that replay it.
+    routes = [np.argsort(rng.random((2 * n - 2, 8)), 1)[:, :2].reshape(-1) for n in batch["tokens"].lengths]
+    return batch.merge({"routes": Column.jagged(routes, np.int16)})
 
 
 def recipe(parallel: dict[str, Any], settings: dict[str, Any]) -> Config:
@@ -157,7 +139,7 @@ def _learn_alone(model: Any, config: Config, updates: int) -> dict[str, Any]:
         grads = {n: g.clone() / learner._whole for n, g in held.items() if g is not None}
         found.setdefault("gradients", []).append(grads)
         found.setdefault("metrics", []).append(learner.update())
-        found.setdefault("weights", []).append({n: p.detach().clone() for n, p in model.named_parameters()})
+        found.setdefault("weights", []).append({n: p.detach().clone() for n, p in lora.merged(model).items()})
     return found
 
 

@@ -83,6 +83,27 @@ def test_saved_on_four_ranks_and_resumed_on_two_eight_and_one_bit_for_bit(
     assert max(metrics) - min(metrics) < 1e-6
 
 
+def learn_while_saving(folder: Path) -> Any:
+    learner = learner_of("dense", {"fsdp": 2})
+    found = []
+    for step in (1, 2):  # the second save reuses the first one's memory
+        learner.accumulate(samples(step))
+        learner.update()
+        found.append(everything(learner))
+        learner.save(folder, step, {}, keep=2)
+        learner.accumulate(samples(9))
+        learner.update()
+    learner.close()
+    return found
+
+
+def test_what_is_learned_while_a_checkpoint_is_written_is_not_in_it(ranks: Ranks, tmp_path: Path) -> None:
+    saved = ranks.call(learn_while_saving, tmp_path, on=2)[0]
+    for step, wanted in enumerate(saved, 1):
+        found, _, _ = ranks.call(load_and_look, "dense", {"fsdp": 2}, tmp_path / f"step-{step:06d}", on=2)[0]
+        assert found == wanted
+
+
 def test_a_float32_copy_of_the_weights_comes_back_too(ranks: Ranks, tmp_path: Path) -> None:
     learn = {"master": "float32"}
     saved = ranks.call(learn_and_save, "dense", {"fsdp": 2}, tmp_path, 1, learn, on=2)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,41 @@ def test_a_critic_on_its_own_mesh_learns_as_on_one_rank(parallel: dict[str, Any]
             assert many[name] == pytest.approx(one[name], abs=close, rel=1e-4), name
     assert np.abs(alone).max() > 1e-4  # it has learned something
     np.testing.assert_allclose(found, alone, atol=1e-5)
+
+
+def criticise_from_folder(folder: Path, save_to: Path) -> Any:
+    """An actor and a critic of one folder, whose pieces are read where they belong; saved together."""
+    from tidemill.learn.parallel.build import critic, learner
+
+    own = {"model": {"path": str(folder)}, "algorithm": {"name": "ppo", "critic": {"parallel": {"tp": 2}}}}
+    config = recipe({"fsdp": 2}, own)
+    actor, values = learner(config, 4), critic(config, 4)
+    found = []
+    for i in range(2):
+        values.accumulate(with_values(samples(i)))
+        found.append(values.update())
+    actor.save(save_to, 1, {}, keep=1, critic=values)
+    before = values.values(samples(7)).values
+    actor.saver.wait()
+    again = critic(config, 4)
+    actor.load(save_to / "step-000001", again)
+    after = again.values(samples(7)).values
+    for one in (again, values, actor):
+        one.close()
+    return found, before, after, again.version
+
+
+def test_a_critic_of_a_folder_is_saved_with_its_actor_and_comes_back(ranks: Ranks, tmp_path: Path) -> None:
+    model = make_model("dense")
+    model.save_pretrained(tmp_path / "model")
+    found, before, after, version = ranks.call(criticise_from_folder, tmp_path / "model", tmp_path / "saved", on=2)[0]
+    alone = ValueLearner(ValueModel(model), recipe({}, {"algorithm": {"name": "ppo"}}), get("ppo"), 4)
+    for i, metrics in enumerate(found):
+        alone.accumulate(with_values(samples(i)))
+        assert alone.update()["loss"] == pytest.approx(metrics["loss"], abs=1e-6)
+    np.testing.assert_allclose(before, alone.values(samples(7)).values, atol=1e-5)
+    np.testing.assert_array_equal(after, before)
+    assert version == 2
 
 
 def refer(parallel: dict[str, Any]) -> Any:

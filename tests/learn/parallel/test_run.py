@@ -12,7 +12,8 @@ import tidemill
 from tidemill.cluster.ranked import check_here
 from tidemill.errors import ConfigError
 from tidemill.launch import resume
-from tidemill.trained import open_trained
+from tidemill.reward.model import RewardModel
+from tidemill.trained import export, open_trained
 
 pytestmark = pytest.mark.slow
 
@@ -62,6 +63,57 @@ def test_a_run_on_ranks_makes_the_steps_of_one_rank_and_is_resumed_on_others(tmp
     (run / "summary.json").unlink()
     resume(run)
     assert metrics(run)[-1]["loss"] == pytest.approx(many[-1]["loss"], abs=1e-4)
+
+
+def test_a_critic_on_ranks_makes_the_steps_of_one_rank_and_is_resumed_on_one(tmp_path: Path) -> None:
+    ppo = ["algorithm.name=ppo", "algorithm.critic.lr=3.0e-3", "train.passes_per_step=2"]
+    one = train(tmp_path, "one", *ppo)
+    sizes = ["learn.parallel.fsdp=2", "algorithm.critic.parallel.tp=2"]
+    many = train(tmp_path, "many", *ppo, *sizes)
+    names = ("reward", "loss", "grad_norm", "critic/loss", "critic/grad_norm", "critic/explained_variance")
+    for a, b in zip(one, many, strict=True):
+        for name in names:
+            assert b[name] == pytest.approx(a[name], abs=1e-4, rel=1e-4), name
+    assert one[-1]["critic/loss"] != one[0]["critic/loss"]
+
+    # What ranks saved, one process takes up, critic and all.
+    again = tmp_path / "again"
+    train(again, "many", *ppo, *sizes, "train.steps=2")
+    run = again / "many"
+    config = (run / "config.yaml").read_text().replace("fsdp: 2", "fsdp: 1").replace("tp: 2", "tp: 1")
+    (run / "config.yaml").write_text(config.replace("steps: 2", "steps: 3", 1))
+    (run / "summary.json").unlink()
+    resume(run)
+    for name in names:
+        assert metrics(run)[-1][name] == pytest.approx(many[-1][name], abs=1e-4, rel=1e-4), name
+
+
+def test_a_reward_model_on_ranks_is_one_ranks_and_can_be_exported(tmp_path: Path) -> None:
+    over = ["algorithm={name: reward_model}", "data.args={pairs: true}", "train.samples_per_prompt=1",
+            "eval={before: false, after: false}"]  # fmt: skip
+    one = train(tmp_path, "one", *over)
+    many = train(tmp_path, "many", *over, "learn.parallel.fsdp=2")
+    for a, b in zip(one, many, strict=True):
+        for name in ("loss", "grad_norm", "margin"):
+            assert b[name] == pytest.approx(a[name], abs=1e-4), name
+    rows = [[3, 4, 5, 1], [6, 3, 1]]
+    scores = []
+    for name in ("one", "many"):
+        export(tmp_path / name, tmp_path / f"{name}-exported")
+        scores.append(RewardModel(str(tmp_path / f"{name}-exported")).rewards(rows, 100))
+    assert scores[1] == pytest.approx(scores[0], abs=1e-5) and scores[0] != [0.0, 0.0]
+
+
+def test_adapters_and_their_running_mean_on_ranks_make_the_steps_of_one_rank(tmp_path: Path) -> None:
+    lora = ["learn.lora_rank=4", "learn.optimizer=muon", "learn.ema=0.5", "eval.size=8", "eval.every=2"]
+    one = train(tmp_path, "one", *lora)
+    many = train(tmp_path, "many", *lora, "learn.parallel.fsdp=2")
+    assert sum("eval/pass@1" in line for line in one) > 1
+    for a, b in zip(one, many, strict=True):
+        for name in {"reward", "loss", "grad_norm", "kl", "eval/reward", "eval/pass@1"} & a.keys():
+            assert b[name] == pytest.approx(a[name], abs=1e-4), name
+    done = [json.loads((tmp_path / name / "summary.json").read_text())["pass_at_after"] for name in ("one", "many")]
+    assert done[1] == done[0]
 
 
 def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

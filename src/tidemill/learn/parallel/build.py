@@ -10,12 +10,14 @@ import torch
 
 from tidemill.algorithms.api import Algorithm
 from tidemill.algorithms.registry import get
-from tidemill.config import Config, TinyModel
+from tidemill.config import Config, Parallel, TinyModel
+from tidemill.learn.critic import ValueModel
 from tidemill.learn.parallel import mesh
 from tidemill.learn.parallel.folder import empty_model
 from tidemill.learn.parallel.learner import ParallelLearner
 from tidemill.learn.parallel.model import ParallelModel
 from tidemill.learn.parallel.stored import HuggingFace
+from tidemill.learn.parallel.values import ParallelValueLearner
 from tidemill.models.load import DTYPES, make_tiny
 
 
@@ -34,6 +36,8 @@ def learner(config: Config, updates: int, path: Path | None = None, place: Place
     """On every rank of a torch.distributed world of `config.learn.parallel.ranks`. `path`: a finished warm start."""
     meshes = mesh.build(config.learn.parallel, place.kind)
     algorithm: Algorithm = get(config.algorithm.name)
+    if algorithm.learns_values:  # a reward model: there is no policy to learn
+        return critic(config, updates, path, place)
     folder = _folder(config, path)
     if folder is None:
         return ParallelLearner(_tiny(config, place), config, algorithm, updates, meshes)
@@ -44,15 +48,34 @@ def learner(config: Config, updates: int, path: Path | None = None, place: Place
 
 def reference(config: Config, path: Path | None = None, place: Place = HERE) -> ParallelModel:
     """The frozen policy on the same ranks, cut as the learner is or by sizes of its own (`algorithm.kl.parallel`)."""
-    sizes = config.algorithm.kl.parallel or config.learn.parallel
-    config = config.model_copy(update={"learn": config.learn.model_copy(update={"parallel": sizes})})
-    meshes = mesh.build(sizes, place.kind)
+    config = _cut_by(config, config.algorithm.kl.parallel)
+    meshes = mesh.build(config.learn.parallel, place.kind)
     folder = _folder(config, path)
     if folder is None:
         return ParallelModel(_tiny(config, place).requires_grad_(False), config, meshes)
     with HuggingFace(folder) as source:
         model = empty_model(folder, config.model).requires_grad_(False)
         return ParallelModel(model, config, meshes, source, place.device)
+
+
+def critic(config: Config, updates: int, path: Path | None = None, place: Place = HERE) -> ParallelValueLearner:
+    """The value model on the same ranks, cut as the learner is or by sizes of its own (`algorithm.critic.parallel`)."""
+    config = _cut_by(config, config.algorithm.critic.parallel)
+    meshes = mesh.build(config.learn.parallel, place.kind)
+    algorithm: Algorithm = get(config.algorithm.name)
+    folder = _folder(config, path)
+    if folder is None:
+        return ParallelValueLearner(ValueModel(_tiny(config, place)), config, algorithm, updates, meshes)
+    policy = empty_model(folder, config.model)
+    decoder = next(name for name, module in policy.named_modules() if module is policy.get_decoder())
+    with HuggingFace(folder) as stored, stored.renamed(f"{decoder}.", "decoder.") as source:
+        return ParallelValueLearner(ValueModel(policy), config, algorithm, updates, meshes, source, place.device)
+
+
+def _cut_by(config: Config, sizes: Parallel | None) -> Config:
+    if sizes is None:
+        return config
+    return config.model_copy(update={"learn": config.learn.model_copy(update={"parallel": sizes})})
 
 
 def _folder(config: Config, path: Path | None) -> Path | None:

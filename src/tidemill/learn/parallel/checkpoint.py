@@ -5,18 +5,22 @@ its manifest also says which box of which tensor lies where. So any number of ra
 bit for bit. torch.distributed.checkpoint shards as this does, but describes its files by a pickle and checks none of
 them.
 
-`save` copies this rank's pieces to the host and comes back; a thread does the rest. Ranks tell each other by the
-store how far they are, never by collectives, which belong to the training.
+`save` copies this rank's pieces to the host and comes back; a thread writes them as they lie there. What it does is
+long calls that hold no lock of Python's, and few of them, for on a machine without a core to spare everything else is
+taken from the step. Ranks tell each other by the store how far they are, never by collectives, which belong to the
+training.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,38 +30,66 @@ from torch import Tensor
 
 from tidemill.errors import CheckpointError
 from tidemill.learn import checkpoint as plain
+from tidemill.learn.adam import SCALE, decode
 from tidemill.learn.parallel.stored import Source, from_manifest
+from tidemill.learn.tensor_file import Form, form, head, in_order, raw
 from tidemill.reshard.layout import Box, Entry, Layout, volume
 
+OF = re.compile(r"^(?P<role>critic\.)?(?P<kind>model|adapter|ema|optimizer)\.(?P<name>.+)$")
 Pieces = dict[str, list[tuple[str, str, Box]]]  # tensor → file, key, box
-ROUNDS_PER_S = 50.0  # how often a waiting thread looks at the store
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """One file's bytes, in memory that training does not touch: they are written as they lie."""
+
+    head: bytes
+    memory: Tensor  # what follows the head
+    places: dict[str, Tensor]  # views of it, by key in the file
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one rank writes, in memory that training does not touch."""
+    """What one rank writes. The memory is kept from one save to the next: touching it anew costs more than copying."""
 
-    tensors: dict[str, Tensor]  # by key in the file
+    forms: dict[str, Form]  # of all this rank's tensors, those that others write included
+    shelves: list[Shelf]
     boxes: dict[str, Box]
 
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        for shelf in self.shelves:
+            for name, place in shelf.places.items():
+                place.copy_(tensors[name], non_blocking=True)
+        if any(t.device.type != "cpu" for t in tensors.values()):
+            torch.accelerator.synchronize()
 
-def snapshot(tensors: Mapping[str, Tensor], layout: Layout, rank: int, buffers: dict[str, Tensor]) -> Snapshot:
-    """Of several ranks that hold the same piece one writes it. `buffers` are reused from one save to the next."""
-    found: dict[str, Tensor] = {}
-    boxes: dict[str, Box] = {}
-    for name, tensor in tensors.items():
-        box = _own_box(name, tensor, layout, rank)
-        if box is None:
-            continue
-        kept = buffers.get(name)
-        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-            pinned = tensor.device.type != "cpu"
-            kept = buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-        kept.copy_(tensor, non_blocking=True)
-        found[name], boxes[name] = kept, box
-    if any(t.device.type != "cpu" for t in tensors.values()):
-        torch.accelerator.synchronize()
-    return Snapshot(found, boxes)
+    @property
+    def nbytes(self) -> int:
+        return sum(shelf.memory.numel() for shelf in self.shelves)
+
+
+def forms_of(tensors: Mapping[str, Tensor]) -> dict[str, Form]:
+    return {name: form(tensor) for name, tensor in tensors.items()}
+
+
+def snapshot(tensors: Mapping[str, Tensor], layout: Layout, rank: int) -> Snapshot:
+    """Room for this rank's share, still empty. Of several ranks that hold the same piece one writes it."""
+    found = {name: (_own_box(name, tensor, layout, rank), tensor) for name, tensor in tensors.items()}
+    boxes = {name: box for name, (box, _) in found.items() if box is not None}
+    is_pinned = any(t.device.type != "cpu" for t in tensors.values())
+    shards = plain.in_shards({name: tensors[name] for name in boxes}) if boxes else []
+    shelves = [_shelf({name: form(tensors[name]) for name in names}, is_pinned) for names in shards]
+    return Snapshot(forms_of(tensors), shelves, boxes)
+
+
+def _shelf(forms: Mapping[str, Form], is_pinned: bool) -> Shelf:
+    forms = {name: forms[name] for name in in_order(forms)}
+    memory = torch.empty(sum(one.nbytes for one in forms.values()), dtype=torch.uint8, pin_memory=is_pinned)
+    places, at = {}, 0
+    for name, one in forms.items():
+        places[name] = memory[at : at + one.nbytes].view(one.dtype).view(one.shape)
+        at += one.nbytes
+    return Shelf(head(forms), memory, places)
 
 
 def _own_box(name: str, tensor: Tensor, layout: Layout, rank: int) -> Box | None:
@@ -74,11 +106,12 @@ def _own_box(name: str, tensor: Tensor, layout: Layout, rank: int) -> Box | None
 
 
 def _entry(name: str, layout: Layout) -> Entry | None:
-    """Of `model.NAME` or `optimizer.NAME.KEY`."""
-    kind, _, rest = name.partition(".")
-    if kind == "optimizer":
-        rest = rest.rpartition(".")[0]
-    found = layout.by_name.get(rest)
+    """Of `model.NAME` (or `adapter`, `ema`) or `optimizer.NAME.KEY`, perhaps another role's: `critic.model.NAME`."""
+    of = OF.match(name)
+    if of is None:
+        return None
+    own = of["name"].rpartition(".")[0] if of["kind"] == "optimizer" else of["name"]
+    found = layout.by_name.get(f"{of['role'] or ''}{own}")
     return found[0] if found else None
 
 
@@ -88,7 +121,9 @@ class Saver:
     def __init__(self, store: Any, rank: int, world: int, timeout_s: float = 600.0) -> None:
         self.store, self.rank, self.world, self.timeout_s = store, rank, world, timeout_s
         self.series = store.add(f"checkpoint/savers/{rank}", 1)  # of this world's savers: the same on every rank
-        self._buffers: dict[str, Tensor] = {}
+        # A connection of the thread's own: it may wait there as long as it likes, and wakes nobody to look again.
+        self._waiting = store.clone()
+        self._taken: Snapshot | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._count = 0
@@ -109,7 +144,10 @@ class Saver:
         """Every rank calls this with its own tensors and the same rest. `wait` tells when it is on disk."""
         self.wait()
         began = time.perf_counter()
-        taken = snapshot(tensors, layout, self.rank, self._buffers)
+        taken = self._taken
+        if taken is None or taken.forms != forms_of(tensors):
+            taken = self._taken = snapshot(tensors, layout, self.rank)
+        taken.take(tensors)
         self._count += 1
         job = _Job(folder, step, self._count, {"best": best, "metric": metric}, dict(state), keep)
         self._thread = threading.Thread(target=self._write, args=(job, taken), name="checkpoint", daemon=True)
@@ -162,13 +200,12 @@ class Saver:
         return f"checkpoint/{self.series}/{job.number}/{key}"
 
     def _hear(self, job: _Job, key: str) -> dict[str, Any]:
-        # Looked at again and again, not waited for: a blocking get would hold the store's lock for other threads.
-        name, deadline = self._key(job, key), time.monotonic() + self.timeout_s
-        while not self.store.check([name]):
-            if time.monotonic() > deadline:
-                raise CheckpointError(f"a checkpoint waited {self.timeout_s:.0f} s for {key}", "is a rank dead?")
-            time.sleep(1 / ROUNDS_PER_S)
-        heard: dict[str, Any] = json.loads(self.store.get(name))
+        name = self._key(job, key)
+        try:
+            self._waiting.wait([name], timedelta(seconds=self.timeout_s))
+        except dist.DistStoreError as error:
+            raise CheckpointError(f"a checkpoint waited {self.timeout_s:.0f} s for {key}", "is a rank dead?") from error
+        heard: dict[str, Any] = json.loads(self._waiting.get(name))
         return heard
 
 
@@ -208,20 +245,16 @@ def _raise_if_failed(outcome: Mapping[str, Any]) -> None:
 
 def write_pieces(folder: Path, rank: int, taken: Snapshot) -> dict[str, Any]:
     """This rank's files, with their checksums and what lies in them."""
-    from safetensors.torch import save as to_bytes
-
     files: dict[str, Any] = {}
     pieces: Pieces = {}
-    shards = list(plain.in_shards(taken.tensors)) if taken.tensors else []
     try:
-        for i, names in enumerate(shards):
+        for i, shelf in enumerate(taken.shelves):
             file = f"rank-{rank:05d}-{i + 1:03d}.safetensors"
-            files[file] = plain.write_file(folder / file, to_bytes({n: taken.tensors[n] for n in names}))
-            for name in names:
+            files[file] = plain.write_file(folder / file, [shelf.head, raw(shelf.memory)])
+            for name in shelf.places:
                 pieces.setdefault(name, []).append((file, name, taken.boxes[name]))
     except OSError as error:
-        size = sum(t.numel() * t.element_size() for t in taken.tensors.values())
-        raise plain.explain(error, folder, size) from error
+        raise plain.explain(error, folder, taken.nbytes) from error
     return {"files": files, "tensors": pieces}
 
 
@@ -237,7 +270,7 @@ def _finish(job: _Job, parts: list[dict[str, Any]]) -> dict[str, Any]:
             tensors.setdefault(name, []).extend(found)
     files[plain.STATE] = plain.write_json(job.aside / plain.STATE, job.state)
     manifest = {"step": job.step, **job.marks, "files": files, "tensors": tensors}
-    plain.write_json(job.aside / plain.MANIFEST, manifest)
+    plain.write_file(job.aside / plain.MANIFEST, [json.dumps(manifest).encode()])  # in one line: it may be long
     plain.put_in_place(job.aside, job.target)
     plain.prune(job.folder, job.keep)
     return {}
@@ -274,24 +307,43 @@ def read_own(source: Source, targets: Mapping[str, Tensor], layout: Layout, rank
     """Fill this rank's tensors, whatever layout wrote them. `prefix`: what their names lack in comparison with a
     checkpoint's (`model.` for a plain model folder)."""
     for name, target in targets.items():
-        entry = _entry(f"{prefix}{name}", layout)
-        if entry is None or not target.ndim:
-            box: Box = tuple((0, n) for n in target.shape)
-        else:
-            box = next(entry.home_box(c) for c, r in entry.mesh.coordinates() if r == rank)
         if target.numel():
-            source.read_into(target, name, box)
+            source.read_into(target, name, held_box(f"{prefix}{name}", target, layout, rank))
 
 
-def state_of(source: Source, own: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Empty tensors for the optimizer's state of each parameter as the checkpoint has it, by name and key."""
-    found: dict[str, dict[str, Tensor]] = {name: {} for name in own}
+def held_box(name: str, own: Tensor, layout: Layout, rank: int) -> Box:
+    """What of the logical tensor this rank has."""
+    entry = _entry(name, layout)
+    if entry is None or not own.ndim:
+        return tuple((0, n) for n in own.shape)
+    return next(entry.home_box(c) for c, r in entry.mesh.coordinates() if r == rank)
+
+
+def read_states(
+    source: Source, own: Mapping[str, Tensor], layout: Layout, rank: int, role: str = ""
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The optimizer's state of each parameter's piece, as far as the checkpoint has it."""
+    start, keys = f"{role}optimizer.", dict[str, list[str]]()
     for full in source.pieces:
-        name, _, key = full.removeprefix("optimizer.").rpartition(".")
-        if full.startswith("optimizer.") and name in own:
-            shape = own[name].shape if source.pieces[full][0].box else torch.Size()
-            found[name][key] = torch.zeros(shape, dtype=source.dtype(full))
-    return found
+        name, _, key = full.removeprefix(start).rpartition(".")
+        if full.startswith(start) and name in own and not key.endswith(SCALE):
+            keys.setdefault(name, []).append(key)
+    for name, found in keys.items():
+        yield name, {key: _read_state(source, f"{start}{name}", key, own[name], layout, rank) for key in found}
+
+
+def _read_state(source: Source, at: str, key: str, own: Tensor, layout: Layout, rank: int) -> Tensor:
+    name = f"{at}.{key}"
+    if f"{name}{SCALE}" in source:  # one rank's blocks: other cuts of the tensor have other blocks
+        entry = _entry(name, layout)
+        assert entry is not None
+        coded = {key: source.read(name), f"{key}{SCALE}": source.read(f"{name}{SCALE}")}
+        box = held_box(name, own, layout, rank)
+        return decode(coded, key, entry.shape)[tuple(slice(low, high) for low, high in box)].clone()
+    shape = own.shape if source.pieces[name][0].box else torch.Size()
+    target = torch.zeros(shape, dtype=source.dtype(name))
+    read_own(source, {name: target}, layout, rank)
+    return target
 
 
 def default_saver(timeout_s: float) -> Saver:

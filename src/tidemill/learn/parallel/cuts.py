@@ -6,9 +6,8 @@ what they are parts of.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -90,5 +89,6 @@ def layout(model: Any, cuts: Mapping[str, Cut], meshes: Meshes) -> Layout:
     return Layout(tuple(entry(name, cuts[name], p.dtype, meshes) for name, p in model.named_parameters()))
 
 
-def elements(cuts: Mapping[str, Cut]) -> int:
-    return sum(math.prod(c.shape) for c in cuts.values())
+def renamed(layout: Layout, role: str) -> Layout:
+    """As another role's, beside the learner's own: `critic.`."""
+    return Layout(tuple(replace(one, name=f"{role}{one.name}") for one in layout.entries))

@@ -7,25 +7,23 @@ rank writes some of the folder's files, one tensor in memory at a time.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tidemill import config as settings
 from tidemill.errors import ModelError
 from tidemill.learn.checkpoint import STATE
 from tidemill.learn.parallel.checkpoint import open_checkpoint
-from tidemill.learn.parallel.stored import DTYPES, INDEX, SINGLE, Source
+from tidemill.learn.parallel.stored import INDEX, SINGLE, Source
+from tidemill.learn.tensor_file import Form, head, raw
 
 FILE_BYTES = 4_000_000_000
 # Their folders hold experts one by one, where the module has them stacked.
 UNSTACKED = frozenset({"qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe", "glm4_moe"})
-WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
 
 def empty_model(folder: Path, model: settings.Model) -> Any:
@@ -84,11 +82,12 @@ class Outgoing:
         return shape[1:] if self.drops_lead else shape
 
     @property
+    def form(self) -> Form:
+        return Form(self.dtype, self.shape)
+
+    @property
     def nbytes(self) -> int:
-        size = self.dtype.itemsize
-        for n in self.shape:
-            size *= n
-        return size
+        return self.form.nbytes
 
 
 def export(checkpoint: Path, folder: Path, definition: Path, rank: int = 0, ranks: int = 1) -> None:
@@ -153,25 +152,10 @@ def _names(count: int) -> list[str]:
 
 
 def _write_file(path: Path, outs: list[Outgoing], source: Source) -> None:
-    """The safetensors form, written front to back: the header's length, the header, then each tensor's bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for out in outs:
-        header[out.key] = {
-            "dtype": WORDS[out.dtype],
-            "shape": list(out.shape),
-            "data_offsets": [at, at + out.nbytes],
-        }
-        at += out.nbytes
-    words = json.dumps(header, separators=(",", ":")).encode()
-    words += b" " * (-len(words) % 8)
+    """Front to back, one tensor in memory at a time."""
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(words)) + words)
+        file.write(head({out.key: out.form for out in outs}))
         for out in outs:
             tensor = torch.empty([high - low for low, high in out.box], dtype=out.dtype)
             source.read_into(tensor, out.name, out.box)
-            file.write(_bytes(tensor))
-
-
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+            file.write(raw(tensor))

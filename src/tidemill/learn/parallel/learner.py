@@ -7,8 +7,11 @@ what ranks hold in parts and steps on all of them, or skips on all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,19 +24,26 @@ from tidemill.algorithms.aggregate import local_weights, whole
 from tidemill.algorithms.api import Algorithm, Kept, Stat, Stats, total
 from tidemill.batch import Batch
 from tidemill.config import Config
+from tidemill.learn.ema import Ema
 from tidemill.learn.engine import Scores, on_host, token_batch
-from tidemill.learn.layers import kept_activations
+from tidemill.learn.layers import kept_activations, layers_of
 from tidemill.learn.meter import mismatch
-from tidemill.learn.optimizer import learning_rate, optimizer_of, placed
+from tidemill.learn.muon import Muon
+from tidemill.learn.optimizer import learning_rate, optimizer_of, plain_state, restored
 from tidemill.learn.packing import PackedBatch, microbatches
+from tidemill.learn.parallel import adapters
 from tidemill.learn.parallel.batches import shares
-from tidemill.learn.parallel.checkpoint import default_saver, open_checkpoint, read_own, state_of
-from tidemill.learn.parallel.cuts import local
+from tidemill.learn.parallel.checkpoint import default_saver, open_checkpoint, read_own, read_states
+from tidemill.learn.parallel.cuts import local, renamed
 from tidemill.learn.parallel.gradients import ShardedGradients
 from tidemill.learn.parallel.mesh import Meshes
 from tidemill.learn.parallel.model import ParallelModel, Row, nothing, pieces_of
+from tidemill.learn.parallel.muon import ShardedMuon, holders, matrix
 from tidemill.learn.parallel.pace import Pace
 from tidemill.learn.parallel.stored import Source
+from tidemill.reshard.layout import merge
+
+CRITIC = "critic."  # before its names in a checkpoint
 
 
 class ParallelLearner(ParallelModel):
@@ -48,8 +58,13 @@ class ParallelLearner(ParallelModel):
         meshes: Meshes,
         source: Source | None = None,
         device: torch.device | None = None,
+        begins: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        super().__init__(model, config, meshes, source, device)
+        if config.learn.lora_rank:
+            begins = {**begins, **adapters.attach(model, config.learn, config.seed)}
+        super().__init__(model, config, meshes, source, device, begins)
+        if source is not None:
+            adapters.begin_magnitudes(model)
         self.algorithm, self.updates = algorithm, updates
         self.pace = Pace(self.flight)
         self.saver = default_saver(config.learn.parallel.timeout_s)
@@ -58,14 +73,27 @@ class ParallelLearner(ParallelModel):
         # The optimizer works on plain tensors: the same arithmetic, and the same bits, as on one rank.
         self.own = {name: Parameter(local(p).detach()) for name, p in named.items() if p.requires_grad}
         self._name_of = {id(p): name for name, p in self.own.items()}
-        self.optimizer = optimizer_of(
-            list(self.own.values()), (), config.learn, lambda p: self.gradients.of(self._name_of[id(p)])
-        )
+        self.optimizer = self._optimizer()
+        self.ema = Ema(self.own, config.learn.ema) if config.learn.ema else None
         self.version = 0  # updates made
         self.skipped = 0  # updates not made because a gradient was not finite
         self._stats: list[Stats] = []
         self._whole = 0.0  # of samples that every rank was given
         self._own_whole = 0.0  # of samples that only ranks like this one were given
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        learn, inner = self.config.learn, set[int]()
+        kind: Callable[..., Muon] = Muon
+        if learn.optimizer == "muon":
+            layers = {id(p) for layer in layers_of(self.model) for p in layer.parameters() if p.ndim == 2}
+            names = [n for n, p in self.model.named_parameters() if id(p) in layers and n in self.own]
+            inner = {id(self.own[name]) for name in names}
+            over, layout = holders(self.meshes, self.flight), self.layout()
+            matrices = {id(self.own[name]): matrix(layout.by_name[name][0], over) for name in names}
+            kind = partial(ShardedMuon, over=over, matrices=matrices) if over.size > 1 else Muon
+        return optimizer_of(
+            list(self.own.values()), inner, learn, lambda p: self.gradients.of(self._name_of[id(p)]), kind
+        )
 
     # Learning
 
@@ -157,10 +185,13 @@ class ParallelLearner(ParallelModel):
         lr = learning_rate(learn, self.version, self.updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self._find_own()
         if math.isfinite(norm):
             self._step()
         else:
             self.skipped += 1
+        if self.ema is not None:
+            self.ema.update()
         self.gradients.clear()
         self.version += 1
         metrics = total(self._stats_of_all())
@@ -171,13 +202,24 @@ class ParallelLearner(ParallelModel):
         return {**metrics, "grad_norm": norm, "lr": lr, "skipped_updates": float(self.skipped)}
 
     def _step(self) -> None:
-        named = dict(self.model.named_parameters())
         for name, p in self.own.items():
-            p.data = local(named[name].data)  # FSDP may have moved it
             p.grad = self.gradients.of(name)
         self.optimizer.step()
         for p in self.own.values():
             p.grad = None
+
+    def _find_own(self) -> None:
+        """FSDP may have moved them."""
+        named = dict(self.model.named_parameters())
+        for name, p in self.own.items():
+            p.data = local(named[name].data)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the weights are their running mean, where one is kept."""
+        self._find_own()
+        with nullcontext() if self.ema is None else self.ema.swapped():
+            yield
 
     def _loads(self) -> dict[str, float]:
         """Of experts, over all ranks."""
@@ -195,11 +237,13 @@ class ParallelLearner(ParallelModel):
     # What lies where
 
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's pieces of what a resumed run needs, by name: weights, and the optimizer's state beside them."""
-        found = {f"model.{name}": t for name, t in pieces_of(self.model).items()}
+        """This rank's pieces of what a resumed run needs, by name: weights, adapters, the optimizer's state beside
+        them. With adapters, weights have their change in them; all ranks ask together then."""
+        pieces = pieces_of(self.model)
+        found = {f"model.{name}": t for name, t in adapters.merged(self.model, pieces).items()}
+        found |= {f"adapter.{name}": t for name, t in pieces.items() if adapters.is_adapter(name)}
         for name, p in self.own.items():
-            for key, value in self.optimizer.state.get(p, {}).items():
-                found[f"optimizer.{name}.{key}"] = torch.as_tensor(value).detach()
+            found |= {f"optimizer.{name}.{key}": t for key, t in plain_state(self.optimizer, p).items()}
         return found
 
     def save(
@@ -212,33 +256,54 @@ class ParallelLearner(ParallelModel):
         best: bool = False,
         metric: float | None = None,
         more: Mapping[str, Tensor] | None = None,
+        critic: ParallelLearner | None = None,
     ) -> None:
         """Begin to write a checkpoint; training may go on at once. `saver.wait` tells when it is on disk.
 
-        `more`: tensors that belong to it and are nobody's pieces, the same on every rank."""
-        mine = {"version": self.version, "skipped": self.skipped}
-        tensors = self.tensors() | {"rng": torch.get_rng_state()} | dict(more or {})
-        tensors |= self.routers.state() if self.routers is not None else {}
-        self.saver.save(
-            folder, step, tensors, self.layout(), {**state, "learner": mine}, keep=keep, best=best, metric=metric
-        )
+        `more`: tensors that belong to it and are nobody's pieces, the same on every rank. `critic`: goes with it."""
+        tensors, layout = self._kept(), self.layout()
+        tensors |= {"rng": torch.get_rng_state()} | dict(more or {})
+        state = {**state, "learner": self._counts()}
+        if critic is not None:
+            tensors |= {f"{CRITIC}{name}": t for name, t in critic._kept().items()}
+            layout = merge([layout, renamed(critic.layout(), CRITIC)])
+            state["critic"] = critic._counts()
+        self.saver.save(folder, step, tensors, layout, state, keep=keep, best=best, metric=metric)
 
-    def load(self, path: Path) -> dict[str, Any]:
+    def _kept(self) -> dict[str, Tensor]:
+        routers = self.routers.state() if self.routers is not None else {}
+        return self.tensors() | routers | (self.ema.state() if self.ema is not None else {})
+
+    def _counts(self) -> dict[str, int]:
+        return {"version": self.version, "skipped": self.skipped}
+
+    def load(self, path: Path, critic: ParallelLearner | None = None) -> dict[str, Any]:
         """Take up a checkpoint that any number of ranks wrote; gives its state."""
         source, state = open_checkpoint(path)
         with source:
-            layout, rank = self.layout(), dist.get_rank()
-            read_own(source, {f"model.{n}": t for n, t in pieces_of(self.model).items()}, layout, rank)
-            for name, kept in state_of(source, self.own).items():
-                read_own(source, {f"optimizer.{name}.{key}": t for key, t in kept.items()}, layout, rank)
-                p = self.own[name]
-                self.optimizer.state[p] = {k: placed(self.optimizer, p, k, t) for k, t in kept.items()}
+            self._take_up(source, state["learner"])
+            if critic is not None:
+                critic._take_up(source, state["critic"], CRITIC)
             if "rng" in source:
                 torch.set_rng_state(source.read("rng"))
-            if self.routers is not None and "routers.bias" in source:
-                self.routers.restore({name: source.read(name) for name in self.routers.state()})
-        self.version, self.skipped = int(state["learner"]["version"]), int(state["learner"]["skipped"])
         return state
+
+    def _take_up(self, source: Source, counts: Mapping[str, Any], role: str = "") -> None:
+        """What is not learned stays as it was loaded: with adapters, a checkpoint's weights have them in them."""
+        layout, rank = renamed(self.layout(), role), dist.get_rank()
+        named, targets = dict(self.model.named_parameters()), {}
+        for name, piece in pieces_of(self.model).items():
+            if name not in named or named[name].requires_grad:
+                kind = "adapter" if adapters.is_adapter(name) else "model"
+                targets[f"{role}{kind}.{name}"] = piece
+        if self.ema is not None:
+            targets |= {f"{role}{name}": mean for name, mean in self.ema.state().items()}
+        read_own(source, targets, layout, rank)
+        for name, kept in read_states(source, self.own, layout, rank, role):
+            self.optimizer.state[self.own[name]] = restored(self.optimizer, self.own[name], kept)
+        if self.routers is not None and f"{role}routers.bias" in source:
+            self.routers.restore({name: source.read(f"{role}{name}") for name in self.routers.state()})
+        self.version, self.skipped = int(counts["version"]), int(counts["skipped"])
 
     def close(self) -> None:
         self.saver.wait()

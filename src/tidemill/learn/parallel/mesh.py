@@ -16,9 +16,10 @@ each expert rank's experts. So a rank's experts differ along ep, and everything 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -125,10 +126,44 @@ class Meshes:
 
 
 def build(parallel: Parallel, device_type: str = "cpu") -> Meshes:
-    """For a rank of a torch.distributed world that is up; every rank of it calls this, with the same `parallel`."""
+    """For a rank of a torch.distributed world that is up; every rank of it calls this, with the same `parallel`.
+
+    Models of the same sizes share one mesh: each of its groups has threads, connections and buffers of its own."""
     problem = world_problem(parallel, dist.get_world_size())
     if problem is not None:
         raise ConfigError(problem)
+    if _made.world is not dist.group.WORLD:
+        _made.world, _made.meshes, _made.key_holders = dist.group.WORLD, {}, {}
+    sizes = tuple(getattr(parallel, name) for name in (*DIMENSIONS, EP, "timeout_s"))
+    key = (device_type, *sizes)
+    if key not in _made.meshes:
+        _made.meshes[key] = _make(parallel, device_type)
+    return replace(_made.meshes[key], parallel=parallel)
+
+
+@dataclass
+class _Made:
+    """Meshes of the world that is up; those of another are gone with it."""
+
+    world: Any = None
+    meshes: dict[tuple[Any, ...], Meshes] = field(default_factory=dict)
+    key_holders: dict[tuple[int, int], DeviceMesh] = field(default_factory=dict)
+
+
+_made = _Made()
+
+
+def key_holders(meshes: Meshes, kv_heads: int) -> DeviceMesh:
+    """Where there are fewer key heads than tensor-parallel ranks: those that hold the same one."""
+    assert meshes.tp is not None
+    key = (id(meshes.mesh), kv_heads)
+    if key not in _made.key_holders:
+        folded = meshes.tp._unflatten(0, (kv_heads, meshes.tp.size() // kv_heads), ("kv_head", "kv"))
+        _made.key_holders[key] = folded["kv"]
+    return _made.key_holders[key]
+
+
+def _make(parallel: Parallel, device_type: str) -> Meshes:
     sizes = tuple(getattr(parallel, name) for name in DIMENSIONS)
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=DIMENSIONS)
     shard = parallel.fsdp * parallel.cp

@@ -5,7 +5,10 @@ Every rank makes the same calls with the same batches and gets the same answers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,19 +23,21 @@ from tidemill.learn.layers import kept_activations, prepare
 from tidemill.learn.packing import Ints, PackedBatch, pack, response_column
 from tidemill.learn.parallel import context, expert, pipeline, shard, tensor
 from tidemill.learn.parallel import cuts as cutting
+from tidemill.learn.parallel.adapters import is_adapter
 from tidemill.learn.parallel.batches import shares
-from tidemill.learn.parallel.checkpoint import read_own
+from tidemill.learn.parallel.checkpoint import held_box, read_own
 from tidemill.learn.parallel.collectives import Link, link, world
 from tidemill.learn.parallel.cuts import Cuts, local
 from tidemill.learn.parallel.flight import Flight
 from tidemill.learn.parallel.folder import materialise
 from tidemill.learn.parallel.forward import Root
-from tidemill.learn.parallel.mesh import Meshes
+from tidemill.learn.parallel.mesh import Meshes, key_holders
 from tidemill.learn.parallel.padding import filler, padded
 from tidemill.learn.parallel.stored import Source
 from tidemill.learn.routes import routed
 from tidemill.models import experts, routing
 from tidemill.models.contexts import Attention, choose
+from tidemill.models.fused import fuse
 from tidemill.reshard.layout import Layout
 
 
@@ -46,8 +51,10 @@ class ParallelModel:
         meshes: Meshes,
         source: Source | None = None,
         device: torch.device | None = None,
+        begins: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """With `source`, `model` is on the meta device: it is cut first, and only what this rank keeps is read."""
+        """With `source`, `model` is on the meta device: it is cut first, and only what this rank keeps is read.
+        `begins`: whole values of parameters that the source does not have."""
         self.model, self.config, self.meshes = model, config, meshes
         self.device = device or next(model.parameters()).device
         self.flight = Flight(_store(), dist.get_rank(), config.learn.parallel.timeout_s)
@@ -59,9 +66,18 @@ class ParallelModel:
         self.cuts = self._cut()
         if source is not None:
             materialise(model, self.device)
-            read_own(source, pieces_of(model), self.layout(), dist.get_rank(), prefix="model.")
+            self._read(source, begins)
         self.attention = self._attention()
         prepare(model, config.learn)
+
+    @torch.no_grad()
+    def _read(self, source: Source, begins: Mapping[str, Tensor]) -> None:
+        own, layout, rank = pieces_of(self.model), self.layout(), dist.get_rank()
+        stored = {name: t for name, t in own.items() if name not in begins and not is_adapter(name)}
+        read_own(source, stored, layout, rank, prefix="model.")
+        for name in begins.keys() & own.keys():
+            box = held_box(f"model.{name}", own[name], layout, rank)
+            own[name].copy_(begins[name][tuple(slice(low, high) for low, high in box)])
 
     def _attention(self) -> Attention:
         chosen = choose(self.model, self.config.learn.attention)
@@ -80,6 +96,8 @@ class ParallelModel:
             cuts = tensor.apply(self.model, cuts, over)
         self.root = Root(self.model, cuts, over, self.config, self._stages())
         self.pipeline = self._pipeline()
+        if self.config.learn.fp8 == "none" and self.config.learn.compile != "on":
+            fuse(self.model)  # each form is tried on whole weights, which FSDP leaves nowhere
         return shard.apply(self.root, self.model, cuts, self.meshes, self.config.learn, self.flight)
 
     def _cut_stages(self, cuts: Cuts) -> Cuts:
@@ -161,6 +179,11 @@ class ParallelModel:
 
     def layout(self) -> Layout:
         """Of this rank's pipeline stage; `reshard.layout.merge` joins those of all."""
+        return self._layout
+
+    @cached_property
+    def _layout(self) -> Layout:
+        """Asked for by every save and every publication; it is settled once the model is cut."""
         return cutting.layout(self.model, self.cuts, self.meshes)
 
     def close(self) -> None:
@@ -201,8 +224,7 @@ def make_links(meshes: Meshes, flight: Flight, kv_heads: int) -> dict[str, Link]
     if meshes.tp is not None:
         links["tp"] = link(meshes.tp, flight)
         if 0 < kv_heads < meshes.tp.size():
-            folded = meshes.tp._unflatten(0, (kv_heads, meshes.tp.size() // kv_heads), ("kv_head", "kv"))
-            links["kv"] = link(folded["kv"], flight)
+            links["kv"] = link(key_holders(meshes, kv_heads), flight)
     return links
 
 

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tidemill.errors import CheckpointError, ModelError
+from tidemill.learn.tensor_file import DTYPES
 from tidemill.reshard.layout import Box, Shape, extents, intersect, volume
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -51,6 +52,11 @@ class Source:
 
     def __contains__(self, name: str) -> bool:
         return name in self.pieces
+
+    def renamed(self, before: str, after: str) -> Source:
+        """Those of its tensors whose names begin with `before`, under names that begin with `after`."""
+        kept = {n: found for n, found in self.pieces.items() if n.startswith(before)}
+        return Source(self.folder, {f"{after}{n.removeprefix(before)}": found for n, found in kept.items()})
 
     def shape(self, name: str) -> Shape:
         boxes = [p.box for p in self.pieces[name]]
@@ -97,12 +103,6 @@ class Source:
             except Exception as error:  # safetensors has its own types
                 raise CheckpointError(f"{self.folder / name} cannot be read: {error}") from error
         return self._open[name]
-
-
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "U8": torch.uint8, "I8": torch.int8, "BOOL": torch.bool,
-}  # fmt: skip
 
 
 def from_manifest(folder: Path, manifest: Mapping[str, Any]) -> Source:

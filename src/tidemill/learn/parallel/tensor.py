@@ -25,6 +25,7 @@ from tidemill.errors import ModelError
 from tidemill.learn.layers import layers_of
 from tidemill.learn.parallel.collectives import Link, copy_tokens, gather_tokens, keep_tokens, scatter_tokens
 from tidemill.learn.parallel.cuts import Cut, Cuts, narrow, replace_parameter
+from tidemill.models.lora import LoraLinear
 from tidemill.reshard.layout import Replicate, Shard
 
 COLUMNS, ROWS, WHOLE, EXPERTS = "colwise", "rowwise", "replicated_with_grad_allreduce", "moe_tp_experts"
@@ -89,12 +90,24 @@ def _cut_linear(module: Any, name: str, style: str, names: dict[int, str], cuts:
     parts = kv_heads if name in KEYS and kv_heads < over.size else 0
     place = Shard(0, parts=parts) if style == COLUMNS else Shard(1)
     _cut_parameter(module, "weight", place, "kv" if parts else "", names, cuts, over)
+    is_adapted = isinstance(module, LoraLinear)
+    if is_adapted:  # the adapter's other matrix is whole: ranks have parts of its gradient
+        _cut_parameter(
+            module,
+            "lora_b" if style == COLUMNS else "lora_a",
+            place,
+            cuts[names[id(module.weight)]].adds,
+            names,
+            cuts,
+            over,
+        )
     if module.bias is None:
         return
     if style == COLUMNS:
         _cut_parameter(module, "bias", Shard(0, parts=parts), "kv" if parts else "", names, cuts, over)
     elif over.rank:  # parts are added up over ranks, so only one adds the bias
-        module.forward = lambda x: F.linear(x, module.weight, module.bias * 0.0)
+        through = module.through if is_adapted else lambda x, bias: F.linear(x, module.weight, bias)
+        module.forward = lambda x: through(x, module.bias * 0.0)
 
 
 def _cut_parameter(

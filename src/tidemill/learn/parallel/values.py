@@ -16,16 +16,27 @@ from tidemill.learn.engine import Scores, token_batch
 from tidemill.learn.packing import PackedBatch
 from tidemill.learn.parallel.learner import ParallelLearner
 from tidemill.learn.parallel.mesh import Meshes
+from tidemill.learn.parallel.stored import Source
 
 
 class ParallelValueLearner(ParallelLearner):
     """As `learn.critic.ValueLearner`. What a policy gives as log-probabilities, this gives as values."""
 
-    def __init__(self, model: ValueModel, config: Config, algorithm: Algorithm, updates: int, meshes: Meshes) -> None:
+    def __init__(
+        self,
+        model: ValueModel,
+        config: Config,
+        algorithm: Algorithm,
+        updates: int,
+        meshes: Meshes,
+        source: Source | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         rate = config.algorithm.critic.lr
         if rate is not None:
             config = config.model_copy(update={"learn": config.learn.model_copy(update={"lr": rate})})
-        super().__init__(model, config, algorithm, updates, meshes)
+        head = {f"head.{name}": torch.zeros(p.shape) for name, p in model.head.named_parameters()}
+        super().__init__(model, config, algorithm, updates, meshes, source, device, head)
 
     def _teaches(self, batch: Batch) -> Kept:
         return np.ones(batch.rows, np.bool_)

@@ -1,0 +1,54 @@
+"""Low-rank adapters over ranks: cut like the matrices they change, and merged piece by piece.
+
+Under FSDP a rank has the same rows of B as of W, so its rows of W + f · B A need all of A, which is small. Under tensor
+parallelism the adapter's matrix on the cut side is cut alike and the other is whole (`tensor`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tidemill.config import Learn
+from tidemill.learn.parallel.cuts import local
+from tidemill.models import lora
+
+
+def attach(model: Any, learn: Learn, seed: int) -> dict[str, Tensor]:
+    """Before the model is cut. Gives the values that adapters begin with, whole, for a model without memory."""
+    first = lora.first_values(model, learn.lora_rank, seed)
+    lora.attach(model, learn.lora_rank, learn.lora_alpha, seed, magnitudes=learn.dora)
+    zero = torch.zeros(())
+    begins = {f"{name}.lora_a": a for name, a in first.items()}
+    return begins | {
+        f"{name}.lora_b": zero.expand(model.get_submodule(name).out_features, learn.lora_rank) for name in first
+    }
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith(lora.SUFFIXES)
+
+
+@torch.no_grad()
+def begin_magnitudes(model: Any) -> None:
+    """As `lora.attach` does, from weights that came later. A rank has whole rows: tp, which cuts some, is refused."""
+    for module in model.modules():
+        if isinstance(module, lora.LoraLinear) and module.lora_m is not None:
+            local(module.lora_m).copy_(torch.linalg.vector_norm(local(module.weight), dim=1, dtype=torch.float32))
+
+
+@torch.no_grad()
+def merged(model: Any, pieces: dict[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's pieces under their usual names, with the adapters' change in them. All ranks call it together."""
+    found = {name: piece for name, piece in pieces.items() if not is_adapter(name)}
+    for name, module in model.named_modules():
+        if isinstance(module, lora.LoraLinear):
+            a = module.lora_a.detach()
+            a = a.full_tensor() if isinstance(a, DTensor) else a
+            weight, b = found[f"{name}.weight"], local(module.lora_b.detach())
+            magnitudes = None if module.lora_m is None else local(module.lora_m.detach())
+            found[f"{name}.weight"] = lora.merge(weight, a, b, magnitudes, module.factor)
+    return found
