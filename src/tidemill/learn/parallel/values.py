@@ -11,7 +11,7 @@ from torch import Tensor
 from tidemill.algorithms.api import Algorithm, Kept, Stats
 from tidemill.batch import Batch, Column
 from tidemill.config import Config
-from tidemill.learn.critic import ValueModel, value_metrics
+from tidemill.learn.critic import ValueModel, value_metrics, value_updates
 from tidemill.learn.engine import Scores, token_batch
 from tidemill.learn.packing import PackedBatch
 from tidemill.learn.parallel.learner import ParallelLearner
@@ -25,7 +25,7 @@ class ParallelValueLearner(ParallelLearner):
         rate = config.algorithm.critic.lr
         if rate is not None:
             config = config.model_copy(update={"learn": config.learn.model_copy(update={"lr": rate})})
-        super().__init__(model, config, algorithm, updates, meshes)
+        super().__init__(model, config, algorithm, value_updates(algorithm, config, updates), meshes)
 
     def _teaches(self, batch: Batch) -> Kept:
         return np.ones(batch.rows, np.bool_)
