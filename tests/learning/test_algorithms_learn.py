@@ -23,18 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.learning]
 
 
 def export(run: Path, to: Path) -> str:
-    import torch
-
-    from tidemill.learn import checkpoint
-    from tidemill.models.load import load, save_folder
-
-    config = recipe.load(run / "config.yaml").config
-    loaded = load(config.model, seed=config.seed, device=torch.device("cpu"))
-    tensors, _ = checkpoint.load(checkpoint.latest(run / "checkpoints").path)
-    with torch.no_grad():
-        for name, parameter in loaded.model.named_parameters():
-            parameter.copy_(tensors[f"model.{name}"])
-    save_folder(loaded.model, loaded.tokenizer, to)
+    trained.export(run, to)
     return str(to)
 
 
