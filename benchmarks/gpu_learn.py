@@ -328,6 +328,13 @@ JOBS: list[tuple[str, int, int, dict[str, Any]]] = [
     ("JOB shared, recompute MLPs", 64, 16384, {**FAST, "recompute": "mlp", "share_prompts": True}),
     ("JOB shared, recompute all", 64, 32768, {**FAST, "recompute": "full", "share_prompts": True}),
 ]
+# The same job in as little memory as TRL's learner takes, or less.
+SMALL: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("JOB, 4k tokens", 64, 4096, {**FAST, "logprob_chunk": 1024}),
+    ("JOB recompute activations, 4k tokens", 64, 4096, {**FAST, "recompute": "selective", "logprob_chunk": 1024}),
+    ("JOB recompute MLPs, 4k tokens", 64, 4096, {**FAST, "recompute": "mlp", "logprob_chunk": 1024}),
+    ("JOB recompute all, 16k tokens", 64, 16384, {**FAST, "recompute": "full", "logprob_chunk": 1024}),
+]
 OPTIONS: list[tuple[str, int, int, dict[str, Any]]] = [
     ("AdamW", 16, 16384, FAST),
     ("float32 copies", 16, 16384, {**FAST, "master": "float32"}),
@@ -342,6 +349,7 @@ OPTIONS: list[tuple[str, int, int, dict[str, Any]]] = [
     ("activations on the host", 8, 8192, {**FAST, "offload": "activations"}),
     ("eager", 8, 16384, {**ALONE, "compile": "off"}),
 ]
+PARTS = {"job": JOBS, "small": SMALL, "options": OPTIONS}
 
 
 def main() -> None:
@@ -360,7 +368,7 @@ def main() -> None:
         if not only or name in only:
             with section(name):
                 check()
-    variants = [v for part, all_of in (("job", JOBS), ("options", OPTIONS)) if not only or part in only for v in all_of]
+    variants = [v for part, all_of in PARTS.items() if not only or part in only for v in all_of]
     if variants or "profile" in only:
         model = model_of(asked.shape)
         say(f"{parameters_of(model):,} parameters")
