@@ -266,6 +266,9 @@ class Critic(Section):
     value_coef: float = Field(0.5, ge=0, description="factor of the critic's squared error")
     whiten: bool = Field(True, description="advantages of a step to mean 0 and standard deviation 1")
     warmup_steps: int = Field(0, ge=0, description="steps in which only the critic learns")
+    passes: int | None = Field(
+        None, ge=1, description="times the critic learns from each sample; none: train.passes_per_step"
+    )
     trunk: Literal["own", "shared"] = Field(
         "own", description="the critic's decoder: a copy that learns, or the policy's own, with only a head learned"
     )

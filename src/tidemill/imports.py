@@ -1,12 +1,15 @@
-"""A user's own function by import path: `package.module:function` or `path/to/file.py:function`."""
+"""Functions and classes that a recipe names: by import path (`package.module:function` or `path/to/file.py:function`),
+and whether they take the arguments that the recipe has for them."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,30 @@ PATH = re.compile(r"(?P<module>[A-Za-z_][\w.]*|.+\.py):(?P<name>[A-Za-z_]\w*)")
 
 def is_import_path(text: str) -> bool:
     return PATH.fullmatch(text) is not None
+
+
+def built_in(path: str) -> Any:
+    """One of our own, by module:name; imported when first used."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def check_arguments(
+    called: str, function: Callable[..., Any], args: Mapping[str, Any], error: type[TidemillError]
+) -> None:
+    """Arguments in the recipe that a function does not take behind its first one, or needs and is not given."""
+    parameters = list(inspect.signature(function).parameters.values())
+    if not parameters:
+        raise error(f"{called} takes no argument; it is given one thing to work on first")
+    known = {p.name: p for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    for key in args:
+        if key not in known and not takes_any:
+            remedy = f"its arguments are {', '.join(known) or 'none'}"
+            raise error(f"{called} has no argument {key!r}{did_you_mean(key, known)}", remedy)
+    for key, parameter in known.items():
+        if parameter.default is parameter.empty and key not in args:
+            raise error(f"{called} needs the argument {key!r}", f"set it in its args: {{{key}: …}}")
 
 
 def load(path: str, error: type[TidemillError], key: str) -> Any:

@@ -30,7 +30,8 @@ def run(folder: Path, name: str, steps: int = 2, **more) -> list[dict]:
         "algorithm": {"name": name, **more.pop("algorithm", {})},
     }
     for key, value in more.items():
-        recipe[key] = {**recipe.get(key, {}), **value}
+        before = recipe.get(key, {})
+        recipe[key] = {**(before if isinstance(before, dict) else {}), **value}
     tidemill.train(recipe)
     lines = (folder / recipe["name"] / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -69,6 +70,7 @@ def test_dynamic_sampling_keeps_the_batch_full_and_counts_what_it_dropped(tmp_pa
     metrics = run(tmp_path, "dapo", algorithm={"dynamic_sampling_rounds": 400})
     for step in metrics:
         assert step["dropped_groups"] == step["refilled_groups"] > 0
+        assert step["learned_samples"] == 6 * 4
         assert step["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
 
 
@@ -76,6 +78,29 @@ def test_the_critic_alone_learns_while_it_warms_up(tmp_path) -> None:
     metrics = run(tmp_path, "ppo", steps=3, algorithm={"critic": {"warmup_steps": 2}})
     assert ["grad_norm" in step for step in metrics] == [False, False, True]
     assert all("critic/explained_variance" in step for step in metrics)
+
+
+def test_a_critic_may_learn_more_often_from_each_sample(tmp_path) -> None:
+    settings = {"critic": {"passes": 3, "warmup_steps": 1, "value_clip": None}}
+    metrics = run(tmp_path, "ppo", steps=2, algorithm=settings, learn={"schedule": "linear", "lr": 1e-2})
+    assert ["grad_norm" in step for step in metrics] == [False, True]  # the warm-up is counted in steps, not passes
+    assert metrics[-1]["critic/lr"] < 5e-3 < metrics[0]["critic/lr"]  # the schedule goes over all its updates
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "ppo", "reinforce_pp"])
+def test_a_learning_rate_of_zero_leaves_every_ratio_at_one(name: str, tmp_path) -> None:
+    train = {"updates_per_step": 3, "passes_per_step": 2}
+    for step in run(tmp_path, name, train=train, learn={"lr": 0.0, "weight_decay": 0.0}):
+        for metric in ("ratio_mean", "ratio_max", "ratio_min"):
+            assert step[metric] == pytest.approx(1.0, abs=1e-4)
+        assert step["clip_share_low"] == step["clip_share_high"] == 0.0
+
+
+def test_each_part_of_the_reward_is_logged_on_its_own(tmp_path) -> None:
+    functions = ["last_number", {"function": "length", "weight": 0.1, "args": {"target": 3}, "label": "short"}]
+    (step,) = run(tmp_path, "grpo", steps=1, rewards={"functions": functions})
+    assert 0 < step["reward/short"] <= 1 and 0 <= step["reward/last_number"] <= 1
+    assert step["reward"] == pytest.approx(step["reward/last_number"] + 0.1 * step["reward/short"])
 
 
 def test_a_run_without_its_teacher_is_refused(tmp_path) -> None:

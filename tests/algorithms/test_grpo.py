@@ -130,3 +130,29 @@ def test_the_papers_choice_is_the_default_and_the_recipes_wins() -> None:
     assert Algorithm(name="grpo").aggregation == "sample_mean"
     assert Config().algorithm.aggregation == "sample_mean"
     assert Algorithm(name="grpo", aggregation="constant").aggregation == "constant"
+
+
+def test_responses_cut_off_are_left_out_where_the_recipe_says_so() -> None:
+    batch = Batch(
+        {"group": np.array([1, 1, 2]), "reward": np.ones(3, np.float32), "finish": np.array([0, 1, 1], np.int8)}
+    )
+    assert registry.get("grpo").keep(batch, Config()).tolist() == [True, True, True]
+    dropping = Config(algorithm={"overlong": {"drop_truncated": True}})
+    assert registry.get("grpo").keep(batch, dropping).tolist() == [True, False, False]
+    assert "finish" in registry.get("grpo").graph(dropping).stage("advantage").reads
+
+
+def test_of_the_correct_responses_only_the_best_are_imitated() -> None:
+    batch = Batch(
+        {
+            "id": np.array([0, 1, 2, 3, 4]),
+            "group": np.array([1, 1, 1, 2, 2]),
+            "reward": np.array([0.5, 0.9, 0.9, 0.1, 0.8], np.float32),
+            "correct": np.array([1, 1, 1, 1, 0], np.uint8),
+            "mask": Column.jagged([[1]] * 5, np.uint8),
+        }
+    )
+    assert registry.get("rejection").keep(batch, Config(algorithm="rejection")).tolist() == [1, 1, 1, 1, 0]
+    best = Config(algorithm={"name": "rejection", "keep_best": 1})
+    # Equal rewards: the lower id. In the second group a wrong response has the higher reward.
+    assert registry.get("rejection").keep(batch, best).tolist() == [0, 1, 0, 1, 0]

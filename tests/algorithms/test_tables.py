@@ -37,3 +37,12 @@ def test_all_that_an_algorithm_reads_is_written(name: str) -> None:
     written = get(name).advantages(batch, config)
     assert set(written) == set(stage.writes)
     assert len(get(name).keep(batch, config)) == batch.rows
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_every_algorithm_has_a_small_recipe_that_passes_the_checks(name: str) -> None:
+    from tidemill import recipe
+
+    config = recipe.load(f"cpu/{name}", ["algorithm.teacher=."] if name == "distill" else []).config
+    recipe.check(config)
+    assert config.algorithm.name == name and config.about

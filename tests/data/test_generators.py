@@ -58,6 +58,15 @@ def test_countdown_solutions_reach_their_target_with_the_given_numbers() -> None
         assert eval(example.response or "") == example.meta["target"]
 
 
+def test_every_kind_of_slip_is_made_and_none_is_right() -> None:
+    source, _ = open_source(Data(source="reversal", args={"pairs": True, "slips": True}), seed=0)
+    examples = [source.example(i) for i in range(300)]
+    assert all(e.meta["rejected"] != e.answer for e in examples)
+    assert {len(e.meta["rejected"]) - len(e.answer) for e in examples} == {-1, 0, 1}
+    copies = sum(e.meta["rejected"] == e.answer[::-1] for e in examples)
+    assert 40 < copies < 120
+
+
 def test_a_misspelt_setting_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(DataError, match="did you mean terms"):
         open_source(Data(source="chain", args={"term": 3}), seed=0)

@@ -23,18 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.learning]
 
 
 def export(run: Path, to: Path) -> str:
-    import torch
-
-    from tidemill.learn import checkpoint
-    from tidemill.models.load import load, save_folder
-
-    config = recipe.load(run / "config.yaml").config
-    loaded = load(config.model, seed=config.seed, device=torch.device("cpu"))
-    tensors, _ = checkpoint.load(checkpoint.latest(run / "checkpoints").path)
-    with torch.no_grad():
-        for name, parameter in loaded.model.named_parameters():
-            parameter.copy_(tensors[f"model.{name}"])
-    save_folder(loaded.model, loaded.tokenizer, to)
+    trained.export(run, to)
     return str(to)
 
 
@@ -71,8 +60,8 @@ def test_an_online_algorithm_lifts_held_out_accuracy(name: str, seed: int, place
     summary, metrics, _ = run(place, name, seed, warm)
     assert summary.accuracy_before < BELOW
     assert summary.accuracy_after > ABOVE
-    if name == "ppo":  # 0.09 to 0.16 at its best over three seeds: the policy is done before the critic
-        assert max(m["critic/explained_variance"] for m in metrics) > 0.05
+    if name == "ppo":  # the first steps of the policy; once nearly all responses are right nothing is left to explain
+        assert max(m["critic/explained_variance"] for m in metrics[:10]) > 0.3
     if name == "dapo":
         assert sum(m.get("refilled_groups", 0) for m in metrics) == sum(m.get("dropped_groups", 0) for m in metrics)
 

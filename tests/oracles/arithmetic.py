@@ -36,16 +36,25 @@ def std(values: list[float], bias: str) -> float:
     return math.sqrt(math.fsum((v - m) ** 2 for v in values) / (len(values) - (1 if bias == "sample" else 0)))
 
 
-def kl(estimator: str, new: Any, ref: float) -> Any:
-    d = new - ref
+def kl(k: Any, new: Any, ref: float) -> Any:
+    d = bounded(new - ref, k.clamp_log_ratio)
     exp = torch.exp if isinstance(d, Tensor) else math.exp
-    if estimator == "k1":
-        return d
-    if estimator == "k2":
-        return d * d / 2
-    if estimator == "abs":
-        return abs(d)
-    return exp(-d) - 1 + d
+    if k.estimator == "k1":
+        return bounded(d, k.clamp)
+    if k.estimator == "k2":
+        return bounded(d * d / 2, k.clamp)
+    if k.estimator == "abs":
+        return bounded(abs(d), k.clamp)
+    return bounded(exp(-d) - 1 + d, k.clamp)
+
+
+def bounded(value: Any, most: float | None) -> Any:
+    """Within ±most, where there is no gradient beyond it."""
+    plain = value.item() if isinstance(value, Tensor) else value
+    if most is None or abs(plain) <= most:
+        return value
+    edge = math.copysign(most, plain)
+    return constant(edge) if isinstance(value, Tensor) else edge
 
 
 def shaped_reward(s: Sample, a: Any, longest: int) -> float:
@@ -59,7 +68,7 @@ def shaped_reward(s: Sample, a: Any, longest: int) -> float:
 def kl_at(s: Sample, t: int, a: Any) -> float:
     if a.kl.place != "reward" or a.kl.coef == 0 or not s["mask"][t]:
         return 0.0
-    return float(a.kl.coef * kl(a.kl.estimator, s["old"][t], s["ref"][t]))
+    return float(a.kl.coef * kl(a.kl, s["old"][t], s["ref"][t]))
 
 
 def total_reward(s: Sample, a: Any, longest: int) -> float:
@@ -201,7 +210,22 @@ def correction(s: Sample, t: int, a: Any) -> float:
     return weight if a.rollout_correction_floor <= weight <= a.rollout_correction_cap else 0.0
 
 
-def policy_loss(name: str, samples: list[Sample], given: list[list[float]], a: Any, longest: int) -> Tensor:
+def covariances(samples: list[Sample], given: list[list[float]]) -> list[list[float]]:
+    """(log π − mean)(A − mean) at every token, the means over all tokens that the model made."""
+    made = [(s["old"][t], row[t]) for s, row in zip(samples, given) for t in range(len(row)) if s["mask"][t]]
+    logprob, advantage = mean([p for p, _ in made]), mean([a for _, a in made])
+    return [[(s["old"][t] - logprob) * (row[t] - advantage) for t in range(len(row))] for s, row in zip(samples, given)]
+
+
+def policy_loss(
+    name: str,
+    samples: list[Sample],
+    given: list[list[float]],
+    a: Any,
+    longest: int,
+    marked: frozenset[tuple[int, int]] = frozenset(),
+) -> Tensor:
+    """`marked`: tokens, by their sample's id and place, that clip-cov or KL-cov holds back."""
     of = {s["id"]: row for s, row in zip(samples, given)}
 
     def value(s: Sample, t: int) -> Tensor:
@@ -215,9 +239,12 @@ def policy_loss(name: str, samples: list[Sample], given: list[list[float]], a: A
             loss = -s["new"][t]
         else:
             loss = clipped(ratio, advantage, a)
+        if (s["id"], t) in marked:
+            moved = s["new"][t] - s["old"][t]
+            loss = loss.detach() if a.covariance.mode == "clip" else loss + a.covariance.kl_coef * abs(moved)
         loss = loss * correction(s, t, a)
         if a.kl.coef and a.kl.place == "loss":
-            loss = loss + a.kl.coef * kl(a.kl.estimator, s["new"][t], s["ref"][t])
+            loss = loss + a.kl.coef * kl(a.kl, s["new"][t], s["ref"][t])
         return loss - a.entropy_coef * s["entropy"][t]
 
     return aggregate(samples, a, longest, value)

@@ -41,6 +41,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "rollout_correction_cap": 1.6,
     },
     "keep all": {"dynamic_sampling": False},
+    "clamped k3 in loss": {"kl": {"coef": 0.1, "clamp_log_ratio": 0.3, "clamp": 0.04}},
+    "clamped k1 in reward": {"kl": {"coef": 0.1, "estimator": "k1", "place": "reward", "clamp": 0.2}},
+    "length-adaptive": {"critic": {"length_alpha": 0.3, "gamma": 0.98, "whiten": False}},
 }
 
 
@@ -68,6 +71,31 @@ def test_advantages_loss_and_gradient_of_online_algorithms(name: str, settings: 
     spread = [np.broadcast_to(batch["advantages"][i], len(s["mask"])).tolist() for i, s in enumerate(samples)]
     loss, _ = algorithm.loss(tokens_of(samples, batch, config), config)
     reference = oracle.policy_loss(name, samples, spread, config.algorithm, LONGEST)
+    assert loss.item() == pytest.approx(reference.item(), rel=1e-9, abs=1e-12)
+    assert gradients(loss, samples) == pytest.approx(gradients(reference, samples), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["clip", "kl"])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "cispo", "reinforce_pp", "ppo", "distill"])
+def test_tokens_held_back_for_their_covariance(name: str, mode: str) -> None:
+    covariance = {"mode": mode, "share": 0.1, "low": 0.05, "high": 0.6, "kl_coef": 0.7}
+    algorithm, config = get(name), config_of(name, old_logprobs="recompute", covariance=covariance)
+    samples = random_samples(8)
+    batch = batch_of(samples)
+    batch = batch.merge(algorithm.advantages(batch, config))
+    spread = [np.broadcast_to(batch["advantages"][i], len(s["mask"])).tolist() for i, s in enumerate(samples)]
+    of = oracle.covariances(samples, spread)
+    cov = {(s["id"], t): of[i][t] for i, s in enumerate(samples) for t in range(len(s["mask"])) if s["mask"][t]}
+    held = [batch["held_back"][i] for i in range(len(samples))]
+    marked = frozenset((s["id"], t) for i, s in enumerate(samples) for t in np.flatnonzero(held[i]).tolist())
+    count = max(1, int(0.1 * len(cov)))
+    if mode == "kl":  # the largest
+        assert marked == frozenset(sorted(cov, key=lambda token: -cov[token])[:count])
+    else:  # some of those between the bounds
+        eligible = {token for token in cov if 0.05 < cov[token] < 0.6}
+        assert marked <= eligible and len(marked) == min(count, len(eligible)) > 0
+    loss, _ = algorithm.loss(tokens_of(samples, batch, config), config)
+    reference = oracle.policy_loss(name, samples, spread, config.algorithm, LONGEST, marked)
     assert loss.item() == pytest.approx(reference.item(), rel=1e-9, abs=1e-12)
     assert gradients(loss, samples) == pytest.approx(gradients(reference, samples), rel=1e-9, abs=1e-12)
 

@@ -26,8 +26,12 @@ QUICK = settings(max_examples=15, deadline=None)
 MORE = {"kl": {"coef": 0.1}, "entropy_coef": 0.01}
 
 
+CRITIC = "ppo critic"  # what holds for losses holds for the critic's too
+
+
 def case(name: str, seed: int):
     """A random step, through the stage `advantage`."""
+    name = name.removesuffix(" critic")
     algorithm = get(name)
     config = config_of(name, **({} if algorithm.food != "prompts" else MORE))
     everything = random_samples(seed, pairs=algorithm.food == "pairs")
@@ -35,22 +39,23 @@ def case(name: str, seed: int):
     return algorithm, config, samples, batch
 
 
-def outcome(algorithm, config, parts):
+def outcome(algorithm, config, parts, is_critic=False):
     """Loss, gradients and metrics of a step that is cut into parts, each a list of samples and their batch."""
+    loss_of, learned = (algorithm.value_loss, "new_values") if is_critic else (algorithm.loss, "new")
     divisor = sum(whole(batch, config) for _, batch in parts)
     losses, stats = [], []
     for samples, batch in parts:
-        loss, found = algorithm.loss(tokens_of(samples, batch, config, divisor), config)
+        loss, found = loss_of(tokens_of(samples, batch, config, divisor), config)
         losses.append(loss)
         stats.append(found)
     loss = sum(losses)
-    leaves = {(s["id"], t): v for samples, _ in parts for s in samples for t, v in enumerate(s["new"])}
+    leaves = {(s["id"], t): v for samples, _ in parts for s in samples for t, v in enumerate(s[learned])}
     found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     gradient = {key: 0.0 if g is None else float(g) for key, g in zip(leaves, found)}
     return loss.item(), gradient, total(stats)
 
 
-@pytest.mark.parametrize("name", list(ALGORITHMS))
+@pytest.mark.parametrize("name", [*ALGORITHMS, CRITIC])
 @given(seed=SEEDS)
 @QUICK
 def test_cutting_and_reordering_a_step_change_nothing(name: str, seed: int) -> None:
@@ -67,8 +72,8 @@ def test_cutting_and_reordering_a_step_change_nothing(name: str, seed: int) -> N
         rows = [i for u in chosen for i, s in enumerate(samples) if (s["group"] == u if together else i == u)]
         rng.shuffle(rows)
         parts.append(([samples[i] for i in rows], batch.gather(rows)))
-    loss, gradient, metrics = outcome(algorithm, config, [(samples, batch)])
-    cut_loss, cut_gradient, cut_metrics = outcome(algorithm, config, parts)
+    loss, gradient, metrics = outcome(algorithm, config, [(samples, batch)], name == CRITIC)
+    cut_loss, cut_gradient, cut_metrics = outcome(algorithm, config, parts, name == CRITIC)
     assert cut_loss == pytest.approx(loss, rel=1e-9, abs=1e-12)
     assert cut_gradient == pytest.approx(gradient, rel=1e-9, abs=1e-12)
     assert cut_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-9)
@@ -130,12 +135,12 @@ def test_advantages_are_finite_and_balanced(rewards, scale, baseline, data) -> N
             assert sum(own) == pytest.approx(0.0, abs=1e-3 * (1 + max(map(abs, own))))
 
 
-@pytest.mark.parametrize("name", [a.name for a in ONLINE])
+@pytest.mark.parametrize("name", [*(a.name for a in ONLINE), CRITIC])
 @given(seed=SEEDS)
 @QUICK
 def test_tokens_the_model_did_not_make_change_nothing(name: str, seed: int) -> None:
-    algorithm = get(name)
-    config = config_of(name, critic={"whiten": True}, **MORE)
+    algorithm = get(name.removesuffix(" critic"))
+    config = config_of(algorithm.name, critic={"whiten": True}, **MORE)
     everything = random_samples(seed)
     rng = random.Random(seed)
     longer, moved = [], {}
@@ -159,7 +164,7 @@ def test_tokens_the_model_did_not_make_change_nothing(name: str, seed: int) -> N
     for given_samples in (everything, longer):
         samples, batch = prepared(algorithm, given_samples, config)
         if samples:
-            results.append(outcome(algorithm, config, [(samples, batch)]))
+            results.append(outcome(algorithm, config, [(samples, batch)], name == CRITIC))
     if results:
         (loss, gradient, metrics), (longer_loss, longer_gradient, longer_metrics) = results
         assert longer_loss == pytest.approx(loss, rel=1e-6, abs=1e-9)

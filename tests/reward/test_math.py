@@ -1,3 +1,4 @@
+import random
 import time
 
 import pytest
@@ -6,7 +7,7 @@ pytest.importorskip("math_verify")
 
 from tidemill.config import Rewards
 from tidemill.reward.api import Sample
-from tidemill.reward.math_answers import math, same
+from tidemill.reward.math_answers import at_once, by_algebra, math, same
 from tidemill.reward.score import Scorer
 
 SAME = [
@@ -25,6 +26,9 @@ SAME = [
     (r"10^{10^{10}}", "10^{10^{10}}"),
     (r"\{1,2\}", r"\{2,1\}"),
     (r"5 \text{ cm}", "5"),
+    ("50%", "0.5"),
+    (r"\text{Paris}", r"\text{Paris}"),
+    ("1/3", "0.333333"),
 ]
 DIFFERENT = [
     ("17", "18"),
@@ -35,6 +39,31 @@ DIFFERENT = [
     ("9**9**9**9", "9"),
     ("x", "y"),
     ("99999!", "1"),
+    ("2 3", "23"),
+    ("1,5", "15"),
+    ("x=5", "y=5"),
+    ("1.5%", "1.5"),
+    ("0.3333", "1/3"),
+]
+# Pairs where a shortcut could go wrong: units, signs, separators, rounding, letters that are units, mixed numbers.
+DELICATE = [
+    *(("17.0", "17"), ("1,000", "1000"), ("1 000", "1000"), ("1,23,456", "123456"), ("0,5", "5"), ("-1,000", "-1000")),
+    *(("3.0000001", "3"), ("1", "1.0000004"), ("0.166667", "1/6"), ("3.1415926", r"\pi"), ("3.14", r"\pi")),
+    *(
+        ("100%", "1"),
+        ("0.01", "1%"),
+        ("1.0", "1%"),
+        ("5%", "5"),
+        ("1/100", "1%"),
+        ("5 m", "5"),
+        ("5t", "5"),
+        ("5x", "5"),
+    ),
+    *((r"2\frac{1}{2}", "2.5"), (r"2\frac{1}{2}", "1"), (r"1/2x", "x/2"), (r"1/2\pi", r"\frac{\pi}{2}")),
+    *((r"\frac12", "1/2"), ("-1/2", r"-\frac{1}{2}"), ("--5", "5"), ("- 5", "-5"), ("+5", "5"), ("007", "7")),
+    *(("x=5", "5"), ("5", "x=5"), ("x=5", "6"), ("2x=5", "5"), ("x^2", "x^23"), ("xy", "yx"), ("x(y)", "xy")),
+    *(("1/0", "1"), (r"\frac{1}{0}", "0"), ("7!", "5040"), ("1e3", "1000"), ("€5", "5"), (r"90^\circ", "91")),
+    *(("A", "a"), ("A", "B"), ("(1,2)", "(2,1)"), (r"\{1,2\}", r"\{1,3\}"), (r"-x^2", r"(-x)^2"), ("2^{-1}", "0.5")),
 ]
 PATHOLOGICAL = [
     "10^10^10",
@@ -63,6 +92,54 @@ def test_answers_that_mean_the_same(given, gold) -> None:
 @pytest.mark.parametrize(("given", "gold"), DIFFERENT)
 def test_answers_that_do_not(given, gold) -> None:
     assert not same(given, gold)
+
+
+def plain_expression(rng: random.Random, depth: int = 2) -> str:
+    """Of the kind that is read without the algebra, and a little beyond."""
+    if depth == 0:
+        return rng.choice([str(rng.randint(1, 9)), *"xyn", r"\pi", f"{rng.randint(1, 9)}.5"])
+    a, b = (plain_expression(rng, depth - 1) for _ in range(2))
+    forms = (
+        f"{a}+{b}",
+        f"{a} - {b}",
+        rf"\frac{{{a}}}{{{b}}}",
+        rf"\sqrt{{{a}}}",
+        f"({a})^2",
+        rf"{a}\cdot {b}",
+        f"2({a})",
+    )
+    return rng.choice(forms)
+
+
+def random_pair(rng: random.Random) -> tuple[str, str]:
+    if rng.random() < 0.4:
+        over, under = rng.randint(-9, 9), rng.randint(1, 6)
+        number = (str(over), f"{over}/{under}", rf"\frac{{{over}}}{{{under}}}", f"{over / under:.6f}", f"{over}.0")
+        return rng.choice(number), rng.choice(number)
+    one = plain_expression(rng)
+    return one, rng.choice([one.replace("+", " + "), one.replace("2", "3"), plain_expression(rng)])
+
+
+@pytest.mark.parametrize(("given", "gold"), DELICATE)
+def test_what_is_decided_at_once_is_what_the_library_says(given, gold) -> None:
+    assert at_once(given, gold) in (None, by_algebra(given, gold))
+
+
+def test_random_answers_decided_at_once_are_what_the_library_says() -> None:
+    seed = random.randrange(1 << 30)
+    rng, decided = random.Random(seed), 0
+    for _ in range(60):
+        given, gold = random_pair(rng)
+        found = at_once(given, gold)
+        decided += found is not None
+        assert found in (None, by_algebra(given, gold)), (given, gold, seed)
+    assert decided > 20
+
+
+def test_numbers_fractions_and_plain_differences_need_no_algebra() -> None:
+    for given, gold in (("17.0", "18"), ("2/4", r"\frac{1}{2}"), (r"3\sqrt{7}", r"3\sqrt{8}"), ("x^2+1", "(x+1)^2")):
+        assert at_once(given, gold) is not None
+    assert at_once(r"2\sqrt{3}", r"\sqrt{12}") is None  # that two roots agree is for the algebra to say
 
 
 def test_the_last_marked_answer_counts() -> None:

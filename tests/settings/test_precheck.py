@@ -43,7 +43,7 @@ def test_settings_that_work_pass():
         ("data.source=missing.jsonl", "data.source=missing.jsonl is neither a file"),
         ("data.eval_source=./missing", "data.eval_source=./missing is neither a file"),
         ("data.source=arithmatic", "did you mean arithmetic"),
-        ("data.args.digts=3", "has no setting 'digts'"),
+        ("data.args.digts=3", "has no argument 'digts'"),
         ("rewards=exat", "there is no reward 'exat'; did you mean exact"),
         ("rewards=[{function: exact, args: {ignorecase: true}}]", "did you mean ignore_case"),
         ("rewards=my_rewards:good", "cannot import 'my_rewards:good'"),

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tidemill.algorithms import policy
 from tidemill.algorithms.api import Stats, TokenBatch
-from tidemill.algorithms.losses import clipped_surrogate, finish, held_back, ratio_stats, sequence_log_ratio
 from tidemill.config import Config
 
 
@@ -19,8 +18,4 @@ class GSPO(policy.GroupPolicy):
     about = "group advantages, one length-normalised ratio per response"
 
     def loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
-        settings = config.algorithm
-        log_ratio = sequence_log_ratio(tokens, per_token=True)
-        # The same objective at each token of a response: with sample_mean they add up to the response's own.
-        per_token = held_back(-clipped_surrogate(log_ratio, tokens.advantages, settings), log_ratio, tokens, settings)
-        return finish(per_token, tokens, settings, ratio_stats(log_ratio, tokens, settings))
+        return policy.sequence_loss(tokens, config, per_token=True)

@@ -11,7 +11,14 @@ from torch import Tensor
 from tidemill.algorithms import tables
 from tidemill.algorithms.advantages import group_advantages, group_index, spread_of
 from tidemill.algorithms.api import Algorithm, Kept, Stats, TokenBatch
-from tidemill.algorithms.losses import clipped_surrogate, finish, held_back, log_ratio_of, ratio_stats
+from tidemill.algorithms.losses import (
+    clipped_surrogate,
+    finish,
+    held_back,
+    log_ratio_of,
+    ratio_stats,
+    sequence_log_ratio,
+)
 from tidemill.algorithms.shaping import sample_rewards, token_rows
 from tidemill.algorithms.tables import FINISH, old_column
 from tidemill.batch import GROUP, ID, Batch, Column
@@ -129,7 +136,16 @@ class GroupPolicy(Algorithm):
 
 def clipped_loss(tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
     """−min(ρA, clip(ρ)A) with one ratio ρ per token."""
+    return surrogate_loss(log_ratio_of(tokens), tokens, config)
+
+
+def sequence_loss(tokens: TokenBatch, config: Config, per_token: bool) -> tuple[Tensor, Stats]:
+    """The same with one ratio per response: the product of its tokens' ratios, or their geometric mean. It stands at
+    each token of the response; with sample_mean they add up to the response's own objective."""
+    return surrogate_loss(sequence_log_ratio(tokens, per_token), tokens, config)
+
+
+def surrogate_loss(log_ratio: Tensor, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
     settings = config.algorithm
-    log_ratio = log_ratio_of(tokens)
     per_token = held_back(-clipped_surrogate(log_ratio, tokens.advantages, settings), log_ratio, tokens, settings)
     return finish(per_token, tokens, settings, ratio_stats(log_ratio, tokens, settings))

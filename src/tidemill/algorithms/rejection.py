@@ -41,8 +41,8 @@ class Rejection(Algorithm):
         if most is None:
             return np.asarray(correct, np.bool_)
         index, counts = group_index(batch.values(GROUP))
-        # Best first within each group; equal rewards in the order of their ids, so nothing depends on arrival.
-        order = np.lexsort((batch.values(ID), -task_rewards(batch, config), index))
+        # The correct ones first, then the best; equal rewards in the order of their ids: nothing depends on arrival.
+        order = np.lexsort((batch.values(ID), -task_rewards(batch, config), ~correct, index))
         starts = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int64)
         place = np.empty(batch.rows, np.int64)
         place[order] = np.arange(batch.rows) - starts[index[order]]

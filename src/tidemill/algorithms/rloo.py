@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tidemill.algorithms import policy
 from tidemill.algorithms.api import Stats, TokenBatch
-from tidemill.algorithms.losses import clipped_surrogate, finish, ratio_stats, sequence_log_ratio
 from tidemill.config import Config
 
 
@@ -19,7 +18,4 @@ class RLOO(policy.GroupPolicy):
     about = "leave-one-out baseline, one ratio per response"
 
     def loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
-        settings = config.algorithm
-        log_ratio = sequence_log_ratio(tokens, per_token=False)
-        per_token = -clipped_surrogate(log_ratio, tokens.advantages, settings)
-        return finish(per_token, tokens, settings, ratio_stats(log_ratio, tokens, settings))
+        return policy.sequence_loss(tokens, config, per_token=False)

@@ -173,7 +173,7 @@ class RankLearnWorker(LearnWorker):
     def _learn_share(self) -> None:
         whole = Batch.concat([held.batch for held in self.held]) if self.held else None
         place = self._place(self.groups)
-        for _ in range(self.config.train.passes_per_step):
+        for _ in range(self.passes):
             for update in range(self.config.train.updates_per_step):
                 if whole is not None:
                     fresh = ~np.isin(whole.values(GROUP), list(self.accumulated))

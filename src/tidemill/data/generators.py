@@ -7,8 +7,6 @@ alone, never by the seed: a model warmed up with another seed has not seen the h
 from __future__ import annotations
 
 import hashlib
-import importlib
-import inspect
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,13 +14,13 @@ from typing import Any
 
 from tidemill.data.source import Example, Message, Source
 from tidemill.errors import DataError, did_you_mean
-from tidemill.imports import is_import_path, load
+from tidemill.imports import built_in, check_arguments, is_import_path, load
 
 HELD_OUT_SHARE = 8  # one problem in this many belongs to the held-out side
-PACKAGES = {  # PREFIX:TASK; each module has `generator(task)`
-    "reasoning_gym": "tidemill.data.gym",
-    "gymnasium": "tidemill.environment.gymnasium",
-    "textarena": "tidemill.environment.textarena",
+PACKAGES = {  # PREFIX:TASK
+    "reasoning_gym": "tidemill.data.gym:generator",
+    "gymnasium": "tidemill.environment.gymnasium:generator",
+    "textarena": "tidemill.environment.textarena:generator",
 }
 PATIENCE = 400  # draws in a row that land on the wrong side (or repeat) before the generator counts as exhausted
 
@@ -62,7 +60,7 @@ def find(name: str) -> Generator:
         return known[name]
     package, _, task = name.partition(":")
     if package in PACKAGES and task:
-        made: Generator = getattr(importlib.import_module(PACKAGES[package]), "generator")(task)  # noqa: B009
+        made: Generator = built_in(PACKAGES[package])(task)
         return made
     if is_import_path(name):
         found: Generator = load(name, DataError, "data.source")
@@ -79,16 +77,7 @@ def open_pair(name: str, args: Mapping[str, Any], held_out: int, seed: int) -> t
 
 
 def check_args(name: str, make: Generator, args: Mapping[str, Any]) -> None:
-    parameters = inspect.signature(make).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    known = list(parameters)[1:]
-    for key in args:
-        if key not in known:
-            raise DataError(
-                f"generator {name!r} has no setting {key!r}{did_you_mean(key, known)}",
-                f"its settings in data.args are {', '.join(known) or 'none'}",
-            )
+    check_arguments(f"data.args: generator {name!r}", make, args, DataError)
 
 
 def is_held_out(problem: Problem) -> bool:

@@ -148,18 +148,36 @@ def reversal(
     """`0123=` with the answer `3210`. The given response is that in a share of the problems, and a plain copy in the
     others: a model warmed up so has both ways in it, and RL has to find which one pays. It learns in seconds.
 
-    With `pairs` there is a response to reject: the copy or, with `slips`, in two of three problems the reversed word
-    with letters changed. A reward model must have seen such, or a policy finds what it takes for better.
+    With `pairs` there is a response to reject: the copy or, with `slips`, in three of four problems the reversed word
+    with a slip. A reward model must have seen slips of every kind, or a policy finds the one that it takes for better.
     """
     word = "".join(rng.choice(letters) for _ in range(rng.randint(*span(length, "length", 2))))
     response = word[::-1] if rng.random() < reversed_share else word
     if not pairs:
         return Problem(f"{word}=", word[::-1], response)
-    rejected = list(word[::-1])
-    while slips and "".join(rejected) == word[::-1]:
-        rejected = [rng.choice(letters) if rng.random() < 0.4 else letter for letter in rejected]
-    is_slip = slips and rng.random() < 2 / 3
-    return Problem(f"{word}=", word[::-1], response, {"rejected": "".join(rejected) if is_slip else word})
+    right = word[::-1]
+    is_slip = slips and (word == right or rng.random() < 3 / 4)
+    return Problem(f"{word}=", right, response, {"rejected": slipped(rng, right, letters) if is_slip else word})
+
+
+def slipped(rng: random.Random, right: str, letters: str) -> str:
+    """A wrong word near the right one: letters changed (one or more), two of them swapped, one left out or added."""
+    wrong = right
+    while wrong == right:
+        made, at = list(right), rng.randrange(len(right))
+        match rng.choice(("change", "change", "change", "swap", "drop", "add")):
+            case "change":
+                share = rng.choice((0.0, 0.0, 0.0, 0.5))  # one letter alone is the hardest to see
+                made = [rng.choice(letters) if i == at or rng.random() < share else old for i, old in enumerate(made)]
+            case "swap":
+                other = rng.randrange(len(right))
+                made[at], made[other] = made[other], made[at]
+            case "drop":
+                del made[at]
+            case "add":
+                made.insert(at, rng.choice(letters))
+        wrong = "".join(made)
+    return wrong
 
 
 def countdown(rng: random.Random, numbers: Span = (3, 4), max_value: int = 20, operators: str = "+-*") -> Problem:

@@ -22,7 +22,12 @@ from tidemill.environment.api import Played, Task, last_said
 from tidemill.errors import RewardError, TidemillError
 from tidemill.flow.tally import Tally
 from tidemill.flow.weights import OwnCopy
+<<<<<<< HEAD
 from tidemill.learn.api import LearnEngine, Scores, Values
+=======
+from tidemill.learn.api import LearnEngine, Scores
+from tidemill.learn.critic import ValueLearner, critic_passes
+>>>>>>> shelf
 from tidemill.learn.engine import score
 from tidemill.reward.api import Sample, Scored
 from tidemill.reward.score import Scorer
@@ -463,6 +468,7 @@ class LearnWorker:
     ) -> None:
         self.dock, self.learner, self.config, self.tally = dock, learner, config, tally
         self.name, self.critic = name, critic  # the critic's own worker, polled before this one
+        self.passes = critic_passes(config) if name == "learn_values" else config.train.passes_per_step
         self.held: list[Lease] = []
         self.has_begun = False  # a gradient has been added that an interruption would waste
         self.begin(0)
@@ -477,9 +483,7 @@ class LearnWorker:
         self.only_critic = False
         if self.critic is not None:
             self.critic.begin(first_group, tag)
-            steps = self.critic.learner.version // (
-                self.config.train.updates_per_step * self.config.train.passes_per_step
-            )
+            steps = self.critic.learner.version // (self.config.train.updates_per_step * self.critic.passes)
             self.only_critic = steps < self.config.algorithm.critic.warmup_steps
 
     def poll(self) -> bool:
@@ -544,7 +548,7 @@ class LearnWorker:
 
     def _learn(self, whole: Batch) -> None:
         update_of = self._update_of(whole)
-        for _ in range(self.config.train.passes_per_step):
+        for _ in range(self.passes):
             for update in range(self.config.train.updates_per_step):
                 fresh = ~np.isin(whole.values(GROUP), list(self.accumulated))
                 rows = np.flatnonzero((update_of == update) & fresh)

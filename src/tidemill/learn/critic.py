@@ -74,7 +74,7 @@ class ValueLearner(Learner):
         if model.shares_trunk:  # the policy's learner has the trunk's settings
             plain = {"lora_rank": 0, "recompute": "none", "compile": "off", "fp8": "none", "offload": "none"}
             config = config.model_copy(update={"learn": config.learn.model_copy(update=plain)})
-        super().__init__(model, config, algorithm, updates)
+        super().__init__(model, config, algorithm, value_updates(algorithm, config, updates))
 
     def _teaches(self, batch: Batch) -> Kept:
         return np.ones(batch.rows, np.bool_)  # a value of no advantage is still a value to learn
@@ -102,6 +102,15 @@ class ValueLearner(Learner):
             for row, part in zip(rows, np.split(found, cuts)):
                 out.values[out.offsets[row] : out.offsets[row + 1]] = part
         return out
+
+
+def critic_passes(config: Config) -> int:
+    return config.algorithm.critic.passes or config.train.passes_per_step
+
+
+def value_updates(algorithm: Algorithm, config: Config, updates: int) -> int:
+    """Of the whole run, where the policy makes `updates`: a critic may learn more often from each sample."""
+    return updates // config.train.passes_per_step * critic_passes(config) if algorithm.has_critic else updates
 
 
 def value_metrics(metrics: dict[str, float]) -> dict[str, float]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tidemill.errors import ConfigError, did_you_mean
-from tidemill.imports import is_import_path, load
+from tidemill.imports import built_in, check_arguments, is_import_path, load
 from tidemill.reward.api import RewardFunction
 
 
@@ -47,8 +45,7 @@ def is_quick(name: str) -> bool:
 def find(name: str) -> RewardFunction:
     """The function a recipe names; a name that does not exist is a ConfigError with the nearest ones."""
     if name in BUILT_IN:
-        module, _, function = BUILT_IN[name].path.partition(":")
-        found: RewardFunction = getattr(importlib.import_module(module), function)
+        found: RewardFunction = built_in(BUILT_IN[name].path)
         return found
     if is_import_path(name):
         found = load(name, ConfigError, "rewards")
@@ -62,20 +59,4 @@ def find(name: str) -> RewardFunction:
 
 
 def check_args(name: str, function: RewardFunction, args: Mapping[str, Any]) -> None:
-    """Arguments in the recipe that the function does not take, or needs and is not given."""
-    parameters = list(inspect.signature(function).parameters.values())
-    if not parameters:
-        raise ConfigError(f"rewards: {name!r} takes no argument; a reward function takes the sample first")
-    keyword = {p.name: p for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        for key in args:
-            if key not in keyword:
-                raise ConfigError(
-                    f"rewards: {name!r} has no argument {key!r}{did_you_mean(key, keyword)}",
-                    f"its arguments are {', '.join(keyword) or 'none'}",
-                )
-    for key, parameter in keyword.items():
-        if parameter.default is parameter.empty and key not in args:
-            raise ConfigError(
-                f"rewards: {name!r} needs the argument {key!r}", f"set it in the reward's args: {{{key}: …}}"
-            )
+    check_arguments(f"rewards: {name!r}", function, args, ConfigError)

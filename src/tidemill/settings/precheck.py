@@ -219,7 +219,8 @@ def _data(config: Config, _: Model) -> Iterator[str]:
 
     data = config.data
     eval_args = data.args if data.eval_args is None else data.eval_args
-    sources = (("data.source", data.source, data.args), ("data.eval_source", data.eval_source, eval_args))
+    level = {} if data.curriculum is None else {data.curriculum.setting: data.curriculum.values[0]}
+    sources = (("data.source", data.source, {**data.args, **level}), ("data.eval_source", data.eval_source, eval_args))
     for key, source, args in sources:
         if source is None:
             continue

@@ -11,7 +11,7 @@ from torch import Tensor
 from tidemill.algorithms.api import Algorithm, Kept, Stats
 from tidemill.batch import Batch, Column
 from tidemill.config import Config
-from tidemill.learn.critic import ValueModel, value_metrics
+from tidemill.learn.critic import ValueModel, value_metrics, value_updates
 from tidemill.learn.engine import Scores, token_batch
 from tidemill.learn.packing import PackedBatch
 from tidemill.learn.parallel.learner import ParallelLearner
@@ -36,7 +36,7 @@ class ParallelValueLearner(ParallelLearner):
         if rate is not None:
             config = config.model_copy(update={"learn": config.learn.model_copy(update={"lr": rate})})
         head = {f"head.{name}": torch.zeros(p.shape) for name, p in model.head.named_parameters()}
-        super().__init__(model, config, algorithm, updates, meshes, source, device, head)
+        super().__init__(model, config, algorithm, value_updates(algorithm, config, updates), meshes, source, device, head)
 
     def _teaches(self, batch: Batch) -> Kept:
         return np.ones(batch.rows, np.bool_)
