@@ -9,7 +9,6 @@ import contextlib
 import os
 import queue
 import shutil
-import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -17,10 +16,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from tidemill.cluster.forks import Forks, environment
 from tidemill.cluster.handle import WorkerLost
 from tidemill.cluster.placement import LEARNER, Placement, PlacementError, Post, Resources
 from tidemill.cluster.report import Answer, Numbers
-from tidemill.cluster.role import Host
 from tidemill.config import Cluster
 from tidemill.dock.address import Address
 from tidemill.errors import ConfigError, MissingExtra, TidemillError
@@ -37,11 +36,18 @@ OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through it
 THREADS = 16  # calls that one worker answers at a time
 
 
-class RayHost(Host):
-    """A worker's process, as an actor."""
+class RayHost:
+    """An actor that stands for a worker: Ray gives it a place, and devices by its environment; the worker itself is
+    forked on the same node."""
 
-    def on_where(self) -> tuple[str, str]:
-        return ray.get_runtime_context().get_node_id(), own_address()
+    def __init__(self, name: str, logs: str, forks: str) -> None:
+        self._worker = Forks(Path(forks)).spawn(name, Path(logs))
+
+    def answer(self, method: str, args: tuple[Any, ...], number: int) -> Answer:
+        if method == "where":
+            return Answer((ray.get_runtime_context().get_node_id(), own_address()))
+        told: Answer = self._worker.pass_on(method, args, number).result()
+        return told
 
 
 class Storehouse:
@@ -65,9 +71,15 @@ class RayStarter:
     def __init__(self, settings: Cluster, name: str) -> None:
         self.settings, self.name = settings, name
         self._is_own = False
-        self._folder: Path | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix="tm-"))  # short: sockets lie in it, whose paths are limited
+        self._forks = Forks(self._folder / "forks")
         self._environment: dict[str, Any] = {"runtime_env": {"env_vars": environment()}}  # of each worker
-        self._connect()
+        try:
+            self._connect()
+        except BaseException:
+            self._forks.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
         remote: Any = ray.remote  # its types know functions only
         self._actor = remote(max_concurrency=THREADS, max_restarts=0, num_cpus=0)(RayHost)
         self._storehouse = remote(num_cpus=0, max_restarts=0, max_concurrency=2)(Storehouse)
@@ -78,6 +90,8 @@ class RayStarter:
         self.home = (context.get_node_id(), own_address())
 
     def _connect(self) -> None:
+        if self.settings.address == "local":
+            self._forks.start()  # its imports take as long as Ray's start
         if ray.is_initialized():  # the caller's own, for example a test's
             return
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
@@ -90,7 +104,6 @@ class RayStarter:
                     "`ray start --head` starts a cluster; cluster.address=local one for this run alone",
                 ) from error
         else:
-            self._folder = Path(tempfile.mkdtemp(prefix="tm-"))  # short: sockets lie in it, whose paths are limited
             # Its nodes have our environment from the start, so that workers which Ray starts ahead can be used.
             before = {name: os.environ.get(name) for name in environment()}
             os.environ |= environment()
@@ -157,7 +170,7 @@ class RayStarter:
             resources=needs,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
             **self._environment,
-        ).remote(post.name, str(logs))
+        ).remote(post.name, str(logs), str(self._forks.path))
         return RayHandle(post.name, actor)
 
     def release(self, post: Post) -> None:
@@ -198,8 +211,8 @@ class RayStarter:
         self._stores.clear()
         if self._is_own:
             ray.shutdown()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._forks.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class RayHandle:
@@ -233,14 +246,10 @@ def own_address() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
-def environment() -> dict[str, str]:
-    """What workers take over from the driver: where the code is, and how many threads numeric libraries start."""
-    kept = {name: value for name, value in os.environ.items() if name.startswith(("TIDEMILL_", "OMP_", "TORCH_"))}
-    return {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path), "OMP_NUM_THREADS": "1"} | kept
-
-
 def why(error: BaseException) -> str:
     """In one line, without Ray's advice: the worker's log says the rest."""
+    if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, WorkerLost):
+        return first_line(error.cause)
     if isinstance(error, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
         text = str(error)
         for sign, words in (("SIGKILL", "its process was killed"), ("node", "its node or process ended")):

@@ -1,0 +1,278 @@
+"""Workers forked from one process of their node that has imported everything: seconds of imports, done once.
+
+That process listens at a path. Who connects and asks for a worker stays connected to it: the connection carries what
+the worker is told and answers, and is its life line. A worker ends with whoever asked for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import itertools
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tidemill.cluster.handle import WorkerLost
+from tidemill.cluster.report import UNORDERED, Answer, Numbers
+from tidemill.cluster.role import Host
+from tidemill.errors import TidemillError
+
+PRELOAD = ("tidemill.cluster.orders", "transformers.modeling_utils")  # the second comes with any model
+BOUND_S = 60.0  # for a new process to listen, which it does before it imports
+REAP_S = 1.0  # between looks for workers that have ended
+PAUSE_S = 0.01
+TAIL = 1500  # characters of its log that tell why it ended
+
+
+class Forks:
+    """Where workers of this node are forked. Several may know of one path; the first that needs it starts it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Without waiting: its imports go on beside whatever the caller does next."""
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        code = f"from tidemill.cluster.forks import listen; listen({str(self.path)!r})"
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,  # held open for as long as this process lives: its end is seen there
+                stdout=log,
+                stderr=log,
+                env=os.environ | environment(),
+            )
+
+    @property
+    def _log(self) -> Path:
+        return self.path.with_suffix(".log")
+
+    def spawn(self, name: str, logs: Path) -> ForkedHandle:
+        connection = self._connect()
+        connection.send(("fork", name, str(logs), dict(os.environ)))
+        return ForkedHandle(name, connection, self)
+
+    def exit_code(self, pid: int) -> int | None:
+        """Of a worker that has ended; None when that is not known."""
+        with contextlib.suppress(OSError, EOFError):
+            connection = _connected(self.path)
+            connection.send(("ended", pid))
+            code: int | None = connection.recv()
+            return code
+        return None
+
+    def _connect(self) -> Connection:
+        with contextlib.suppress(OSError):
+            return _connected(self.path)
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with self.path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one of several starts it
+            deadline = time.monotonic() + BOUND_S
+            while True:
+                with contextlib.suppress(OSError):
+                    return _connected(self.path)
+                if self._process is None:
+                    self.start()
+                elif self._process.poll() is not None or time.monotonic() > deadline:
+                    self._process = None
+                    raise TidemillError(f"no workers can be started: {self._words()}", f"its log is {self._log}")
+                time.sleep(PAUSE_S)
+
+    def _words(self) -> str:
+        text = self._log.read_text(errors="replace").strip() if self._log.exists() else ""
+        return text[-TAIL:] or "the process they come from ended at once"
+
+    def close(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+            self._process.kill()
+            self._process.wait()
+
+
+class ForkedHandle:
+    """A worker that was forked here, as whoever asked for it sees it."""
+
+    def __init__(self, name: str, pipe: Connection, forks: Forks) -> None:
+        self.name, self._pipe, self._forks = name, pipe, forks
+        self.pid = 0  # not known yet
+        self._waiting: dict[int, Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._orders = Numbers()
+        self._lock = threading.Lock()
+        self._is_gone = False
+        threading.Thread(target=self._listen, name=f"hear-{name}", daemon=True).start()
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        return self.pass_on(method, args, self._orders.of(method))
+
+    def pass_on(self, method: str, args: tuple[Any, ...], order: int) -> Future[Any]:
+        """What somebody else has numbered."""
+        future: Future[Any] = Future()
+        with self._lock:
+            number = next(self._numbers)
+            self._waiting[number] = future
+            try:
+                if self._is_gone:
+                    raise BrokenPipeError
+                self._pipe.send((number, method, args, order))
+            except OSError:
+                self._waiting.pop(number, None)
+                future.set_exception(WorkerLost(self._why()))
+        return future
+
+    def kill(self) -> None:
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        else:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """The worker, or what was to become one, ends when it hears of it."""
+        with contextlib.suppress(OSError):
+            socket.socket(fileno=os.dup(self._pipe.fileno())).shutdown(socket.SHUT_RDWR)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            self.pid = self._pipe.recv()
+            while True:
+                number, answer = self._pipe.recv()
+                with self._lock:
+                    future = self._waiting.pop(number, None)
+                if future is not None:
+                    future.set_result(answer)
+        with self._lock:
+            self._is_gone = True
+            waiting, self._waiting = list(self._waiting.values()), {}
+        why = self._why() if waiting else ""
+        for future in waiting:
+            future.set_exception(WorkerLost(why))
+
+    def _why(self) -> str:
+        if not self.pid:
+            return f"could not be started: {self._forks._words()}"
+        code = self._forks.exit_code(self.pid)
+        if code is not None and code < 0:
+            return f"ended by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}" if code is not None else "closed its connection"
+
+
+def environment() -> dict[str, str]:
+    """What workers take over from the driver: where the code is, and how many threads numeric libraries start."""
+    kept = {name: value for name, value in os.environ.items() if name.startswith(("TIDEMILL_", "OMP_", "TORCH_"))}
+    return {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path), "OMP_NUM_THREADS": "1"} | kept
+
+
+def _connected(path: Path) -> Connection:
+    door = socket.socket(socket.AF_UNIX)
+    try:
+        door.connect(str(path))
+    except OSError:
+        door.close()
+        raise
+    return Connection(door.detach())
+
+
+# In the process that workers are forked from
+
+
+def listen(path: str) -> None:
+    """Answer at `path` for as long as whoever started this process lives. Who comes before the imports waits."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides, not the terminal
+    door = _bound(path)
+    if door is None:
+        return  # another one answers there
+    for name in PRELOAD:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is there already is not looked at again, so that its pages stay shared
+    codes: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select([door, sys.stdin], [], [], REAP_S)
+        if sys.stdin in ready and not os.read(sys.stdin.fileno(), 1):
+            os._exit(0)
+        if door in ready:
+            answer, _ = door.accept()
+            _serve_one(Connection(answer.detach()), door, codes)
+        _reap(codes)
+
+
+def _bound(path: str) -> socket.socket | None:
+    door = socket.socket(socket.AF_UNIX)
+    try:
+        door.bind(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            _connected(Path(path)).close()
+            return None
+        os.unlink(path)  # left by one that was killed
+        door.bind(path)
+    door.listen(256)
+    return door
+
+
+def _serve_one(connection: Connection, door: socket.socket, codes: dict[int, int]) -> None:
+    try:
+        what, *said = connection.recv()
+        if what == "ended":
+            _reap(codes)
+            connection.send(codes.get(said[0]))
+            return
+    except (EOFError, OSError):
+        return  # it went away
+    if os.fork():
+        connection.close()
+        return
+    try:
+        door.close()
+        _become_worker(connection, *said)
+    finally:
+        os._exit(1)
+
+
+def _reap(codes: dict[int, int]) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+
+
+def _become_worker(connection: Connection, name: str, logs: str, variables: dict[str, str]) -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.environ.clear()
+    os.environ.update(variables)
+    connection.send(os.getpid())
+    serve(name, logs, connection)
+
+
+def serve(name: str, logs: str, pipe: Connection) -> None:
+    """A worker's process: every message is answered by a thread of its own; it ends when its life line does."""
+    host = Host(name, logs)
+    sending = threading.Lock()
+
+    def respond(number: int, method: str, args: tuple[Any, ...], order: int = UNORDERED) -> None:
+        answer: Answer = host.answer(method, args, order)
+        with sending, contextlib.suppress(OSError):
+            pipe.send((number, answer))
+
+    while True:
+        try:
+            message = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        threading.Thread(target=respond, args=message, daemon=True).start()
