@@ -41,10 +41,13 @@ from tidemill.run import RunFolder
 
 MOST_STALLS = 3  # in one run; a run that stands still again and again is ended
 STATUS_S = 1.0
+SETTLE_S = 120.0  # for checkpoints that are being written when the run ends
 SHOWN_ANSWERS = 32  # of an evaluation: for people to look at
 
 
 def start(config: Config, model_path: Path | None, folder: RunFolder, note: Callable[[str], None]) -> RemoteWorkers:
+    ranks = max(config.cluster.learners, config.learn.parallel.ranks)  # of a learner that is cut
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"learners": ranks})})
     with ThreadPoolExecutor(1) as beside:  # the table of stages brings torch, the starter a cluster: both take seconds
         table = beside.submit(_graph, config)
         starter = make_starter(config, folder)
@@ -103,7 +106,7 @@ class RemoteWorkers:
         )
         self.crew.check = self.check_learners
         self.crew.examine = lambda why: f" (stacks: {stall.report(self.crew, self.logs.folder, [why])})"
-        self.publisher = Publisher(self.crew, config.cluster.collective_s, self.check_learners)
+        self.publisher = Publisher(self.crew, config.cluster.collective_s, config.reshard.verify, self.check_learners)
         self.server: DockServer | None = None
         self.dock: RemoteDock | None = None
         self.parameters = self.bad_rows = self.stalls = 0
@@ -203,7 +206,7 @@ class RemoteWorkers:
     def _form_world(self) -> None:
         learners = self.crew.of(LEARNER)
         if len(learners) > 1:
-            host, port = self.crew.call(learners[0], "open_store")
+            host, port = self.crew.call(learners[0], "open_store", "world")
             self.crew.call_all(learners, "join_world", lambda _: (host, port), self.config.cluster.start_s)
         self.parameters = self.crew.call(learners[0], "count_parameters")
 
@@ -403,8 +406,11 @@ class RemoteWorkers:
         self, folder: Path, step: int, state: dict[str, Any], *, best: bool = False, metric: float | None = None
     ) -> None:
         whole = {"feed": self.feed_state} | state
+        learners = self.crew.learners()
+        writers = learners if self.placement.learners.is_cut else learners[:1]
+        order = (folder.resolve(), step, whole, best, metric, step >= self.config.train.steps)
         try:
-            self.crew.call(self.crew.learners()[0], "save", folder.resolve(), step, whole, best, metric)
+            self.crew.call_all(writers, "save", lambda _: order)
         except WorkerLost as lost:
             self.crew.pump(0.5)
             self.check_learners()
@@ -418,12 +424,25 @@ class RemoteWorkers:
         return state
 
     def keep_definition(self, run: Path) -> None:
-        self.crew.call(self.crew.learners()[0], "keep_definition", run.resolve())
+        self.crew.call(self._holder(), "keep_definition", run.resolve())
 
     def save_model(self, folder: Path) -> None:
-        self.crew.call(self.crew.learners()[0], "save_model", folder.resolve())
+        self.crew.call(self._holder(), "save_model", folder.resolve())
+
+    def _holder(self) -> Member:
+        """Who has a whole model, as it is learned now."""
+        if self.placement.is_colocated or not self.placement.learners.is_cut:
+            return self.crew.learners()[0]
+        while not (ready := self.crew.of(ROLLOUT)) or self.publisher.newcomers():
+            self.check_learners()
+            self.publisher.bring(self.publisher.newcomers())
+            self.crew.pump(0.2)
+        return ready[0]
 
     def close(self) -> None:
+        if self._is_up and self.placement.learners.is_cut and not self._lost_learner:
+            with contextlib.suppress(Exception):  # whatever ends the run, a checkpoint that is under way is finished
+                self.crew.call_all(self.crew.learners(), "settle", lambda _: (), SETTLE_S)
         self.crew.close()
         self.logs.close()
         with contextlib.suppress(Exception):  # it may be what failed

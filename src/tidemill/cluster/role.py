@@ -154,6 +154,7 @@ class Host:
             return False
         moved, was_done = False, work.is_done
         try:
+            moved = work.follow()
             for stage in work.open:
                 self._now(stage)
                 moved = work.poll(stage) or moved
