@@ -68,6 +68,17 @@ def test_a_killed_rank_brings_all_back_from_the_newest_checkpoint(
 
 
 @pytest.mark.slow
+def test_rollout_runs_ahead_of_a_cut_learner_by_no_more_than_it_may(tmp_path: Path) -> None:
+    watch = Disturb(worker("rollout-0"))
+    over = {"flow": {"schedule": "async", "max_staleness": 2}, "reshard": {"verify": "all"}}
+    sizes = {"train": {**STEPS, "steps": 6, "updates_per_step": 1}, "cluster": {"rollouts": 2}}
+    found = run(tmp_path, watch, learn={"parallel": {"tp": 2}}, **over, **sizes)
+    ages = [m["staleness_max"] for m in found if "staleness_max" in m]
+    assert len(ages) == 6 and 0 < max(ages) <= 2
+    assert watch.workers is not None and watch.workers.publisher.checked > 0
+
+
+@pytest.mark.slow
 def test_a_run_of_cut_workers_is_resumed_by_one_rank_and_the_other_way(
     tmp_path: Path, local: list[dict[str, Any]]
 ) -> None:

@@ -13,6 +13,7 @@ import importlib
 import itertools
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -37,7 +38,8 @@ TAIL = 1500  # characters of its log that tell why it ended
 
 
 class Forks:
-    """Where workers of this node are forked. Several may know of one path; the first that needs it starts it."""
+    """Where workers of this node are forked: at a path in a folder of its own. Several may know of it; the first that
+    needs it starts it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -96,12 +98,14 @@ class Forks:
         return text[-TAIL:] or "the process they come from ended at once"
 
     def close(self) -> None:
+        """End what was started here, and clear the folder away."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
             self._process.kill()
             self._process.wait()
+        shutil.rmtree(self.path.parent, ignore_errors=True)
 
 
 class ForkedHandle:

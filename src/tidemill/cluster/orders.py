@@ -276,7 +276,8 @@ class Orders:
             self.serve(version)
         else:
             moved = self._carrier.send(sent, version)
-        return {"bytes": moved.sent_bytes + moved.received_bytes, "seconds": moved.seconds}
+        nbytes = moved.sent_bytes + moved.received_bytes
+        return {"bytes": nbytes, "checked": moved.checked, "seconds": moved.seconds}
 
     def serve(self, version: int) -> None:
         """The weights as they are now are this version."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,10 +14,8 @@ from tidemill.dock.address import Address
 class ProcessStarter:
     home = ("node0", "127.0.0.1")
 
-    def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="tm-"))  # short: a socket lies in it, whose path is limited
-        self._forks = Forks(self._folder / "forks")
-        self._forks.start()
+    def __init__(self, forks: Forks) -> None:
+        self._forks = forks
 
     def nodes(self) -> Sequence[Resources]:
         return [{"CPU": float(max(64, machine.cores()))}]  # processes of one machine share its cores as they can
@@ -42,4 +38,3 @@ class ProcessStarter:
 
     def close(self) -> None:
         self._forks.close()
-        shutil.rmtree(self._folder, ignore_errors=True)

@@ -23,6 +23,7 @@ class Publisher:
         self.crew, self.timeout_s, self.verify, self.check = crew, timeout_s, verify, check
         self.version = -1
         self.moved_bytes = 0.0
+        self.checked = 0.0  # blocks whose checksums were compared
         self.seconds = 0.0
         self._linked: tuple[tuple[str, int], ...] = ()  # names and incarnations on the wire
         self._served: dict[str, tuple[int, int]] = {}  # rollout worker → its incarnation and the version it has
@@ -69,6 +70,7 @@ class Publisher:
             for m in alive:
                 self._served[m.name] = m.incarnation, self.version
             self.moved_bytes += sum(t["bytes"] for t in told.values())
+            self.checked += sum(t["checked"] for t in told.values())
             self.seconds = max(t["seconds"] for t in told.values())
             return
         raise TidemillError(f"weights version {self.version} could not be brought to rollout: {last}", "see the logs")

@@ -68,18 +68,12 @@ class Storehouse:
 
 
 class RayStarter:
-    def __init__(self, settings: Cluster, name: str) -> None:
-        self.settings, self.name = settings, name
+    def __init__(self, settings: Cluster, name: str, forks: Forks) -> None:
+        self.settings, self.name, self._forks = settings, name, forks
         self._is_own = False
-        self._folder = Path(tempfile.mkdtemp(prefix="tm-"))  # short: sockets lie in it, whose paths are limited
-        self._forks = Forks(self._folder / "forks")
+        self._folder: Path | None = None
         self._environment: dict[str, Any] = {"runtime_env": {"env_vars": environment()}}  # of each worker
-        try:
-            self._connect()
-        except BaseException:
-            self._forks.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
+        self._connect()
         remote: Any = ray.remote  # its types know functions only
         self._actor = remote(max_concurrency=THREADS, max_restarts=0, num_cpus=0)(RayHost)
         self._storehouse = remote(num_cpus=0, max_restarts=0, max_concurrency=2)(Storehouse)
@@ -90,8 +84,6 @@ class RayStarter:
         self.home = (context.get_node_id(), own_address())
 
     def _connect(self) -> None:
-        if self.settings.address == "local":
-            self._forks.start()  # its imports take as long as Ray's start
         if ray.is_initialized():  # the caller's own, for example a test's
             return
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
@@ -104,6 +96,7 @@ class RayStarter:
                     "`ray start --head` starts a cluster; cluster.address=local one for this run alone",
                 ) from error
         else:
+            self._folder = Path(tempfile.mkdtemp(prefix="tm-"))  # short: sockets lie in it, whose paths are limited
             # Its nodes have our environment from the start, so that workers which Ray starts ahead can be used.
             before = {name: os.environ.get(name) for name in environment()}
             os.environ |= environment()
@@ -212,7 +205,8 @@ class RayStarter:
         if self._is_own:
             ray.shutdown()
         self._forks.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class RayHandle:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,7 @@ from tidemill.cluster import placement as placements
 from tidemill.cluster import stall, status
 from tidemill.cluster.conduct import Conductor
 from tidemill.cluster.crew import Crew, Member
+from tidemill.cluster.forks import Forks
 from tidemill.cluster.handle import Starter, WorkerLost
 from tidemill.cluster.logs import LogStream
 from tidemill.cluster.placement import LEARNER, ROLLOUT, Placement, Post
@@ -76,13 +78,21 @@ def _graph(config: Config) -> Graph:
 
 
 def make_starter(config: Config, folder: RunFolder) -> Starter:
-    if config.cluster.executor == "processes":
-        from tidemill.cluster.processes import ProcessStarter
+    cluster = config.cluster
+    forks = Forks(Path(tempfile.mkdtemp(prefix="tm-")) / "forks")  # short: a socket's path is limited
+    if cluster.executor == "processes" or cluster.address == "local":
+        forks.start()  # first of all: its imports take longest
+    try:
+        if cluster.executor == "processes":
+            from tidemill.cluster.processes import ProcessStarter
 
-        return ProcessStarter()
-    from tidemill.cluster.ray import RayStarter
+            return ProcessStarter(forks)
+        from tidemill.cluster.ray import RayStarter
 
-    return RayStarter(config.cluster, folder.config.name)
+        return RayStarter(cluster, folder.config.name, forks)
+    except BaseException:
+        forks.close()
+        raise
 
 
 class RemoteWorkers:
