@@ -32,7 +32,6 @@ from tidemill.errors import TidemillError
 
 PRELOAD = ("tidemill.cluster.orders", "transformers.modeling_utils")  # the second comes with any model
 BOUND_S = 60.0  # for a new process to listen, which it does before it imports
-REAP_S = 1.0  # between looks for workers that have ended
 PAUSE_S = 0.01
 TAIL = 1500  # characters of its log that tell why it ended
 
@@ -205,15 +204,7 @@ def listen(path: str) -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is there already is not looked at again, so that its pages stay shared
-    codes: dict[int, int] = {}
-    while True:
-        ready, _, _ = select.select([door, sys.stdin], [], [], REAP_S)
-        if sys.stdin in ready and not os.read(sys.stdin.fileno(), 1):
-            os._exit(0)
-        if door in ready:
-            answer, _ = door.accept()
-            _serve_one(Connection(answer.detach()), door, codes)
-        _reap(codes)
+    Parent(door).run()
 
 
 def _bound(path: str) -> socket.socket | None:
@@ -230,29 +221,79 @@ def _bound(path: str) -> socket.socket | None:
     return door
 
 
-def _serve_one(connection: Connection, door: socket.socket, codes: dict[int, int]) -> None:
-    try:
-        what, *said = connection.recv()
-        if what == "ended":
-            _reap(codes)
-            connection.send(codes.get(said[0]))
+class Parent:
+    """Forks workers, and ends those whose life line is cut, also if they hang and cannot see it themselves."""
+
+    def __init__(self, door: socket.socket) -> None:
+        self.door = door
+        self.lines: dict[int, Connection] = {}  # by worker
+        self.codes: dict[int, int] = {}  # of those that have ended
+        self._poll = select.poll()
+        self._woken, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake)
+        for file in (door.fileno(), sys.stdin.fileno(), self._woken):
+            self._poll.register(file, select.POLLIN)
+
+    def run(self) -> None:
+        while True:
+            for file, _ in self._poll.poll():
+                self._look(file)
+            self._reap()
+
+    def _look(self, file: int) -> None:
+        if file == self.door.fileno():
+            answer, _ = self.door.accept()
+            self._answer(Connection(answer.detach()))
+        elif file == self._woken:
+            os.read(file, 4096)
+        elif file == sys.stdin.fileno():
+            if not os.read(file, 1):
+                os._exit(0)
+        else:
+            self._poll.unregister(file)
+            for pid in [pid for pid, line in self.lines.items() if line.fileno() == file]:
+                os.kill(pid, signal.SIGKILL)
+
+    def _answer(self, connection: Connection) -> None:
+        try:
+            what, *said = connection.recv()
+            if what == "ended":
+                self._reap()
+                connection.send(self.codes.get(said[0]))
+                return
+        except (EOFError, OSError):
+            return  # it went away
+        pid = os.fork()
+        if pid:
+            self.lines[pid] = connection
+            self._poll.register(connection, select.POLLRDHUP)
             return
-    except (EOFError, OSError):
-        return  # it went away
-    if os.fork():
-        connection.close()
-        return
-    try:
-        door.close()
-        _become_worker(connection, *said)
-    finally:
-        os._exit(1)
+        try:
+            self._forget()
+            _become_worker(connection, *said)
+        finally:
+            os._exit(1)
 
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                self.codes[pid] = os.waitstatus_to_exitcode(status)
+                line = self.lines.pop(pid)
+                with contextlib.suppress(KeyError):
+                    self._poll.unregister(line)
+                line.close()  # whoever asked for the worker hears of its end
 
-def _reap(codes: dict[int, int]) -> None:
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+    def _forget(self) -> None:
+        """In a worker: nothing of the other workers is held here."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.door.close()
+        os.close(self._woken)
+        for line in self.lines.values():
+            line.close()
 
 
 def _become_worker(connection: Connection, name: str, logs: str, variables: dict[str, str]) -> None:

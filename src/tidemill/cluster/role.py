@@ -88,10 +88,6 @@ class Host:
         parameters = done.result()
         return Ready(os.getpid(), socket.gethostname(), parameters, time.monotonic() - started)
 
-    def on_warm(self) -> None:
-        """Import what the work will need, while the driver is busy with other things."""
-        import tidemill.cluster.orders  # noqa: F401
-
     def on_where(self) -> tuple[str, str]:
         """The node this process is on, and the address that others reach it by."""
         return "node0", "127.0.0.1"
@@ -115,7 +111,7 @@ class Host:
     # The work
 
     def _equip(self, task: Assignment) -> int:
-        from tidemill.cluster.orders import Orders  # brings torch: in the work's own time
+        from tidemill.cluster.orders import Orders  # brings torch: whoever only speaks to workers is spared it
 
         self._work = Orders(task)
         return self._work.parameters
