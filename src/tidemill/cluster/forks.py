@@ -28,6 +28,7 @@ from typing import Any
 from tidemill.cluster.handle import WorkerLost
 from tidemill.cluster.report import UNORDERED, Answer, Numbers
 from tidemill.cluster.role import Host
+from tidemill.device import BEFORE_FORK
 from tidemill.errors import TidemillError
 
 PRELOAD = ("tidemill.cluster.orders", "transformers.modeling_utils")  # the second comes with any model
@@ -54,7 +55,7 @@ class Forks:
                 stdin=subprocess.PIPE,  # held open for as long as this process lives: its end is seen there
                 stdout=log,
                 stderr=log,
-                env=os.environ | environment(),
+                env=os.environ | environment() | BEFORE_FORK,
             )
 
     @property

@@ -449,10 +449,16 @@ class RemoteWorkers:
             self.crew.pump(0.2)
         return ready[0]
 
-    def close(self) -> None:
+    def _settle(self) -> None:
+        """Whatever ends the run, a checkpoint that is under way is finished."""
         if self._is_up and self.placement.learners.is_cut and not self._lost_learner:
-            with contextlib.suppress(Exception):  # whatever ends the run, a checkpoint that is under way is finished
+            try:
                 self.crew.call_all(self.crew.learners(), "settle", lambda _: (), SETTLE_S)
+            except (TidemillError, WorkerLost) as error:
+                self.note(f"a checkpoint was not finished: {error}")
+
+    def close(self) -> None:
+        self._settle()
         self.crew.close()
         self.logs.close()
         with contextlib.suppress(Exception):  # it may be what failed
