@@ -31,7 +31,7 @@ from tidemill.cluster.role import Host
 from tidemill.device import BEFORE_FORK
 from tidemill.errors import TidemillError
 
-PRELOAD = ("tidemill.cluster.orders", "transformers.modeling_utils")  # the second comes with any model
+PRELOAD = ("tidemill.cluster.orders",)  # brings torch, transformers and all of the work
 BOUND_S = 60.0  # for a new process to listen, which it does before it imports
 PAUSE_S = 0.01
 TAIL = 1500  # characters of its log that tell why it ended
@@ -90,10 +90,11 @@ class Forks:
                     self.start()
                 elif self._process.poll() is not None or time.monotonic() > deadline:
                     self._process = None
-                    raise TidemillError(f"no workers can be started: {self._words()}", f"its log is {self._log}")
+                    raise TidemillError(f"no workers can be started: {self.words()}", f"its log is {self._log}")
                 time.sleep(PAUSE_S)
 
-    def _words(self) -> str:
+    def words(self) -> str:
+        """What it said last."""
         text = self._log.read_text(errors="replace").strip() if self._log.exists() else ""
         return text[-TAIL:] or "the process they come from ended at once"
 
@@ -169,7 +170,7 @@ class ForkedHandle:
 
     def _why(self) -> str:
         if not self.pid:
-            return f"could not be started: {self._forks._words()}"
+            return f"could not be started: {self._forks.words()}"
         code = self._forks.exit_code(self.pid)
         if code is not None and code < 0:
             return f"ended by {signal.Signals(-code).name}"

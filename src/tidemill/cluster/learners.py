@@ -188,6 +188,7 @@ class RankLearnWorker(LearnWorker):
         self._end()
 
     def _learn_share(self) -> None:
+        assert isinstance(self.own, Learner)
         whole = Batch.concat([held.batch for held in self.held]) if self.held else None
         place = self._place(self.groups)
         for _ in range(self.config.train.passes_per_step):
