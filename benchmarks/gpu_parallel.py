@@ -78,10 +78,10 @@ def bench() -> dict[str, Any]:
     return kept
 
 
-def learning(steps: int, seeds: int) -> dict[str, Any]:
+def learning(steps: int, seeds: int, first: int) -> dict[str, Any]:
     from benchmarks import parallel
 
-    return parallel.learning(steps, seeds)
+    return parallel.learning(steps, seeds, first=first)
 
 
 def accelerator() -> dict[str, Any]:
@@ -123,12 +123,13 @@ def main() -> None:
     parser.add_argument("--only", default="accelerator,products,bench,learning")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first-seed", type=int, default=0)
     chosen = parser.parse_args()
     sections = {
         "accelerator": accelerator,
         "products": products,
         "bench": bench,
-        "learning": lambda: learning(chosen.steps, chosen.seeds),
+        "learning": lambda: learning(chosen.steps, chosen.seeds, chosen.first_seed),
     }
     figures: dict[str, Any] = {}
     for name in chosen.only.split(","):

@@ -197,12 +197,12 @@ def _timed(learner: Any, batch: Any) -> float:
 # Learning
 
 
-def learning(steps: int, seeds: int, model: str = "") -> dict[str, Any]:
+def learning(steps: int, seeds: int, model: str = "", first: int = 0) -> dict[str, Any]:
     """Accuracy on the quickstart's task after GRPO on each layout, from one warm start."""
     import tidemill
     from tidemill.trained import export
 
-    quiet = ["observe.progress=off", "observe.tensorboard=false", "threads=1"]
+    quiet = ["observe.progress=off", "observe.tensorboard=false", "threads=1", "device=cpu"]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
         common = [f"folder={place}", *quiet]
@@ -215,7 +215,7 @@ def learning(steps: int, seeds: int, model: str = "") -> dict[str, Any]:
         for name, parallel in STUDY.items():
             sizes = [f"learn.parallel.{key}={value}" for key, value in parallel.items()]
             scores, times = [], []
-            for seed in range(seeds):
+            for seed in range(first, first + seeds):
                 began = time.perf_counter()
                 summary = tidemill.train(
                     "quickstart",

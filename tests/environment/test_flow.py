@@ -35,8 +35,11 @@ def run(folder, **more) -> tuple[list[dict], list[dict]]:
 def test_games_are_played_judged_and_learned_from(schedule: str, tmp_path) -> None:
     metrics, samples = run(tmp_path, flow={"schedule": schedule})
     assert any(" " in s["response"] for s in samples)  # some games went on after a first legal move
+    # A step of `async` may learn from games that all ended in the step before: no game was counted in it.
+    assert schedule == "async" or all("turns" in step for step in metrics)
+    played = [step for step in metrics if "turns" in step]
+    assert played and all(step["turns"] >= 1.0 and step["environment/broken_rules"] == 1.0 for step in played)
     for step in metrics:
-        assert step["turns"] >= 1.0 and step["environment/broken_rules"] == 1.0
         # Rollout and learner see the same tokens: before an update every ratio is 1, behind answers too.
         if schedule != "async":
             assert step["ratio_max"] == pytest.approx(1.0, abs=1e-4)

@@ -196,13 +196,17 @@ def _attend(
         page = tl.load(table + row * table_stride + (n - 1) // PAGE).to(tl.int64)
         base = page * KV_HEADS + head
         cell = base * PAGE + (n - 1) % PAGE
+        slot = base * (DIM * PAGE) + d * PAGE + (n - 1) % PAGE
         if NARROW:
-            new_k, k_factor = _narrow(new_k, most, ROUND)
-            new_v, v_factor = _narrow(new_v, most, ROUND)
+            thin_k, k_factor = _narrow(new_k, most, ROUND)
+            thin_v, v_factor = _narrow(new_v, most, ROUND)
             tl.store(k_scale + cell, k_factor)
             tl.store(v_scale + cell, v_factor)
-        tl.store(keys + base * (DIM * PAGE) + d * PAGE + (n - 1) % PAGE, new_k.to(keys.dtype.element_ty), mask=in_d)
-        tl.store(values + cell * V_DIM + e, new_v.to(values.dtype.element_ty), mask=in_e)
+            tl.store(keys + slot, thin_k.to(keys.dtype.element_ty), mask=in_d)
+            tl.store(values + cell * V_DIM + e, thin_v.to(values.dtype.element_ty), mask=in_e)
+        else:
+            tl.store(keys + slot, new_k.to(keys.dtype.element_ty), mask=in_d)
+            tl.store(values + cell * V_DIM + e, new_v.to(values.dtype.element_ty), mask=in_e)
 
     inside = (g < GROUP)[:, None] & in_e[None, :]
     if SPLITS == 1:
