@@ -23,6 +23,9 @@ def test_a_full_recipe_is_valid_and_fits_its_devices_by_estimate(name: str) -> N
     found = {f.area: f for f in doctor.examine(loaded)}
     assert found["recipe"].status == "ok", found["recipe"].what
     assert found["recipe memory"].status == "ok", found["recipe memory"].what
+    # An engine holds a whole copy of the weights beside the learner's part: of these two models it fits.
+    has_room = name.startswith(("full/qwen2.5-7b", "full/qwen3-8b"))
+    assert found["recipe rollout"].status == ("ok" if has_room else "warn"), found["recipe rollout"].what
     per_node, gigabytes = DEVICES[name.rpartition("-")[2]]
     parallel = loaded.config.learn.parallel
     assert parallel.ranks == loaded.config.cluster.learners and parallel.ranks % per_node == 0

@@ -37,6 +37,7 @@ class Orders:
         self.first_token: float | None = None
         self._carrier: weights.Carrier | None = None
         self._stores: dict[str, Any] = {}
+        self._is_asleep = False  # the engine
 
     def _dock(self, address: Address) -> KeptDock:
         return KeptDock(RemoteDock(address, self.task.node), self.task.config.cluster.lease_s)
@@ -114,6 +115,19 @@ class Orders:
 
     def work_on(self, stages: tuple[str, ...]) -> None:
         self.open = tuple(s for s in self.kit.workers if s in stages)
+        if self.kit.cut is not None:
+            self._hand_over("rollout" in stages)
+
+    def _hand_over(self, rolls_out: bool) -> None:
+        """Rollout and a cut learner in one process take turns with the memory: the cache goes while others work."""
+        engine = self.kit.engine
+        if engine is None or engine.has_work or rolls_out != self._is_asleep:
+            return
+        if rolls_out:
+            engine.wake()
+        else:
+            engine.sleep()
+        self._is_asleep = not rolls_out
 
     def begin(self, first_group: int, tag: str | None) -> None:
         """A new step for every stage."""
@@ -177,6 +191,7 @@ class Orders:
 
     def evaluate(self, size: int, samples: int, shown: int) -> Evaluation:
         """With the first `shown` answers in words."""
+        self._hand_over(True)
         seen = self.kit.evaluate(size, samples)
         return replace(seen, answers=seen.answers[:shown])
 
@@ -284,6 +299,7 @@ class Orders:
         engine = self.kit.engine
         if engine is None:
             return
+        self._hand_over(True)
         reread = self.kit.config.flow.half_made == "reread" and engine.has_work
         half_made = engine.pause() if reread else []
         engine.load(None, version)
