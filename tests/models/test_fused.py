@@ -17,6 +17,12 @@ from tidemill.models.load import make_tiny
 pytestmark = pytest.mark.skipif(fused._library() is None, reason="no C compiler here")
 
 
+@pytest.fixture(autouse=True)
+def _one_maker_of_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts of fused modules are the same on all."""
+    monkeypatch.setattr(fused, "_is_mkl_slow", lambda: False)
+
+
 class Width:
     """As much of a config as an MLP reads."""
 
@@ -100,3 +106,28 @@ def test_a_copy_of_a_fused_model_uses_its_own_weights() -> None:
             p.zero_()
     hidden = torch.randn(1, 3, 32)
     assert other.model.norm(hidden).abs().sum() > 0 and model.model.norm(hidden).abs().sum() == 0
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 512, 24), (3, 300, 17), (1, 20, 24)], ids=str)
+def test_a_product_by_the_other_library_and_its_gradients_are_the_modules_own(
+    shape: tuple[int, ...], has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "_is_mkl_slow", lambda: True)
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(shape[-1], 31, bias=has_bias)
+    other = copy.deepcopy(plain)
+    assert fused.fuse(other) == 1
+    x = torch.randn(shape)
+    for ours, theirs in zip(gradients(other, x), gradients(plain, x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
+
+
+def test_a_frozen_weight_gets_no_gradient_and_its_input_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_is_mkl_slow", lambda: True)
+    linear = torch.nn.Linear(8, 8, bias=False).requires_grad_(False)
+    fused.fuse(linear)
+    x = torch.randn(1, 600, 8, requires_grad=True)
+    linear(x).sum().backward()
+    assert linear.weight.grad is None
+    torch.testing.assert_close(x.grad, linear.weight.sum(0).expand_as(x))

@@ -29,6 +29,18 @@ MEASURED = [
     (64, 8192, [ALONE, "learn.recompute=mlp", "learn.logprob_chunk=2048"], 18.8),
     (64, 32768, [ALONE, "learn.recompute=mlp", "learn.logprob_chunk=8192"], 37.7),
     (64, 16384, ["learn.recompute=mlp"], 25.4),
+    (64, 4096, [ALONE, "learn.logprob_chunk=1024"], 21.0),
+    (64, 4096, [ALONE, "learn.recompute=selective", "learn.logprob_chunk=1024"], 19.2),
+    (64, 4096, [ALONE, "learn.recompute=mlp", "learn.logprob_chunk=1024"], 15.6),
+    (64, 16384, [ALONE, FULL, "learn.logprob_chunk=1024"], 15.1),
+    (16, 16384, [ALONE, "learn.master=float32"], 59.5),
+    (16, 16384, [ALONE, "learn.master=stochastic", "learn.moments=int8"], 42.3),
+    (16, 16384, [ALONE, "learn.optimizer_on_host=true", "learn.moments=float32"], 39.4),
+    (16, 16384, [ALONE, "learn.optimizer=muon"], 46.1),
+    (16, 16384, [ALONE, "learn.lora_rank=16"], 35.8),
+    (16, 16384, [ALONE, "learn.lora_rank=16", FULL], 9.0),
+    (16, 16384, [ALONE, "learn.lora_rank=16", "learn.dora=true"], 39.8),
+    (16, 16384, [ALONE, "learn.fp8=tensorwise"], 46.3),
 ]
 LONG = [(16384, 15.8), (32768, 17.3), (65536, 20.4), (131072, 30.8)]  # one sequence of so many tokens
 

@@ -1,4 +1,5 @@
-"""Norms and gates of a model's layers in one pass each, forward and backward, for float32 on a CPU (`fused.c`).
+"""Norms and gates of a model's layers in one pass each, forward and backward, for float32 on a CPU (`fused.c`); and
+matrix products by the library that is faster on this processor.
 
 A small model spends a fifth of a learning step between its matrix products. A module is replaced only if the fused form
 gives what the module gives, tried at once; where there is no compiler, or a tensor is of another kind, modules do as
@@ -21,6 +22,7 @@ from tidemill.device.compiled import library, over_rows
 SOURCE = Path(__file__).with_name("fused.c")
 ELEMENTS = 4096  # handed to a thread as one row
 CLOSE = 1e-5  # how far a fused module may be from the plain one
+MANY_ROWS = 512  # fewer make a product too small to gain
 
 
 @cache
@@ -91,6 +93,41 @@ class _Gated(torch.autograd.Function):
         return dgate, dup
 
 
+class _Product(torch.autograd.Function):
+    """x @ weight.T by oneDNN, forward and towards x. Towards the weight, MKL is the faster on every processor tried."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return _onednn(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        rows = dy.reshape(-1, dy.shape[-1])
+        dx = _onednn(dy.contiguous(), weight.t().contiguous(), None) if ctx.needs_input_grad[0] else None
+        dweight = rows.t() @ x.view(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        return dx, dweight, rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    made: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return made
+
+
+@cache
+def _is_mkl_slow() -> bool:
+    """MKL takes its fast paths on its maker's processors alone; a fifth is lost on others."""
+    try:
+        makers = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("vendor_id")]
+    except OSError:
+        return False
+    has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return has_both and bool(makers) and "GenuineIntel" not in makers[0]
+
+
 def _over_elements(run: Any, count: int) -> None:
     rows = -(-count // ELEMENTS)
     over_rows(lambda first, last: run(first * ELEMENTS, min(last * ELEMENTS, count)), rows)
@@ -113,6 +150,17 @@ def _mlp_forward(module: Any, x: Tensor) -> Tensor:
     return module.down_proj(both)  # type: ignore[no-any-return]
 
 
+def _linear_forward(module: Any, x: Tensor) -> Tensor:
+    is_many = x.numel() >= MANY_ROWS * x.shape[-1]
+    if not (is_many and _is_plain(x) and _is_plain(module.weight)):
+        return type(module).forward(module, x)  # type: ignore[no-any-return]
+    return _Product.apply(x, module.weight, module.bias)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _is_linear(module: Any) -> bool:
+    return type(module) is torch.nn.Linear and _is_mkl_slow()
+
+
 def _is_norm(module: Any) -> bool:
     return isinstance(getattr(module, "weight", None), Tensor) and hasattr(module, "variance_epsilon")
 
@@ -129,11 +177,14 @@ def fuse(model: Any) -> int:
         return 0
     fused = 0
     for module in model.modules():
-        for fits, forward in ((_is_norm, _norm_forward), (_is_gated_mlp, _mlp_forward)):
+        for fits, forward in FORMS:
             if fits(module) and "forward" not in vars(module) and _agrees(module, forward):
                 module.forward = MethodType(forward, module)
                 fused += 1
     return fused
+
+
+FORMS = ((_is_norm, _norm_forward), (_is_gated_mlp, _mlp_forward), (_is_linear, _linear_forward))
 
 
 @torch.no_grad()
@@ -141,7 +192,8 @@ def _agrees(module: Any, forward: Any) -> bool:
     """Whether the fused form gives what the module itself gives: some norms add 1 to their weight, some gates are not
     silu."""
     width = module.gate_proj.in_features if _is_gated_mlp(module) else module.weight.shape[-1]
-    x = torch.linspace(-2.0, 2.0, 3 * width).reshape(1, 3, width)
+    rows = MANY_ROWS if _is_linear(module) else 3
+    x = torch.linspace(-2.0, 2.0, rows * width).reshape(1, rows, width)
     try:
         return torch.allclose(forward(module, x), module(x), rtol=CLOSE, atol=CLOSE)
     except RuntimeError:
