@@ -7,7 +7,8 @@ its leader takes the team's share from the dock and hands it round.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +20,7 @@ from tidemill.cluster.hold import KeptDock
 from tidemill.cluster.learners import RankLearnWorker, World
 from tidemill.config import Config
 from tidemill.dock import Dock, Lease, Want
+from tidemill.errors import CollectiveError, DockError
 from tidemill.flow.stages import ScoreWorker, committed
 from tidemill.flow.tally import Tally
 from tidemill.learn.parallel.learner import ParallelLearner
@@ -68,7 +70,8 @@ class Team:
         self.group: Any = None
         if len(teams[0]) > 1:
             timeout = timedelta(seconds=timeout_s)
-            self.group, _ = dist.new_subgroups_by_enumeration(teams, timeout=timeout, backend="gloo")
+            groups: Any = dist  # its types say nothing of this
+            self.group, _ = groups.new_subgroups_by_enumeration(teams, timeout=timeout, backend="gloo")
 
     def share(self, batch: Batch | None) -> Batch | None:
         """The leader's, on all."""
@@ -77,6 +80,16 @@ class Team:
         box = [batch if self.is_leader else None]
         dist.broadcast_object_list(box, src=self.leader, group=self.group)
         return box[0]
+
+
+@contextmanager
+def all_ranks(world: World, name: str) -> Iterator[None]:
+    """What all ranks must come through. One that loses its dock on the way has left the others waiting."""
+    try:
+        with world.within(f"{name} of all ranks"):
+            yield
+    except DockError as error:
+        raise CollectiveError(f"{name} of all ranks stopped half way: {error.message}") from error
 
 
 class CutScoreWorker(ScoreWorker):
@@ -90,22 +103,25 @@ class CutScoreWorker(ScoreWorker):
         model: ParallelModel,
         config: Config,
         tally: Tally,
+        world: World,
         calls: Calls,
         team: Team,
     ) -> None:
         super().__init__(name, column, dock, model, config, tally)
-        self.calls, self.team = calls, team
+        self.world, self.calls, self.team = world, calls, team
 
     def poll(self) -> bool:
         lease = self._take() if self.calls.is_first else None
         if lease is None:
             return False
         self.calls.call(self.name)
-        self._score(lease)
+        with all_ranks(self.world, self.name):
+            self._score(lease)
         return True
 
     def together(self, _: str) -> None:
-        self._score(self._take() if self.team.is_leader else None)
+        with all_ranks(self.world, self.name):
+            self._score(self._take() if self.team.is_leader else None)
 
     def _take(self) -> Lease | None:
         budget = self.config.train.tokens_per_microbatch * SCORED_MICROBATCHES
@@ -167,7 +183,7 @@ class CutLearnWorker(RankLearnWorker):
         return True
 
     def together(self, what: str) -> None:
-        with self.world.within(f"{self.name} of all ranks"):
+        with all_ranks(self.world, self.name):
             self._hands[what]()
 
     def _word(self) -> tuple[list[int], int] | None:

@@ -277,7 +277,7 @@ def _makers(kit: Kit) -> dict[str, Callable[[], Worker]]:
             return ScoreWorker(name, column, dock, model() if name == "old_logprobs" else reference(), config, tally)
         scorer = part.learner if name == "old_logprobs" else part.reference
         assert scorer is not None
-        return CutScoreWorker(name, column, dock, scorer, config, tally, part.calls, part.team)
+        return CutScoreWorker(name, column, dock, scorer, config, tally, kit.world, part.calls, part.team)
 
     def reward() -> Worker:
         assert kit.scorer is not None

@@ -30,6 +30,7 @@ PAUSE_S = 0.001  # between looks at what the first rank calls
 class Orders:
     def __init__(self, task: Assignment) -> None:
         self.task = task
+        self._remote: RemoteDock
         self.kit: Kit = equip(task, self._dock(task.dock))
         self.open: tuple[str, ...] = ()  # stages it works on now
         self.is_whole = self.kit.learner is not None  # the engine has a whole version
@@ -38,9 +39,11 @@ class Orders:
         self._carrier: weights.Carrier | None = None
         self._stores: dict[str, Any] = {}
         self._is_asleep = False  # the engine
+        self.is_leaving = False  # the dock is no longer there, or soon will not be
 
     def _dock(self, address: Address) -> KeptDock:
-        return KeptDock(RemoteDock(address, self.task.node), self.task.config.cluster.lease_s)
+        self._remote, self._ledger = RemoteDock(address, self.task.node), address.ledger
+        return KeptDock(self._remote, self.task.config.cluster.lease_s)
 
     # Looking
 
@@ -171,10 +174,16 @@ class Orders:
         assert self.kit.feed is not None
         return {"state": self.kit.feed.state(), "bad_rows": len(self.kit.feed.bad_rows)}
 
+    def leave(self, ledger: str) -> None:
+        """From any thread: the dock is about to end, and another will be named."""
+        if ledger == self._ledger:
+            self.is_leaving = True
+            self._remote.leave()
+
     def connect(self, address: Address) -> None:
         """To a new dock: whatever was held of the old one is forgotten."""
         self.kit.reconnect(self._dock(address), counts_of(self.task, address))
-        self.open = ()
+        self.open, self.is_leaving = (), False
 
     def measure(self) -> tuple[Counted, list[int]]:
         """What was counted, and the ids of the samples that could be shown."""

@@ -326,6 +326,9 @@ class RemoteWorkers:
 
     def new_dock(self) -> None:
         """Leave the dock with all that is in it, and meet at another."""
+        for member in self.crew.ready:
+            if member.handle is not None:
+                member.handle.call("leave", member.dock)
         self._close_dock()
         self._dock_future = self._background.submit(self._open_dock)
         self._dock_future.result()
