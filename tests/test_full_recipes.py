@@ -1,11 +1,12 @@
 """Recipes of full size: none has been run here, so each must at least be right on paper."""
 
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tidemill import doctor, recipe
-from tidemill.settings import published
+from tests.faults.test_resume import RECIPE
+from tidemill import doctor, launch, recipe
+from tidemill.settings import precheck, published
 
 NAMES = [name for name, _ in recipe.listing() if name.startswith("full/")]
 DEVICES = {"a2": (8, 64), "a3": (16, 64), "h100": (8, 80), "h200": (8, 141)}  # of a node, and their gigabytes
@@ -19,13 +20,12 @@ def test_every_model_is_there_for_every_kind_of_node() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_full_recipe_is_valid_and_fits_its_devices_by_estimate(name: str) -> None:
     loaded = recipe.load(name)
-    # As they stand no executor starts them (docs/recipes.md); all the rest must be right.
-    alone = loaded.config.cluster.model_copy(update={"executor": "local"})
-    found = {
-        f.area: f for f in doctor.examine(replace(loaded, config=loaded.config.model_copy(update={"cluster": alone})))
-    }
+    found = {f.area: f for f in doctor.examine(loaded)}
     assert found["recipe"].status == "ok", found["recipe"].what
     assert found["recipe memory"].status == "ok", found["recipe memory"].what
+    # An engine holds a whole copy of the weights beside the learner's part: of these two models it fits.
+    has_room = name.startswith(("full/qwen2.5-7b", "full/qwen3-8b"))
+    assert found["recipe rollout"].status == ("ok" if has_room else "warn"), found["recipe rollout"].what
     per_node, gigabytes = DEVICES[name.rpartition("-")[2]]
     parallel = loaded.config.learn.parallel
     assert parallel.ranks == loaded.config.cluster.learners and parallel.ranks % per_node == 0
@@ -38,3 +38,42 @@ def test_a_full_recipe_is_valid_and_fits_its_devices_by_estimate(name: str) -> N
 @pytest.mark.parametrize(("name", "billions"), [("qwen2.5-7b", 7.62), ("qwen2.5-32b", 32.8), ("qwen3-8b", 8.19)])
 def test_published_sizes_of_dense_models_are_theirs(name: str, billions: float) -> None:
     assert published.sizes(published.MODELS[name]).total / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_but_the_missing_model_keeps_a_full_recipe_from_starting(name: str) -> None:
+    config = recipe.load(name).config
+    problems = precheck.problems(config, config.model)
+    assert len(problems) == 1 and problems[0].startswith(f"model.path={config.model.path} does not exist"), problems
+
+
+SMALL = {
+    "device": "cpu",
+    "threads": 1,
+    "model.path": "none",
+    "model.dtype": "float32",
+    **{f"model.tiny.{key}": value for key, value in RECIPE["model"]["tiny"].items()},
+    "data.args": "{level: [1, 1]}",
+    "data.max_prompt_tokens": 24,
+    "rollout.max_new_tokens": 8,
+    "rollout.concurrent": 16,
+    "rewards.workers": 1,
+    "train.prompts_per_step": 4,
+    "train.samples_per_prompt": 4,
+    "train.tokens_per_microbatch": 64,
+    "train.steps": 2,
+    "eval.size": 4,
+    "observe.tensorboard": "false",
+    "cluster.executor": "processes",
+    "cluster.learners": 2,
+}
+
+
+@pytest.mark.slow
+def test_a_full_recipe_trains_with_a_small_model_on_fewer_ranks(tmp_path: Path) -> None:
+    """All its own settings but sizes, ranks, and workers in place of Ray's."""
+    pytest.importorskip("zmq")
+    over = [f"{key}={value}" for key, value in SMALL.items()]
+    summary = launch.train("full/qwen3-8b-h100", [*over, "learn.parallel.fsdp=2", f"folder={tmp_path}"])
+    assert summary.steps == 2
+    assert (tmp_path / "qwen3-8b-h100" / "checkpoints" / "step-000002" / "manifest.json").exists()

@@ -544,7 +544,9 @@ class Cluster(Section):
     address: str = Field(
         "local", description="of Ray: local starts one for this run alone; auto, host:port or ray://… use one that runs"
     )
-    learners: int = Field(1, ge=1, description="ranks that learn together, each on a share of the samples")
+    learners: int = Field(
+        1, ge=1, description="ranks that learn together, with whole models each; learn.parallel gives its own number"
+    )
     rollouts: int = Field(1, ge=1, description="rollout workers, where they are separated")
     rewards: int = Field(1, ge=1, description="reward workers, where they are separated")
     placement: Placement = Placement()

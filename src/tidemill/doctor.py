@@ -150,7 +150,7 @@ def _recipe(config: Config) -> Iterator[Finding]:
         return
     shape = estimate.shape_of(recipe.model_of(config))
     if config.learn.parallel.ranks > 1 and shape is not None:
-        yield _ranks(config, published.of_folder(recipe.model_of(config)) or ranks_memory.Sizes.dense(shape))
+        yield from _ranks(config, published.of_folder(recipe.model_of(config)) or ranks_memory.Sizes.dense(shape))
         return
     try:
         chosen = device.pick(config.device)
@@ -197,10 +197,10 @@ def _on_paper(config: Config) -> Iterator[Finding]:
     sizes = published.sizes(own)
     what = f"{config.name}: its settings can work; {config.model.path} is not here, so this is by its published sizes"
     yield Finding("recipe", f"{what} ({sizes.total / 1e9:.0f} billion parameters)")
-    yield _ranks(config, sizes)
+    yield from _ranks(config, sizes)
 
 
-def _ranks(config: Config, sizes: ranks_memory.Sizes) -> Finding:
+def _ranks(config: Config, sizes: ranks_memory.Sizes) -> Iterator[Finding]:
     """Whether each rank's share fits a device."""
     layout = config.learn.parallel
     if layout.device_gb is not None:
@@ -214,7 +214,29 @@ def _ranks(config: Config, sizes: ranks_memory.Sizes) -> Finding:
     parts = ", ".join(f"{name} {human(size)}" for name, size in needed.parts() if size)
     what = f"{human(needed.total)} of {human(have)} on each of {layout.ranks} ranks by estimate ({parts})"
     remedy = "" if fits else "; ".join(_rank_savings(config, sizes, needed))
-    return Finding("recipe memory", what, "ok" if fits else "bad", remedy)
+    yield Finding("recipe memory", what, "ok" if fits else "bad", remedy)
+    if config.cluster.executor != "local":
+        yield _beside_learner(config, sizes, needed, have)
+
+
+def _beside_learner(config: Config, sizes: ranks_memory.Sizes, learner: ranks_memory.RankMemory, have: int) -> Finding:
+    """Whether an engine fits too: it holds a whole copy of the weights. Colocated, its cache and what learning needs
+    only while it learns take turns."""
+    shape, width = sizes.shape, estimate.BYTES[config.model.dtype]
+    copy = sizes.total * width
+    token = shape.layers * 2 * shape.kv_heads * shape.head_dim * width
+    at_rest, at_work = 0, 0
+    if config.cluster.placement.rollout == "colocated":
+        at_rest, at_work = learner.weights + learner.optimizer, learner.total
+    cache = estimate.cache_tokens(config) * token
+    most = max(at_rest + cache, at_work) + copy
+    what = f"{human(most)} of {human(have)} with an engine's whole copy ({human(copy)}) and its cache ({human(cache)})"
+    room = (have - at_rest - copy) // token
+    if most <= have:
+        return Finding("recipe rollout", what)
+    if at_work + copy <= have and room >= estimate.longest(config):
+        return Finding("recipe rollout", what, "warn", f"rollout.cache_tokens={room} would fit")
+    return Finding("recipe rollout", what, "warn", "larger devices: an engine over several of them has no key yet")
 
 
 def _rank_savings(config: Config, sizes: ranks_memory.Sizes, needed: ranks_memory.RankMemory) -> list[str]:

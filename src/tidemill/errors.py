@@ -50,6 +50,10 @@ class ReshardError(TidemillError):
     """Weights cannot be moved as asked, or did not arrive whole."""
 
 
+class CollectiveError(TidemillError):
+    """A collective failed or was not joined by all ranks in time."""
+
+
 class MissingExtra(TidemillError):
     """A feature needs a package that is not installed."""
 

@@ -49,6 +49,16 @@ def test_two_ranks_and_two_of_each_compute_the_same_step(
     assert_same(measured(tmp_path), local)
 
 
+def test_async_without_staleness_computes_the_steps_of_sync(tmp_path: Path, local: list[dict[str, Any]]) -> None:
+    watch = Disturb(worker("rollout-0"), at_step=99)
+    flow = {"schedule": "async", "max_staleness": 0}
+    train(tmp_path, watch, flow=flow, cluster={"rollouts": 2}, reshard={"verify": "off"})
+    found = measured(tmp_path)
+    assert [m["staleness_max"] for m in found if "loss" in m] == [0, 0, 0, 0]
+    assert_same([{k: m[k] for k in m if k in same} for m, same in zip(found, local)], local)
+    assert watch.workers is not None and watch.workers.publisher.checked == 0
+
+
 def test_colocated_roles_share_the_learners_processes(tmp_path: Path, local: list[dict[str, Any]]) -> None:
     train(tmp_path, cluster={"learners": 2, "placement": "colocated"})
     assert_same(measured(tmp_path), local)

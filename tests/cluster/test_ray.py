@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.runs import Disturb, assert_same, assert_same_learning, measured, train, worker
+from tests.cluster.test_cut import OF_RANKS
 from tidemill.cluster.placement import PlacementError
 from tidemill.cluster.remote import RemoteWorkers
 
@@ -54,6 +55,20 @@ def over(**more: Any) -> dict[str, Any]:
 def test_one_node_computes_what_one_process_does(tmp_path: Path, local: list[dict[str, Any]], cluster: Any) -> None:
     train(tmp_path, train=STEPS, cluster=over(rollouts=1))
     assert_same(measured(tmp_path), local)
+
+
+@pytest.mark.parametrize("parallel", [{"fsdp": 2}, {"tp": 2}], ids=["fsdp", "tp"])
+def test_a_learner_cut_over_two_actors_computes_what_one_process_does_also_when_one_is_killed(
+    tmp_path: Path, local: list[dict[str, Any]], cluster: Any, parallel: dict[str, int]
+) -> None:
+    watch = Disturb(worker("learner-1")) if "fsdp" in parallel else None
+    train(tmp_path, watch, train=STEPS, learn={"parallel": parallel}, cluster=over(spread=watch is None))
+    found = [{k: v for k, v in line.items() if k not in OF_RANKS} for line in measured(tmp_path)]
+    if watch is None:
+        assert_same(found, local)
+    else:
+        assert any("newest checkpoint" in said for said in watch.said)
+        assert_same_learning(found, local)
 
 
 def test_two_nodes_compute_the_same_and_a_killed_worker_is_made_up_for(

@@ -49,12 +49,24 @@ def test_settings_that_work_pass():
         ("rewards=my_rewards:good", "cannot import 'my_rewards:good'"),
         ("algorithm=losses", "there is no algorithm 'losses'"),
         ("algorithm=grop", "there is no algorithm 'grop'; did you mean grpo"),
+        ("cluster.executor=ray & cluster.learners=3 & learn.parallel.fsdp=2", "2 ranks, one worker each; 2 would do"),
+        ("cluster.executor=processes & learn.parallel.fsdp=2 & algorithm=ppo", "cluster.executor=local would do"),
+        (
+            "cluster.executor=ray & learn.parallel.fsdp=2 & algorithm.kl.coef=0.1 & algorithm.kl.reset_every=5",
+            "algorithm.kl.reset_every is 5",
+        ),
         ("model.warm_start=warm", "model.warm_start: there is no recipe 'warm'"),
         ("model.path=Org/Model-1B", "hf download Org/Model-1B --local-dir models/Model-1B"),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_would_do(override, words):
     assert words in refusal(*override.split(" & "))
+
+
+@pytest.mark.parametrize("learners", [1, 4])
+def test_a_learner_cut_over_workers_passes(learners):
+    parallel = ["learn.parallel.fsdp=2", "learn.parallel.tp=2", f"cluster.learners={learners}"]
+    recipe.check(recipe.load({}, [*FITTING, "cluster.executor=ray", *parallel]).config)
 
 
 def test_all_problems_come_in_one_message_of_few_lines():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidemill.cluster.crew import Member
 from tidemill.cluster.handle import WorkerLost
+from tidemill.cluster.placement import LEARNER, ROLLOUT
 from tidemill.dock import DockState
 from tidemill.errors import DockError, TidemillError
 from tidemill.flow.ahead import lead_of
@@ -39,6 +40,7 @@ class Conductor:
         self._start: dict[str, Any] = {}  # where the feed stood when the step began
         self._broken = ""  # why the step cannot go on as it is
         self._lost_rows = 0
+        self._rollouts: list[tuple[str, int, str]] = []  # who shares the rollout, at which dock; all were told
         self.moved_at, self._seen = time.monotonic(), ""
 
     # A step
@@ -127,6 +129,7 @@ class Conductor:
             if stop() and self._leave():
                 raise Stopped
             self.workers.mend_stores()
+            self._share_rollout()
             try:
                 state = dock.state()
             except DockError as error:  # a ledger that does not come back
@@ -141,6 +144,16 @@ class Conductor:
                 self.crew.send(self.workers.feeder, "feed_again")
             pause = LOOK_S[0] if self._has_moved(state) else min(LOOK_S[1], pause * 1.3)
             self.crew.pump(pause)
+
+    def _share_rollout(self) -> None:
+        """Whoever rolls out takes a share; how large tells how many there are."""
+        group = LEARNER if self.workers.placement.is_colocated else ROLLOUT
+        members = self.crew.of(group)
+        now = [(m.name, m.incarnation, m.dock) for m in members]
+        if now != self._rollouts:
+            self._rollouts = now
+            for member in members:
+                self.crew.send(member, "share_among", len(members))
 
     def _has_moved(self, state: DockState) -> bool:
         """Whether anything has changed since the last look; after too long without, the run says who waits."""

@@ -129,7 +129,6 @@ class Crew:
         member.node = ""
         member.report, member.heard = None, time.monotonic()
         member.handle = self.starter.spawn(member.post, self.logs)
-        member.handle.call("warm")
         self._then(member, member.handle.call("where"), lambda place: self._placed(member, place))
 
     def _placed(self, member: Member, place: tuple[str, str]) -> None:

@@ -14,9 +14,11 @@ from tidemill.algorithms.api import Algorithm
 from tidemill.algorithms.registry import get as get_algorithm
 from tidemill.batch import Batch
 from tidemill.cluster.counts import KeptTally
+from tidemill.cluster.cut import Calls, CutLearnWorker, CutScoreWorker, Team
 from tidemill.cluster.hold import KeptDock
 from tidemill.cluster.learners import RankLearnWorker, World
 from tidemill.cluster.local import check_window, needs_values, teacher
+from tidemill.cluster.placement import LEARNER
 from tidemill.cluster.task import Assignment
 from tidemill.config import Config
 from tidemill.data.prompts import PromptTokens
@@ -24,6 +26,7 @@ from tidemill.data.source import open_source
 from tidemill.device import determinism
 from tidemill.dock import Dock
 from tidemill.dock.address import Address
+from tidemill.errors import ConfigError
 from tidemill.flow.ahead import Ahead
 from tidemill.flow.evaluate import decoder, evaluate
 from tidemill.flow.feed import FEEDS, Feed
@@ -32,16 +35,34 @@ from tidemill.flow.reference import ReferenceKeeper
 from tidemill.flow.stages import AdvantageWorker, RewardWorker, RolloutWorker, ScoreWorker, ValueWorker, Worker
 from tidemill.learn.critic import ValueLearner, ValueModel
 from tidemill.learn.engine import Learner, freeze
+from tidemill.learn.parallel.build import Place
+from tidemill.learn.parallel.build import learner as cut_learner
+from tidemill.learn.parallel.build import reference as cut_reference
+from tidemill.learn.parallel.cuts import elements
+from tidemill.learn.parallel.learner import ParallelLearner
+from tidemill.learn.parallel.model import ParallelModel
 from tidemill.models.load import Loaded, load, load_tokenizer
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import RolloutEngine
 from tidemill.rollout.make import make_engine
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """This rank's part of a learner that is cut over ranks, and its place among them."""
+
+    learner: ParallelLearner
+    reference: ParallelModel | None
+    calls: Calls
+    team: Team
+    parameters: int  # of the whole model
+
+
 @dataclass(slots=True)
 class Kit:
     """What one process works with; what its post does not need is None."""
 
+    stages: tuple[str, ...]
     config: Config
     algorithm: Algorithm
     dock: KeptDock
@@ -49,9 +70,10 @@ class Kit:
     world: World
     device: torch.device
     workers: dict[str, Worker] = field(default_factory=dict)  # by stage
-    loaded: Loaded | None = None
+    loaded: Loaded | None = None  # a whole model: the learner's own, or what an engine serves
     tokenizer: Any = None
-    learner: Learner | None = None
+    learner: Learner | None = None  # of a whole model
+    cut: Cut | None = None  # of a part of one
     critic: ValueLearner | None = None
     engine: RolloutEngine | None = None
     scorer: Scorer | None = None
@@ -65,6 +87,18 @@ class Kit:
     def learn(self) -> RankLearnWorker | None:
         found = self.workers.get("learn")
         return found if isinstance(found, RankLearnWorker) else None
+
+    @property
+    def shares_tensors(self) -> bool:
+        """Whether the engine serves the learner's own tensors."""
+        return self.learner is not None and self.engine is not None
+
+    @property
+    def version(self) -> int:
+        """Of the weights that are learned, or served, here."""
+        if self.cut is not None:
+            return self.cut.learner.version
+        return self.learner.version if self.learner else self.engine.version if self.engine else -1
 
     def open_feed(self) -> None:
         """Nothing of any step is in the dock."""
@@ -120,12 +154,13 @@ class Kit:
         self.open_feed()
         self.kept_samples.clear()
         before, self.workers = self.workers, {}
+        makers = _makers(self)
         for stage, worker in before.items():
             if isinstance(worker, ScoreWorker):  # the frozen reference stays as it is
                 worker.dock, worker.tally = dock, self.tally
                 self.workers[stage] = worker
             else:
-                self.workers[stage] = _makers(self)[stage]()
+                self.workers[stage] = makers[stage]()
         if self.keeper is not None:
             advantage = self.workers.get("advantage")
             if isinstance(advantage, AdvantageWorker):
@@ -148,15 +183,16 @@ def equip(task: Assignment, dock: KeptDock) -> Kit:
         determinism.demand()
     device = devices.pick(config.device).torch_device
     algorithm = get_algorithm(config.algorithm.name)
-    world = World(post.rank, post.group.ranks) if post.group.name == "learner" else World()
-    kit = Kit(config, algorithm, dock, counts_of(task, task.dock), world, device)
-    if post.group.name == "learner" or post.group.has_engine or "reference" in post.stages:
+    world = World(post.rank, post.group.ranks) if post.group.name == LEARNER else World()
+    kit = Kit(post.stages, config, algorithm, dock, counts_of(task, task.dock), world, device)
+    is_cut = post.group.is_cut
+    if post.group.has_engine or (not is_cut and (post.group.name == LEARNER or "reference" in post.stages)):
         kit.loaded = load(config.model, seed=config.seed, device=device, path=task.model_path)
         check_window(config, kit.loaded)
         kit.tokenizer = kit.loaded.tokenizer
     else:
         kit.tokenizer = load_tokenizer(config.model, task.model_path)
-    if post.group.name == "learner":
+    if post.group.name == LEARNER and not is_cut:
         _teach(kit)
     if post.group.has_engine:
         assert kit.loaded is not None
@@ -168,17 +204,48 @@ def equip(task: Assignment, dock: KeptDock) -> Kit:
         kit.open_feed()
     if "reward" in post.stages:
         kit.scorer = Scorer(config.rewards)
-    for stage in post.stages:
-        kit.workers[stage] = _makers(kit)[stage]()
-    kit.keeper = ReferenceKeeper.of(config, list(kit.workers.values()))
+    if not is_cut:
+        _staff(kit)
     return kit
+
+
+def cut(kit: Kit, task: Assignment) -> None:
+    """Once the ranks are one world: this rank's part of the learner, and the workers that need it."""
+    config, world = kit.config, kit.world
+    if needs_values(kit.algorithm):
+        raise ConfigError(
+            f"algorithm {config.algorithm.name} learns values, which a learner cut over workers does not",
+            "set the sizes of learn.parallel to 1, or cluster.executor=local",
+        )
+    place = Place(kit.device.type, kit.device)
+    learner = cut_learner(config, updates_of(config), task.model_path, place)
+    reference = cut_reference(config, task.model_path, place) if "reference" in kit.stages else None
+    known = world.gather(learner.cuts, "counting the model's tensors")
+    kit.cut = Cut(
+        learner,
+        reference,
+        Calls(world.store, world.rank),
+        Team(learner.meshes, config.learn.parallel.timeout_s),
+        elements({name: cut for part in known for name, cut in part.items()}),
+    )
+    _staff(kit)
+
+
+def _staff(kit: Kit) -> None:
+    makers = _makers(kit)
+    for stage in kit.stages:
+        kit.workers[stage] = makers[stage]()
+    kit.keeper = ReferenceKeeper.of(kit.config, list(kit.workers.values()))
+
+
+def updates_of(config: Config) -> int:
+    return config.train.steps * config.train.updates_per_step * config.train.passes_per_step
 
 
 def _teach(kit: Kit) -> None:
     config, algorithm = kit.config, kit.algorithm
     assert kit.loaded is not None
-    train = config.train
-    updates = train.steps * train.updates_per_step * train.passes_per_step
+    updates = updates_of(config)
     model = kit.loaded.model
     critic = None
     if needs_values(algorithm):
@@ -199,9 +266,18 @@ def _makers(kit: Kit) -> dict[str, Callable[[], Worker]]:
         return freeze(model(), config.algorithm.kl.weights)
 
     def learn(name: str, learner: Learner | None, critic: Worker | None = None) -> Worker:
+        if (own_part := kit.cut) is not None:
+            return CutLearnWorker(dock, own_part.learner, config, tally, kit.world, own_part.calls, own_part.team)
         assert learner is not None
         own = critic if isinstance(critic, RankLearnWorker) else None
         return RankLearnWorker(dock, learner, config, tally, kit.world, name, own)
+
+    def scores(name: str, column: str) -> Worker:
+        if (part := kit.cut) is None:
+            return ScoreWorker(name, column, dock, model() if name == "old_logprobs" else reference(), config, tally)
+        scorer = part.learner if name == "old_logprobs" else part.reference
+        assert scorer is not None
+        return CutScoreWorker(name, column, dock, scorer, config, tally, kit.world, part.calls, part.team)
 
     def reward() -> Worker:
         assert kit.scorer is not None
@@ -221,9 +297,9 @@ def _makers(kit: Kit) -> dict[str, Callable[[], Worker]]:
     return {
         "rollout": rollout,
         "reward": reward,
-        "old_logprobs": lambda: ScoreWorker("old_logprobs", "old_logprobs", dock, model(), config, tally),
+        "old_logprobs": lambda: scores("old_logprobs", "old_logprobs"),
         "teacher": lambda: ScoreWorker("teacher", "teacher_logprobs", dock, teacher(config, kit.device), config, tally),
-        "reference": lambda: ScoreWorker("reference", "ref_logprobs", dock, reference(), config, tally),
+        "reference": lambda: scores("reference", "ref_logprobs"),
         "advantage": lambda: AdvantageWorker(dock, kit.algorithm, config, tally, refill),
         "values": values,
         "learn_values": lambda: learn("learn_values", kit.critic),

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,10 +19,14 @@ import torch.distributed as dist
 from tidemill.batch import GROUP, Batch
 from tidemill.cluster.hold import KeptDock, KeptLease
 from tidemill.config import Config
+from tidemill.device.collective import backend
 from tidemill.dock import DockState, Want
 from tidemill.flow.stages import LearnWorker, committed
 from tidemill.flow.tally import Tally
 from tidemill.learn.engine import Learner, on_host
+
+if TYPE_CHECKING:
+    from tidemill.learn.parallel.learner import ParallelLearner
 
 MOST_GROUPS = 4096  # asked for at once: all there are
 
@@ -33,6 +37,7 @@ class World:
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
         self.operation: tuple[str, float] | None = None  # what this rank waits in with the others, and since when
+        self.store: Any = None  # of its own: torch's is used by its threads
 
     def join(self, host: str, port: int, device: torch.device, timeout_s: float) -> None:
         """Make the world: every rank calls it. The first rank's process keeps the store."""
@@ -40,19 +45,18 @@ class World:
             return
         timeout = timedelta(seconds=timeout_s)
         stores: Any = dist
-        store = stores.TCPStore(host, port, is_master=False, timeout=timeout)
-        backend = "gloo"
-        if device.type != "cpu":
-            backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-        with self._in("joining the world"):
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
+        store, self.store = (stores.TCPStore(host, port, is_master=False, timeout=timeout) for _ in range(2))
+        with self.within("joining the world"):
+            dist.init_process_group(
+                backend(device.type), store=store, rank=self.rank, world_size=self.size, timeout=timeout
+            )
 
     def gather(self, own: Any, what: str) -> list[Any]:
         """Every rank's word."""
         if self.size == 1:
             return [own]
         words: list[Any] = [None] * self.size
-        with self._in(what):
+        with self.within(what):
             dist.all_gather_object(words, own)
         return words
 
@@ -68,19 +72,19 @@ class World:
         learner._stats = [stats for _, listed in parts for stats in listed]
         gradients = learner.gradients
         given = torch.tensor([gradients.of(p) is not None for p in gradients.parameters], dtype=torch.int32)
-        with self._in("all-reduce of gradients"):
+        with self.within("all-reduce of gradients"):
             dist.all_reduce(given, dist.ReduceOp.MAX)
             for p, is_given in zip(gradients.parameters, given.tolist()):
                 if is_given:  # somewhere; a rank without samples of it adds zero
                     dist.all_reduce(gradients.ensure(p))
 
     @contextmanager
-    def _in(self, operation: str) -> Iterator[None]:
-        self.operation = operation, time.monotonic()
+    def within(self, operation: str) -> Iterator[None]:
+        before, self.operation = self.operation, (operation, time.monotonic())
         try:
             yield
         finally:
-            self.operation = None
+            self.operation = before
 
 
 class RankLearnWorker(LearnWorker):
@@ -90,7 +94,7 @@ class RankLearnWorker(LearnWorker):
     def __init__(
         self,
         dock: KeptDock,
-        learner: Learner,
+        learner: Learner | ParallelLearner,
         config: Config,
         tally: Tally,
         world: World,
@@ -114,21 +118,31 @@ class RankLearnWorker(LearnWorker):
         if self.is_done:
             return False
         state = self.dock.state()
-        counts, rows = state.stages[self.name], self._rows(state)
         moved = self._take(state)
-        if any(getattr(lease, "is_lost", False) for lease in self.held) and not self.has_updated:
+        if self._has_lost() and not self.has_updated:
             self._drop_held()
             return True
         if self.has_updated:
-            self._end_held()
-            counts = self.dock.state().stages[self.name]
-            self.is_done = counts.ready + counts.leased == 0
-            return moved or self.is_done
-        if not moved and counts.ready == 0 and counts.leased == rows:
-            return self._finish_if_all_here(rows)
+            return self._end() or moved
+        if not moved and self._is_all_leased(state):
+            self._finish_if_all_here()
+            return True
         if moved:
             self._accumulate_ready()
         return moved
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which of the shares that the dock deals out is taken here, and of how many."""
+        return self.world.rank, self.world.size
+
+    def _has_lost(self) -> bool:
+        """Whether rows that were held here are someone else's now."""
+        return any(getattr(lease, "is_lost", False) for lease in self.held)
+
+    def _is_all_leased(self, state: DockState) -> bool:
+        counts = state.stages[self.name]
+        return counts.ready == 0 and counts.leased == self._rows(state)
 
     def _rows(self, state: DockState) -> int:
         """Of the step. Later steps' rows, where there are any, do not come as far as this stage before their turn."""
@@ -136,41 +150,45 @@ class RankLearnWorker(LearnWorker):
 
     def _take(self, state: DockState) -> bool:
         """Whatever is this rank's, until nothing more is: decisions made before `state` was asked are then all held."""
-        want = Want(groups=MOST_GROUPS, rank=self.world.rank, ranks=self.world.size, tag=self.tag)
+        place, shares = self.share
+        want = Want(groups=MOST_GROUPS, rank=place, ranks=shares, tag=self.tag)
         moved = False
         while (lease := self.dock.take(self.name, want)) is not None:
             self.held.append(lease)
             moved = True
         counts, rows = state.stages[self.name], self._rows(state)
-        if self.world.size > 1 and self.world.rank == 0 and counts.ready and counts.ready + counts.leased == rows:
-            # Fewer groups than ranks are left, and no more will come: the first rank takes them.
+        if shares > 1 and place == 0 and counts.ready and counts.ready + counts.leased == rows:
+            # Fewer groups than shares are left, and no more will come: the first rank takes them.
             lease = self.dock.take(self.name, Want(groups=MOST_GROUPS, tag=self.tag))
             if lease is not None:
                 self.held.append(lease)
                 moved = True
         return moved
 
-    def _finish_if_all_here(self, rows: int) -> bool:
+    def _word(self) -> tuple[list[int], int] | None:
+        """The groups held here, one of each row, and how many rows there are in all."""
+        own = [int(g) for lease in self.held for g in lease.batch.values(GROUP).tolist()]
+        return own, self._rows(self.dock.state())
+
+    def _finish_if_all_here(self) -> None:
         """Learn, if the shares of all ranks make up the step, each row once; all ranks decide alike."""
-        own = [g for lease in self.held for g in lease.batch.values(GROUP).tolist()]
-        words = self.world.gather((own, rows), "agreement on the step's samples")
+        told = self.world.gather(self._word(), "agreement on the step's samples")
+        words = [word for word in told if word is not None]
         union = [set(groups) for groups, _ in words]
         every = sorted(set().union(*union))
         total = sum(len(groups) for groups, _ in words)
         if len(every) != sum(map(len, union)) or any(total != seen for _, seen in words):
             self._drop_held()
-            return True
+            return
         self.groups = np.array(every, np.int64)
         if len(every) and not self.only_critic:
             self._learn_share()
         self.has_updated = True
         self._counted[:] = 0
-        self._end_held()
-        counts = self.dock.state().stages[self.name]
-        self.is_done = counts.ready + counts.leased == 0
-        return True
+        self._end()
 
     def _learn_share(self) -> None:
+        assert isinstance(self.own, Learner)
         whole = Batch.concat([held.batch for held in self.held]) if self.held else None
         place = self._place(self.groups)
         for _ in range(self.passes):
@@ -188,9 +206,9 @@ class RankLearnWorker(LearnWorker):
                         self.tally.update(self._named(measured))
                 self.accumulated = set()
 
-    def _accumulate(self, batch: Batch) -> None:
-        super()._accumulate(batch)
+    def _counted_in(self, batch: Batch) -> Batch:
         self._counted += np.array([batch["tokens"].lengths.sum(), batch.rows], np.float64)
+        return super()._counted_in(batch)
 
     def _place(self, groups: Any) -> Any:
         """Which of the step's updates each group belongs to."""
@@ -199,10 +217,14 @@ class RankLearnWorker(LearnWorker):
             return np.searchsorted(self.groups, groups) * updates // max(1, len(self.groups))
         return (groups - self.first_group) // (self.config.train.prompts_per_step // updates)
 
-    def _end_held(self) -> None:
+    def _end(self) -> bool:
+        """After the update: end what is held. Whether the whole step is ended."""
         for held in self.held:
             committed(held)  # refused: the rows come again, and are ended then
         self.held = []
+        counts = self.dock.state().stages[self.name]
+        self.is_done = counts.ready + counts.leased == 0
+        return self.is_done
 
     def _drop_held(self) -> None:
         """Give everything back and forget what was accumulated of it."""

@@ -9,36 +9,48 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.cluster import weights
-from tidemill.cluster.equip import Kit, counts_of, equip
+from tidemill.cluster.cut import ORDER
+from tidemill.cluster.equip import Kit, counts_of, cut, equip
 from tidemill.cluster.hold import KeptDock
 from tidemill.cluster.task import Assignment, Link
 from tidemill.dock.address import Address
 from tidemill.dock.client import RemoteDock
+from tidemill.errors import CollectiveError
 from tidemill.flow.records import Evaluation
-from tidemill.flow.stages import AdvantageWorker
+from tidemill.flow.stages import AdvantageWorker, RolloutWorker
 from tidemill.flow.tally import Counted
 from tidemill.learn import checkpoint
 from tidemill.models.load import save_folder
+from tidemill.reshard.layout import Layout
 from tidemill.trained import keep_definition
+
+PAUSE_S = 0.001  # between looks at what the first rank calls
 
 
 class Orders:
     def __init__(self, task: Assignment) -> None:
         self.task = task
+        self._remote: RemoteDock
         self.kit: Kit = equip(task, self._dock(task.dock))
         self.open: tuple[str, ...] = ()  # stages it works on now
         self.is_whole = self.kit.learner is not None  # the engine has a whole version
+        self._is_ordered = False  # an order to all ranks is next among the calls
         self.first_token: float | None = None
         self._carrier: weights.Carrier | None = None
-        self._store: Any = None
+        self._stores: dict[str, Any] = {}
+        self._is_asleep = False  # the engine
+        self.is_leaving = False  # the dock is no longer there, or soon will not be
 
     def _dock(self, address: Address) -> KeptDock:
-        return KeptDock(RemoteDock(address, self.task.node), self.task.config.cluster.lease_s)
+        self._remote, self._ledger = RemoteDock(address, self.task.node), address.ledger
+        return KeptDock(self._remote, self.task.config.cluster.lease_s)
 
     # Looking
 
     @property
     def parameters(self) -> int:
+        if self.kit.cut is not None:
+            return self.kit.cut.parameters
         return self.kit.loaded.parameters if self.kit.loaded is not None else 0
 
     def count_parameters(self) -> int:
@@ -54,11 +66,10 @@ class Orders:
 
     def facts(self) -> dict[str, Any]:
         learn, kit = self.kit.learn, self.kit
-        version = kit.learner.version if kit.learner else kit.engine.version if kit.engine else -1
         return {
             "leases": kit.dock.leases,
             "done_group": learn.first_group if learn is not None and learn.is_done else -1,
-            "version": version,
+            "version": kit.version,
             "first_token_s": self.first_token,
         }
 
@@ -72,13 +83,66 @@ class Orders:
             self.first_token = time.time()
         return moved
 
+    def follow(self) -> bool:
+        """Do with the others what the first rank has called next; whether it had."""
+        part = self.kit.cut
+        if part is None or part.calls.is_first or self._is_ordered:
+            return False
+        called = part.calls.heard()
+        if called is None:
+            return False
+        if called == ORDER:
+            self._is_ordered = True
+            return True
+        stage, _, what = called.partition(":")
+        worker: Any = self.kit.workers[stage]
+        worker.together(what)
+        return True
+
+    def _in_turn(self) -> None:
+        """What the driver tells all ranks of a cut learner is done at one place among their calls: a rank that moved
+        weights while another began to learn would wait for it for ever."""
+        if (part := self.kit.cut) is None:
+            return
+        if part.calls.is_first:
+            part.calls.call(ORDER)
+            return
+        wait_s = self.task.config.cluster.collective_s
+        deadline = time.monotonic() + wait_s
+        while not self._is_ordered:
+            if not self.follow():
+                if time.monotonic() > deadline:
+                    raise CollectiveError(f"the first rank did not come to the same order within {wait_s:g} s")
+                time.sleep(PAUSE_S)
+        self._is_ordered = False
+
     def work_on(self, stages: tuple[str, ...]) -> None:
         self.open = tuple(s for s in self.kit.workers if s in stages)
+        if self.kit.cut is not None:
+            self._hand_over("rollout" in stages)
+
+    def _hand_over(self, rolls_out: bool) -> None:
+        """Rollout and a cut learner in one process take turns with the memory: the cache goes while others work."""
+        engine = self.kit.engine
+        if engine is None or engine.has_work or rolls_out != self._is_asleep:
+            return
+        if rolls_out:
+            engine.wake()
+        else:
+            engine.sleep()
+        self._is_asleep = not rolls_out
 
     def begin(self, first_group: int, tag: str | None) -> None:
         """A new step for every stage."""
+        self._in_turn()
         for worker in self.kit.workers.values():
             worker.begin(first_group, tag)
+
+    def share_among(self, rollouts: int) -> None:
+        """So many workers roll out now."""
+        worker = self.kit.workers.get("rollout")
+        if isinstance(worker, RolloutWorker):
+            worker.peers = rollouts
 
     def leave_step(self) -> bool:
         """Stop working on the step, unless a gradient would be wasted; whether it has stopped."""
@@ -110,10 +174,16 @@ class Orders:
         assert self.kit.feed is not None
         return {"state": self.kit.feed.state(), "bad_rows": len(self.kit.feed.bad_rows)}
 
+    def leave(self, ledger: str) -> None:
+        """From any thread: the dock is about to end, and another will be named."""
+        if ledger == self._ledger:
+            self.is_leaving = True
+            self._remote.leave()
+
     def connect(self, address: Address) -> None:
         """To a new dock: whatever was held of the old one is forgotten."""
         self.kit.reconnect(self._dock(address), counts_of(self.task, address))
-        self.open = ()
+        self.open, self.is_leaving = (), False
 
     def measure(self) -> tuple[Counted, list[int]]:
         """What was counted, and the ids of the samples that could be shown."""
@@ -130,6 +200,7 @@ class Orders:
 
     def evaluate(self, size: int, samples: int, shown: int) -> Evaluation:
         """With the first `shown` answers in words."""
+        self._hand_over(True)
         seen = self.kit.evaluate(size, samples)
         return replace(seen, answers=seen.answers[:shown])
 
@@ -137,9 +208,10 @@ class Orders:
         """Moves the reference and its weight; gives the weight where it changes."""
         if self.kit.feed is not None:
             self.kit.feed.report(measured)
-        if self.kit.keeper is None or self.kit.loaded is None:
+        if self.kit.keeper is None:
             return None
-        self.kit.keeper.after_step(step, measured, self.kit.loaded.model)
+        policy = self.kit.loaded.model if self.kit.loaded is not None else None
+        self.kit.keeper.after_step(step, measured, policy)
         return measured.get("kl_coef")
 
     def hold_kl(self, coef: float) -> None:
@@ -152,12 +224,32 @@ class Orders:
 
     # Keeping
 
-    def save(self, folder: Path, step: int, state: dict[str, Any], best: bool, metric: float | None) -> None:
-        tensors, own = self.kit.state()
-        keep = self.kit.config.checkpoint.keep
-        checkpoint.save(folder, step, tensors, own | state, keep=keep, best=best, metric=metric)
+    def save(
+        self, folder: Path, step: int, state: dict[str, Any], best: bool, metric: float | None, wait: bool
+    ) -> None:
+        """Ranks of a cut learner write while training goes on; with `wait`, come back when it is on disk."""
+        self._in_turn()
+        marks: dict[str, Any] = {"keep": self.kit.config.checkpoint.keep, "best": best, "metric": metric}
+        if (part := self.kit.cut) is None:
+            tensors, own = self.kit.state()
+            checkpoint.save(folder, step, tensors, own | state, **marks)
+            return
+        own = {} if self.kit.keeper is None else {"kl": self.kit.keeper.state()[1]}
+        part.learner.save(folder, step, own | state, **marks)
+        if wait:
+            part.learner.saver.wait()
+
+    def settle(self) -> None:
+        """Whatever is being written is on disk."""
+        if self.kit.cut is not None:
+            self.kit.cut.learner.saver.wait()
 
     def restore(self, path: Path) -> dict[str, Any]:
+        if (part := self.kit.cut) is not None:
+            state = part.learner.load(path)
+            if self.kit.keeper is not None:
+                self.kit.keeper.restore({}, state["kl"])
+            return state
         tensors, state = checkpoint.load(path)
         self.kit.restore(tensors, state)
         return state
@@ -172,19 +264,23 @@ class Orders:
 
     # Other ranks, and weights
 
-    def open_store(self) -> tuple[str, int]:
-        """Where ranks, or the members of a link, meet."""
-        self._store = weights.open_store(self.task.host, self.task.config.cluster.start_s)
-        return self.task.host, int(self._store.port)
+    def open_store(self, purpose: str) -> tuple[str, int]:
+        """Where ranks, or the members of a link, meet: for as long as there is no other for the same purpose."""
+        self._stores[purpose] = weights.open_store(self.task.host, self.task.config.cluster.start_s)
+        return self.task.host, int(self._stores[purpose].port)
 
     def join_world(self, host: str, port: int) -> None:
         self.kit.world.join(host, port, self.kit.device, self.task.config.cluster.collective_s)
+        if self.task.post.group.is_cut:
+            cut(self.kit, self.task)
 
-    def describe(self, rank: int) -> Any:
-        """The layout of what is sent or received, for this place in a link."""
-        return weights.layout_of(self._tensors(), rank)
+    def describe(self, rank: int) -> tuple[Layout, Layout]:
+        """How what is sent and what is received lies, for this place in a link."""
+        sent = weights.layout_of(self._sent(), rank) if self.kit.cut is None else self.kit.cut.learner.layout()
+        return sent, weights.layout_of(self._received(), rank)
 
     def link(self, link: Link, rank: int) -> None:
+        self._in_turn()
         self.unlink()
         self._carrier = weights.Carrier(link, rank, self.kit.device)
 
@@ -195,20 +291,24 @@ class Orders:
 
     def move(self, version: int) -> dict[str, float]:
         """Send or receive a version; on an engine it serves from then on."""
+        self._in_turn()
         assert self._carrier is not None
-        if self.kit.learner is not None:
-            moved = self._carrier.send(self._tensors(), version)
-        else:
+        sent, received = self._sent(), self._received()
+        if received:
             self.is_whole = False
-            moved = self._carrier.receive(self._tensors(), version)
+            moved = self._carrier.receive(sent, received, version)
             self.serve(version)
-        return {"bytes": moved.sent_bytes + moved.received_bytes, "seconds": moved.seconds}
+        else:
+            moved = self._carrier.send(sent, version)
+        nbytes = moved.sent_bytes + moved.received_bytes
+        return {"bytes": nbytes, "checked": moved.checked, "seconds": moved.seconds}
 
     def serve(self, version: int) -> None:
         """The weights as they are now are this version."""
         engine = self.kit.engine
         if engine is None:
             return
+        self._hand_over(True)
         reread = self.kit.config.flow.half_made == "reread" and engine.has_work
         half_made = engine.pause() if reread else []
         engine.load(None, version)
@@ -218,12 +318,21 @@ class Orders:
         self.is_whole = True
 
     def version(self) -> int:
-        assert self.kit.learner is not None
-        return self.kit.learner.version
+        return self.kit.version
 
-    def _tensors(self) -> dict[str, Any]:
+    def _sent(self) -> dict[str, Any]:
+        if self.kit.cut is not None:
+            return weights.pieces(self.kit.cut.learner)
+        if self.kit.learner is None:
+            return {}
         assert self.kit.loaded is not None
-        return weights.learned(self.kit.loaded.model) if self.kit.learner else weights.served(self.kit.loaded.model)
+        return weights.learned(self.kit.loaded.model)
+
+    def _received(self) -> dict[str, Any]:
+        if self.kit.engine is None or self.kit.shares_tensors:
+            return {}
+        assert self.kit.loaded is not None
+        return weights.served(self.kit.loaded.model)
 
     def close(self) -> None:
         self.unlink()

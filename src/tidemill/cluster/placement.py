@@ -29,6 +29,7 @@ class Group:
     needs: tuple[tuple[str, float], ...]  # resources of each process
     is_feeder: bool = False  # its first process feeds prompts
     has_engine: bool = False  # rolls out and evaluates
+    is_cut: bool = False  # each holds a part of the model
 
     @property
     def posts(self) -> tuple[Post, ...]:
@@ -74,8 +75,13 @@ class Placement:
 
     @property
     def is_colocated(self) -> bool:
-        """Whether rollout reads the learner's own tensors."""
+        """Whether rollout is in the learners' processes."""
         return self.learners.has_engine
+
+    @property
+    def shares_tensors(self) -> bool:
+        """Whether rollout reads the learner's own tensors, so that nothing moves."""
+        return self.is_colocated and not self.learners.is_cut
 
     def describe(self) -> str:
         return ", ".join(f"{g.ranks} × {g.name} ({needs_text(g.needs)})" for g in self.groups)
@@ -94,7 +100,8 @@ def place(config: Config, graph: Graph, accelerator: str | None = None) -> Place
         stages.setdefault(role, [])
     for stage in graph.stages:
         stages[home.get(stage.role, LEARNER)].append(stage.name)
-    ranks = {LEARNER: wanted.learners, ROLLOUT: wanted.rollouts, REWARD: wanted.rewards, REFERENCE: 1}
+    parts = config.learn.parallel.ranks
+    ranks = {LEARNER: max(wanted.learners, parts), ROLLOUT: wanted.rollouts, REWARD: wanted.rewards, REFERENCE: 1}
     groups = []
     for name, own in stages.items():
         if name == REFERENCE and not own:
@@ -105,6 +112,7 @@ def place(config: Config, graph: Graph, accelerator: str | None = None) -> Place
             Group(
                 name, ranks[name], tuple(own), tuple(needs.items()),
                 is_feeder=home["reward"] == name, has_engine=home["rollout"] == name,
+                is_cut=name == LEARNER and parts > 1,
             )
         )  # fmt: skip
     return Placement(tuple(groups))
@@ -156,19 +164,23 @@ def _advice(placement: Placement, nodes: Sequence[Resources], wanted: Cluster) -
     for smaller, words in _smaller(placement, wanted):
         if not shortage(smaller, nodes):
             return f"this would fit: {words}; or add nodes"
-    return "lower cluster.cpus, or add nodes"
+    return f"lower cluster.cpus{' or a size of learn.parallel' if placement.learners.is_cut else ''}, or add nodes"
 
 
 def _smaller(placement: Placement, wanted: Cluster) -> Iterator[tuple[Placement, str]]:
     """Placements that ask for less, those that give up least first."""
-    for learners in range(wanted.learners, 0, -1):
+    is_cut = placement.learners.is_cut  # then all parts are needed
+    for learners in (placement.learners.ranks,) if is_cut else range(wanted.learners, 0, -1):
         for rollouts in range(wanted.rollouts, 0, -1):
             for rewards in range(wanted.rewards, 0, -1):
                 counts = {LEARNER: learners, ROLLOUT: rollouts, REWARD: rewards}
                 groups = tuple(replace(g, ranks=counts.get(g.name, g.ranks)) for g in placement.groups)
-                keys = {"learners": learners, "rollouts": rollouts, "rewards": rewards}
+                keys = {} if is_cut else {"learners": learners}
+                keys |= {"rollouts": rollouts, "rewards": rewards}
                 words = " ".join(f"cluster.{k}={v}" for k, v in keys.items() if v != getattr(wanted, k))
                 yield Placement(groups), words
+    if is_cut:
+        return
     one = replace(placement.learners, ranks=1)
     yield Placement((one,)), "cluster.learners=1 cluster.placement=colocated"
 

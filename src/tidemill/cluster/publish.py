@@ -5,22 +5,25 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from tidemill.cluster.crew import Crew, Member
 from tidemill.cluster.handle import WorkerLost
 from tidemill.cluster.placement import ROLLOUT
 from tidemill.errors import TidemillError
 
+Verify = Literal["off", "sample", "all"]
 ATTEMPTS = 8  # to bring a version to whoever lives
 
 
 class Publisher:
     """`check` raises when a learner was lost: there is nothing to publish then."""
 
-    def __init__(self, crew: Crew, timeout_s: float, check: Callable[[], None]) -> None:
-        self.crew, self.timeout_s, self.check = crew, timeout_s, check
+    def __init__(self, crew: Crew, timeout_s: float, verify: Verify, check: Callable[[], None]) -> None:
+        self.crew, self.timeout_s, self.verify, self.check = crew, timeout_s, verify, check
         self.version = -1
         self.moved_bytes = 0.0
+        self.checked = 0.0  # blocks whose checksums were compared
         self.seconds = 0.0
         self._linked: tuple[tuple[str, int], ...] = ()  # names and incarnations on the wire
         self._served: dict[str, tuple[int, int]] = {}  # rollout worker → its incarnation and the version it has
@@ -29,10 +32,11 @@ class Publisher:
         """The learner's weights, whatever version they are now, to every rollout worker that is there."""
         learners = self.crew.learners()
         self.version = int(self.crew.call(learners[0], "version"))
-        if self.crew.placement.is_colocated:
+        placement = self.crew.placement
+        if placement.shares_tensors:
             self.crew.call_all(learners, "serve", lambda _: (self.version,))
         else:
-            self.bring(self.crew.of(ROLLOUT))
+            self.bring(learners if placement.is_colocated else self.crew.of(ROLLOUT))
         return self.version
 
     def newcomers(self) -> list[Member]:
@@ -53,7 +57,8 @@ class Publisher:
             alive = [m for m in wanted if m.state == "ready"]
             if not alive:
                 return
-            members = [*self.crew.learners(), *alive]
+            learners = self.crew.learners()
+            members = [*learners, *(m for m in alive if m not in learners)]
             try:
                 self._link(members)
                 told = self.crew.call_all(members, "move", lambda _: (self.version,), self.timeout_s + 5)
@@ -65,6 +70,7 @@ class Publisher:
             for m in alive:
                 self._served[m.name] = m.incarnation, self.version
             self.moved_bytes += sum(t["bytes"] for t in told.values())
+            self.checked += sum(t["checked"] for t in told.values())
             self.seconds = max(t["seconds"] for t in told.values())
             return
         raise TidemillError(f"weights version {self.version} could not be brought to rollout: {last}", "see the logs")
@@ -79,17 +85,16 @@ class Publisher:
         self._linked = ()
         places = {m.name: i for i, m in enumerate(members)}
         told = self.crew.call_all(members, "describe", lambda m: (places[m.name],))
-        learners = len(self.crew.learners())
-        names = list(places)
         nodes = list(dict.fromkeys(m.node for m in members))
-        store = self.crew.call(members[0], "open_store") if len(nodes) > 1 else None
+        store = self.crew.call(members[0], "open_store", "link") if len(nodes) > 1 else None
         link = Link(
             token=secrets.token_hex(8),
-            source=merge(told[n] for n in names[:learners]),
-            target=merge(told[n] for n in names[learners:]),
+            source=merge(told[name][0] for name in places),
+            target=merge(told[name][1] for name in places),
             nodes=tuple(nodes.index(m.node) for m in members),
             store=store,
             timeout_s=self.timeout_s,
+            verify=self.verify,
         )
         self.crew.call_all(members, "link", lambda m: (link, places[m.name]), self.timeout_s + 5)
         self._linked = now

@@ -9,7 +9,6 @@ import contextlib
 import os
 import queue
 import shutil
-import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -17,10 +16,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from tidemill.cluster.forks import Forks, environment
 from tidemill.cluster.handle import WorkerLost
 from tidemill.cluster.placement import LEARNER, Placement, PlacementError, Post, Resources
 from tidemill.cluster.report import Answer, Numbers
-from tidemill.cluster.role import Host
 from tidemill.config import Cluster
 from tidemill.dock.address import Address
 from tidemill.errors import ConfigError, MissingExtra, TidemillError
@@ -37,11 +36,18 @@ OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through it
 THREADS = 16  # calls that one worker answers at a time
 
 
-class RayHost(Host):
-    """A worker's process, as an actor."""
+class RayHost:
+    """An actor that stands for a worker: Ray gives it a place, and devices by its environment; the worker itself is
+    forked on the same node."""
 
-    def on_where(self) -> tuple[str, str]:
-        return ray.get_runtime_context().get_node_id(), own_address()
+    def __init__(self, name: str, logs: str, forks: str) -> None:
+        self._worker = Forks(Path(forks)).spawn(name, Path(logs))
+
+    def answer(self, method: str, args: tuple[Any, ...], number: int) -> Answer:
+        if method == "where":
+            return Answer((ray.get_runtime_context().get_node_id(), own_address()))
+        told: Answer = self._worker.pass_on(method, args, number).result()
+        return told
 
 
 class Storehouse:
@@ -62,8 +68,8 @@ class Storehouse:
 
 
 class RayStarter:
-    def __init__(self, settings: Cluster, name: str) -> None:
-        self.settings, self.name = settings, name
+    def __init__(self, settings: Cluster, name: str, forks: Forks) -> None:
+        self.settings, self.name, self._forks = settings, name, forks
         self._is_own = False
         self._folder: Path | None = None
         self._environment: dict[str, Any] = {"runtime_env": {"env_vars": environment()}}  # of each worker
@@ -157,7 +163,7 @@ class RayStarter:
             resources=needs,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
             **self._environment,
-        ).remote(post.name, str(logs))
+        ).remote(post.name, str(logs), str(self._forks.path))
         return RayHandle(post.name, actor)
 
     def release(self, post: Post) -> None:
@@ -198,6 +204,7 @@ class RayStarter:
         self._stores.clear()
         if self._is_own:
             ray.shutdown()
+        self._forks.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -233,14 +240,10 @@ def own_address() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
-def environment() -> dict[str, str]:
-    """What workers take over from the driver: where the code is, and how many threads numeric libraries start."""
-    kept = {name: value for name, value in os.environ.items() if name.startswith(("TIDEMILL_", "OMP_", "TORCH_"))}
-    return {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path), "OMP_NUM_THREADS": "1"} | kept
-
-
 def why(error: BaseException) -> str:
     """In one line, without Ray's advice: the worker's log says the rest."""
+    if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, WorkerLost):
+        return first_line(error.cause)
     if isinstance(error, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
         text = str(error)
         for sign, words in (("SIGKILL", "its process was killed"), ("node", "its node or process ended")):

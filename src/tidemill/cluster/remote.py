@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,7 @@ from tidemill.cluster import placement as placements
 from tidemill.cluster import stall, status
 from tidemill.cluster.conduct import Conductor
 from tidemill.cluster.crew import Crew, Member
+from tidemill.cluster.forks import Forks
 from tidemill.cluster.handle import Starter, WorkerLost
 from tidemill.cluster.logs import LogStream
 from tidemill.cluster.placement import LEARNER, ROLLOUT, Placement, Post
@@ -41,10 +43,13 @@ from tidemill.run import RunFolder
 
 MOST_STALLS = 3  # in one run; a run that stands still again and again is ended
 STATUS_S = 1.0
+SETTLE_S = 120.0  # for checkpoints that are being written when the run ends
 SHOWN_ANSWERS = 32  # of an evaluation: for people to look at
 
 
 def start(config: Config, model_path: Path | None, folder: RunFolder, note: Callable[[str], None]) -> RemoteWorkers:
+    ranks = max(config.cluster.learners, config.learn.parallel.ranks)  # of a learner that is cut
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"learners": ranks})})
     with ThreadPoolExecutor(1) as beside:  # the table of stages brings torch, the starter a cluster: both take seconds
         table = beside.submit(_graph, config)
         starter = make_starter(config, folder)
@@ -73,13 +78,21 @@ def _graph(config: Config) -> Graph:
 
 
 def make_starter(config: Config, folder: RunFolder) -> Starter:
-    if config.cluster.executor == "processes":
-        from tidemill.cluster.processes import ProcessStarter
+    cluster = config.cluster
+    forks = Forks(Path(tempfile.mkdtemp(prefix="tm-")) / "forks")  # short: a socket's path is limited
+    if cluster.executor == "processes" or cluster.address == "local":
+        forks.start()  # first of all: its imports take longest
+    try:
+        if cluster.executor == "processes":
+            from tidemill.cluster.processes import ProcessStarter
 
-        return ProcessStarter()
-    from tidemill.cluster.ray import RayStarter
+            return ProcessStarter(forks)
+        from tidemill.cluster.ray import RayStarter
 
-    return RayStarter(config.cluster, folder.config.name)
+        return RayStarter(cluster, folder.config.name, forks)
+    except BaseException:
+        forks.close()
+        raise
 
 
 class RemoteWorkers:
@@ -103,7 +116,7 @@ class RemoteWorkers:
         )
         self.crew.check = self.check_learners
         self.crew.examine = lambda why: f" (stacks: {stall.report(self.crew, self.logs.folder, [why])})"
-        self.publisher = Publisher(self.crew, config.cluster.collective_s, self.check_learners)
+        self.publisher = Publisher(self.crew, config.cluster.collective_s, config.reshard.verify, self.check_learners)
         self.server: DockServer | None = None
         self.dock: RemoteDock | None = None
         self.parameters = self.bad_rows = self.stalls = 0
@@ -203,7 +216,7 @@ class RemoteWorkers:
     def _form_world(self) -> None:
         learners = self.crew.of(LEARNER)
         if len(learners) > 1:
-            host, port = self.crew.call(learners[0], "open_store")
+            host, port = self.crew.call(learners[0], "open_store", "world")
             self.crew.call_all(learners, "join_world", lambda _: (host, port), self.config.cluster.start_s)
         self.parameters = self.crew.call(learners[0], "count_parameters")
 
@@ -313,6 +326,9 @@ class RemoteWorkers:
 
     def new_dock(self) -> None:
         """Leave the dock with all that is in it, and meet at another."""
+        for member in self.crew.ready:
+            if member.handle is not None:
+                member.handle.call("leave", member.dock)
         self._close_dock()
         self._dock_future = self._background.submit(self._open_dock)
         self._dock_future.result()
@@ -403,8 +419,11 @@ class RemoteWorkers:
         self, folder: Path, step: int, state: dict[str, Any], *, best: bool = False, metric: float | None = None
     ) -> None:
         whole = {"feed": self.feed_state} | state
+        learners = self.crew.learners()
+        writers = learners if self.placement.learners.is_cut else learners[:1]
+        order = (folder.resolve(), step, whole, best, metric, step >= self.config.train.steps)
         try:
-            self.crew.call(self.crew.learners()[0], "save", folder.resolve(), step, whole, best, metric)
+            self.crew.call_all(writers, "save", lambda _: order)
         except WorkerLost as lost:
             self.crew.pump(0.5)
             self.check_learners()
@@ -418,12 +437,31 @@ class RemoteWorkers:
         return state
 
     def keep_definition(self, run: Path) -> None:
-        self.crew.call(self.crew.learners()[0], "keep_definition", run.resolve())
+        self.crew.call(self._holder(), "keep_definition", run.resolve())
 
     def save_model(self, folder: Path) -> None:
-        self.crew.call(self.crew.learners()[0], "save_model", folder.resolve())
+        self.crew.call(self._holder(), "save_model", folder.resolve())
+
+    def _holder(self) -> Member:
+        """Who has a whole model, as it is learned now."""
+        if self.placement.is_colocated or not self.placement.learners.is_cut:
+            return self.crew.learners()[0]
+        while not (ready := self.crew.of(ROLLOUT)) or self.publisher.newcomers():
+            self.check_learners()
+            self.publisher.bring(self.publisher.newcomers())
+            self.crew.pump(0.2)
+        return ready[0]
+
+    def _settle(self) -> None:
+        """Whatever ends the run, a checkpoint that is under way is finished."""
+        if self._is_up and self.placement.learners.is_cut and not self._lost_learner:
+            try:
+                self.crew.call_all(self.crew.learners(), "settle", lambda _: (), SETTLE_S)
+            except (TidemillError, WorkerLost) as error:
+                self.note(f"a checkpoint was not finished: {error}")
 
     def close(self) -> None:
+        self._settle()
         self.crew.close()
         self.logs.close()
         with contextlib.suppress(Exception):  # it may be what failed

@@ -10,7 +10,7 @@ from tidemill import errors
 from tidemill.errors import TidemillError
 
 UNORDERED = -1
-DIRECT = frozenset({"watch", "stacks", "equip", "warm", "where"})  # answered at once, whatever is under way
+DIRECT = frozenset({"watch", "stacks", "equip", "leave", "where"})  # answered at once, whatever is under way
 
 
 class Numbers:
@@ -38,7 +38,8 @@ class Failure:
 
     @staticmethod
     def of(error: BaseException) -> Failure:
-        users = isinstance(error, TidemillError) and not isinstance(error, errors.DockError | errors.ReshardError)
+        passing = errors.DockError | errors.ReshardError | errors.CollectiveError  # somebody else was lost
+        users = isinstance(error, TidemillError) and not isinstance(error, passing)
         message = error.message if isinstance(error, TidemillError) else f"{type(error).__name__}: {error}"
         remedy = error.remedy if isinstance(error, TidemillError) else ""
         trace = "".join(traceback.format_exception(error))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidemill.cluster.report import UNORDERED, Answer, Failure, Ready, Report
-from tidemill.errors import TidemillError
+from tidemill.errors import DockError, TidemillError
 
 if TYPE_CHECKING:
     from tidemill.cluster.orders import Orders
@@ -88,9 +88,10 @@ class Host:
         parameters = done.result()
         return Ready(os.getpid(), socket.gethostname(), parameters, time.monotonic() - started)
 
-    def on_warm(self) -> None:
-        """Import what the work will need, while the driver is busy with other things."""
-        import tidemill.cluster.orders  # noqa: F401
+    def on_leave(self, ledger: str) -> None:
+        """The dock. What is under way there ends at once, instead of waiting for it to come back."""
+        if self._work is not None:
+            self._work.leave(ledger)
 
     def on_where(self) -> tuple[str, str]:
         """The node this process is on, and the address that others reach it by."""
@@ -115,7 +116,7 @@ class Host:
     # The work
 
     def _equip(self, task: Assignment) -> int:
-        from tidemill.cluster.orders import Orders  # brings torch: in the work's own time
+        from tidemill.cluster.orders import Orders  # brings torch: whoever only speaks to workers is spared it
 
         self._work = Orders(task)
         return self._work.parameters
@@ -150,16 +151,18 @@ class Host:
 
     def _poll(self) -> bool:
         work = self._work
-        if work is None or self._failure is not None:
+        if work is None or work.is_leaving or self._failure is not None:
             return False
         moved, was_done = False, work.is_done
         try:
+            moved = work.follow()
             for stage in work.open:
                 self._now(stage)
                 moved = work.poll(stage) or moved
         except BaseException as error:
-            traceback.print_exc()
-            self._failure = Failure.of(error)
+            if not (work.is_leaving and isinstance(error, DockError)):
+                traceback.print_exc()
+                self._failure = Failure.of(error)
         self._now("")
         self._moves += moved
         if self._failure is not None or work.is_done != was_done:

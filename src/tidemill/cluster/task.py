@@ -9,6 +9,7 @@ from tidemill.cluster.placement import Post
 from tidemill.config import Config
 from tidemill.dock.address import Address
 from tidemill.reshard.layout import Layout
+from tidemill.reshard.move import Verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What every member of a wire is told. Ranks: the learners' first, then the rollout workers'."""
+    """What every member of a wire is told. Ranks: the learners' first, as in their world, then the rollout workers'."""
 
     token: str
     source: Layout
@@ -34,6 +35,7 @@ class Link:
     nodes: tuple[int, ...]  # of each rank
     store: tuple[str, int] | None = None  # where members of several nodes meet
     timeout_s: float = 120.0
+    verify: Verify = "sample"
 
     @property
     def ranks(self) -> int:

@@ -14,10 +14,13 @@ import torch.distributed as dist
 
 from tidemill.cluster.task import Link
 from tidemill.errors import ReshardError
+from tidemill.learn.parallel.learner import ParallelLearner
+from tidemill.learn.parallel.model import pieces_of
 from tidemill.models import lora
 from tidemill.reshard.dtensor import from_tensors, local_tensors
 from tidemill.reshard.layout import Layout
 from tidemill.reshard.move import BUCKET_BYTES, GroupWire, Job, Moved, Ring, Wire, _fill, _Flying, _laid_out, move
+from tidemill.reshard.pack import Tensors
 from tidemill.reshard.plan import Topology, plan
 from tidemill.reshard.schedule import Round
 from tidemill.reshard.serve import Serving
@@ -47,13 +50,13 @@ class Carrier:
         else:
             self.wire = LooseWire(Ring(bucket_bytes=bucket), link, rank)
 
-    def send(self, tensors: dict[str, torch.Tensor], version: int) -> Moved:
-        return move(Job(self.plan, self.rank, tensors, {}, version), self.wire)
+    def send(self, tensors: Tensors, version: int) -> Moved:
+        return move(Job(self.plan, self.rank, tensors, {}, version, self.link.verify), self.wire)
 
-    def receive(self, tensors: dict[str, torch.Tensor], version: int) -> Moved:
-        """In place: the engine does not serve meanwhile."""
-        serving = Serving(tensors, UNSERVED)
-        moved = serving.receive(Job(self.plan, self.rank, {}, {}, version), self.wire)
+    def receive(self, sources: Tensors, targets: Tensors, version: int) -> Moved:
+        """In place: the engine does not serve meanwhile. `sources`: what this member itself has to send."""
+        serving = Serving(targets, UNSERVED)
+        moved = serving.receive(Job(self.plan, self.rank, sources, {}, version, self.link.verify), self.wire)
         serving.flip()
         return moved
 
@@ -100,6 +103,11 @@ class LooseWire(GroupWire):
 def learned(model: Any) -> dict[str, torch.Tensor]:
     """What rollout is to serve, under the names it knows: adapters are merged."""
     return local_tensors(lora.merged(model))
+
+
+def pieces(learner: ParallelLearner) -> dict[str, torch.Tensor]:
+    """What lies on this rank of a learner that is cut, as its layout says."""
+    return pieces_of(learner.model)
 
 
 def served(model: Any) -> dict[str, torch.Tensor]:

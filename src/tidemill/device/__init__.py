@@ -10,8 +10,10 @@ from tidemill.errors import ConfigError, did_you_mean
 
 KINDS = ("cpu", "cuda", "npu")
 RESOURCES = {"cuda": "GPU", "npu": "NPU"}  # what a cluster calls one device of a kind
+# Of a process that others are forked from: looking for devices must not open a driver, which survives no fork.
+BEFORE_FORK = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
-__all__ = ["KINDS", "RESOURCES", "Device", "Memory", "available", "pick"]
+__all__ = ["BEFORE_FORK", "KINDS", "RESOURCES", "Device", "Memory", "available", "pick"]
 
 
 def pick(name: str = "auto") -> Device:

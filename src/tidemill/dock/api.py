@@ -30,6 +30,7 @@ class Want:
     tag: str | None = None  # only rows that carry this tag
     group_size: int | None = None  # for rows put without `group_size`
     seed: int = 0  # of the sampler `shuffle`
+    late: bool = False  # where nothing is ready: what another holds far longer than usual, to be done a second time
 
 
 class Lease(Protocol):
@@ -69,6 +70,7 @@ class DockState:
     stale: int = 0  # rows found too old, dropped or queued again
     ended: int = 0  # rows that left the dock, dropped ones included
     lost: int = 0  # rows whose bytes went with a warehouse, to be put again
+    reissued: int = 0  # leases on what somebody else held for far longer than usual
     puts_waiting: int = 0  # producers held back because the dock is full
     put_wait_s: float = 0.0  # seconds that producers have waited in all
     refused: int = 0  # messages that did not authenticate or did not parse

@@ -88,6 +88,12 @@ class RemoteDock:
         ids: list[int] = np.frombuffer(self._ask(m.Missing()).ids, np.int64).tolist()
         return ids
 
+    def leave(self) -> None:
+        """From any thread: whoever waits for an answer is woken, and nothing more is asked. For a dock that is about to
+        end, or has: without this its ledger is waited for as if it would come back."""
+        for caller in list(self._callers.values()):
+            caller.leave()
+
     def close(self) -> None:
         self._node.close()
         for caller in self._callers.values():

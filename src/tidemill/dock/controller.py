@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from tidemill.dock import sampler
 from tidemill.dock.api import Want
+from tidemill.dock.late import Pace
 from tidemill.dock.ready import EMPTY, Ready
 from tidemill.dock.records import META, Ints, Written
 from tidemill.errors import DockError, did_you_mean
@@ -35,6 +36,7 @@ class Controller:
         self.ready = Ready({"version": self._versions, "tag": self._tags}, changing=("version",))
         self.leased = self.done = 0  # rows
         self.turn = 0  # decisions made
+        self.pace = Pace()
         self.parts: dict[int, list[int]] = {}  # rank -> leases decided for it and not yet fetched
 
     def wanted(self, want: Want) -> tuple[str, ...]:

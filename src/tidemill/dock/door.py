@@ -278,6 +278,9 @@ class DoorCaller:
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 
+    def leave(self) -> None:
+        self.close()
+
     def become_another(self) -> None:
         """In a forked child: the connection is the parent's, and so is the name."""
         self._hang_up()

@@ -41,6 +41,9 @@ class Leases:
     def of(self, owner: bytes) -> list[int]:
         return [key for key, lease in self._held.items() if lease.owner == owner]
 
+    def at(self, stage: int) -> list[tuple[int, HeldLease]]:
+        return [(key, lease) for key, lease in self._held.items() if lease.stage == stage]
+
     def next_deadline(self) -> float | None:
         return min((lease.deadline for lease in self._held.values()), default=None)
 

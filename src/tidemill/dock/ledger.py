@@ -20,6 +20,7 @@ from tidemill.dock.compact import span
 from tidemill.dock.controller import Controller, make_controllers
 from tidemill.dock.ended import EndedIds
 from tidemill.dock.groups import Groups
+from tidemill.dock.late import latest
 from tidemill.dock.leases import Leases
 from tidemill.dock.records import Grant, HeldLease, Ints, Written
 from tidemill.dock.table import LIVE, Rows
@@ -48,7 +49,7 @@ class Ledger:
         self.version = 0
         self.touched: set[str] = set()  # stages that got ready rows since the caller last looked
         self.effects: list[tuple[Any, ...]] | None = None  # what happened, for a journal; None: nobody keeps one
-        self.dropped = self.expired = self.stale = self.ended = self.lost = 0
+        self.dropped = self.expired = self.stale = self.ended = self.lost = self.reissued = 0
         self.missing: list[int] = []  # ids whose bytes are lost: only their producer can bring them back
         self.gone: set[int] = set()  # chunks whose bytes are lost
         self.controllers, bits = make_controllers(stages, self)
@@ -126,7 +127,9 @@ class Ledger:
         if want.ranks > 1:
             return self._take_part(c, want, columns, now, owner)
         units = self._choose(c, want)
-        return None if units is None else self._grant(self._lease(c, c.slots(units), columns, now, owner))
+        if units is None:
+            return self._second(c, columns, now, owner) if want.late else None
+        return self._grant(self._lease(c, c.slots(units), columns, now, owner))
 
     def commit(self, lease: int, what: Written, drop: Iterable[int], now: float) -> None:
         """Write the outputs and consume the rows, in one step. Refused when the lease is no longer held."""
@@ -137,6 +140,9 @@ class Ledger:
         c, slots = self.controllers[held.stage], held.slots
         c.check_outputs(what)
         self.leases.pop(lease)
+        if held.twin:
+            self.leases.pop(held.twin)
+        c.pace.add(now - held.since)
         c.leased -= len(slots)
         self.rows.leased[slots] &= ~c.bit
         keep = self.rows.state[slots] == LIVE
@@ -212,6 +218,7 @@ class Ledger:
             stale=self.stale,
             ended=self.ended,
             lost=self.lost,
+            reissued=self.reissued,
             tags={tag: held.rows for tag, held in self.chunks.held().items() if held.rows},
         )
 
@@ -253,7 +260,18 @@ class Ledger:
     def _lease(self, c: Controller, slots: Ints, columns: tuple[str, ...], now: float, owner: bytes = b"") -> int:
         self.rows.leased[span(slots)] |= c.bit
         c.leased += len(slots)
-        return self.leases.add(HeldLease(c.index, slots, now + self.lease_s, columns, owner))
+        return self.leases.add(HeldLease(c.index, slots, now + self.lease_s, columns, owner, now))
+
+    def _second(self, c: Controller, columns: tuple[str, ...], now: float, owner: bytes) -> Grant | None:
+        """A second lease on the rows of a straggler, if there is one."""
+        limit_s = c.pace.limit_s
+        first = None if limit_s is None else latest(self.leases.at(c.index), limit_s, now, owner)
+        if first is None or (self.rows.state[self.leases[first].slots] != LIVE).any():
+            return None
+        held = self.leases[first]
+        held.twin = self.leases.add(HeldLease(c.index, held.slots, now + self.lease_s, columns, owner, now, first))
+        self.reissued += 1
+        return self._grant(held.twin)
 
     def _grant(self, key: int) -> Grant:
         lease, rows = self.leases[key], self.rows
@@ -284,6 +302,9 @@ class Ledger:
         return self.leases[key]
 
     def _give_back(self, lease: HeldLease) -> None:
+        if lease.twin:  # the rows are another's as well
+            self.leases[lease.twin].twin = 0
+            return
         c, rows, slots = self.controllers[lease.stage], self.rows, lease.slots
         c.leased -= len(slots)
         rows.leased[slots] &= ~c.bit

@@ -53,6 +53,8 @@ class HeldLease:
     deadline: float
     columns: tuple[str, ...]
     owner: bytes = b""  # who holds it, where it would be noticed that its process ended
+    since: float = 0.0
+    twin: int = 0  # another lease on the same rows, of whoever makes up for a straggler
 
 
 def split(rows: Batch, read_somewhere: Collection[str], watch: str) -> tuple[Written, Batch]:

@@ -15,7 +15,8 @@ def render(state: DockState) -> str:
     lines = [
         f"rows {state.rows:,}   bytes {in_units(state.bytes)}   weight version {state.version}",
         f"ended {state.ended:,}   dropped {state.dropped:,}   too old {state.stale:,}   "
-        f"leases expired {state.expired:,}   lost {state.lost:,}   refused {state.refused:,}",
+        f"leases expired {state.expired:,}   reissued {state.reissued:,}   "
+        f"lost {state.lost:,}   refused {state.refused:,}",
     ]
     if state.puts_waiting or state.put_wait_s:
         lines.append(f"producers waiting {state.puts_waiting}, {state.put_wait_s:.1f} s in all: full")

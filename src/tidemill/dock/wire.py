@@ -130,6 +130,7 @@ class Caller:
         self._seq = 0
         self.address = address
         self._resends = resends
+        self._is_left = False
         self.resent = 0
 
     def ask(self, message: Message, within_s: float) -> Any:
@@ -145,6 +146,8 @@ class Caller:
                 if got == seq:
                     return decode_answer(answer)
                 continue  # the answer to a request given up or sent twice
+            if self._is_left:
+                raise DockError("this dock was left", "connect again")
             if self._is_broken():
                 if not self._resends:
                     raise ConnectionError(f"{self.address} went away")
@@ -157,6 +160,10 @@ class Caller:
         """Without waiting for an answer."""
         self._seq += 1
         self._socket.send_multipart((SEQ.pack(self._seq), encode(message)))
+
+    def leave(self) -> None:
+        """From any thread; a socket is closed by its own."""
+        self._is_left = True
 
     def close(self) -> None:
         self._socket.disable_monitor()

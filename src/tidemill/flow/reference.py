@@ -36,7 +36,7 @@ class ReferenceKeeper:
         else:
             learners = [w.learner for w in stages if isinstance(w, LearnWorker) and w.name == "learn"]
             holders = [learner for learner in learners if isinstance(learner, Learner)]
-        if kl.target is not None and not holders:
+        if kl.target is not None and kl.place == "loss" and not holders:
             raise ConfigError(
                 "algorithm.kl.target steers a coefficient in the loss, which cannot reach a learner of several ranks",
                 "set algorithm.kl.place=reward, or leave algorithm.kl.target out",

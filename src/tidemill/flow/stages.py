@@ -95,6 +95,7 @@ class RolloutWorker:
         self.rolling: dict[int, _Rolling] = {}
         self.weights = weights  # a copy of its own, which may change between two tokens
         self.patience_s = 0.0  # how long an idle worker waits in the dock
+        self.peers = 1  # rollout workers that share the work, this one included
         self.finished = 0  # groups
         self._renewed = time.monotonic()
 
@@ -106,6 +107,7 @@ class RolloutWorker:
         return False
 
     def poll(self) -> bool:
+        self._let_go()
         moved = self._fill()
         if not self.engine.has_work:
             return moved
@@ -118,12 +120,12 @@ class RolloutWorker:
         return True
 
     def _fill(self) -> bool:
-        """Take groups while the engine has room; the engine queues a little ahead of what it runs."""
-        moved = False
-        room = self.config.rollout.concurrent
-        while sum(len(r.lease.batch[ID].values) - len(r.done) for r in self.rolling.values()) < 2 * room:
+        """Take groups while there is room. Who has nothing to do also takes what another is late with."""
+        moved, room = False, self._room()
+        while self._making() < room:
             is_idle = not (moved or self.engine.has_work)
-            lease = self.dock.take(self.name, Want(groups=1), wait=self.patience_s if is_idle else 0.0)
+            want = Want(groups=1, late=is_idle and self.peers > 1)
+            lease = self.dock.take(self.name, want, wait=self.patience_s if is_idle else 0.0)
             if lease is None:
                 return moved
             self._take_up_weights()  # published before these rows were put: they must not begin with older ones
@@ -133,6 +135,26 @@ class RolloutWorker:
                 self.engine.submit(request)
             moved = True
         return moved
+
+    def _making(self) -> int:
+        """Samples that were taken and are not made yet."""
+        return sum(r.lease.batch.rows - len(r.done) for r in self.rolling.values())
+
+    def _room(self) -> int:
+        """As many as the engine runs at once, and as many again to queue; but of what is left to make no more than an
+        equal share, so that nobody is without work while another has a queue."""
+        most = 2 * self.config.rollout.concurrent
+        if self.peers == 1 or self._making() >= most:
+            return most
+        counts = self.dock.state().stages[self.name]
+        return min(most, -(-(counts.ready + counts.leased) // self.peers))
+
+    def _let_go(self) -> None:
+        """What is someone else's now, because it came too late here, is not made any further."""
+        for group in [g for g, rolling in self.rolling.items() if getattr(rolling.lease, "is_lost", False)]:
+            del self.rolling[group]
+            for id in (group, GREEDY_ID + group):
+                self.engine.cancel(id)
 
     def _take_up_weights(self) -> None:
         if self.weights is not None:
@@ -164,7 +186,9 @@ class RolloutWorker:
 
     def _finish(self, completion: Completion) -> None:
         group, rows = completion.request.user
-        rolling = self.rolling[group]
+        rolling = self.rolling.get(group)
+        if rolling is None or completion.finish == "cancelled":
+            return  # let go
         rolling.done[rows[completion.index]] = completion
         if len(rolling.done) < rolling.lease.batch.rows:
             return
@@ -521,14 +545,18 @@ class LearnWorker:
 
     def _accumulate(self, batch: Batch) -> None:
         self.has_begun = True
-        batch = batch.gather(np.lexsort((batch.values(ID), batch.values(GROUP))))
+        batch = self._counted_in(batch)
+        with self.tally.time(self.name):
+            self.learner.accumulate(batch)
+        self.accumulated.update(int(g) for g in np.unique(batch.values(GROUP)))
+
+    def _counted_in(self, batch: Batch) -> Batch:
+        """In the order of groups, whatever order they came in; told to the tally."""
         self.tally.add("learned_tokens", float(batch["tokens"].lengths.sum()))
         self.tally.add("learned_samples", float(batch.rows))
         if self.config.flow.schedule == "async" and "versions" in batch:
             self._count_age(batch)
-        with self.tally.time(self.name):
-            self.learner.accumulate(batch)
-        self.accumulated.update(int(g) for g in np.unique(batch.values(GROUP)))
+        return batch.gather(np.lexsort((batch.values(ID), batch.values(GROUP))))
 
     def _count_age(self, batch: Batch) -> None:
         """How many steps the weights that made a token are behind those that learn from it."""

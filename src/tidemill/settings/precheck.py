@@ -32,11 +32,21 @@ def _cluster(config: Config, _: Model) -> Iterator[str]:
     executor = config.cluster.executor
     if executor == "local":
         return
-    if config.learn.parallel.ranks > 1:
+    ranks, learners = config.learn.parallel.ranks, config.cluster.learners
+    if ranks > 1 and learners not in (1, ranks):
         yield (
-            f"learn.parallel asks for {config.learn.parallel.ranks} ranks with cluster.executor={executor}, which has "
-            f"ranks of whole models only; cluster.learners={config.learn.parallel.ranks} would do, or "
-            "cluster.executor=local"
+            f"cluster.learners is {learners}, but learn.parallel comes to {ranks} ranks, one worker each; {ranks} "
+            "would do"
+        )
+    if ranks > 1 and config.algorithm.name == "ppo":
+        yield (
+            f"algorithm is ppo, whose critic is not cut with cluster.executor={executor}; cluster.executor=local would "
+            "do, or learn.parallel sizes of 1"
+        )
+    if ranks > 1 and config.algorithm.kl.reset_every:
+        yield (
+            f"algorithm.kl.reset_every is {config.algorithm.kl.reset_every}, but a reference on ranks of "
+            f"cluster.executor={executor} does not move; 0 would do, or cluster.executor=local"
         )
     if config.observe.dump:
         yield f"observe.dump needs cluster.executor=local, but it is {executor}"

@@ -18,15 +18,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from tidemill.errors import TidemillError
+from tidemill.errors import CollectiveError
 
 TICKS = 20  # positions posted in the time a collective may take
 LATE = 0.8  # of the time-out: from here on a waiting rank says so
 SILENT = 3  # ticks without a word after which a rank is taken for dead
-
-
-class CollectiveError(TidemillError):
-    """A collective failed or was not joined by all ranks in time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,6 +201,11 @@ class ParallelLearner(ParallelModel):
         metrics |= self.pace.report(self.links["world"])
         return {**metrics, "grad_norm": norm, "lr": lr, "skipped_updates": float(self.skipped)}
 
+    def forget(self) -> None:
+        """Drop what was accumulated since the last update, on this rank; all ranks do so together."""
+        self.gradients.clear()
+        self._stats, self._whole, self._own_whole = [], 0.0, 0.0
+
     def _step(self) -> None:
         for name, p in self.own.items():
             p.grad = self.gradients.of(name)

@@ -5,7 +5,7 @@ Every rank makes the same calls with the same batches and gets the same answers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from tidemill.batch import Batch, Column
 from tidemill.config import Config
 from tidemill.learn.engine import Scores
 from tidemill.learn.layers import kept_activations, prepare
-from tidemill.learn.packing import Ints, PackedBatch, pack, response_column
+from tidemill.learn.packing import Ints, PackedBatch, microbatches, pack, response_column
 from tidemill.learn.parallel import context, expert, pipeline, shard, tensor
 from tidemill.learn.parallel import cuts as cutting
 from tidemill.learn.parallel.adapters import is_adapter
@@ -159,11 +159,35 @@ class ParallelModel:
         count = int((batch["tokens"].lengths - batch.values("prompt_length")).sum())
         out = response_column(np.zeros(count, np.float32), batch)
         dealt = shares(batch, self.meshes.dp_size, budget, share)[self.meshes.dp_rank]
-        rows = [self._row(batch.gather(places) if len(places) else None) for places in dealt]
+        self._score([batch.gather(places) if len(places) else None for places in dealt], dealt, out)
+        for name in ("dp", "pp"):  # each token is one rank's, 0 on the others
+            if name in self.links:
+                self.links[name].all_reduce(torch.from_numpy(out.values))
+        return out
+
+    @torch.no_grad()
+    def logprobs_own(self, batch: Batch | None) -> Column | None:
+        """The same where each data-parallel rank has samples of its own, or none at all: it gets its own.
+
+        Every rank calls it as often as the others; ranks of one tensor, context or pipeline group give the same."""
+        share, budget = self.config.learn.share_prompts, self.config.train.tokens_per_microbatch
+        dealt = microbatches(batch, budget, share) if batch is not None else []
+        most = int(self.links["dp"].all_reduce(torch.tensor(len(dealt)), dist.ReduceOp.MAX))
+        parts = [batch.gather(rows) for rows in dealt] if batch is not None else []
+        count = int((batch["tokens"].lengths - batch.values("prompt_length")).sum()) if batch is not None else 0
+        out = response_column(np.zeros(count, np.float32), batch) if batch is not None else None
+        self._score([*parts, *[None] * (most - len(parts))], dealt, out)
+        if "pp" in self.links and out is not None:
+            self.links["pp"].all_reduce(torch.from_numpy(out.values))
+        return out
+
+    def _score(self, parts: Sequence[Batch | None], dealt: Sequence[Ints], out: Column | None) -> None:
+        """Micro-batches one after another, or through the pipeline; None is a filler. `dealt`: their rows of `out`."""
+        rows = [self._row(part) for part in parts]
 
         def keep(i: int, scores: Scores) -> Tensor:
             logprobs = row.whole(scores)[0] if (row := rows[i]).part is not None else scores[0]
-            if row.part is not None:
+            if row.part is not None and out is not None:
                 _place(out, dealt[i], logprobs.cpu().numpy())
             return logprobs
 
@@ -172,10 +196,6 @@ class ParallelModel:
         else:
             for i, row in enumerate(rows):
                 keep(i, self.root(row.own))
-        for name in ("dp", "pp"):  # each token is one rank's, 0 on the others
-            if name in self.links:
-                self.links[name].all_reduce(torch.from_numpy(out.values))
-        return out
 
     def layout(self) -> Layout:
         """Of this rank's pipeline stage; `reshard.layout.merge` joins those of all."""

@@ -1,0 +1,84 @@
+"""What ranks of a cut learner do together they do in one order: the first rank's, the driver's words among it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tidemill.cluster.cut import KEPT_CALLS, Calls
+from tidemill.cluster.orders import Orders
+from tidemill.errors import CollectiveError
+
+_dist: Any = dist
+
+
+class Worker:
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
+
+    def together(self, what: str) -> None:
+        self.said.append(f"learn:{what}")
+
+    def begin(self, first_group: int, tag: str | None) -> None:
+        self.said.append(f"begin {first_group}")
+
+
+def rank(store: Any, number: int, wait_s: float = 0.2) -> tuple[Orders, list[str]]:
+    """A worker's orders, of a rank that has nothing but its place among the calls."""
+    said: list[str] = []
+    made = Orders.__new__(Orders)
+    made._is_ordered = False
+    cluster = SimpleNamespace(collective_s=wait_s)
+    made.task = SimpleNamespace(config=SimpleNamespace(cluster=cluster))  # type: ignore[assignment]
+    part = SimpleNamespace(calls=Calls(store, number))
+    made.kit = SimpleNamespace(cut=part, workers={"learn": Worker(said)})  # type: ignore[assignment]
+    return made, said
+
+
+def calls_of(orders: Orders) -> Calls:
+    assert orders.kit.cut is not None
+    return orders.kit.cut.calls
+
+
+def test_calls_are_heard_once_and_in_their_order() -> None:
+    store = _dist.HashStore()
+    first, other = Calls(store, 0), Calls(store, 1)
+    assert other.heard() is None
+    heard = []
+    for i in range(3 * KEPT_CALLS):
+        first.call(f"learn:{i}")
+        heard.append(other.heard())
+    assert heard == [f"learn:{i}" for i in range(3 * KEPT_CALLS)] and other.heard() is None
+    assert store.num_keys() <= KEPT_CALLS + 1
+
+
+def test_an_order_waits_for_what_the_first_rank_called_before_it() -> None:
+    store = _dist.HashStore()
+    (first, _), (other, said) = rank(store, 0), rank(store, 1)
+    calls_of(first).call("learn:ready")
+    first.begin(8, None)
+    other.begin(8, None)  # comes while the call is still to be followed
+    assert said == ["learn:ready", "begin 8"]
+
+
+def test_nothing_that_the_first_rank_calls_after_an_order_is_done_before_the_order() -> None:
+    store = _dist.HashStore()
+    (first, _), (other, said) = rank(store, 0), rank(store, 1)
+    first.begin(8, None)
+    calls_of(first).call("learn:finish")
+    while other.follow():
+        pass
+    assert said == []  # the order has not come yet
+    other.begin(8, None)
+    assert other.follow()
+    assert said == ["begin 8", "learn:finish"]
+
+
+def test_an_order_that_the_first_rank_never_gets_is_a_failure_not_a_wait_for_ever() -> None:
+    other, said = rank(_dist.HashStore(), 1)
+    with pytest.raises(CollectiveError, match="first rank"):
+        other.begin(8, None)
+    assert said == []

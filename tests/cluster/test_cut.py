@@ -1,0 +1,97 @@
+"""A learner cut over workers (`learn.parallel`) computes what one rank computes, and goes on when a rank is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.runs import Disturb, assert_same, assert_same_learning, measured, recipe, train, worker
+from tidemill import launch
+from tidemill.cluster.remote import RemoteWorkers
+
+pytest.importorskip("zmq")
+
+ALGORITHM = {"name": "grpo", "old_logprobs": "recompute", "kl": {"coef": 0.01}}
+STEPS = {"steps": 3, "tokens_per_microbatch": 48}
+OF_RANKS = ("slowest_rank", "slowest_over_median")  # what only several ranks can tell
+
+
+def run(folder: Path, watch: Any = None, **over: Any) -> list[dict[str, Any]]:
+    train(folder, watch, **{"algorithm": ALGORITHM, "train": STEPS, **over})
+    return cut_metrics(folder)
+
+
+def cut_metrics(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if k not in OF_RANKS} for line in measured(folder)]
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(tmp_path_factory.mktemp("local"), cluster={"executor": "local"})
+
+
+@pytest.mark.parametrize(("parallel", "schedule"), [({"fsdp": 2}, "sync"), ({"tp": 2}, "streamed")], ids=["fsdp", "tp"])
+def test_two_ranks_with_two_rollout_workers_compute_the_steps_of_one_rank(
+    tmp_path: Path, local: list[dict[str, Any]], parallel: dict[str, int], schedule: str
+) -> None:
+    found = run(tmp_path, learn={"parallel": parallel}, cluster={"rollouts": 2}, flow={"schedule": schedule})
+    assert_same(found, local)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"fsdp": 2}, {"pp": 2}, {"cp": 2}], ids=["fsdp", "pp", "cp"])
+def test_colocated_rollout_gets_whole_weights_from_all_ranks(
+    tmp_path: Path, local: list[dict[str, Any]], parallel: dict[str, int]
+) -> None:
+    assert_same(run(tmp_path, learn={"parallel": parallel}, cluster={"placement": "colocated"}), local)
+    assert {p.stem for p in (tmp_path / "small" / "logs").glob("*.log")} == {"all", "learner-0", "learner-1"}
+
+
+@pytest.mark.slow
+def test_ranks_of_two_teams_take_their_shares_and_learn_one_step(tmp_path: Path, local: list[dict[str, Any]]) -> None:
+    assert_same(run(tmp_path, learn={"parallel": {"fsdp": 2, "tp": 2}}, flow={"schedule": "streamed"}), local)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_brings_all_back_from_the_newest_checkpoint(
+    tmp_path: Path, local: list[dict[str, Any]], rank: int
+) -> None:
+    watch = Disturb(worker(f"learner-{rank}"))
+    found = run(tmp_path, watch, learn={"parallel": {"fsdp": 2}}, cluster={"rollouts": 2})
+    assert watch.killed and any("newest checkpoint" in said for said in watch.said)
+    assert isinstance(watch.workers, RemoteWorkers)
+    assert {m.restarts for m in watch.workers.crew.learners()} == {1}
+    assert_same_learning(found, local)
+
+
+@pytest.mark.slow
+def test_rollout_runs_ahead_of_a_cut_learner_by_no_more_than_it_may(tmp_path: Path) -> None:
+    watch = Disturb(worker("rollout-0"))
+    over = {"flow": {"schedule": "async", "max_staleness": 2}, "reshard": {"verify": "all"}}
+    sizes = {"train": {**STEPS, "steps": 6, "updates_per_step": 1}, "cluster": {"rollouts": 2}}
+    found = run(tmp_path, watch, learn={"parallel": {"tp": 2}}, **over, **sizes)
+    ages = [m["staleness_max"] for m in found if "staleness_max" in m]
+    assert len(ages) == 6 and 0 < max(ages) <= 2
+    assert watch.workers is not None and watch.workers.publisher.checked > 0
+
+
+@pytest.mark.slow
+def test_a_run_of_cut_workers_is_resumed_by_one_rank_and_the_other_way(
+    tmp_path: Path, local: list[dict[str, Any]]
+) -> None:
+    ways = {"workers": {"executor": "processes"}, "one": {"executor": "local"}}
+    for first, then in (("workers", "one"), ("one", "workers")):
+        folder = tmp_path / first
+        sizes = {"fsdp": 2 if first == "workers" else 1}
+        over = {"algorithm": ALGORITHM, "learn": {"parallel": sizes}, "train": {**STEPS, "steps": 2}}
+        launch.train(recipe(folder, cluster=ways[first], **over))
+        config = folder / "small" / "config.yaml"
+        text = config.read_text().replace("steps: 2", "steps: 3")
+        text = text.replace(f"executor: {ways[first]['executor']}", f"executor: {ways[then]['executor']}")
+        config.write_text(text.replace(f"fsdp: {sizes['fsdp']}", f"fsdp: {3 - sizes['fsdp']}"))
+        (folder / "small" / "summary.json").unlink()
+        launch.resume(folder / "small")
+        assert_same([m for m in cut_metrics(folder) if m["step"] > 2], [m for m in local if m["step"] > 2])
