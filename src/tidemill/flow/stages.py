@@ -22,12 +22,8 @@ from tidemill.environment.api import Played, Task, last_said
 from tidemill.errors import RewardError, TidemillError
 from tidemill.flow.tally import Tally
 from tidemill.flow.weights import OwnCopy
-<<<<<<< HEAD
 from tidemill.learn.api import LearnEngine, Scores, Values
-=======
-from tidemill.learn.api import LearnEngine, Scores
-from tidemill.learn.critic import ValueLearner, critic_passes
->>>>>>> shelf
+from tidemill.learn.critic import critic_passes
 from tidemill.learn.engine import score
 from tidemill.reward.api import Sample, Scored
 from tidemill.reward.score import Scorer

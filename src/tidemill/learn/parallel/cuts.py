@@ -6,6 +6,7 @@ what they are parts of.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -92,3 +93,7 @@ def layout(model: Any, cuts: Mapping[str, Cut], meshes: Meshes) -> Layout:
 def renamed(layout: Layout, role: str) -> Layout:
     """As another role's, beside the learner's own: `critic.`."""
     return Layout(tuple(replace(one, name=f"{role}{one.name}") for one in layout.entries))
+
+
+def elements(cuts: Mapping[str, Cut]) -> int:
+    return sum(math.prod(c.shape) for c in cuts.values())

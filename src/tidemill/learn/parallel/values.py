@@ -36,7 +36,9 @@ class ParallelValueLearner(ParallelLearner):
         if rate is not None:
             config = config.model_copy(update={"learn": config.learn.model_copy(update={"lr": rate})})
         head = {f"head.{name}": torch.zeros(p.shape) for name, p in model.head.named_parameters()}
-        super().__init__(model, config, algorithm, value_updates(algorithm, config, updates), meshes, source, device, head)
+        super().__init__(
+            model, config, algorithm, value_updates(algorithm, config, updates), meshes, source, device, head
+        )
 
     def _teaches(self, batch: Batch) -> Kept:
         return np.ones(batch.rows, np.bool_)
