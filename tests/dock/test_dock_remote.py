@@ -83,7 +83,7 @@ def test_who_waits_for_a_dock_that_has_ended_is_woken_when_the_dock_is_left(tmp_
             except DockError as error:
                 said.append(error.message)
 
-        thread = threading.Thread(target=ask)
+        thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         dock.state()  # it is up
     started = time.monotonic()
@@ -91,6 +91,7 @@ def test_who_waits_for_a_dock_that_has_ended_is_woken_when_the_dock_is_left(tmp_
     thread.join(10)
     assert not thread.is_alive() and time.monotonic() - started < 2
     assert len(said) == 1 and "dock" in said[0]
+    dock.close()
 
 
 def test_a_lease_given_up_is_refused_and_mistakes_are_named(server):
