@@ -13,7 +13,7 @@ from tidemill.cluster.hold import KeptDock
 from tidemill.config import Config
 from tidemill.dock import LocalDock
 from tidemill.dock.late import LEAST_ENDED
-from tidemill.flow.stages import RolloutWorker
+from tidemill.flow.rolling import RolloutWorker
 from tidemill.flow.tally import Tally
 from tidemill.graph import Stage
 from tidemill.rollout.engine import Completion, Request

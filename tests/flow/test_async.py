@@ -19,8 +19,9 @@ from tests.flow.test_schedules import run
 
 from tidemill import launch
 from tidemill.errors import TidemillError
+from tidemill.flow.learning import LearnWorker
 from tidemill.flow.loop import Watcher
-from tidemill.flow.stages import LearnWorker, RolloutWorker
+from tidemill.flow.rolling import RolloutWorker
 
 LONG = {"rollout": {"max_new_tokens": 40}, "data": {"max_prompt_tokens": 16}}
 

@@ -21,7 +21,8 @@ from tidemill.cluster.learners import RankLearnWorker, World
 from tidemill.config import Config
 from tidemill.dock import Dock, Lease, Want
 from tidemill.errors import CollectiveError, DockError
-from tidemill.flow.stages import ScoreWorker, committed
+from tidemill.flow.scoring import ScoreWorker
+from tidemill.flow.stage import committed
 from tidemill.flow.tally import Tally
 from tidemill.learn.parallel.learner import ParallelLearner
 from tidemill.learn.parallel.mesh import Meshes

@@ -32,7 +32,10 @@ from tidemill.flow.evaluate import decoder, evaluate
 from tidemill.flow.feed import FEEDS, Feed
 from tidemill.flow.records import Evaluation
 from tidemill.flow.reference import ReferenceKeeper
-from tidemill.flow.stages import AdvantageWorker, RewardWorker, RolloutWorker, ScoreWorker, ValueWorker, Worker
+from tidemill.flow.rewarding import RewardWorker
+from tidemill.flow.rolling import RolloutWorker
+from tidemill.flow.scoring import AdvantageWorker, ScoreWorker, ValueWorker
+from tidemill.flow.stage import Worker
 from tidemill.learn.critic import ValueLearner, ValueModel
 from tidemill.learn.engine import Learner, freeze
 from tidemill.learn.parallel.build import Place

@@ -21,7 +21,8 @@ from tidemill.cluster.hold import KeptDock, KeptLease
 from tidemill.config import Config
 from tidemill.device.collective import backend
 from tidemill.dock import DockState, Want
-from tidemill.flow.stages import LearnWorker, committed
+from tidemill.flow.learning import LearnWorker
+from tidemill.flow.stage import committed
 from tidemill.flow.tally import Tally
 from tidemill.learn.engine import Learner, on_host
 

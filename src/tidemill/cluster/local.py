@@ -31,18 +31,14 @@ from tidemill.flow.ahead import Ahead, OpenStep, staleness_limit
 from tidemill.flow.beside import Beside, EveryStep
 from tidemill.flow.evaluate import decoder, evaluate
 from tidemill.flow.feed import FEEDS, Feed
+from tidemill.flow.learning import LearnWorker
 from tidemill.flow.records import Evaluation
 from tidemill.flow.reference import ReferenceKeeper
+from tidemill.flow.rewarding import RewardWorker
+from tidemill.flow.rolling import RolloutWorker
 from tidemill.flow.schedule import SCHEDULES
-from tidemill.flow.stages import (
-    AdvantageWorker,
-    LearnWorker,
-    RewardWorker,
-    RolloutWorker,
-    ScoreWorker,
-    ValueWorker,
-    Worker,
-)
+from tidemill.flow.scoring import AdvantageWorker, ScoreWorker, ValueWorker
+from tidemill.flow.stage import Worker
 from tidemill.flow.tally import Tally
 from tidemill.flow.weights import OwnCopy
 from tidemill.flow.workers import Stopped

@@ -17,7 +17,8 @@ from tidemill.dock.address import Address
 from tidemill.dock.client import RemoteDock
 from tidemill.errors import CollectiveError
 from tidemill.flow.records import Evaluation
-from tidemill.flow.stages import AdvantageWorker, RolloutWorker
+from tidemill.flow.rolling import RolloutWorker
+from tidemill.flow.scoring import AdvantageWorker
 from tidemill.flow.tally import Counted
 from tidemill.learn import checkpoint
 from tidemill.models.load import save_folder

@@ -11,7 +11,8 @@ import time
 from collections.abc import Sequence
 
 from tidemill.dock import Dock
-from tidemill.flow.stages import RolloutWorker, Worker
+from tidemill.flow.rolling import RolloutWorker
+from tidemill.flow.stage import Worker
 
 PATIENCE_S = 0.1  # longest the thread waits in the dock before it looks whether it should end
 BEAT_S = 1.0  # how often work that finished no sample yet counts as a move: a run that decodes does not stand still

@@ -12,7 +12,7 @@ from tidemill.data.source import Example, Source
 from tidemill.environment.api import Task, last_said
 from tidemill.errors import DataError
 from tidemill.flow.records import Answered, Evaluation
-from tidemill.flow.stages import sampling_of
+from tidemill.flow.rolling import sampling_of
 from tidemill.reward.api import Sample
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling

@@ -11,7 +11,9 @@ from torch import Tensor
 from tidemill.algorithms.kl import adapted
 from tidemill.config import Config
 from tidemill.errors import ConfigError
-from tidemill.flow.stages import AdvantageWorker, LearnWorker, ScoreWorker, Worker
+from tidemill.flow.learning import LearnWorker
+from tidemill.flow.scoring import AdvantageWorker, ScoreWorker
+from tidemill.flow.stage import Worker
 from tidemill.learn.engine import Learner
 
 

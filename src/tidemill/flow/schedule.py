@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from tidemill.errors import TidemillError
-from tidemill.flow.stages import LearnWorker, Worker, stacks_of
+from tidemill.flow.learning import LearnWorker
+from tidemill.flow.stage import Worker, stacks_of
 from tidemill.flow.workers import Stopped
 
 # Between polls when every worker waits for another thread or process: short at first, then longer, so that looking does

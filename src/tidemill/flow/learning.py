@@ -1,0 +1,135 @@
+"""The worker that learns from a step's samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tidemill.batch import GROUP, ID, Batch
+from tidemill.config import Config
+from tidemill.dock import Dock, Lease, Want
+from tidemill.flow.stage import rows_of
+from tidemill.flow.tally import Tally
+from tidemill.learn.api import LearnEngine
+from tidemill.learn.critic import critic_passes
+
+
+class LearnWorker:
+    """Adds up gradients of the step's groups as they come; updates the weights once an update's last group is in.
+
+    A group's update is fixed by its place in the step, not by when it arrives, and no weight changes before the step's
+    last sample is made: so every schedule computes the same step.
+    """
+
+    waits = False
+    runs_beside = False
+
+    def __init__(
+        self,
+        dock: Dock,
+        learner: LearnEngine,
+        config: Config,
+        tally: Tally,
+        name: str = "learn",
+        critic: LearnWorker | None = None,
+    ) -> None:
+        self.dock, self.learner, self.config, self.tally = dock, learner, config, tally
+        self.name, self.critic = name, critic  # the critic's own worker, polled before this one
+        self.passes = critic_passes(config) if name == "learn_values" else config.train.passes_per_step
+        self.held: list[Lease] = []
+        self.has_begun = False  # a gradient has been added that an interruption would waste
+        self.begin(0)
+
+    def begin(self, first_group: int, tag: str | None = None) -> None:
+        """A new step, whose groups count from `first_group`."""
+        self.first_group, self.tag = first_group, tag
+        self.version = self.learner.version
+        self.accumulated: set[int] = set()
+        self.has_begun = False
+        self.is_done = False
+        self.only_critic = False
+        if self.critic is not None:
+            self.critic.begin(first_group, tag)
+            steps = self.critic.learner.version // (self.config.train.updates_per_step * self.critic.passes)
+            self.only_critic = steps < self.config.algorithm.critic.warmup_steps
+
+    def poll(self) -> bool:
+        lease = self.dock.take(self.name, Want(groups=4096, tag=self.tag))
+        if lease is not None:
+            self.held.append(lease)
+        all_here = sum(held.batch.rows for held in self.held) == rows_of(self.dock, self.tag)
+        if all_here and not self.is_done:
+            self._finish_step()
+            return True
+        if lease is None:
+            return False
+        self._accumulate_ready()
+        return True
+
+    def _update_of(self, batch: Batch) -> Any:
+        """Which of the step's updates each row belongs to: by its group's place in the step, or among those kept."""
+        updates = self.config.train.updates_per_step
+        if self.config.algorithm.dynamic_sampling:
+            kept, place = np.unique(batch.values(GROUP), return_inverse=True)
+            return place.reshape(-1) * updates // max(1, len(kept))
+        return (batch.values(GROUP) - self.first_group) // (self.config.train.prompts_per_step // updates)
+
+    def _accumulate_ready(self) -> None:
+        """Of the first update, what fills a micro-batch; the rest waits."""
+        if self.only_critic:
+            return
+        if self.config.algorithm.dynamic_sampling and self.config.train.updates_per_step > 1:
+            return  # which update a group belongs to is known once the last one is in
+        ready = Batch.concat([held.batch for held in self.held])
+        fresh = ~np.isin(ready.values(GROUP), list(self.accumulated))
+        rows = np.flatnonzero((self._update_of(ready) == 0) & fresh)
+        if ready["tokens"].lengths[rows].sum() >= self.config.train.tokens_per_microbatch:
+            self._accumulate(ready.gather(rows))
+
+    def _accumulate(self, batch: Batch) -> None:
+        self.has_begun = True
+        batch = self._counted_in(batch)
+        with self.tally.time(self.name):
+            self.learner.accumulate(batch)
+        self.accumulated.update(int(g) for g in np.unique(batch.values(GROUP)))
+
+    def _counted_in(self, batch: Batch) -> Batch:
+        """In the order of groups, whatever order they came in; told to the tally."""
+        self.tally.add("learned_tokens", float(batch["tokens"].lengths.sum()))
+        self.tally.add("learned_samples", float(batch.rows))
+        if self.config.flow.schedule == "async" and "versions" in batch:
+            self._count_age(batch)
+        return batch.gather(np.lexsort((batch.values(ID), batch.values(GROUP))))
+
+    def _count_age(self, batch: Batch) -> None:
+        """How many steps the weights that made a token are behind those that learn from it."""
+        train, versions = self.config.train, batch["versions"]
+        age = (self.version - versions.values) / (train.updates_per_step * train.passes_per_step)
+        self.tally.mean("staleness", float(age.mean()))
+        self.tally.update({"staleness_max": float(age.max())})
+        self.tally.mean("sample_versions", float(np.mean([len(np.unique(v)) for v in versions])))
+
+    def _finish_step(self) -> None:
+        if self.held and not self.only_critic:
+            self._learn(Batch.concat([held.batch for held in self.held]))
+        for held in self.held:
+            held.commit()
+        self.held = []
+        self.is_done = True
+
+    def _learn(self, whole: Batch) -> None:
+        update_of = self._update_of(whole)
+        for _ in range(self.passes):
+            for update in range(self.config.train.updates_per_step):
+                fresh = ~np.isin(whole.values(GROUP), list(self.accumulated))
+                rows = np.flatnonzero((update_of == update) & fresh)
+                if len(rows):
+                    self._accumulate(whole.gather(rows))
+                if self.accumulated:
+                    with self.tally.time(self.name):
+                        self.tally.update(self._named(self.learner.update()))
+                self.accumulated = set()
+
+    def _named(self, metrics: dict[str, float]) -> dict[str, float]:
+        return metrics if self.name == "learn" else {f"critic/{name}": value for name, value in metrics.items()}

@@ -1,0 +1,130 @@
+"""The worker that scores samples."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from tidemill.batch import GROUP, ID, Batch, Column
+from tidemill.dock import Dock, Lease, Want
+from tidemill.environment.api import last_said
+from tidemill.errors import RewardError
+from tidemill.flow.rolling import FINISH
+from tidemill.flow.stage import committed
+from tidemill.flow.tally import Tally
+from tidemill.reward.api import Sample, Scored
+from tidemill.reward.score import Scorer
+from tidemill.reward.text import repetition
+
+
+class RewardWorker:
+    """Scores samples in the scorer's own threads or processes while others go on."""
+
+    name = "reward"
+    runs_beside = True
+
+    def __init__(
+        self,
+        dock: Dock,
+        scorer: Scorer,
+        decode: Callable[[list[int]], str],
+        tally: Tally,
+        keep_samples: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.dock, self.scorer, self.decode, self.tally, self.keep_samples = dock, scorer, decode, tally, keep_samples
+        self.scoring: list[tuple[Lease, list[Sample], Future[list[Scored]]]] = []
+        self._since = 0.0  # when scoring began
+
+    def begin(self, first_group: int, tag: str | None) -> None:
+        """Scores samples of whatever step."""
+
+    @property
+    def waits(self) -> bool:
+        return bool(self.scoring)
+
+    def poll(self) -> bool:
+        lease = self.dock.take(self.name, Want(rows=1024))
+        if lease is not None:
+            self._since = self._since if self.scoring else time.perf_counter()
+            samples = [self._sample(lease.batch.row(i)) for i in range(lease.batch.rows)]
+            self.scoring.append((lease, samples, self.scorer.submit(samples)))
+        is_done = [future.done() for *_, future in self.scoring]  # asked once: it may become true between two looks
+        done = [s for s, done in zip(self.scoring, is_done) if done]
+        self.scoring = [s for s, done in zip(self.scoring, is_done) if not done]
+        for finished in done:
+            self._commit(*finished)
+        if done and not self.scoring:
+            self.tally.add("time/reward", time.perf_counter() - self._since)
+        return lease is not None or bool(done)
+
+    def _sample(self, row: dict[str, Any]) -> Sample:
+        start = int(row["prompt_length"])
+        tokens = row["tokens"].tolist()
+        played = json.loads(row["played"]) if "played" in row else {}
+        transcript = self.decode(tokens[start:])
+        is_said_last = bool(played)  # of a conversation, a reward judges what was said last
+        return Sample(
+            prompt=self.decode(tokens[:start]),
+            response=self.decode(tokens[start + last_said(row["mask"]) :]) if is_said_last else transcript,
+            transcript=transcript,
+            tokens=tokens,
+            played=played,
+            answer=row["answer"],
+            meta=json.loads(row["meta"]),
+            id=int(row[ID]),
+            where=row["where"],
+            finish=FINISH[int(row["finish"])],
+        )
+
+    def _commit(self, lease: Lease, samples: list[Sample], future: Future[list[Scored]]) -> None:
+        scored = future.result()
+        outputs = Batch(
+            {
+                "reward": np.array([r.value for r in scored], np.float32),
+                "correct": np.array([r.correct for r in scored], np.uint8),
+                "parts": Column.text([json.dumps(dict(r.parts)) for r in scored]),
+            }
+        )
+        if any(r.error for r in scored) and self.scorer.rewards.on_error == "fail":
+            raise RewardError(
+                next(r.error for r in scored if r.error), "mend the function, or set rewards.on_error=zero (or drop)"
+            )
+        is_dropped = self.scorer.rewards.on_error == "drop"
+        dropped = {int(g) for g, r in zip(lease.batch.values(GROUP), scored) if r.error and is_dropped}
+        drop = [int(i) for i, g in zip(lease.batch.values(ID), lease.batch.values(GROUP)) if int(g) in dropped]
+        batch = lease.batch
+        if committed(lease, outputs, drop):
+            self._count(batch, samples, scored)
+            if drop:
+                self.tally.add("dropped_samples", len(drop))
+
+    def _count(self, batch: Batch, samples: list[Sample], scored: list[Scored]) -> None:
+        versions = batch["versions"]
+        for i, (sample, result) in enumerate(zip(samples, scored)):
+            self.tally.mean("reward", result.value)
+            self.tally.mean("accuracy", float(result.correct))
+            self.tally.mean("repetition", -repetition(sample))
+            for part, value in result.parts.items():
+                self.tally.mean(f"reward/{part}", value)
+            if result.error is not None:
+                self.tally.add("reward_errors", 1)
+            self.keep_samples(
+                {
+                    "id": sample.id,
+                    "group": int(batch.values(GROUP)[i]),
+                    "prompt": sample.prompt,
+                    "response": sample.transcript,
+                    "answer": sample.answer,
+                    "reward": result.value,
+                    "rewards": dict(result.parts),
+                    "correct": result.correct,
+                    "finish": sample.finish,
+                    "versions": sorted({int(v) for v in versions[i]}),
+                    **({"error": result.error} if result.error else {}),
+                }
+            )

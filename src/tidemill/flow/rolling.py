@@ -1,0 +1,204 @@
+"""The worker that rolls out: prompts in, samples with their log-probabilities and versions out."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tidemill.batch import GROUP, LENGTH, VERSION, Batch, Column
+from tidemill.config import Config
+from tidemill.dock import Dock, Lease, Want
+from tidemill.environment.api import Played, Task
+from tidemill.errors import TidemillError
+from tidemill.flow.stage import committed
+from tidemill.flow.tally import Tally
+from tidemill.flow.weights import OwnCopy
+from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
+
+GREEDY_ID = 1 << 46  # request ids of greedy rows: apart from every group's own
+FINISH = ("stop", "length", "error", "cancelled")  # the column `finish` holds the index
+
+
+def sampling_of(config: Config, eos_seed: int) -> Sampling:
+    rollout = config.rollout
+    return Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        max_tokens=rollout.max_new_tokens,
+        stop_strings=rollout.stop,
+        seed=eos_seed,
+    )
+
+
+@dataclass(slots=True)
+class _Rolling:
+    lease: Lease
+    done: dict[int, Completion]
+
+
+class RolloutWorker:
+    """One lease per group, so that a finished group moves on while longer ones are still being made."""
+
+    name = "rollout"
+    runs_beside = False
+
+    def __init__(
+        self, dock: Dock, engine: RolloutEngine, config: Config, tally: Tally, weights: OwnCopy | None = None
+    ) -> None:
+        self.dock, self.engine, self.config, self.tally = dock, engine, config, tally
+        self.sampling = sampling_of(config, config.seed)
+        self.rolling: dict[int, _Rolling] = {}
+        self.weights = weights  # a copy of its own, which may change between two tokens
+        self.patience_s = 0.0  # how long an idle worker waits in the dock
+        self.peers = 1  # rollout workers that share the work, this one included
+        self.finished = 0  # groups
+        self._renewed = time.monotonic()
+
+    def begin(self, first_group: int, tag: str | None) -> None:
+        """Makes samples of whatever step's rows are there."""
+
+    @property
+    def waits(self) -> bool:
+        return False
+
+    def poll(self) -> bool:
+        self._let_go()
+        moved = self._fill()
+        if not self.engine.has_work:
+            return moved
+        self._take_up_weights()
+        self._renew_leases()
+        with self.tally.time(self.name):
+            finished = self.engine.step()
+        for completion in finished:
+            self._finish(completion)
+        return True
+
+    def _fill(self) -> bool:
+        """Take groups while there is room. Who has nothing to do also takes what another is late with."""
+        moved, room = False, self._room()
+        while self._making() < room:
+            is_idle = not (moved or self.engine.has_work)
+            want = Want(groups=1, late=is_idle and self.peers > 1)
+            lease = self.dock.take(self.name, want, wait=self.patience_s if is_idle else 0.0)
+            if lease is None:
+                return moved
+            self._take_up_weights()  # published before these rows were put: they must not begin with older ones
+            group = int(lease.batch.values(GROUP)[0])
+            self.rolling[group] = _Rolling(lease, {})
+            for request in self._requests(group, lease.batch):
+                self.engine.submit(request)
+            moved = True
+        return moved
+
+    def _making(self) -> int:
+        """Samples that were taken and are not made yet."""
+        return sum(r.lease.batch.rows - len(r.done) for r in self.rolling.values())
+
+    def _room(self) -> int:
+        """As many as the engine runs at once, and as many again to queue; but of what is left to make no more than an
+        equal share, so that nobody is without work while another has a queue."""
+        most = 2 * self.config.rollout.concurrent
+        if self.peers == 1 or self._making() >= most:
+            return most
+        counts = self.dock.state().stages[self.name]
+        return min(most, -(-(counts.ready + counts.leased) // self.peers))
+
+    def _let_go(self) -> None:
+        """What is someone else's now, because it came too late here, is not made any further."""
+        for group in [g for g, rolling in self.rolling.items() if getattr(rolling.lease, "is_lost", False)]:
+            del self.rolling[group]
+            for id in (group, GREEDY_ID + group):
+                self.engine.cancel(id)
+
+    def _take_up_weights(self) -> None:
+        if self.weights is not None:
+            resumed = self.weights.take_up()
+            if resumed:
+                self.tally.add("resumed_samples", float(resumed))
+
+    def _renew_leases(self) -> None:
+        """A long sample may take longer than a lease lasts."""
+        if time.monotonic() - self._renewed > self.config.flow.lease_s / 4:
+            self._renewed = time.monotonic()
+            for rolling in self.rolling.values():
+                rolling.lease.renew()
+
+    def _requests(self, group: int, batch: Batch) -> list[Request]:
+        """The group's rows; those marked greedy, which others are compared with, apart from the drawn ones."""
+        prompt = batch["prompt"][0].tolist()
+        greedy = batch.values("greedy") != 0 if "greedy" in batch else np.zeros(batch.rows, np.bool_)
+        drawn, fixed = np.flatnonzero(~greedy).tolist(), np.flatnonzero(greedy).tolist()
+        task = None if self.config.environment is None else task_of(batch.row(0))
+        requests = []
+        if drawn:
+            requests.append(Request(group, prompt, self.sampling, n=len(drawn), task=task, user=(group, drawn)))
+        if fixed:
+            sampling = replace(self.sampling, temperature=0.0)
+            id = GREEDY_ID + group
+            requests.append(Request(id, prompt, sampling, n=len(fixed), task=task, user=(group, fixed)))
+        return requests
+
+    def _finish(self, completion: Completion) -> None:
+        group, rows = completion.request.user
+        rolling = self.rolling.get(group)
+        if rolling is None or completion.finish == "cancelled":
+            return  # let go
+        rolling.done[rows[completion.index]] = completion
+        if len(rolling.done) < rolling.lease.batch.rows:
+            return
+        del self.rolling[group]
+        made = [rolling.done[i] for i in range(rolling.lease.batch.rows)]
+        failed = next((c for c in made if c.finish == "error"), None)
+        if failed is not None:
+            raise TidemillError(
+                f"rollout of group {failed.request.id} failed: {failed.error}",
+                "non-finite weights mean the run diverged: lower learn.lr, or resume from an earlier checkpoint",
+            )
+        if not committed(rolling.lease, rollout_columns(made)):
+            return
+        self.finished += 1
+        for c in made:
+            self.tally.mean("response_tokens", len(c.tokens))
+            self.tally.mean("truncated_share", float(c.finish == "length"))
+            if c.kept is not None:  # top-p, top-k or min-p left tokens out
+                self.tally.mean("kept_mass", float(np.exp(c.kept).mean()))
+            self.tally.add("prompt_tokens", len(c.request.prompt))
+            self.tally.add("made_tokens", len(c.tokens) if c.mask is None else sum(c.mask))
+            if c.played is not None:
+                self._count_play(c.played)
+
+    def _count_play(self, played: Played) -> None:
+        self.tally.mean("turns", played.turns)
+        for name, value in played.parts.items():
+            self.tally.mean(f"environment/{name}", value)
+        if played.error is not None:
+            self.tally.add("environment_errors", 1)
+
+
+def task_of(row: dict[str, Any]) -> Task:
+    return Task(row["answer"], json.loads(row["meta"]), row["where"])
+
+
+def rollout_columns(made: list[Completion]) -> Batch:
+    columns: dict[str, Any] = {
+        "tokens": Column.jagged([[*c.request.prompt, *c.tokens] for c in made], np.int32),
+        "prompt_length": np.array([len(c.request.prompt) for c in made], np.int32),
+        "logprobs": Column.jagged([c.logprobs for c in made], np.float32),
+        "versions": Column.jagged([c.versions for c in made], np.int32),
+        "mask": Column.jagged([np.ones(len(c.tokens)) if c.mask is None else c.mask for c in made], np.uint8),
+        "finish": np.array([FINISH.index(c.finish) for c in made], np.int8),
+        VERSION: np.array([min(c.versions) for c in made], np.int32),
+        LENGTH: np.array([len(c.request.prompt) + len(c.tokens) for c in made], np.int32),
+    }
+    if made and made[0].routes is not None:
+        columns["routes"] = Column.jagged([c.routes for c in made], np.int16)  # type: ignore[misc]
+    if made and made[0].played is not None:
+        columns["played"] = Column.text([json.dumps((c.played or Played()).plain()) for c in made])
+    return Batch(columns)

@@ -1,0 +1,137 @@
+"""Workers between samples and learning: advantages of groups, log-probabilities of a model, values of a critic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tidemill.algorithms.api import Algorithm
+from tidemill.batch import GROUP, ID, Batch
+from tidemill.config import Config
+from tidemill.dock import Dock, Lease, Want
+from tidemill.flow.stage import committed, rows_of
+from tidemill.flow.tally import Tally
+from tidemill.learn.api import Scores, Values
+from tidemill.learn.engine import score
+
+
+class AdvantageWorker:
+    """Advantages of complete groups, or of the whole step where the algorithm says so; other rows end here."""
+
+    name = "advantage"
+    runs_beside = False
+    waits = False
+
+    def __init__(
+        self, dock: Dock, algorithm: Algorithm, config: Config, tally: Tally, refill: Callable[[int], int] = lambda n: 0
+    ) -> None:
+        self.dock, self.algorithm, self.config, self.tally, self.refill = dock, algorithm, config, tally, refill
+        self.held: list[Lease] = []
+        self.tag: str | None = None
+        self.passed = 0  # rows of the step that went on to learning
+
+    def begin(self, first_group: int, tag: str | None) -> None:
+        """Groups of one step at a time: what they are compared with, and what replaces them, belongs to it."""
+        self.tag, self.passed = tag, 0
+
+    def poll(self) -> bool:
+        lease = self.dock.take(self.name, Want(groups=4096, tag=self.tag))
+        if lease is not None:
+            self.held.append(lease)
+        if not self.held or (self.algorithm.wants_whole_step(self.config) and not self._all_here()):
+            return lease is not None
+        with self.tally.time(self.name):
+            self._commit(self.held)
+        self.held = []
+        return True
+
+    def _all_here(self) -> bool:
+        """Whether every sample of the step is held here or has gone on to learning."""
+        return sum(h.batch.rows for h in self.held) + self.passed == rows_of(self.dock, self.tag)
+
+    def _commit(self, leases: list[Lease]) -> None:
+        batch = Batch.concat([lease.batch for lease in leases])
+        outputs, kept = self.algorithm.advantages(batch, self.config), self.algorithm.keep(batch, self.config)
+        counted = np.zeros(batch.rows, np.bool_)
+        start = 0
+        for lease in leases:
+            rows = np.arange(start, start + lease.batch.rows)
+            dropped = lease.batch.values(ID)[~kept[rows]].tolist()
+            counted[rows] = committed(lease, outputs.gather(rows), dropped)
+            start += lease.batch.rows
+        batch, kept = batch.gather(np.flatnonzero(counted)), kept[counted]
+        self.passed += int(kept.sum())
+        self._count(batch)
+        groups = batch.values(GROUP)
+        gone = len(np.unique(groups)) - len(np.unique(groups[kept]))
+        if not kept.all():
+            self.tally.add("dropped_samples", float((~kept).sum()))
+            self.tally.add("dropped_groups", float(gone))
+        if gone and self.config.algorithm.dynamic_sampling:
+            self.tally.add("refilled_groups", float(self.refill(gone)))
+
+    def _count(self, batch: Batch) -> None:
+        if "reward" not in batch:
+            return
+        rewards, groups = batch.values("reward"), batch.values(GROUP)
+        for group in np.unique(groups):
+            own = rewards[groups == group]
+            self.tally.mean("equal_reward_groups", float(own.max() == own.min()))
+            self.tally.mean("reward_std", float(own.std()))
+
+
+class ScoreWorker:
+    """Log-probabilities under a model as it is now: the old policy's, or the reference's."""
+
+    waits = False
+    runs_beside = False
+
+    def __init__(self, name: str, column: str, dock: Dock, model: Any, config: Config, tally: Tally) -> None:
+        self.name, self.column, self.dock, self.model, self.config, self.tally = (
+            name,
+            column,
+            dock,
+            model,
+            config,
+            tally,
+        )
+        self.tag: str | None = None
+
+    def begin(self, first_group: int, tag: str | None) -> None:
+        """The policy changes with every step, so only this step's samples are scored; the others' models do not."""
+        self.tag = tag if self.name == "old_logprobs" else None
+
+    def poll(self) -> bool:
+        lease = self.dock.take(self.name, Want(tokens=self.config.train.tokens_per_microbatch * 4, tag=self.tag))
+        if lease is None:
+            return False
+        with self.tally.time(self.name):
+            over_ranks = isinstance(self.model, Scores)
+            found = self.model.logprobs(lease.batch) if over_ranks else score(self.model, lease.batch, self.config)
+            committed(lease, Batch({self.column: found}))
+        return True
+
+
+class ValueWorker:
+    """The critic's values, before it learns from this step."""
+
+    name = "values"
+    waits = False
+    runs_beside = False
+
+    def __init__(self, dock: Dock, critic: Values, config: Config, tally: Tally) -> None:
+        self.dock, self.critic, self.config, self.tally = dock, critic, config, tally
+        self.tag: str | None = None
+
+    def begin(self, first_group: int, tag: str | None) -> None:
+        self.tag = tag
+
+    def poll(self) -> bool:
+        lease = self.dock.take(self.name, Want(tokens=self.config.train.tokens_per_microbatch * 4, tag=self.tag))
+        if lease is None:
+            return False
+        with self.tally.time(self.name):
+            committed(lease, Batch({"values": self.critic.values(lease.batch)}))
+        return True

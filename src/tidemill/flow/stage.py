@@ -1,0 +1,49 @@
+"""Workers: each takes what its stage may read from the dock, works on it, and commits what the stage writes.
+
+A worker is polled. `poll` does a bounded piece of work and says whether anything moved; schedules decide whom to poll.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from tidemill.batch import Batch
+from tidemill.dock import Dock, Lease, LeaseExpired
+
+
+class Worker(Protocol):
+    name: str  # its stage
+    runs_beside: bool  # in threads or processes of its own, so that it takes no time from others
+
+    def begin(self, first_group: int, tag: str | None) -> None:
+        """A new step, whose groups count from `first_group`. `tag` marks its rows; None: no other step's are here."""
+
+    def poll(self) -> bool:
+        """Do a bounded piece of work; whether anything moved."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether work is under way elsewhere (another thread or process) that this worker will commit."""
+
+
+def committed(lease: Lease, outputs: Batch | None = None, drop: Sequence[int] = ()) -> bool:
+    """Whether the commit counted: False when the rows were given to another meanwhile, who does the work again."""
+    try:
+        lease.commit(outputs, drop)
+    except LeaseExpired:
+        return False
+    return True
+
+
+def rows_of(dock: Dock, tag: str | None) -> int:
+    """Rows of a step that are in the dock, wherever they stand."""
+    state = dock.state()
+    return state.rows if tag is None else state.tags.get(tag, 0)
+
+
+def stacks_of(workers: list[Worker], since: float) -> str:
+    """Who waits for whom, for a run that stands still."""
+    waiting = ", ".join(w.name for w in workers if w.waits) or "no worker"
+    return f"nothing has moved for {time.monotonic() - since:.0f} s; under way: {waiting}"
