@@ -52,7 +52,7 @@ class Bench:
         if name == "distill":
             more.append(f"algorithm.teacher={self.model('teacher')}")
         if name == "grpo_reward_model":
-            path = self.model("judge")
+            path = self.model("judge", seed)  # a reward model of its own for every seed
             more.append(
                 f"rewards.functions=[{{function: exact, weight: 0.0}}, {{function: model, args: {{path: {path}}}}}]"
             )
@@ -77,18 +77,20 @@ class Bench:
             found["teacher"] = float(self.models["teacher accuracy"])
         return found
 
-    def model(self, which: str) -> str:
-        if which not in self.models:
+    def model(self, which: str, seed: int = 0) -> str:
+        """A folder with the trained model, made when first asked for."""
+        key = f"{which}-{seed}" if seed else which
+        if key not in self.models:
             from tidemill import trained
 
             more = [] if which == "warm-start" else [f"model.path={self.model('warm-start')}"]
-            recipe, seed = ("grpo", 100) if which == "teacher" else (which, 0)
+            recipe, chosen = ("grpo", 100) if which == "teacher" else (which, seed)
             if which == "teacher":
                 more.append(f"train.steps={TEACHER_STEPS}")
-            summary, _, folder = self.train(recipe, seed, *more)
-            trained.export(folder, self.place / f"model-{which}")
-            self.models |= {which: str(self.place / f"model-{which}"), f"{which} accuracy": str(summary.accuracy_after)}
-        return self.models[which]
+            summary, _, folder = self.train(recipe, chosen, *more)
+            trained.export(folder, self.place / f"model-{key}")
+            self.models |= {key: str(self.place / f"model-{key}"), f"{key} accuracy": str(summary.accuracy_after)}
+        return self.models[key]
 
     def train(self, name: str, seed: int, *more: str) -> tuple[Any, list[dict[str, Any]], Path]:
         import tidemill

@@ -10,7 +10,7 @@ from tests.dock.test_dock_local import STAGES, advantages, prompts, rewards, rol
 from tidemill.batch import Batch
 from tidemill.dock import LeaseExpired, Want, join
 from tidemill.dock.buffer import PackedBuffer
-from tidemill.dock.client import connect
+from tidemill.dock.client import RemoteDock, connect
 from tidemill.dock.server import DockServer
 from tidemill.dock.setup import DockSetup
 from tidemill.errors import DockError
@@ -67,6 +67,30 @@ def test_a_parked_take_is_woken_by_the_put_that_satisfies_it(server):
     dock.put(prompts([100, 101]))
     thread.join(10)
     assert got == [2] and time.monotonic() - started < 1
+    dock.close()
+
+
+@pytest.mark.parametrize("by_door", [True, False])
+def test_who_waits_for_a_dock_that_has_ended_is_woken_when_the_dock_is_left(tmp_path, by_door):
+    said = []
+    with DockServer(DockSetup(LEARN), tmp_path) as server:
+        dock = RemoteDock(server.address, by_door=by_door)
+
+        def ask():
+            try:
+                while True:
+                    dock.take("learn", Want(rows=1))
+            except DockError as error:
+                said.append(error.message)
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        dock.state()  # it is up
+    started = time.monotonic()
+    dock.leave()
+    thread.join(10)
+    assert not thread.is_alive() and time.monotonic() - started < 2
+    assert len(said) == 1 and "dock" in said[0]
     dock.close()
 
 

@@ -82,8 +82,8 @@ def test_a_learned_reward_lifts_accuracy_that_it_was_never_told(seed: int, place
     trained.export(folder, judge)
     functions = f"[{{function: exact, weight: 0.0}}, {{function: model, args: {{path: {judge}}}}}]"
     summary, _, _ = run(place, "grpo_reward_model", seed, warm, f"rewards.functions={functions}")
-    # 55, 62 and 96 % over three seeds: lifted far, but held back by what the reward model takes for right.
-    assert summary.accuracy_after > summary.accuracy_before + 0.3
+    assert summary.accuracy_before < BELOW
+    assert summary.accuracy_after > ABOVE
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -11,6 +11,7 @@ import fcntl
 import gc
 import importlib
 import itertools
+import multiprocessing
 import os
 import select
 import shutil
@@ -304,6 +305,7 @@ def _become_worker(connection: Connection, name: str, logs: str, variables: dict
     os.environ.clear()
     os.environ.update(variables)
     connection.send(os.getpid())
+    multiprocessing.current_process().name = name  # what a worker's own code, and its logs, know it by
     serve(name, logs, connection)
 
 

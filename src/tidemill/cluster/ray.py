@@ -120,9 +120,10 @@ class RayStarter:
         self._is_own = True
 
     def _cpus(self) -> int:
-        """On one machine workers share the cores as they can: as many places as workers, at least."""
+        """On one machine workers share the cores as they can: as many places as workers, at least. Ray starts a process
+        for each ahead of need, about a second of work: there is none to spare."""
         wanted = self.settings
-        posts = wanted.learners + wanted.rollouts + wanted.rewards + 1
+        posts = wanted.learners + wanted.rollouts + wanted.rewards + (wanted.placement.reference == "separated")
         return max(os.cpu_count() or 1, int(posts * wanted.cpus + 0.999))
 
     # What there is

@@ -167,7 +167,7 @@ def slipped(rng: random.Random, right: str, letters: str) -> str:
         made, at = list(right), rng.randrange(len(right))
         match rng.choice(("change", "change", "change", "swap", "drop", "add")):
             case "change":
-                share = rng.choice((0.0, 0.0, 0.0, 0.5))  # one letter alone is the hardest to see
+                share = rng.choice((0.0, 0.4, 0.8))
                 made = [rng.choice(letters) if i == at or rng.random() < share else old for i, old in enumerate(made)]
             case "swap":
                 other = rng.randrange(len(right))

@@ -62,5 +62,7 @@ def head(forms: Mapping[str, Form]) -> bytes:
 
 def raw(tensor: Tensor) -> memoryview:
     """A tensor's bytes: its own memory if that is contiguous and on the host."""
+    if not tensor.numel():  # has strides that no view of bytes takes
+        return memoryview(b"")
     found: memoryview = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data
     return found
