@@ -39,6 +39,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 STUDY: dict[str, dict[str, int]] = {"1": {}, "fsdp2": {"fsdp": 2}, "tp2": {"tp": 2}, "fsdp2_tp2": {"fsdp": 2, "tp": 2}}
 TOKENS = 2048  # of one micro-batch
 VOCABULARY = 1024
+LENGTH, PROMPT = 257, 32  # of a sample: its last token is only predicted
 
 
 def run(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,6 +92,8 @@ def recipe(parallel: Mapping[str, int], hidden: int, layers: int) -> Any:
         {
             "model": {"tiny": tiny},
             "algorithm": "grpo",
+            "data": {"max_prompt_tokens": PROMPT},
+            "rollout": {"max_new_tokens": LENGTH - PROMPT},
             "train": {"tokens_per_microbatch": 2 * TOKENS},
             "learn": {"lr": 1e-4, "parallel": dict(parallel), "share_prompts": False, "logprob_chunk": 256},
         }
@@ -104,7 +107,7 @@ def samples(ranks: int, seed: int) -> Any:
     from tidemill.batch import Batch, Column
 
     rng = np.random.default_rng(seed)
-    length, prompt = 257, 32  # the last token is only predicted
+    length, prompt = LENGTH, PROMPT
     rows = ranks * TOKENS // (length - 1)
     return Batch(
         {

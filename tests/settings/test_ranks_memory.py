@@ -10,7 +10,7 @@ from tidemill import doctor, recipe
 from tidemill.config import Config, Model
 from tidemill.settings import published
 from tidemill.settings.estimate import shape_of
-from tidemill.settings.ranks_memory import RankMemory, Sizes, parameters_per_rank, per_rank, sent
+from tidemill.settings.ranks_memory import SHORT, RankMemory, Sizes, parameters_per_rank, per_rank, sent
 
 
 @pytest.mark.parametrize(
@@ -95,3 +95,9 @@ def test_other_models_on_the_ranks_are_counted() -> None:
     critic = needed("algorithm=ppo", "algorithm.critic.parallel.replicate=4").critic
     assert critic == pytest.approx(4 * (plain.weights + plain.gradients + plain.optimizer), rel=0.01)
     assert needed("learn.lora_rank=2").optimizer < plain.optimizer / 4
+
+
+def test_samples_are_short_where_the_kernel_for_short_ones_takes_them() -> None:
+    from tidemill.models import short
+
+    assert short.LONGEST == SHORT

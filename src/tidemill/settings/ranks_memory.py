@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from tidemill.config import Config, Learn, Parallel
+from tidemill.config import Config, Parallel
 from tidemill.settings.estimate import BYTES, Shape, microbatch_tokens
 from tidemill.settings.memory import CRITICS, PLAIN_LOGITS, REFERENCED, adapter_parameters, optimizer_bytes
 
 GATHERED_LAYERS = 2  # the one at work and the one fetched ahead
+SHORT = 256  # tokens of a sample whose attention needs no blocks on a CPU (`models.short`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,9 @@ def per_rank(config: Config, sizes: Sizes, tokens: int | None = None, *, on_acce
         weights=held * width,
         gradients=trained * wide_gradient,
         optimizer=0 if learn.optimizer_on_host else int(trained * optimizer_bytes(learn, width)),
-        gathered=(GATHERED_LAYERS * layer + ends) * width if is_sharded else 0,
+        gathered=(GATHERED_LAYERS * layer + ends) * width if parallel.fsdp * parallel.cp > 1 else 0,
         reducing=layer * (width + reduce_width) if is_sharded else 0,
-        activations=activations(sizes, learn, -(-whole // parallel.cp), width, on_accelerator),
+        activations=activations(sizes, config, -(-whole // parallel.cp), width, on_accelerator),
         logits=min(learn.logprob_chunk, responses) * (sizes.shape.vocabulary // parallel.tp) * logit + head,
         reference=_reference(config, sizes) * width,
         critic=_critic(config, sizes, width + wide_gradient, width),
@@ -129,9 +130,10 @@ def _layer_at_work(sizes: Sizes, parallel: Parallel) -> int:
     return dense + sizes.experts // (parallel.tp * parallel.ep)
 
 
-def activations(sizes: Sizes, learn: Learn, tokens: int, width: int, on_accelerator: bool) -> int:
+def activations(sizes: Sizes, config: Config, tokens: int, width: int, on_accelerator: bool) -> int:
     """What the forward pass leaves for the backward pass, of all micro-batches under way in a pipeline."""
-    shape, parallel = sizes.shape, learn.parallel
+    shape, learn, parallel = sizes.shape, config.learn, config.learn.parallel
+    is_short = config.data.max_prompt_tokens + config.rollout.max_new_tokens - 1 <= SHORT  # the last is no input
     h, wide, tp = shape.hidden, shape.intermediate, parallel.tp
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     # The stream and its norms' inputs are cut along the sequence; the two blocks' inputs are gathered and kept whole.
@@ -140,7 +142,7 @@ def activations(sizes: Sizes, learn: Learn, tokens: int, width: int, on_accelera
     elif on_accelerator or width != 4 or learn.fp8 != "none":
         stream, inside = 4 * h + (4 * h if width == 2 else 0), 4 * q + 6 * kv + 4 * wide  # norms compute in float32
     else:  # norms and gates in one pass; attention in blocks keeps its inputs and output twice
-        stream, inside = 2 * h, 4 * q + 4 * kv + 3 * wide
+        stream, inside = 2 * h, (2 if is_short else 4) * (q + kv) + 3 * wide
     inside += q + kv if shape.has_head_norms else 0
     layer = stream // tp + 2 * h + inside // tp
     layers = -(-shape.layers // parallel.pp)
