@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 import pytest
+import zmq
 from tests.dock.test_dock_remote import LEARN, rows
 
 from tidemill.batch import Batch
@@ -23,12 +24,12 @@ from tidemill.dock.client import RemoteDock
 from tidemill.dock.door import HEAD, HELLO_BYTES, MAX_STRANGERS, Door, DoorCaller, door_name, find_door
 from tidemill.dock.server import DockServer
 from tidemill.dock.setup import DockSetup
-from tidemill.dock.wire import MAX_MESSAGE_BYTES, SEQ, Caller
+from tidemill.dock.wire import MAX_MESSAGE_BYTES, SEQ, Caller, listening_socket
 from tidemill.errors import DockError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets")
 SPAWN = multiprocessing.get_context("spawn")
-TOKEN, ADDRESS = "a token", "tcp://127.0.0.1:1"
+TOKEN, ADDRESS = f"a token of {os.getpid()}", "tcp://127.0.0.1:1"  # tests of other processes have another door
 
 
 class Echo:
@@ -125,6 +126,39 @@ def test_a_request_is_sent_again_when_the_ledger_comes_back():
     assert [a.count for a in answers] == [1] and caller.resent >= 1
     caller.close()
     second.stop()
+
+
+def test_a_request_that_got_lost_is_sent_again_though_nothing_broke():
+    echo = Echo(silent_first=1)
+    caller = DoorCaller(TOKEN, ADDRESS)
+    started = time.monotonic()
+    assert caller.ask(m.Missing(), 20).count == 2
+    assert time.monotonic() - started < 5 and caller.resent == 1 and not echo.left
+    assert caller.ask(m.Missing(), 20).count == 3
+    caller.close()
+    echo.stop()
+
+
+def test_over_the_network_a_request_that_got_lost_is_sent_again_though_nothing_broke():
+    context = zmq.Context.instance()
+    router = listening_socket(context, TOKEN)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+
+    def answer_the_second() -> None:
+        first = router.recv_multipart()
+        again = router.recv_multipart()
+        assert first == again
+        router.send_multipart((*again[:2], m.encode(m.Done(2))))
+
+    server = threading.Thread(target=answer_the_second)
+    server.start()
+    caller = Caller(TOKEN, f"tcp://127.0.0.1:{port}")
+    started = time.monotonic()
+    assert caller.ask(m.Missing(), 20).count == 2
+    assert time.monotonic() - started < 5 and caller.resent == 1
+    server.join()
+    caller.close()
+    router.close()
 
 
 def test_a_ledger_that_does_not_answer_is_reported_in_time(echo):

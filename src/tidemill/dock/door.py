@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidemill.dock.messages import Message, decode_answer, encode
-from tidemill.dock.wire import HANDSHAKE_S, MAX_MESSAGE_BYTES, OWNER_BYTES, SEQ, new_identity
+from tidemill.dock.wire import HANDSHAKE_S, MAX_MESSAGE_BYTES, OWNER_BYTES, RESEND_S, SEQ, new_identity
 from tidemill.errors import DockError
 
 HEAD = struct.Struct("<I8s")  # length of the message, number of the request
@@ -261,7 +261,13 @@ class DoorCaller:
                     self._connection = self._knock(max(KNOCK_AGAIN_S, deadline - time.monotonic()))
                 self._connection.settimeout(max(KNOCK_AGAIN_S, deadline - time.monotonic()))
                 self._connection.sendall(frame)
-                return decode_answer(self._answer_to(seq))
+                self._connection.settimeout(max(KNOCK_AGAIN_S, min(RESEND_S, deadline - time.monotonic())))
+                try:
+                    return decode_answer(self._answer_to(seq))
+                except TimeoutError:
+                    if time.monotonic() >= deadline:
+                        raise
+                    self.resent += 1  # over the same connection: nothing says that it broke
             except OSError:  # broken, refused, or out of time
                 self._hang_up()
                 if time.monotonic() >= deadline:

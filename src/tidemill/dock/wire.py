@@ -22,6 +22,9 @@ from tidemill.errors import DockError
 
 MAX_MESSAGE_BYTES = 64 << 20  # metadata of two million rows; a longer message closes its connection
 RESEND_CHECK_S = 0.1  # how often a caller that waits looks whether its connection broke
+# A request that was not answered for so long is sent again though nothing seemed to break: longer than anyone is made
+# to wait for rows or room, and short of what a recovery may take. The other side knows it by its number.
+RESEND_S = 1.2
 HANDSHAKE_S = 3.0
 PROMPT_CHECK_S = 0.02  # the same where the caller knows another address to try
 SEQ = struct.Struct("<Q")
@@ -137,7 +140,8 @@ class Caller:
         """The answer. Raises TimeoutError when nobody answered, though asked again after every broken connection."""
         self._seq += 1
         seq, body = SEQ.pack(self._seq), encode(message)
-        deadline = time.monotonic() + within_s
+        sent = time.monotonic()
+        deadline = sent + within_s
         self._socket.send_multipart((seq, body))
         while True:
             pause_s = min(RESEND_CHECK_S if self._resends else PROMPT_CHECK_S, deadline - time.monotonic())
@@ -148,12 +152,14 @@ class Caller:
                 continue  # the answer to a request given up or sent twice
             if self._is_left:
                 raise DockError("this dock was left", "connect again")
-            if self._is_broken():
-                if not self._resends:
-                    raise ConnectionError(f"{self.address} went away")
+            is_broken, now = self._is_broken(), time.monotonic()
+            if is_broken and not self._resends:
+                raise ConnectionError(f"{self.address} went away")
+            if is_broken or (self._resends and now - sent > RESEND_S and now < deadline):
                 self.resent += 1
                 self._socket.send_multipart((seq, body))
-            elif time.monotonic() >= deadline:
+                sent = now
+            elif now >= deadline:
                 raise TimeoutError(f"no answer from {self.address} within {within_s:.1f} s")
 
     def tell(self, message: Message) -> None:
