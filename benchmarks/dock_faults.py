@@ -59,7 +59,7 @@ def produce(address: Address, node: str, number: int, progress: Path, stop: Any)
     _quiet()
     dock = RemoteDock(address, node, by_door=node == NODES[0])  # the others as from another machine
     done = int(progress.read_text() or 0) if progress.exists() else 0
-    while not stop.is_set():
+    while True:
         ids = np.arange(done, done + GROUP) + number * PRODUCER_SPACING
         x = Column.jagged([np.arange(i % 50, dtype=np.int64) + i for i in ids.tolist()], np.int64)
         size = np.full(GROUP, GROUP, np.int32)
@@ -68,6 +68,8 @@ def produce(address: Address, node: str, number: int, progress: Path, stop: Any)
         scratch = progress.with_suffix(".tmp")
         scratch.write_text(str(done))
         os.replace(scratch, progress)
+        if stop.is_set():  # after a put: one that its killed predecessor made and did not note is repeated, and noted
+            break
     dock.close()
 
 
@@ -143,7 +145,8 @@ class Soak:
     folder: Path
     rng: random.Random
     context: Any
-    stop: Any
+    stop: Any  # set: nothing more is produced
+    drained: Any  # set: everything is through, nothing more is consumed
     workers: list[Worker] = field(default_factory=list)
     recoveries: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     crashed: int = 0  # workers that ended by themselves: they found wrong bytes or a split group
@@ -155,7 +158,7 @@ class Soak:
             self.workers.append(Worker(produce, (address, node, i, progress, self.stop)))
         for i, stage in enumerate(s for s in STAGES for _ in range(2)):
             log = self.folder / f"{stage.name}-{i}.log"
-            self.workers.append(Worker(consume, (address, NODES[i % 2], stage.name, log, self.stop)))
+            self.workers.append(Worker(consume, (address, NODES[i % 2], stage.name, log, self.drained)))
         for worker in self.workers:
             worker.start(self.context)
         self.dock = self.server.connect(NODES[0])
@@ -220,10 +223,9 @@ class Soak:
         """Stop producing, let everything through, and count."""
         self.stop.set()
         for worker in self.workers:
-            worker.process.join(30)
-        self._revive_all_consumers()
+            if worker.target is produce:  # its last put may wait until consumers have made room
+                worker.process.join(30)
         produced = sum(int((self.folder / f"producer-{i}").read_text()) for i in range(len(NODES)))
-        self._repeat_last_puts()
         self._wait(lambda f: f["rows"] == 0, "all rows to get through")
         figures = self.dock.figures()
         self.drained.set()
@@ -245,16 +247,6 @@ class Soak:
             "redone_leases": figures["expired"],
         }
 
-    def _revive_all_consumers(self) -> None:
-        self.drained = self.context.Event()
-        for worker in [w for w in self.workers if w.target is consume]:
-            worker.arguments = (*worker.arguments[:-1], self.drained)
-            worker.start(self.context)
-
-    def _repeat_last_puts(self) -> None:
-        """A producer killed after its last put but before noting it: put once more what may be missing; all known."""
-        self.workers = [w for w in self.workers if w.target is consume]
-
 
 def show_logs(folder: Path) -> None:
     for log in folder.glob("*.log"):
@@ -272,7 +264,7 @@ def run(options: dict[str, Any] | None = None) -> dict[str, Any]:
     started = time.monotonic()
     try:
         with DockServer(setup, folder / "dock", nodes=NODES) as server:
-            soak = Soak(server, folder, random.Random(seed), context, context.Event())
+            soak = Soak(server, folder, random.Random(seed), context, context.Event(), context.Event())
             soak.begin()
             for i in range(kills):
                 soak.kill_one()
