@@ -88,4 +88,6 @@ def test_compiled_layers_call_8_bit_products_as_they_are(scaling="rowwise"):
         learner.accumulate(samples())
         found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         layers.undo(model)
-    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-3)
+    plain, compiled = found
+    # As a whole: rounding of the last bit may send a single element to the next of 256 steps.
+    assert (plain - compiled).norm() < 1e-3 * plain.norm()
