@@ -135,14 +135,14 @@ def test_what_one_program_wrote_is_gone_for_the_next(box) -> None:
     assert box.run("import os; print(os.listdir())").output == "[]\n"
 
 
-@pytest.mark.parametrize("path", ["/tmp/out", "/etc/out", "/root/out", "/dev/shm/out", "../out", "~/out"])
+@pytest.mark.parametrize("path", ["/tmp/out", "/etc/out", "/dev/shm/out", "../out", "~/out"])
 def test_nothing_outside_can_be_written(box, path) -> None:
     assert refused(box, f"import os; open(os.path.expanduser({path!r}), 'w').write('x')")
     assert not Path("/tmp/out").exists()
 
 
 @pytest.mark.parametrize(
-    "path", ["/etc/passwd", "/etc/shadow", "/root/.bashrc", "/proc/self/environ", "/proc/1/cmdline"]
+    "path", ["/etc/passwd", "/etc/shadow", str(Path.home() / ".bashrc"), "/proc/self/environ", "/proc/1/cmdline"]
 )
 def test_other_files_cannot_be_read(box, path) -> None:
     assert refused(box, f"open({path!r}, 'rb').read(1)")
