@@ -1,13 +1,17 @@
 """The fast way from chunks to a batch says what the plain way says."""
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.batch import Batch, Column
 from tidemill.dock.buffer import PackedBuffer
 from tidemill.dock.gather import assemble, assemble_plainly
-from tidemill.dock.records import Grant
+from tidemill.dock.records import Grant, Piece
+from tidemill.errors import DockError
 
 
 def make_chunk(rng, rows, long_rows):
@@ -34,7 +38,7 @@ def test_the_fast_gather_agrees_with_the_plain_one(seed, n_chunks, n, long_rows,
         place_of = np.arange(n, dtype=np.int32)
     chunks[99] = Batch({"fixed": np.zeros((8, 3))})  # a later part that holds some rows' newer values
     newer = np.where(rng.random(n) < 0.3, 99, -1)
-    pieces = [(0, chunk_of, place_of), (1, newer, place_of)]
+    pieces = [Piece(0, chunk_of, place_of), Piece(1, newer, place_of)]
     meta = np.arange(n)
     grant = Grant(1, 0.0, ("fixed", "jagged", "text"), meta, meta, meta.astype(np.int32), meta.astype(np.int32), pieces)
     plain = assemble_plainly(grant, chunks)
@@ -49,11 +53,28 @@ def test_the_fast_gather_agrees_with_the_plain_one(seed, n_chunks, n, long_rows,
 def test_rows_that_lie_together_are_views():
     chunk = make_chunk(np.random.default_rng(0), 8, True)
     ids = np.arange(3)
-    pieces = [(0, np.zeros(3, np.int64), np.arange(2, 5, dtype=np.int32))]
+    pieces = [Piece(0, np.zeros(3, np.int64), np.arange(2, 5, dtype=np.int32))]
     grant = Grant(1, 0.0, ("fixed", "jagged"), ids, ids, ids.astype(np.int32), ids.astype(np.int32), pieces)
     batch = assemble(grant, {0: chunk})
     for name in ("fixed", "jagged"):
         assert np.shares_memory(batch.values(name), chunk.values(name))
+
+
+@given(st.integers(0, 10_000), st.integers(0, 5), st.integers(1, 3))
+def test_pieces_that_are_runs_say_what_the_same_pieces_row_by_row_say(seed, first, n):
+    rng = np.random.default_rng(seed)
+    chunks = {0: make_chunk(rng, 8, True), 7: Batch({"fixed": rng.random((8, 3))})}
+    pieces = [Piece(0, 0, first), Piece(2, 7, first)]
+    ids = np.arange(n)
+    grant = Grant(1, 0.0, ("text", "fixed"), ids, ids, ids.astype(np.int32), ids.astype(np.int32), pieces)
+    plain = assemble_plainly(grant, chunks)
+    row_by_row = replace(grant, pieces=[Piece(p.part, *p.of_rows(n)) for p in pieces])
+    for batch in (assemble(grant, chunks), assemble(row_by_row, chunks)):
+        assert np.array_equal(batch.values("fixed"), plain.values("fixed"))
+        assert list(batch["text"]) == list(plain["text"])
+        assert np.shares_memory(batch.values("fixed"), chunks[7].values("fixed"))
+    with pytest.raises(DockError, match="'absent' is not stored"):
+        assemble(replace(grant, columns=("absent",)), chunks)
 
 
 def test_a_reused_buffer_does_not_grow():

@@ -66,8 +66,8 @@ class LedgerLife(RuleBasedStateMachine):
             for key in set(grant.group.tolist()):
                 whole = {i for i in self.put_ids if i // SIZE == key}
                 assert len(whole) == SIZE and whole - self.ended <= set(ids), "a group in parts"
-        for part, chunks, _ in grant.pieces:
-            assert set(chunks.tolist()) - {-1} <= self.alive_chunks, (part, "bytes freed too early")
+        for piece in grant.pieces:
+            assert set(piece.keys) <= self.alive_chunks, (piece.part, "bytes freed too early")
         self.leases.append((grant, stage, self.now + 10))
 
     @rule(data=st.data(), dropped=st.integers(0, 2))

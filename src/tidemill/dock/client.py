@@ -21,7 +21,7 @@ from tidemill.dock.compact import unpack
 from tidemill.dock.door import DoorCaller, find_door
 from tidemill.dock.lease import TakenLease
 from tidemill.dock.node import Node
-from tidemill.dock.records import Grant, Written, entry, split
+from tidemill.dock.records import Grant, Piece, Written, entry, split
 from tidemill.dock.segment import SegmentGone
 from tidemill.dock.wire import Caller, new_owner
 from tidemill.errors import DockError
@@ -174,7 +174,7 @@ class RemoteDock:
     def _open(self, granted: m.Granted) -> TakenLease | None:
         """The lease with its chunks at hand; None when their bytes were lost, and the rows given back."""
         try:
-            stored = {chunk.key: chunks.read(self._node.read(chunk)) for chunk in granted.chunks}
+            stored = {chunk.key: chunks.StoredChunk(self._node.read(chunk)) for chunk in granted.chunks}
         except SegmentGone:
             self._ask(m.Abandon(granted.lease))
             time.sleep(LOST_PAUSE_S)
@@ -199,8 +199,14 @@ def _grant(granted: m.Granted) -> Grant:
         group=unpack(granted.group, np.int64, n),
         version=unpack(granted.version, np.int32, n),
         length=unpack(granted.length, np.int32, n),
-        pieces=[(p.part, unpack(p.chunks, np.int64, n), unpack(p.places, np.int32, n)) for p in granted.pieces],
+        pieces=[_piece(piece, n) for piece in granted.pieces],
     )
+
+
+def _piece(piece: m.Piece, n: int) -> Piece:
+    if isinstance(piece.chunks, int) or isinstance(piece.places, int):
+        return Piece(piece.part, int(piece.chunks), int(piece.places))
+    return Piece(piece.part, unpack(piece.chunks, np.int64, n), unpack(piece.places, np.int32, n))
 
 
 def connect(address: Address | str | Path, node: str | None = None) -> RemoteDock:

@@ -35,6 +35,8 @@ IDENTITY_BYTES = len(new_identity())
 NONCE_BYTES = PROOF_BYTES = 32
 HELLO_BYTES = IDENTITY_BYTES + NONCE_BYTES + PROOF_BYTES
 READ_BYTES = 1 << 18
+ANSWER_BYTES = 1 << 16  # a client's: most answers are much shorter, a long one comes in pieces
+SEND_S = 5.0  # a ledger that takes nothing in for so long is asked over a new connection
 AT_ONCE = 256
 MAX_UNREAD_BYTES = 4 * MAX_MESSAGE_BYTES  # answers kept for a client that does not read; then it is let go
 MAX_STRANGERS = 128  # who has not said yet who it is; beyond it the first to come is the first to go
@@ -79,6 +81,7 @@ class Door:
         self._listener.setblocking(False)
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
+        self._page = memoryview(bytearray(READ_BYTES))
         self._visitors: dict[int, Visitor] = {}
         self._clients: dict[bytes, Visitor] = {}
         self._owners: Counter[bytes] = Counter()  # connections of each
@@ -91,13 +94,22 @@ class Door:
     def has_owner(self, owner: bytes) -> bool:
         return owner in self._owners
 
-    def receive(self, now: float) -> list[Letter]:
+    def watch(self, fd: int) -> None:
+        """Let `wait` also come back when this file is readable."""
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def wait(self, timeout_s: float) -> list[tuple[int, int]]:
+        """What happened, as (file, event): for `receive`, and of files to `watch`."""
+        return self._epoll.poll(timeout_s, AT_ONCE)
+
+    def receive(self, now: float, events: list[tuple[int, int]] | None = None) -> list[Letter]:
         """What came, of whoever is let in."""
         letters: list[Letter] = []
-        for fd, event in self._epoll.poll(0, AT_ONCE):
+        for fd, event in self.wait(0) if events is None else events:
             visitor = self._visitors.get(fd)
             if visitor is None:
-                self._let_in(now)
+                if fd == self._listener.fileno():
+                    self._let_in(now)
                 continue
             if event & select.EPOLLOUT:
                 self._push(visitor)
@@ -153,17 +165,17 @@ class Door:
 
     def _read(self, visitor: Visitor) -> Iterator[Letter]:
         try:
-            came = visitor.connection.recv(READ_BYTES)
+            n = visitor.connection.recv_into(self._page)
         except BlockingIOError:
             return
         except OSError:
-            came = b""
-        if not came:
+            n = 0
+        if not n:
             if visitor.inbox or not visitor.client:  # left in the middle of a sentence
                 self.refused += 1
             self._drop(visitor)
             return
-        visitor.inbox += came
+        visitor.inbox += self._page[:n]
         if not visitor.client and not self._is_introduced(visitor):
             return
         at = 0
@@ -242,7 +254,8 @@ class DoorCaller:
         self._token, self._name = token, door_name(token, address)
         self._identity = new_identity(owner)
         self._seq = 0
-        self._inbox = bytearray()
+        self._inbox, self._page = bytearray(), memoryview(bytearray(ANSWER_BYTES))
+        self._patience_s = 0.0
         self._is_closed = False
         self._connection: socket.socket | None = self._knock(HANDSHAKE_S)
         _CALLERS.add(self)
@@ -257,14 +270,15 @@ class DoorCaller:
             if self._is_closed:
                 raise DockError("this dock is closed", "connect again")
             try:
-                if self._connection is None:
-                    self._connection = self._knock(max(KNOCK_AGAIN_S, deadline - time.monotonic()))
-                self._connection.settimeout(max(KNOCK_AGAIN_S, deadline - time.monotonic()))
-                self._connection.sendall(frame)
-                self._connection.settimeout(max(KNOCK_AGAIN_S, min(RESEND_S, deadline - time.monotonic())))
+                left_s = max(KNOCK_AGAIN_S, deadline - time.monotonic())
+                connection = self._connection
+                if connection is None:
+                    connection = self._connection = self._knock(left_s)
+                self._be_patient(connection, min(RESEND_S, left_s))
+                connection.sendall(frame)
                 try:
-                    return decode_answer(self._answer_to(seq))
-                except TimeoutError:
+                    return decode_answer(self._answer_to(seq, connection))
+                except BlockingIOError:  # out of patience
                     if time.monotonic() >= deadline:
                         raise
                     self.resent += 1  # over the same connection: nothing says that it broke
@@ -292,9 +306,15 @@ class DoorCaller:
         self._hang_up()
         self._identity = new_identity()
 
-    def _answer_to(self, seq: bytes) -> bytes:
-        assert self._connection is not None
-        inbox = self._inbox
+    def _be_patient(self, connection: socket.socket, seconds: float) -> None:
+        """How long the kernel waits for an answer. Python's own timeouts would cost four more system calls a request,
+        between the ledger being woken and this thread making room for it."""
+        if seconds != self._patience_s:
+            self._patience_s = seconds
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
+
+    def _answer_to(self, seq: bytes, connection: socket.socket) -> bytes:
+        inbox, page = self._inbox, self._page
         while True:
             while len(inbox) >= HEAD.size:
                 length, got = HEAD.unpack_from(inbox)
@@ -305,10 +325,10 @@ class DoorCaller:
                 del inbox[:end]
                 if got == seq:
                     return body
-            came = self._connection.recv(READ_BYTES)
-            if not came:
+            n = connection.recv_into(page)
+            if not n:
                 raise ConnectionError("the ledger closed the door")
-            inbox += came
+            inbox += page[:n]
 
     def _knock(self, within_s: float) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -322,6 +342,9 @@ class DoorCaller:
             proof = _exactly(connection, PROOF_BYTES)
             if not hmac.compare_digest(proof, _proof(self._token, b"server", theirs, mine)):
                 raise ConnectionError("whoever answers at the dock's door does not know its token")
+            connection.settimeout(None)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(SEND_S))
+            self._patience_s = 0.0  # not said yet
         except BaseException:
             connection.close()
             raise
@@ -353,6 +376,10 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytes:
             raise ConnectionError("the ledger closed the door")
         parts += came
     return parts
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("ll", int(seconds), int(1e6 * (seconds % 1.0)))
 
 
 def open_door(token: str, address: str) -> Door | None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch, Column
-from tidemill.dock.compact import distinct, is_range
+from tidemill.dock.compact import is_range
 from tidemill.dock.records import META, Grant, Ints
 from tidemill.errors import DockError
 
@@ -39,13 +39,25 @@ class Run:
 LONG_ROW = 64  # values; from here on copying row by row beats building an index of every value
 
 
-def assemble(grant: Grant, chunks: Mapping[int, Batch], allocate: Allocate | None = None) -> Batch:
+class Stored(Protocol):
+    """A chunk's columns: a Batch on the heap, or a StoredChunk in shared memory."""
+
+    rows: int
+
+    def __contains__(self, name: object, /) -> bool: ...
+
+    def __getitem__(self, name: str, /) -> Column: ...
+
+
+def assemble(grant: Grant, chunks: Mapping[int, Stored], allocate: Allocate | None = None) -> Batch:
     """`allocate` gives the arrays to copy into (a reusable, pinned buffer); without it, views where possible."""
     columns = meta_columns(grant)
-    if allocate is None and (whole := _whole_chunk(grant, chunks)) is not None:
-        columns.update((name, whole[name]) for name in grant.columns if name not in META)
+    if not len(grant.ids):  # a rank's part of less than there are ranks: nothing is stored that would give a dtype
         return Batch(columns)
-    holders = [[chunks[key] for key in distinct(piece[1]) if key >= 0] for piece in grant.pieces]
+    if allocate is None and all(isinstance(piece.chunks, int) for piece in grant.pieces):
+        _add_views(columns, grant, chunks)
+        return Batch(columns)
+    holders = [[chunks[key] for key in piece.keys] for piece in grant.pieces]
     runs: dict[tuple[int, ...], list[Run]] = {}
     for name in grant.columns:
         if name in META:
@@ -57,27 +69,32 @@ def assemble(grant: Grant, chunks: Mapping[int, Batch], allocate: Allocate | Non
     return Batch(columns)
 
 
-def assemble_plainly(grant: Grant, chunks: Mapping[int, Batch]) -> Batch:
+def assemble_plainly(grant: Grant, chunks: Mapping[int, Stored]) -> Batch:
     columns = meta_columns(grant)
+    pieces = [piece.of_rows(len(grant.ids)) for piece in grant.pieces]
     for name in (name for name in grant.columns if name not in META):
         rows = []
         for i in range(len(grant.ids)):
-            holders = [(c[i], p[i]) for _, c, p in grant.pieces if c[i] >= 0 and name in chunks[int(c[i])]]
+            holders = [(c[i], p[i]) for c, p in pieces if c[i] >= 0 and name in chunks[int(c[i])]]
             chunk, place = holders[-1]
             rows.append(chunks[int(chunk)][name].gather(np.array([place])))
         columns[name] = Column.concat(rows)
     return Batch(columns)
 
 
-def _whole_chunk(grant: Grant, chunks: Mapping[int, Batch]) -> Batch | None:
-    """The chunk that the grant is all of, in its order: what one put wrote and one take got."""
-    if len(chunks) != 1 or len(grant.pieces) != 1:
-        return None
-    (chunk,) = chunks.values()
-    _, keys, places = grant.pieces[0]
-    n = len(keys)
-    is_whole = chunk.rows == n and places[0] == 0 and is_range(places) and (keys >= 0).all()
-    return chunk if is_whole and all(name in chunk for name in grant.columns if name not in META) else None
+def _add_views(columns: dict[str, Column], grant: Grant, chunks: Mapping[int, Stored]) -> None:
+    """Every piece lies in one chunk, side by side: what one put or commit wrote and one take got."""
+    n = len(grant.ids)
+    newest_first = [(chunks[int(piece.chunks)], int(piece.places)) for piece in reversed(grant.pieces)]
+    for name in grant.columns:
+        if name in META:
+            continue
+        for chunk, first in newest_first:
+            if name in chunk:
+                columns[name] = slice_rows(chunk[name], first, n)
+                break
+        else:
+            raise _not_stored(name, grant.ids)
 
 
 def meta_columns(grant: Grant) -> dict[str, Column]:
@@ -85,27 +102,32 @@ def meta_columns(grant: Grant) -> dict[str, Column]:
     return {name: Column(array) for name, array in values.items()}
 
 
-def _runs(grant: Grant, parts: tuple[int, ...], name: str, chunks: Mapping[int, Batch]) -> list[Run]:
+def _runs(grant: Grant, parts: tuple[int, ...], name: str, chunks: Mapping[int, Stored]) -> list[Run]:
     """Which rows come from which chunk. Later parts are newer and win."""
     if len(parts) == 1:
-        _, keys, places = grant.pieces[parts[0]]
+        keys, places = grant.pieces[parts[0]].of_rows(len(grant.ids))
         first = int(keys[0])
         if len(keys) == 1 or bool((keys == first).all()):  # the usual case: all from one chunk
             return [Run.of(first, np.arange(len(keys)), places.astype(np.int64))]
     chunk_of = np.full(len(grant.ids), -1, np.int64)
     place_of = np.zeros(len(grant.ids), np.int64)
     for i in parts:
-        _, keys, places = grant.pieces[i]
+        keys, places = grant.pieces[i].of_rows(len(grant.ids))
         mine = np.isin(keys, [key for key in set(keys.tolist()) if key >= 0 and name in chunks[key]])
         chunk_of[mine], place_of[mine] = keys[mine], places[mine]
     if (chunk_of < 0).any():
-        missing = grant.ids[chunk_of < 0][:3].tolist()
-        raise DockError(f"column {name!r} is not stored for rows {missing}", "let the put or an earlier stage write it")
+        raise _not_stored(name, grant.ids[chunk_of < 0])
     distinct = dict.fromkeys(chunk_of.tolist())
     return [Run.of(key, np.flatnonzero(chunk_of == key), place_of[chunk_of == key]) for key in distinct]
 
 
-def _column(name: str, runs: list[Run], chunks: Mapping[int, Batch], n: int, allocate: Allocate | None) -> Column:
+def _not_stored(name: str, ids: Ints) -> DockError:
+    return DockError(
+        f"column {name!r} is not stored for rows {ids[:3].tolist()}", "let the put or an earlier stage write it"
+    )
+
+
+def _column(name: str, runs: list[Run], chunks: Mapping[int, Stored], n: int, allocate: Allocate | None) -> Column:
     if len(runs) == 1 and allocate is None and runs[0].lies_together:
         return slice_rows(chunks[runs[0].chunk][name], int(runs[0].places[0]), n)
     sources = [(chunks[run.chunk][name], run) for run in runs]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tidemill.batch import Batch
 from tidemill.dock.buffer import PackedBuffer
-from tidemill.dock.gather import assemble
+from tidemill.dock.gather import Stored, assemble
 from tidemill.dock.records import Grant
 from tidemill.errors import DockError
 
@@ -27,7 +27,7 @@ class Giver(Protocol):
 
 
 class TakenLease:
-    def __init__(self, giver: Giver, grant: Grant, stored: Mapping[int, Batch]) -> None:
+    def __init__(self, giver: Giver, grant: Grant, stored: Mapping[int, Stored]) -> None:
         self._giver, self._grant, self._stored = giver, grant, stored
 
     @cached_property

@@ -22,8 +22,9 @@ import zmq
 from tidemill.dock import again, snapshot
 from tidemill.dock import messages as m
 from tidemill.dock.api import LeaseExpired
+from tidemill.dock.arrivals import Arrivals, Events
 from tidemill.dock.catalog import Catalog
-from tidemill.dock.compact import distinct, pack
+from tidemill.dock.compact import pack
 from tidemill.dock.door import Door, open_door
 from tidemill.dock.journal import Journal
 from tidemill.dock.local import with_waiting
@@ -79,23 +80,20 @@ class LedgerServer:
         self._socket.bind(f"tcp://{check_host(host)}:{port or '*'}")
         self.address = bound_address(self._socket)
         self._door = open_door(token, self.address)
+        self._arrivals = Arrivals(self._door, (self._socket, self._doorkeeper.socket))
         self.is_stopping = False
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._socket, self._doorkeeper.socket, *([self._door] if self._door else ())):
-            poller.register(source, zmq.POLLIN)
         ticked = 0.0
         while not self.is_stopping:
-            events = dict(poller.poll(int(1000 * TICK_S)))
-            if self._doorkeeper.socket in events:
-                self._doorkeeper.answer()
+            events, has_network = self._arrivals.wait(TICK_S)
             now = time.monotonic()
-            if self._door is not None and self._door.fileno() in events:
-                self._receive_at_door(self._door, now)
-            if self._socket in events:
+            if events and self._door is not None:
+                self._receive_at_door(self._door, events, now)
+            if has_network:
+                self._doorkeeper.answer_all()
                 self._receive(now)
             if now - ticked >= TICK_S:
                 ticked = now
@@ -110,6 +108,7 @@ class LedgerServer:
         self._context.destroy(linger=200)
 
     def _receive(self, now: float) -> None:
+        self._arrivals.is_network_used = True
         for _ in range(AT_ONCE):
             try:
                 client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -120,8 +119,8 @@ class LedgerServer:
                 continue
             self._handle(client, frames[0], frames[1], now)
 
-    def _receive_at_door(self, door: Door, now: float) -> None:
-        letters = door.receive(now)
+    def _receive_at_door(self, door: Door, events: Events, now: float) -> None:
+        letters = door.receive(now, events)
         self._note_who_left(door)  # first: one that came back has asked again, in one of these letters
         for client, seq, body in letters:
             self._handle(client, seq, body, now)
@@ -187,6 +186,7 @@ class LedgerServer:
         for client, seq, body in self._outbox:
             if self._door is None or not self._door.send(client, seq, body):
                 self._socket.send_multipart((client, seq, body))
+                self._arrivals.is_network_used = True
         self._outbox.clear()
         if self._journal.records > max(SNAPSHOT_RECORDS, len(self._ledger.slot_of) // ROWS_PER_RECORD):
             self._journal.rotate(self._snapshot())
@@ -307,12 +307,12 @@ class LedgerServer:
         return Written(outputs.columns, chunk, outputs.nbytes, version, length, score)
 
     def _granted(self, grant: Grant, now: float) -> m.Granted:
-        keys: set[int] = set()
+        keys: dict[int, None] = {}
         pieces = []
-        for part, chunks, places in grant.pieces:
-            keys.update(distinct(chunks))
-            pieces.append(m.Piece(part, pack(chunks), pack(places)))
-        keys.discard(-1)
+        for piece in grant.pieces:
+            keys.update(dict.fromkeys(piece.keys))
+            where = [at if isinstance(at, int) else pack(at) for at in (piece.chunks, piece.places)]
+            pieces.append(m.Piece(piece.part, *where))
         return m.Granted(
             rows=len(grant.ids),
             lease=grant.lease,

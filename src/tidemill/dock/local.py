@@ -81,7 +81,7 @@ class LocalDock:
                 grant = self._park(stage, want, now + wait)
             if grant is None:
                 return None
-            chunks = {key: self._chunks[key] for _, keys, _ in grant.pieces for key in set(keys.tolist()) if key >= 0}
+            chunks = {key: self._chunks[key] for piece in grant.pieces for key in piece.keys}
         return TakenLease(self, grant, chunks)
 
     def advance(self, version: int) -> None:

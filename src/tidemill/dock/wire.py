@@ -58,6 +58,10 @@ class Doorkeeper:
         self.socket.linger = 0
         self.socket.bind("inproc://zeromq.zap.01")
 
+    def answer_all(self) -> None:
+        while int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # type: ignore[arg-type]
+            self.answer()
+
     def answer(self) -> None:
         version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
         is_known = mechanism == b"CURVE" and credentials == [self._allowed]
