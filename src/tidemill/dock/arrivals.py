@@ -19,7 +19,7 @@ Events = list[tuple[int, int]]
 class Arrivals:
     def __init__(self, door: Door | None, sockets: tuple[zmq.Socket[Any], ...]) -> None:
         self._door, self._sockets = door, sockets
-        self._files = {int(socket.getsockopt(zmq.FD)) for socket in sockets}  # type: ignore[arg-type]
+        self._files = {int(socket.getsockopt(zmq.FD)) for socket in sockets}
         self._poller = zmq.Poller()
         for socket in sockets:
             self._poller.register(socket, zmq.POLLIN)
@@ -33,7 +33,7 @@ class Arrivals:
             return [], bool(self._poller.poll(int(1000 * timeout_s)))
         if self.is_network_used:  # look before sleeping
             self.is_network_used = False
-            if any(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN for socket in self._sockets):  # type: ignore[arg-type]
+            if any(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN for socket in self._sockets):
                 timeout_s = 0.0
                 self.is_network_used = True
         events = self._door.wait(timeout_s)

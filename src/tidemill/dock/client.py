@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from tidemill.batch import Batch
+from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch
 from tidemill.dock import chunk as chunks
 from tidemill.dock import messages as m
 from tidemill.dock.address import Address
@@ -190,17 +191,38 @@ def _outputs(written: Written, nbytes: int, copies: tuple[m.Copy, ...]) -> m.Out
 
 
 def _grant(granted: m.Granted) -> Grant:
-    n = granted.rows
-    return Grant(
-        lease=granted.lease,
-        deadline=time.monotonic() + granted.lease_s,
-        columns=granted.columns,
-        ids=unpack(granted.ids, np.int64, n),
-        group=unpack(granted.group, np.int64, n),
-        version=unpack(granted.version, np.int32, n),
-        length=unpack(granted.length, np.int32, n),
-        pieces=[_piece(piece, n) for piece in granted.pieces],
-    )
+    deadline, pieces = time.monotonic() + granted.lease_s, [_piece(piece, granted.rows) for piece in granted.pieces]
+    return Grant(granted.lease, deadline, granted.columns, granted.rows, GrantedMeta(granted), pieces)
+
+
+class GrantedMeta(Mapping[str, npt.NDArray[Any]]):
+    """What the ledger keeps of rows, unpacked when it is asked for."""
+
+    __slots__ = ("_granted", "_unpacked")
+
+    def __init__(self, granted: m.Granted) -> None:
+        self._granted = granted
+        self._unpacked: dict[str, npt.NDArray[Any]] = {}
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        if name not in self._unpacked:
+            packed, dtype = _PACKED[name]
+            self._unpacked[name] = unpack(getattr(self._granted, packed), dtype, self._granted.rows)
+        return self._unpacked[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_PACKED)
+
+    def __len__(self) -> int:
+        return len(_PACKED)
+
+
+_PACKED: dict[str, tuple[str, type]] = {
+    ID: ("ids", np.int64),
+    GROUP: ("group", np.int64),
+    VERSION: ("version", np.int32),
+    LENGTH: ("length", np.int32),
+}
 
 
 def _piece(piece: m.Piece, n: int) -> Piece:

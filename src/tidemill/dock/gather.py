@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch, Column
+from tidemill.batch import Batch, Column
 from tidemill.dock.compact import is_range
 from tidemill.dock.records import META, Grant, Ints
 from tidemill.errors import DockError
@@ -49,14 +49,37 @@ class Stored(Protocol):
     def __getitem__(self, name: str, /) -> Column: ...
 
 
+class LeasedBatch(Batch):
+    """A batch with views of the store. The ledger's own columns are made when somebody asks for them."""
+
+    __slots__ = ("_grant", "_stored", "_whole")
+
+    def __init__(self, grant: Grant, stored: dict[str, Column]) -> None:
+        self.rows = grant.rows
+        self._grant, self._stored = grant, stored
+        self._whole: dict[str, Column] | None = None
+
+    @property
+    def _columns(self) -> dict[str, Column]:  # type: ignore[override]
+        if self._whole is None:
+            self._whole = {**meta_columns(self._grant), **self._stored}
+        return self._whole
+
+    def __getitem__(self, name: str) -> Column:
+        column = self._stored.get(name)
+        return super().__getitem__(name) if column is None else column
+
+    def __reduce__(self) -> tuple[type[Batch], tuple[dict[str, Column]]]:
+        return Batch, (self._columns,)
+
+
 def assemble(grant: Grant, chunks: Mapping[int, Stored], allocate: Allocate | None = None) -> Batch:
     """`allocate` gives the arrays to copy into (a reusable, pinned buffer); without it, views where possible."""
-    columns = meta_columns(grant)
-    if not len(grant.ids):  # a rank's part of less than there are ranks: nothing is stored that would give a dtype
-        return Batch(columns)
+    if not grant.rows:  # a rank's part of less than there are ranks: nothing is stored that would give a dtype
+        return Batch(meta_columns(grant))
     if allocate is None and all(isinstance(piece.chunks, int) for piece in grant.pieces):
-        _add_views(columns, grant, chunks)
-        return Batch(columns)
+        return LeasedBatch(grant, _views(grant, chunks))
+    columns = meta_columns(grant)
     holders = [[chunks[key] for key in piece.keys] for piece in grant.pieces]
     runs: dict[tuple[int, ...], list[Run]] = {}
     for name in grant.columns:
@@ -65,16 +88,16 @@ def assemble(grant: Grant, chunks: Mapping[int, Stored], allocate: Allocate | No
         parts = tuple(i for i, stored in enumerate(holders) if any(name in chunk for chunk in stored))
         if parts not in runs:
             runs[parts] = _runs(grant, parts, name, chunks)
-        columns[name] = _column(name, runs[parts], chunks, len(grant.ids), allocate)
+        columns[name] = _column(name, runs[parts], chunks, grant.rows, allocate)
     return Batch(columns)
 
 
 def assemble_plainly(grant: Grant, chunks: Mapping[int, Stored]) -> Batch:
     columns = meta_columns(grant)
-    pieces = [piece.of_rows(len(grant.ids)) for piece in grant.pieces]
+    pieces = [piece.of_rows(grant.rows) for piece in grant.pieces]
     for name in (name for name in grant.columns if name not in META):
         rows = []
-        for i in range(len(grant.ids)):
+        for i in range(grant.rows):
             holders = [(c[i], p[i]) for c, p in pieces if c[i] >= 0 and name in chunks[int(c[i])]]
             chunk, place = holders[-1]
             rows.append(chunks[int(chunk)][name].gather(np.array([place])))
@@ -82,37 +105,39 @@ def assemble_plainly(grant: Grant, chunks: Mapping[int, Stored]) -> Batch:
     return Batch(columns)
 
 
-def _add_views(columns: dict[str, Column], grant: Grant, chunks: Mapping[int, Stored]) -> None:
+def _views(grant: Grant, chunks: Mapping[int, Stored]) -> dict[str, Column]:
     """Every piece lies in one chunk, side by side: what one put or commit wrote and one take got."""
-    n = len(grant.ids)
+    columns: dict[str, Column] = {}
+    n = grant.rows
     newest_first = [(chunks[int(piece.chunks)], int(piece.places)) for piece in reversed(grant.pieces)]
     for name in grant.columns:
         if name in META:
             continue
         for chunk, first in newest_first:
             if name in chunk:
-                columns[name] = slice_rows(chunk[name], first, n)
+                is_whole = first == 0 and n == chunk.rows
+                columns[name] = chunk[name] if is_whole else slice_rows(chunk[name], first, n)
                 break
         else:
             raise _not_stored(name, grant.ids)
+    return columns
 
 
 def meta_columns(grant: Grant) -> dict[str, Column]:
-    values: dict[str, Array] = {ID: grant.ids, GROUP: grant.group, VERSION: grant.version, LENGTH: grant.length}
-    return {name: Column(array) for name, array in values.items()}
+    return {name: Column(grant.meta[name]) for name in META}
 
 
 def _runs(grant: Grant, parts: tuple[int, ...], name: str, chunks: Mapping[int, Stored]) -> list[Run]:
     """Which rows come from which chunk. Later parts are newer and win."""
     if len(parts) == 1:
-        keys, places = grant.pieces[parts[0]].of_rows(len(grant.ids))
+        keys, places = grant.pieces[parts[0]].of_rows(grant.rows)
         first = int(keys[0])
         if len(keys) == 1 or bool((keys == first).all()):  # the usual case: all from one chunk
             return [Run.of(first, np.arange(len(keys)), places.astype(np.int64))]
-    chunk_of = np.full(len(grant.ids), -1, np.int64)
-    place_of = np.zeros(len(grant.ids), np.int64)
+    chunk_of = np.full(grant.rows, -1, np.int64)
+    place_of = np.zeros(grant.rows, np.int64)
     for i in parts:
-        keys, places = grant.pieces[i].of_rows(len(grant.ids))
+        keys, places = grant.pieces[i].of_rows(grant.rows)
         mine = np.isin(keys, [key for key in set(keys.tolist()) if key >= 0 and name in chunks[key]])
         chunk_of[mine], place_of[mine] = keys[mine], places[mine]
     if (chunk_of < 0).any():
@@ -151,6 +176,8 @@ def _column(name: str, runs: list[Run], chunks: Mapping[int, Stored], n: int, al
 
 def slice_rows(column: Column, start: int, n: int) -> Column:
     """Rows `start` to `start + n` as views."""
+    if start + n > column.rows:
+        raise DockError(f"a chunk of {column.rows} rows was said to have rows {start} to {start + n}")
     if start == 0 and n == column.rows:
         return column
     if column.offsets is None:

@@ -49,7 +49,7 @@ class TakenLease:
         return self._grant.ids
 
     def commit(self, outputs: Batch | None = None, drop: Sequence[int] = ()) -> None:
-        given, rows = outputs or Batch({}), len(self._grant.ids)
+        given, rows = outputs or Batch({}), self._grant.rows
         if len(given) and given.rows != rows:
             raise DockError(f"outputs must have a row for each of the lease's {rows} rows, got {given.rows}")
         self._giver.commit_lease(self._grant, given, drop)

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
+from tidemill.batch import GROUP, ID, LENGTH, VERSION
 from tidemill.dock import again, life, sampler
 from tidemill.dock.api import DockState, LeaseExpired, StageCounts, Want
 from tidemill.dock.chunks import Chunk, Chunks
@@ -288,10 +290,13 @@ class Ledger:
             lease=key,
             deadline=lease.deadline,
             columns=lease.columns,
-            ids=rows.id[slots].copy(),  # a slice is a view, and the table's rows are reused
-            group=rows.group[slots].copy(),
-            version=rows.version[slots].copy(),
-            length=rows.length[slots].copy(),
+            rows=len(lease.slots),
+            meta={  # a slice is a view, and the table's rows are reused
+                ID: rows.id[slots].copy(),
+                GROUP: rows.group[slots].copy(),
+                VERSION: rows.version[slots].copy(),
+                LENGTH: rows.length[slots].copy(),
+            },
             pieces=pieces,
         )
 
@@ -323,7 +328,7 @@ class Ledger:
         again.sift(self, slots)
 
 
-def _piece(part: int, chunks: Ints, places: Ints) -> Piece | None:
+def _piece(part: int, chunks: Ints, places: npt.NDArray[np.int32]) -> Piece | None:
     """None where no row has the part."""
     first, raw = int(chunks[0]), chunks.tobytes()
     if raw[8:] == raw[:-8]:  # one chunk, or none

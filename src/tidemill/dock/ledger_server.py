@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
+from tidemill.batch import GROUP, ID, LENGTH, VERSION
 from tidemill.dock import again, snapshot
 from tidemill.dock import messages as m
 from tidemill.dock.api import LeaseExpired
@@ -314,14 +315,14 @@ class LedgerServer:
             where = [at if isinstance(at, int) else pack(at) for at in (piece.chunks, piece.places)]
             pieces.append(m.Piece(piece.part, *where))
         return m.Granted(
-            rows=len(grant.ids),
+            rows=grant.rows,
             lease=grant.lease,
             lease_s=grant.deadline - now,
             columns=grant.columns,
-            ids=pack(grant.ids),
-            group=pack(grant.group),
-            version=pack(grant.version),
-            length=pack(grant.length),
+            ids=pack(grant.meta[ID]),
+            group=pack(grant.meta[GROUP]),
+            version=pack(grant.meta[VERSION]),
+            length=pack(grant.meta[LENGTH]),
             pieces=tuple(pieces),
             chunks=tuple(self._catalog.at(key) for key in keys),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,11 +64,17 @@ class Grant:
     lease: int
     deadline: float
     columns: tuple[str, ...]
-    ids: Ints
-    group: Ints
-    version: npt.NDArray[np.int32]
-    length: npt.NDArray[np.int32]
+    rows: int
+    meta: Mapping[str, npt.NDArray[Any]]  # what the ledger itself keeps of each row: id, group, version, length
     pieces: list[Piece]
+
+    @property
+    def ids(self) -> Ints:
+        return self.meta[ID]
+
+    @property
+    def group(self) -> Ints:
+        return self.meta[GROUP]
 
 
 @dataclass(slots=True)

@@ -65,7 +65,11 @@ def read_header(fd: int) -> Header:
     raw = os.pread(fd, _HEADER.size, 0)
     if len(raw) < _HEADER.size:
         raise SegmentGone("a segment file is shorter than its header")
-    magic, generation, where, nbytes = _HEADER.unpack(raw)
+    return _parse(raw)
+
+
+def _parse(raw: bytes | mmap.mmap) -> Header:
+    magic, generation, where, nbytes = _HEADER.unpack_from(raw)
     if magic != MAGIC:
         raise SegmentGone("a segment file does not start as segments do")
     return Header(generation, where, nbytes)
@@ -98,10 +102,15 @@ class Mapped:
         except FileNotFoundError:
             raise SegmentGone(f"segment {number} is gone with its warehouse") from None
         self.users = 0
+        try:  # a page of its own: looked at without a system call
+            self._header = mmap.mmap(self.fd, HEADER_BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
+        except ValueError:  # shorter than that: its warehouse died while making it
+            os.close(self.fd)
+            raise SegmentGone(f"segment {number} is shorter than its header") from None
         self._maps: dict[tuple[int, bool], mmap.mmap] = {}
 
     def header(self) -> Header:
-        return read_header(self.fd)
+        return _parse(self._header)
 
     def map(self, header: Header, writable: bool) -> mmap.mmap:
         """Kept for the life of the process while the bytes stay where they are: page tables are costly too."""

@@ -59,7 +59,7 @@ class Doorkeeper:
         self.socket.bind("inproc://zeromq.zap.01")
 
     def answer_all(self) -> None:
-        while int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # type: ignore[arg-type]
+        while int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self.answer()
 
     def answer(self) -> None:
