@@ -261,7 +261,11 @@ class Ledger:
 
     def _lease(self, c: Controller, slots: Ints, columns: tuple[str, ...], now: float, owner: bytes = b"") -> int:
         where = span(slots)
-        self.rows.leased[where] |= c.bit
+        if isinstance(where, slice):
+            held = self.rows.leased[where]  # a view; `leased[where] |= bit` would copy it onto itself once more
+            held |= c.bit
+        else:
+            self.rows.leased[where] |= c.bit
         c.leased += len(slots)
         return self.leases.add(HeldLease(c.index, slots, now + self.lease_s, columns, owner, now, where))
 
@@ -291,11 +295,11 @@ class Ledger:
             deadline=lease.deadline,
             columns=lease.columns,
             rows=len(lease.slots),
-            meta={  # a slice is a view, and the table's rows are reused
-                ID: rows.id[slots].copy(),
-                GROUP: rows.group[slots].copy(),
-                VERSION: rows.version[slots].copy(),
-                LENGTH: rows.length[slots].copy(),
+            meta={
+                ID: rows.id[slots],
+                GROUP: rows.group[slots],
+                VERSION: rows.version[slots],
+                LENGTH: rows.length[slots],
             },
             pieces=pieces,
         )

@@ -75,7 +75,8 @@ class LocalDock:
         with self._lock:
             now = self._clock()
             self._expire(now)
-            grant = self._ledger.take(stage, want, now)
+            given = self._ledger.take(stage, want, now)
+            grant = None if given is None else given.owned()
             self._settle()
             if grant is None and wait > 0 and not self._is_closed:
                 grant = self._park(stage, want, now + wait)
@@ -191,7 +192,7 @@ class LocalDock:
         woken = threading.Event()
 
         def answer(given: Grant | DockError | None) -> None:
-            answers.append(given)
+            answers.append(given.owned() if isinstance(given, Grant) else given)
             woken.set()
 
         waiter = Waiter(stage, want, deadline, answer)

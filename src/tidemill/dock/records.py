@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A lease as its taker gets it. Where two pieces hold the same column of a row, the later one is the newer."""
+    """A lease as its taker gets it, good until the ledger's next step unless `owned`. Where two pieces hold the same
+    column of a row, the later one is the newer."""
 
     lease: int
     deadline: float
@@ -67,6 +68,10 @@ class Grant:
     rows: int
     meta: Mapping[str, npt.NDArray[Any]]  # what the ledger itself keeps of each row: id, group, version, length
     pieces: list[Piece]
+
+    def owned(self) -> Grant:
+        """The same, whatever happens to the ledger's table: as it comes, its arrays may be views of it."""
+        return replace(self, meta={name: array.copy() for name, array in self.meta.items()})
 
     @property
     def ids(self) -> Ints:
