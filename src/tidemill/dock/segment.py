@@ -102,6 +102,8 @@ class Mapped:
         except FileNotFoundError:
             raise SegmentGone(f"segment {number} is gone with its warehouse") from None
         self.users = 0
+        self.lock = threading.RLock()
+        self.is_locked = False  # the file, by this process
         try:  # a page of its own: looked at without a system call
             self._header = mmap.mmap(self.fd, HEADER_BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
         except ValueError:  # shorter than that: its warehouse died while making it
@@ -208,11 +210,14 @@ class Views:
                 segment = self._mapped[key] = Mapped(arena, number)
             # Counted before it is locked: a view that the collector ends here and now must not unlock it.
             segment.users += 1
-            if segment.users == 1:
+        # Under the segment's own lock: while it is spilled this waits, and must keep nobody from another segment.
+        with segment.lock:
+            if not segment.is_locked:
                 fcntl.flock(segment.fd, fcntl.LOCK_SH)
+                segment.is_locked = True
             header = segment.header()
-            if header.generation == generation:
-                return segment, header
+        if header.generation == generation:
+            return segment, header
         self._let_go(segment)
         raise SegmentGone(f"segment {number} has been recycled (generation {header.generation}, not {generation})")
 
@@ -225,8 +230,11 @@ class Views:
         with self._lock:
             segment.users -= 1
             if segment.users == 0 and segment.fd >= 0:
-                segment.forget_spilled()
-                unlock(segment.fd)
+                with segment.lock:  # never waited for: who waits for the file under it is a user
+                    segment.forget_spilled()
+                    if segment.is_locked:
+                        unlock(segment.fd)
+                        segment.is_locked = False
 
 
 _OPEN: weakref.WeakSet[Views] = weakref.WeakSet()
