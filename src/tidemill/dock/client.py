@@ -60,15 +60,17 @@ class RemoteDock:
         self._write(written, stored, message)
 
     def take(self, stage: str, want: Want, wait: float = 0.0) -> TakenLease | None:
-        deadline = time.monotonic() + wait
+        started = now = time.monotonic()
+        deadline = started + wait
         while True:
-            left = max(0.0, deadline - time.monotonic())
-            answer = self._ask(m.Take(stage, want, min(left, WAIT_SLICE_S)), wait_s=min(left, WAIT_SLICE_S))
+            slice_s = min(max(0.0, deadline - now), WAIT_SLICE_S)
+            answer = self._ask(m.Take(stage, want, slice_s, now - started), wait_s=slice_s)
             if isinstance(answer, m.Granted):
                 lease = self._open(answer)
                 if lease is not None:
                     return lease
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if now >= deadline:
                 return None
 
     def advance(self, version: int) -> None:
@@ -155,9 +157,11 @@ class RemoteDock:
             finally:
                 self._node.settle(reservation)
 
-    def _tell_written(self, message: m.Message) -> None:
+    def _tell_written(self, message: m.Put | m.Commit) -> None:
+        started = time.monotonic()
         while isinstance(self._ask(message, wait_s=WAIT_SLICE_S), m.Nothing):
-            pass  # the dock is full: asking again is the waiting
+            assert isinstance(message, m.Put)  # the dock is full: asking again is the waiting
+            message.waited_s = time.monotonic() - started
 
     def commit_lease(self, grant: Grant, outputs: Batch, drop: Sequence[int]) -> None:
         written, stored = split(outputs, self._read_somewhere, self._watch)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
+from bisect import insort
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ AT_ONCE = 256  # messages handled before the loop journals and answers
 SNAPSHOT_RECORDS, ROWS_PER_RECORD = 2000, 8
 REMEMBERED_CLIENTS = 1 << 14
 PAUSE_S = 1.0
+# What a peer that has the token but speaks nonsense may cause.
+NONSENSE = (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError, OverflowError)
 CATALOG = "catalog"
 
 
@@ -53,8 +55,9 @@ class ParkedPut:
     client: bytes
     seq: bytes
     message: m.Put
-    since: float
+    asked: float
     deadline: float
+    since: float  # who has waited longest is let in first
 
 
 class LedgerServer:
@@ -66,7 +69,7 @@ class LedgerServer:
         self._catalog = Catalog(setup.replicas)
         self._recover()
         self._waiters = Waiters(self._ledger)
-        self._parked_puts: deque[ParkedPut] = deque()
+        self._parked_puts: list[ParkedPut] = []
         self._last: dict[bytes, tuple[bytes, bytes | None]] = {}  # client -> its last request and the answer to it
         self._outbox: list[tuple[bytes, bytes, bytes]] = []
         self._warehouse_clients: dict[int, bytes] = {}
@@ -139,7 +142,7 @@ class LedgerServer:
         last = self._last.pop(client, None)
         if last is not None and last[1] is None:
             self._waiters.forget(client)
-            self._parked_puts = deque(put for put in self._parked_puts if put.client != client)
+            self._parked_puts = [put for put in self._parked_puts if put.client != client]
 
     def _handle(self, client: bytes, seq: bytes, body: bytes, now: float) -> None:
         last = self._last.get(client)
@@ -155,7 +158,7 @@ class LedgerServer:
             answer = self._step(client, seq, message, now)
         except DockError as error:
             answer = _refusal(error)
-        except (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
+        except NONSENSE as error:
             # The peer has the token but speaks nonsense: say so, count it, and go on serving the others.
             self._refused += 1
             answer = _refusal(error)
@@ -202,7 +205,7 @@ class LedgerServer:
         while self._parked_puts and any(p.deadline <= now for p in self._parked_puts):
             put = next(p for p in self._parked_puts if p.deadline <= now)
             self._parked_puts.remove(put)
-            self._put_wait_s += now - put.since
+            self._put_wait_s += now - put.asked
             self._answer(put.client, put.seq, m.Nothing())
         self._watch_warehouses(now)
         for warehouse, chunk in self._catalog.orders(now):
@@ -242,7 +245,8 @@ class LedgerServer:
         if len(_ints(message.group)) != rows or (message.sizes is not None and len(_ints(message.sizes)) != rows):
             raise DockError(f"a put of {rows} ids must come with as many groups and sizes")
         if not self._ledger.chunks.has_room(message.tag, rows, message.outputs.nbytes):
-            self._parked_puts.append(ParkedPut(client, seq, message, now, now + message.wait_s))
+            parked = ParkedPut(client, seq, message, now, now + message.wait_s, now - max(0.0, message.waited_s))
+            insort(self._parked_puts, parked, key=lambda put: put.since)
             return None
         return self._admit(message, now)
 
@@ -252,19 +256,20 @@ class LedgerServer:
         written = self._written(message.outputs, len(ids))
         try:
             return m.Done(self._ledger.put(ids, group, sizes, written, message.tag, now))
-        except DockError:
+        except (DockError, *NONSENSE):
             self._ledger.chunks.freed.append(written.chunk)
             raise
 
     def _admit_parked(self, now: float) -> bool:
-        """The first parked put that fits now, in order of arrival."""
+        """The put that has waited longest, of those that fit now. One that needs more room than there is holds up
+        nobody: the rows behind it may be what a consumer of whole groups waits for."""
         for put in self._parked_puts:
             if self._ledger.chunks.has_room(put.message.tag, len(put.message.ids) // 8, put.message.outputs.nbytes):
                 self._parked_puts.remove(put)
-                self._put_wait_s += now - put.since
+                self._put_wait_s += now - put.asked
                 try:
                     self._answer(put.client, put.seq, self._admit(put.message, now))
-                except (DockError, ValueError) as error:
+                except (DockError, *NONSENSE) as error:
                     self._answer(put.client, put.seq, _refusal(error))
                 return True
         return False
@@ -284,7 +289,9 @@ class LedgerServer:
             else:
                 self._answer(client, seq, m.Nothing() if given is None else self._granted(given, time.monotonic()))
 
-        self._waiters.park(Waiter(message.stage, want, now + message.wait_s, answer, client, client[:OWNER_BYTES]))
+        since = now - max(0.0, message.waited_s)
+        owner = client[:OWNER_BYTES]
+        self._waiters.park(Waiter(message.stage, want, now + message.wait_s, answer, client, owner, since))
         return None
 
     def _commit(self, message: m.Commit, now: float) -> m.Message:
@@ -294,7 +301,7 @@ class LedgerServer:
         written = self._written(message.outputs, rows)
         try:
             self._ledger.commit(message.lease, written, _ints(message.drop).tolist(), now)
-        except DockError:
+        except (DockError, *NONSENSE):
             self._ledger.chunks.freed.append(written.chunk)
             raise
         return m.Done()

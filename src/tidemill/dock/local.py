@@ -195,7 +195,7 @@ class LocalDock:
             answers.append(given.owned() if isinstance(given, Grant) else given)
             woken.set()
 
-        waiter = Waiter(stage, want, deadline, answer)
+        waiter = Waiter(stage, want, deadline, answer, since=self._clock())
         self._waiters.park(waiter)
         while not answers:
             due = self._ledger.leases.next_deadline()

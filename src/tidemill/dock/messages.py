@@ -58,12 +58,14 @@ class Put(Message):
     outputs: Outputs
     tag: str
     wait_s: float
+    waited_s: float = 0.0  # already, in earlier pieces of the same wait: it keeps its place
 
 
 class Take(Message):
     stage: str
     want: Want
     wait_s: float
+    waited_s: float = 0.0
 
 
 class Commit(Message):
