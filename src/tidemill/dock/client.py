@@ -94,6 +94,7 @@ class RemoteDock:
     def leave(self) -> None:
         """From any thread: whoever waits for an answer is woken, and nothing more is asked. For a dock that is about to
         end, or has: without this its ledger is waited for as if it would come back."""
+        self._node.leave()
         for caller in list(self._callers.values()):
             caller.leave()
 
