@@ -255,7 +255,6 @@ class DoorCaller:
         self._identity = new_identity(owner)
         self._seq = 0
         self._inbox, self._page = bytearray(), memoryview(bytearray(ANSWER_BYTES))
-        self._patience_s = 0.0
         self._is_closed = False
         self._connection: socket.socket | None = self._knock(HANDSHAKE_S)
         _CALLERS.add(self)
@@ -274,11 +273,10 @@ class DoorCaller:
                 connection = self._connection
                 if connection is None:
                     connection = self._connection = self._knock(left_s)
-                self._be_patient(connection, min(RESEND_S, left_s))
                 connection.sendall(frame)
                 try:
-                    return decode_answer(self._answer_to(seq, connection))
-                except BlockingIOError:  # out of patience
+                    return decode_answer(self._answer_to(seq, connection, min(RESEND_S, left_s)))
+                except TimeoutError:
                     if time.monotonic() >= deadline:
                         raise
                     self.resent += 1  # over the same connection: nothing says that it broke
@@ -306,15 +304,9 @@ class DoorCaller:
         self._hang_up()
         self._identity = new_identity()
 
-    def _be_patient(self, connection: socket.socket, seconds: float) -> None:
-        """How long the kernel waits for an answer. Python's own timeouts would cost four more system calls a request,
-        between the ledger being woken and this thread making room for it."""
-        if seconds != self._patience_s:
-            self._patience_s = seconds
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
-
-    def _answer_to(self, seq: bytes, connection: socket.socket) -> bytes:
+    def _answer_to(self, seq: bytes, connection: socket.socket, within_s: float) -> bytes:
         inbox, page = self._inbox, self._page
+        until = time.monotonic() + within_s
         while True:
             while len(inbox) >= HEAD.size:
                 length, got = HEAD.unpack_from(inbox)
@@ -325,6 +317,9 @@ class DoorCaller:
                 del inbox[:end]
                 if got == seq:
                     return body
+            # Asleep in `recv`, the kernel would also wake us when the ledger reads the question, at the ledger's cost.
+            if not self._poller.poll(max(0.0, 1000 * (until - time.monotonic()))):
+                raise TimeoutError
             n = connection.recv_into(page)
             if not n:
                 raise ConnectionError("the ledger closed the door")
@@ -342,9 +337,11 @@ class DoorCaller:
             proof = _exactly(connection, PROOF_BYTES)
             if not hmac.compare_digest(proof, _proof(self._token, b"server", theirs, mine)):
                 raise ConnectionError("whoever answers at the dock's door does not know its token")
+            # The kernel's timeout: Python's own would cost four more system calls a request.
             connection.settimeout(None)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(SEND_S))
-            self._patience_s = 0.0  # not said yet
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_S), 0))
+            self._poller = select.poll()
+            self._poller.register(connection, select.POLLIN)
         except BaseException:
             connection.close()
             raise
@@ -376,10 +373,6 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytes:
             raise ConnectionError("the ledger closed the door")
         parts += came
     return parts
-
-
-def _timeval(seconds: float) -> bytes:
-    return struct.pack("ll", int(seconds), int(1e6 * (seconds % 1.0)))
 
 
 def open_door(token: str, address: str) -> Door | None:
