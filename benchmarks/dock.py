@@ -123,14 +123,16 @@ class DockSide(Copier):
         leases: list[Any] = []
 
         columns = next(stage.reads for stage in STAGES if stage.name == kind)
+        want = Want(rows=1024, tag=kind)
+        views: list[Any] = []
 
         def get() -> None:
-            leases.append(self._dock.take(kind, Want(rows=1024, tag=kind)))
+            leases.append(self._dock.take(kind, want))
             batch = leases[-1].batch
-            for name in columns:
-                assert not batch.values(name).flags.owndata
+            views.extend([batch.values(name) for name in columns])
 
         times = [timed(get) for _ in range(n)]
+        assert len(views) == n * len(columns) and not any(view.flags.owndata for view in views)
         while leases:
             self._finish(leases.pop())
         return times
