@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -19,7 +20,10 @@ from tidemill.dock import segment as seg
 from tidemill.errors import DockError
 
 MEBIBYTE = 1 << 20
+_ARENA = re.compile(r"tidemill-[0-9a-f]{12}-.+-[0-9a-f]{14}")  # dock, node, warehouse
 NUMBERS = "next"  # in the arena: the first number that no segment had yet
+CLAIM_S = 5.0  # whoever was told to end may take so long
+ORPHAN_S = 3600.0  # an arena without a warehouse is kept so long, for the next of the same dock to adopt
 LOCK_GRACE_S = 2.0  # a writer has this long from being lent a segment to holding its lock
 
 
@@ -49,6 +53,18 @@ class Arena:
         self._numbers = os.open(folder / NUMBERS, os.O_CREAT | os.O_RDWR, 0o600)
         self._adopt()
         self.next_number = max(max(self.segments, default=-1) + 1, _read_number(self._numbers))
+
+    def claim(self, within_s: float = CLAIM_S) -> None:
+        """Be the only one who works in this folder, until this process ends."""
+        deadline = time.monotonic() + within_s
+        while not seg.try_lock_alone(self._numbers):
+            if time.monotonic() > deadline:
+                raise DockError(f"another warehouse works in {self.folder}", "end it, or give the node another name")
+            time.sleep(0.02)
+
+    def touch(self) -> None:
+        """Say that it is in use: should we end without a farewell, it is spared for `ORPHAN_S` from here on."""
+        os.utime(self._numbers)
 
     @property
     def used_bytes(self) -> int:
@@ -243,6 +259,25 @@ def _free_pages(fd: int, nbytes: int) -> None:
 
 def _read_number(fd: int) -> int:
     return int.from_bytes(os.pread(fd, 8, 0), "little")
+
+
+def remove_orphans(place: Path) -> list[Path]:
+    """Arenas whose warehouse was killed with all that would have started it again: memory that nobody would free."""
+    removed = []
+    for folder in place.glob("tidemill-*"):
+        try:
+            if not _ARENA.fullmatch(folder.name) or folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+                continue
+            fd = os.open(folder / NUMBERS, os.O_RDWR)
+        except OSError:  # going, or not one of these
+            continue
+        try:
+            if time.time() - os.fstat(fd).st_mtime > ORPHAN_S and seg.try_lock_alone(fd):
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder)
+        finally:
+            os.close(fd)
+    return removed
 
 
 def choose_place(name: str, fallback: Path, memory_bytes: int | None, segment_bytes: int) -> tuple[Path, int, bool]:

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from tidemill.dock import messages as m
-from tidemill.dock.arena import Arena, choose_place
+from tidemill.dock.arena import Arena, choose_place, remove_orphans
 from tidemill.dock.segment import SegmentGone, Views
 from tidemill.dock.setup import DockSetup
 from tidemill.dock.stream import Puller, StreamServer
@@ -46,6 +46,7 @@ LEND_WAIT_S = 1.0  # a writer that finds memory full asks again after this
 PREPARED_SEGMENTS = 4
 SPILL_AGAIN_S = 5.0  # after the disk refused
 FAREWELL_MS = 200
+TOUCH_S = 60.0
 
 
 @dataclass(slots=True)
@@ -76,6 +77,10 @@ class WarehouseServer:
         self._is_shared = is_shared
         self.key, place = _identity(place)
         self._arena = Arena(place, folder / f"spill-{self.key}", memory_bytes, setup.segment_bytes)
+        self._arena.claim()
+        if is_shared:
+            for orphan in remove_orphans(place.parent):
+                log.warning("removed %s, which no warehouse has used for long", orphan)
         self._spill_bytes = setup.spill_bytes or memory_bytes
         self._views = Views()
         self._writer = Writer(place, self.key, self._views, self._lend_to_self, self._arena.close)
@@ -91,7 +96,7 @@ class WarehouseServer:
         self._anonymous = 0  # pulls for chunks that the ledger has not numbered yet
         self._refused = self._pull_requests = 0
         self._epoch = -1
-        self._reported = self._swept = 0.0
+        self._reported = self._swept = self._touched = 0.0
         self._context: zmq.Context[Any] = zmq.Context()
         self._doorkeeper = Doorkeeper(self._context, token)
         self._socket = listening_socket(self._context, token)
@@ -137,6 +142,9 @@ class WarehouseServer:
         if now - self._reported > REPORT_S:
             self._reported = now
             self._ask_ledger(m.Report(self.key, self.figures()))
+        if now - self._touched > TOUCH_S:
+            self._touched = now
+            self._arena.touch()
         if now - self._swept > TICK_S:
             self._swept = now
             self._gate.watch(now)
