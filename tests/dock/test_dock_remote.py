@@ -226,6 +226,31 @@ def test_more_than_memory_holds_goes_to_disk_and_comes_back(tmp_path):
         dock.close()
 
 
+def test_what_goes_to_disk_on_one_node_is_read_on_another_meanwhile(tmp_path):
+    setup = DockSetup(LEARN, memory_bytes=16 << 20, segment_bytes=4 << 20)
+    with DockServer(setup, tmp_path, nodes=("a", "b")) as server:
+        writer, reader = server.connect("a"), server.connect("b")
+        seen = []
+
+        def read():
+            while len(seen) < 24:
+                lease = reader.take("learn", Want(rows=1), wait=30)
+                seen.append((lease.ids.tolist(), lease.batch.values("x")[0, ::100000].tolist()))
+                lease.commit()
+
+        for i in range(12):
+            writer.put(rows([i], values=700_000))
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        for i in range(12, 24):
+            writer.put(rows([i], values=700_000))
+        thread.join(60)
+        assert sorted(seen) == [([i], [i] * 7) for i in range(24)]
+        assert server.warehouses["a"].restarts == server.warehouses["b"].restarts == 0
+        for dock in (writer, reader):
+            dock.close()
+
+
 def test_a_full_dock_holds_the_producer_back_and_says_so(tmp_path):
     with DockServer(DockSetup(LEARN, max_rows=2), tmp_path) as server:
         dock = server.connect()
