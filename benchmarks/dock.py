@@ -428,8 +428,7 @@ class RawSender:
     def __init__(self, port: int) -> None:
         self._connection = socket.create_connection(("127.0.0.1", port))
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-        # Written to: pages that nobody has touched are all the same one, which never leaves the cache.
-        self._data = memoryview(np.ones(nbytes(big()), np.uint8))
+        self._data = memoryview(bytearray(nbytes(big())))
 
     def send(self, size: int) -> None:
         self._connection.sendall(self._data[:size])
