@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from tests.learn.test_engine import CPU, config, samples
 from tidemill.algorithms.registry import get
@@ -91,3 +93,25 @@ def test_compiled_layers_call_8_bit_products_as_they_are(scaling="rowwise"):
     plain, compiled = found
     # As a whole: rounding of the last bit may send a single element to the next of 256 steps.
     assert (plain - compiled).norm() < 1e-3 * plain.norm()
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_a_compiler_sees_the_rounding_and_not_the_products(scaling):
+    """Inside an operator is the product alone: the rest is the compiler's to join with its neighbours."""
+    seen: set[str] = set()
+
+    def look(graph, inputs):
+        seen.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    x, w = (torch.randn(*s, requires_grad=True) for s in ((7, 32), (16, 32)))
+    plain = fp8_linear(x, w, None, scaling)
+    wanted = torch.autograd.grad(plain.square().sum(), (x, w))
+    compiled = torch.compile(
+        lambda x, w: fp8_linear(x, w, None, scaling), backend=aot_autograd(fw_compiler=look, bw_compiler=look)
+    )
+    out = compiled(x, w)
+    found = torch.autograd.grad(out.square().sum(), (x, w))
+    for ours, theirs in zip((out, *found), (plain, *wanted)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert {"tidemill.fp8_linear.default", "tidemill.fp8_product.default", "aten.amax.default"} <= seen
