@@ -64,9 +64,7 @@ class Adam(torch.optim.Optimizer):
         kept["step"] += 1
         step = int(kept["step"])
         at_work = {k: v.to(p.device, non_blocking=True) for k, v in kept.items() if k != "step"}
-        seed = None
-        if self.master == "stochastic" and p.dtype == torch.bfloat16:
-            seed = hash((self.seed, step, sum(1 for _ in _before(self.param_groups, p))))
+        seed = self._rounding(p, step)
         if HAS_TRITON and p.device != HOST and all(x.is_contiguous() for x in (p, grad, *at_work.values())):
             from tidemill.learn import triton_adam
 
@@ -74,6 +72,17 @@ class Adam(torch.optim.Optimizer):
             made = at_work
         else:
             made = self._plain_step(p, grad.float(), at_work, step, group, seed)
+        self._put_back(kept, made)
+
+    def _rounding(self, p: Parameter, step: int) -> int | None:
+        """The seed of this step's stochastic rounding, where there is one."""
+        if self.master != "stochastic" or p.dtype != torch.bfloat16:
+            return None
+        return hash((self.seed, step, sum(1 for _ in _before(self.param_groups, p))))
+
+    @staticmethod
+    def _put_back(kept: dict[str, Tensor], made: Mapping[str, Tensor]) -> None:
+        """What was worked on, to where it lives."""
         for name, value in made.items():
             if kept[name] is not value:
                 kept[name].copy_(value, non_blocking=True)

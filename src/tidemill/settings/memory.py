@@ -104,8 +104,8 @@ def adapter_parameters(shape: Shape, rank: int) -> int:
 
 def optimizer_bytes(learn: Learn, width: int) -> float:
     """Per trained weight."""
-    if learn.optimizer == "muon":
-        return 4  # one float32 momentum; the few weights with AdamW's two are not told apart here
+    if learn.optimizer == "muon":  # one float32 momentum; the few weights with AdamW's two are not told apart here
+        return 8 if learn.master == "float32" else 4
     is_plain = learn.master == "none" and not learn.optimizer_on_host
     moments = {"same": 2 * width if is_plain else 8, "float32": 8, "int8": 2 * INT8_MOMENT}[learn.moments]
     return moments + (4 if learn.master == "float32" else 0)
