@@ -65,7 +65,7 @@ def memory(
     logits = logit_bytes(shape, responses, learn.logprob_chunk, width, not adapters, on_accelerator)
     layer = max(0, tokens * width * layer_elements(shape, learn, is_compiled) - logits)
     largest = shape.vocabulary * shape.hidden if not adapters else learn.lora_rank * shape.intermediate
-    update = max(0, int(largest * update_bytes(learn, width)) - activations - logits - layer)
+    update = max(0, int(largest * update_bytes(learn, width, on_accelerator)) - activations - logits - layer)
     if tokens >= tokens_computed(config):
         # All in one pass: gradients come while activations and logits go.
         gradients = max(0, gradients - activations - logits - layer)
@@ -111,18 +111,14 @@ def optimizer_bytes(learn: Learn, width: int) -> float:
     return moments + (4 if learn.master == "float32" else 0)
 
 
-def update_bytes(learn: Learn, width: int) -> float:
+def update_bytes(learn: Learn, width: int, is_fused: bool) -> float:
     """Per weight of the largest matrix, while the optimizer works on it."""
-    if (
-        learn.optimizer == "adamw"
-        and learn.master == "none"
-        and learn.moments == "same"
-        and not learn.optimizer_on_host
-    ):
-        return 0  # the fused kernel works in place
+    is_plain = learn.master == "none" and learn.moments == "same" and not learn.optimizer_on_host
+    fetched = optimizer_bytes(learn, width) if learn.optimizer_on_host else 0
+    if learn.optimizer == "adamw" and (is_plain or is_fused):
+        return fetched  # one kernel works in place
     copies = 0 if learn.master == "float32" or width == 4 else 8  # gradient and weight in float32
     quotient = 4
-    fetched = optimizer_bytes(learn, width) if learn.optimizer_on_host else 0
     return (
         copies
         + quotient
