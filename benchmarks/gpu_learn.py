@@ -395,18 +395,24 @@ OPTIONS: list[tuple[str, int, int, dict[str, Any]]] = [
     ("activations on the host", 8, 8192, {**FAST, "offload": "activations"}),
     ("eager", 8, 16384, {**ALONE, "compile": "off"}),
 ]
-# What OPTIONS has of optimizers, 8-bit products and savings, the slow ones first seen last.
+# What OPTIONS has of optimizers, 8-bit products and savings, those first that were slow once.
 LOW: list[tuple[str, int, int, dict[str, Any]]] = [
     ("AdamW", 16, 16384, FAST),
     ("stochastic rounding, 8-bit moments", 16, 16384, {**FAST, "master": "stochastic", "moments": "int8"}),
-    ("float32 copies", 16, 16384, {**FAST, "master": "float32"}),
     ("Muon", 16, 16384, {**FAST, "optimizer": "muon"}),
     ("8-bit products, tensorwise", 16, 16384, {**FAST, "fp8": "tensorwise"}),
     ("8-bit products, rowwise", 16, 16384, {**FAST, "fp8": "rowwise"}),
-    ("recompute activations", 16, 16384, {**FAST, "recompute": "selective"}),
-    ("optimizer on the host", 16, 16384, {**FAST, "optimizer_on_host": True, "moments": "float32"}),
-    ("activations on the host", 8, 8192, {**FAST, "offload": "activations"}),
+    ("float32 copies", 16, 16384, {**FAST, "master": "float32"}),
+    (
+        "recompute MLPs, 8k tokens, 8-bit moments",
+        16,
+        8192,
+        {**FAST, "recompute": "mlp", "logprob_chunk": 1024, "master": "stochastic", "moments": "int8"},
+    ),
     ("eager", 8, 16384, {**ALONE, "compile": "off"}),
+    ("activations on the host", 8, 8192, {**FAST, "offload": "activations"}),
+    ("optimizer on the host", 16, 16384, {**FAST, "optimizer_on_host": True, "moments": "float32"}),
+    ("recompute activations", 16, 16384, {**FAST, "recompute": "selective"}),
 ]
 # With --shape 7b, whose products are large enough for 8 bits to show.
 WIDE: list[tuple[str, int, int, dict[str, Any]]] = [

@@ -14,7 +14,7 @@ from tidemill.settings.estimate import BYTES, Shape, cache_tokens, microbatch_to
 CRITICS = frozenset({"ppo"})  # algorithms that train a second model of the same size
 REFERENCED = frozenset({"dpo", "ipo", "kto"})  # those that need the frozen reference whatever kl.coef is
 INT8_MOMENT = 1 + 4 / 256  # a byte each, and a float32 scale per block of 256
-INT8_TEMPORARY, STOCHASTIC_TEMPORARY = 20, 12  # bytes per weight at work: decoded moments, codes, noise
+INT8_TEMPORARY, STOCHASTIC_TEMPORARY = 16, 8  # bytes per weight at work: decoded moments, codes, noise
 PLAIN_LOGITS = 20  # bytes per logit without the fused kernel: five float32 copies at once
 
 
