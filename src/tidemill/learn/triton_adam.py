@@ -46,7 +46,7 @@ def _store(x, codes, scales, at, row, inside, margin, TINY: tl.constexpr, IS_SEC
     tl.store(scales + row, scale, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "seed"])
+@triton.jit(do_not_specialize=["seed"])
 def _adam(
     weight, gradient, first, second, first_scale, second_scale, master, count, seed,
     decay, forget, remember, fresh, correction, size, eps, margin, TINY: tl.constexpr,
