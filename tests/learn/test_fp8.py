@@ -8,8 +8,9 @@ from torch._dynamo.backends.common import aot_autograd
 from tests.learn.test_engine import CPU, config, samples
 from tidemill.algorithms.registry import get
 from tidemill.config import TinyModel
+from tidemill.errors import ModelError
 from tidemill.learn import fp8, layers
-from tidemill.learn.engine import Learner
+from tidemill.learn.engine import Learner, freeze, score
 from tidemill.learn.fp8 import FINE, WIDE, fp8_linear, product, quantized
 from tidemill.models.load import make_tiny
 
@@ -69,6 +70,30 @@ def test_a_learner_with_8_bit_products_goes_the_plain_learners_way(scaling):
         found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert not torch.equal(*found)
     assert torch.nn.functional.cosine_similarity(*found, dim=0) > 0.98
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_frozen_weights_products_are_8_bit_beside_an_adapter(dora):
+    found, outs = [], []
+    for kind in ("none", "rowwise"):
+        model = make_tiny(SHAPE, torch.float32, 0, CPU).model
+        learner = Learner(model, config(learn={"fp8": kind, "lora_rank": 4, "dora": dora}), get("grpo"), 1)
+        learner.accumulate(samples())
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        outs.append(score(freeze(model), samples(), config()).values)  # adapters off: the reference is exact
+        layers.undo(model)
+        assert not any("multiply" in m.__dict__ for m in model.modules())
+    assert not torch.equal(*found)
+    assert torch.nn.functional.cosine_similarity(*found, dim=0) > 0.98
+    assert abs(outs[0] - outs[1]).max() < 1e-5
+
+
+def test_a_model_without_a_layer_that_fits_is_refused():
+    model = make_tiny(
+        TinyModel(hidden=24, layers=1, heads=2, kv_heads=2, intermediate=40, window=64), torch.float32, 0, CPU
+    )
+    with pytest.raises(ModelError, match="multiples of 16"):
+        layers.prepare(model.model, config(learn={"fp8": "rowwise"}).learn)
 
 
 def test_layers_whose_sides_do_not_fit_are_left_alone_and_all_can_be_undone():

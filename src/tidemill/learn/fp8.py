@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tidemill.models.lora import LoraLinear
+
 Scaling = Literal["tensorwise", "rowwise"]
 FINE, WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # what the hardware's product asks of every side
@@ -23,35 +25,49 @@ LEAST_SCALE = 1e-12  # of a factor that is 0 everywhere
 
 
 def attach(layers: list[Any], scaling: Scaling) -> int:
-    """Every linear module of these layers whose sides allow it; how many. Its class stays: rollout reads it as ever."""
-    chosen = [
-        m
-        for layer in layers
-        for m in layer.modules()
-        if type(m) is nn.Linear and not (m.in_features % MULTIPLE or m.out_features % MULTIPLE)
-    ]
+    """Every linear module of these layers whose sides allow it; how many. Its class stays: rollout reads it as ever.
+
+    Of a module with an adapter the frozen weight's products are 8-bit; the adapter's own are small and stay."""
+    chosen = [m for layer in layers for m in layer.modules() if isinstance(m, nn.Linear) and _fits(m)]
     for linear in chosen:
-        # Bound to its module, so that a copy of the model has a form of its own.
-        linear.forward = MethodType(FORMS[scaling], linear)  # type: ignore[method-assign]
+        if isinstance(linear, LoraLinear):
+            linear.multiply = FORMS[scaling]  # type: ignore[assignment]
+        else:  # bound to its module, so that a copy of the model has a form of its own
+            linear.forward = MethodType(FORWARDS[scaling], linear)  # type: ignore[method-assign]
     return len(chosen)
+
+
+def _fits(linear: nn.Linear) -> bool:
+    is_known = type(linear) in (nn.Linear, LoraLinear)
+    return is_known and not (linear.in_features % MULTIPLE or linear.out_features % MULTIPLE)
 
 
 def detach(layers: list[Any]) -> None:
     for layer in layers:
         for m in layer.modules():
-            if type(m) is nn.Linear:
+            if isinstance(m, nn.Linear):
                 m.__dict__.pop("forward", None)
+                m.__dict__.pop("multiply", None)
 
 
-def _tensorwise(linear: nn.Linear, x: Tensor) -> Tensor:
-    return fp8_linear(x, linear.weight, linear.bias, "tensorwise")
+def _tensorwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return fp8_linear(x, weight, bias, "tensorwise")
 
 
-def _rowwise(linear: nn.Linear, x: Tensor) -> Tensor:
-    return fp8_linear(x, linear.weight, linear.bias, "rowwise")
+def _rowwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return fp8_linear(x, weight, bias, "rowwise")
+
+
+def _forward_tensorwise(linear: nn.Linear, x: Tensor) -> Tensor:
+    return _tensorwise(x, linear.weight, linear.bias)
+
+
+def _forward_rowwise(linear: nn.Linear, x: Tensor) -> Tensor:
+    return _rowwise(x, linear.weight, linear.bias)
 
 
 FORMS = {"tensorwise": _tensorwise, "rowwise": _rowwise}
+FORWARDS = {"tensorwise": _forward_tensorwise, "rowwise": _forward_rowwise}
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
