@@ -148,7 +148,7 @@ class Conductor:
     def _share_rollout(self) -> None:
         """Whoever rolls out takes a share; how large tells how many there are."""
         group = LEARNER if self.workers.placement.is_colocated else ROLLOUT
-        members = self.crew.of(group)
+        members = self.crew.engines(group)
         now = [(m.name, m.incarnation, m.dock) for m in members]
         if now != self._rollouts:
             self._rollouts = now

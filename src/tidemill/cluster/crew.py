@@ -93,6 +93,20 @@ class Crew:
     def learners(self) -> list[Member]:
         return [m for m in self.members.values() if m.post.group.name == LEARNER]
 
+    def mates(self, member: Member) -> list[Member]:
+        """Who shares an engine with it, the member itself included, first rank first."""
+        post = member.post
+        return [m for m in self.of(post.group.name, ready=False) if m.post.engine == post.engine]
+
+    def engines(self, group: str) -> list[Member]:
+        """First ranks of the engines whose ranks are all there."""
+        leaders = [m for m in self.of(group) if m.post.leads]
+        return [m for m in leaders if self.is_complete(m)]
+
+    def is_complete(self, member: Member) -> bool:
+        mates = self.mates(member)
+        return len(mates) == member.post.group.engine_ranks and all(m.state == "ready" for m in mates)
+
     # Starting
 
     def start(self, names: Iterable[str]) -> None:
@@ -182,6 +196,18 @@ class Crew:
         member.not_before = time.monotonic() + min(PAUSE_S[1], PAUSE_S[0] * 2 ** max(0, member.failed_starts - 1))
         if not self._on_lost(member, why):
             member.not_before = float("inf")  # others decide when
+        if member.post.group.name != LEARNER:  # of learners all start again, whoever is lost
+            for mate in self.mates(member):
+                self._lose_with(mate, member)
+
+    def _lose_with(self, mate: Member, lost: Member) -> None:
+        """The ranks of an engine have no use without one another. Counted once."""
+        if mate.state == "ready":
+            mate.last_error = f"{lost.name}, which shares its engine, is lost"
+            mate.become("lost")
+            mate.not_before = lost.not_before
+            if mate.handle is not None:
+                mate.handle.kill()
 
     def again(self, member: Member) -> None:
         """Start a lost worker anew."""
@@ -218,6 +244,8 @@ class Crew:
         now = time.monotonic()
         silence_s = WATCH_S + max(SILENCE_S, 2 * self.settings.lease_s)
         for member in list(self.members.values()):
+            if member.state == "gone":
+                continue
             if member.state == "lost" and now >= member.not_before:
                 self.again(member)
             elif member.state == "ready" and now - member.heard > silence_s:
@@ -225,15 +253,17 @@ class Crew:
                 self.lose(member, f"silent for {now - member.heard:.0f} s: it hangs, or its node does{seen}")
             elif member.state == "starting" and now - member.since > self.settings.start_s:
                 if self._is_spare(member):
-                    self.note(f"{member.name} finds no place; the run goes on without it")
-                    self.remove(member.name)
+                    for mate in self.mates(member):
+                        self.note(f"{mate.name} finds no place; the run goes on without it")
+                        self.remove(mate.name)
                     continue
                 self.lose(member, f"not ready after {self.settings.start_s:g} s")
 
     def _is_spare(self, member: Member) -> bool:
         """Never placed, as after the loss of its node, while others do the same work."""
         group = member.post.group.name
-        return not member.node and group != LEARNER and not member.post.feeds and bool(self.of(group))
+        is_needed = group == LEARNER or member.post.feeds
+        return not member.node and not is_needed and bool(self.engines(group))
 
     def call(self, member: Member, method: str, *args: Any, within_s: float = 600.0) -> Any:
         return self.call_all([member], method, lambda _: args, within_s)[member.name]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+from transformers import GenerationConfig
 
 from tidemill import device as devices
 from tidemill.algorithms.api import Algorithm
@@ -15,6 +18,7 @@ from tidemill.algorithms.registry import get as get_algorithm
 from tidemill.batch import Batch
 from tidemill.cluster.counts import KeptTally
 from tidemill.cluster.cut import Calls, CutLearnWorker, CutScoreWorker, Team
+from tidemill.cluster.engine_ranks import Follower, LeadEngine, Notes, engine_groups
 from tidemill.cluster.hold import KeptDock
 from tidemill.cluster.learners import RankLearnWorker, World
 from tidemill.cluster.local import check_window, needs_values, teacher
@@ -24,6 +28,7 @@ from tidemill.config import Config
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import open_source
 from tidemill.device import determinism
+from tidemill.device.collective import backend
 from tidemill.dock import Dock
 from tidemill.dock.address import Address
 from tidemill.errors import ConfigError
@@ -42,12 +47,14 @@ from tidemill.learn.parallel.build import Place
 from tidemill.learn.parallel.build import learner as cut_learner
 from tidemill.learn.parallel.build import reference as cut_reference
 from tidemill.learn.parallel.cuts import elements
+from tidemill.learn.parallel.folder import empty_model, materialise
 from tidemill.learn.parallel.learner import ParallelLearner
 from tidemill.learn.parallel.model import ParallelModel
-from tidemill.models.load import Loaded, load, load_tokenizer
+from tidemill.models.load import Loaded, load, load_tokenizer, wrap
 from tidemill.reward.score import Scorer
-from tidemill.rollout.engine import RolloutEngine
-from tidemill.rollout.make import make_engine
+from tidemill.rollout.engine import Completion, Partial, RolloutEngine
+from tidemill.rollout.make import make_engine, make_plain, with_turns
+from tidemill.rollout.native import parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,14 @@ class Cut:
     calls: Calls
     team: Team
     parameters: int  # of the whole model
+
+
+@dataclass(frozen=True, slots=True)
+class _Paused:
+    """What an engine was making when it was asked for something else."""
+
+    half_made: Sequence[Partial] = ()
+    done: Sequence[Completion] = ()
 
 
 @dataclass(slots=True)
@@ -79,12 +94,16 @@ class Kit:
     cut: Cut | None = None  # of a part of one
     critic: ValueLearner | None = None
     engine: RolloutEngine | None = None
+    lead: LeadEngine | None = None  # of several ranks: this one is told, the others follow
+    follower: Follower | None = None
+    engine_group: Any = None
     scorer: Scorer | None = None
     feed: Feed | None = None
     ahead: Ahead | None = None  # of the feeder: whose rows are in the dock
     puts: Puts | None = None
     keeper: ReferenceKeeper | None = None
     kept_samples: list[dict[str, Any]] = field(default_factory=list)
+    follows: bool = False  # another rank of an engine
 
     @property
     def learn(self) -> RankLearnWorker | None:
@@ -97,11 +116,19 @@ class Kit:
         return self.learner is not None and self.engine is not None
 
     @property
+    def is_shared(self) -> bool:
+        """Whether this process holds one rank's share of an engine."""
+        return self.lead is not None or self.follows
+
+    @property
     def version(self) -> int:
         """Of the weights that are learned, or served, here."""
         if self.cut is not None:
             return self.cut.learner.version
-        return self.learner.version if self.learner else self.engine.version if self.engine else -1
+        if self.learner is not None:
+            return self.learner.version
+        served = self.follower.engine if self.follower is not None else self.engine
+        return served.version if served is not None else -1
 
     def open_feed(self) -> None:
         """Nothing of any step is in the dock."""
@@ -111,17 +138,24 @@ class Kit:
 
     def evaluate(self, size: int, samples: int) -> Evaluation:
         assert self.loaded is not None
-        engine = self.engine
-        if engine is None or engine.has_work:  # rollout goes on while others learn: what it has under way is not ours
+        engine, paused = self.engine, _Paused()
+        if self.lead is not None and engine is not None:  # its ranks have room for one engine
+            paused = _Paused(engine.pause(), engine.step() if engine.has_work else [])
+        elif engine is None or engine.has_work:  # rollout goes on while others learn: what it has under way is not ours
             own = self.config.rollout.model_copy(update={"engine": "native"})
             engine = make_engine(self.loaded, self.config.model_copy(update={"rollout": own}))
         _, held_out = open_source(self.config.data, self.config.seed)
         encode = PromptTokens(self.tokenizer, self.config.data)
         averaged = self.learner.averaged() if self.learner is not None else contextlib.nullcontext()
         with Scorer(self.config.rewards) as scorer, averaged:
-            return evaluate(
+            seen = evaluate(
                 engine, held_out, encode, decoder(self.tokenizer), scorer, self.config, size=size, samples=samples
             )
+        rollout = self.workers.get("rollout")
+        if self.lead is not None and isinstance(rollout, RolloutWorker):
+            engine.resume(paused.half_made)
+            rollout.take_in(paused.done)
+        return seen
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The learner's part of a checkpoint."""
@@ -186,10 +220,15 @@ def equip(task: Assignment, dock: KeptDock) -> Kit:
         determinism.demand()
     device = devices.pick(config.device).torch_device
     algorithm = get_algorithm(config.algorithm.name)
-    world = World(post.rank, post.group.ranks) if post.group.name == LEARNER else World()
+    group = post.group
+    world = World(post.rank, group.ranks) if group.name == LEARNER else World(post.part, group.engine_ranks)
     kit = Kit(post.stages, config, algorithm, dock, counts_of(task, task.dock), world, device)
     is_cut = post.group.is_cut
-    if post.group.has_engine or (not is_cut and (post.group.name == LEARNER or "reference" in post.stages)):
+    if post.group.engine_ranks > 1:
+        kit.loaded = share_of_model(task, device)
+        check_window(config, kit.loaded)
+        kit.tokenizer = kit.loaded.tokenizer
+    elif post.group.has_engine or (not is_cut and (post.group.name == LEARNER or "reference" in post.stages)):
         kit.loaded = load(config.model, seed=config.seed, device=device, path=task.model_path)
         check_window(config, kit.loaded)
         kit.tokenizer = kit.loaded.tokenizer
@@ -199,7 +238,13 @@ def equip(task: Assignment, dock: KeptDock) -> Kit:
         _teach(kit)
     if post.group.has_engine:
         assert kit.loaded is not None
-        kit.engine = make_engine(kit.loaded, config)
+        if group.engine_ranks == 1:
+            kit.engine = make_engine(kit.loaded, config)
+        elif post.leads:
+            kit.lead = LeadEngine(world)
+            kit.engine = with_turns(kit.lead, kit.loaded, config)
+        else:
+            kit.follows = True
     if post.feeds:
         training, _ = open_source(config.data, config.seed)
         encode = PromptTokens(kit.tokenizer, config.data)
@@ -210,6 +255,41 @@ def equip(task: Assignment, dock: KeptDock) -> Kit:
     if not is_cut:
         _staff(kit)
     return kit
+
+
+def share_of_model(task: Assignment, device: torch.device) -> Loaded:
+    """What one rank of an engine holds. Its weights come from the learner: none are read here."""
+    model, post = task.config.model, task.post
+    folder = task.model_path or (Path(model.path).expanduser() if model.path else None)
+    if folder is None:
+        loaded = load(model, seed=task.config.seed, device=torch.device("cpu"))
+        parallel.cut(loaded.model, post.part, post.group.engine_ranks)
+        loaded.model.to(device)
+        return loaded
+    module = empty_model(folder, model)
+    parallel.cut(module, post.part, post.group.engine_ranks)
+    materialise(module, device)
+    if (folder / "generation_config.json").exists():
+        module.generation_config = GenerationConfig.from_pretrained(folder)
+    window = getattr(module.config.get_text_config(), "max_position_embeddings", 1 << 20)
+    return wrap(module, load_tokenizer(model, folder), window)
+
+
+def share_engine(kit: Kit, task: Assignment, host: str, port: int) -> None:
+    """Once the ranks are in one world: they make one engine of their shares, and follow its first rank."""
+    config, post = kit.config, task.post
+    assert kit.loaded is not None
+    kind, ranks = backend(kit.device.type), post.group.engine_ranks
+    if post.group.name == LEARNER:
+        kit.engine_group = engine_groups(kind, post.group.ranks, ranks, config.cluster.collective_s)
+    else:
+        kit.engine_group = dist.group.WORLD
+    notes = Notes(host, port, post.engine)
+    engine = make_plain(kit.loaded, config, kit.engine_group)
+    if kit.lead is not None:
+        kit.lead.join(engine, notes)
+    else:
+        kit.follower = Follower(engine, notes, kit.loaded.model, kit.engine_group, kit.device)
 
 
 def cut(kit: Kit, task: Assignment) -> None:

@@ -89,7 +89,7 @@ def make_starter(config: Config, folder: RunFolder) -> Starter:
             return ProcessStarter(forks)
         from tidemill.cluster.ray import RayStarter
 
-        return RayStarter(cluster, folder.config.name, forks)
+        return RayStarter(cluster, folder.config.name, forks, config.rollout.tp)
     except BaseException:
         forks.close()
         raise
@@ -302,12 +302,13 @@ class RemoteWorkers:
         if wanted is None:
             return
         ranks = sorted(m.post.rank for m in self.crew.of(ROLLOUT, ready=False))
-        for rank in range(max(wanted, 1)):
+        most = max(wanted, 1) * group.engine_ranks
+        for rank in range(most):
             if rank not in ranks:
                 self.note(f"rollout-{rank} joins")
                 self.crew.add(Post(group, rank))
         for rank in ranks:
-            if rank >= max(wanted, 1):
+            if rank >= most:
                 self.note(f"rollout-{rank} leaves")
                 self.crew.remove(f"rollout-{rank}")
 
@@ -405,7 +406,7 @@ class RemoteWorkers:
         while True:
             self.check_learners()
             self.publisher.bring(self.publisher.newcomers())
-            ready = self.crew.of(group)
+            ready = self.crew.engines(group)
             if not ready:
                 self.crew.pump(0.5)
                 continue
@@ -446,7 +447,7 @@ class RemoteWorkers:
         """Who has a whole model, as it is learned now."""
         if self.placement.is_colocated or not self.placement.learners.is_cut:
             return self.crew.learners()[0]
-        while not (ready := self.crew.of(ROLLOUT)) or self.publisher.newcomers():
+        while not (ready := self.crew.engines(ROLLOUT)) or self.publisher.newcomers():
             self.check_learners()
             self.publisher.bring(self.publisher.newcomers())
             self.crew.pump(0.2)

@@ -22,8 +22,8 @@ LONGEST_NAME = 200  # bytes; file systems stop at 255, and runs moved aside get 
 def problems(config: Config, model: Model) -> list[str]:
     """`model` is the one that will be trained (a warm start's own)."""
     checks: tuple[Callable[[Config, Model], Iterator[str]], ...] = (
-        _name, _cluster, _batch, _flow, _routes, _lengths, _rollout, _model_folder, _data, _functions, _environment,
-        _device, _disk, _in_one_process, parallel.problems,
+        _name, _cluster, _batch, _flow, _routes, _lengths, _rollout, _rollout_ranks, _model_folder, _data, _functions,
+        _environment, _device, _disk, _in_one_process, parallel.problems,
     )  # fmt: skip
     return [problem for check in checks for problem in check(config, model)]
 
@@ -170,6 +170,32 @@ def _rollout(config: Config, _: Model) -> Iterator[str]:
             f"rollout.batch_invariant is true, but learn.recompute={config.learn.recompute} would compute layers again "
             "outside of it; set learn.recompute=none"
         )
+
+
+def _rollout_ranks(config: Config, model: Model) -> Iterator[str]:
+    """An engine over several devices."""
+    tp, rollout, cluster = config.rollout.tp, config.rollout, config.cluster
+    if tp == 1:
+        return
+    if cluster.executor == "local":
+        yield f"rollout.tp is {tp}, but one process has one rank; cluster.executor=processes or ray would do, or 1"
+        return
+    if rollout.engine != "native":
+        yield f"rollout.tp is {tp}, which only rollout.engine=native has, not {rollout.engine}; 1 would do"
+    if rollout.batch_invariant:
+        yield f"rollout.tp is {tp}, but rollout.batch_invariant is promised by one rank alone; false would do"
+    ranks = config.learn.parallel.ranks
+    if cluster.placement.rollout == "colocated" and ranks == 1:
+        yield (
+            f"rollout.tp is {tp}, but colocated with learners that hold whole models rollout reads their own tensors; "
+            "1 would do, or cluster.placement.rollout=separated, or sizes of learn.parallel"
+        )
+    elif cluster.placement.rollout == "colocated" and ranks % tp:
+        yield (
+            f"rollout.tp is {tp}, which does not divide the {ranks} ranks of learn.parallel that engines share; "
+            f"{parallel.either(parallel.divisors(ranks))} would do"
+        )
+    yield from parallel.engine_problems(tp, model)
 
 
 def _model_folder(_: Config, model: Model) -> Iterator[str]:

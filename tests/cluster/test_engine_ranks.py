@@ -1,0 +1,67 @@
+"""A rollout engine over several ranks (`rollout.tp`) makes what one rank makes, and comes back when a rank is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.runs import Disturb, assert_same, assert_same_learning, measured, train, worker
+from tidemill.cluster.remote import RemoteWorkers
+
+pytest.importorskip("zmq")
+
+OF_RANKS = ("slowest_rank", "slowest_over_median")  # what only several ranks of a learner can tell
+STEPS = {"steps": 3}
+
+
+def run(folder: Path, watch: Any = None, **over: Any) -> list[dict[str, Any]]:
+    train(folder, watch, **{"train": STEPS, **over})
+    return [{k: v for k, v in line.items() if k not in OF_RANKS} for line in measured(folder)]
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(tmp_path_factory.mktemp("local"), cluster={"executor": "local"})
+
+
+def test_two_ranks_of_an_engine_make_the_steps_of_one_process(tmp_path: Path, local: list[dict[str, Any]]) -> None:
+    assert_same(run(tmp_path, rollout={"tp": 2}), local)
+    logs = {p.stem for p in (tmp_path / "small" / "logs").glob("*.log")}
+    assert logs == {"all", "learner-0", "rollout-0", "rollout-1", "reward-0"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_brings_its_engine_back(tmp_path: Path, local: list[dict[str, Any]], rank: int) -> None:
+    watch = Disturb(worker(f"rollout-{rank}"), after_s=0.0)
+    found = run(tmp_path, watch, rollout={"tp": 2})
+    assert watch.killed and isinstance(watch.workers, RemoteWorkers)
+    assert {m.restarts for m in watch.workers.crew.of("rollout", ready=False)} == {1}
+    assert watch.workers.crew.lost_total == 1  # an engine's loss counts once
+    assert_same_learning(found, local)
+
+
+@pytest.mark.slow
+def test_a_learner_that_is_cut_serves_engines_that_are_cut_otherwise(
+    tmp_path: Path, local: list[dict[str, Any]]
+) -> None:
+    over = {"cluster": {"rollouts": 2}, "flow": {"schedule": "streamed"}, "reshard": {"verify": "all"}}
+    assert_same(run(tmp_path, rollout={"tp": 2}, learn={"parallel": {"fsdp": 2}}, **over), local)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["sync", "streamed"])
+def test_ranks_that_learn_share_engines_too(tmp_path: Path, local: list[dict[str, Any]], schedule: str) -> None:
+    over = {"cluster": {"placement": "colocated"}, "flow": {"schedule": schedule}}
+    assert_same(run(tmp_path, rollout={"tp": 2}, learn={"parallel": {"fsdp": 2, "tp": 2}}, **over), local)
+
+
+@pytest.mark.slow
+def test_an_engine_of_two_ranks_runs_ahead_and_changes_weights_between_tokens(tmp_path: Path) -> None:
+    flow = {"schedule": "async", "max_staleness": 2}
+    watch = Disturb(worker("rollout-1"), at_step=2)
+    sizes = {"train": {"steps": 6}, "eval": {"size": 8, "every": 1}}
+    found = run(tmp_path, watch, rollout={"tp": 2}, flow=flow, **sizes)
+    ages = [m["staleness_max"] for m in found if "staleness_max" in m]
+    assert len(ages) == 6 and 0 < max(ages) <= 2
