@@ -1,4 +1,4 @@
-"""A rollout engine over several ranks (`rollout.tp`) makes what one rank makes, and comes back when a rank is killed."""
+"""A rollout engine over several ranks (`rollout.tp`) makes what one rank makes, and comes back when one is killed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.cluster.runs import Disturb, assert_same, assert_same_learning, measured, train, worker
 from tidemill.cluster.remote import RemoteWorkers
+from tidemill.flow.loop import Watcher
+from tidemill.models.load import make_tiny, save_folder
+from tidemill.trained import open_trained
 
 pytest.importorskip("zmq")
 
@@ -65,3 +70,36 @@ def test_an_engine_of_two_ranks_runs_ahead_and_changes_weights_between_tokens(tm
     found = run(tmp_path, watch, rollout={"tp": 2}, flow=flow, **sizes)
     ages = [m["staleness_max"] for m in found if "staleness_max" in m]
     assert len(ages) == 6 and 0 < max(ages) <= 2
+
+
+class KeepModel(Watcher):
+    """Has the model written by whoever serves it, after the last step."""
+
+    def __init__(self, folder: Path, last: int) -> None:
+        self.folder, self.last = folder, last
+
+    def started(self, workers: Any, first_step: int) -> None:
+        self.workers = workers
+
+    def stepped(self, step: int, metrics: dict[str, float]) -> None:
+        if step == self.last:
+            self.workers.save_model(self.folder)
+
+
+@pytest.mark.slow
+def test_a_model_from_a_folder_is_never_whole_anywhere_and_is_written_whole(tmp_path: Path) -> None:
+    from tests.faults.test_resume import RECIPE
+    from tidemill.config import TinyModel
+
+    shape = TinyModel(**RECIPE["model"]["tiny"], architecture="qwen2")
+    loaded = make_tiny(shape, torch.float32, 3, torch.device("cpu"))
+    save_folder(loaded.model, loaded.tokenizer, tmp_path / "given")
+    model = {"path": str(tmp_path / "given"), "tiny": None}
+    alone = run(tmp_path / "alone", model=model, cluster={"executor": "local"})
+    watch = KeepModel(tmp_path / "made", 3)
+    over = {"model": model, "learn": {"parallel": {"tp": 2}}, "rollout": {"tp": 2}}
+    assert_same(run(tmp_path / "cut", watch, **over), alone)
+    made = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "made").named_parameters())
+    kept = dict(open_trained(tmp_path / "cut" / "small", "cpu").loaded.model.named_parameters())
+    assert made.keys() == kept.keys()
+    assert all(torch.equal(made[name], kept[name]) for name in kept)

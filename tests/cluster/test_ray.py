@@ -107,3 +107,12 @@ def test_a_whole_node_dies_and_the_run_goes_on_without_it(
     assert isinstance(watch.workers, RemoteWorkers)
     home = watch.workers.starter.home[0]
     assert {m.node for m in watch.workers.crew.members.values() if m.state == "ready"} == {home}
+
+
+def test_an_engine_of_two_ranks_loses_one_on_ray_and_comes_back(
+    tmp_path: Path, local: list[dict[str, Any]], cluster: Any
+) -> None:
+    watch = Disturb(worker("rollout-1"))
+    train(tmp_path, watch, train=STEPS, rollout={"tp": 2}, cluster=over(learners=1, rollouts=1))
+    assert watch.workers is not None and {m.restarts for m in watch.workers.crew.of("rollout", ready=False)} == {1}
+    assert_same_learning(measured(tmp_path), local)

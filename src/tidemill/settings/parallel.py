@@ -171,6 +171,17 @@ def engine_shape_problems(tp: int, shape: Cuttable) -> Iterator[str]:
         )
 
 
+def engine_sizes(config: Config, shape: Cuttable) -> list[int]:
+    """What rollout.tp could be, from what it is on: sizes that the model and, colocated, the learner's ranks allow."""
+    ranks = config.learn.parallel.ranks
+    is_colocated = config.cluster.placement.rollout == "colocated"
+    return [
+        n
+        for n in range(config.rollout.tp, max(config.rollout.tp, shape.kv_heads) + 1)
+        if n == config.rollout.tp or (not any(engine_shape_problems(n, shape)) and (not is_colocated or ranks % n == 0))
+    ]
+
+
 def _architecture(model: Model) -> str | None:
     """As transformers calls it; None when the model's folder does not tell."""
     if model.path is None:
