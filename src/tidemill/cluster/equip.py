@@ -24,6 +24,7 @@ from tidemill.cluster.learners import RankLearnWorker, World
 from tidemill.cluster.local import check_window, needs_values, teacher
 from tidemill.cluster.placement import LEARNER
 from tidemill.cluster.task import Assignment
+from tidemill.cluster.weights import Follow
 from tidemill.config import Config
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import open_source
@@ -44,12 +45,14 @@ from tidemill.flow.stage import Worker
 from tidemill.learn.critic import ValueLearner, ValueModel
 from tidemill.learn.engine import Learner, freeze
 from tidemill.learn.parallel.build import Place
+from tidemill.learn.parallel.build import critic as cut_critic
 from tidemill.learn.parallel.build import learner as cut_learner
 from tidemill.learn.parallel.build import reference as cut_reference
 from tidemill.learn.parallel.cuts import elements
 from tidemill.learn.parallel.folder import empty_model, materialise
 from tidemill.learn.parallel.learner import ParallelLearner
 from tidemill.learn.parallel.model import ParallelModel
+from tidemill.learn.parallel.values import ParallelValueLearner
 from tidemill.models.load import Loaded, load, load_tokenizer, wrap
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import Completion, Partial, RolloutEngine
@@ -66,6 +69,9 @@ class Cut:
     calls: Calls
     team: Team
     parameters: int  # of the whole model
+    critic: ParallelValueLearner | None = None
+    critic_team: Team | None = None  # it may be cut by sizes of its own
+    reference_team: Team | None = None  # and so may the reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,21 +301,26 @@ def share_engine(kit: Kit, task: Assignment, host: str, port: int) -> None:
 def cut(kit: Kit, task: Assignment) -> None:
     """Once the ranks are one world: this rank's part of the learner, and the workers that need it."""
     config, world = kit.config, kit.world
-    if needs_values(kit.algorithm):
+    if kit.algorithm.learns_values:
         raise ConfigError(
-            f"algorithm {config.algorithm.name} learns values, which a learner cut over workers does not",
+            f"algorithm {config.algorithm.name} learns no policy, which a learner cut over workers does",
             "set the sizes of learn.parallel to 1, or cluster.executor=local",
         )
     place = Place(kit.device.type, kit.device)
     learner = cut_learner(config, updates_of(config), task.model_path, place)
     reference = cut_reference(config, task.model_path, place) if "reference" in kit.stages else None
+    critic = cut_critic(config, updates_of(config), task.model_path, place) if kit.algorithm.has_critic else None
     known = world.gather(learner.cuts, "counting the model's tensors")
+    timeout_s = config.learn.parallel.timeout_s
     kit.cut = Cut(
         learner,
         reference,
         Calls(world.store, world.rank),
-        Team(learner.meshes, config.learn.parallel.timeout_s),
+        Team(learner.meshes, timeout_s),
         elements({name: cut for part in known for name, cut in part.items()}),
+        critic,
+        Team(critic.meshes, timeout_s) if critic is not None else None,
+        Team(reference.meshes, timeout_s) if reference is not None else None,
     )
     _staff(kit)
 
@@ -349,8 +360,11 @@ def _makers(kit: Kit) -> dict[str, Callable[[], Worker]]:
         return freeze(model(), config.algorithm.kl.weights)
 
     def learn(name: str, learner: Learner | None, critic: Worker | None = None) -> Worker:
-        if (own_part := kit.cut) is not None:
-            return CutLearnWorker(dock, own_part.learner, config, tally, kit.world, own_part.calls, own_part.team)
+        if (part := kit.cut) is not None:
+            parts, team = (part.learner, part.team) if name == "learn" else (part.critic, part.critic_team)
+            assert parts is not None and team is not None
+            other = critic if isinstance(critic, RankLearnWorker) else None
+            return CutLearnWorker(dock, parts, config, tally, kit.world, part.calls, team, name, other)
         assert learner is not None
         own = critic if isinstance(critic, RankLearnWorker) else None
         return RankLearnWorker(dock, learner, config, tally, kit.world, name, own)
@@ -358,9 +372,13 @@ def _makers(kit: Kit) -> dict[str, Callable[[], Worker]]:
     def scores(name: str, column: str) -> Worker:
         if (part := kit.cut) is None:
             return ScoreWorker(name, column, dock, model() if name == "old_logprobs" else reference(), config, tally)
-        scorer = part.learner if name == "old_logprobs" else part.reference
-        assert scorer is not None
-        return CutScoreWorker(name, column, dock, scorer, config, tally, kit.world, part.calls, part.team)
+        if name == "old_logprobs":
+            own = (config, tally, kit.world, part.calls, part.team)
+            return CutScoreWorker(name, column, dock, part.learner, *own)
+        assert part.reference is not None and part.reference_team is not None
+        own = (config, tally, kit.world, part.calls, part.reference_team)
+        follow = Follow(part.learner, part.reference, kit.world)
+        return CutScoreWorker(name, column, dock, part.reference, *own, follow)
 
     def reward() -> Worker:
         assert kit.scorer is not None
@@ -374,6 +392,10 @@ def _makers(kit: Kit) -> dict[str, Callable[[], Worker]]:
         return kit.ahead.refill(count) if kit.ahead is not None else 0
 
     def values() -> Worker:
+        if (part := kit.cut) is not None:
+            assert part.critic is not None and part.critic_team is not None
+            own = (part.calls, part.critic_team)
+            return CutScoreWorker("values", "values", dock, part.critic, config, tally, kit.world, *own)
         assert kit.critic is not None
         return ValueWorker(dock, kit.critic, config, tally)
 

@@ -23,6 +23,7 @@ from tidemill.flow.rolling import RolloutWorker
 from tidemill.flow.scoring import AdvantageWorker
 from tidemill.flow.tally import Counted
 from tidemill.learn import checkpoint
+from tidemill.learn.parallel.model import ParallelModel
 from tidemill.models.load import save_folder
 from tidemill.reshard.layout import Layout
 from tidemill.rollout.native import parallel
@@ -217,8 +218,9 @@ class Orders:
             self.kit.feed.report(measured)
         if self.kit.keeper is None:
             return None
-        policy = self.kit.loaded.model if self.kit.loaded is not None else None
-        self.kit.keeper.after_step(step, measured, policy)
+        if self.kit.keeper.moves_after(step):
+            self._in_turn()
+        self.kit.keeper.after_step(step, measured, self.kit.loaded.model if self.kit.loaded is not None else None)
         return measured.get("kl_coef")
 
     def hold_kl(self, coef: float) -> None:
@@ -242,9 +244,14 @@ class Orders:
             checkpoint.save(folder, step, tensors, own | state, **marks)
             return
         own = {} if self.kit.keeper is None else {"kl": self.kit.keeper.state()[1]}
-        part.learner.save(folder, step, own | state, **marks)
+        part.learner.save(folder, step, own | state, critic=part.critic, reference=self._moving_reference(), **marks)
         if wait:
             part.learner.saver.wait()
+
+    def _moving_reference(self) -> ParallelModel | None:
+        part = self.kit.cut
+        moves = part is not None and self.kit.config.algorithm.kl.reset_every
+        return part.reference if part is not None and moves else None
 
     def settle(self) -> None:
         """Whatever is being written is on disk."""
@@ -253,7 +260,7 @@ class Orders:
 
     def restore(self, path: Path) -> dict[str, Any]:
         if (part := self.kit.cut) is not None:
-            state = part.learner.load(path)
+            state = part.learner.load(path, part.critic, self._moving_reference())
             if self.kit.keeper is not None:
                 self.kit.keeper.restore({}, state["kl"])
             return state

@@ -22,8 +22,8 @@ LONGEST_NAME = 200  # bytes; file systems stop at 255, and runs moved aside get 
 def problems(config: Config, model: Model) -> list[str]:
     """`model` is the one that will be trained (a warm start's own)."""
     checks: tuple[Callable[[Config, Model], Iterator[str]], ...] = (
-        _name, _cluster, _batch, _flow, _routes, _lengths, _rollout, _rollout_ranks, _model_folder, _data, _functions,
-        _environment, _device, _disk, _in_one_process, parallel.problems,
+        _name, _cluster, _batch, _flow, _reference, _routes, _lengths, _rollout, _rollout_ranks, _model_folder, _data,
+        _functions, _environment, _device, _disk, _in_one_process, parallel.problems,
     )  # fmt: skip
     return [problem for check in checks for problem in check(config, model)]
 
@@ -38,15 +38,15 @@ def _cluster(config: Config, _: Model) -> Iterator[str]:
             f"cluster.learners is {learners}, but learn.parallel comes to {ranks} ranks, one worker each; {ranks} "
             "would do"
         )
-    if ranks > 1 and config.algorithm.name == "ppo":
+    if ranks > 1 and config.algorithm.name == "reward_model":
         yield (
-            f"algorithm is ppo, whose critic is not cut with cluster.executor={executor}; cluster.executor=local would "
-            "do, or learn.parallel sizes of 1"
+            f"algorithm is reward_model, which is not cut with cluster.executor={executor}; cluster.executor=local "
+            "would do, or learn.parallel sizes of 1"
         )
-    if ranks > 1 and config.algorithm.kl.reset_every:
+    if config.algorithm.kl.reset_every and config.cluster.placement.reference == "separated":
         yield (
-            f"algorithm.kl.reset_every is {config.algorithm.kl.reset_every}, but a reference on ranks of "
-            f"cluster.executor={executor} does not move; 0 would do, or cluster.executor=local"
+            f"algorithm.kl.reset_every is {config.algorithm.kl.reset_every}, but a reference apart from the learners "
+            "does not move; cluster.placement.reference=colocated would do"
         )
     if config.observe.dump:
         yield f"observe.dump needs cluster.executor=local, but it is {executor}"
@@ -116,6 +116,14 @@ def _flow(config: Config, _: Model) -> Iterator[str]:
         yield (
             "flow.schedule is async, but flow.placement is colocated: rollout cannot be ahead while it takes turns; "
             "flow.placement=auto would do"
+        )
+
+
+def _reference(config: Config, _: Model) -> Iterator[str]:
+    if config.algorithm.kl.reset_every and config.learn.lora_rank:
+        yield (
+            f"algorithm.kl.reset_every is {config.algorithm.kl.reset_every}, but with learn.lora_rank the reference is "
+            "the model without its adapters, which does not move; 0 would do, or learn.lora_rank=0"
         )
 
 
