@@ -330,10 +330,16 @@ JOBS: list[tuple[str, int, int, dict[str, Any]]] = [
 ]
 # The same job in as little memory as TRL's learner takes, or less.
 SMALL: list[tuple[str, int, int, dict[str, Any]]] = [
-    ("JOB, 4k tokens", 64, 4096, {**FAST, "logprob_chunk": 1024}),
-    ("JOB recompute activations, 4k tokens", 64, 4096, {**FAST, "recompute": "selective", "logprob_chunk": 1024}),
-    ("JOB recompute MLPs, 4k tokens", 64, 4096, {**FAST, "recompute": "mlp", "logprob_chunk": 1024}),
     ("JOB recompute all, 16k tokens", 64, 16384, {**FAST, "recompute": "full", "logprob_chunk": 1024}),
+    ("JOB recompute all, 8k tokens", 64, 8192, {**FAST, "recompute": "full", "logprob_chunk": 1024}),
+    ("JOB recompute MLPs, 8k tokens, small chunks", 64, 8192, {**FAST, "recompute": "mlp", "logprob_chunk": 1024}),
+    (
+        "JOB recompute MLPs, 8k tokens, 8-bit moments",
+        64,
+        8192,
+        {**FAST, "recompute": "mlp", "logprob_chunk": 1024, "master": "stochastic", "moments": "int8"},
+    ),
+    ("JOB recompute MLPs, 4k tokens", 64, 4096, {**FAST, "recompute": "mlp", "logprob_chunk": 1024}),
 ]
 OPTIONS: list[tuple[str, int, int, dict[str, Any]]] = [
     ("AdamW", 16, 16384, FAST),
