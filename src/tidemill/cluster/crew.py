@@ -42,6 +42,7 @@ class Member:
     heard: float = field(default_factory=time.monotonic)
     since: float = field(default_factory=time.monotonic)  # of its state
     failed_starts: int = 0
+    losses: int = 0  # since the last step
     restarts: int = 0
     not_before: float = 0.0
     last_error: str = ""
@@ -74,6 +75,7 @@ class Crew:
         self.members = {post.name: Member(post) for post in placement.posts}
         self.spent = 0  # workers made up for since the last step
         self.lost_total = 0
+        self._spawned = 0
         self.received_bytes = 0  # of all answers, as they travel
         self._equip, self._on_ready, self._on_lost = equip, on_ready, on_lost
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -139,7 +141,8 @@ class Crew:
 
     def _spawn(self, member: Member) -> None:
         member.become("starting")
-        member.incarnation += 1
+        self._spawned += 1
+        member.incarnation = self._spawned  # of all workers: one that comes under an old name is not taken for it
         member.node = ""
         member.report, member.heard = None, time.monotonic()
         member.handle = self.starter.spawn(member.post, self.logs)
@@ -169,6 +172,12 @@ class Crew:
 
     # Losing
 
+    def step_made(self) -> None:
+        """The budget of losses, and the pauses after them, begin anew."""
+        self.spent = 0
+        for member in self.members.values():
+            member.losses = 0
+
     def lose(self, member: Member, why: str) -> None:
         """Count a worker as lost, and end what is left of it."""
         if member.state in ("lost", "gone") or self.is_closing:
@@ -187,13 +196,14 @@ class Crew:
                 f"its log is {self.logs / member.name}.log",
             )
         self.spent += 1
+        member.losses += 1
         if self.spent > self.settings.restarts:
             raise TidemillError(
                 f"{self.spent} workers were lost without a step made in between, the last {member.name}: "
                 f"{self._own_words(member)}",
                 f"its log is {self.logs / member.name}.log; cluster.restarts is the limit",
             )
-        member.not_before = time.monotonic() + min(PAUSE_S[1], PAUSE_S[0] * 2 ** max(0, member.failed_starts - 1))
+        member.not_before = time.monotonic() + min(PAUSE_S[1], PAUSE_S[0] * 2 ** (member.losses - 1))
         if not self._on_lost(member, why):
             member.not_before = float("inf")  # others decide when
         if member.post.group.name != LEARNER:  # of learners all start again, whoever is lost

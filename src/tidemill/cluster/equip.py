@@ -82,6 +82,20 @@ class _Paused:
     done: Sequence[Completion] = ()
 
 
+class _Judged:
+    """An engine that evaluates: each step is told, so that a long evaluation is not taken for one that hangs."""
+
+    def __init__(self, engine: RolloutEngine, kit: Kit) -> None:
+        self._engine, self._kit = engine, kit
+
+    def step(self) -> list[Completion]:
+        self._kit.judged += 1
+        return self._engine.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
 @dataclass(slots=True)
 class Kit:
     """What one process works with; what its post does not need is None."""
@@ -110,6 +124,7 @@ class Kit:
     keeper: ReferenceKeeper | None = None
     kept_samples: list[dict[str, Any]] = field(default_factory=list)
     follows: bool = False  # another rank of an engine
+    judged: int = 0  # steps that evaluations took
 
     @property
     def learn(self) -> RankLearnWorker | None:
@@ -155,7 +170,14 @@ class Kit:
         averaged = self.learner.averaged() if self.learner is not None else contextlib.nullcontext()
         with Scorer(self.config.rewards) as scorer, averaged:
             seen = evaluate(
-                engine, held_out, encode, decoder(self.tokenizer), scorer, self.config, size=size, samples=samples
+                _Judged(engine, self),
+                held_out,
+                encode,
+                decoder(self.tokenizer),
+                scorer,
+                self.config,
+                size=size,
+                samples=samples,
             )
         rollout = self.workers.get("rollout")
         if self.lead is not None and isinstance(rollout, RolloutWorker):
@@ -224,7 +246,7 @@ def equip(task: Assignment, dock: KeptDock) -> Kit:
     torch.set_num_threads(config.threads or 1)  # several processes share the node's cores
     if config.deterministic:
         determinism.demand()
-    device = devices.pick(config.device).torch_device
+    device = devices.pick(config.device.partition(":")[0]).torch_device  # which one, whoever placed it has decided
     algorithm = get_algorithm(config.algorithm.name)
     group = post.group
     world = World(post.rank, group.ranks) if group.name == LEARNER else World(post.part, group.engine_ranks)

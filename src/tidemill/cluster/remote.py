@@ -356,7 +356,7 @@ class RemoteWorkers:
 
     def step(self, number: int, stop: Callable[[], bool]) -> None:
         self.conductor.step(number, stop)
-        self.crew.spent = 0
+        self.crew.step_made()
         self.look()
 
     def measure(self) -> dict[str, float]:
@@ -371,13 +371,23 @@ class RemoteWorkers:
         """The answers of all who are there; one that is lost meanwhile has no word."""
         futures = {m.name: self.crew.send(m, method, *args) for m in self.crew.ready}
         told = {}
+        deadline = time.monotonic() + self.config.cluster.stall_s
         for name, future in futures.items():
             while not future.done():
                 self.check_learners()
+                self._give_up_late(name, method, deadline)
                 self.crew.pump(0.2)
             with contextlib.suppress(WorkerLost):
                 told[name] = self.crew.unwrap(name, future)
         return told
+
+    def _give_up_late(self, name: str, method: str, deadline: float) -> None:
+        """One that answers when it is watched, but hangs in its work, is not waited for without end."""
+        member = self.crew.members.get(name)
+        if time.monotonic() < deadline or member is None or member.state != "ready":
+            return
+        why = f"{name} did not come to {method!r} within {self.config.cluster.stall_s:g} s: it hangs"
+        self.crew.lose(member, f"{why}{self.crew.examine(why)}")
 
     def after_step(self, step: int, measured: dict[str, float]) -> list[str]:
         coefs = [c for c in self._from_all("after_step", step, dict(measured)).values() if c is not None]
@@ -411,10 +421,25 @@ class RemoteWorkers:
                 self.crew.pump(0.5)
                 continue
             try:
-                seen: Evaluation = self.crew.call(ready[0], "evaluate", size, samples, SHOWN_ANSWERS)
-                return seen
+                return self._evaluated(ready[0], size, samples)
             except WorkerLost as lost:
                 self.note(f"evaluation begins again: {lost}")
+
+    def _evaluated(self, member: Member, size: int, samples: int) -> Evaluation:
+        """However long it takes, as long as tokens are made."""
+        future = self.crew.send(member, "evaluate", size, samples, SHOWN_ANSWERS)
+        moves, moved_at = -1, time.monotonic()
+        while not future.done():
+            self.check_learners()
+            self.crew.pump(0.2)
+            now = time.monotonic()
+            if member.report is not None and member.report.moves != moves:
+                moves, moved_at = member.report.moves, now
+            if now - moved_at > self.config.cluster.stall_s:
+                why = f"{member.name} has made no token of an evaluation for {now - moved_at:.0f} s"
+                self.crew.lose(member, f"{why}{self.crew.examine(why)}")
+        seen: Evaluation = self.crew.unwrap(member.name, future)
+        return seen
 
     def save(
         self, folder: Path, step: int, state: dict[str, Any], *, best: bool = False, metric: float | None = None

@@ -11,7 +11,6 @@ from typing import Any
 
 from tidemill.cluster import status
 from tidemill.cluster.crew import Crew, Member
-from tidemill.cluster.placement import LEARNER
 from tidemill.cluster.report import Report
 from tidemill.dock import DockState
 
@@ -63,12 +62,10 @@ def blame(members: Sequence[Member], seconds: float) -> tuple[str | None, str]:
 
 def _worlds(reports: Sequence[tuple[Member, Report]]) -> list[list[tuple[Member, Report]]]:
     """Who waits for whom in operations: the learners for one another, the ranks of an engine likewise."""
-    found: dict[tuple[str, int], list[tuple[Member, Report]]] = {}
+    found: dict[str, list[tuple[Member, Report]]] = {}
     for member, told in reports:
-        group = member.post.group
-        if group.name == LEARNER or group.engine_ranks > 1:
-            world = 0 if group.name == LEARNER else member.post.engine
-            found.setdefault((group.name, world), []).append((member, told))
+        if world := status.world_of(member):
+            found.setdefault(world, []).append((member, told))
     return list(found.values())
 
 
