@@ -142,3 +142,25 @@ def test_rollout_runs_ahead_by_no_more_than_it_may_also_when_a_worker_is_killed(
     ages = [m["staleness_max"] for m in measured(tmp_path) if "staleness_max" in m]
     assert summary.steps == 6 and len(ages) == 6
     assert 0 < max(ages) <= 2
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ema": {"learn": {"ema": 0.5}, "eval": {"size": 8, "every": 1}},
+    "narrow reference": {"algorithm": {"name": "grpo", "kl": {"coef": 0.01, "weights": "int8"}}},
+    "shared trunk": {"algorithm": {"name": "ppo", "critic": {"trunk": "shared", "lr": 3e-3}}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_mean_the_same_on_workers(tmp_path: Path, name: str) -> None:
+    over = {"train": {"steps": 3}, **SETTINGS[name]}
+    train(tmp_path / "one", **over, cluster={"executor": "local"})
+    train(tmp_path / "many", **over)
+    assert_same(measured(tmp_path / "many"), measured(tmp_path / "one"))
+
+
+@pytest.mark.slow
+def test_workers_can_be_asked_for_determinism(tmp_path: Path, local: list[dict[str, Any]]) -> None:
+    train(tmp_path, deterministic=True)
+    assert measured(tmp_path) == local

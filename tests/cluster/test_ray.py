@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -116,3 +119,25 @@ def test_an_engine_of_two_ranks_loses_one_on_ray_and_comes_back(
     train(tmp_path, watch, train=STEPS, rollout={"tp": 2}, cluster=over(learners=1, rollouts=1))
     assert watch.workers is not None and {m.restarts for m in watch.workers.crew.of("rollout", ready=False)} == {1}
     assert_same_learning(measured(tmp_path), local)
+
+
+def test_a_cluster_that_runs_is_found_and_left_as_it_was(
+    tmp_path: Path, local: list[dict[str, Any]], cluster: Any
+) -> None:
+    """From a process that is not connected to it: by its address, and by what the environment says."""
+    code = (
+        "import json, sys; from tests.cluster.runs import train; from pathlib import Path; "
+        "train(Path(sys.argv[1]), train={'steps': 3}, cluster=json.loads(sys.argv[2]))"
+    )
+    for address, given in (("auto", {"RAY_ADDRESS": cluster.address}), (cluster.address, {})):
+        folder = tmp_path / address.replace(":", "-")
+        asked = json.dumps({"executor": "ray", "address": address, "start_s": 120.0})
+        paths = os.pathsep.join(["src", "."])
+        env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **given}
+        subprocess.run([sys.executable, "-c", code, str(folder), asked], check=True, env=env, timeout=120)
+        assert_same(measured(folder), local)
+    assert len([node for node in ray.nodes() if node["Alive"]]) >= 1
+    deadline = time.monotonic() + 30
+    while ray.available_resources().get("CPU", 0) != ray.cluster_resources()["CPU"]:  # all places are given back
+        assert time.monotonic() < deadline
+        time.sleep(0.2)

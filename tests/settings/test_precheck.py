@@ -144,11 +144,14 @@ def test_what_the_batch_invariant_mode_cannot_be_joined_with_is_told():
     assert "set learn.recompute=none" in refusal("rollout.batch_invariant=true", "learn.recompute=full")
 
 
-@pytest.mark.parametrize(
-    "override",
-    ["observe.dump=[1]", "train.profile=[1]", "deterministic=true", "learn.ema=0.9", "algorithm.kl.weights=int8"],
-)
-def test_what_works_in_one_process_is_refused_with_several(override):
+@pytest.mark.parametrize("override", ["train.profile=[1]", "learn.ema=0.9", "algorithm.kl.weights=int8"])
+def test_what_works_in_one_process_is_refused_where_a_learner_is_cut_over_several(override):
     key = override.split("=")[0]
     recipe.check(recipe.load({}, [*FITTING, override]).config)
-    assert f"{key} is set, which works in one process" in refusal(override, "cluster.executor=processes")
+    cut = ("cluster.executor=processes", "learn.parallel.fsdp=2")
+    assert f"{key} is set, which works in one process" in refusal(override, *cut)
+
+
+def test_dumps_are_of_one_process():
+    recipe.check(recipe.load({}, [*FITTING, "observe.dump=[1]"]).config)
+    assert "observe.dump needs cluster.executor=local" in refusal("observe.dump=[1]", "cluster.executor=processes")

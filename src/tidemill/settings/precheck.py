@@ -82,13 +82,11 @@ def _in_one_process(config: Config, _: Model) -> Iterator[str]:
     """Settings that only the local executor knows."""
     if config.cluster.executor == "local":
         return
+    is_cut = config.learn.parallel.ranks > 1
     asked = {
-        "observe.dump": config.observe.dump,
         "train.profile": config.train.profile,
-        "deterministic": config.deterministic,
-        "learn.ema": config.learn.ema,
-        "algorithm.kl.weights": config.algorithm.kl.weights != "same",
-        "algorithm.critic.trunk": config.algorithm.critic.trunk != "own",
+        "learn.ema": config.learn.ema and is_cut,
+        "algorithm.kl.weights": config.algorithm.kl.weights != "same" and is_cut,
     }
     for key, is_set in asked.items():
         if is_set:
