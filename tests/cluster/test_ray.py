@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -42,7 +43,12 @@ def cluster() -> Iterator[Any]:
 
     folder = tempfile.mkdtemp(prefix="tm-")
     small = {"object_store_memory": 80 << 20, "include_dashboard": False}
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 5, "temp_dir": folder, **small})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    head = {"num_cpus": 5, "temp_dir": folder, "ray_client_server_port": port, **small}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    made.client = f"ray://127.0.0.1:{port}"  # type: ignore[attr-defined]
     made.second = made.add_node(num_cpus=2, **small)  # type: ignore[attr-defined]
     ray.init(address=made.address, log_to_driver=False, logging_level="error", configure_logging=False)
     yield made
@@ -124,13 +130,13 @@ def test_an_engine_of_two_ranks_loses_one_on_ray_and_comes_back(
 def test_a_cluster_that_runs_is_found_and_left_as_it_was(
     tmp_path: Path, local: list[dict[str, Any]], cluster: Any
 ) -> None:
-    """From a process that is not connected to it: by its address, and by what the environment says."""
+    """From a process that is not connected to it: by what the environment says, and by Ray's client."""
     code = (
         "import json, sys; from tests.cluster.runs import train; from pathlib import Path; "
         "train(Path(sys.argv[1]), train={'steps': 3}, cluster=json.loads(sys.argv[2]))"
     )
-    for address, given in (("auto", {"RAY_ADDRESS": cluster.address}), (cluster.address, {})):
-        folder = tmp_path / address.replace(":", "-")
+    for address, given in (("auto", {"RAY_ADDRESS": cluster.address}), (cluster.client, {})):
+        folder = tmp_path / address.replace(":", "-").replace("/", "")
         asked = json.dumps({"executor": "ray", "address": address, "start_s": 120.0})
         paths = os.pathsep.join(["src", "."])
         env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **given}
