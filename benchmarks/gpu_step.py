@@ -22,8 +22,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-CLEAN = dict(os.environ)  # before tidemill sets what suits it
-
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent)]
 
@@ -113,11 +111,14 @@ def case(shape: str, folder: Path, options: Mapping[str, Any], power: Power) -> 
 
 def child(program: str, job: Mapping[str, Any], extra: Mapping[str, str]) -> dict[str, Any]:
     """Its last line that is a JSON object; all of its output goes to our errors."""
+    from tidemill.bench import peer_environment
+
     command = [sys.executable, str(HERE / program), json.dumps(job)]
     paths = [str(HERE.parent / "src"), str(HERE.parent)] if program == "_step_ours.py" else []
-    path = os.pathsep.join([*filter(None, [CLEAN.get("PYTHONPATH")]), *paths])
+    clean = peer_environment()
+    path = os.pathsep.join([*filter(None, [clean.get("PYTHONPATH")]), *paths])
     process = subprocess.Popen(
-        command, env={**CLEAN, **extra, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, env={**clean, **extra, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     stop = threading.Timer(job["limit_s"], process.kill)
     stop.start()

@@ -7,7 +7,6 @@ padded as its trainer pads them, and its fastest batch size here. On an accelera
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -19,10 +18,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks._learn_trl import VOCABULARY, model_of, timed
-from tidemill.bench import summary
+from tidemill.bench import peer_environment, summary
 
 HERE = Path(__file__).resolve().parent
-CLEAN = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}  # tidemill's choice is not the peer's
 
 ABOUT = "the learner alone in tokens per CPU-second, with and without shared prompts; peer: trl"
 PEERS = {"trl": "trl"}
@@ -64,7 +62,7 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
 def in_process(system: str, job: Mapping[str, Any]) -> dict[str, float]:
     program = "_learn_trl.py" if system == "trl" else "learn.py"
     command = [sys.executable, str(HERE / program), json.dumps({**job, "system": system})]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=CLEAN)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=peer_environment())
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result
 

@@ -29,6 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks._rollout_engines import ENGINES, VLLM, Roll, Shape, Work, vllm_job
+from tidemill.bench import peer_environment
 from tidemill.errors import ConfigError
 
 ABOUT = "tokens per second of the native engine; peers: hf (generate), hf_batching (generate_batch), vllm"
@@ -156,7 +157,7 @@ class Apart:
 
 def _vllm_environment(device: str) -> dict[str, str]:
     """As vLLM is run alone: without what importing Tidemill set here for itself."""
-    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    env = peer_environment()
     env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # its just-in-time build needs a CUDA compiler
     if device == "cpu":
         env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,7 +1,8 @@
 """A whole GRPO step (roll out, score, learn) beside TRL's GRPOTrainer: same model, prompts, lengths and batch.
 
 Each system runs in a process of its own, one after the other, round by round. The job is the quickstart's, with its
-model warmed up on worked answers (so responses end by themselves), and with one ten times larger.
+model warmed up on worked answers (so responses end by themselves), and with one ten times larger. Nothing of ours is
+imported above the functions: a peer's process must load torch as if we were not there.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from tidemill.bench import summary
 
 ABOUT = "a whole GRPO step in tokens/s, on the quickstart's model and one ten times larger; peer: trl"
 PEERS = {"trl": "trl"}
@@ -69,6 +68,8 @@ def flat(cases: Mapping[str, Any]) -> dict[str, Any]:
 
 def merged(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Median and spread over rounds of each round's own median step."""
+    from tidemill.bench import summary
+
     keys = [k for k, v in rounds[0].items() if isinstance(v, int | float)]
     return {key: summary([r[key] for r in rounds]) for key in keys}
 
@@ -101,8 +102,10 @@ def threads(options: Mapping[str, Any]) -> list[str]:
 
 
 def in_process(system: str, model: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    job = json.dumps({**options, "system": system, "model": str(model)})
-    done = subprocess.run([sys.executable, __file__, job], check=True, stdout=subprocess.PIPE, text=True)
+    from tidemill.bench import peer_environment
+
+    command = [sys.executable, __file__, json.dumps({**options, "system": system, "model": str(model)})]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=peer_environment())
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
@@ -159,7 +162,9 @@ def ours(job: Mapping[str, Any]) -> dict[str, float]:
 
 
 def trl(job: Mapping[str, Any]) -> dict[str, float]:
-    import torch
+    import torch  # before tidemill, which would choose how torch's threads wait for each other
+
+    assert "tidemill" not in sys.modules
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer

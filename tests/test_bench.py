@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import tidemill
 from tidemill import bench
 from tidemill.errors import ConfigError
 
@@ -114,3 +115,16 @@ def test_with_json_one_object_is_all_there_is_on_standard_output():
     assert "C chats" in done.stderr and "python chats" in done.stderr
     assert result["save_gb_per_s"]["median"] > 0
     assert result["peers"]["torch"]["save_gb_per_s"]["median"] > 0
+
+
+def test_a_peer_runs_without_what_importing_tidemill_set_but_with_what_the_user_set(monkeypatch):
+    for name, value in tidemill.OPENMP.items():
+        monkeypatch.setenv(name, value)
+    assert not tidemill.OPENMP.keys() & bench.peer_environment().keys()
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert bench.peer_environment()["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+def test_a_peer_of_the_step_loads_torch_before_tidemill():
+    code = "import sys, benchmarks.step; sys.exit('tidemill' in sys.modules or 'torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])

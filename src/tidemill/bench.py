@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tidemill import OPENMP
 from tidemill import run as run_folder
 from tidemill.device import host
 from tidemill.errors import ConfigError, did_you_mean
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 
 COMMON = {"repeats": 3, "peers": []}
 INSTALL_PEERS = "pip install 'tidemill[peers]'"
+
+
+def peer_environment() -> dict[str, str]:
+    """This process's environment as it was before importing Tidemill: how our threads wait is not a peer's choice."""
+    return {name: value for name, value in os.environ.items() if OPENMP.get(name) != value}
 
 
 def folder() -> Path:
