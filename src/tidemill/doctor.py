@@ -7,7 +7,7 @@ import platform
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -170,6 +170,11 @@ def _recipe(config: Config) -> Iterator[Finding]:
         "ok" if fits else "bad",
         "" if fits else "; ".join(_savings(config, needed)),
     )
+    if config.rollout.tp > 1 and shape is not None:  # on devices of its own: nothing of the learner is beside it
+        sizes = published.of_folder(recipe.model_of(config)) or ranks_memory.Sizes.dense(shape)
+        alone = ranks_memory.RankMemory(*(0 for _ in fields(ranks_memory.RankMemory)))
+        have = chosen.memory().total // (config.rollout.tp * config.cluster.rollouts if chosen.kind == "cpu" else 1)
+        yield _beside_learner(config, sizes, alone, have)
     on_host = host_bytes(config, shape) if shape and chosen.kind != "cpu" else 0
     if on_host:
         room = host.memory().free
