@@ -103,6 +103,21 @@ def test_the_ranks_of_an_engine_are_lost_together_and_counted_once(tmp_path: Pat
     assert crew.lost_total == 1 and [m.name for m in crew.engines("rollout")] == ["rollout-0"]
 
 
+@pytest.mark.parametrize("head_start_s", [0.0, 0.4])
+def test_a_worker_without_a_place_is_given_up_while_others_are_waited_for(tmp_path: Path, head_start_s: float) -> None:
+    """Be it before the others' deadline, where it was started earlier, or at it."""
+    crew = crew_of(tmp_path, tp=2, rollouts=2)
+    crew.settings = crew.settings.model_copy(update={"start_s": 0.5})
+    starter: Any = crew.starter
+    member = crew.members["rollout-3"]
+    crew.lose(member, "its node ended")
+    starter.spawn = lambda post, logs: Handle({"stacks": ""})  # nowhere to be
+    crew.again(member)
+    member.since -= head_start_s
+    crew.wait_ready(list(crew.members))
+    assert [m.name for m in crew.of("rollout")] == ["rollout-0", "rollout-1"]
+
+
 def driver(crew: Crew, stall_s: float) -> RemoteWorkers:
     made = RemoteWorkers.__new__(RemoteWorkers)
     made.crew, made._lost_learner = crew, ""

@@ -116,14 +116,28 @@ class Crew:
             self._spawn(self.members[name])
 
     def wait_ready(self, names: Sequence[str]) -> None:
+        """Of those that are still members: one that finds no place, and is not needed, is given up meanwhile."""
         deadline = time.monotonic() + self.settings.start_s
-        while late := [n for n in names if self.members[n].state != "ready"]:
-            if time.monotonic() > deadline:
+        while late := [n for n in names if n in self.members and self.members[n].state != "ready"]:
+            if time.monotonic() > deadline and not self._do_without(late):
                 raise TidemillError(
                     f"{', '.join(late)} did not start within {self.settings.start_s:g} s",
                     f"see {self.logs}; raise cluster.start_s if the model is large",
                 )
             self.pump(0.5)
+
+    def _do_without(self, names: Sequence[str]) -> bool:
+        """Whether all of these could be given up, for others do the same work."""
+        for name in names:
+            member = self.members.get(name)
+            if member is not None and self._is_spare(member):
+                self._give_up(member)
+        return not any(name in self.members for name in names)
+
+    def _give_up(self, member: Member) -> None:
+        for mate in self.mates(member):
+            self.note(f"{mate.name} finds no place; the run goes on without it")
+            self.remove(mate.name)
 
     def add(self, post: Post) -> Member:
         """One more worker, while the run goes on."""
@@ -263,9 +277,7 @@ class Crew:
                 self.lose(member, f"silent for {now - member.heard:.0f} s: it hangs, or its node does{seen}")
             elif member.state == "starting" and now - member.since > self.settings.start_s:
                 if self._is_spare(member):
-                    for mate in self.mates(member):
-                        self.note(f"{mate.name} finds no place; the run goes on without it")
-                        self.remove(mate.name)
+                    self._give_up(member)
                     continue
                 self.lose(member, f"not ready after {self.settings.start_s:g} s")
 
