@@ -228,6 +228,7 @@ def accuracy(job: Mapping[str, Any]) -> dict[str, float]:
             "eval.every=0",
             "eval.before=false",
             f"eval.size={job['problems']}",
+            f"data.held_out={job['problems']}",
             f"seed={job['seed']}",
             f"folder={job['folder']}",
             f"name={run}",
