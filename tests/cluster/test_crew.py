@@ -16,6 +16,7 @@ from tidemill.cluster import remote, stall, status
 from tidemill.cluster.crew import Crew, Member
 from tidemill.cluster.placement import PlacementError, Post, check, place
 from tidemill.cluster.processes import ProcessStarter
+from tidemill.cluster.publish import Publisher
 from tidemill.cluster.remote import RemoteWorkers
 from tidemill.cluster.report import Answer, Ready, Report
 from tidemill.config import Config
@@ -101,6 +102,16 @@ def test_the_ranks_of_an_engine_are_lost_together_and_counted_once(tmp_path: Pat
     crew.lose(crew.members["rollout-3"], "ended by SIGKILL")
     assert [m.state for m in crew.of("rollout", ready=False)] == ["ready", "ready", "lost", "lost"]
     assert crew.lost_total == 1 and [m.name for m in crew.engines("rollout")] == ["rollout-0"]
+
+
+def test_ranks_that_do_not_meet_start_again_together(tmp_path: Path) -> None:
+    """A process joins one world in its life: asking the same ones once more could not help."""
+    crew = crew_of(tmp_path, tp=2)
+    handle: Any = crew.members["rollout-0"].handle
+    handle.answers |= {"open_store": ("here", 1), "join_engine": None}
+    with pytest.raises(remote.WorkerLost):
+        Publisher(crew, -4.7, "off", lambda: None)._meet(crew.of("rollout"))
+    assert [m.state for m in crew.of("rollout", ready=False)] == ["lost", "lost"] and crew.lost_total == 1
 
 
 @pytest.mark.parametrize("head_start_s", [0.0, 0.4])

@@ -164,3 +164,15 @@ def test_settings_mean_the_same_on_workers(tmp_path: Path, name: str) -> None:
 def test_workers_can_be_asked_for_determinism(tmp_path: Path, local: list[dict[str, Any]]) -> None:
     train(tmp_path, deterministic=True)
     assert measured(tmp_path) == local
+
+
+@pytest.mark.slow
+def test_whoever_makes_advantages_anew_knows_how_strongly_the_reference_holds(tmp_path: Path) -> None:
+    """The weight is steered by the learner's process; it must survive the loss of the worker that uses it."""
+    steered = {"name": "grpo", "kl": {"coef": 0.5, "target": 0.0001, "horizon": 20, "place": "reward"}}
+    train(tmp_path / "one", algorithm=steered, cluster={"executor": "local"})
+    one = measured(tmp_path / "one")
+    watch = Disturb(worker("reward-0"), at_step=2, after_s=0.0)
+    train(tmp_path / "many", watch, algorithm=steered)
+    assert watch.killed and len({line["kl_coef"] for line in one if "kl_coef" in line}) > 2
+    assert_same_learning(measured(tmp_path / "many"), one)

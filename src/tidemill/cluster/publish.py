@@ -91,8 +91,12 @@ class Publisher:
             now = tuple(m.incarnation for m in mates)
             if self._met.get(post.engine) == now:
                 continue
-            host, port = self.crew.call(leader, "open_store", "engine")
-            self.crew.call_all(mates, "join_engine", lambda _, at=(host, port): at, self.timeout_s + 5)  # type: ignore[misc]
+            try:
+                at = self.crew.call(leader, "open_store", "engine")
+                self.crew.call_all(mates, "join_engine", lambda _, at=at: at, self.timeout_s + 5)  # type: ignore[misc]
+            except WorkerLost as lost:  # a process does not join twice: all of them start again
+                self.crew.lose(leader, f"the ranks of its engine did not meet: {lost}")
+                raise
             self._met[post.engine] = now
 
     def _link(self, members: Sequence[Member]) -> None:

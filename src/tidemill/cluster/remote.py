@@ -120,6 +120,7 @@ class RemoteWorkers:
         self.server: DockServer | None = None
         self.dock: RemoteDock | None = None
         self.parameters = self.bad_rows = self.stalls = 0
+        self.kl_coef: float | None = None  # where it is steered: whoever comes (back) is told
         self._looked = 0.0
         self.feed_state: dict[str, Any] = {}
         self._first_feed: dict[str, Any] = {}
@@ -250,7 +251,7 @@ class RemoteWorkers:
         self._restart_learners()
         self.new_dock()
         self._come_up()
-        self.feed_state, self.conductor.refeed = self._first_feed, True
+        self.feed_state, self.conductor.refeed, self.kl_coef = self._first_feed, True, None
 
     def stalled(self, state: DockState, seconds: float) -> None:
         """Nothing has moved for long: say who waits for whom; who hangs is replaced, else the step begins again."""
@@ -392,8 +393,7 @@ class RemoteWorkers:
     def after_step(self, step: int, measured: dict[str, float]) -> list[str]:
         coefs = [c for c in self._from_all("after_step", step, dict(measured)).values() if c is not None]
         if coefs:
-            measured["kl_coef"] = coefs[0]
-            self._from_all("hold_kl", coefs[0])
+            measured["kl_coef"] = self.kl_coef = coefs[0]
         self._history.append(measured)
         fresh = [sign for sign in health.signs(self._history) if sign.sign not in self._told]
         self._told |= {sign.sign for sign in fresh}
@@ -459,6 +459,7 @@ class RemoteWorkers:
         told = self.crew.call_all(self.crew.learners(), "restore", lambda _: (path.resolve(),))
         state: dict[str, Any] = next(iter(told.values()))
         self.feed_state, self.conductor.refeed = state["feed"], True
+        self.kl_coef = state["kl"]["coef"] if "kl" in state else None
         self.publisher.publish()
         return state
 
