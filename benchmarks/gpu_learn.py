@@ -2,6 +2,8 @@
 
     PYTHONPATH=SITE:src python benchmarks/gpu_learn.py --only rate,learner,job   # about five minutes on an H200
     PYTHONPATH=SITE:src python benchmarks/gpu_learn.py --only rate,options       # every optimizer and saving, once
+    PYTHONPATH=SITE:src python benchmarks/gpu_learn.py --only rate,optimizers,low # 8 bits, Muon, savings; four minutes
+    PYTHONPATH=SITE:src python benchmarks/gpu_learn.py --only rate,wide --shape 7b # 8-bit products of a 7B shape
     PYTHONPATH=SITE:src python benchmarks/gpu_learn.py --only rate,attention,logprobs,time_attention,time_logprobs
 
 The job: 64 prompts × 8 samples of 256 + 512 tokens, GRPO, the shape of Qwen2.5-1.5B with random bfloat16 weights.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +26,12 @@ from benchmarks._gpu import (
     DEVICE,
     EACH,
     FIGURES,
+    ON_DEVICE,
     PROMPT,
     RESPONSE,
     as_loaded,
     begin,
+    empty,
     finish,
     is_late,
     job,
@@ -180,9 +185,6 @@ def time_logprobs() -> None:
 # Learner
 
 
-# Learner
-
-
 def check_learner() -> None:
     """Whole gradients of every variant against the plain path, in float32."""
     from tidemill.algorithms.registry import get
@@ -233,6 +235,49 @@ def check_learner() -> None:
             row(f"gradient, bfloat16 to float32: {name}", f"relative gap {gap(gradients(**learn), wanted):.1e}")
         except Exception as error:
             row(f"gradient, bfloat16: {name}", f"FAILED {str(error)[:300]}")
+
+
+def check_optimizers() -> None:
+    """The fused update against the plain one, and both timed on as many weights as the 1.5B shape's embeddings have."""
+    from tidemill.learn.adam import Adam
+    from tidemill.learn.muon import orthogonal
+
+    group: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    rows = 151936 if ON_DEVICE else 40
+    for master, moments in (("none", "int8"), ("float32", "float32"), ("float32", "int8"), ("stochastic", "int8")):
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(torch.randn(rows, 1536, device=DEVICE).bfloat16())
+        p.grad = torch.randn(rows, 1536, device=DEVICE).bfloat16() * 0.1
+        how = {k: v for k, v in group.items() if k != "weight_decay"}
+        one = Adam([{"params": [p], **group}], gradient=lambda p: p.grad, master=master, moments=moments, **how)  # type: ignore[arg-type]
+        one.step()
+        state = {k: v.clone() for k, v in one.state[p].items() if k != "step"}
+        plain = torch.nn.Parameter(p.detach().clone())
+        one.step()
+        plain_state = one._plain_step(
+            plain.data, p.grad.float(), state, 2, group, 1 if master == "stochastic" else None
+        )
+        kept = one.state[p]
+        codes = [(kept[k].int() - v.int()).abs() for k, v in plain_state.items() if v.dtype != torch.float32]
+        floats = [((kept[k] - v).norm() / v.norm()).item() for k, v in plain_state.items() if v.dtype == torch.float32]
+        far = (p.float() - plain.float()).abs().max().item()
+        apart = max([c.max().item() for c in codes], default=0)
+        right = max(floats) < 1e-4 and apart <= 1 and far < 0.05
+        fused_ms = seconds(one.step, 5, 2) * 1e3
+        plainly = partial(one._plain_step, plain.data, p.grad.float(), state, 3, group, None)
+        plain_ms = seconds(plainly, 2, 1) * 1e3
+        row(
+            f"AdamW master {master}, moments {moments}: {p.numel() / 1e6:.0f} M weights",
+            f"fused {fused_ms:.2f} ms, plain {plain_ms:.1f} ms; state {max(floats):.1e}, codes at most {apart} apart, "
+            f"weights {far:.1e} {'ok' if right else 'WRONG'}",
+        )
+        del one, p, plain, state, plain_state, kept, codes, plainly
+        empty()
+    x = torch.randn((8, 1536, 8960) if ON_DEVICE else (2, 15, 60), device=DEVICE)
+    wanted, found = orthogonal(x), orthogonal(x.bfloat16()).float()
+    gap_16 = ((wanted - found).norm() / wanted.norm()).item()
+    ms = [seconds(lambda y=y: orthogonal(y), 3, 1) * 1e3 / len(x) for y in (x, x.bfloat16())]
+    row("Newton-Schulz of an MLP's matrix", f"float32 {ms[0]:.2f} ms, bfloat16 {ms[1]:.2f} ms, gap {gap_16:.1e}")
 
 
 def check_deterministic() -> None:
@@ -299,6 +344,7 @@ def profile_job(model: Any, groups: int, micro: int, **learn: Any) -> None:
 
 def time_job(model: Any, name: str, groups: int, micro: int, **learn: Any) -> None:
     as_loaded(model)
+    groups = groups if ON_DEVICE else 1
     share = learn.get("share_prompts", True)
     words, parameters = model.config.vocab_size, parameters_of(model)
     try:
@@ -314,7 +360,7 @@ def time_job(model: Any, name: str, groups: int, micro: int, **learn: Any) -> No
     report(name, figures, work_of(model, groups * EACH, groups, share, parameters)[1])
 
 
-ALONE: dict[str, Any] = {"share_prompts": False, "attention": "flash"}
+ALONE: dict[str, Any] = {"share_prompts": False, "attention": "flash" if ON_DEVICE else "blocks"}
 FAST: dict[str, Any] = {**ALONE, "compile": "on"}
 # Name, groups of 8 samples, tokens a pass, settings.
 JOBS: list[tuple[str, int, int, dict[str, Any]]] = [
@@ -355,7 +401,31 @@ OPTIONS: list[tuple[str, int, int, dict[str, Any]]] = [
     ("activations on the host", 8, 8192, {**FAST, "offload": "activations"}),
     ("eager", 8, 16384, {**ALONE, "compile": "off"}),
 ]
-PARTS = {"job": JOBS, "small": SMALL, "options": OPTIONS}
+# What OPTIONS has of optimizers, 8-bit products and savings, those first that were slow once.
+LOW: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("AdamW", 16, 16384, FAST),
+    ("stochastic rounding, 8-bit moments", 16, 16384, {**FAST, "master": "stochastic", "moments": "int8"}),
+    ("Muon", 16, 16384, {**FAST, "optimizer": "muon"}),
+    ("8-bit products, tensorwise", 16, 16384, {**FAST, "fp8": "tensorwise"}),
+    ("8-bit products, rowwise", 16, 16384, {**FAST, "fp8": "rowwise"}),
+    ("float32 copies", 16, 16384, {**FAST, "master": "float32"}),
+    (
+        "recompute MLPs, 8k tokens, 8-bit moments",
+        16,
+        8192,
+        {**FAST, "recompute": "mlp", "logprob_chunk": 1024, "master": "stochastic", "moments": "int8"},
+    ),
+    ("eager", 8, 16384, {**ALONE, "compile": "off"}),
+    ("activations on the host", 8, 8192, {**FAST, "offload": "activations"}),
+    ("optimizer on the host", 16, 16384, {**FAST, "optimizer_on_host": True, "moments": "float32"}),
+    ("recompute activations", 16, 16384, {**FAST, "recompute": "selective"}),
+]
+# With --shape 7b, whose products are large enough for 8 bits to show.
+WIDE: list[tuple[str, int, int, dict[str, Any]]] = [
+    (f"recompute MLPs, products {kind}", 4, 8192, {**FAST, "recompute": "mlp", "fp8": kind})
+    for kind in ("none", "tensorwise", "rowwise")
+]
+PARTS = {"job": JOBS, "small": SMALL, "options": OPTIONS, "low": LOW, "wide": WIDE}
 
 
 def main() -> None:
@@ -369,13 +439,16 @@ def main() -> None:
     checks = {
         "rate": matmul_rate, "attention": check_attention, "logprobs": check_logprobs, "learner": check_learner,
         "time_attention": time_attention, "time_logprobs": time_logprobs, "deterministic": check_deterministic,
+        "optimizers": check_optimizers,
     }  # fmt: skip
     for name, check in checks.items():
         if not only or name in only:
             with section(name):
                 check()
-    variants = [v for part, all_of in PARTS.items() if not only or part in only for v in all_of]
-    if variants or "profile" in only:
+    usual = only or PARTS.keys() - {"low", "wide"}
+    variants = [v for part, all_of in PARTS.items() if part in usual for v in all_of]
+    profiles = {"profile": FAST, "profile_fp8": {**FAST, "fp8": "tensorwise"}}
+    if variants or only & profiles.keys():
         model = model_of(asked.shape)
         say(f"{parameters_of(model):,} parameters")
         for name, groups, micro, learn in variants:
@@ -383,9 +456,9 @@ def main() -> None:
                 continue
             with section(name):
                 time_job(model, name, groups, micro, **learn)
-        if "profile" in only:
-            with section("profile"):
-                profile_job(model, 4, 16384, **FAST)
+        for name in [name for name in profiles if name in only]:
+            with section(name):
+                profile_job(model, 4, 16384, **profiles[name])
     finish("gpu_learn", "JOB recompute activations, 8k tokens")
 
 

@@ -78,10 +78,12 @@ def bench() -> dict[str, Any]:
     return kept
 
 
-def learning(steps: int, seeds: int, first: int) -> dict[str, Any]:
+def learning(steps: int, seeds: int, first: int, layouts: str) -> dict[str, Any]:
     from benchmarks import parallel
 
-    return parallel.learning(steps, seeds, first=first)
+    return parallel.learning(
+        steps, seeds, first=first, layouts=layouts.split(",") if layouts else tuple(parallel.STUDY)
+    )
 
 
 def accelerator() -> dict[str, Any]:
@@ -124,12 +126,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--layouts", default="", help="some of the learning study's, to run several beside each other")
     chosen = parser.parse_args()
     sections = {
         "accelerator": accelerator,
         "products": products,
         "bench": bench,
-        "learning": lambda: learning(chosen.steps, chosen.seeds, chosen.first_seed),
+        "learning": lambda: learning(chosen.steps, chosen.seeds, chosen.first_seed, chosen.layouts),
     }
     figures: dict[str, Any] = {}
     for name in chosen.only.split(","):

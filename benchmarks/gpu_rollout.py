@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,32 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import rollout as bench
-
-TABLE: list[tuple[str, str]] = []
-LOG = Path(os.environ.get("OUT", ".")) / "gpu_rollout.log"
-STARTED = time.perf_counter()
-
-
-def say(text: str) -> None:
-    line = f"[{time.perf_counter() - STARTED:6.1f}s] {text}"
-    print(line, flush=True)
-    with LOG.open("a") as log:
-        log.write(line + "\n")
-
-
-def row(name: str, value: str) -> None:
-    TABLE.append((name, value))
-    say(f"{name}: {value}")
-
-
-@contextmanager
-def section(name: str) -> Iterator[None]:
-    say(f"== {name}")
-    try:
-        yield
-    except Exception:
-        row(name, "FAILED")
-        say(traceback.format_exc()[-3500:])
+from benchmarks._gpu import LOG, TABLE, row, say, section
 
 
 def milliseconds(work: Callable[[], Any], times: int = 20) -> float:

@@ -96,6 +96,44 @@ def speeds(setup: Setup) -> None:
             engine.sleep()
 
 
+def speculation(setup: Setup) -> None:
+    """Greedy text, which repeats itself, in few rows and in more: tokens a second without drafts, with, and by choice.
+    Sampled text does not repeat with random weights: there choosing must cost nothing."""
+    from tidemill.rollout.engine import Request, Sampling
+    from tidemill.rollout.native.speculate import ON_ACCELERATOR, Speculator
+
+    work = setup.works["fixed"]
+    each = 2 if setup.is_small else 8
+    most = 24 if setup.is_small else 400
+    for rows in (8, 64):
+        for temperature in (0.0, 1.0) if rows == 64 else (0.0,):
+            how = Sampling(temperature=temperature, max_tokens=most, ignore_eos=True)
+            rates, texts = {}, {}
+            for when in ("off", "on", "auto"):
+                if when == "on" and temperature:
+                    continue
+                engine = setup.engine(work, max_seqs=min(rows, len(work.prompts) * each), speculate=when)
+                if when == "auto" and engine.decoder is not None:  # a recipe's `auto` leaves it off there so far
+                    engine.speculator = Speculator("auto", engine.scheduler, ON_ACCELERATOR)
+                for measured in (False, True):
+                    for i in range(min(rows // each, len(work.prompts))):
+                        engine.submit(Request(i, work.prompts[i], how, n=each))
+                    started, done = setup.wait(), []
+                    while engine.has_work:
+                        done += engine.step()
+                    if measured:
+                        rates[when] = sum(len(c.tokens) for c in done) / (setup.wait() - started)
+                texts[when] = {(c.request.id, c.index): c.tokens for c in done}
+                if engine.speculator is not None and when != "off":
+                    drafted, kept = engine.speculator.drafted, engine.speculator.kept
+                    same = np.mean([_agree(t, texts["off"][k]) / len(t) for k, t in texts[when].items()])
+                    say(f"{rows} rows, temperature {temperature}, speculate {when}",
+                        f"{rates[when]:,.0f} tokens/s, {rates[when] / rates['off']:.2f} x off; {kept} of {drafted} "
+                        f"drafts right; {same:.0%} of each text as without")  # fmt: skip
+                    FIGURES[f"speculate-{rows}-{temperature}-{when}"] = rates[when] / rates["off"]
+                engine.sleep()
+
+
 def learner_logprobs(setup: Setup, done: list[Any], budget: int, share: bool = True) -> np.ndarray:
     from tidemill.batch import Batch, Column
     from tidemill.config import Config
@@ -186,6 +224,7 @@ def main() -> None:
     setup = Setup(chosen.device)
     sections: dict[str, Callable[[Setup], None]] = {
         "sleep": sleep_and_wake, "speeds": speeds, "nearness": nearness,
+        "speculation": speculation,
     }  # fmt: skip
     for name, work in sections.items():
         if chosen.only in name:

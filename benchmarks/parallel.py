@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +223,9 @@ def _step(learner: Any, batch: Any, folder: Path | None, number: int) -> dict[st
 # Learning
 
 
-def learning(steps: int, seeds: int, model: str = "", first: int = 0) -> dict[str, Any]:
+def learning(
+    steps: int, seeds: int, model: str = "", first: int = 0, layouts: Sequence[str] = tuple(STUDY)
+) -> dict[str, Any]:
     """Accuracy on the quickstart's task after GRPO on each layout, from one warm start."""
     import tidemill
     from tidemill.trained import export
@@ -238,8 +240,8 @@ def learning(steps: int, seeds: int, model: str = "", first: int = 0) -> dict[st
             tidemill.train("quickstart-sft", [*common, "name=sft", f"model.path={place}/a", "eval.before=false"])
             export(Path(place) / "sft", Path(place) / "b")
             model = f"{place}/b"
-        for name, parallel in STUDY.items():
-            sizes = [f"learn.parallel.{key}={value}" for key, value in parallel.items()]
+        for name in layouts:
+            sizes = [f"learn.parallel.{key}={value}" for key, value in STUDY[name].items()]
             scores, times = [], []
             for seed in range(first, first + seeds):
                 began = time.perf_counter()
@@ -253,8 +255,9 @@ def learning(steps: int, seeds: int, model: str = "", first: int = 0) -> dict[st
             found[f"learning/{name}/accuracy"] = statistics.mean(scores)
             found[f"learning/{name}/seconds"] = statistics.mean(times)
             found["learning/accuracy_before"] = summary.accuracy_before
-    one = found["learning/1/accuracy"]
-    found["learning/points_from_one_rank"] = max(
-        abs(100 * (found[f"learning/{name}/accuracy"] - one)) for name in STUDY
-    )
+    if "1" in layouts:
+        one = found["learning/1/accuracy"]
+        found["learning/points_from_one_rank"] = max(
+            abs(100 * (found[f"learning/{name}/accuracy"] - one)) for name in layouts
+        )
     return found

@@ -18,8 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,13 +77,40 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"there is no case {unknown[0]!r}", f"cases are {', '.join(CPU_CASES + GPU_CASES)}")
     apart = Apart(device, int(options["repeats"]), float(options["deadline_s"] or 0))
     cases: dict[str, Any] = {name: {"peers": {}} for name in names}
-    for engine in ("native", *options["peers"]):
-        for shape, together in _by_shape(engine, names).items():
-            for name, row in apart.measure(engine, shape, together).items():
-                (cases[name] if engine == "native" else cases[name]["peers"].setdefault(engine, {})).update(row)
+    with _asked_to_stop_politely(), suppress(KeyboardInterrupt):
+        for engine in ("native", *options["peers"]):
+            for shape, together in _by_shape(engine, names).items():
+                for name, row in apart.measure(engine, shape, together).items():
+                    (cases[name] if engine == "native" else cases[name]["peers"].setdefault(engine, {})).update(row)
     for case in cases.values():
         _add_floor(case)
     return {"cases": cases, "device": device, "clock": "cpu seconds" if device == "cpu" else "wall seconds"}
+
+
+@contextmanager
+def _asked_to_stop_politely() -> Iterator[None]:
+    """SIGTERM is Ctrl-C: what was started is ended, and what was measured is shown."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = None
+    with suppress(ValueError):  # only the main thread may
+        before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _age_s() -> float:
+    """How long this process has lived: starting and importing take their share of a deadline."""
+    try:
+        ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return 0.0
 
 
 def _device(name: str) -> str:
@@ -101,21 +128,22 @@ def _by_shape(engine: str, names: list[str]) -> dict[str, list[str]]:
     return together
 
 
-@dataclass(frozen=True)
+@dataclass
 class Apart:
     """Measures in a process of its own, so that memory and warm-up are its own and a crash or a hang is one row."""
 
     device: str
     repeats: int
-    deadline_s: float  # for everything; 0: none
-    started: float = field(default_factory=time.perf_counter)
+    deadline_s: float  # for everything since this process began; 0: none
+    started: float = field(default_factory=lambda: time.perf_counter() - _age_s())
+    is_stopped: bool = False  # from outside
 
     def measure(self, engine: str, shape: str, names: list[str]) -> dict[str, Any]:
         out = Path(os.environ.get("OUT") or tempfile.mkdtemp())
         result, log = out / f"rollout-{engine}-{shape}.json", out / f"rollout-{engine}-{shape}.log"
         result.unlink(missing_ok=True)
         spent = time.perf_counter() - self.started
-        error = self._start(engine, names, result, log, max(self.deadline_s - spent, 1) if self.deadline_s else None)
+        error = self._start(engine, names, result, log, self.deadline_s - spent if self.deadline_s else None)
         rows: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
         if engine in VLLM:
             rows = {name: _vllm_row(_work(name), row) for name, row in rows.items()}
@@ -123,23 +151,35 @@ class Apart:
         for name in names:
             rows.setdefault(name, {"error": error})
             _say(f"{name:16} {engine:12} {_line(rows[name])}  (process {took:.0f} s)")
-        if error:
+        if error and log.exists():
             _say(f"{error}; {log} ends with:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-25:]))
         return rows
 
     def _start(self, engine: str, names: list[str], result: Path, log: Path, limit_s: float | None) -> str | None:
         """Run to the end or the limit; what went wrong, or None."""
+        if self.is_stopped or (limit_s is not None and limit_s <= 0):
+            return f"{engine} was not started: {'stopped before' if self.is_stopped else 'the deadline was over'}"
         words, env = self._command(engine, names, result)
         with log.open("w") as text:
             child = subprocess.Popen(words, stdout=text, stderr=subprocess.STDOUT, start_new_session=True, env=env)
+        # Should this process be killed, its end of the pipe closes, and all that the child started ends too.
+        watch = subprocess.Popen(
+            ["sh", "-c", 'read -r _; kill -s KILL -- "-$1"', "watch", str(child.pid)], stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
         try:
             code = child.wait(limit_s)
             return None if code == 0 else f"{engine} ended with exit status {code}"
         except subprocess.TimeoutExpired:
             return f"{engine} was stopped at the deadline"
+        except KeyboardInterrupt:
+            self.is_stopped = True
+            return f"{engine} was stopped from outside"
         finally:
             with suppress(ProcessLookupError):  # processes it started too
                 os.killpg(child.pid, signal.SIGKILL)
+            watch.kill()
+            watch.communicate()
             child.wait()
 
     def _command(self, engine: str, names: list[str], result: Path) -> tuple[list[str], dict[str, str]]:

@@ -128,7 +128,7 @@ class Rollout(Section):
     )
     speculate: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="draft tokens by looking up what followed before (native engine on a CPU); auto: where it pays",
+        description="draft tokens by looking up what followed before (native engine); auto: on a CPU, where it pays",
     )
     batch_invariant: bool = Field(
         False, description="native engine on a CPU: rollout and learner agree bit for bit, at a third of the speed"

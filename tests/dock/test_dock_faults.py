@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from tidemill.dock.records import split
 from tidemill.dock.server import DockServer
 from tidemill.dock.setup import DockSetup
 from tidemill.dock.wire import SEQ
+from tidemill.errors import DockError
 from tidemill.graph import Stage
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -212,6 +214,71 @@ def test_a_warehouse_that_does_not_come_back_with_its_ledger_is_given_up(tmp_pat
     assert second._ledger.missing == [0, 1, 2] and not second._ledger.slot_of
     second.is_stopping = True
     second.run()
+
+
+def test_a_ledger_killed_again_and_again_is_back_each_time(tmp_path):
+    with DockServer(DockSetup(LEARN), tmp_path) as server:
+        dock = server.connect()
+        dock.put(rows([1]))
+        started = time.monotonic()
+        for epoch in range(2, 7):
+            os.kill(server.ledger.pid, signal.SIGKILL)
+            while dock.figures()["epoch"] < epoch:
+                time.sleep(0.001)
+        assert time.monotonic() - started < 5 * 2.0 and server.ledger.restarts == 5
+        assert dock.take("learn", Want(rows=1), wait=30).batch.values("x")[0, 0] == 1
+        dock.close()
+
+
+def test_what_starts_the_warehouse_may_die_too_and_its_bytes_stay(tmp_path):
+    with DockServer(DockSetup(LEARN), tmp_path) as server:
+        dock = server.connect()
+        dock.put(rows([1]))
+        keeper = server.warehouses["node0"]
+        before, served = server.find("node0"), keeper.pid
+        os.kill(keeper._process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while not keeper.restarts or keeper.pid == served:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        dock.put(rows([2]))
+        assert dock.take("learn", Want(rows=2), wait=30).batch.values("x")[:, 0].tolist() == [1, 2]
+        assert server.find("node0") == before and dock.state().lost == 0
+        dock.close()
+
+
+def _serve_and_wait(folder, pids):
+    server = DockServer(DockSetup(LEARN), folder)
+    hello = server.wait_announced("node0")
+    pids.put((server.ledger.pid, server.warehouses["node0"].pid, hello.arena))
+    signal.pause()
+
+
+def test_when_the_starter_is_killed_its_processes_end_and_leave_no_memory_behind(tmp_path):
+    told = SPAWN.Queue()
+    starter = SPAWN.Process(target=_serve_and_wait, args=(tmp_path, told))
+    starter.start()
+    ledger, warehouse, arena = told.get(timeout=60)
+    os.kill(starter.pid, signal.SIGKILL)
+    starter.join()
+    deadline = time.monotonic() + 30
+    while Path(arena).exists() or any(Path(f"/proc/{pid}/exe").exists() for pid in (ledger, warehouse)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_process_that_cannot_start_is_given_up_and_its_log_shown(tmp_path):
+    (tmp_path / "ledger").write_text("a file where its folder should be")
+    threads = threading.active_count()
+    with pytest.raises(DockError, match="does not start: it ended 5 times"):
+        DockServer(DockSetup(LEARN), tmp_path)
+    assert threading.active_count() <= threads  # nobody is left to watch what was started beside it
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", "ledger", ".hidden"])
+def test_a_name_that_would_be_another_file_is_refused(tmp_path, name):
+    with pytest.raises(DockError, match="cannot be the name of a node"):
+        DockServer(DockSetup(LEARN), tmp_path, nodes=(name,))
 
 
 def test_random_kills_lose_nothing_and_double_nothing():

@@ -1,13 +1,23 @@
 """The fast way from chunks to a batch says what the plain way says."""
 
+import pickle
+from dataclasses import replace
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.batch import Batch, Column
 from tidemill.dock.buffer import PackedBuffer
 from tidemill.dock.gather import assemble, assemble_plainly
-from tidemill.dock.records import Grant
+from tidemill.dock.records import Grant, Piece
+from tidemill.errors import DockError
+
+
+def ledgers(ids):
+    """What the ledger keeps of rows."""
+    return {"id": ids, "group": ids, "version": ids.astype(np.int32), "length": ids.astype(np.int32)}
 
 
 def make_chunk(rng, rows, long_rows):
@@ -34,9 +44,9 @@ def test_the_fast_gather_agrees_with_the_plain_one(seed, n_chunks, n, long_rows,
         place_of = np.arange(n, dtype=np.int32)
     chunks[99] = Batch({"fixed": np.zeros((8, 3))})  # a later part that holds some rows' newer values
     newer = np.where(rng.random(n) < 0.3, 99, -1)
-    pieces = [(0, chunk_of, place_of), (1, newer, place_of)]
+    pieces = [Piece(0, chunk_of, place_of), Piece(1, newer, place_of)]
     meta = np.arange(n)
-    grant = Grant(1, 0.0, ("fixed", "jagged", "text"), meta, meta, meta.astype(np.int32), meta.astype(np.int32), pieces)
+    grant = Grant(1, 0.0, ("fixed", "jagged", "text"), n, ledgers(meta), pieces)
     plain = assemble_plainly(grant, chunks)
     for fast in (assemble(grant, chunks), assemble(grant, chunks, PackedBuffer(pinned=False).allocate)):
         assert set(fast) == set(plain)
@@ -49,11 +59,51 @@ def test_the_fast_gather_agrees_with_the_plain_one(seed, n_chunks, n, long_rows,
 def test_rows_that_lie_together_are_views():
     chunk = make_chunk(np.random.default_rng(0), 8, True)
     ids = np.arange(3)
-    pieces = [(0, np.zeros(3, np.int64), np.arange(2, 5, dtype=np.int32))]
-    grant = Grant(1, 0.0, ("fixed", "jagged"), ids, ids, ids.astype(np.int32), ids.astype(np.int32), pieces)
+    pieces = [Piece(0, np.zeros(3, np.int64), np.arange(2, 5, dtype=np.int32))]
+    grant = Grant(1, 0.0, ("fixed", "jagged"), len(ids), ledgers(ids), pieces)
     batch = assemble(grant, {0: chunk})
     for name in ("fixed", "jagged"):
         assert np.shares_memory(batch.values(name), chunk.values(name))
+
+
+@given(st.integers(0, 10_000), st.integers(0, 5), st.integers(1, 3))
+def test_pieces_that_are_runs_say_what_the_same_pieces_row_by_row_say(seed, first, n):
+    rng = np.random.default_rng(seed)
+    chunks = {0: make_chunk(rng, 8, True), 7: Batch({"fixed": rng.random((8, 3))})}
+    pieces = [Piece(0, 0, first), Piece(2, 7, first)]
+    ids = np.arange(n)
+    grant = Grant(1, 0.0, ("text", "fixed"), len(ids), ledgers(ids), pieces)
+    plain = assemble_plainly(grant, chunks)
+    row_by_row = replace(grant, pieces=[Piece(p.part, *p.of_rows(n)) for p in pieces])
+    for batch in (assemble(grant, chunks), assemble(row_by_row, chunks)):
+        assert np.array_equal(batch.values("fixed"), plain.values("fixed"))
+        assert list(batch["text"]) == list(plain["text"])
+        assert np.shares_memory(batch.values("fixed"), chunks[7].values("fixed"))
+    with pytest.raises(DockError, match="'absent' is not stored"):
+        assemble(replace(grant, columns=("absent",)), chunks)
+
+
+def test_a_batch_of_views_is_a_batch_like_any_other():
+    chunk = make_chunk(np.random.default_rng(0), 8, True)
+    ids = np.arange(8)
+    grant = Grant(1, 0.0, ("fixed", "text"), 8, ledgers(ids), [Piece(0, 0, 0)])
+    batch, plain = assemble(grant, {0: chunk}), assemble_plainly(grant, {0: chunk})
+    assert list(batch) == list(plain) and len(batch) == 6 and batch.rows == 8 and "id" in batch and "no" not in batch
+    assert batch.nbytes == plain.nbytes and repr(batch) == repr(plain)
+    assert batch.row(3)["text"] == plain.row(3)["text"] and batch.values("length").tolist() == ids.tolist()
+    assert batch.gather([1, 2]).values("id").tolist() == [1, 2]
+    assert batch.merge({"new": ids}).values("new") is ids
+    with pytest.raises(KeyError, match="no column 'jagged'"):
+        batch["jagged"]
+    copied = pickle.loads(pickle.dumps(batch))
+    assert list(copied) == list(plain) and np.array_equal(copied.values("fixed"), plain.values("fixed"))
+
+
+def test_rows_outside_of_a_chunk_are_refused():
+    chunk = make_chunk(np.random.default_rng(0), 8, True)
+    grant = Grant(1, 0.0, ("fixed",), 4, ledgers(np.arange(4)), [Piece(0, 0, 6)])
+    with pytest.raises(DockError, match="8 rows"):
+        assemble(grant, {0: chunk})
 
 
 def test_a_reused_buffer_does_not_grow():

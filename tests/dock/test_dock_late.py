@@ -32,7 +32,7 @@ def straggling():
     for i in range(LEAST_ENDED):
         grant = ledger.take("make", WANT, float(i), b"a")
         ledger.commit(grant.lease, chunk("tokens"), (), i + 1.0)
-    return ledger, chunk, ledger.take("make", WANT, 10.0, b"a")
+    return ledger, chunk, ledger.take("make", WANT, 10.0, b"a").owned()
 
 
 def test_a_straggler_is_lent_to_another_after_three_times_the_usual_time():

@@ -58,6 +58,7 @@ class LedgerLife(RuleBasedStateMachine):
         grant = self.ledger.take(stage, Want(rows=rows, groups=2, sampler=sampler), self.now)
         if grant is None:
             return
+        grant = grant.owned()
         ids = grant.ids.tolist()
         held = {i for other, s, d in self.leases if s == stage and d > self.now for i in other.ids.tolist()}
         assert not held & set(ids), "leased twice"
@@ -66,8 +67,8 @@ class LedgerLife(RuleBasedStateMachine):
             for key in set(grant.group.tolist()):
                 whole = {i for i in self.put_ids if i // SIZE == key}
                 assert len(whole) == SIZE and whole - self.ended <= set(ids), "a group in parts"
-        for part, chunks, _ in grant.pieces:
-            assert set(chunks.tolist()) - {-1} <= self.alive_chunks, (part, "bytes freed too early")
+        for piece in grant.pieces:
+            assert set(piece.keys) <= self.alive_chunks, (piece.part, "bytes freed too early")
         self.leases.append((grant, stage, self.now + 10))
 
     @rule(data=st.data(), dropped=st.integers(0, 2))
@@ -148,10 +149,11 @@ class LedgerLife(RuleBasedStateMachine):
             self.put_ids |= set(ids.tolist())
         for stage in STAGES:
             while grant := self.ledger.take(stage.name, Want(rows=100, groups=100), self.now):
-                what = self.written(*stage.writes, n=len(grant.ids)) if stage.writes else Written()
+                ids = grant.ids.tolist()
+                what = self.written(*stage.writes, n=len(ids)) if stage.writes else Written()
                 self.ledger.commit(grant.lease, what, (), self.now)
-                assert not self.consumed[stage.name] & set(grant.ids.tolist())
-                self.consumed[stage.name] |= set(grant.ids.tolist())
+                assert not self.consumed[stage.name] & set(ids)
+                self.consumed[stage.name] |= set(ids)
         assert self.ledger.state(self.now).rows == 0, "a row got stuck"
         assert self.ledger.chunks.nbytes == 0
 

@@ -202,6 +202,26 @@ def test_ranks_share_one_decision_balanced_by_length():
     assert dock.take("learn", Want(rows=8, rank=0, ranks=2)) is None
 
 
+def test_a_rank_for_which_nothing_is_left_gets_a_lease_of_no_rows():
+    dock = LocalDock((Stage("learn", "actor", ("x",)),))
+    ids = np.arange(2)
+    dock.put(Batch({"id": ids, "group": ids, "length": np.array([50, 50]), "x": ids}))
+    leases = [dock.take("learn", Want(tokens=10, rank=rank, ranks=2)) for rank in range(2)]
+    assert sorted(lease.batch.rows for lease in leases) == [0, 1]
+    for lease in leases:
+        lease.commit()
+    assert dock.state().rows == 1 and dock.state().stages["learn"].leased == 0
+
+
+def test_a_want_that_nothing_could_ever_meet_is_refused():
+    dock = LocalDock(STAGES)
+    for want in (Want(rows=2, at_least=3), Want(rows=1, ranks=2)):
+        with pytest.raises(DockError, match="can never have"):
+            dock.take("rollout", want, wait=60)
+    with pytest.raises(DockError, match=r"raise want\.groups to 2"):
+        dock.take("advantage", Want(groups=1, ranks=2))
+
+
 def test_oldest_version_first_and_tags():
     dock = LocalDock((Stage("learn", "actor", ("x",)),))
     for i, version in enumerate([3, 1, 2, 1]):

@@ -94,6 +94,53 @@ def test_who_waits_for_a_dock_that_has_ended_is_woken_when_the_dock_is_left(tmp_
     dock.close()
 
 
+@pytest.mark.parametrize("by_door", [True, False])
+def test_closing_a_dock_wakes_the_threads_that_wait_in_it(server, by_door):
+    dock = RemoteDock(server.address, by_door=by_door)
+    said = []
+
+    def wait():
+        try:
+            dock.take("reward", Want(rows=1), wait=60)
+        except Exception as error:
+            said.append(error)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    other = server.connect()
+    thread.start()
+    while not other.state().stages["reward"].waiting:
+        time.sleep(0.005)
+    dock.close()
+    thread.join(5)
+    assert not thread.is_alive() and [type(error) for error in said] == [DockError]
+    other.close()
+
+
+def test_a_producer_for_which_there_is_no_memory_is_woken_when_the_dock_is_left(tmp_path):
+    with DockServer(DockSetup(LEARN, memory_bytes=12 << 20, segment_bytes=4 << 20), tmp_path) as server:
+        dock = server.connect()
+        held, said = [], []
+        for i in range(2):  # 5 MiB each with what describes them
+            dock.put(rows([i], values=1 << 20))
+            held.append(dock.take("learn", Want(rows=1)).batch)  # looked at: not recycled, not spilled
+
+        def put():
+            try:
+                dock.put(rows([9], values=1 << 20))
+            except DockError as error:
+                said.append(error.message)
+
+        thread = threading.Thread(target=put, daemon=True)
+        thread.start()
+        while not dock.figures()["warehouses"]["node0"]["writers_waiting"]:
+            time.sleep(0.005)
+        dock.leave()
+        thread.join(5)
+        assert not thread.is_alive() and "left" in said[0]
+        del held
+        dock.close()
+
+
 def test_a_lease_given_up_is_refused_and_mistakes_are_named(server):
     dock = server.connect()
     dock.put(prompts([200, 201]))
@@ -177,6 +224,31 @@ def test_more_than_memory_holds_goes_to_disk_and_comes_back(tmp_path):
             assert lease.batch.values("x")[0, ::100000].tolist() == [i] * 11
             lease.commit()
         dock.close()
+
+
+def test_what_goes_to_disk_on_one_node_is_read_on_another_meanwhile(tmp_path):
+    setup = DockSetup(LEARN, memory_bytes=16 << 20, segment_bytes=4 << 20)
+    with DockServer(setup, tmp_path, nodes=("a", "b")) as server:
+        writer, reader = server.connect("a"), server.connect("b")
+        seen = []
+
+        def read():
+            while len(seen) < 24:
+                lease = reader.take("learn", Want(rows=1), wait=30)
+                seen.append((lease.ids.tolist(), lease.batch.values("x")[0, ::100000].tolist()))
+                lease.commit()
+
+        for i in range(12):
+            writer.put(rows([i], values=700_000))
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        for i in range(12, 24):
+            writer.put(rows([i], values=700_000))
+        thread.join(60)
+        assert sorted(seen) == [([i], [i] * 7) for i in range(24)]
+        assert server.warehouses["a"].restarts == server.warehouses["b"].restarts == 0
+        for dock in (writer, reader):
+            dock.close()
 
 
 def test_a_full_dock_holds_the_producer_back_and_says_so(tmp_path):

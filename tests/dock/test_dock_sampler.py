@@ -1,12 +1,14 @@
 """Samplers over arrays: limits kept, nothing twice, balance close to the best known, the same every time."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.batch import Batch
 from tidemill.dock import LocalDock, Want
 from tidemill.dock.sampler import Units, balance, differing, longest_first, prefix, shuffle
+from tidemill.errors import DockError
 from tidemill.graph import Stage
 
 lengths = st.lists(st.integers(1, 10_000), min_size=1, max_size=80)
@@ -117,6 +119,10 @@ def test_every_sampler_gives_each_row_once_and_no_group_in_parts(groups, asked, 
         dock.put(Batch(columns))
     given_out: list[int] = []
     for want in asked:
+        if (want.groups if is_group else want.rows) < want.at_least:
+            with pytest.raises(DockError, match="can never have"):
+                dock.take("s", want)
+            continue
         lease = dock.take("s", want)
         if lease is None:
             continue

@@ -39,6 +39,18 @@ def test_prometheus_text_has_help_type_and_one_value_per_label():
         assert line.startswith("#") or (len(line.rsplit(" ", 1)) == 2 and float(line.rsplit(" ", 1)[1]) >= 0)
 
 
+def test_large_counts_lose_no_digit():
+    """A counter that is rounded stands still and then jumps."""
+    text = prometheus(DockState(ended=12_345_678, bytes=302_000_001, reissued=3, tags={"step 4": 7_654_321}))
+    for line in (
+        "ended_total 12345678",
+        "bytes 302000001",
+        "leases_reissued_total 3",
+        'tag_rows{tag="step 4"} 7654321',
+    ):
+        assert f"tidemill_dock_{line}\n" in text
+
+
 def test_labels_are_escaped():
     state = DockState(stages={'a"b': StageCounts(ready=1)})
     assert 'stage="a\\"b"' in prometheus(state)

@@ -15,7 +15,7 @@ from tidemill.learn import layers
 from tidemill.learn.adam import Adam, _encode, decode, stochastic_bfloat16
 from tidemill.learn.engine import Learner, freeze, score
 from tidemill.learn.layers import compile_layers
-from tidemill.learn.muon import orthogonal
+from tidemill.learn.muon import Muon, orthogonal
 from tidemill.learn.pinned import Pinned
 from tidemill.models import lora
 from tidemill.models.load import make_tiny
@@ -270,5 +270,60 @@ def test_muon_moves_matrices_against_their_gradient_and_leaves_the_rest_to_adam(
     for name, p in model.named_parameters():
         assert ((p - before[name]) * grads[name]).sum() < 0, name
     kinds = {n: set(learner.optimizer.state[p]) for n, p in model.named_parameters()}
-    assert kinds["model.layers.0.mlp.up_proj.weight"] == {"momentum"}
+    assert kinds["model.layers.0.mlp.up_proj.weight"] == {"momentum", "step"}
     assert "exp_avg" in kinds["model.embed_tokens.weight"]
+
+
+def muon(p: torch.nn.Parameter, **settings: Any) -> Muon:
+    return Muon(
+        [{"params": [p], "weight_decay": 0.1, "is_matrix": True}], gradient=lambda p: p.grad, **GROUPS, **settings
+    )
+
+
+def moved_by_muon(dtype: torch.dtype, lr: float = 1e-2, steps: int = 3, **settings: Any) -> tuple[torch.Tensor, Muon]:
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(12, 20).to(dtype))
+    optimizer = muon(p, **settings)
+    optimizer.param_groups[0]["lr"] = lr
+    for _ in range(steps):
+        p.grad = torch.randn(12, 20).to(dtype)
+        optimizer.step()
+    return p.detach().float(), optimizer
+
+
+def test_muon_with_a_float32_copy_or_state_on_the_host_is_muon() -> None:
+    plain, _ = moved_by_muon(torch.float32)
+    for settings in ({"master": "float32"}, {"on_host": True}, {"master": "float32", "on_host": True}):
+        torch.testing.assert_close(moved_by_muon(torch.float32, **settings)[0], plain, atol=1e-6, rtol=1e-5)
+
+
+def test_small_steps_of_muon_are_not_lost_on_16_bit_weights_that_have_a_copy_or_are_rounded_by_chance() -> None:
+    start, _ = moved_by_muon(torch.bfloat16, steps=0)
+    tiny = 1e-5  # a step of 1e-5, where neighbours are 2⁻⁸ apart
+    lost, _ = moved_by_muon(torch.bfloat16, lr=tiny)
+    assert (lost == start).float().mean() > 0.95
+    _, optimizer = moved_by_muon(torch.bfloat16, lr=tiny, master="float32")
+    (state,) = optimizer.state.values()
+    assert (state["master"] - start).abs().mean() > 1e-6
+    rounded, _ = moved_by_muon(torch.bfloat16, lr=1e-3, master="stochastic")
+    assert 0 < (rounded != start).float().mean() < 1
+
+
+def test_matrices_made_orthogonal_together_are_those_made_one_by_one() -> None:
+    torch.manual_seed(0)
+    for shape in ((4, 6, 15), (4, 15, 6)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(orthogonal(x), torch.stack([orthogonal(one) for one in x]), atol=1e-5, rtol=1e-5)
+        near = orthogonal(x.bfloat16()).float()
+        assert torch.nn.functional.cosine_similarity(near.flatten(), orthogonal(x).flatten(), dim=0) > 0.999
+
+
+def test_a_recipe_with_muon_keeps_what_it_asks_for() -> None:
+    settings = config(learn={"optimizer": "muon", "master": "float32", "moments": "int8", "optimizer_on_host": True})
+    learner = Learner(make_tiny(SHAPE, torch.bfloat16, 0, CPU).model, settings, get("grpo"), 1)
+    learner.accumulate(samples())
+    learner.update()
+    kept = {n: set(learner.optimizer.state[p]) for n, p in learner.model.named_parameters()}
+    assert kept["model.layers.0.mlp.up_proj.weight"] == {"momentum", "step", "master"}
+    assert {"exp_avg_scale", "exp_avg_sq_scale", "master"} < kept["model.embed_tokens.weight"]
+    assert learner.optimizer.on_host

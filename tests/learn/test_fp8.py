@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from tests.learn.test_engine import CPU, config, samples
 from tidemill.algorithms.registry import get
 from tidemill.config import TinyModel
+from tidemill.errors import ModelError
 from tidemill.learn import fp8, layers
-from tidemill.learn.engine import Learner
+from tidemill.learn.engine import Learner, freeze, score
 from tidemill.learn.fp8 import FINE, WIDE, fp8_linear, product, quantized
 from tidemill.models.load import make_tiny
 
@@ -69,6 +72,30 @@ def test_a_learner_with_8_bit_products_goes_the_plain_learners_way(scaling):
     assert torch.nn.functional.cosine_similarity(*found, dim=0) > 0.98
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_frozen_weights_products_are_8_bit_beside_an_adapter(dora):
+    found, outs = [], []
+    for kind in ("none", "rowwise"):
+        model = make_tiny(SHAPE, torch.float32, 0, CPU).model
+        learner = Learner(model, config(learn={"fp8": kind, "lora_rank": 4, "dora": dora}), get("grpo"), 1)
+        learner.accumulate(samples())
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        outs.append(score(freeze(model), samples(), config()).values)  # adapters off: the reference is exact
+        layers.undo(model)
+        assert not any("multiply" in m.__dict__ for m in model.modules())
+    assert not torch.equal(*found)
+    assert torch.nn.functional.cosine_similarity(*found, dim=0) > 0.98
+    assert abs(outs[0] - outs[1]).max() < 1e-5
+
+
+def test_a_model_without_a_layer_that_fits_is_refused():
+    model = make_tiny(
+        TinyModel(hidden=24, layers=1, heads=2, kv_heads=2, intermediate=40, window=64), torch.float32, 0, CPU
+    )
+    with pytest.raises(ModelError, match="multiples of 16"):
+        layers.prepare(model.model, config(learn={"fp8": "rowwise"}).learn)
+
+
 def test_layers_whose_sides_do_not_fit_are_left_alone_and_all_can_be_undone():
     model = make_tiny(SHAPE, torch.float32, 0, CPU).model
     model.get_decoder().layers[0].mlp.down_proj = torch.nn.Linear(90, 64)
@@ -91,3 +118,25 @@ def test_compiled_layers_call_8_bit_products_as_they_are(scaling="rowwise"):
     plain, compiled = found
     # As a whole: rounding of the last bit may send a single element to the next of 256 steps.
     assert (plain - compiled).norm() < 1e-3 * plain.norm()
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_a_compiler_sees_the_rounding_and_not_the_products(scaling):
+    """Inside an operator is the product alone: the rest is the compiler's to join with its neighbours."""
+    seen: set[str] = set()
+
+    def look(graph, inputs):
+        seen.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    x, w = (torch.randn(*s, requires_grad=True) for s in ((7, 32), (16, 32)))
+    plain = fp8_linear(x, w, None, scaling)
+    wanted = torch.autograd.grad(plain.square().sum(), (x, w))
+    compiled = torch.compile(
+        lambda x, w: fp8_linear(x, w, None, scaling), backend=aot_autograd(fw_compiler=look, bw_compiler=look)
+    )
+    out = compiled(x, w)
+    found = torch.autograd.grad(out.square().sum(), (x, w))
+    for ours, theirs in zip((out, *found), (plain, *wanted)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert {"tidemill.fp8_linear.default", "tidemill.fp8_product.default", "aten.amax.default"} <= seen

@@ -41,7 +41,7 @@ def assert_alike(ours, plain, given, **how) -> None:
 )
 def test_samples_one_after_another(lengths: list[int], heads: tuple[int, int], dims: tuple[int, int]) -> None:
     made = tensors(sum(lengths), *heads, *dims)
-    assert_alike(short.ShortPacked(lengths, CPU), Packed(lengths, CPU), made)
+    assert_alike(short.packed(lengths, CPU), Packed(lengths, CPU), made)
 
 
 @settings(max_examples=60, deadline=None)
@@ -56,28 +56,28 @@ def test_responses_that_share_prompts(
     """In any order, some prompts without a response, some responses without an input token."""
     responses, group = [n for n, _ in answers], [g % len(prompts) for _, g in answers]
     made = tensors(sum(prompts) + sum(responses), 4, 2, *dims)
-    ours, plain = short.ShortShared(prompts, responses, group, CPU), SharedPrompt(prompts, responses, group, CPU)
+    ours, plain = short.shared(prompts, responses, group, CPU), SharedPrompt(prompts, responses, group, CPU)
     assert_alike(ours, plain, made)
 
 
 @pytest.mark.parametrize("how", [{"window": 6}, {"softcap": 5.0}], ids=str)
 def test_windows_and_caps_are_left_to_the_plain_form(how: dict) -> None:
     made = tensors(30, 4, 2, 16, 16)
-    assert_alike(short.ShortPacked([20, 10], CPU), Packed([20, 10], CPU), made, **how)
+    assert_alike(short.packed([20, 10], CPU), Packed([20, 10], CPU), made, **how)
     shared = ([10, 6], [8, 6], [0, 1], CPU)
-    assert_alike(short.ShortShared(*shared), SharedPrompt(*shared), made, **how)
+    assert_alike(short.shared(*shared), SharedPrompt(*shared), made, **how)
 
 
 def test_long_sequences_and_other_tensors_are_left_to_the_plain_form() -> None:
     lengths = [short.LONGEST + 1, 3]
-    assert_alike(short.ShortPacked(lengths, CPU), Packed(lengths, CPU), tensors(sum(lengths), 2, 1, 8, 8))
+    assert_alike(short.packed(lengths, CPU), Packed(lengths, CPU), tensors(sum(lengths), 2, 1, 8, 8))
     wide = [x.detach().double().requires_grad_() for x in tensors(12, 2, 1, 8, 8)]
-    assert both(short.ShortPacked([12], CPU), wide)[0].dtype == torch.float64
+    assert both(short.packed([12], CPU), wide)[0].dtype == torch.float64
 
 
 def test_threads_change_no_bit() -> None:
     prompts, responses, group = [9] * 40, [13] * 160, [i % 40 for i in range(160)]
-    made, context = tensors(40 * 9 + 160 * 13, 4, 2, 24, 24), short.ShortShared(prompts, responses, group, CPU)
+    made, context = tensors(40 * 9 + 160 * 13, 4, 2, 24, 24), short.shared(prompts, responses, group, CPU)
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 3):
@@ -92,5 +92,5 @@ def test_nan_stays_in_its_family() -> None:
     made = tensors(30, 2, 1, 8, 8)
     with torch.no_grad():
         made[1][3] = float("nan")
-    out, dq, dk, dv = both(short.ShortPacked([10, 20], CPU), made)
+    out, dq, dk, dv = both(short.packed([10, 20], CPU), made)
     assert out[3].isnan().all() and all(x[10:].isfinite().all() for x in (out, dq, dk, dv))

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import rollout
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from benchmarks import rollout  # noqa: E402
 
-import tidemill
-from tidemill.errors import ConfigError
+import tidemill  # noqa: E402
+from tidemill.errors import ConfigError  # noqa: E402
 
 
 def test_the_tail_is_the_same_for_every_engine_and_has_long_samples() -> None:
@@ -35,9 +40,60 @@ def test_what_hangs_is_stopped_at_the_deadline(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(rollout, "__file__", str(hanging))
     monkeypatch.setenv("OUT", str(tmp_path))
     began = time.perf_counter()
-    rows = rollout.Apart("cpu", 1, deadline_s=2.0).measure("native", "1.5b", ["fixed-1.5b"])
+    apart = rollout.Apart("cpu", 1, deadline_s=2.0, started=began)
+    rows = apart.measure("native", "1.5b", ["fixed-1.5b"])
     assert rows == {"fixed-1.5b": {"error": "native was stopped at the deadline"}}
     assert time.perf_counter() - began < 60
+    rows = apart.measure("hf", "1.5b", ["fixed-1.5b"])
+    assert rows == {"fixed-1.5b": {"error": "hf was not started: the deadline was over"}}
+
+
+def test_a_deadline_counts_from_the_start_of_the_process() -> None:
+    apart = rollout.Apart("cpu", 1, deadline_s=1.0)
+    assert time.perf_counter() - apart.started > 0.5  # of importing torch alone
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_benchmark_that_is_ended_leaves_no_process_behind(tmp_path: Path, how: signal.Signals) -> None:
+    """Also none that an engine has started; and asked politely it shows what it has."""
+    hanging, pids = tmp_path / "hanging.py", tmp_path / "pids"
+    hanging.write_text(
+        "import os, pathlib, subprocess, time\n"
+        "other = subprocess.Popen(['sleep', '600'])\n"
+        f"pathlib.Path({str(pids)!r} + '.new').write_text(f'{{os.getpid()}} {{other.pid}}')\n"
+        f"os.rename({str(pids)!r} + '.new', {str(pids)!r})\n"
+        "time.sleep(600)\n"
+    )
+    driver = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from benchmarks import rollout\n"
+        f"rollout.__file__ = {str(hanging)!r}\n"
+        "sys.argv = ['rollout', '--json', '--device', 'cpu', '--cases', 'fixed-quickstart']\n"
+        "rollout.main()\n"
+    )
+    env = {**os.environ, "OUT": str(tmp_path)}
+    bench = subprocess.Popen([sys.executable, "-c", driver], env=env, stdout=subprocess.PIPE, text=True)
+    wait_for(pids.exists)
+    started = [int(pid) for pid in pids.read_text().split()]
+    bench.send_signal(how)
+    shown, _ = bench.communicate(timeout=30)
+    wait_for(lambda: not any(is_running(pid) for pid in started))
+    if how == signal.SIGTERM:
+        assert json.loads(shown)["cases"]["fixed-quickstart"]["error"] == "native was stopped from outside"
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+    until = time.perf_counter() + limit_s
+    while not condition():
+        assert time.perf_counter() < until
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_the_table_shows_ratios_and_what_failed() -> None:

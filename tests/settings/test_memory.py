@@ -7,7 +7,7 @@ from tests.settings.test_estimate import make
 from tidemill import recipe
 from tidemill.config import Learn, Model, TinyModel
 from tidemill.settings import estimate
-from tidemill.settings.memory import Memory, activation_bytes, host_bytes, memory
+from tidemill.settings.memory import Memory, activation_bytes, host_bytes, memory, optimizer_bytes, update_bytes
 
 QWEN_1_5B = estimate.Shape(1536, 28, 12, 2, 128, 8960, 151936, 32768, 1_543_714_304)
 QWEN_7B = estimate.Shape(3584, 28, 28, 4, 128, 18944, 152064, 32768, 7_615_616_512)
@@ -33,6 +33,8 @@ MEASURED = [
     (64, 4096, [ALONE, "learn.recompute=selective", "learn.logprob_chunk=1024"], 19.2),
     (64, 4096, [ALONE, "learn.recompute=mlp", "learn.logprob_chunk=1024"], 15.6),
     (64, 16384, [ALONE, FULL, "learn.logprob_chunk=1024"], 15.1),
+    (64, 8192, [ALONE, "learn.recompute=mlp", "learn.logprob_chunk=1024"], 17.6),
+    (64, 8192, [ALONE, FULL, "learn.logprob_chunk=1024"], 14.3),
     (16, 16384, [ALONE, "learn.master=float32"], 59.5),
     (16, 16384, [ALONE, "learn.master=stochastic", "learn.moments=int8"], 42.3),
     (16, 16384, [ALONE, "learn.optimizer_on_host=true", "learn.moments=float32"], 39.4),
@@ -64,6 +66,18 @@ def needed(*overrides: str) -> Memory:
 @pytest.mark.parametrize(("groups", "tokens", "learn", "peak"), MEASURED)
 def test_the_estimate_is_near_peaks_measured_on_a_device(groups, tokens, learn, peak):
     assert on_device(QWEN_1_5B, groups, 8, 512, tokens, *learn) == pytest.approx(peak, rel=0.05)
+
+
+def test_the_estimate_counts_what_an_update_in_many_passes_takes_and_none_of_it_for_one_in_place():
+    # Measured with the update in many passes, when its temporaries were the peak.
+    small = [ALONE, "learn.recompute=mlp", "learn.logprob_chunk=1024", "learn.master=stochastic", "learn.moments=int8"]
+    fused = on_device(QWEN_1_5B, 64, 8, 512, 8192, *small)
+    learn = recipe.load({}, ["model.dtype=bfloat16", *small]).config.learn
+    weights, largest = QWEN_1_5B.parameters, QWEN_1_5B.vocabulary * QWEN_1_5B.hidden
+    state = weights * (2 + 2 + optimizer_bytes(learn, 2))
+    plain = (state + largest * update_bytes(learn, 2, is_fused=False)) / GIB
+    assert plain == pytest.approx(16.6, rel=0.05)
+    assert fused < 15.5
 
 
 @pytest.mark.parametrize(("tokens", "peak"), LONG)

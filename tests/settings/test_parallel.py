@@ -70,6 +70,11 @@ def test_settings_that_need_whole_tensors_are_refused_on_several_ranks() -> None
         assert found({"fsdp": 2}, **fits) == ""
 
 
+def test_a_narrow_reference_is_refused_on_several_ranks_in_place_of_being_kept_whole() -> None:
+    config = Config.model_validate({"learn": {"parallel": {"fsdp": 2}}, "algorithm": {"kl": {"weights": "int8"}}})
+    assert "same would do" in "\n".join(problems(config, Model.model_validate({"tiny": TINY})))
+
+
 def test_a_critic_is_refused_where_it_cannot_be_cut() -> None:
     def words(sizes: dict[str, int], **critic: Any) -> str:
         own = Config.model_validate({"learn": {"parallel": sizes}, "algorithm": {"name": "ppo", "critic": critic}})

@@ -60,15 +60,23 @@ def row_means(per_token: Tensor, tokens: TokenBatch) -> Tensor:
     return row_sums(per_token, tokens) / row_lengths(tokens).clamp(min=1.0)
 
 
+def reward_stats(chosen: Tensor, rejected: Tensor) -> Stats:
+    """Rewards of both sides, their margin, and how often the chosen one wins."""
+    count = float(len(chosen))
+    return {
+        "chosen_reward": Stat(chosen.sum(), count),
+        "rejected_reward": Stat(rejected.sum(), count),
+        "margin": Stat((chosen - rejected).sum(), count),
+        "preference_accuracy": Stat((chosen > rejected).sum(), count),
+    }
+
+
 def pair_stats(chosen: Tensor, rejected: Tensor, logprobs: Tensor, pairs: Pairs) -> Stats:
-    """Implied rewards of both sides, their margin, and how often the chosen one wins."""
+    """Of implied rewards, with the log-probabilities they come from."""
     with torch.no_grad():
         count = float(len(chosen))
         return {
-            "chosen_reward": Stat(chosen.sum(), count),
-            "rejected_reward": Stat(rejected.sum(), count),
-            "margin": Stat((chosen - rejected).sum(), count),
-            "preference_accuracy": Stat((chosen > rejected).sum(), count),
+            **reward_stats(chosen, rejected),
             "chosen_logprob": Stat(logprobs[pairs.chosen].sum(), count),
             "rejected_logprob": Stat(logprobs[pairs.rejected].sum(), count),
         }

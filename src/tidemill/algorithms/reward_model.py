@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.algorithms import preference
-from tidemill.algorithms.api import Stat, Stats, TokenBatch
+from tidemill.algorithms.api import Stats, TokenBatch
 from tidemill.config import Config
 
 
@@ -27,7 +27,7 @@ class RewardModel(preference.PairPolicy):
         chosen, rejected = reward[pairs.chosen], reward[pairs.rejected]
         per_pair = -F.logsigmoid(chosen - rejected - settings.margin)
         per_pair = per_pair + settings.centre_coef * (chosen + rejected).square()
-        return (pairs.weight * per_pair).sum(), reward_stats(chosen.detach(), rejected.detach())
+        return (pairs.weight * per_pair).sum(), preference.reward_stats(chosen.detach(), rejected.detach())
 
 
 def last_of_rows(tokens: TokenBatch) -> Tensor:
@@ -36,13 +36,3 @@ def last_of_rows(tokens: TokenBatch) -> Tensor:
     return torch.zeros(tokens.rows, dtype=place.dtype, device=place.device).scatter_reduce(
         0, tokens.row, place, "amax", include_self=False
     )
-
-
-def reward_stats(chosen: Tensor, rejected: Tensor) -> Stats:
-    count = float(len(chosen))
-    return {
-        "chosen_reward": Stat(chosen.sum(), count),
-        "rejected_reward": Stat(rejected.sum(), count),
-        "margin": Stat((chosen - rejected).sum(), count),
-        "preference_accuracy": Stat((chosen > rejected).sum(), count),
-    }

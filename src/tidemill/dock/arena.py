@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ from tidemill.dock import segment as seg
 from tidemill.errors import DockError
 
 MEBIBYTE = 1 << 20
+_ARENA = re.compile(r"tidemill-[0-9a-f]{12}-.+-[0-9a-f]{14}")  # dock, node, warehouse
+NUMBERS = "next"  # in the arena: the first number that no segment had yet
+CLAIM_S = 5.0  # whoever was told to end may take so long
+ORPHAN_S = 3600.0  # an arena without a warehouse is kept so long, for the next of the same dock to adopt
 LOCK_GRACE_S = 2.0  # a writer has this long from being lent a segment to holding its lock
 
 
@@ -39,14 +44,27 @@ class Arena:
         self.folder = folder
         self.memory_bytes, self.segment_bytes = memory_bytes, segment_bytes
         self.segments: dict[int, Segment] = {}
-        self.recycled = self.spilled = 0
+        self.recycled = self.spilled = self.failed_spills = 0
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         spill_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         link = folder / "spill"
         if not link.is_symlink():
             link.symlink_to(spill_folder.resolve())
+        self._numbers = os.open(folder / NUMBERS, os.O_CREAT | os.O_RDWR, 0o600)
         self._adopt()
-        self.next_number = max(self.segments, default=-1) + 1
+        self.next_number = max(max(self.segments, default=-1) + 1, _read_number(self._numbers))
+
+    def claim(self, within_s: float = CLAIM_S) -> None:
+        """Be the only one who works in this folder, until this process ends."""
+        deadline = time.monotonic() + within_s
+        while not seg.try_lock_alone(self._numbers):
+            if time.monotonic() > deadline:
+                raise DockError(f"another warehouse works in {self.folder}", "end it, or give the node another name")
+            time.sleep(0.02)
+
+    def touch(self) -> None:
+        """Say that it is in use: should we end without a farewell, it is spared for `ORPHAN_S` from here on."""
+        os.utime(self._numbers)
 
     @property
     def used_bytes(self) -> int:
@@ -118,11 +136,11 @@ class Arena:
         segment = self.segments[number]
         if segment.state != "closed" or not seg.try_lock_alone(segment.fd):
             return False
+        if segment.is_spilled and not self._bring_back(segment):
+            self._remove(segment)
+            self.recycled += 1
+            return True
         segment.generation += 1
-        if segment.is_spilled:
-            os.posix_fallocate(segment.fd, 0, seg.HEADER_BYTES + segment.nbytes)
-            seg.spill_path_of(self.folder, number).unlink(missing_ok=True)
-            segment.is_spilled = False
         seg.write_header(segment.fd, seg.Header(segment.generation, seg.IN_MEMORY, segment.nbytes))
         seg.unlock(segment.fd)
         segment.state, segment.maybe_empty = "free", False
@@ -148,12 +166,29 @@ class Arena:
 
     def finish_spill(self, segment: Segment) -> None:
         seg.write_header(segment.fd, seg.Header(segment.generation, seg.SPILLED, segment.nbytes))
-        size = seg.HEADER_BYTES + segment.nbytes
-        with mmap.mmap(segment.fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE) as mapping:
-            mapping.madvise(mmap.MADV_REMOVE, seg.HEADER_BYTES, segment.nbytes)
+        _free_pages(segment.fd, segment.nbytes)
         segment.is_spilled, segment.state = True, "closed"
         self.spilled += 1
         seg.unlock(segment.fd)
+
+    def give_up_spill(self, segment: Segment) -> None:
+        """The disk did not take it: it stays where it is, and whoever wants to look at it may."""
+        seg.spill_path_of(self.folder, segment.number).unlink(missing_ok=True)
+        segment.state, segment.since = "closed", time.monotonic()  # the last to be tried again
+        self.failed_spills += 1
+        seg.unlock(segment.fd)
+
+    def _bring_back(self, segment: Segment) -> bool:
+        """Memory for a segment whose bytes on disk nobody needs; False when there is none."""
+        if self.used_bytes + segment.nbytes > self.memory_bytes:
+            return False
+        try:
+            os.posix_fallocate(segment.fd, 0, seg.HEADER_BYTES + segment.nbytes)
+        except OSError:  # others have filled the shared memory
+            return False
+        seg.spill_path_of(self.folder, segment.number).unlink(missing_ok=True)
+        segment.is_spilled = False
+        return True
 
     # -- making ------------------------------------------------------------------------------------------------------
 
@@ -166,6 +201,8 @@ class Arena:
             return None
         number = self.next_number
         self.next_number += 1
+        # Whoever comes after us must not give it again: readers may have the file open long after it is destroyed.
+        os.pwrite(self._numbers, self.next_number.to_bytes(8, "little"), 0)
         try:
             seg.create(self.folder, number, nbytes)
         except OSError:  # the file system is smaller than it said, or others filled it
@@ -177,9 +214,13 @@ class Arena:
 
     def _destroy(self, segment: Segment) -> None:
         if seg.try_lock_alone(segment.fd):
-            del self.segments[segment.number]
-            os.close(segment.fd)
-            seg.path_of(self.folder, segment.number).unlink(missing_ok=True)
+            self._remove(segment)
+
+    def _remove(self, segment: Segment) -> None:
+        del self.segments[segment.number]
+        os.close(segment.fd)
+        for path_of in (seg.path_of, seg.spill_path_of):
+            path_of(self.folder, segment.number).unlink(missing_ok=True)
 
     def _adopt(self) -> None:
         """What a warehouse before us left: its bytes are still good. Whether they are needed the ledger knows."""
@@ -192,6 +233,8 @@ class Arena:
                 path.unlink()
                 continue
             number = int(path.name[1:])
+            if header.where == seg.SPILLED:  # it may have been killed before it freed them
+                _free_pages(fd, header.nbytes)
             self.segments[number] = Segment(
                 number, header.nbytes, header.generation, "lent", fd, -1e9, header.where == seg.SPILLED, True
             )
@@ -200,10 +243,41 @@ class Arena:
         for segment in self.segments.values():
             os.close(segment.fd)
         self.segments.clear()
+        os.close(self._numbers)
         shutil.rmtree(self.folder / "spill", ignore_errors=True)
         spill = (self.folder / "spill").resolve()
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.rmtree(spill, ignore_errors=True)
+
+
+def _free_pages(fd: int, nbytes: int) -> None:
+    """Of a segment's body: what is there is elsewhere too."""
+    size = seg.HEADER_BYTES + nbytes
+    with mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE) as mapping:
+        mapping.madvise(mmap.MADV_REMOVE, seg.HEADER_BYTES, nbytes)
+
+
+def _read_number(fd: int) -> int:
+    return int.from_bytes(os.pread(fd, 8, 0), "little")
+
+
+def remove_orphans(place: Path) -> list[Path]:
+    """Arenas whose warehouse was killed with all that would have started it again: memory that nobody would free."""
+    removed = []
+    for folder in place.glob("tidemill-*"):
+        try:
+            if not _ARENA.fullmatch(folder.name) or folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+                continue
+            fd = os.open(folder / NUMBERS, os.O_RDWR)
+        except OSError:  # going, or not one of these
+            continue
+        try:
+            if time.time() - os.fstat(fd).st_mtime > ORPHAN_S and seg.try_lock_alone(fd):
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder)
+        finally:
+            os.close(fd)
+    return removed
 
 
 def choose_place(name: str, fallback: Path, memory_bytes: int | None, segment_bytes: int) -> tuple[Path, int, bool]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -23,6 +24,7 @@ from tidemill.errors import DockError
 ALIGN = 64
 _PREFIX = struct.Struct("<II")
 _MAGIC = 0x74_6D_63_31
+_OFFSET = np.dtype(np.int64)
 _KINDS = "biufc"  # bool, whole, unsigned, float, complex: what a raw byte copy can carry
 
 
@@ -88,25 +90,47 @@ def write(batch: Batch, plan: Plan, out: npt.NDArray[np.uint8]) -> None:
 
 def read(raw: npt.NDArray[np.uint8]) -> Batch:
     """The batch as views of `raw`."""
-    magic, length = _PREFIX.unpack_from(raw.data)
-    if magic != _MAGIC or length > len(raw):
-        raise DockError("these bytes are not a chunk")
-    body_at = _aligned(_PREFIX.size + length)
-    columns: dict[str, Column] = {}
-    header = raw[_PREFIX.size : _PREFIX.size + length].tobytes()
-    for name, dtype, shape, at, offsets_at, rows, is_text in _shapes(header):
-        values: npt.NDArray[Any] = np.ndarray(shape, dtype, raw, body_at + at)
-        offsets = None if offsets_at < 0 else np.ndarray(rows + 1, np.int64, raw, body_at + offsets_at)
-        columns[name] = Column(values, offsets, is_text)
-    return Batch(columns)
+    stored = StoredChunk(raw)
+    return Batch({name: stored[name] for name in stored})
+
+
+class StoredChunk(Mapping[str, Column]):
+    """A chunk where it lies. A column is made when it is asked for: most takes want each once, and some not all."""
+
+    __slots__ = ("_body_at", "_columns", "_raw", "rows")
+
+    def __init__(self, raw: npt.NDArray[np.uint8]) -> None:
+        magic, length = _PREFIX.unpack_from(raw.data)
+        if magic != _MAGIC or length > len(raw):
+            raise DockError("these bytes are not a chunk")
+        self._raw, self._body_at = raw, _aligned(_PREFIX.size + length)
+        self.rows, self._columns = _shapes(raw.data[_PREFIX.size : _PREFIX.size + length].tobytes())
+
+    def __getitem__(self, name: str) -> Column:
+        dtype, shape, at, offsets_at, is_text = self._columns[name]
+        values: npt.NDArray[Any] = np.ndarray(shape, dtype, self._raw, self._body_at + at)
+        if offsets_at < 0:
+            return Column(values, None, is_text)
+        return Column(values, np.ndarray(self.rows + 1, _OFFSET, self._raw, self._body_at + offsets_at), is_text)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
+Shape = tuple[np.dtype[Any], tuple[int, ...], int, int, bool]  # dtype, shape, place of values and offsets, is it text
 
 
 @lru_cache(maxsize=256)  # shapes repeat
-def _shapes(header: bytes) -> list[tuple[str, np.dtype[Any], tuple[int, ...], int, int, int, bool]]:
-    return [
-        (p.name, np.dtype(p.dtype), (p.count, *p.tail), p.at, p.offsets_at, p.rows, p.is_text)
-        for p in _decode_header(header)
-    ]
+def _shapes(header: bytes) -> tuple[int, dict[str, Shape]]:
+    places = _decode_header(header)
+    shapes = {p.name: (np.dtype(p.dtype), (p.count, *p.tail), p.at, p.offsets_at, p.is_text) for p in places}
+    return places[0].rows if places else 0, shapes
 
 
 def _put(out: npt.NDArray[np.uint8], at: int, array: npt.NDArray[Any]) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from tidemill.batch import Batch
+from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch
 from tidemill.dock import chunk as chunks
 from tidemill.dock import messages as m
 from tidemill.dock.address import Address
@@ -21,7 +22,7 @@ from tidemill.dock.compact import unpack
 from tidemill.dock.door import DoorCaller, find_door
 from tidemill.dock.lease import TakenLease
 from tidemill.dock.node import Node
-from tidemill.dock.records import Grant, Written, entry, split
+from tidemill.dock.records import Grant, Piece, Written, entry, split
 from tidemill.dock.segment import SegmentGone
 from tidemill.dock.wire import Caller, new_owner
 from tidemill.errors import DockError
@@ -59,15 +60,17 @@ class RemoteDock:
         self._write(written, stored, message)
 
     def take(self, stage: str, want: Want, wait: float = 0.0) -> TakenLease | None:
-        deadline = time.monotonic() + wait
+        started = now = time.monotonic()
+        deadline = started + wait
         while True:
-            left = max(0.0, deadline - time.monotonic())
-            answer = self._ask(m.Take(stage, want, min(left, WAIT_SLICE_S)), wait_s=min(left, WAIT_SLICE_S))
+            slice_s = min(max(0.0, deadline - now), WAIT_SLICE_S)
+            answer = self._ask(m.Take(stage, want, slice_s, now - started), wait_s=slice_s)
             if isinstance(answer, m.Granted):
                 lease = self._open(answer)
                 if lease is not None:
                     return lease
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if now >= deadline:
                 return None
 
     def advance(self, version: int) -> None:
@@ -91,6 +94,7 @@ class RemoteDock:
     def leave(self) -> None:
         """From any thread: whoever waits for an answer is woken, and nothing more is asked. For a dock that is about to
         end, or has: without this its ledger is waited for as if it would come back."""
+        self._node.leave()
         for caller in list(self._callers.values()):
             caller.leave()
 
@@ -154,9 +158,11 @@ class RemoteDock:
             finally:
                 self._node.settle(reservation)
 
-    def _tell_written(self, message: m.Message) -> None:
+    def _tell_written(self, message: m.Put | m.Commit) -> None:
+        started = time.monotonic()
         while isinstance(self._ask(message, wait_s=WAIT_SLICE_S), m.Nothing):
-            pass  # the dock is full: asking again is the waiting
+            assert isinstance(message, m.Put)  # the dock is full: asking again is the waiting
+            message.waited_s = time.monotonic() - started
 
     def commit_lease(self, grant: Grant, outputs: Batch, drop: Sequence[int]) -> None:
         written, stored = split(outputs, self._read_somewhere, self._watch)
@@ -174,7 +180,7 @@ class RemoteDock:
     def _open(self, granted: m.Granted) -> TakenLease | None:
         """The lease with its chunks at hand; None when their bytes were lost, and the rows given back."""
         try:
-            stored = {chunk.key: chunks.read(self._node.read(chunk)) for chunk in granted.chunks}
+            stored = {chunk.key: chunks.StoredChunk(self._node.read(chunk)) for chunk in granted.chunks}
         except SegmentGone:
             self._ask(m.Abandon(granted.lease))
             time.sleep(LOST_PAUSE_S)
@@ -190,17 +196,44 @@ def _outputs(written: Written, nbytes: int, copies: tuple[m.Copy, ...]) -> m.Out
 
 
 def _grant(granted: m.Granted) -> Grant:
-    n = granted.rows
-    return Grant(
-        lease=granted.lease,
-        deadline=time.monotonic() + granted.lease_s,
-        columns=granted.columns,
-        ids=unpack(granted.ids, np.int64, n),
-        group=unpack(granted.group, np.int64, n),
-        version=unpack(granted.version, np.int32, n),
-        length=unpack(granted.length, np.int32, n),
-        pieces=[(p.part, unpack(p.chunks, np.int64, n), unpack(p.places, np.int32, n)) for p in granted.pieces],
-    )
+    deadline, pieces = time.monotonic() + granted.lease_s, [_piece(piece, granted.rows) for piece in granted.pieces]
+    return Grant(granted.lease, deadline, granted.columns, granted.rows, GrantedMeta(granted), pieces)
+
+
+class GrantedMeta(Mapping[str, npt.NDArray[Any]]):
+    """What the ledger keeps of rows, unpacked when it is asked for."""
+
+    __slots__ = ("_granted", "_unpacked")
+
+    def __init__(self, granted: m.Granted) -> None:
+        self._granted = granted
+        self._unpacked: dict[str, npt.NDArray[Any]] = {}
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        if name not in self._unpacked:
+            packed, dtype = _PACKED[name]
+            self._unpacked[name] = unpack(getattr(self._granted, packed), dtype, self._granted.rows)
+        return self._unpacked[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_PACKED)
+
+    def __len__(self) -> int:
+        return len(_PACKED)
+
+
+_PACKED: dict[str, tuple[str, type]] = {
+    ID: ("ids", np.int64),
+    GROUP: ("group", np.int64),
+    VERSION: ("version", np.int32),
+    LENGTH: ("length", np.int32),
+}
+
+
+def _piece(piece: m.Piece, n: int) -> Piece:
+    if isinstance(piece.chunks, int) or isinstance(piece.places, int):
+        return Piece(piece.part, int(piece.chunks), int(piece.places))
+    return Piece(piece.part, unpack(piece.chunks, np.int64, n), unpack(piece.places, np.int32, n))
 
 
 def connect(address: Address | str | Path, node: str | None = None) -> RemoteDock:

@@ -63,9 +63,15 @@ class Controller:
     def choose(self, want: Want) -> tuple[Ints | None, Ints]:
         """The units that `want` gets (None: too few are ready yet), and units found dull on the way, to be dropped."""
         least = max(want.at_least, want.ranks)
+        limit = want.groups if self.is_group else want.rows
+        if limit is not None and limit < least:
+            what = "groups" if self.is_group else "rows"
+            raise DockError(
+                f"a want of at most {limit} {what} can never have at_least {want.at_least} for {want.ranks} ranks",
+                f"raise want.{what} to {least} or more",
+            )
         if self.ready.count < least:
             return None, EMPTY
-        limit = want.groups if self.is_group else want.rows
         look = max(least, min(limit or 64, self.ready.count))
         if want.sampler == "shuffle":
             look = max(look, SHUFFLE_WINDOW)

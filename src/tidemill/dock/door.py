@@ -35,6 +35,8 @@ IDENTITY_BYTES = len(new_identity())
 NONCE_BYTES = PROOF_BYTES = 32
 HELLO_BYTES = IDENTITY_BYTES + NONCE_BYTES + PROOF_BYTES
 READ_BYTES = 1 << 18
+ANSWER_BYTES = 1 << 16  # a client's: most answers are much shorter, a long one comes in pieces
+SEND_S = 5.0  # a ledger that takes nothing in for so long is asked over a new connection
 AT_ONCE = 256
 MAX_UNREAD_BYTES = 4 * MAX_MESSAGE_BYTES  # answers kept for a client that does not read; then it is let go
 MAX_STRANGERS = 128  # who has not said yet who it is; beyond it the first to come is the first to go
@@ -79,6 +81,7 @@ class Door:
         self._listener.setblocking(False)
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
+        self._page = memoryview(bytearray(READ_BYTES))
         self._visitors: dict[int, Visitor] = {}
         self._clients: dict[bytes, Visitor] = {}
         self._owners: Counter[bytes] = Counter()  # connections of each
@@ -91,13 +94,22 @@ class Door:
     def has_owner(self, owner: bytes) -> bool:
         return owner in self._owners
 
-    def receive(self, now: float) -> list[Letter]:
+    def watch(self, fd: int) -> None:
+        """Let `wait` also come back when this file is readable."""
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def wait(self, timeout_s: float) -> list[tuple[int, int]]:
+        """What happened, as (file, event): for `receive`, and of files to `watch`."""
+        return self._epoll.poll(timeout_s, AT_ONCE)
+
+    def receive(self, now: float, events: list[tuple[int, int]] | None = None) -> list[Letter]:
         """What came, of whoever is let in."""
         letters: list[Letter] = []
-        for fd, event in self._epoll.poll(0, AT_ONCE):
+        for fd, event in self.wait(0) if events is None else events:
             visitor = self._visitors.get(fd)
             if visitor is None:
-                self._let_in(now)
+                if fd == self._listener.fileno():
+                    self._let_in(now)
                 continue
             if event & select.EPOLLOUT:
                 self._push(visitor)
@@ -153,17 +165,20 @@ class Door:
 
     def _read(self, visitor: Visitor) -> Iterator[Letter]:
         try:
-            came = visitor.connection.recv(READ_BYTES)
+            n = visitor.connection.recv_into(self._page)
         except BlockingIOError:
             return
         except OSError:
-            came = b""
-        if not came:
+            n = 0
+        if not n:
             if visitor.inbox or not visitor.client:  # left in the middle of a sentence
                 self.refused += 1
             self._drop(visitor)
             return
-        visitor.inbox += came
+        if visitor.client and not visitor.inbox and _is_one_frame(self._page, n):  # nearly always
+            yield visitor.client, bytes(self._page[4 : HEAD.size]), bytes(self._page[HEAD.size : n])
+            return
+        visitor.inbox += self._page[:n]
         if not visitor.client and not self._is_introduced(visitor):
             return
         at = 0
@@ -242,7 +257,7 @@ class DoorCaller:
         self._token, self._name = token, door_name(token, address)
         self._identity = new_identity(owner)
         self._seq = 0
-        self._inbox = bytearray()
+        self._inbox, self._page = bytearray(), memoryview(bytearray(ANSWER_BYTES))
         self._is_closed = False
         self._connection: socket.socket | None = self._knock(HANDSHAKE_S)
         _CALLERS.add(self)
@@ -257,13 +272,13 @@ class DoorCaller:
             if self._is_closed:
                 raise DockError("this dock is closed", "connect again")
             try:
-                if self._connection is None:
-                    self._connection = self._knock(max(KNOCK_AGAIN_S, deadline - time.monotonic()))
-                self._connection.settimeout(max(KNOCK_AGAIN_S, deadline - time.monotonic()))
-                self._connection.sendall(frame)
-                self._connection.settimeout(max(KNOCK_AGAIN_S, min(RESEND_S, deadline - time.monotonic())))
+                left_s = max(KNOCK_AGAIN_S, deadline - time.monotonic())
+                connection = self._connection
+                if connection is None:
+                    connection = self._connection = self._knock(left_s)
+                connection.sendall(frame)
                 try:
-                    return decode_answer(self._answer_to(seq))
+                    return decode_answer(self._answer_to(seq, connection, min(RESEND_S, left_s)))
                 except TimeoutError:
                     if time.monotonic() >= deadline:
                         raise
@@ -292,9 +307,9 @@ class DoorCaller:
         self._hang_up()
         self._identity = new_identity()
 
-    def _answer_to(self, seq: bytes) -> bytes:
-        assert self._connection is not None
-        inbox = self._inbox
+    def _answer_to(self, seq: bytes, connection: socket.socket, within_s: float) -> bytes:
+        inbox, page = self._inbox, self._page
+        until = time.monotonic() + within_s
         while True:
             while len(inbox) >= HEAD.size:
                 length, got = HEAD.unpack_from(inbox)
@@ -305,10 +320,15 @@ class DoorCaller:
                 del inbox[:end]
                 if got == seq:
                     return body
-            came = self._connection.recv(READ_BYTES)
-            if not came:
+            # Asleep in `recv`, the kernel would also wake us when the ledger reads the question, at the ledger's cost.
+            if not self._poller.poll(max(0.0, 1000 * (until - time.monotonic()))):
+                raise TimeoutError
+            n = connection.recv_into(page)
+            if not n:
                 raise ConnectionError("the ledger closed the door")
-            inbox += came
+            if not inbox and page[4 : HEAD.size] == seq and _is_one_frame(page, n):  # nearly always
+                return bytes(page[HEAD.size : n])
+            inbox += page[:n]
 
     def _knock(self, within_s: float) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -322,6 +342,11 @@ class DoorCaller:
             proof = _exactly(connection, PROOF_BYTES)
             if not hmac.compare_digest(proof, _proof(self._token, b"server", theirs, mine)):
                 raise ConnectionError("whoever answers at the dock's door does not know its token")
+            # The kernel's timeout: Python's own would cost four more system calls a request.
+            connection.settimeout(None)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_S), 0))
+            self._poller = select.poll()
+            self._poller.register(connection, select.POLLIN)
         except BaseException:
             connection.close()
             raise
@@ -343,6 +368,11 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _is_one_frame(page: memoryview, n: int) -> bool:
+    """Whether the first `n` bytes are one message, all of it."""
+    return n > HEAD.size and int.from_bytes(page[:4], "little") == n - HEAD.size
 
 
 def _exactly(connection: socket.socket, nbytes: int) -> bytes:

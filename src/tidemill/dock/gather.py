@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch, Column
-from tidemill.dock.compact import distinct, is_range
+from tidemill.batch import Batch, Column
+from tidemill.dock.compact import is_range
 from tidemill.dock.records import META, Grant, Ints
 from tidemill.errors import DockError
 
@@ -39,13 +39,48 @@ class Run:
 LONG_ROW = 64  # values; from here on copying row by row beats building an index of every value
 
 
-def assemble(grant: Grant, chunks: Mapping[int, Batch], allocate: Allocate | None = None) -> Batch:
+class Stored(Protocol):
+    """A chunk's columns: a Batch on the heap, or a StoredChunk in shared memory."""
+
+    rows: int
+
+    def __contains__(self, name: object, /) -> bool: ...
+
+    def __getitem__(self, name: str, /) -> Column: ...
+
+
+class LeasedBatch(Batch):
+    """A batch with views of the store. The ledger's own columns are made when somebody asks for them."""
+
+    __slots__ = ("_grant", "_stored", "_whole")
+
+    def __init__(self, grant: Grant, stored: dict[str, Column]) -> None:
+        self.rows = grant.rows
+        self._grant, self._stored = grant, stored
+        self._whole: dict[str, Column] | None = None
+
+    @property
+    def _columns(self) -> dict[str, Column]:  # type: ignore[override]
+        if self._whole is None:
+            self._whole = {**meta_columns(self._grant), **self._stored}
+        return self._whole
+
+    def __getitem__(self, name: str) -> Column:
+        column = self._stored.get(name)
+        return super().__getitem__(name) if column is None else column
+
+    def __reduce__(self) -> tuple[type[Batch], tuple[dict[str, Column]]]:
+        return Batch, (self._columns,)
+
+
+def assemble(grant: Grant, chunks: Mapping[int, Stored], allocate: Allocate | None = None) -> Batch:
     """`allocate` gives the arrays to copy into (a reusable, pinned buffer); without it, views where possible."""
+    if not grant.rows:  # a rank's part of less than there are ranks: nothing is stored that would give a dtype
+        return Batch(meta_columns(grant))
+    if allocate is None and all(isinstance(piece.chunks, int) for piece in grant.pieces):
+        return LeasedBatch(grant, _views(grant, chunks))
     columns = meta_columns(grant)
-    if allocate is None and (whole := _whole_chunk(grant, chunks)) is not None:
-        columns.update((name, whole[name]) for name in grant.columns if name not in META)
-        return Batch(columns)
-    holders = [[chunks[key] for key in distinct(piece[1]) if key >= 0] for piece in grant.pieces]
+    holders = [[chunks[key] for key in piece.keys] for piece in grant.pieces]
     runs: dict[tuple[int, ...], list[Run]] = {}
     for name in grant.columns:
         if name in META:
@@ -53,59 +88,71 @@ def assemble(grant: Grant, chunks: Mapping[int, Batch], allocate: Allocate | Non
         parts = tuple(i for i, stored in enumerate(holders) if any(name in chunk for chunk in stored))
         if parts not in runs:
             runs[parts] = _runs(grant, parts, name, chunks)
-        columns[name] = _column(name, runs[parts], chunks, len(grant.ids), allocate)
+        columns[name] = _column(name, runs[parts], chunks, grant.rows, allocate)
     return Batch(columns)
 
 
-def assemble_plainly(grant: Grant, chunks: Mapping[int, Batch]) -> Batch:
+def assemble_plainly(grant: Grant, chunks: Mapping[int, Stored]) -> Batch:
     columns = meta_columns(grant)
+    pieces = [piece.of_rows(grant.rows) for piece in grant.pieces]
     for name in (name for name in grant.columns if name not in META):
         rows = []
-        for i in range(len(grant.ids)):
-            holders = [(c[i], p[i]) for _, c, p in grant.pieces if c[i] >= 0 and name in chunks[int(c[i])]]
+        for i in range(grant.rows):
+            holders = [(c[i], p[i]) for c, p in pieces if c[i] >= 0 and name in chunks[int(c[i])]]
             chunk, place = holders[-1]
             rows.append(chunks[int(chunk)][name].gather(np.array([place])))
         columns[name] = Column.concat(rows)
     return Batch(columns)
 
 
-def _whole_chunk(grant: Grant, chunks: Mapping[int, Batch]) -> Batch | None:
-    """The chunk that the grant is all of, in its order: what one put wrote and one take got."""
-    if len(chunks) != 1 or len(grant.pieces) != 1:
-        return None
-    (chunk,) = chunks.values()
-    _, keys, places = grant.pieces[0]
-    n = len(keys)
-    is_whole = chunk.rows == n and places[0] == 0 and is_range(places) and (keys >= 0).all()
-    return chunk if is_whole and all(name in chunk for name in grant.columns if name not in META) else None
+def _views(grant: Grant, chunks: Mapping[int, Stored]) -> dict[str, Column]:
+    """Every piece lies in one chunk, side by side: what one put or commit wrote and one take got."""
+    columns: dict[str, Column] = {}
+    n = grant.rows
+    newest_first = [(chunks[int(piece.chunks)], int(piece.places)) for piece in reversed(grant.pieces)]
+    for name in grant.columns:
+        if name in META:
+            continue
+        for chunk, first in newest_first:
+            if name in chunk:
+                is_whole = first == 0 and n == chunk.rows
+                columns[name] = chunk[name] if is_whole else slice_rows(chunk[name], first, n)
+                break
+        else:
+            raise _not_stored(name, grant.ids)
+    return columns
 
 
 def meta_columns(grant: Grant) -> dict[str, Column]:
-    values: dict[str, Array] = {ID: grant.ids, GROUP: grant.group, VERSION: grant.version, LENGTH: grant.length}
-    return {name: Column(array) for name, array in values.items()}
+    return {name: Column(grant.meta[name]) for name in META}
 
 
-def _runs(grant: Grant, parts: tuple[int, ...], name: str, chunks: Mapping[int, Batch]) -> list[Run]:
+def _runs(grant: Grant, parts: tuple[int, ...], name: str, chunks: Mapping[int, Stored]) -> list[Run]:
     """Which rows come from which chunk. Later parts are newer and win."""
     if len(parts) == 1:
-        _, keys, places = grant.pieces[parts[0]]
+        keys, places = grant.pieces[parts[0]].of_rows(grant.rows)
         first = int(keys[0])
         if len(keys) == 1 or bool((keys == first).all()):  # the usual case: all from one chunk
             return [Run.of(first, np.arange(len(keys)), places.astype(np.int64))]
-    chunk_of = np.full(len(grant.ids), -1, np.int64)
-    place_of = np.zeros(len(grant.ids), np.int64)
+    chunk_of = np.full(grant.rows, -1, np.int64)
+    place_of = np.zeros(grant.rows, np.int64)
     for i in parts:
-        _, keys, places = grant.pieces[i]
+        keys, places = grant.pieces[i].of_rows(grant.rows)
         mine = np.isin(keys, [key for key in set(keys.tolist()) if key >= 0 and name in chunks[key]])
         chunk_of[mine], place_of[mine] = keys[mine], places[mine]
     if (chunk_of < 0).any():
-        missing = grant.ids[chunk_of < 0][:3].tolist()
-        raise DockError(f"column {name!r} is not stored for rows {missing}", "let the put or an earlier stage write it")
+        raise _not_stored(name, grant.ids[chunk_of < 0])
     distinct = dict.fromkeys(chunk_of.tolist())
     return [Run.of(key, np.flatnonzero(chunk_of == key), place_of[chunk_of == key]) for key in distinct]
 
 
-def _column(name: str, runs: list[Run], chunks: Mapping[int, Batch], n: int, allocate: Allocate | None) -> Column:
+def _not_stored(name: str, ids: Ints) -> DockError:
+    return DockError(
+        f"column {name!r} is not stored for rows {ids[:3].tolist()}", "let the put or an earlier stage write it"
+    )
+
+
+def _column(name: str, runs: list[Run], chunks: Mapping[int, Stored], n: int, allocate: Allocate | None) -> Column:
     if len(runs) == 1 and allocate is None and runs[0].lies_together:
         return slice_rows(chunks[runs[0].chunk][name], int(runs[0].places[0]), n)
     sources = [(chunks[run.chunk][name], run) for run in runs]
@@ -129,6 +176,8 @@ def _column(name: str, runs: list[Run], chunks: Mapping[int, Batch], n: int, all
 
 def slice_rows(column: Column, start: int, n: int) -> Column:
     """Rows `start` to `start + n` as views."""
+    if start + n > column.rows:
+        raise DockError(f"a chunk of {column.rows} rows was said to have rows {start} to {start + n}")
     if start == 0 and n == column.rows:
         return column
     if column.offsets is None:

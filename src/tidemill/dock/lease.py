@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tidemill.batch import Batch
 from tidemill.dock.buffer import PackedBuffer
-from tidemill.dock.gather import assemble
+from tidemill.dock.gather import Stored, assemble
 from tidemill.dock.records import Grant
 from tidemill.errors import DockError
 
@@ -27,7 +27,7 @@ class Giver(Protocol):
 
 
 class TakenLease:
-    def __init__(self, giver: Giver, grant: Grant, stored: Mapping[int, Batch]) -> None:
+    def __init__(self, giver: Giver, grant: Grant, stored: Mapping[int, Stored]) -> None:
         self._giver, self._grant, self._stored = giver, grant, stored
 
     @cached_property
@@ -49,7 +49,7 @@ class TakenLease:
         return self._grant.ids
 
     def commit(self, outputs: Batch | None = None, drop: Sequence[int] = ()) -> None:
-        given, rows = outputs or Batch({}), len(self._grant.ids)
+        given, rows = outputs or Batch({}), self._grant.rows
         if len(given) and given.rows != rows:
             raise DockError(f"outputs must have a row for each of the lease's {rows} rows, got {given.rows}")
         self._giver.commit_lease(self._grant, given, drop)

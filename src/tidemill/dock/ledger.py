@@ -11,18 +11,20 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
+from tidemill.batch import GROUP, ID, LENGTH, VERSION
 from tidemill.dock import again, life, sampler
 from tidemill.dock.api import DockState, LeaseExpired, StageCounts, Want
 from tidemill.dock.chunks import Chunk, Chunks
 from tidemill.dock.columns import Columns
-from tidemill.dock.compact import span
+from tidemill.dock.compact import is_range, span
 from tidemill.dock.controller import Controller, make_controllers
 from tidemill.dock.ended import EndedIds
 from tidemill.dock.groups import Groups
 from tidemill.dock.late import latest
 from tidemill.dock.leases import Leases
-from tidemill.dock.records import Grant, HeldLease, Ints, Written
+from tidemill.dock.records import Grant, HeldLease, Ints, Piece, Written
 from tidemill.dock.table import LIVE, Rows
 from tidemill.errors import DockError, did_you_mean
 from tidemill.graph import Stage
@@ -258,9 +260,14 @@ class Ledger:
         return c.parts[rank]
 
     def _lease(self, c: Controller, slots: Ints, columns: tuple[str, ...], now: float, owner: bytes = b"") -> int:
-        self.rows.leased[span(slots)] |= c.bit
+        where = span(slots)
+        if isinstance(where, slice):
+            held = self.rows.leased[where]  # a view; `leased[where] |= bit` would copy it onto itself once more
+            held |= c.bit
+        else:
+            self.rows.leased[where] |= c.bit
         c.leased += len(slots)
-        return self.leases.add(HeldLease(c.index, slots, now + self.lease_s, columns, owner, now))
+        return self.leases.add(HeldLease(c.index, slots, now + self.lease_s, columns, owner, now, where))
 
     def _second(self, c: Controller, columns: tuple[str, ...], now: float, owner: bytes) -> Grant | None:
         """A second lease on the rows of a straggler, if there is one."""
@@ -269,26 +276,31 @@ class Ledger:
         if first is None or (self.rows.state[self.leases[first].slots] != LIVE).any():
             return None
         held = self.leases[first]
-        held.twin = self.leases.add(HeldLease(c.index, held.slots, now + self.lease_s, columns, owner, now, first))
+        until = now + self.lease_s
+        held.twin = self.leases.add(HeldLease(c.index, held.slots, until, columns, owner, now, held.where, first))
         self.reissued += 1
         return self._grant(held.twin)
 
     def _grant(self, key: int) -> Grant:
         lease, rows = self.leases[key], self.rows
-        slots = span(lease.slots)
+        slots = lease.where
+        assert slots is not None
         pieces = []
-        for part in self.columns.parts_with(lease.columns):
-            chunks = rows.chunk[part, slots].copy()
-            if (chunks >= 0).any():
-                pieces.append((part, chunks, rows.place[part, slots].copy()))
+        for part in self.columns.parts_with(lease.columns) if len(lease.slots) else ():
+            piece = _piece(part, rows.chunk[part, slots], rows.place[part, slots])
+            if piece is not None:
+                pieces.append(piece)
         return Grant(
             lease=key,
             deadline=lease.deadline,
             columns=lease.columns,
-            ids=rows.id[slots].copy(),  # a slice is a view, and the table's rows are reused
-            group=rows.group[slots].copy(),
-            version=rows.version[slots].copy(),
-            length=rows.length[slots].copy(),
+            rows=len(lease.slots),
+            meta={
+                ID: rows.id[slots],
+                GROUP: rows.group[slots],
+                VERSION: rows.version[slots],
+                LENGTH: rows.length[slots],
+            },
             pieces=pieces,
         )
 
@@ -318,3 +330,14 @@ class Ledger:
             c.ready.add(slots, front=True)
         self.touched.add(c.stage.name)
         again.sift(self, slots)
+
+
+def _piece(part: int, chunks: Ints, places: npt.NDArray[np.int32]) -> Piece | None:
+    """None where no row has the part."""
+    first, raw = int(chunks[0]), chunks.tobytes()
+    if raw[8:] == raw[:-8]:  # one chunk, or none
+        if first < 0:
+            return None
+        if is_range(places):
+            return Piece(part, first, int(places[0]))
+    return Piece(part, chunks.copy(), places.copy())

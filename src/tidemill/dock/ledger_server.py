@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
+from bisect import insort
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
+from tidemill.batch import GROUP, ID, LENGTH, VERSION
 from tidemill.dock import again, snapshot
 from tidemill.dock import messages as m
 from tidemill.dock.api import LeaseExpired
+from tidemill.dock.arrivals import Arrivals, Events
 from tidemill.dock.catalog import Catalog
-from tidemill.dock.compact import distinct, pack
+from tidemill.dock.compact import pack
 from tidemill.dock.door import Door, open_door
 from tidemill.dock.journal import Journal
 from tidemill.dock.local import with_waiting
@@ -43,6 +45,8 @@ AT_ONCE = 256  # messages handled before the loop journals and answers
 SNAPSHOT_RECORDS, ROWS_PER_RECORD = 2000, 8
 REMEMBERED_CLIENTS = 1 << 14
 PAUSE_S = 1.0
+# What a peer that has the token but speaks nonsense may cause.
+NONSENSE = (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError, OverflowError)
 CATALOG = "catalog"
 
 
@@ -51,8 +55,9 @@ class ParkedPut:
     client: bytes
     seq: bytes
     message: m.Put
-    since: float
+    asked: float
     deadline: float
+    since: float  # who has waited longest is let in first
 
 
 class LedgerServer:
@@ -64,7 +69,7 @@ class LedgerServer:
         self._catalog = Catalog(setup.replicas)
         self._recover()
         self._waiters = Waiters(self._ledger)
-        self._parked_puts: deque[ParkedPut] = deque()
+        self._parked_puts: list[ParkedPut] = []
         self._last: dict[bytes, tuple[bytes, bytes | None]] = {}  # client -> its last request and the answer to it
         self._outbox: list[tuple[bytes, bytes, bytes]] = []
         self._warehouse_clients: dict[int, bytes] = {}
@@ -79,23 +84,20 @@ class LedgerServer:
         self._socket.bind(f"tcp://{check_host(host)}:{port or '*'}")
         self.address = bound_address(self._socket)
         self._door = open_door(token, self.address)
+        self._arrivals = Arrivals(self._door, (self._socket, self._doorkeeper.socket))
         self.is_stopping = False
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._socket, self._doorkeeper.socket, *([self._door] if self._door else ())):
-            poller.register(source, zmq.POLLIN)
         ticked = 0.0
         while not self.is_stopping:
-            events = dict(poller.poll(int(1000 * TICK_S)))
-            if self._doorkeeper.socket in events:
-                self._doorkeeper.answer()
+            events, has_network = self._arrivals.wait(TICK_S)
             now = time.monotonic()
-            if self._door is not None and self._door.fileno() in events:
-                self._receive_at_door(self._door, now)
-            if self._socket in events:
+            if events and self._door is not None:
+                self._receive_at_door(self._door, events, now)
+            if has_network:
+                self._doorkeeper.answer_all()
                 self._receive(now)
             if now - ticked >= TICK_S:
                 ticked = now
@@ -110,6 +112,7 @@ class LedgerServer:
         self._context.destroy(linger=200)
 
     def _receive(self, now: float) -> None:
+        self._arrivals.is_network_used = True
         for _ in range(AT_ONCE):
             try:
                 client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -120,8 +123,8 @@ class LedgerServer:
                 continue
             self._handle(client, frames[0], frames[1], now)
 
-    def _receive_at_door(self, door: Door, now: float) -> None:
-        letters = door.receive(now)
+    def _receive_at_door(self, door: Door, events: Events, now: float) -> None:
+        letters = door.receive(now, events)
         self._note_who_left(door)  # first: one that came back has asked again, in one of these letters
         for client, seq, body in letters:
             self._handle(client, seq, body, now)
@@ -139,7 +142,7 @@ class LedgerServer:
         last = self._last.pop(client, None)
         if last is not None and last[1] is None:
             self._waiters.forget(client)
-            self._parked_puts = deque(put for put in self._parked_puts if put.client != client)
+            self._parked_puts = [put for put in self._parked_puts if put.client != client]
 
     def _handle(self, client: bytes, seq: bytes, body: bytes, now: float) -> None:
         last = self._last.get(client)
@@ -155,7 +158,7 @@ class LedgerServer:
             answer = self._step(client, seq, message, now)
         except DockError as error:
             answer = _refusal(error)
-        except (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
+        except NONSENSE as error:
             # The peer has the token but speaks nonsense: say so, count it, and go on serving the others.
             self._refused += 1
             answer = _refusal(error)
@@ -187,6 +190,7 @@ class LedgerServer:
         for client, seq, body in self._outbox:
             if self._door is None or not self._door.send(client, seq, body):
                 self._socket.send_multipart((client, seq, body))
+                self._arrivals.is_network_used = True
         self._outbox.clear()
         if self._journal.records > max(SNAPSHOT_RECORDS, len(self._ledger.slot_of) // ROWS_PER_RECORD):
             self._journal.rotate(self._snapshot())
@@ -201,7 +205,7 @@ class LedgerServer:
         while self._parked_puts and any(p.deadline <= now for p in self._parked_puts):
             put = next(p for p in self._parked_puts if p.deadline <= now)
             self._parked_puts.remove(put)
-            self._put_wait_s += now - put.since
+            self._put_wait_s += now - put.asked
             self._answer(put.client, put.seq, m.Nothing())
         self._watch_warehouses(now)
         for warehouse, chunk in self._catalog.orders(now):
@@ -241,7 +245,8 @@ class LedgerServer:
         if len(_ints(message.group)) != rows or (message.sizes is not None and len(_ints(message.sizes)) != rows):
             raise DockError(f"a put of {rows} ids must come with as many groups and sizes")
         if not self._ledger.chunks.has_room(message.tag, rows, message.outputs.nbytes):
-            self._parked_puts.append(ParkedPut(client, seq, message, now, now + message.wait_s))
+            parked = ParkedPut(client, seq, message, now, now + message.wait_s, now - max(0.0, message.waited_s))
+            insort(self._parked_puts, parked, key=lambda put: put.since)
             return None
         return self._admit(message, now)
 
@@ -251,19 +256,20 @@ class LedgerServer:
         written = self._written(message.outputs, len(ids))
         try:
             return m.Done(self._ledger.put(ids, group, sizes, written, message.tag, now))
-        except DockError:
+        except (DockError, *NONSENSE):
             self._ledger.chunks.freed.append(written.chunk)
             raise
 
     def _admit_parked(self, now: float) -> bool:
-        """The first parked put that fits now, in order of arrival."""
+        """The put that has waited longest, of those that fit now. One that needs more room than there is holds up
+        nobody: the rows behind it may be what a consumer of whole groups waits for."""
         for put in self._parked_puts:
             if self._ledger.chunks.has_room(put.message.tag, len(put.message.ids) // 8, put.message.outputs.nbytes):
                 self._parked_puts.remove(put)
-                self._put_wait_s += now - put.since
+                self._put_wait_s += now - put.asked
                 try:
                     self._answer(put.client, put.seq, self._admit(put.message, now))
-                except (DockError, ValueError) as error:
+                except (DockError, *NONSENSE) as error:
                     self._answer(put.client, put.seq, _refusal(error))
                 return True
         return False
@@ -283,7 +289,9 @@ class LedgerServer:
             else:
                 self._answer(client, seq, m.Nothing() if given is None else self._granted(given, time.monotonic()))
 
-        self._waiters.park(Waiter(message.stage, want, now + message.wait_s, answer, client, client[:OWNER_BYTES]))
+        since = now - max(0.0, message.waited_s)
+        owner = client[:OWNER_BYTES]
+        self._waiters.park(Waiter(message.stage, want, now + message.wait_s, answer, client, owner, since))
         return None
 
     def _commit(self, message: m.Commit, now: float) -> m.Message:
@@ -293,7 +301,7 @@ class LedgerServer:
         written = self._written(message.outputs, rows)
         try:
             self._ledger.commit(message.lease, written, _ints(message.drop).tolist(), now)
-        except DockError:
+        except (DockError, *NONSENSE):
             self._ledger.chunks.freed.append(written.chunk)
             raise
         return m.Done()
@@ -307,21 +315,21 @@ class LedgerServer:
         return Written(outputs.columns, chunk, outputs.nbytes, version, length, score)
 
     def _granted(self, grant: Grant, now: float) -> m.Granted:
-        keys: set[int] = set()
+        keys: dict[int, None] = {}
         pieces = []
-        for part, chunks, places in grant.pieces:
-            keys.update(distinct(chunks))
-            pieces.append(m.Piece(part, pack(chunks), pack(places)))
-        keys.discard(-1)
+        for piece in grant.pieces:
+            keys.update(dict.fromkeys(piece.keys))
+            where = [at if isinstance(at, int) else pack(at) for at in (piece.chunks, piece.places)]
+            pieces.append(m.Piece(piece.part, *where))
         return m.Granted(
-            rows=len(grant.ids),
+            rows=grant.rows,
             lease=grant.lease,
             lease_s=grant.deadline - now,
             columns=grant.columns,
-            ids=pack(grant.ids),
-            group=pack(grant.group),
-            version=pack(grant.version),
-            length=pack(grant.length),
+            ids=pack(grant.meta[ID]),
+            group=pack(grant.meta[GROUP]),
+            version=pack(grant.meta[VERSION]),
+            length=pack(grant.meta[LENGTH]),
             pieces=tuple(pieces),
             chunks=tuple(self._catalog.at(key) for key in keys),
         )

@@ -75,13 +75,14 @@ class LocalDock:
         with self._lock:
             now = self._clock()
             self._expire(now)
-            grant = self._ledger.take(stage, want, now)
+            given = self._ledger.take(stage, want, now)
+            grant = None if given is None else given.owned()
             self._settle()
             if grant is None and wait > 0 and not self._is_closed:
                 grant = self._park(stage, want, now + wait)
             if grant is None:
                 return None
-            chunks = {key: self._chunks[key] for _, keys, _ in grant.pieces for key in set(keys.tolist()) if key >= 0}
+            chunks = {key: self._chunks[key] for piece in grant.pieces for key in piece.keys}
         return TakenLease(self, grant, chunks)
 
     def advance(self, version: int) -> None:
@@ -191,10 +192,10 @@ class LocalDock:
         woken = threading.Event()
 
         def answer(given: Grant | DockError | None) -> None:
-            answers.append(given)
+            answers.append(given.owned() if isinstance(given, Grant) else given)
             woken.set()
 
-        waiter = Waiter(stage, want, deadline, answer)
+        waiter = Waiter(stage, want, deadline, answer, since=self._clock())
         self._waiters.park(waiter)
         while not answers:
             due = self._ledger.leases.next_deadline()

@@ -23,11 +23,12 @@ class Copy(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Piece(msgspec.Struct, array_like=True, frozen=True):
-    """Rows of one part: for each row its chunk (-1: none) and its place there."""
+    """As records.Piece: for each row its chunk (int64) and its place there (int32), or of all rows the one chunk and
+    the first place."""
 
     part: int
-    chunks: bytes  # int64
-    places: bytes  # int32
+    chunks: bytes | int
+    places: bytes | int
 
 
 class ChunkAt(msgspec.Struct, array_like=True, frozen=True):
@@ -57,12 +58,14 @@ class Put(Message):
     outputs: Outputs
     tag: str
     wait_s: float
+    waited_s: float = 0.0  # already, in earlier pieces of the same wait: it keeps its place
 
 
 class Take(Message):
     stage: str
     want: Want
     wait_s: float
+    waited_s: float = 0.0
 
 
 class Commit(Message):

@@ -32,6 +32,7 @@ class Node:
         self._warehouses: dict[int, m.Announce] = {}
         self._home: m.Announce | None = None
         self._writer: Writer | None = None
+        self._is_left = False
         self.refresh()
 
     # -- writing -----------------------------------------------------------------------------------------------------
@@ -110,7 +111,14 @@ class Node:
         if abandoned is not None:  # outside of our lock: it has its own, and calls us under it
             abandoned.close()
 
+    def leave(self) -> None:
+        """From any thread: nobody waits any longer for a warehouse, or for room in one."""
+        self._is_left = True
+        for caller in list(self._callers.values()):
+            caller.leave()
+
     def close(self) -> None:
+        self._is_left = True
         with self._lock:
             writer, self._writer = self._writer, None
         if writer is not None:
@@ -169,7 +177,7 @@ class Node:
             try:
                 return action()
             except (ConnectionError, TimeoutError, FileNotFoundError) as error:
-                if time.monotonic() > deadline:
+                if self._is_left or time.monotonic() > deadline:
                     where = f"node {self._name!r}" if self._name else "this machine"
                     raise DockError(f"no warehouse answers on {where}: {error}", "start one for it") from None
                 time.sleep(RETRY_S)
@@ -182,6 +190,8 @@ class Node:
             return None
 
     def _call(self, control: str, message: m.Message) -> Any:
+        if self._is_left:
+            raise DockError("this dock was left", "connect again")
         try:
             return self._caller(control).ask(message, within_s=CALL_S)
         except (ConnectionError, TimeoutError):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch
+from tidemill.dock.compact import distinct
 from tidemill.errors import DockError
 
 Ints = npt.NDArray[np.int64]
@@ -32,18 +33,53 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Where rows have one part of theirs: each row's chunk (-1: none) and its place there. Where all lie side by side
+    in one chunk, as one put or commit wrote them, both are single numbers: that chunk, and the first row's place."""
+
+    part: int
+    chunks: Ints | int
+    places: npt.NDArray[np.int32] | int
+
+    @property
+    def keys(self) -> list[int]:
+        """The chunks that occur."""
+        if isinstance(self.chunks, int):
+            return [self.chunks]
+        return [key for key in distinct(self.chunks) if key >= 0]
+
+    def of_rows(self, rows: int) -> tuple[Ints, npt.NDArray[Any]]:
+        """Both for each row."""
+        if isinstance(self.chunks, int):
+            first = int(self.places)
+            return np.full(rows, self.chunks), np.arange(first, first + rows, dtype=np.int32)
+        assert not isinstance(self.places, int)
+        return self.chunks, self.places
+
+
+@dataclass(frozen=True, slots=True)
 class Grant:
-    """A lease as its taker gets it. `pieces`: (part, chunk of each row or -1, place of each row in its chunk); where
-    two parts hold the same column of a row, the later part is the newer."""
+    """A lease as its taker gets it, good until the ledger's next step unless `owned`. Where two pieces hold the same
+    column of a row, the later one is the newer."""
 
     lease: int
     deadline: float
     columns: tuple[str, ...]
-    ids: Ints
-    group: Ints
-    version: npt.NDArray[np.int32]
-    length: npt.NDArray[np.int32]
-    pieces: list[tuple[int, Ints, npt.NDArray[np.int32]]]
+    rows: int
+    meta: Mapping[str, npt.NDArray[Any]]  # what the ledger itself keeps of each row: id, group, version, length
+    pieces: list[Piece]
+
+    def owned(self) -> Grant:
+        """The same, whatever happens to the ledger's table: as it comes, its arrays may be views of it."""
+        return replace(self, meta={name: array.copy() for name, array in self.meta.items()})
+
+    @property
+    def ids(self) -> Ints:
+        return self.meta[ID]
+
+    @property
+    def group(self) -> Ints:
+        return self.meta[GROUP]
 
 
 @dataclass(slots=True)
@@ -54,6 +90,7 @@ class HeldLease:
     columns: tuple[str, ...]
     owner: bytes = b""  # who holds it, where it would be noticed that its process ended
     since: float = 0.0
+    where: slice | Ints | None = None  # the same rows, as a slice of the table where they are one
     twin: int = 0  # another lease on the same rows, of whoever makes up for a straggler
 
 

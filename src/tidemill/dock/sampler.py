@@ -50,6 +50,8 @@ def check(want: Want) -> None:
         value = getattr(want, name)
         if value is not None and value < 1:
             raise DockError(f"want.{name} must be at least 1, got {value}")
+    if want.seed < 0:
+        raise DockError(f"want.seed must be 0 or more, got {want.seed}")
     if not 0 <= want.rank < want.ranks:
         raise DockError(f"want.rank must be from 0 to {want.ranks - 1} with {want.ranks} ranks, got {want.rank}")
 

@@ -65,7 +65,11 @@ def read_header(fd: int) -> Header:
     raw = os.pread(fd, _HEADER.size, 0)
     if len(raw) < _HEADER.size:
         raise SegmentGone("a segment file is shorter than its header")
-    magic, generation, where, nbytes = _HEADER.unpack(raw)
+    return _parse(raw)
+
+
+def _parse(raw: bytes | mmap.mmap) -> Header:
+    magic, generation, where, nbytes = _HEADER.unpack_from(raw)
     if magic != MAGIC:
         raise SegmentGone("a segment file does not start as segments do")
     return Header(generation, where, nbytes)
@@ -98,10 +102,17 @@ class Mapped:
         except FileNotFoundError:
             raise SegmentGone(f"segment {number} is gone with its warehouse") from None
         self.users = 0
+        self.lock = threading.RLock()
+        self.is_locked = False  # the file, by this process
+        try:  # a page of its own: looked at without a system call
+            self._header = mmap.mmap(self.fd, HEADER_BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
+        except ValueError:  # shorter than that: its warehouse died while making it
+            os.close(self.fd)
+            raise SegmentGone(f"segment {number} is shorter than its header") from None
         self._maps: dict[tuple[int, bool], mmap.mmap] = {}
 
     def header(self) -> Header:
-        return read_header(self.fd)
+        return _parse(self._header)
 
     def map(self, header: Header, writable: bool) -> mmap.mmap:
         """Kept for the life of the process while the bytes stay where they are: page tables are costly too."""
@@ -199,11 +210,14 @@ class Views:
                 segment = self._mapped[key] = Mapped(arena, number)
             # Counted before it is locked: a view that the collector ends here and now must not unlock it.
             segment.users += 1
-            if segment.users == 1:
+        # Under the segment's own lock: while it is spilled this waits, and must keep nobody from another segment.
+        with segment.lock:
+            if not segment.is_locked:
                 fcntl.flock(segment.fd, fcntl.LOCK_SH)
+                segment.is_locked = True
             header = segment.header()
-            if header.generation == generation:
-                return segment, header
+        if header.generation == generation:
+            return segment, header
         self._let_go(segment)
         raise SegmentGone(f"segment {number} has been recycled (generation {header.generation}, not {generation})")
 
@@ -216,8 +230,11 @@ class Views:
         with self._lock:
             segment.users -= 1
             if segment.users == 0 and segment.fd >= 0:
-                segment.forget_spilled()
-                unlock(segment.fd)
+                with segment.lock:  # never waited for: who waits for the file under it is a user
+                    segment.forget_spilled()
+                    if segment.is_locked:
+                        unlock(segment.fd)
+                        segment.is_locked = False
 
 
 _OPEN: weakref.WeakSet[Views] = weakref.WeakSet()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -12,7 +13,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ FAILED_STARTS = 5  # so many in a row that end before the process is ready are g
 
 
 class Keeper:
-    """One process, and a spare beside it that takes over when it ends. The thread that starts them also waits for
-    them: the kernel tells them to stop when that thread ends."""
+    """One of the dock's processes (see process.py), heard and, should it end altogether, started again. The thread that
+    starts it also listens to it: the kernel tells it to stop when that thread ends."""
 
     def __init__(self, name: str, command: list[str], log: Path, on_death: Callable[[], None]) -> None:
         self.name = name
@@ -40,16 +40,19 @@ class Keeper:
         self.error: str | None = None
         self._command, self._log, self._on_death = command, log, on_death
         self._process: subprocess.Popen[str] | None = None
-        self._spare: subprocess.Popen[str] | None = None
-        self._ready = threading.Event()
+        self._pid = 0
+        self._is_up, self._ready = threading.Event(), threading.Event()
+        self._failed = 0  # starts in a row
         self._is_stopping = False
         self._thread = threading.Thread(target=self._keep, daemon=True, name=f"keep-{name}")
         self._thread.start()
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+        """Of the server itself; of the next one, while one has just ended."""
+        if not self._is_up.wait(START_S):
+            raise DockError(f"the dock's {self.name} is not running", f"look at {self._log}")
+        return self._pid
 
     def wait_ready(self) -> None:
         if not self._ready.wait(START_S) or self.error:
@@ -58,42 +61,62 @@ class Keeper:
 
     def stop(self) -> None:
         self._is_stopping = True
-        for process in (self._spare, self._process):
-            if process is not None and process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(STOP_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
         self._thread.join(STOP_S)
 
     def _keep(self) -> None:
-        failed = 0
-        while not self._is_stopping:
-            process = self._process = self._spare or self._spawn()
-            self._spare = None
-            assert process.stdin is not None and process.stdout is not None
-            with suppress(BrokenPipeError):  # it died before its turn; the loop tries the next
-                process.stdin.write("begin\n")
-                process.stdin.flush()
-            failed += 1
-            if process.stdout.readline() == "ready\n":
-                failed = 0
-                self._ready.set()
-                self._spare = self._spawn()
+        while not self._is_stopping and self.error is None:
+            process = self._process = self._spawn()
+            if self._is_stopping:  # told so before there was anything to stop
+                process.terminate()
+            assert process.stdout is not None
+            with process.stdout:
+                for line in process.stdout:
+                    self._hear(line.split())
             process.wait()
-            if self._is_stopping:
-                return
-            if failed >= FAILED_STARTS:
-                self.error = f"it ended {failed} times before it was ready"
+            self._note_end()
+
+    def _hear(self, words: list[str]) -> None:
+        match words:
+            case ["began", pid]:
+                self._pid = int(pid)
+                self._is_up.set()
+            case ["ready"]:
+                self._failed = 0
                 self._ready.set()
-                return
-            self.restarts += 1
-            self._on_death()
+            case ["ended"]:
+                self._is_up.clear()
+                self._note_end()
+
+    def _note_end(self) -> None:
+        if self._is_stopping or self.error is not None:
+            return
+        self._failed += 1
+        if self._failed >= FAILED_STARTS:
+            self.error = f"it ended {self._failed} times before it was ready"
+            self._ready.set()
+            assert self._process is not None
+            self._process.terminate()
+            return
+        self.restarts += 1
+        # Aside: it may ask the ledger, which may be the one that is being started again.
+        threading.Thread(target=self._on_death, daemon=True, name=f"death-of-{self.name}").start()
 
     def _spawn(self) -> subprocess.Popen[str]:
+        environment = {
+            **os.environ,
+            "OPENBLAS_NUM_THREADS": "1",
+        }  # nothing is multiplied there, and threads do not fork
         with open(self._log, "ab") as log:
-            return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+            return subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+            )
 
 
 class DockServer:
@@ -122,14 +145,19 @@ class DockServer:
         self.ledger = Keeper("ledger", command, self.folder / "ledger.log", lambda: None)
         self.warehouses: dict[str, Keeper] = {}
         self._arenas: dict[str, m.Announce] = {}
-        for name in nodes:
-            self.add_warehouse(name)
-        self.ledger.wait_ready()
-        for name in nodes:
-            self.warehouses[name].wait_ready()
-            self.wait_announced(name)
+        try:
+            for name in nodes:
+                self.add_warehouse(name)
+            self.ledger.wait_ready()
+            for name in nodes:
+                self.warehouses[name].wait_ready()
+                self.wait_announced(name)
+        except BaseException:
+            self.close()
+            raise
 
     def add_warehouse(self, name: str) -> None:
+        check_name(name)
         log = self.folder / f"{name}.log"
         command = self._command("warehouse", name, self.address.ledger)
         self.warehouses[name] = Keeper(name, command, log, lambda: self._warehouse_died(name))
@@ -190,7 +218,7 @@ class DockNode:
 
     def __init__(self, address: Address, name: str, host: str, folder: Path | str | None = None, **memory: Any) -> None:
         """`memory`: memory_bytes, spill_bytes, segment_bytes of DockSetup."""
-        self.address, self.name = address, name
+        self.address, self.name = address, check_name(name)
         self._is_own_folder = folder is None
         self.folder = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="tidemill-dock-"))
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -202,8 +230,12 @@ class DockNode:
         command = _command("warehouse", self.folder, check_host(host), name, address.ledger)
         log = self.folder / f"{name}.log"
         self.warehouse = Keeper(name, command, log, lambda: _tell_if_lost(self._ask, self._hello))
-        self.warehouse.wait_ready()
-        self._hello = _wait_announced(self._ask, name, log)
+        try:
+            self.warehouse.wait_ready()
+            self._hello = _wait_announced(self._ask, name, log)
+        except BaseException:
+            self.close()
+            raise
 
     def connect(self) -> RemoteDock:
         return RemoteDock(self.address, self.name)
@@ -231,6 +263,13 @@ def serve(
 def join(address: Address | str | Path, name: str, host: str, **settings: Any) -> DockNode:
     """Let this machine take part in a dock: workers here write to and read from its own memory."""
     return DockNode(address if isinstance(address, Address) else Address.find(address), name, host, **settings)
+
+
+def check_name(name: str) -> str:
+    """A node's name is part of the names of files and folders."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name == "ledger":
+        raise DockError(f"{name!r} cannot be the name of a node", "use letters, digits, '.', '_' and '-'; not 'ledger'")
+    return name
 
 
 def _wait_announced(ask: Callable[[m.Message], Any], name: str, log: Path) -> m.Announce:

@@ -6,11 +6,13 @@ prove that they have the token, each by a keyed hash over both sides' random num
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -27,6 +29,7 @@ STREAM_BYTES = 8 << 20  # each stream carries at least this much of a chunk: bel
 SOCKET_BUFFER = 4 << 20
 MAX_STREAMS = 4  # each keeps a core busy on both sides: with two cores, a second one only gets in the first one's way
 MAX_CONNECTIONS = 256
+ACCEPT_AGAIN_S = 0.1
 _REQUEST = struct.Struct("<QQQQ")  # segment, generation, offset, bytes
 _OK, _GONE = b"\x01", b"\x00"
 
@@ -50,8 +53,11 @@ class StreamServer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._listener.fileno() < 0 or error.errno in (errno.EBADF, errno.EINVAL):
+                    return  # closed
+                time.sleep(ACCEPT_AGAIN_S)  # out of files, say: that passes
+                continue
             if not self._connections.acquire(blocking=False):
                 self.refused += 1
                 connection.close()

@@ -40,7 +40,7 @@ def prometheus(state: DockState, prefix: str = "tidemill_dock") -> str:
 
     def metric(name: str, kind: str, text: str, values: Iterable[tuple[str, float]]) -> None:
         lines.extend((f"# HELP {prefix}_{name} {text}", f"# TYPE {prefix}_{name} {kind}"))
-        lines.extend(f"{prefix}_{name}{labels} {value:g}" for labels, value in values)
+        lines.extend(f"{prefix}_{name}{labels} {value}" for labels, value in values)
 
     metric("rows", "gauge", "Rows in the dock.", [("", state.rows)])
     metric("bytes", "gauge", "Bytes that rows in the dock need.", [("", state.bytes)])
@@ -52,10 +52,12 @@ def prometheus(state: DockState, prefix: str = "tidemill_dock") -> str:
         ("dropped", state.dropped, "Rows ended before the last stage."),
         ("stale", state.stale, "Rows found too old."),
         ("leases_expired", state.expired, "Leases that ran out or whose holder died."),
+        ("leases_reissued", state.reissued, "Leases on what somebody else held for far longer than usual."),
         ("lost", state.lost, "Rows whose bytes went with a warehouse."),
         ("refused", state.refused, "Connections and messages that were refused."),
     ):
         metric(f"{name}_total", "counter", text, [("", value)])
+    metric("tag_rows", "gauge", "Rows by tag.", [(f'{{tag="{_escaped(tag)}"}}', n) for tag, n in state.tags.items()])
     stages = [(f'{{stage="{_escaped(name)}"}}', c) for name, c in state.stages.items()]
     metric("stage_ready", "gauge", "Rows ready for the stage.", [(label, c.ready) for label, c in stages])
     metric("stage_leased", "gauge", "Rows the stage works on.", [(label, c.leased) for label, c in stages])

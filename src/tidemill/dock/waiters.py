@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ class Waiter:
     answer: Callable[[Grant | DockError | None], None]  # called once; None: the deadline passed
     client: bytes = b""  # the connection that waits
     owner: bytes = b""  # of the lease to come
+    since: float = 0.0  # who has waited longest is served first
 
 
 class Waiters:
@@ -27,7 +29,7 @@ class Waiters:
         self._parked: dict[str, list[Waiter]] = {}
 
     def park(self, waiter: Waiter) -> None:
-        self._parked.setdefault(waiter.stage, []).append(waiter)
+        insort(self._parked.setdefault(waiter.stage, []), waiter, key=lambda w: w.since)
 
     def remove(self, waiter: Waiter) -> None:
         parked = self._parked.get(waiter.stage, [])
@@ -69,6 +71,8 @@ class Waiters:
                 answer: Grant | DockError | None = self._ledger.take(stage, waiter.want, now, waiter.owner)
             except DockError as error:  # the waiter's mistake, not of whoever's step woke it
                 answer = error
+            except Exception as error:
+                answer = DockError(f"this take cannot be served: {error}", "look at what it wants")
             if answer is not None:
                 self._parked[stage].remove(waiter)
                 waiter.answer(answer)

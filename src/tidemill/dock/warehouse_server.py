@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import queue
+import re
 import threading
 import time
 from contextlib import suppress
@@ -20,7 +21,7 @@ import msgspec
 import zmq
 
 from tidemill.dock import messages as m
-from tidemill.dock.arena import Arena, choose_place
+from tidemill.dock.arena import Arena, choose_place, remove_orphans
 from tidemill.dock.segment import SegmentGone, Views
 from tidemill.dock.setup import DockSetup
 from tidemill.dock.stream import Puller, StreamServer
@@ -43,7 +44,9 @@ TICK_S = 0.05
 REPORT_S = 0.2  # heartbeat to the ledger; also how soon a restarted ledger is noticed
 LEND_WAIT_S = 1.0  # a writer that finds memory full asks again after this
 PREPARED_SEGMENTS = 4
+SPILL_AGAIN_S = 5.0  # after the disk refused
 FAREWELL_MS = 200
+TOUCH_S = 60.0
 
 
 @dataclass(slots=True)
@@ -74,6 +77,10 @@ class WarehouseServer:
         self._is_shared = is_shared
         self.key, place = _identity(place)
         self._arena = Arena(place, folder / f"spill-{self.key}", memory_bytes, setup.segment_bytes)
+        self._arena.claim()
+        if is_shared:
+            for orphan in remove_orphans(place.parent):
+                log.warning("removed %s, which no warehouse has used for long", orphan)
         self._spill_bytes = setup.spill_bytes or memory_bytes
         self._views = Views()
         self._writer = Writer(place, self.key, self._views, self._lend_to_self, self._arena.close)
@@ -85,11 +92,11 @@ class WarehouseServer:
         self._finished: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
-        self._is_spilling = False
+        self._is_spilling, self._spill_again = False, 0.0
         self._anonymous = 0  # pulls for chunks that the ledger has not numbered yet
         self._refused = self._pull_requests = 0
         self._epoch = -1
-        self._reported = self._swept = 0.0
+        self._reported = self._swept = self._touched = 0.0
         self._context: zmq.Context[Any] = zmq.Context()
         self._doorkeeper = Doorkeeper(self._context, token)
         self._socket = listening_socket(self._context, token)
@@ -135,6 +142,9 @@ class WarehouseServer:
         if now - self._reported > REPORT_S:
             self._reported = now
             self._ask_ledger(m.Report(self.key, self.figures()))
+        if now - self._touched > TOUCH_S:
+            self._touched = now
+            self._arena.touch()
         if now - self._swept > TICK_S:
             self._swept = now
             self._gate.watch(now)
@@ -189,6 +199,7 @@ class WarehouseServer:
             "used_bytes": self._arena.used_bytes,
             "busy_bytes": self._arena.busy_bytes,
             "spilled_bytes": self._arena.spilled_bytes,
+            "failed_spills": self._arena.failed_spills,
             "segments": len(self._arena.segments),
             "recycled": self._arena.recycled,
             "pulled_bytes": self._puller.pulled_bytes,
@@ -211,7 +222,9 @@ class WarehouseServer:
             self._socket.send_multipart((parked.client, parked.seq, m.encode(answer)))
 
     def _spill_if_needed(self) -> None:
-        if self._is_spilling or (self._arena.busy_bytes <= self._spill_bytes and not self._parked):
+        if self._is_spilling or time.monotonic() < self._spill_again:
+            return
+        if self._arena.busy_bytes <= self._spill_bytes and not self._parked:
             return
         segment = self._arena.spillable()
         if segment is None:
@@ -219,8 +232,11 @@ class WarehouseServer:
         self._is_spilling = True
 
         def spill() -> None:
-            self._arena.copy_out(segment)
-            self._finished.put(("spilled", segment))
+            try:
+                self._arena.copy_out(segment)
+                self._finished.put(("spilled", segment, None))
+            except OSError as error:
+                self._finished.put(("spilled", segment, error))
             self._wake()
 
         threading.Thread(target=spill, daemon=True, name="spill").start()
@@ -271,9 +287,13 @@ class WarehouseServer:
             match self._finished.get():
                 case ("pulled", key, error):
                     self._finish_pull(key, error)
-                case ("spilled", segment):
+                case ("spilled", segment, None):
                     self._arena.finish_spill(segment)
                     self._is_spilling = False
+                case ("spilled", segment, error):
+                    log.warning("a segment could not be written to disk, and stays in memory: %s", error)
+                    self._arena.give_up_spill(segment)
+                    self._is_spilling, self._spill_again = False, time.monotonic() + SPILL_AGAIN_S
 
     def _finish_pull(self, key: int, error: Exception | None) -> None:
         pull = self._pulls.pop(key)
@@ -358,8 +378,10 @@ def _identity(place: Path) -> tuple[int, Path]:
     """The warehouse's key and its arena, whose name ends in the key: who has the same bytes is the same warehouse, and
     nobody who looked at the bytes of one can take another's for them."""
     place.parent.mkdir(parents=True, exist_ok=True)
-    for left in sorted(place.parent.glob(f"{place.name}-*")):
-        return int(left.name.rpartition("-")[2], 16), left
+    own = re.compile(re.escape(place.name) + "-([0-9a-f]{14})")  # and not of a node whose name only begins like it
+    for left in sorted(place.parent.iterdir()):
+        if found := own.fullmatch(left.name):
+            return int(found[1], 16), left
     key = int.from_bytes(os.urandom(7), "little")
     arena = place.with_name(f"{place.name}-{key:014x}")
     arena.mkdir(mode=0o700)

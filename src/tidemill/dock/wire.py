@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+import threading
 import time
 from collections import deque
 from typing import Any
@@ -57,6 +58,10 @@ class Doorkeeper:
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind("inproc://zeromq.zap.01")
+
+    def answer_all(self) -> None:
+        while int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self.answer()
 
     def answer(self) -> None:
         version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
@@ -134,10 +139,21 @@ class Caller:
         self.address = address
         self._resends = resends
         self._is_left = False
+        self._busy = threading.Lock()  # a socket must not be closed under whoever uses it
         self.resent = 0
 
     def ask(self, message: Message, within_s: float) -> Any:
         """The answer. Raises TimeoutError when nobody answered, though asked again after every broken connection."""
+        with self._busy:
+            try:
+                return self._ask(message, within_s)
+            finally:
+                if self._is_left:
+                    self._end()
+
+    def _ask(self, message: Message, within_s: float) -> Any:
+        if self._is_left:
+            raise DockError("this dock was left", "connect again")
         self._seq += 1
         seq, body = SEQ.pack(self._seq), encode(message)
         sent = time.monotonic()
@@ -164,16 +180,26 @@ class Caller:
 
     def tell(self, message: Message) -> None:
         """Without waiting for an answer."""
-        self._seq += 1
-        self._socket.send_multipart((SEQ.pack(self._seq), encode(message)))
+        with self._busy:
+            if not self._is_left:
+                self._seq += 1
+                self._socket.send_multipart((SEQ.pack(self._seq), encode(message)))
 
     def leave(self) -> None:
-        """From any thread; a socket is closed by its own."""
+        """From any thread: whoever waits for an answer is woken and closes the socket."""
         self._is_left = True
 
     def close(self) -> None:
-        self._socket.disable_monitor()
-        self._socket.close()
+        """As `leave`; from any thread too."""
+        self._is_left = True
+        if self._busy.acquire(blocking=False):
+            self._end()
+            self._busy.release()
+
+    def _end(self) -> None:
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._socket.close()
 
     def _is_broken(self) -> bool:
         was_broken = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import time
@@ -64,6 +65,8 @@ def run(config: Config, folder: RunFolder, watch: Watcher | None = None) -> Summ
     """From wherever the folder stands to the end of the run."""
     watch = watch or Watcher()
     workers = start(config, warm_start(config, folder, watch), folder, watch.noted)
+    gc.collect()
+    gc.freeze()  # what was loaded by now lives to the run's end: no use in looking through it at every collection
     try:
         workers.keep_definition(folder.path)
         while True:
@@ -74,6 +77,7 @@ def run(config: Config, folder: RunFolder, watch: Watcher | None = None) -> Summ
                 watch.noted(str(lost))
                 workers.rewind()
     finally:
+        gc.unfreeze()
         workers.close()
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tidemill.learn.logprob import HAS_TRITON
 from tidemill.learn.pinned import Pinned
 
 Master = Literal["none", "float32", "stochastic"]
@@ -50,7 +51,7 @@ class Adam(torch.optim.Optimizer):
             for p in group["params"]:
                 grad = self.gradient(p)
                 if grad is not None:
-                    self._step(p, grad.float(), group)
+                    self._step(p, grad, group)
 
     def home(self, p: Tensor, key: str) -> torch.device:
         """Where a piece of state lives between steps."""
@@ -63,20 +64,39 @@ class Adam(torch.optim.Optimizer):
         kept["step"] += 1
         step = int(kept["step"])
         at_work = {k: v.to(p.device, non_blocking=True) for k, v in kept.items() if k != "step"}
-        m, v = (decode(at_work, name, p.shape) for name in MOMENTS)
-        weight = at_work["master"] if "master" in at_work else p.float()
-        adam_(weight, grad, m, v, step, group)
-        made = {**_encode("exp_avg", m, self.moments), **_encode("exp_avg_sq", v, self.moments)}
-        if self.master == "float32":
-            made["master"] = weight
-        if self.master == "stochastic" and p.dtype == torch.bfloat16:
-            index = sum(1 for _ in _before(self.param_groups, p))
-            p.copy_(stochastic_bfloat16(weight, seed=hash((self.seed, step, index))))
+        seed = self._rounding(p, step)
+        if HAS_TRITON and p.device != HOST and all(x.is_contiguous() for x in (p, grad, *at_work.values())):
+            from tidemill.learn import triton_adam
+
+            triton_adam.step_(p, grad, at_work, step, group, seed)
+            made = at_work
         else:
-            p.copy_(weight)
+            made = self._plain_step(p, grad.float(), at_work, step, group, seed)
+        self._put_back(kept, made)
+
+    def _rounding(self, p: Parameter, step: int) -> int | None:
+        """The seed of this step's stochastic rounding, where there is one."""
+        if self.master != "stochastic" or p.dtype != torch.bfloat16:
+            return None
+        return hash((self.seed, step, sum(1 for _ in _before(self.param_groups, p))))
+
+    @staticmethod
+    def _put_back(kept: dict[str, Tensor], made: Mapping[str, Tensor]) -> None:
+        """What was worked on, to where it lives."""
         for name, value in made.items():
             if kept[name] is not value:
                 kept[name].copy_(value, non_blocking=True)
+
+    def _plain_step(
+        self, p: Tensor, grad: Tensor, state: Mapping[str, Tensor], step: int, group: dict[str, Any], seed: int | None
+    ) -> dict[str, Tensor]:
+        """The new state; `p` in place. `seed`: round it stochastically."""
+        m, v = (decode(state, name, p.shape) for name in MOMENTS)
+        weight = state["master"] if "master" in state else p.float()
+        adam_(weight, grad, m, v, step, group)
+        p.copy_(weight if seed is None else stochastic_bfloat16(weight, seed))
+        made = {**_encode("exp_avg", m, self.moments), **_encode("exp_avg_sq", v, self.moments)}
+        return {**made, "master": weight} if self.master == "float32" else made
 
     def _fresh(self, p: Parameter) -> dict[str, Tensor]:
         zero = torch.zeros_like(p, dtype=torch.float32)

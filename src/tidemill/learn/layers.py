@@ -28,8 +28,11 @@ OFFLOAD_BYTES = 1 << 20  # smaller tensors cost more to move than to keep
 
 def prepare(model: Any, learn: Learn, fused: bool = True) -> None:
     """`fused`: norms and gates may be computed by other code than the modules' own."""
-    if learn.fp8 != "none":
-        fp8.attach(layers_of(model), learn.fp8)
+    if learn.fp8 != "none" and not fp8.attach(layers_of(model), learn.fp8):
+        raise ModelError(
+            f"learn.fp8={learn.fp8}, but no linear module of the layers has sides that are multiples of {fp8.MULTIPLE}",
+            "set learn.fp8=none",
+        )
     if learn.recompute != "none":
         recompute(model, learn.recompute, learn.recompute_every)
     on_accelerator = next(model.parameters()).device.type != "cpu"

@@ -42,11 +42,9 @@ def optimizer_of(
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
-    if is_muon:
-        return muon(groups, lr=learn.lr, betas=learn.betas, eps=learn.eps, gradient=gradient)
-    if learn.master == "none" and learn.moments == "same" and not learn.optimizer_on_host:
+    if not is_muon and learn.master == "none" and learn.moments == "same" and not learn.optimizer_on_host:
         return torch.optim.AdamW(groups, lr=learn.lr, betas=learn.betas, eps=learn.eps, fused=True)
-    return Adam(
+    return (muon if is_muon else Adam)(
         groups,
         lr=learn.lr,
         betas=learn.betas,

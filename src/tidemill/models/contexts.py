@@ -35,7 +35,7 @@ class Attention:
 
 KINDS: dict[str, Attention] = {
     "blocks": Attention(packed.Packed, packed.SharedPrompt),
-    "short": Attention(short.ShortPacked, short.ShortShared),
+    "short": Attention(short.packed, short.shared),
     "flash": Attention(varlen.FlashPacked, varlen.FlashShared),
     "fusion": Attention(
         partial(varlen.FlashPacked, kernel=fusion.causal), partial(varlen.FlashShared, kernel=fusion.causal)

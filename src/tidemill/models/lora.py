@@ -29,6 +29,7 @@ class LoraLinear(nn.Linear):
     lora_m: nn.Parameter | None  # (out,)
     factor: float
     is_on: bool
+    multiply = staticmethod(F.linear)  # by the frozen weight while the adapter is on; `learn.fp8` puts its own here
 
     def forward(self, x: Tensor) -> Tensor:
         return self.through(x, self.bias)
@@ -39,9 +40,9 @@ class LoraLinear(nn.Linear):
             return F.linear(x, self.weight, bias)
         change = F.linear(F.linear(x, self.lora_a), self.lora_b) * self.factor
         if self.lora_m is None:
-            return F.linear(x, self.weight, bias) + change
+            return self.multiply(x, self.weight, bias) + change
         # The paper's section 4.3: the norm counts as a constant in the backward pass.
-        out = (F.linear(x, self.weight) + change) * (self.lora_m / self.row_norms().to(self.lora_m.dtype))
+        out = (self.multiply(x, self.weight, None) + change) * (self.lora_m / self.row_norms().to(self.lora_m.dtype))
         return out if bias is None else out + bias
 
     @torch.no_grad()

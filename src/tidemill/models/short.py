@@ -8,8 +8,8 @@ tensors) goes to the plain form, `tidemill.models.packed`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from functools import cache, cached_property
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from tidemill.batch import Array
 from tidemill.device.compiled import library, over_rows
 from tidemill.errors import TidemillError
+from tidemill.models.attention import Context
 from tidemill.models.packed import Packed, SharedPrompt
 
 SOURCE = Path(__file__).with_name("short.c")
@@ -126,41 +127,29 @@ def _fits(families: Families, q: Tensor, window: int | None, softcap: float | No
     return is_seen_whole and softcap is None and families.longest <= LONGEST and works_on(q.device, q.dtype)
 
 
-class ShortPacked:
+class Short:
+    """Implements `attention.Context`. What does not fit goes to the plain context, made when first needed."""
+
+    def __init__(self, families: Families, make_plain: Callable[[], Context]) -> None:
+        self.families, self.make_plain = families, make_plain
+
+    @cached_property
+    def plain(self) -> Context:
+        return self.make_plain()
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        if not _fits(self.families, q, window, softcap):
+            return self.plain.attend(layer, q, k, v, scale, window, softcap)
+        return attend(self.families, q, k, v, scale)
+
+
+def packed(lengths: Sequence[int], device: torch.device) -> Short:
     """As `Packed`."""
-
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        self.lengths, self.device = lengths, device
-        self.families = Families.alone(lengths)
-
-    @cached_property
-    def plain(self) -> Packed:
-        return Packed(self.lengths, self.device)
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        if not _fits(self.families, q, window, softcap):
-            return self.plain.attend(layer, q, k, v, scale, window, softcap)
-        return attend(self.families, q, k, v, scale)
+    return Short(Families.alone(lengths), partial(Packed, lengths, device))
 
 
-class ShortShared:
+def shared(prompts: Sequence[int], responses: Sequence[int], group: Sequence[int], device: torch.device) -> Short:
     """As `SharedPrompt`."""
-
-    def __init__(
-        self, prompts: Sequence[int], responses: Sequence[int], group: Sequence[int], device: torch.device
-    ) -> None:
-        self.parts = prompts, responses, group, device
-        self.families = Families.shared(prompts, responses, group)
-
-    @cached_property
-    def plain(self) -> SharedPrompt:
-        return SharedPrompt(*self.parts)
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        if not _fits(self.families, q, window, softcap):
-            return self.plain.attend(layer, q, k, v, scale, window, softcap)
-        return attend(self.families, q, k, v, scale)
+    return Short(Families.shared(prompts, responses, group), partial(SharedPrompt, prompts, responses, group, device))

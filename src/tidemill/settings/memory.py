@@ -14,7 +14,7 @@ from tidemill.settings.estimate import BYTES, Shape, cache_tokens, microbatch_to
 CRITICS = frozenset({"ppo"})  # algorithms that train a second model of the same size
 REFERENCED = frozenset({"dpo", "ipo", "kto"})  # those that need the frozen reference whatever kl.coef is
 INT8_MOMENT = 1 + 4 / 256  # a byte each, and a float32 scale per block of 256
-INT8_TEMPORARY, STOCHASTIC_TEMPORARY = 20, 12  # bytes per weight at work: decoded moments, codes, noise
+INT8_TEMPORARY, STOCHASTIC_TEMPORARY = 16, 8  # bytes per weight at work: decoded moments, codes, noise
 PLAIN_LOGITS = 20  # bytes per logit without the fused kernel: five float32 copies at once
 
 
@@ -65,7 +65,7 @@ def memory(
     logits = logit_bytes(shape, responses, learn.logprob_chunk, width, not adapters, on_accelerator)
     layer = max(0, tokens * width * layer_elements(shape, learn, is_compiled) - logits)
     largest = shape.vocabulary * shape.hidden if not adapters else learn.lora_rank * shape.intermediate
-    update = max(0, int(largest * update_bytes(learn, width)) - activations - logits - layer)
+    update = max(0, int(largest * update_bytes(learn, width, on_accelerator)) - activations - logits - layer)
     if tokens >= tokens_computed(config):
         # All in one pass: gradients come while activations and logits go.
         gradients = max(0, gradients - activations - logits - layer)
@@ -104,25 +104,21 @@ def adapter_parameters(shape: Shape, rank: int) -> int:
 
 def optimizer_bytes(learn: Learn, width: int) -> float:
     """Per trained weight."""
-    if learn.optimizer == "muon":
-        return 4  # one float32 momentum; the few weights with AdamW's two are not told apart here
+    if learn.optimizer == "muon":  # one float32 momentum; the few weights with AdamW's two are not told apart here
+        return 8 if learn.master == "float32" else 4
     is_plain = learn.master == "none" and not learn.optimizer_on_host
     moments = {"same": 2 * width if is_plain else 8, "float32": 8, "int8": 2 * INT8_MOMENT}[learn.moments]
     return moments + (4 if learn.master == "float32" else 0)
 
 
-def update_bytes(learn: Learn, width: int) -> float:
+def update_bytes(learn: Learn, width: int, is_fused: bool) -> float:
     """Per weight of the largest matrix, while the optimizer works on it."""
-    if (
-        learn.optimizer == "adamw"
-        and learn.master == "none"
-        and learn.moments == "same"
-        and not learn.optimizer_on_host
-    ):
-        return 0  # the fused kernel works in place
+    is_plain = learn.master == "none" and learn.moments == "same" and not learn.optimizer_on_host
+    fetched = optimizer_bytes(learn, width) if learn.optimizer_on_host else 0
+    if learn.optimizer == "adamw" and (is_plain or is_fused):
+        return fetched  # one kernel works in place
     copies = 0 if learn.master == "float32" or width == 4 else 8  # gradient and weight in float32
     quotient = 4
-    fetched = optimizer_bytes(learn, width) if learn.optimizer_on_host else 0
     return (
         copies
         + quotient

@@ -214,6 +214,11 @@ def _pairs(config: Config) -> Iterator[str]:
         yield "observe.dump is set, but gradients and weights are shown by one rank only; leave it out"
     if learn.fp8 != "none":
         yield f"learn.fp8 is {learn.fp8}, whose products are one rank's only; none would do"
+    if config.algorithm.kl.weights != "same":
+        yield (
+            f"algorithm.kl.weights is {config.algorithm.kl.weights}, but over ranks a reference keeps the weights' own "
+            "dtype; same would do"
+        )
     if config.rollout.batch_invariant:
         yield "rollout.batch_invariant is set, which one rank alone can promise; false would do"
     if learn.dora and parallel.tp > 1:

@@ -22,8 +22,8 @@ LONGEST_NAME = 200  # bytes; file systems stop at 255, and runs moved aside get 
 def problems(config: Config, model: Model) -> list[str]:
     """`model` is the one that will be trained (a warm start's own)."""
     checks: tuple[Callable[[Config, Model], Iterator[str]], ...] = (
-        _name, _cluster, _batch, _flow, _reference, _routes, _lengths, _rollout, _rollout_ranks, _model_folder, _data,
-        _functions, _environment, _device, _disk, _in_one_process, parallel.problems,
+        _name, _cluster, _batch, _flow, _reference, _routes, _lengths, _rollout, _rollout_ranks, _adapters,
+        _model_folder, _data, _functions, _environment, _device, _disk, _in_one_process, parallel.problems,
     )  # fmt: skip
     return [problem for check in checks for problem in check(config, model)]
 
@@ -173,11 +173,21 @@ def _lengths(config: Config, model: Model) -> Iterator[str]:
 
 
 def _rollout(config: Config, _: Model) -> Iterator[str]:
-    narrow = config.rollout.cache_dtype != "auto"
-    if narrow and config.rollout.engine != "native":
-        yield f"rollout.cache_dtype={config.rollout.cache_dtype} is the native engine's; set it to auto"
+    rollout = config.rollout
+    narrow = rollout.cache_dtype != "auto"
+    natives = {
+        "cache_dtype": (narrow, "auto"),
+        "speculate": (rollout.speculate == "on", "auto"),
+        "page_size": (rollout.page_size is not None, "null"),
+        "cache_tokens": (rollout.cache_tokens is not None, "null"),
+    }
+    for key, (is_set, usual) in natives.items():
+        if is_set and rollout.engine != "native":
+            yield f"rollout.{key}={getattr(rollout, key)} is the native engine's; set it to {usual}"
     if not config.rollout.batch_invariant:
         return
+    if rollout.speculate == "on":
+        yield "rollout.speculate=on drafts with kernels that rollout.batch_invariant does without; set it to auto"
     if narrow:
         yield f"rollout.cache_dtype={config.rollout.cache_dtype} rounds, which rollout.batch_invariant must not"
     if config.rollout.engine != "native":
@@ -213,6 +223,11 @@ def _rollout_ranks(config: Config, model: Model) -> Iterator[str]:
             f"{parallel.either(parallel.divisors(ranks))} would do"
         )
     yield from parallel.engine_problems(tp, model)
+
+
+def _adapters(config: Config, _: Model) -> Iterator[str]:
+    if config.learn.dora and not config.learn.lora_rank:
+        yield "learn.dora is true, but learn.lora_rank is 0: there are no adapters; learn.lora_rank=16 would do"
 
 
 def _model_folder(_: Config, model: Model) -> Iterator[str]:

@@ -19,6 +19,7 @@ from tidemill.rollout.native.attention import causal_attention
 from tidemill.rollout.native.engine import NativeEngine
 from tidemill.rollout.native.fused import FusedRunner
 from tidemill.rollout.native.sampling import Draw, draw
+from tidemill.rollout.native.speculate import MOST, ON_ACCELERATOR, Speculator
 
 HAS_DEVICE = torch.accelerator.is_available()
 DEVICE = torch.accelerator.current_accelerator() if HAS_DEVICE else torch.device("cpu")
@@ -50,7 +51,7 @@ class TorchKernels:
         assert scales is None
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         page = keys.shape[-1]
-        for row, n in enumerate(length.tolist()):
+        for row, n in reversed(list(enumerate(length.tolist()))):  # no row may count on those before it
             held = table[row, : -(-n // page)].long()
             keys[held[-1], :, :, (n - 1) % page] = k[row]
             values[held[-1], :, (n - 1) % page] = v[row]
@@ -158,3 +159,55 @@ def test_preempted_sequences_make_the_same_tokens_ahead(monkeypatch: pytest.Monk
     tight = ahead(monkeypatch, model, eos_ids=[2], cache_tokens=144)
     assert tokens(roll(tight, requests)) == wanted
     assert tight.scheduler.preemptions > 0
+
+
+def loops(count: int, **how: Any) -> list[Request]:
+    """Prompts that repeat themselves, so that there is something to look up."""
+    rng = np.random.default_rng(4)
+    sampling = Sampling(**{"max_tokens": 30, "ignore_eos": True, **how})
+    return [Request(i, np.tile(rng.integers(3, VOCAB, 3 + i), 4).tolist(), sampling, n=2) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.05},
+        {"temperature": 0.05, "ignore_eos": False},
+        {"temperature": 0.1, "top_p": 0.5},
+        {"temperature": 0.3, "repetition_penalty": 1.3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("cache_tokens", [None, 160])
+def test_drafts_judged_in_graphs_change_no_token(
+    monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], cache_tokens: int | None
+) -> None:
+    model = tiny_model("qwen3").to(DEVICE)
+    wanted = roll(NativeEngine(model, eos_ids=range(2, 12), max_len=64, plain=True), loops(4, **how))
+    engine = ahead(monkeypatch, model, eos_ids=range(2, 12), cache_tokens=cache_tokens)
+    engine.speculator = Speculator("on", engine.scheduler, ON_ACCELERATOR)
+    made = roll(engine, loops(4, **how))
+    assert tokens(made) == tokens(wanted)
+    for key, completion in made.items():
+        np.testing.assert_allclose(completion.logprobs, wanted[key].logprobs, atol=5e-3 if HAS_DEVICE else 1e-4)
+    drawn_on_device = not {"top_p", "repetition_penalty"} & how.keys()
+    assert (engine.speculator.kept > 20) == drawn_on_device
+    assert engine.pool.used == 0 and len(engine.scheduler.free_slots) == 6 and not engine.speculator._texts
+
+
+def test_on_an_accelerator_few_rows_draft_and_many_do_not() -> None:
+    engine = NativeEngine(tiny_model("qwen3"), eos_ids=[2], max_len=64)
+    speculator = Speculator("auto", engine.scheduler, ON_ACCELERATOR)
+    speculator._good = 0.9 * speculator._tried  # nine drafts of ten were right
+    assert speculator._most(4) == MOST and speculator._most(600) == 0
+    speculator._good = 0.1 * speculator._tried
+    assert speculator._most(4) == 0
+    passes = 3 * ON_ACCELERATOR.probe_every
+    asked_for = 0
+    for _ in range(passes):
+        if speculator.is_due(4):
+            asked_for += 1
+            speculator.propose(np.zeros(0, np.int64))
+    assert asked_for == 3  # and tries now and then
+    assert not any(speculator.is_due(512) for _ in range(passes))

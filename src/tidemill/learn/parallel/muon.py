@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 
-from tidemill.learn.muon import Muon, orthogonal
+from tidemill.learn.muon import Moving, Muon, orthogonal
 from tidemill.learn.parallel.collectives import Link
 from tidemill.learn.parallel.flight import Flight
 from tidemill.learn.parallel.mesh import Meshes
@@ -73,25 +72,14 @@ class ShardedMuon(Muon):
         super().__init__(groups, **settings)
         self.over, self.matrices = over, matrices
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        moving: list[tuple[Parameter, Tensor, dict[str, Any]]] = []
-        for group in self.param_groups:
-            for p in group["params"]:
-                grad = self.gradient(p)
-                if grad is None:
-                    continue
-                if group.get("is_matrix"):
-                    moving.append((p, self._direction(p, grad.float()), group))
-                else:
-                    self._step(p, grad.float(), group)
+    def _move_all(self, matrices: list[Moving]) -> None:
         # Those that are made at the same time are of like size.
-        moving.sort(key=lambda one: -sum(self.matrices[id(one[0])].sizes))
-        for first in range(0, len(moving), self.over.size):
-            at_once = moving[first : first + self.over.size]
-            made = self._orthogonal([(self.matrices[id(p)], piece) for p, piece, _ in at_once])
-            for (p, _, group), piece in zip(at_once, made):
-                self._move(p, piece, group, max(self.matrices[id(p)].shape))
+        matrices = sorted(matrices, key=lambda one: -sum(self.matrices[id(one.p)].sizes))
+        for first in range(0, len(matrices), self.over.size):
+            at_once = matrices[first : first + self.over.size]
+            given = [(self.matrices[id(one.p)], self._direction(one)) for one in at_once]
+            for one, piece in zip(at_once, self._orthogonal(given)):
+                self._move(one.p, piece, one.group, max(self.matrices[id(one.p)].shape))
 
     def _orthogonal(self, given: list[tuple[Matrix, Tensor]]) -> list[Tensor]:
         """This rank's pieces of as many matrices as there are ranks, or fewer; the i-th is rank i's work."""

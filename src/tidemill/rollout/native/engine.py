@@ -34,7 +34,7 @@ from tidemill.rollout.native.rows import Rows
 from tidemill.rollout.native.runner import PlainRunner, Runner, has_fused, make_runner
 from tidemill.rollout.native.sampling import Draw, Drawn, draw, steer, uniform_array
 from tidemill.rollout.native.scheduler import Kept, Reading, Scheduler, Sequence, Trunk
-from tidemill.rollout.native.speculate import Drafts, Speculator, When
+from tidemill.rollout.native.speculate import ON_ACCELERATOR, Speculator, When
 
 # Small pages waste little; larger ones let an accelerator's attention read longer runs. On an H200, 512 rows of 257-768
 # tokens take 84 us with pages of 32 (3.3 TB/s), 90 us with 64 and 97 us with 128.
@@ -54,9 +54,9 @@ class NativeEngine:
     instead of the lean forward pass; `kernels` allows compiled kernels and `graphs` captured decoding on an
     accelerator. All three are for comparison. `batch_invariant` (a CPU in float32) makes a token's numbers depend on
     its own sample alone, bit for bit, and equal to those of a learner in the same mode; it is slower. `speculate`
-    drafts tokens by lookup where the compiled kernels decode ("auto": where it is expected to pay). `cache_dtype` int8
-    or fp8 keeps keys and values in one byte an element, with a scale per token and head. `group` is a
-    process group whose ranks share the work of one model; each must be given the same requests, in the same order,
+    drafts tokens by lookup ("auto": with the compiled kernels, where it is expected to pay; "on": in graphs too).
+    `cache_dtype` int8 or fp8 keeps keys and values in one byte an element, with a scale per token and head. `group` is
+    a process group whose ranks share the work of one model; each must be given the same requests, in the same order,
     between the same steps."""
 
     def __init__(
@@ -122,8 +122,7 @@ class NativeEngine:
         # Inference mode saves bookkeeping per operation, but a foreign module may keep a tensor it makes.
         self._no_grad = torch.no_grad if isinstance(self.runner, PlainRunner) else torch.inference_mode
         self.decoder = self._graph_decoder(graphs)
-        is_drafting = speculate != "off" and self.kernels is not None and self.decoder is None
-        self.speculator = Speculator(speculate, self.scheduler) if is_drafting else None
+        self.speculator = self._speculator(speculate)
         self._inflight: list[Pending] = []
         self._refused: list[Completion] = []
 
@@ -136,6 +135,12 @@ class NativeEngine:
         if not wanted or self.device.type == "cpu" or not isinstance(self.runner, FusedRunner):
             return None
         return GraphDecoder(self.runner, self.store, self.scheduler.slots, self.vocab)
+
+    def _speculator(self, when: When) -> Speculator | None:
+        """In graphs "auto" stays off: that it pays there has not been measured."""
+        if self.decoder is not None:
+            return Speculator(when, self.scheduler, ON_ACCELERATOR) if when == "on" else None
+        return Speculator(when, self.scheduler) if when != "off" and self.kernels is not None else None
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -195,31 +200,24 @@ class NativeEngine:
             return []
         assert logits is not None
         drawn = self._draw(wide, logits[: len(wide)], ahead)
-        return [self._pending(rows, drawn)] if drafts is None else self._judge(drafts, rows, ahead, drawn)
-
-    def _judge(self, drafts: Drafts, rows: Array, ahead: Array, drawn: Drawn) -> list[Pending]:
-        """One token of every row, then the drafts that turned out right, place by place."""
+        if drafts is None:
+            return [self._pending(rows, drawn)]
         assert self.speculator is not None
-        accepted = drafts.accepted(drawn.tokens.numpy())
-        self.speculator.note(drafts, accepted)
-        start = np.flatnonzero(ahead == 0)
-        pending = [self._pending(rows, drawn.at(start))]
-        for place in range(1, int(accepted.max()) + 1):
-            right = np.flatnonzero(accepted >= place)
-            arrival = self.scheduler.slots.arrival[rows[right]]
-            pending.append(Pending(rows[right], arrival, drawn.at(start[right] + place), is_draft=True))
-        return pending
+        return self.speculator.judge(drafts, rows, ahead, drawn)[0]
 
     def _launch_ahead(self, decoder: GraphDecoder) -> list[Pending]:
         """One token of every running sequence as a captured graph, then prompt tokens; nothing here waits."""
         scheduler, slots = self.scheduler, self.scheduler.slots
         if slots.steered[slots.active].any():
             self._drain()  # penalties look at tokens that the host must have seen
+        may_draft = self._may_draft()
+        if may_draft:
+            self._drain()  # drafts follow tokens that the host must have seen
         launched = []
         scheduler.grow()
         readings = scheduler.admit()
         rows = np.flatnonzero(slots.active & (slots.launched < slots.limit))
-        if len(rows):
+        if len(rows) and not (may_draft and self._draft(decoder, rows)):
             slots.length[rows] += 1
             is_simple = not (slots.truncated[rows].any() or slots.steered[rows].any())
             position = slots.before[rows] + slots.launched[rows]
@@ -236,6 +234,28 @@ class NativeEngine:
             first = [trunk.logits for trunk, _ in born]
             launched.append(self._pending(rows, decoder.begin(rows, first, slots.before[rows], draw)))  # type: ignore[arg-type]
         return launched
+
+    def _may_draft(self) -> bool:
+        slots, speculator = self.scheduler.slots, self.speculator
+        if speculator is None or (slots.active & (slots.truncated | slots.steered)).any():
+            return False  # what is truncated or steered is not drawn in a graph
+        return speculator.is_due(int(slots.active.sum()))
+
+    def _draft(self, decoder: GraphDecoder, rows: Array) -> bool:
+        """A pass with drafts, waited for and written down; False where there is nothing to draft."""
+        slots, speculator = self.scheduler.slots, self.speculator
+        assert speculator is not None
+        drafts = speculator.propose(rows)
+        if drafts is None:
+            return False
+        wide, ids, ahead = drafts.spread(rows, slots.token[rows])
+        position = slots.before[wide] + slots.launched[wide] + ahead
+        drawn = decoder.verify(wide, ids, slots.length[wide] + ahead + 1, position)
+        slots.length[rows] += 1
+        self._inflight, latest = speculator.judge(drafts, rows, ahead, drawn)
+        decoder.remember(rows, latest)
+        self._drain()
+        return True
 
     def _pending(self, rows: Array, drawn: Drawn | Fetch) -> Pending:
         self.scheduler.slots.launched[rows] += 1

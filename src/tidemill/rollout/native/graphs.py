@@ -25,7 +25,9 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384
 BUCKET_STEP = 128  # beyond the last
 # Host buffers in turn: one being filled, one being copied, one being read.
 BUFFERS = 3
-CONTROL = 3  # rows of a control block before the page table: slot, length, position
+# Of passes with drafts: few sizes, for each is captured when it is first needed.
+DRAFT_BUCKETS = (8, 16, 32, 64, 128, 256, 512)
+CONTROL = 4  # rows of a control block before the page table: slot, length, position, token id
 
 
 class SlotState:
@@ -50,11 +52,11 @@ def _event(device: torch.device) -> torch.Event | None:
 class Bucket:
     """The buffers of one batch size, and its graph once captured."""
 
-    def __init__(self, rows: int, pages: int, device: torch.device) -> None:
-        self.rows = rows
+    def __init__(self, rows: int, pages: int, device: torch.device, has_drafts: bool = False) -> None:
+        self.rows, self.has_drafts = rows, has_drafts
         size = rows * (CONTROL + pages)
         self.control = torch.zeros(size, dtype=torch.int32, device=device)
-        self.slot, self.length, self.position = self.control[: CONTROL * rows].view(CONTROL, rows)
+        self.slot, self.length, self.position, self.ids = self.control[: CONTROL * rows].view(CONTROL, rows)
         self.table = self.control[CONTROL * rows :].view(rows, pages)
         self.staging = [_host_buffer(device, size) for _ in range(BUFFERS)]
         self.source = torch.arange(rows, dtype=torch.int32, device=device)
@@ -66,11 +68,17 @@ class _Context:
 
     def __init__(self, store: PageStore, kernels: FusedKernels, bucket: Bucket) -> None:
         self.store, self.kernels, self.bucket = store, kernels, bucket
+        if bucket.has_drafts:
+            last = (bucket.length - 1).long()
+            page = bucket.table.gather(1, (last // store.page_size).unsqueeze(1)).squeeze(1)
+            self.place = page.long(), last % store.page_size
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         keys, values = self.store.layer(layer, k, v)
+        if self.bucket.has_drafts:  # rows of one sequence must see each other, and run at the same time
+            self.store.write(layer, k, v, *self.place)
         bucket, scales = self.bucket, self.store.scales.get(layer)
         return self.kernels.attend(
             q, k, v, keys, values, bucket.table, bucket.length, scale, window, softcap, scales=scales
@@ -84,7 +92,7 @@ class GraphDecoder:
         self.device = store.device
         self.most = len(slots.active)
         self.state = SlotState(self.most, self.device)
-        self.buckets: dict[int, Bucket] = {}
+        self.buckets: dict[tuple[int, bool], Bucket] = {}
         self._pool: Any = None
         self._turn = 0
         self._results = [(_host_buffer(self.device, 2, self.most), _event(self.device)) for _ in range(2 * BUFFERS)]
@@ -124,6 +132,19 @@ class GraphDecoder:
         tokens, logprobs = bucket.graph.result
         return self._fetch(tokens, logprobs, len(rows))
 
+    def verify(self, rows: Array, ids: Array, length: Array, position: Array) -> Drawn:
+        """One token after each of `ids`, some of which are drafts: rows of one slot lie one after another. Waits."""
+        bucket = self._bucket(next(b for b in DRAFT_BUCKETS if b >= len(rows)), has_drafts=True)
+        self._stage(bucket, rows, length, position, ids)
+        assert bucket.graph is not None
+        bucket.graph.replay()
+        tokens, logprobs = (x[: len(rows)].cpu() for x in bucket.graph.result)
+        return Drawn(tokens.long(), logprobs, None)
+
+    def remember(self, rows: Array, latest: Array) -> None:
+        """After `verify`: the token each slot goes on from."""
+        self.state.latest[self._upload(rows)] = self._upload(latest)
+
     def begin(
         self, rows: Array, logits: list[Tensor], position: Array, draw: Callable[[Tensor], Drawn] | None
     ) -> Fetch:
@@ -136,7 +157,7 @@ class GraphDecoder:
         slot, at = self._upload(rows.astype(np.int32)), self._upload(position.astype(np.int32))
         return self._fetch(*self.kernels.draw(unique, self._upload(source), slot, at, self.state), len(rows))
 
-    def _stage(self, bucket: Bucket, rows: Array, length: Array, position: Array) -> None:
+    def _stage(self, bucket: Bucket, rows: Array, length: Array, position: Array, ids: Array | None = None) -> None:
         n, size = len(rows), bucket.rows
         host = bucket.staging[self._turn % BUFFERS]
         self._turn += 1
@@ -145,6 +166,8 @@ class GraphDecoder:
         control[0, :n], control[0, n:] = rows, self.most
         control[1, :n], control[1, n:] = length, 1
         control[2, :n] = position
+        if ids is not None:
+            control[3, :n], control[3, n:] = ids, 0
         table = block[CONTROL * size :].reshape(size, -1)
         table[:n] = self.slots.table[rows]
         table[n:] = self.store.pages - 1  # the padding's own page
@@ -182,18 +205,19 @@ class GraphDecoder:
 
     # -- capture -------------------------------------------------------------------------------------------------
 
-    def _bucket(self, rows: int) -> Bucket:
-        bucket = self.buckets.get(rows)
+    def _bucket(self, rows: int, has_drafts: bool = False) -> Bucket:
+        bucket = self.buckets.get((rows, has_drafts))
         if bucket is None:
-            bucket = self.buckets[rows] = Bucket(rows, self.slots.table.shape[1], self.device)
+            bucket = Bucket(rows, self.slots.table.shape[1], self.device, has_drafts)
+            self.buckets[rows, has_drafts] = bucket
             none = np.zeros(0, np.int64)
-            self._stage(bucket, none, none, none)  # all padding
+            self._stage(bucket, none, none, none, none)  # all padding
             bucket.graph = Graph(lambda: self._step(bucket), self._pool)
             self._pool = bucket.graph.pool
         return bucket
 
     def _logits(self, bucket: Bucket) -> Tensor:
-        ids = self.state.latest[bucket.slot.long()]
+        ids = bucket.ids.long() if bucket.has_drafts else self.state.latest[bucket.slot.long()]
         context = _Context(self.store, self.kernels, bucket)
         return self.runner.forward(ids, (bucket.length - 1).long(), context, None)
 

@@ -14,20 +14,34 @@ from typing import Literal
 import numpy as np
 
 from tidemill.batch import Array
+from tidemill.rollout.native.pending import Pending
+from tidemill.rollout.native.sampling import Drawn
 from tidemill.rollout.native.scheduler import Scheduler, Sequence
 
 When = Literal["auto", "on", "off"]
 
 # Tokens that must match before the next ones are taken over; most tokens drafted at once.
 MATCH, MOST = 3, 6
-# A pass takes about as long as reading the weights plus the arithmetic of its rows; measured on a CPU, the first is
-# worth 13 rows for a model of 1 M parameters and about 20 for one of 60 M.
-ROWS_OF_A_PASS = 16
-# Without drafts nothing is learned about them: every so many passes a few rows try one token. Not a divisor of any page
-# size, or the tries would all fall on the end of a page, where there is no room for them.
-PROBE_EVERY, PROBE_ROWS = 13, 8
+# Without drafts nothing is learned about them: every so many passes a few rows try one token.
+PROBE_ROWS = 8
 # How many drafted tokens an estimate of their worth remembers, and what it says before the first.
 MEMORY, FIRST_GUESS, FIRST_WEIGHT = 256.0, 0.3, 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Of passes, in rows."""
+
+    whole: int  # what a pass takes besides the arithmetic of its rows: reading the weights, above all
+    drafting: int  # what a pass with drafts takes besides, for the host must have seen every token before it
+    most: int  # rows of a pass with drafts
+    probe_every: int  # passes; no divisor of a page's size, or every try would fall on its end, where there is no room
+
+
+# Measured on a CPU, a pass is worth 13 rows for a model of 1 M parameters and about 20 for one of 60 M. On an H200 a
+# captured pass of a 1.5B model takes as long as 300 rows or more take by themselves.
+ON_HOST = Costs(whole=16, drafting=0, most=1 << 20, probe_every=13)
+ON_ACCELERATOR = Costs(whole=300, drafting=200, most=512, probe_every=67)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +95,8 @@ class _Texts:
 
 
 class Speculator:
-    def __init__(self, when: When, scheduler: Scheduler) -> None:
-        self.when, self.scheduler = when, scheduler
+    def __init__(self, when: When, scheduler: Scheduler, costs: Costs = ON_HOST) -> None:
+        self.when, self.scheduler, self.costs = when, scheduler, costs
         self._texts: dict[int, _Texts] = {}
         self.drafted = self.kept = 0  # tokens, ever
         self.reset()
@@ -93,11 +107,17 @@ class Speculator:
         self._tried, self._good = FIRST_WEIGHT, FIRST_WEIGHT * FIRST_GUESS
         self._passes = 0
 
+    def is_due(self, rows: int) -> bool:
+        """Whether to ask `propose` for the next pass, of so many rows. Where not, the pass is counted here."""
+        is_due = self._most(rows) > 0 or self._is_probe(rows, self._passes + 1)
+        self._passes += not is_due
+        return is_due
+
     def propose(self, rows: Array) -> Drafts | None:
         self._passes += 1
         most, trying = self._most(len(rows)), rows
         if most == 0:
-            if self._passes % PROBE_EVERY:
+            if not self._is_probe(len(rows), self._passes):
                 return None
             most, trying = 1, rows[:PROBE_ROWS]
         count, tokens = np.zeros(len(rows), np.int64), np.zeros((len(rows), MOST), np.int64)
@@ -107,14 +127,35 @@ class Speculator:
             tokens[i, : len(draft)] = draft
         return Drafts(count, tokens) if count.any() else None
 
+    def _is_probe(self, rows: int, passes: int) -> bool:
+        return passes % self.costs.probe_every == 0 and rows + PROBE_ROWS <= self.costs.most
+
     def _most(self, rows: int) -> int:
         """How many tokens to draft at most, so that the tokens made per time are the most to be expected."""
+        room = min(MOST, max(self.costs.most // max(rows, 1) - 1, 0))
         if self.when == "on":
-            return MOST
-        chance = self._good / self._tried
-        gain = np.cumsum(chance ** np.arange(MOST + 1))  # tokens a row makes with 0 … MOST drafts
-        cost = ROWS_OF_A_PASS + rows * (1 + np.arange(MOST + 1))
+            return room
+        chance, drafts = self._good / self._tried, np.arange(room + 1)
+        gain = np.cumsum(chance**drafts)  # tokens a row makes with 0 … `room` drafts
+        cost = self.costs.whole + rows * (1 + drafts) + self.costs.drafting * (drafts > 0)
         return int(np.argmax(gain / cost))
+
+    def judge(self, drafts: Drafts, rows: Array, ahead: Array, drawn: Drawn) -> tuple[list[Pending], Array]:
+        """One token of every row, then the drafts that turned out right, place by place; and every row's last token.
+
+        Beside rows with drafts there may be others after them, which drew one token each."""
+        slots, start = self.scheduler.slots, np.flatnonzero(ahead == 0)
+        accepted = np.zeros(len(rows), np.int64)
+        accepted[: len(drafts.count)] = drafts.accepted(drawn.tokens.numpy())
+        self.note(drafts, accepted[: len(drafts.count)])
+        slots.launched[rows] += 1
+        pending = [Pending(rows, slots.arrival[rows], drawn.at(start))]
+        for place in range(1, int(accepted.max()) + 1):
+            right = np.flatnonzero(accepted >= place)
+            pending.append(
+                Pending(rows[right], slots.arrival[rows[right]], drawn.at(start[right] + place), is_draft=True)
+            )
+        return pending, drawn.tokens.numpy()[start + accepted]
 
     def _draft(self, slot: int, most: int) -> list[int]:
         slots, sequence = self.scheduler.slots, self.scheduler.sequence[slot]
