@@ -30,6 +30,7 @@ OPTIONS: dict[str, Any] = {
     "learners": 2,
     "rollouts": 2,
     "rewards": 1,
+    "tp": 1,  # ranks of each rollout engine
     "each": False,  # how long each kind takes to recover from, instead of the soak
 }
 KINDS = ("rollout", "reward", "ledger", "warehouse", "learner", "hang")
@@ -119,7 +120,8 @@ def train(
         "memory_mb": 256,
     }
     train_part = {**RECIPE["train"], "steps": steps}
-    recipe = {**RECIPE, "folder": str(folder), "train": train_part, "cluster": cluster}
+    rollout = {**RECIPE["rollout"], "tp": 1 if options["executor"] == "local" else int(options["tp"])}
+    recipe = {**RECIPE, "folder": str(folder), "train": train_part, "rollout": rollout, "cluster": cluster}
     began = time.monotonic()
     summary = launch.train(recipe, watch=watch or Watch())
     if killer is not None:

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from tidemill import doctor, recipe
 from tidemill.device import hints
+from tidemill.settings import estimate, ranks_memory
 
 FITTING = ["data.max_prompt_tokens=64", "rollout.max_new_tokens=64", "device=cpu"]
 
@@ -92,3 +93,17 @@ def test_a_recipe_that_does_not_fit_is_told_what_would_help(tmp_path):
     found = by_area(doctor.examine(recipe.load({}, [*FITTING, f"model.path={folder}"])))
     assert found["recipe memory"].status == "bad"
     assert "learn.recompute=full" in found["recipe memory"].remedy
+
+
+def test_an_engine_over_several_devices_is_judged_by_its_share() -> None:
+    pytest.importorskip("zmq")
+    over = [*FITTING, "cluster.executor=processes", "rollout.tp=2", "model.tiny.hidden=256"]
+    alone = doctor.examine(recipe.load("quickstart", ["model.warm_start=none", *over]))
+    found = {f.area: f for f in alone}["recipe rollout"]
+    assert found.status == "ok" and "a share of an engine over 2" in found.what
+    settings = recipe.load("quickstart", ["model.warm_start=none", *over]).config
+    shape = estimate.shape_of(settings.model)
+    assert shape is not None
+    sizes = ranks_memory.Sizes.dense(shape)
+    (whole, token), (half, less) = (ranks_memory.engine_share(settings, sizes, tp) for tp in (1, 2))
+    assert whole == sizes.total * 4 and half == (sizes.total + sizes.embedding) * 2 and less == token // 2

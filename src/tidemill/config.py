@@ -113,6 +113,9 @@ class Rollout(Section):
     top_k: int = Field(0, ge=0, description="most likely tokens kept; 0: all")
     min_p: float = Field(0.0, ge=0, le=1, description="least probability kept, relative to the most likely token's")
     stop: tuple[str, ...] = Field((), description="strings that end a response")
+    tp: int = Field(
+        1, ge=1, description="ranks, one device each, that share one engine (tensor parallel); of cluster.rollouts each"
+    )
     concurrent: int = Field(256, ge=1, description="most sequences decoded at once")
     page_size: int | None = Field(
         None, ge=1, description="tokens per page of the key/value cache; none: what the engine measured best"
@@ -547,7 +550,7 @@ class Cluster(Section):
     learners: int = Field(
         1, ge=1, description="ranks that learn together, with whole models each; learn.parallel gives its own number"
     )
-    rollouts: int = Field(1, ge=1, description="rollout workers, where they are separated")
+    rollouts: int = Field(1, ge=1, description="rollout engines, where they are separated")
     rewards: int = Field(1, ge=1, description="reward workers, where they are separated")
     placement: Placement = Placement()
     spread: bool = Field(False, description="put rollout workers on different nodes where there are several")

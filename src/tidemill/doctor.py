@@ -7,7 +7,7 @@ import platform
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -170,6 +170,11 @@ def _recipe(config: Config) -> Iterator[Finding]:
         "ok" if fits else "bad",
         "" if fits else "; ".join(_savings(config, needed)),
     )
+    if config.rollout.tp > 1 and shape is not None:  # on devices of its own: nothing of the learner is beside it
+        sizes = published.of_folder(recipe.model_of(config)) or ranks_memory.Sizes.dense(shape)
+        alone = ranks_memory.RankMemory(*(0 for _ in fields(ranks_memory.RankMemory)))
+        have = chosen.memory().total // (config.rollout.tp * config.cluster.rollouts if chosen.kind == "cpu" else 1)
+        yield _beside_learner(config, sizes, alone, have)
     on_host = host_bytes(config, shape) if shape and chosen.kind != "cpu" else 0
     if on_host:
         room = host.memory().free
@@ -191,6 +196,8 @@ def _on_paper(config: Config) -> Iterator[Finding]:
     missing = "model.path="  # what precheck says of a folder that is not there
     problems = [p for p in precheck.problems(config, config.model) if not p.startswith(missing)]
     problems += parallel.model_problems(config.learn.parallel, published.cuttable(own))
+    if config.rollout.tp > 1:
+        problems += parallel.engine_shape_problems(config.rollout.tp, published.cuttable(own))
     if problems:
         yield Finding("recipe", recipe.as_list(problems), "bad", "change these keys")
         return
@@ -220,23 +227,28 @@ def _ranks(config: Config, sizes: ranks_memory.Sizes) -> Iterator[Finding]:
 
 
 def _beside_learner(config: Config, sizes: ranks_memory.Sizes, learner: ranks_memory.RankMemory, have: int) -> Finding:
-    """Whether an engine fits too: it holds a whole copy of the weights. Colocated, its cache and what learning needs
+    """Whether an engine's share of the weights and of its cache fits too. Colocated, the cache and what learning needs
     only while it learns take turns."""
-    shape, width = sizes.shape, estimate.BYTES[config.model.dtype]
-    copy = sizes.total * width
-    token = shape.layers * 2 * shape.kv_heads * shape.head_dim * width
     at_rest, at_work = 0, 0
     if config.cluster.placement.rollout == "colocated":
         at_rest, at_work = learner.weights + learner.optimizer, learner.total
+    tp = config.rollout.tp
+    copy, token = ranks_memory.engine_share(config, sizes, tp)
     cache = estimate.cache_tokens(config) * token
     most = max(at_rest + cache, at_work) + copy
-    what = f"{human(most)} of {human(have)} with an engine's whole copy ({human(copy)}) and its cache ({human(cache)})"
-    room = (have - at_rest - copy) // token
+    whose = "an engine's whole copy" if tp == 1 else f"a share of an engine over {tp}"
+    what = f"{human(most)} of {human(have)} with {whose} ({human(copy)}) and its cache ({human(cache)})"
     if most <= have:
         return Finding("recipe rollout", what)
-    if at_work + copy <= have and room >= estimate.longest(config):
-        return Finding("recipe rollout", what, "warn", f"rollout.cache_tokens={room} would fit")
-    return Finding("recipe rollout", what, "warn", "larger devices: an engine over several of them has no key yet")
+    for wider in parallel.engine_sizes(config, published.cuttable_of(sizes)):
+        copy, token = ranks_memory.engine_share(config, sizes, wider)
+        room = (have - at_rest - copy) // token
+        if at_work + copy <= have and room >= estimate.longest(config):
+            key = f"rollout.tp={wider} " if wider != tp else ""
+            tokens = f"rollout.cache_tokens={room}" if room < estimate.cache_tokens(config) else ""
+            return Finding("recipe rollout", what, "warn", f"{key}{tokens}".strip() + " would fit")
+    no_more = "larger devices" + ("; engines over several serve dense decoders only" if sizes.experts else "")
+    return Finding("recipe rollout", what, "warn", no_more)
 
 
 def _rank_savings(config: Config, sizes: ranks_memory.Sizes, needed: ranks_memory.RankMemory) -> list[str]:

@@ -26,7 +26,8 @@ def recipe(folder: Path, **over: Any) -> dict[str, Any]:
     made["eval"] = {"size": 8}
     for section, values in over.items():
         before = made.get(section, {})
-        made[section] = {**before, **values} if isinstance(before, dict) else values
+        both = isinstance(before, dict) and isinstance(values, dict)
+        made[section] = {**before, **values} if both else values
     return made
 
 

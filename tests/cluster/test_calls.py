@@ -34,7 +34,7 @@ def rank(store: Any, number: int, wait_s: float = 0.2) -> tuple[Orders, list[str
     cluster = SimpleNamespace(collective_s=wait_s)
     made.task = SimpleNamespace(config=SimpleNamespace(cluster=cluster))  # type: ignore[assignment]
     part = SimpleNamespace(calls=Calls(store, number))
-    made.kit = SimpleNamespace(cut=part, workers={"learn": Worker(said)})  # type: ignore[assignment]
+    made.kit = SimpleNamespace(cut=part, follower=None, workers={"learn": Worker(said)})  # type: ignore[assignment]
     return made, said
 
 

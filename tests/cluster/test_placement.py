@@ -61,3 +61,21 @@ def test_where_nothing_separated_fits_colocated_is_advised() -> None:
     with pytest.raises(PlacementError) as raised:
         check(made, [{"CPU": 4.0, "NPU": 1.0}], config.cluster)
     assert "cluster.placement=colocated" in raised.value.remedy
+
+
+def test_an_engine_of_several_ranks_takes_a_device_for_each_and_one_place_for_requests() -> None:
+    config = Config(cluster={"rollouts": 2}, rollout={"tp": 2})
+    made = place(config, get("grpo").graph(config), "GPU")
+    group = made.group("rollout")
+    assert group is not None and group.ranks == 4
+    assert [(p.name, p.engine, p.leads, p.stages) for p in group.posts] == [
+        ("rollout-0", 0, True, ("rollout",)), ("rollout-1", 0, False, ()),
+        ("rollout-2", 1, True, ("rollout",)), ("rollout-3", 1, False, ()),
+    ]  # fmt: skip
+    with pytest.raises(PlacementError) as raised:
+        check(made, [{"CPU": 16.0, "GPU": 4.0}], config.cluster)
+    assert "2 engines of rollout.tp 2" in raised.value.message
+    assert "this would fit: cluster.rollouts=1" in raised.value.remedy
+    with pytest.raises(PlacementError) as raised:
+        check(made, [{"CPU": 16.0, "GPU": 2.0}], config.cluster)
+    assert "rollout.tp" in raised.value.remedy

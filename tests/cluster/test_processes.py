@@ -142,3 +142,37 @@ def test_rollout_runs_ahead_by_no_more_than_it_may_also_when_a_worker_is_killed(
     ages = [m["staleness_max"] for m in measured(tmp_path) if "staleness_max" in m]
     assert summary.steps == 6 and len(ages) == 6
     assert 0 < max(ages) <= 2
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ema": {"learn": {"ema": 0.5}, "eval": {"size": 8, "every": 1}},
+    "narrow reference": {"algorithm": {"name": "grpo", "kl": {"coef": 0.01, "weights": "int8"}}},
+    "shared trunk": {"algorithm": {"name": "ppo", "critic": {"trunk": "shared", "lr": 3e-3}}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_mean_the_same_on_workers(tmp_path: Path, name: str) -> None:
+    over = {"train": {"steps": 3}, **SETTINGS[name]}
+    train(tmp_path / "one", **over, cluster={"executor": "local"})
+    train(tmp_path / "many", **over)
+    assert_same(measured(tmp_path / "many"), measured(tmp_path / "one"))
+
+
+@pytest.mark.slow
+def test_workers_can_be_asked_for_determinism(tmp_path: Path, local: list[dict[str, Any]]) -> None:
+    train(tmp_path, deterministic=True)
+    assert measured(tmp_path) == local
+
+
+@pytest.mark.slow
+def test_whoever_makes_advantages_anew_knows_how_strongly_the_reference_holds(tmp_path: Path) -> None:
+    """The weight is steered by the learner's process; it must survive the loss of the worker that uses it."""
+    steered = {"name": "grpo", "kl": {"coef": 0.5, "target": 0.0001, "horizon": 20, "place": "reward"}}
+    train(tmp_path / "one", algorithm=steered, cluster={"executor": "local"})
+    one = measured(tmp_path / "one")
+    watch = Disturb(worker("reward-0"), at_step=2, after_s=0.0)
+    train(tmp_path / "many", watch, algorithm=steered)
+    assert watch.killed and len({line["kl_coef"] for line in one if "kl_coef" in line}) > 2
+    assert_same_learning(measured(tmp_path / "many"), one)

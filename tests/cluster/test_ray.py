@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -39,7 +43,12 @@ def cluster() -> Iterator[Any]:
 
     folder = tempfile.mkdtemp(prefix="tm-")
     small = {"object_store_memory": 80 << 20, "include_dashboard": False}
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 5, "temp_dir": folder, **small})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    head = {"num_cpus": 5, "temp_dir": folder, "ray_client_server_port": port, **small}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    made.client = f"ray://127.0.0.1:{port}"  # type: ignore[attr-defined]
     made.second = made.add_node(num_cpus=2, **small)  # type: ignore[attr-defined]
     ray.init(address=made.address, log_to_driver=False, logging_level="error", configure_logging=False)
     yield made
@@ -107,3 +116,34 @@ def test_a_whole_node_dies_and_the_run_goes_on_without_it(
     assert isinstance(watch.workers, RemoteWorkers)
     home = watch.workers.starter.home[0]
     assert {m.node for m in watch.workers.crew.members.values() if m.state == "ready"} == {home}
+
+
+def test_an_engine_of_two_ranks_loses_one_on_ray_and_comes_back(
+    tmp_path: Path, local: list[dict[str, Any]], cluster: Any
+) -> None:
+    watch = Disturb(worker("rollout-1"))
+    train(tmp_path, watch, train=STEPS, rollout={"tp": 2}, cluster=over(learners=1, rollouts=1))
+    assert watch.workers is not None and {m.restarts for m in watch.workers.crew.of("rollout", ready=False)} == {1}
+    assert_same_learning(measured(tmp_path), local)
+
+
+def test_a_cluster_that_runs_is_found_and_left_as_it_was(
+    tmp_path: Path, local: list[dict[str, Any]], cluster: Any
+) -> None:
+    """From a process that is not connected to it: by what the environment says, and by Ray's client."""
+    code = (
+        "import json, sys; from tests.cluster.runs import train; from pathlib import Path; "
+        "train(Path(sys.argv[1]), train={'steps': 3}, cluster=json.loads(sys.argv[2]))"
+    )
+    for address, given in (("auto", {"RAY_ADDRESS": cluster.address}), (cluster.client, {})):
+        folder = tmp_path / address.replace(":", "-").replace("/", "")
+        asked = json.dumps({"executor": "ray", "address": address, "start_s": 120.0})
+        paths = os.pathsep.join(["src", "."])
+        env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **given}
+        subprocess.run([sys.executable, "-c", code, str(folder), asked], check=True, env=env, timeout=120)
+        assert_same(measured(folder), local)
+    assert len([node for node in ray.nodes() if node["Alive"]]) >= 1
+    deadline = time.monotonic() + 30
+    while ray.available_resources().get("CPU", 0) != ray.cluster_resources()["CPU"]:  # all places are given back
+        assert time.monotonic() < deadline
+        time.sleep(0.2)

@@ -63,7 +63,22 @@ def test_a_rollout_worker_that_hangs_loses_its_samples_to_another(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_rollout_workers_join_and_leave_while_a_run_goes_on(tmp_path: Path, local: list[dict[str, Any]]) -> None:
+def test_a_rank_of_an_engine_that_hangs_is_named_and_its_engine_starts_again(
+    tmp_path: Path, local: list[dict[str, Any]]
+) -> None:
+    watch = Stop(worker("rollout-1"))
+    train(tmp_path, watch, rollout={"tp": 2}, cluster={"stall_s": 4.0, "collective_s": 60.0})
+    assert_same_learning(measured(tmp_path), local)
+    assert any("rollout-1" in said and "stacks" in said for said in watch.said), watch.said
+    assert isinstance(watch.workers, RemoteWorkers)
+    assert {m.restarts for m in watch.workers.crew.of("rollout", ready=False)} == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
+def test_rollout_workers_join_and_leave_while_a_run_goes_on(
+    tmp_path: Path, local: list[dict[str, Any]], tp: int
+) -> None:
     class Scale(Disturb):
         seen: tuple[list[str], ...] = ()
 
@@ -74,9 +89,9 @@ def test_rollout_workers_join_and_leave_while_a_run_goes_on(tmp_path: Path, loca
             self.workers.look()  # do not wait for the next second
 
     watch = Scale(worker("rollout-0"))
-    train(tmp_path, watch)
+    train(tmp_path, watch, rollout={"tp": tp})
     assert_same_learning(measured(tmp_path), local)
-    assert [len(names) for names in watch.seen] == [1, 3, 3, 1]
+    assert [len(names) for names in watch.seen] == [tp, 3 * tp, 3 * tp, tp]
 
 
 def test_status_and_stacks_show_every_worker_of_a_run(tmp_path: Path) -> None:

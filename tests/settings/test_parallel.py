@@ -10,6 +10,7 @@ import pytest
 
 from tidemill.config import Config, Model, Parallel
 from tidemill.settings.parallel import problems, world_problem
+from tidemill.settings.precheck import problems as all_problems
 
 TINY = {"hidden": 64, "layers": 4, "heads": 8, "kv_heads": 2, "intermediate": 96}
 
@@ -100,3 +101,45 @@ def test_the_check_runs_with_all_others() -> None:
 
     config = Config.model_validate({"learn": {"parallel": {"tp": 3}}, "model": {"tiny": TINY}})
     assert any("learn.parallel.tp" in p for p in precheck.problems(config, Model.model_validate({"tiny": TINY})))
+
+
+def refused(tp: int, model: dict[str, Any] | None = None, **over: Any) -> str:
+    made = {
+        "rollout": {"tp": tp, "max_new_tokens": 8},
+        "cluster": {"executor": "processes"},
+        "model": model or {"tiny": TINY},
+    }
+    config = Config.model_validate({**made, "data": {"max_prompt_tokens": 16}, **over})
+    return "\n".join(p for p in all_problems(config, config.model) if p.startswith("rollout.tp"))
+
+
+def test_an_engine_of_as_many_ranks_as_divide_the_model_passes() -> None:
+    assert refused(2) == ""
+    colocated = {"executor": "processes", "placement": "colocated"}
+    assert refused(2, cluster=colocated, learn={"parallel": {"fsdp": 4}}) == ""
+
+
+@pytest.mark.parametrize(
+    ("tp", "over", "words"),
+    [
+        (4, {}, "does not divide the model's 2 key/value heads and MLP width 96; 1 or 2 would do"),
+        (2, {"cluster": {"executor": "local"}}, "cluster.executor=processes or ray would do, or 1"),
+        (2, {"rollout": {"tp": 2, "engine": "hf"}}, "which only rollout.engine=native has, not hf; 1 would do"),
+        (2, {"cluster": {"executor": "ray", "placement": "colocated"}}, "cluster.placement.rollout=separated"),
+        (
+            2,
+            {"model": {"tiny": {**TINY, "architecture": "qwen3_moe"}}},
+            "serve llama, mistral, qwen2, qwen3, not qwen3_moe",
+        ),
+    ],
+)
+def test_an_engine_that_cannot_be_shared_is_refused_with_what_would_do(
+    tp: int, over: dict[str, Any], words: str
+) -> None:
+    assert words in refused(tp, **over)
+
+
+def test_engines_of_learners_must_divide_them() -> None:
+    cluster = {"executor": "ray", "placement": "colocated"}
+    told = refused(2, cluster=cluster, learn={"parallel": {"fsdp": 3}})
+    assert "does not divide the 3 ranks of learn.parallel that engines share; 1 or 3 would do" in told

@@ -55,10 +55,19 @@ def test_settings_that_work_pass():
         ("algorithm=losses", "there is no algorithm 'losses'"),
         ("algorithm=grop", "there is no algorithm 'grop'; did you mean grpo"),
         ("cluster.executor=ray & cluster.learners=3 & learn.parallel.fsdp=2", "2 ranks, one worker each; 2 would do"),
-        ("cluster.executor=processes & learn.parallel.fsdp=2 & algorithm=ppo", "cluster.executor=local would do"),
+        ("cluster.executor=ray & learn.parallel.fsdp=2 & algorithm=reward_model", "cluster.executor=local would do"),
         (
-            "cluster.executor=ray & learn.parallel.fsdp=2 & algorithm.kl.coef=0.1 & algorithm.kl.reset_every=5",
-            "algorithm.kl.reset_every is 5",
+            "cluster.executor=ray & cluster.placement.reference=separated & algorithm.kl.reset_every=5",
+            "cluster.placement.reference=colocated would do",
+        ),
+        ("learn.lora_rank=4 & algorithm.kl.reset_every=5", "0 would do, or learn.lora_rank=0"),
+        (
+            "learn.parallel.fsdp=2 & algorithm.kl.coef=0.1 & algorithm.kl.target=0.1",
+            "algorithm.kl.place=reward would do",
+        ),
+        (
+            "cluster.executor=ray & cluster.placement=separated & algorithm.kl.coef=1 & algorithm.kl.target=1",
+            "does not steer; cluster.placement.reference=colocated would do",
         ),
         ("model.warm_start=warm", "model.warm_start: there is no recipe 'warm'"),
         ("model.path=Org/Model-1B", "hf download Org/Model-1B --local-dir models/Model-1B"),
@@ -148,11 +157,14 @@ def test_what_the_batch_invariant_mode_cannot_be_joined_with_is_told():
     assert "set learn.recompute=none" in refusal("rollout.batch_invariant=true", "learn.recompute=full")
 
 
-@pytest.mark.parametrize(
-    "override",
-    ["observe.dump=[1]", "train.profile=[1]", "deterministic=true", "learn.ema=0.9", "algorithm.kl.weights=int8"],
-)
-def test_what_works_in_one_process_is_refused_with_several(override):
+@pytest.mark.parametrize("override", ["train.profile=[1]", "learn.ema=0.9", "algorithm.kl.weights=int8"])
+def test_what_works_in_one_process_is_refused_where_a_learner_is_cut_over_several(override):
     key = override.split("=")[0]
     recipe.check(recipe.load({}, [*FITTING, override]).config)
-    assert f"{key} is set, which works in one process" in refusal(override, "cluster.executor=processes")
+    cut = ("cluster.executor=processes", "learn.parallel.fsdp=2")
+    assert f"{key} is set, which works in one process" in refusal(override, *cut)
+
+
+def test_dumps_are_of_one_process():
+    recipe.check(recipe.load({}, [*FITTING, "observe.dump=[1]"]).config)
+    assert "observe.dump needs cluster.executor=local" in refusal("observe.dump=[1]", "cluster.executor=processes")

@@ -86,6 +86,8 @@ class Conductor:
         self.first_group, self.tag = fed["first_group"], fed["tag"]
         self.workers.bad_rows = fed["bad_rows"]
         self._is_fed, self.refeed = True, False
+        for member in self.crew.ready:
+            self._hold_kl(member)
         self.crew.call_all(self._learners(), "begin", lambda _: (self.first_group, self.tag))
         for member in self.crew.ready:
             if member not in self._learners():
@@ -148,7 +150,7 @@ class Conductor:
     def _share_rollout(self) -> None:
         """Whoever rolls out takes a share; how large tells how many there are."""
         group = LEARNER if self.workers.placement.is_colocated else ROLLOUT
-        members = self.crew.of(group)
+        members = self.crew.engines(group)
         now = [(m.name, m.incarnation, m.dock) for m in members]
         if now != self._rollouts:
             self._rollouts = now
@@ -204,6 +206,12 @@ class Conductor:
                 self._broken = f"{member.name} was lost with its place in the data"
             elif self._is_fed:  # rows that the dock has are not entered twice
                 self.crew.send(member, "open_step", self.number, self._start)
+        self._hold_kl(member)
         if self._is_fed:
             self.crew.send(member, "begin", self.first_group, self.tag)
         self.crew.send(member, "work_on", self.open)
+
+    def _hold_kl(self, member: Member) -> None:
+        """A divergence's weight that is steered lies with the learners; advantages may be made elsewhere."""
+        if self.workers.kl_coef is not None:
+            self.crew.send(member, "hold_kl", self.workers.kl_coef)

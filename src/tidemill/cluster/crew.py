@@ -42,6 +42,7 @@ class Member:
     heard: float = field(default_factory=time.monotonic)
     since: float = field(default_factory=time.monotonic)  # of its state
     failed_starts: int = 0
+    losses: int = 0  # since the last step
     restarts: int = 0
     not_before: float = 0.0
     last_error: str = ""
@@ -74,6 +75,7 @@ class Crew:
         self.members = {post.name: Member(post) for post in placement.posts}
         self.spent = 0  # workers made up for since the last step
         self.lost_total = 0
+        self._spawned = 0
         self.received_bytes = 0  # of all answers, as they travel
         self._equip, self._on_ready, self._on_lost = equip, on_ready, on_lost
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -93,6 +95,20 @@ class Crew:
     def learners(self) -> list[Member]:
         return [m for m in self.members.values() if m.post.group.name == LEARNER]
 
+    def mates(self, member: Member) -> list[Member]:
+        """Who shares an engine with it, the member itself included, first rank first."""
+        post = member.post
+        return [m for m in self.of(post.group.name, ready=False) if m.post.engine == post.engine]
+
+    def engines(self, group: str) -> list[Member]:
+        """First ranks of the engines whose ranks are all there."""
+        leaders = [m for m in self.of(group) if m.post.leads]
+        return [m for m in leaders if self.is_complete(m)]
+
+    def is_complete(self, member: Member) -> bool:
+        mates = self.mates(member)
+        return len(mates) == member.post.group.engine_ranks and all(m.state == "ready" for m in mates)
+
     # Starting
 
     def start(self, names: Iterable[str]) -> None:
@@ -100,14 +116,28 @@ class Crew:
             self._spawn(self.members[name])
 
     def wait_ready(self, names: Sequence[str]) -> None:
+        """Of those that are still members: one that finds no place, and is not needed, is given up meanwhile."""
         deadline = time.monotonic() + self.settings.start_s
-        while late := [n for n in names if self.members[n].state != "ready"]:
-            if time.monotonic() > deadline:
+        while late := [n for n in names if n in self.members and self.members[n].state != "ready"]:
+            if time.monotonic() > deadline and not self._do_without(late):
                 raise TidemillError(
                     f"{', '.join(late)} did not start within {self.settings.start_s:g} s",
                     f"see {self.logs}; raise cluster.start_s if the model is large",
                 )
             self.pump(0.5)
+
+    def _do_without(self, names: Sequence[str]) -> bool:
+        """Whether all of these could be given up, for others do the same work."""
+        for name in names:
+            member = self.members.get(name)
+            if member is not None and self._is_spare(member):
+                self._give_up(member)
+        return not any(name in self.members for name in names)
+
+    def _give_up(self, member: Member) -> None:
+        for mate in self.mates(member):
+            self.note(f"{mate.name} finds no place; the run goes on without it")
+            self.remove(mate.name)
 
     def add(self, post: Post) -> Member:
         """One more worker, while the run goes on."""
@@ -125,7 +155,8 @@ class Crew:
 
     def _spawn(self, member: Member) -> None:
         member.become("starting")
-        member.incarnation += 1
+        self._spawned += 1
+        member.incarnation = self._spawned  # of all workers: one that comes under an old name is not taken for it
         member.node = ""
         member.report, member.heard = None, time.monotonic()
         member.handle = self.starter.spawn(member.post, self.logs)
@@ -155,6 +186,12 @@ class Crew:
 
     # Losing
 
+    def step_made(self) -> None:
+        """The budget of losses, and the pauses after them, begin anew."""
+        self.spent = 0
+        for member in self.members.values():
+            member.losses = 0
+
     def lose(self, member: Member, why: str) -> None:
         """Count a worker as lost, and end what is left of it."""
         if member.state in ("lost", "gone") or self.is_closing:
@@ -173,15 +210,28 @@ class Crew:
                 f"its log is {self.logs / member.name}.log",
             )
         self.spent += 1
+        member.losses += 1
         if self.spent > self.settings.restarts:
             raise TidemillError(
                 f"{self.spent} workers were lost without a step made in between, the last {member.name}: "
                 f"{self._own_words(member)}",
                 f"its log is {self.logs / member.name}.log; cluster.restarts is the limit",
             )
-        member.not_before = time.monotonic() + min(PAUSE_S[1], PAUSE_S[0] * 2 ** max(0, member.failed_starts - 1))
+        member.not_before = time.monotonic() + min(PAUSE_S[1], PAUSE_S[0] * 2 ** (member.losses - 1))
         if not self._on_lost(member, why):
             member.not_before = float("inf")  # others decide when
+        if member.post.group.name != LEARNER:  # of learners all start again, whoever is lost
+            for mate in self.mates(member):
+                self._lose_with(mate, member)
+
+    def _lose_with(self, mate: Member, lost: Member) -> None:
+        """The ranks of an engine have no use without one another. Counted once."""
+        if mate.state == "ready":
+            mate.last_error = f"{lost.name}, which shares its engine, is lost"
+            mate.become("lost")
+            mate.not_before = lost.not_before
+            if mate.handle is not None:
+                mate.handle.kill()
 
     def again(self, member: Member) -> None:
         """Start a lost worker anew."""
@@ -218,6 +268,8 @@ class Crew:
         now = time.monotonic()
         silence_s = WATCH_S + max(SILENCE_S, 2 * self.settings.lease_s)
         for member in list(self.members.values()):
+            if member.state == "gone":
+                continue
             if member.state == "lost" and now >= member.not_before:
                 self.again(member)
             elif member.state == "ready" and now - member.heard > silence_s:
@@ -225,15 +277,15 @@ class Crew:
                 self.lose(member, f"silent for {now - member.heard:.0f} s: it hangs, or its node does{seen}")
             elif member.state == "starting" and now - member.since > self.settings.start_s:
                 if self._is_spare(member):
-                    self.note(f"{member.name} finds no place; the run goes on without it")
-                    self.remove(member.name)
+                    self._give_up(member)
                     continue
                 self.lose(member, f"not ready after {self.settings.start_s:g} s")
 
     def _is_spare(self, member: Member) -> bool:
         """Never placed, as after the loss of its node, while others do the same work."""
         group = member.post.group.name
-        return not member.node and group != LEARNER and not member.post.feeds and bool(self.of(group))
+        is_needed = group == LEARNER or member.post.feeds
+        return not member.node and not is_needed and bool(self.engines(group))
 
     def call(self, member: Member, method: str, *args: Any, within_s: float = 600.0) -> Any:
         return self.call_all([member], method, lambda _: args, within_s)[member.name]

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from torch import Tensor
 
 from tidemill.batch import GROUP, Batch
 from tidemill.cluster.hold import KeptDock
@@ -21,6 +22,7 @@ from tidemill.cluster.learners import RankLearnWorker, World
 from tidemill.config import Config
 from tidemill.dock import Dock, Lease, Want
 from tidemill.errors import CollectiveError, DockError
+from tidemill.flow.learning import LearnWorker
 from tidemill.flow.scoring import ScoreWorker
 from tidemill.flow.stage import committed
 from tidemill.flow.tally import Tally
@@ -107,9 +109,20 @@ class CutScoreWorker(ScoreWorker):
         world: World,
         calls: Calls,
         team: Team,
+        follow: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(name, column, dock, model, config, tally)
         self.world, self.calls, self.team = world, calls, team
+        self._follow = follow
+
+    def move_to(self, _: Any) -> None:
+        """All ranks together: the policy is the learner beside it."""
+        assert self._follow is not None
+        self._follow()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Nobody has them whole: ranks write and read their pieces."""
+        return {}
 
     def poll(self) -> bool:
         lease = self._take() if self.calls.is_first else None
@@ -153,11 +166,13 @@ class CutLearnWorker(RankLearnWorker):
         world: World,
         calls: Calls,
         team: Team,
+        name: str = "learn",
+        critic: LearnWorker | None = None,
     ) -> None:
         self.calls, self.team, self.parts = calls, team, learner
         early, finish = self._accumulate_early, self._finish_if_all_here
         self._hands: dict[str, Callable[[], None]] = {"ready": early, "finish": finish}
-        super().__init__(dock, learner, config, tally, world)
+        super().__init__(dock, learner, config, tally, world, name, critic)
 
     @property
     def share(self) -> tuple[int, int]:
@@ -172,7 +187,7 @@ class CutLearnWorker(RankLearnWorker):
             return self._end() or moved
         if not self.calls.is_first:
             return moved
-        if not moved and self._is_all_leased(state):
+        if not moved and self._is_all_leased(state) and self._has_critic_ended():
             return self._call("finish")
         if moved and self._fills_microbatch():
             self._call("ready")
@@ -203,7 +218,7 @@ class CutLearnWorker(RankLearnWorker):
     def _early(self) -> Batch | None:
         """Of the first update, what was not accumulated yet; None where it is not known what belongs to it."""
         is_dynamic = self.config.algorithm.dynamic_sampling
-        if not self.held or (is_dynamic and self.config.train.updates_per_step > 1):
+        if not self.held or self.only_critic or (is_dynamic and self.config.train.updates_per_step > 1):
             return None
         ready = Batch.concat([held.batch for held in self.held])
         return self._fresh(ready, self._update_of(ready) == 0)
@@ -229,7 +244,7 @@ class CutLearnWorker(RankLearnWorker):
     def _learn_share(self) -> None:
         whole = Batch.concat([held.batch for held in self.held]) if self.held else None
         place = self._place(self.groups)
-        for _ in range(self.config.train.passes_per_step):
+        for _ in range(self.passes):
             for update in range(self.config.train.updates_per_step):
                 if (place == update).any():
                     own = None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+from transformers import GenerationConfig
 
 from tidemill import device as devices
 from tidemill.algorithms.api import Algorithm
@@ -15,15 +18,18 @@ from tidemill.algorithms.registry import get as get_algorithm
 from tidemill.batch import Batch
 from tidemill.cluster.counts import KeptTally
 from tidemill.cluster.cut import Calls, CutLearnWorker, CutScoreWorker, Team
+from tidemill.cluster.engine_ranks import Follower, LeadEngine, Notes, engine_groups
 from tidemill.cluster.hold import KeptDock
 from tidemill.cluster.learners import RankLearnWorker, World
 from tidemill.cluster.local import check_window, needs_values, teacher
 from tidemill.cluster.placement import LEARNER
 from tidemill.cluster.task import Assignment
+from tidemill.cluster.weights import Follow
 from tidemill.config import Config
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import open_source
 from tidemill.device import determinism
+from tidemill.device.collective import backend
 from tidemill.dock import Dock
 from tidemill.dock.address import Address
 from tidemill.errors import ConfigError
@@ -39,15 +45,19 @@ from tidemill.flow.stage import Worker
 from tidemill.learn.critic import ValueLearner, ValueModel
 from tidemill.learn.engine import Learner, freeze
 from tidemill.learn.parallel.build import Place
+from tidemill.learn.parallel.build import critic as cut_critic
 from tidemill.learn.parallel.build import learner as cut_learner
 from tidemill.learn.parallel.build import reference as cut_reference
 from tidemill.learn.parallel.cuts import elements
+from tidemill.learn.parallel.folder import empty_model, materialise
 from tidemill.learn.parallel.learner import ParallelLearner
 from tidemill.learn.parallel.model import ParallelModel
-from tidemill.models.load import Loaded, load, load_tokenizer
+from tidemill.learn.parallel.values import ParallelValueLearner
+from tidemill.models.load import Loaded, load, load_tokenizer, wrap
 from tidemill.reward.score import Scorer
-from tidemill.rollout.engine import RolloutEngine
-from tidemill.rollout.make import make_engine
+from tidemill.rollout.engine import Completion, Partial, RolloutEngine
+from tidemill.rollout.make import make_engine, make_plain, with_turns
+from tidemill.rollout.native import parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,31 @@ class Cut:
     calls: Calls
     team: Team
     parameters: int  # of the whole model
+    critic: ParallelValueLearner | None = None
+    critic_team: Team | None = None  # it may be cut by sizes of its own
+    reference_team: Team | None = None  # and so may the reference
+
+
+@dataclass(frozen=True, slots=True)
+class _Paused:
+    """What an engine was making when it was asked for something else."""
+
+    half_made: Sequence[Partial] = ()
+    done: Sequence[Completion] = ()
+
+
+class _Judged:
+    """An engine that evaluates: each step is told, so that a long evaluation is not taken for one that hangs."""
+
+    def __init__(self, engine: RolloutEngine, kit: Kit) -> None:
+        self._engine, self._kit = engine, kit
+
+    def step(self) -> list[Completion]:
+        self._kit.judged += 1
+        return self._engine.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
 
 @dataclass(slots=True)
@@ -79,12 +114,17 @@ class Kit:
     cut: Cut | None = None  # of a part of one
     critic: ValueLearner | None = None
     engine: RolloutEngine | None = None
+    lead: LeadEngine | None = None  # of several ranks: this one is told, the others follow
+    follower: Follower | None = None
+    engine_group: Any = None
     scorer: Scorer | None = None
     feed: Feed | None = None
     ahead: Ahead | None = None  # of the feeder: whose rows are in the dock
     puts: Puts | None = None
     keeper: ReferenceKeeper | None = None
     kept_samples: list[dict[str, Any]] = field(default_factory=list)
+    follows: bool = False  # another rank of an engine
+    judged: int = 0  # steps that evaluations took
 
     @property
     def learn(self) -> RankLearnWorker | None:
@@ -97,11 +137,19 @@ class Kit:
         return self.learner is not None and self.engine is not None
 
     @property
+    def is_shared(self) -> bool:
+        """Whether this process holds one rank's share of an engine."""
+        return self.lead is not None or self.follows
+
+    @property
     def version(self) -> int:
         """Of the weights that are learned, or served, here."""
         if self.cut is not None:
             return self.cut.learner.version
-        return self.learner.version if self.learner else self.engine.version if self.engine else -1
+        if self.learner is not None:
+            return self.learner.version
+        served = self.follower.engine if self.follower is not None else self.engine
+        return served.version if served is not None else -1
 
     def open_feed(self) -> None:
         """Nothing of any step is in the dock."""
@@ -111,17 +159,31 @@ class Kit:
 
     def evaluate(self, size: int, samples: int) -> Evaluation:
         assert self.loaded is not None
-        engine = self.engine
-        if engine is None or engine.has_work:  # rollout goes on while others learn: what it has under way is not ours
+        engine, paused = self.engine, _Paused()
+        if self.lead is not None and engine is not None:  # its ranks have room for one engine
+            paused = _Paused(engine.pause(), engine.step() if engine.has_work else [])
+        elif engine is None or engine.has_work:  # rollout goes on while others learn: what it has under way is not ours
             own = self.config.rollout.model_copy(update={"engine": "native"})
             engine = make_engine(self.loaded, self.config.model_copy(update={"rollout": own}))
         _, held_out = open_source(self.config.data, self.config.seed)
         encode = PromptTokens(self.tokenizer, self.config.data)
         averaged = self.learner.averaged() if self.learner is not None else contextlib.nullcontext()
         with Scorer(self.config.rewards) as scorer, averaged:
-            return evaluate(
-                engine, held_out, encode, decoder(self.tokenizer), scorer, self.config, size=size, samples=samples
+            seen = evaluate(
+                _Judged(engine, self),
+                held_out,
+                encode,
+                decoder(self.tokenizer),
+                scorer,
+                self.config,
+                size=size,
+                samples=samples,
             )
+        rollout = self.workers.get("rollout")
+        if self.lead is not None and isinstance(rollout, RolloutWorker):
+            engine.resume(paused.half_made)
+            rollout.take_in(paused.done)
+        return seen
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The learner's part of a checkpoint."""
@@ -184,12 +246,17 @@ def equip(task: Assignment, dock: KeptDock) -> Kit:
     torch.set_num_threads(config.threads or 1)  # several processes share the node's cores
     if config.deterministic:
         determinism.demand()
-    device = devices.pick(config.device).torch_device
+    device = devices.pick(config.device.partition(":")[0]).torch_device  # which one, whoever placed it has decided
     algorithm = get_algorithm(config.algorithm.name)
-    world = World(post.rank, post.group.ranks) if post.group.name == LEARNER else World()
+    group = post.group
+    world = World(post.rank, group.ranks) if group.name == LEARNER else World(post.part, group.engine_ranks)
     kit = Kit(post.stages, config, algorithm, dock, counts_of(task, task.dock), world, device)
     is_cut = post.group.is_cut
-    if post.group.has_engine or (not is_cut and (post.group.name == LEARNER or "reference" in post.stages)):
+    if post.group.engine_ranks > 1:
+        kit.loaded = share_of_model(task, device)
+        check_window(config, kit.loaded)
+        kit.tokenizer = kit.loaded.tokenizer
+    elif post.group.has_engine or (not is_cut and (post.group.name == LEARNER or "reference" in post.stages)):
         kit.loaded = load(config.model, seed=config.seed, device=device, path=task.model_path)
         check_window(config, kit.loaded)
         kit.tokenizer = kit.loaded.tokenizer
@@ -199,7 +266,13 @@ def equip(task: Assignment, dock: KeptDock) -> Kit:
         _teach(kit)
     if post.group.has_engine:
         assert kit.loaded is not None
-        kit.engine = make_engine(kit.loaded, config)
+        if group.engine_ranks == 1:
+            kit.engine = make_engine(kit.loaded, config)
+        elif post.leads:
+            kit.lead = LeadEngine(world)
+            kit.engine = with_turns(kit.lead, kit.loaded, config)
+        else:
+            kit.follows = True
     if post.feeds:
         training, _ = open_source(config.data, config.seed)
         encode = PromptTokens(kit.tokenizer, config.data)
@@ -212,24 +285,64 @@ def equip(task: Assignment, dock: KeptDock) -> Kit:
     return kit
 
 
+def share_of_model(task: Assignment, device: torch.device) -> Loaded:
+    """What one rank of an engine holds. Its weights come from the learner: none are read here."""
+    model, post = task.config.model, task.post
+    folder = task.model_path or (Path(model.path).expanduser() if model.path else None)
+    if folder is None:
+        loaded = load(model, seed=task.config.seed, device=torch.device("cpu"))
+        parallel.cut(loaded.model, post.part, post.group.engine_ranks)
+        loaded.model.to(device)
+        return loaded
+    module = empty_model(folder, model)
+    parallel.cut(module, post.part, post.group.engine_ranks)
+    materialise(module, device)
+    if (folder / "generation_config.json").exists():
+        module.generation_config = GenerationConfig.from_pretrained(folder)
+    window = getattr(module.config.get_text_config(), "max_position_embeddings", 1 << 20)
+    return wrap(module, load_tokenizer(model, folder), window)
+
+
+def share_engine(kit: Kit, task: Assignment, host: str, port: int) -> None:
+    """Once the ranks are in one world: they make one engine of their shares, and follow its first rank."""
+    config, post = kit.config, task.post
+    assert kit.loaded is not None
+    kind, ranks = backend(kit.device.type), post.group.engine_ranks
+    if post.group.name == LEARNER:
+        kit.engine_group = engine_groups(kind, post.group.ranks, ranks, config.cluster.collective_s)
+    else:
+        kit.engine_group = dist.group.WORLD
+    notes = Notes(host, port, post.engine)
+    engine = make_plain(kit.loaded, config, kit.engine_group)
+    if kit.lead is not None:
+        kit.lead.join(engine, notes)
+    else:
+        kit.follower = Follower(engine, notes, kit.loaded.model, kit.engine_group, kit.device)
+
+
 def cut(kit: Kit, task: Assignment) -> None:
     """Once the ranks are one world: this rank's part of the learner, and the workers that need it."""
     config, world = kit.config, kit.world
-    if needs_values(kit.algorithm):
+    if kit.algorithm.learns_values:
         raise ConfigError(
-            f"algorithm {config.algorithm.name} learns values, which a learner cut over workers does not",
+            f"algorithm {config.algorithm.name} learns no policy, which a learner cut over workers does",
             "set the sizes of learn.parallel to 1, or cluster.executor=local",
         )
     place = Place(kit.device.type, kit.device)
     learner = cut_learner(config, updates_of(config), task.model_path, place)
     reference = cut_reference(config, task.model_path, place) if "reference" in kit.stages else None
+    critic = cut_critic(config, updates_of(config), task.model_path, place) if kit.algorithm.has_critic else None
     known = world.gather(learner.cuts, "counting the model's tensors")
+    timeout_s = config.learn.parallel.timeout_s
     kit.cut = Cut(
         learner,
         reference,
         Calls(world.store, world.rank),
-        Team(learner.meshes, config.learn.parallel.timeout_s),
+        Team(learner.meshes, timeout_s),
         elements({name: cut for part in known for name, cut in part.items()}),
+        critic,
+        Team(critic.meshes, timeout_s) if critic is not None else None,
+        Team(reference.meshes, timeout_s) if reference is not None else None,
     )
     _staff(kit)
 
@@ -269,8 +382,11 @@ def _makers(kit: Kit) -> dict[str, Callable[[], Worker]]:
         return freeze(model(), config.algorithm.kl.weights)
 
     def learn(name: str, learner: Learner | None, critic: Worker | None = None) -> Worker:
-        if (own_part := kit.cut) is not None:
-            return CutLearnWorker(dock, own_part.learner, config, tally, kit.world, own_part.calls, own_part.team)
+        if (part := kit.cut) is not None:
+            parts, team = (part.learner, part.team) if name == "learn" else (part.critic, part.critic_team)
+            assert parts is not None and team is not None
+            other = critic if isinstance(critic, RankLearnWorker) else None
+            return CutLearnWorker(dock, parts, config, tally, kit.world, part.calls, team, name, other)
         assert learner is not None
         own = critic if isinstance(critic, RankLearnWorker) else None
         return RankLearnWorker(dock, learner, config, tally, kit.world, name, own)
@@ -278,9 +394,13 @@ def _makers(kit: Kit) -> dict[str, Callable[[], Worker]]:
     def scores(name: str, column: str) -> Worker:
         if (part := kit.cut) is None:
             return ScoreWorker(name, column, dock, model() if name == "old_logprobs" else reference(), config, tally)
-        scorer = part.learner if name == "old_logprobs" else part.reference
-        assert scorer is not None
-        return CutScoreWorker(name, column, dock, scorer, config, tally, kit.world, part.calls, part.team)
+        if name == "old_logprobs":
+            own = (config, tally, kit.world, part.calls, part.team)
+            return CutScoreWorker(name, column, dock, part.learner, *own)
+        assert part.reference is not None and part.reference_team is not None
+        own = (config, tally, kit.world, part.calls, part.reference_team)
+        follow = Follow(part.learner, part.reference, kit.world)
+        return CutScoreWorker(name, column, dock, part.reference, *own, follow)
 
     def reward() -> Worker:
         assert kit.scorer is not None
@@ -294,6 +414,10 @@ def _makers(kit: Kit) -> dict[str, Callable[[], Worker]]:
         return kit.ahead.refill(count) if kit.ahead is not None else 0
 
     def values() -> Worker:
+        if (part := kit.cut) is not None:
+            assert part.critic is not None and part.critic_team is not None
+            own = (part.calls, part.critic_team)
+            return CutScoreWorker("values", "values", dock, part.critic, config, tally, kit.world, *own)
         assert kit.critic is not None
         return ValueWorker(dock, kit.critic, config, tally)
 

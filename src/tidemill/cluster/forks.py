@@ -21,9 +21,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tidemill.cluster.handle import WorkerLost
@@ -63,9 +65,10 @@ class Forks:
     def _log(self) -> Path:
         return self.path.with_suffix(".log")
 
-    def spawn(self, name: str, logs: Path) -> ForkedHandle:
+    def spawn(self, name: str, logs: Path, variables: Mapping[str, str] = MappingProxyType({})) -> ForkedHandle:
+        """`variables`: of its environment, beside this process's."""
         connection = self._connect()
-        connection.send(("fork", name, str(logs), dict(os.environ)))
+        connection.send(("fork", name, str(logs), {**os.environ, **variables}))
         return ForkedHandle(name, connection, self)
 
     def exit_code(self, pid: int) -> int | None:

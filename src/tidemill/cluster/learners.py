@@ -125,7 +125,7 @@ class RankLearnWorker(LearnWorker):
             return True
         if self.has_updated:
             return self._end() or moved
-        if not moved and self._is_all_leased(state):
+        if not moved and self._is_all_leased(state) and self._has_critic_ended():
             self._finish_if_all_here()
             return True
         if moved:
@@ -144,6 +144,14 @@ class RankLearnWorker(LearnWorker):
     def _is_all_leased(self, state: DockState) -> bool:
         counts = state.stages[self.name]
         return counts.ready == 0 and counts.leased == self._rows(state)
+
+    def _has_critic_ended(self) -> bool:
+        """Whether the critic, if there is one, has learned from the step. Before that a rank could be at the critic's
+        exchange while another is at this one's, and the step would count as done with critic's rows left."""
+        critic = self.critic
+        if not isinstance(critic, RankLearnWorker) or critic.is_done:
+            return True
+        return critic.has_updated and critic._end()
 
     def _rows(self, state: DockState) -> int:
         """Of the step. Later steps' rows, where there are any, do not come as far as this stage before their turn."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tidemill.cluster import weights
 from tidemill.cluster.cut import ORDER
-from tidemill.cluster.equip import Kit, counts_of, cut, equip
+from tidemill.cluster.equip import Kit, counts_of, cut, equip, share_engine
 from tidemill.cluster.hold import KeptDock
 from tidemill.cluster.task import Assignment, Link
 from tidemill.dock.address import Address
@@ -21,8 +23,10 @@ from tidemill.flow.rolling import RolloutWorker
 from tidemill.flow.scoring import AdvantageWorker
 from tidemill.flow.tally import Counted
 from tidemill.learn import checkpoint
+from tidemill.learn.parallel.model import ParallelModel
 from tidemill.models.load import save_folder
 from tidemill.reshard.layout import Layout
+from tidemill.rollout.native import parallel
 from tidemill.trained import keep_definition
 
 PAUSE_S = 0.001  # between looks at what the first rank calls
@@ -63,7 +67,8 @@ class Orders:
 
     @property
     def operation(self) -> tuple[str, float] | None:
-        return self.kit.world.operation
+        follower = self.kit.follower
+        return self.kit.world.operation or (follower.operation if follower is not None else None)
 
     def facts(self) -> dict[str, Any]:
         learn, kit = self.kit.learn, self.kit
@@ -86,6 +91,8 @@ class Orders:
 
     def follow(self) -> bool:
         """Do with the others what the first rank has called next; whether it had."""
+        if self.kit.follower is not None:
+            self.kit.follower.check()
         part = self.kit.cut
         if part is None or part.calls.is_first or self._is_ordered:
             return False
@@ -211,8 +218,9 @@ class Orders:
             self.kit.feed.report(measured)
         if self.kit.keeper is None:
             return None
-        policy = self.kit.loaded.model if self.kit.loaded is not None else None
-        self.kit.keeper.after_step(step, measured, policy)
+        if self.kit.keeper.moves_after(step):
+            self._in_turn()
+        self.kit.keeper.after_step(step, measured, self.kit.loaded.model if self.kit.loaded is not None else None)
         return measured.get("kl_coef")
 
     def hold_kl(self, coef: float) -> None:
@@ -236,9 +244,14 @@ class Orders:
             checkpoint.save(folder, step, tensors, own | state, **marks)
             return
         own = {} if self.kit.keeper is None else {"kl": self.kit.keeper.state()[1]}
-        part.learner.save(folder, step, own | state, **marks)
+        part.learner.save(folder, step, own | state, critic=part.critic, reference=self._moving_reference(), **marks)
         if wait:
             part.learner.saver.wait()
+
+    def _moving_reference(self) -> ParallelModel | None:
+        part = self.kit.cut
+        moves = part is not None and self.kit.config.algorithm.kl.reset_every
+        return part.reference if part is not None and moves else None
 
     def settle(self) -> None:
         """Whatever is being written is on disk."""
@@ -247,7 +260,7 @@ class Orders:
 
     def restore(self, path: Path) -> dict[str, Any]:
         if (part := self.kit.cut) is not None:
-            state = part.learner.load(path)
+            state = part.learner.load(path, part.critic, self._moving_reference())
             if self.kit.keeper is not None:
                 self.kit.keeper.restore({}, state["kl"])
             return state
@@ -260,8 +273,14 @@ class Orders:
         keep_definition(self.kit.loaded, run)
 
     def save_model(self, folder: Path) -> None:
-        assert self.kit.loaded is not None
-        save_folder(self.kit.loaded.model, self.kit.loaded.tokenizer, folder)
+        kit = self.kit
+        assert kit.loaded is not None
+        if kit.lead is None:
+            save_folder(kit.loaded.model, kit.loaded.tokenizer, folder)
+            return
+        whole = kit.lead.gathered(kit.loaded.model, kit.engine_group)
+        kit.loaded.model.save_pretrained(folder, state_dict=whole)
+        kit.loaded.tokenizer.save_pretrained(folder)
 
     # Other ranks, and weights
 
@@ -274,10 +293,20 @@ class Orders:
         self.kit.world.join(host, port, self.kit.device, self.task.config.cluster.collective_s)
         if self.task.post.group.is_cut:
             cut(self.kit, self.task)
+        if self.kit.is_shared:
+            share_engine(self.kit, self.task, host, port)
 
-    def describe(self, rank: int) -> tuple[Layout, Layout]:
-        """How what is sent and what is received lies, for this place in a link."""
+    def join_engine(self, host: str, port: int) -> None:
+        """The ranks of one engine, in processes of their own, meet."""
+        self.kit.world.join(host, port, self.kit.device, self.task.config.cluster.collective_s)
+        share_engine(self.kit, self.task, host, port)
+
+    def describe(self, rank: int, mates: tuple[int, ...]) -> tuple[Layout, Layout]:
+        """How what is sent and what is received lies, for this place in a link; `mates`: those of its engine."""
         sent = weights.layout_of(self._sent(), rank) if self.kit.cut is None else self.kit.cut.learner.layout()
+        if self.kit.is_shared:
+            assert self.kit.loaded is not None
+            return sent, parallel.layout(self.kit.loaded.model, mates)
         return sent, weights.layout_of(self._received(), rank)
 
     def link(self, link: Link, rank: int) -> None:
@@ -297,12 +326,25 @@ class Orders:
         sent, received = self._sent(), self._received()
         if received:
             self.is_whole = False
-            moved = self._carrier.receive(sent, received, version)
+            with self._between_steps():
+                moved = self._carrier.receive(sent, received, version)
             self.serve(version)
         else:
             moved = self._carrier.send(sent, version)
         nbytes = moved.sent_bytes + moved.received_bytes
         return {"bytes": nbytes, "checked": moved.checked, "seconds": moved.seconds}
+
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """Where an engine has several ranks, all of them are between the same two steps."""
+        kit = self.kit
+        if kit.lead is not None:
+            kit.lead.order()
+        if kit.follower is None:
+            yield
+            return
+        with kit.follower.at_order(self.task.config.cluster.collective_s):
+            yield
 
     def serve(self, version: int) -> None:
         """The weights as they are now are this version."""
@@ -330,6 +372,9 @@ class Orders:
         return weights.learned(self.kit.loaded.model)
 
     def _received(self) -> dict[str, Any]:
+        if self.kit.is_shared:
+            assert self.kit.loaded is not None
+            return weights.served(self.kit.loaded.model)
         if self.kit.engine is None or self.kit.shares_tensors:
             return {}
         assert self.kit.loaded is not None

@@ -30,6 +30,7 @@ class Group:
     is_feeder: bool = False  # its first process feeds prompts
     has_engine: bool = False  # rolls out and evaluates
     is_cut: bool = False  # each holds a part of the model
+    engine_ranks: int = 1  # neighbours that share one engine
 
     @property
     def posts(self) -> tuple[Post, ...]:
@@ -49,7 +50,27 @@ class Post:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        return tuple(s for s in self.group.stages if self.rank == 0 or s not in ONE_PLACE)
+        return tuple(s for s in self.group.stages if self._does(s))
+
+    def _does(self, stage: str) -> bool:
+        if stage == ROLLOUT:
+            return self.leads
+        return self.rank == 0 or stage not in ONE_PLACE
+
+    @property
+    def engine(self) -> int:
+        """Which of the group's engines it is a part of."""
+        return self.rank // self.group.engine_ranks
+
+    @property
+    def part(self) -> int:
+        """Which rank of its engine."""
+        return self.rank % self.group.engine_ranks
+
+    @property
+    def leads(self) -> bool:
+        """Whether its engine's requests come here."""
+        return self.part == 0
 
     @property
     def feeds(self) -> bool:
@@ -84,7 +105,12 @@ class Placement:
         return self.is_colocated and not self.learners.is_cut
 
     def describe(self) -> str:
-        return ", ".join(f"{g.ranks} × {g.name} ({needs_text(g.needs)})" for g in self.groups)
+        return ", ".join(f"{g.ranks} × {g.name}{_shared(g)} ({needs_text(g.needs)})" for g in self.groups)
+
+
+def _shared(group: Group) -> str:
+    engines = group.ranks // group.engine_ranks
+    return f" ({engines} engines of rollout.tp {group.engine_ranks})" if group.engine_ranks > 1 else ""
 
 
 def place(config: Config, graph: Graph, accelerator: str | None = None) -> Placement:
@@ -101,7 +127,8 @@ def place(config: Config, graph: Graph, accelerator: str | None = None) -> Place
     for stage in graph.stages:
         stages[home.get(stage.role, LEARNER)].append(stage.name)
     parts = config.learn.parallel.ranks
-    ranks = {LEARNER: max(wanted.learners, parts), ROLLOUT: wanted.rollouts, REWARD: wanted.rewards, REFERENCE: 1}
+    tp = config.rollout.tp
+    ranks = {LEARNER: max(wanted.learners, parts), ROLLOUT: wanted.rollouts * tp, REWARD: wanted.rewards, REFERENCE: 1}
     groups = []
     for name, own in stages.items():
         if name == REFERENCE and not own:
@@ -112,7 +139,7 @@ def place(config: Config, graph: Graph, accelerator: str | None = None) -> Place
             Group(
                 name, ranks[name], tuple(own), tuple(needs.items()),
                 is_feeder=home["reward"] == name, has_engine=home["rollout"] == name,
-                is_cut=name == LEARNER and parts > 1,
+                is_cut=name == LEARNER and parts > 1, engine_ranks=tp if home["rollout"] == name else 1,
             )
         )  # fmt: skip
     return Placement(tuple(groups))
@@ -164,22 +191,26 @@ def _advice(placement: Placement, nodes: Sequence[Resources], wanted: Cluster) -
     for smaller, words in _smaller(placement, wanted):
         if not shortage(smaller, nodes):
             return f"this would fit: {words}; or add nodes"
-    return f"lower cluster.cpus{' or a size of learn.parallel' if placement.learners.is_cut else ''}, or add nodes"
+    sizes = ["a size of learn.parallel"] if placement.learners.is_cut else []
+    sizes += ["rollout.tp"] if any(g.engine_ranks > 1 for g in placement.groups) else []
+    return f"lower {' or '.join(['cluster.cpus', *sizes])}, or add nodes"
 
 
 def _smaller(placement: Placement, wanted: Cluster) -> Iterator[tuple[Placement, str]]:
     """Placements that ask for less, those that give up least first."""
     is_cut = placement.learners.is_cut  # then all parts are needed
+    own = placement.group(ROLLOUT)
+    tp = own.engine_ranks if own is not None else 1
     for learners in (placement.learners.ranks,) if is_cut else range(wanted.learners, 0, -1):
         for rollouts in range(wanted.rollouts, 0, -1):
             for rewards in range(wanted.rewards, 0, -1):
-                counts = {LEARNER: learners, ROLLOUT: rollouts, REWARD: rewards}
+                counts = {LEARNER: learners, ROLLOUT: rollouts * tp, REWARD: rewards}
                 groups = tuple(replace(g, ranks=counts.get(g.name, g.ranks)) for g in placement.groups)
                 keys = {} if is_cut else {"learners": learners}
                 keys |= {"rollouts": rollouts, "rewards": rewards}
                 words = " ".join(f"cluster.{k}={v}" for k, v in keys.items() if v != getattr(wanted, k))
                 yield Placement(groups), words
-    if is_cut:
+    if is_cut or tp > 1:
         return
     one = replace(placement.learners, ranks=1)
     yield Placement((one,)), "cluster.learners=1 cluster.placement=colocated"

@@ -27,6 +27,7 @@ class Publisher:
         self.seconds = 0.0
         self._linked: tuple[tuple[str, int], ...] = ()  # names and incarnations on the wire
         self._served: dict[str, tuple[int, int]] = {}  # rollout worker → its incarnation and the version it has
+        self._met: dict[int, tuple[int, ...]] = {}  # engine of several ranks → the incarnations that have met
 
     def publish(self) -> int:
         """The learner's weights, whatever version they are now, to every rollout worker that is there."""
@@ -36,14 +37,18 @@ class Publisher:
         if placement.shares_tensors:
             self.crew.call_all(learners, "serve", lambda _: (self.version,))
         else:
-            self.bring(learners if placement.is_colocated else self.crew.of(ROLLOUT))
+            self.bring(learners if placement.is_colocated else self._rollouts())
         return self.version
 
     def newcomers(self) -> list[Member]:
         """Rollout workers that are up but lack the version that is served."""
         if self.crew.placement.is_colocated:
             return []
-        return [m for m in self.crew.of(ROLLOUT) if self._served.get(m.name) != (m.incarnation, self.version)]
+        return [m for m in self._rollouts() if self._served.get(m.name) != (m.incarnation, self.version)]
+
+    def _rollouts(self) -> list[Member]:
+        """All ranks of the engines that are whole."""
+        return [m for m in self.crew.of(ROLLOUT) if self.crew.is_complete(m)]
 
     def forget(self) -> None:
         """The learners are new processes: nothing that was linked or served counts."""
@@ -54,12 +59,13 @@ class Publisher:
         last = ""
         for _ in range(ATTEMPTS):
             self.check()
-            alive = [m for m in wanted if m.state == "ready"]
+            alive = [m for m in wanted if m.state == "ready" and self.crew.is_complete(m)]
             if not alive:
                 return
             learners = self.crew.learners()
             members = [*learners, *(m for m in alive if m not in learners)]
             try:
+                self._meet(alive)
                 self._link(members)
                 told = self.crew.call_all(members, "move", lambda _: (self.version,), self.timeout_s + 5)
             except WorkerLost as lost:
@@ -75,6 +81,24 @@ class Publisher:
             return
         raise TidemillError(f"weights version {self.version} could not be brought to rollout: {last}", "see the logs")
 
+    def _meet(self, members: Sequence[Member]) -> None:
+        """The ranks of an engine become one, once. Learners, whose world is one already, have done so."""
+        for leader in members:
+            post = leader.post
+            if post.group.name != ROLLOUT or post.group.engine_ranks == 1 or not post.leads:
+                continue
+            mates = self.crew.mates(leader)
+            now = tuple(m.incarnation for m in mates)
+            if self._met.get(post.engine) == now:
+                continue
+            try:
+                at = self.crew.call(leader, "open_store", "engine")
+                self.crew.call_all(mates, "join_engine", lambda _, at=at: at, self.timeout_s + 5)  # type: ignore[misc]
+            except WorkerLost as lost:  # a process does not join twice: all of them start again
+                self.crew.lose(leader, f"the ranks of its engine did not meet: {lost}")
+                raise
+            self._met[post.engine] = now
+
     def _link(self, members: Sequence[Member]) -> None:
         from tidemill.cluster.task import Link
         from tidemill.reshard.layout import merge
@@ -84,7 +108,8 @@ class Publisher:
             return
         self._linked = ()
         places = {m.name: i for i, m in enumerate(members)}
-        told = self.crew.call_all(members, "describe", lambda m: (places[m.name],))
+        mates = {m.name: tuple(places[o.name] for o in self.crew.mates(m) if o.name in places) for m in members}
+        told = self.crew.call_all(members, "describe", lambda m: (places[m.name], mates[m.name]))
         nodes = list(dict.fromkeys(m.node for m in members))
         store = self.crew.call(members[0], "open_store", "link") if len(nodes) > 1 else None
         link = Link(

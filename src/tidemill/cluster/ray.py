@@ -18,7 +18,7 @@ from typing import Any
 
 from tidemill.cluster.forks import Forks, environment
 from tidemill.cluster.handle import WorkerLost
-from tidemill.cluster.placement import LEARNER, Placement, PlacementError, Post, Resources
+from tidemill.cluster.placement import LEARNER, ROLLOUT, Placement, PlacementError, Post, Resources
 from tidemill.cluster.report import Answer, Numbers
 from tidemill.config import Cluster
 from tidemill.dock.address import Address
@@ -68,8 +68,8 @@ class Storehouse:
 
 
 class RayStarter:
-    def __init__(self, settings: Cluster, name: str, forks: Forks) -> None:
-        self.settings, self.name, self._forks = settings, name, forks
+    def __init__(self, settings: Cluster, name: str, forks: Forks, engine_ranks: int = 1) -> None:
+        self.settings, self.name, self._forks, self._engine_ranks = settings, name, forks, engine_ranks
         self._is_own = False
         self._folder: Path | None = None
         self._environment: dict[str, Any] = {"runtime_env": {"env_vars": environment()}}  # of each worker
@@ -123,7 +123,8 @@ class RayStarter:
         """On one machine workers share the cores as they can: as many places as workers, at least. Ray starts a process
         for each ahead of need, about a second of work: there is none to spare."""
         wanted = self.settings
-        posts = wanted.learners + wanted.rollouts + wanted.rewards + (wanted.placement.reference == "separated")
+        posts = wanted.learners + wanted.rollouts * self._engine_ranks + wanted.rewards
+        posts += wanted.placement.reference == "separated"
         return max(os.cpu_count() or 1, int(posts * wanted.cpus + 0.999))
 
     # What there is
@@ -138,24 +139,35 @@ class RayStarter:
 
     def reserve(self, placement: Placement) -> None:
         for group in placement.groups:
+            if group.name == ROLLOUT and group.engine_ranks > 1:  # the ranks of an engine close together
+                for post in group.posts:
+                    self._place_of(post)
+                continue
             strategy = "SPREAD" if self.settings.spread and group.name != LEARNER else "PACK"
             self._groups[group.name] = placement_group([dict(group.needs)] * group.ranks, strategy=strategy)
-        for group in placement.groups:
-            if not self._groups[group.name].wait(RESERVE_S):
+        for name, reserved in self._groups.items():
+            if not reserved.wait(RESERVE_S):
                 raise PlacementError(
-                    f"Ray did not find room for {group.ranks} × {group.name} within {RESERVE_S:g} s: "
+                    f"Ray did not find room for {len(reserved.bundle_specs)} × {name} within {RESERVE_S:g} s: "
                     "others may be using it",
                     "wait for them, or ask for less: cluster.learners, rollouts, rewards, cpus",
                 )
 
+    def _place_of(self, post: Post) -> tuple[Any, int]:
+        """The placement group of a post, and its bundle there; made for one that joined later."""
+        shared, needs = self._groups.get(post.group.name), dict(post.group.needs)
+        if shared is not None and post.name not in self._groups and post.rank < len(shared.bundle_specs):
+            return shared, post.rank
+        parts = post.group.engine_ranks if post.group.name == ROLLOUT else 1
+        own = f"{post.group.name}-{post.rank - post.part}" if parts > 1 else post.name
+        if own not in self._groups:
+            self._groups[own] = placement_group([needs] * parts, strategy="PACK")
+        return self._groups[own], post.part if parts > 1 else 0
+
     # Processes
 
     def spawn(self, post: Post, logs: Path) -> RayHandle:
-        group = self._groups.get(post.name) or self._groups.get(post.group.name)
-        index = post.rank if post.name not in self._groups else 0
-        if group is None or index >= len(group.bundle_specs):
-            group = self._groups[post.name] = placement_group([dict(post.group.needs)], strategy="PACK")
-            index = 0
+        group, index = self._place_of(post)
         needs = dict(post.group.needs)
         cpus, devices = needs.pop("CPU", 0.0), needs.pop("GPU", 0.0)
         actor = self._actor.options(
@@ -168,6 +180,8 @@ class RayStarter:
         return RayHandle(post.name, actor)
 
     def release(self, post: Post) -> None:
+        if post.group.engine_ranks > 1:
+            return  # the ranks of an engine keep their place together
         own = self._groups.pop(post.name, None)  # of one that joined later; the others keep their places
         if own is not None:
             with contextlib.suppress(Exception):

@@ -89,7 +89,7 @@ def make_starter(config: Config, folder: RunFolder) -> Starter:
             return ProcessStarter(forks)
         from tidemill.cluster.ray import RayStarter
 
-        return RayStarter(cluster, folder.config.name, forks)
+        return RayStarter(cluster, folder.config.name, forks, config.rollout.tp)
     except BaseException:
         forks.close()
         raise
@@ -120,6 +120,7 @@ class RemoteWorkers:
         self.server: DockServer | None = None
         self.dock: RemoteDock | None = None
         self.parameters = self.bad_rows = self.stalls = 0
+        self.kl_coef: float | None = None  # where it is steered: whoever comes (back) is told
         self._looked = 0.0
         self.feed_state: dict[str, Any] = {}
         self._first_feed: dict[str, Any] = {}
@@ -250,7 +251,7 @@ class RemoteWorkers:
         self._restart_learners()
         self.new_dock()
         self._come_up()
-        self.feed_state, self.conductor.refeed = self._first_feed, True
+        self.feed_state, self.conductor.refeed, self.kl_coef = self._first_feed, True, None
 
     def stalled(self, state: DockState, seconds: float) -> None:
         """Nothing has moved for long: say who waits for whom; who hangs is replaced, else the step begins again."""
@@ -302,12 +303,13 @@ class RemoteWorkers:
         if wanted is None:
             return
         ranks = sorted(m.post.rank for m in self.crew.of(ROLLOUT, ready=False))
-        for rank in range(max(wanted, 1)):
+        most = max(wanted, 1) * group.engine_ranks
+        for rank in range(most):
             if rank not in ranks:
                 self.note(f"rollout-{rank} joins")
                 self.crew.add(Post(group, rank))
         for rank in ranks:
-            if rank >= max(wanted, 1):
+            if rank >= most:
                 self.note(f"rollout-{rank} leaves")
                 self.crew.remove(f"rollout-{rank}")
 
@@ -355,7 +357,7 @@ class RemoteWorkers:
 
     def step(self, number: int, stop: Callable[[], bool]) -> None:
         self.conductor.step(number, stop)
-        self.crew.spent = 0
+        self.crew.step_made()
         self.look()
 
     def measure(self) -> dict[str, float]:
@@ -370,19 +372,28 @@ class RemoteWorkers:
         """The answers of all who are there; one that is lost meanwhile has no word."""
         futures = {m.name: self.crew.send(m, method, *args) for m in self.crew.ready}
         told = {}
+        deadline = time.monotonic() + self.config.cluster.stall_s
         for name, future in futures.items():
             while not future.done():
                 self.check_learners()
+                self._give_up_late(name, method, deadline)
                 self.crew.pump(0.2)
             with contextlib.suppress(WorkerLost):
                 told[name] = self.crew.unwrap(name, future)
         return told
 
+    def _give_up_late(self, name: str, method: str, deadline: float) -> None:
+        """One that answers when it is watched, but hangs in its work, is not waited for without end."""
+        member = self.crew.members.get(name)
+        if time.monotonic() < deadline or member is None or member.state != "ready":
+            return
+        why = f"{name} did not come to {method!r} within {self.config.cluster.stall_s:g} s: it hangs"
+        self.crew.lose(member, f"{why}{self.crew.examine(why)}")
+
     def after_step(self, step: int, measured: dict[str, float]) -> list[str]:
         coefs = [c for c in self._from_all("after_step", step, dict(measured)).values() if c is not None]
         if coefs:
-            measured["kl_coef"] = coefs[0]
-            self._from_all("hold_kl", coefs[0])
+            measured["kl_coef"] = self.kl_coef = coefs[0]
         self._history.append(measured)
         fresh = [sign for sign in health.signs(self._history) if sign.sign not in self._told]
         self._told |= {sign.sign for sign in fresh}
@@ -405,15 +416,30 @@ class RemoteWorkers:
         while True:
             self.check_learners()
             self.publisher.bring(self.publisher.newcomers())
-            ready = self.crew.of(group)
+            ready = self.crew.engines(group)
             if not ready:
                 self.crew.pump(0.5)
                 continue
             try:
-                seen: Evaluation = self.crew.call(ready[0], "evaluate", size, samples, SHOWN_ANSWERS)
-                return seen
+                return self._evaluated(ready[0], size, samples)
             except WorkerLost as lost:
                 self.note(f"evaluation begins again: {lost}")
+
+    def _evaluated(self, member: Member, size: int, samples: int) -> Evaluation:
+        """However long it takes, as long as tokens are made."""
+        future = self.crew.send(member, "evaluate", size, samples, SHOWN_ANSWERS)
+        moves, moved_at = -1, time.monotonic()
+        while not future.done():
+            self.check_learners()
+            self.crew.pump(0.2)
+            now = time.monotonic()
+            if member.report is not None and member.report.moves != moves:
+                moves, moved_at = member.report.moves, now
+            if now - moved_at > self.config.cluster.stall_s:
+                why = f"{member.name} has made no token of an evaluation for {now - moved_at:.0f} s"
+                self.crew.lose(member, f"{why}{self.crew.examine(why)}")
+        seen: Evaluation = self.crew.unwrap(member.name, future)
+        return seen
 
     def save(
         self, folder: Path, step: int, state: dict[str, Any], *, best: bool = False, metric: float | None = None
@@ -433,6 +459,7 @@ class RemoteWorkers:
         told = self.crew.call_all(self.crew.learners(), "restore", lambda _: (path.resolve(),))
         state: dict[str, Any] = next(iter(told.values()))
         self.feed_state, self.conductor.refeed = state["feed"], True
+        self.kl_coef = state["kl"]["coef"] if "kl" in state else None
         self.publisher.publish()
         return state
 
@@ -446,7 +473,7 @@ class RemoteWorkers:
         """Who has a whole model, as it is learned now."""
         if self.placement.is_colocated or not self.placement.learners.is_cut:
             return self.crew.learners()[0]
-        while not (ready := self.crew.of(ROLLOUT)) or self.publisher.newcomers():
+        while not (ready := self.crew.engines(ROLLOUT)) or self.publisher.newcomers():
             self.check_learners()
             self.publisher.bring(self.publisher.newcomers())
             self.crew.pump(0.2)

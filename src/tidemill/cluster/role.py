@@ -106,7 +106,7 @@ class Host:
             serial=self._serial,
             doing=self._doing,
             since_s=now - self._since,
-            moves=self._moves,
+            moves=self._moves + (work.kit.judged if work is not None else 0),
             failure=self._failure,
             operation=operation[0] if operation else "",
             operation_s=now - operation[1] if operation else 0.0,

@@ -11,7 +11,7 @@ from typing import Any
 
 from tidemill.cluster import status
 from tidemill.cluster.crew import Crew, Member
-from tidemill.cluster.placement import LEARNER
+from tidemill.cluster.report import Report
 from tidemill.dock import DockState
 
 ASK_S = 3.0  # for a worker's own stacks, before it is looked at from outside
@@ -39,15 +39,15 @@ def examine(crew: Crew, state: DockState, seconds: float) -> Stall:
 def blame(members: Sequence[Member], seconds: float) -> tuple[str | None, str]:
     """A rank that others wait for in an operation; else whoever has been at one thing for as long as nothing moved."""
     reports = [(m, m.report) for m in members if m.state == "ready" and m.report is not None]
-    waiting = [(m, r) for m, r in reports if r.operation]
-    if waiting:
-        late = [m for m, r in reports if m.post.group.name == LEARNER and not r.operation]
-        first = max(waiting, key=lambda pair: pair[1].operation_s)[1]
-        if late:
+    for peers in _worlds(reports):
+        waiting = [r for _, r in peers if r.operation]
+        late = [m for m, r in peers if not r.operation]
+        if waiting and late:
+            first = max(waiting, key=lambda r: r.operation_s)
             at = late[0].report.doing if late[0].report else "nothing known"
-            since = max(r.operation_s for _, r in waiting)
             what = (
-                f"{late[0].name} is missing in the {first.operation} since {since:.0f} s (it is at {at or 'nothing'})"
+                f"{late[0].name} is missing in the {first.operation} since {first.operation_s:.0f} s "
+                f"(it is at {at or 'nothing'})"
             )
             return late[0].name, what
     for m, r in reports:
@@ -58,6 +58,15 @@ def blame(members: Sequence[Member], seconds: float) -> tuple[str | None, str]:
     if silent:
         return silent[0].name, f"{silent[0].name} has said nothing for {time.monotonic() - silent[0].heard:.0f} s"
     return None, ""
+
+
+def _worlds(reports: Sequence[tuple[Member, Report]]) -> list[list[tuple[Member, Report]]]:
+    """Who waits for whom in operations: the learners for one another, the ranks of an engine likewise."""
+    found: dict[str, list[tuple[Member, Report]]] = {}
+    for member, told in reports:
+        if world := status.world_of(member):
+            found.setdefault(world, []).append((member, told))
+    return list(found.values())
 
 
 def report(crew: Crew, logs: Path, head: Sequence[str]) -> Path:

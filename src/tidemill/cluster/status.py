@@ -13,6 +13,7 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Any
 
+from tidemill.cluster.placement import LEARNER
 from tidemill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class WorkerStatus:
     version: int = -1
     waits_in: str = ""  # an operation with other ranks
     error: str = ""
+    world: str = ""  # with whom: the learners, or the ranks of one engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,16 @@ def of_member(member: Member) -> WorkerStatus:
         version=report.version if report else -1,
         waits_in=report.operation if report else "",
         error=member.last_error.splitlines()[0] if member.last_error else "",
+        world=world_of(member),
     )
+
+
+def world_of(member: Member) -> str:
+    """Whom it waits for in operations: learners for one another, ranks of an engine likewise; "": for nobody."""
+    group = member.post.group
+    if group.name == LEARNER:
+        return group.name
+    return f"{group.name} engine {member.post.engine}" if group.engine_ranks > 1 else ""
 
 
 def stages_of(state: DockState) -> dict[str, dict[str, float]]:
@@ -155,7 +166,7 @@ def who_waits(workers: Iterable[WorkerStatus], stages: dict[str, dict[str, float
         if w.state != "ready":
             told.append(f"{w.name} is {w.state} since {w.for_s:.0f} s{f': {w.error}' if w.error else ''}")
         elif w.waits_in:
-            others = [o.name for o in listed if o.name != w.name and o.name.startswith("learner") and not o.waits_in]
+            others = [o.name for o in listed if o.name != w.name and o.world == w.world and not o.waits_in]
             told.append(f"{w.name} waits in {w.waits_in} for {', '.join(others) or 'the other ranks'}")
     first = next((name for name, c in stages.items() if c["ready"] or c["leased"]), None)
     if first is not None:

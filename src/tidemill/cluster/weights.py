@@ -12,16 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tidemill.cluster.learners import World
 from tidemill.cluster.task import Link
 from tidemill.errors import ReshardError
+from tidemill.learn.parallel import adapters
 from tidemill.learn.parallel.learner import ParallelLearner
-from tidemill.learn.parallel.model import pieces_of
+from tidemill.learn.parallel.model import ParallelModel, pieces_of
 from tidemill.models import lora
 from tidemill.reshard.dtensor import from_tensors, local_tensors
-from tidemill.reshard.layout import Layout
+from tidemill.reshard.layout import Layout, merge
 from tidemill.reshard.move import BUCKET_BYTES, GroupWire, Job, Moved, Ring, Wire, _fill, _Flying, _laid_out, move
 from tidemill.reshard.pack import Tensors
-from tidemill.reshard.plan import Topology, plan
+from tidemill.reshard.plan import Plan, Topology, plan
 from tidemill.reshard.schedule import Round
 from tidemill.reshard.serve import Serving
 from tidemill.reshard.shared import SharedWire
@@ -106,8 +108,33 @@ def learned(model: Any) -> dict[str, torch.Tensor]:
 
 
 def pieces(learner: ParallelLearner) -> dict[str, torch.Tensor]:
-    """What lies on this rank of a learner that is cut, as its layout says."""
-    return pieces_of(learner.model)
+    """What lies on this rank of a learner that is cut, as its layout says. Adapters are merged, by all ranks
+    together."""
+    return adapters.merged(learner.model, pieces_of(learner.model))
+
+
+class Follow:
+    """A reference on the learner's ranks that now and then becomes the policy, however each of the two is cut."""
+
+    def __init__(self, learner: ParallelLearner, reference: ParallelModel, world: World) -> None:
+        self.learner, self.reference, self.world = learner, reference, world
+        self._plan: Plan | None = None
+        self._wire: GroupWire | None = None
+        self._moves = 0
+
+    def __call__(self) -> None:
+        """All ranks together."""
+        if self._plan is None:
+            told = self.world.gather((self.learner.layout(), self.reference.layout()), "describing two models")
+            self._plan = plan(merge(source for source, _ in told), merge(target for _, target in told))
+            bucket = min(BUCKET_BYTES, max(LEAST_BUCKET, self.learner.layout().nbytes))
+            self._wire = GroupWire(Ring(bucket_bytes=bucket, device=self.reference.device))
+        assert self._wire is not None
+        self._moves += 1
+        targets = pieces_of(self.reference.model)
+        job = Job(self._plan, self.world.rank, pieces(self.learner), targets, self._moves)
+        with self.world.within("moving the reference"):
+            move(job, self._wire)
 
 
 def served(model: Any) -> dict[str, torch.Tensor]:

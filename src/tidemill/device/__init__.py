@@ -10,10 +10,11 @@ from tidemill.errors import ConfigError, did_you_mean
 
 KINDS = ("cpu", "cuda", "npu")
 RESOURCES = {"cuda": "GPU", "npu": "NPU"}  # what a cluster calls one device of a kind
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}  # which of them a process may see
 # Of a process that others are forked from: looking for devices must not open a driver, which survives no fork.
 BEFORE_FORK = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
-__all__ = ["BEFORE_FORK", "KINDS", "RESOURCES", "Device", "Memory", "available", "pick"]
+__all__ = ["BEFORE_FORK", "KINDS", "RESOURCES", "VISIBLE", "Device", "Memory", "available", "count", "pick"]
 
 
 def pick(name: str = "auto") -> Device:
@@ -36,6 +37,14 @@ def available() -> list[Device]:
     if kind != "cpu":
         found += [_open(kind, i) for i in range(torch.accelerator.device_count())]
     return [*found, _open("cpu", 0)]
+
+
+def count() -> tuple[str, int]:
+    """The kind of accelerator that works here, and how many of them this process may see; none: the CPU, and 0."""
+    import torch
+
+    kind = _best_kind()
+    return kind, torch.accelerator.device_count() if kind != "cpu" else 0
 
 
 def _best_kind() -> str:

@@ -15,12 +15,15 @@ from tidemill.flow.learning import LearnWorker
 from tidemill.flow.scoring import AdvantageWorker, ScoreWorker
 from tidemill.flow.stage import Worker
 from tidemill.learn.engine import Learner
+from tidemill.learn.parallel.learner import ParallelLearner
+
+Holder = AdvantageWorker | Learner | ParallelLearner
 
 
 class ReferenceKeeper:
     """Steers `kl.coef` towards `kl.target`, and moves the reference to the policy every `kl.reset_every` steps."""
 
-    def __init__(self, config: Config, holders: Sequence[AdvantageWorker | Learner], reference: ScoreWorker) -> None:
+    def __init__(self, config: Config, holders: Sequence[Holder], reference: ScoreWorker) -> None:
         self.settings, self.train = config.algorithm.kl, config.train
         self.holders, self.reference = holders, reference  # holders: whose config has the coefficient that counts
         self.coef = self.settings.coef
@@ -32,12 +35,12 @@ class ReferenceKeeper:
         reference = next((w for w in stages if isinstance(w, ScoreWorker) and w.name == "reference"), None)
         if reference is None or (kl.target is None and not kl.reset_every):
             return None
-        holders: list[AdvantageWorker | Learner]
+        holders: list[Holder]
         if kl.place == "reward":
             holders = [w for w in stages if isinstance(w, AdvantageWorker)]
         else:
             learners = [w.learner for w in stages if isinstance(w, LearnWorker) and w.name == "learn"]
-            holders = [learner for learner in learners if isinstance(learner, Learner)]
+            holders = [learner for learner in learners if isinstance(learner, Learner | ParallelLearner)]
         if kl.target is not None and kl.place == "loss" and not holders:
             raise ConfigError(
                 "algorithm.kl.target steers a coefficient in the loss, which cannot reach a learner of several ranks",
@@ -51,10 +54,11 @@ class ReferenceKeeper:
             samples = self.train.prompts_per_step * self.train.samples_per_prompt
             self._hold(adapted(self.coef, measured["kl"], kl.target, kl.horizon, samples))
             measured["kl_coef"] = self.coef
-        if kl.reset_every and step % kl.reset_every == 0:
-            with torch.no_grad():
-                for own, new in zip(self.reference.model.parameters(), policy.parameters()):
-                    own.copy_(new)
+        if self.moves_after(step):
+            self.reference.move_to(policy)
+
+    def moves_after(self, step: int) -> bool:
+        return bool(self.settings.reset_every) and step % self.settings.reset_every == 0
 
     def _hold(self, coef: float) -> None:
         self.coef = coef
@@ -70,12 +74,12 @@ class ReferenceKeeper:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         """The reference's own weights are kept only if they move."""
-        named = self.reference.model.named_parameters() if self.settings.reset_every else ()
-        return {f"reference.{name}": p.detach() for name, p in named}, {"coef": self.coef}
+        named = self.reference.weights() if self.settings.reset_every else {}
+        return {f"reference.{name}": tensor for name, tensor in named.items()}, {"coef": self.coef}
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, float]) -> None:
         self._hold(float(state["coef"]))
         if self.settings.reset_every:
             with torch.no_grad():
-                for name, p in self.reference.model.named_parameters():
-                    p.copy_(tensors[f"reference.{name}"])
+                for name, own in self.reference.weights().items():
+                    own.copy_(tensors[f"reference.{name}"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,9 +77,12 @@ class RolloutWorker:
         self._renew_leases()
         with self.tally.time(self.name):
             finished = self.engine.step()
+        self.take_in(finished)
+        return True
+
+    def take_in(self, finished: Sequence[Completion]) -> None:
         for completion in finished:
             self._finish(completion)
-        return True
 
     def _fill(self) -> bool:
         """Take groups while there is room. Who has nothing to do also takes what another is late with."""

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from tidemill.algorithms.api import Algorithm
 from tidemill.batch import GROUP, ID, Batch
@@ -100,8 +102,17 @@ class ScoreWorker:
         self.tag: str | None = None
 
     def begin(self, first_group: int, tag: str | None) -> None:
-        """The policy changes with every step, so only this step's samples are scored; the others' models do not."""
-        self.tag = tag if self.name == "old_logprobs" else None
+        """Policy and critic change with every step, so only this step's samples are scored; other models do not."""
+        self.tag = tag if self.name in ("old_logprobs", "values") else None
+
+    def move_to(self, policy: Any) -> None:
+        """From now on score as this model does."""
+        with torch.no_grad():
+            for own, new in zip(self.model.parameters(), policy.parameters(), strict=True):
+                own.copy_(new)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.model.named_parameters()}
 
     def poll(self) -> bool:
         lease = self.dock.take(self.name, Want(tokens=self.config.train.tokens_per_microbatch * 4, tag=self.tag))

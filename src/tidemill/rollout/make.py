@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tidemill.config import Config
 from tidemill.models.load import Loaded
 from tidemill.rollout.engine import RolloutEngine
 
 
 def make_engine(loaded: Loaded, config: Config) -> RolloutEngine:
-    engine = make_plain(loaded, config)
+    return with_turns(make_plain(loaded, config), loaded, config)
+
+
+def with_turns(engine: RolloutEngine, loaded: Loaded, config: Config) -> RolloutEngine:
+    """As it is, or with the recipe's environment talking to it."""
     if config.environment is None:
         return engine
     from tidemill.environment.speech import Speech
@@ -20,8 +26,8 @@ def make_engine(loaded: Loaded, config: Config) -> RolloutEngine:
     )
 
 
-def make_plain(loaded: Loaded, config: Config) -> RolloutEngine:
-    """An engine whose samples are one turn each."""
+def make_plain(loaded: Loaded, config: Config, group: Any = None) -> RolloutEngine:
+    """An engine whose samples are one turn each. `group`: ranks that share the work (native engine)."""
     rollout = config.rollout
     max_len = min(loaded.window, config.data.max_prompt_tokens + rollout.max_new_tokens)
     match rollout.engine:
@@ -34,6 +40,7 @@ def make_plain(loaded: Loaded, config: Config) -> RolloutEngine:
                 tokenizer=loaded.tokenizer,
                 max_seqs=rollout.concurrent,
                 max_len=max_len,
+                group=group,
                 page_size=rollout.page_size,
                 cache_tokens=rollout.cache_tokens,
                 batch_invariant=rollout.batch_invariant,

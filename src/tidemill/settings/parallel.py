@@ -15,6 +15,7 @@ from tidemill.config import Config, Model, Parallel, TinyModel
 from tidemill.settings.memory import CRITICS
 
 MOST_SUGGESTED = 256
+SERVED = ("llama", "mistral", "qwen2", "qwen3")  # that a rollout engine over several ranks knows
 VALUES = {*CRITICS, "reward_model"}  # algorithms that learn a value model
 
 
@@ -147,6 +148,49 @@ def model_problems(parallel: Parallel, shape: Cuttable) -> Iterator[str]:
             f"learn.parallel.pp × pp_chunks is {stages}, more than the model's {shape.layers} layers; "
             f"at most {shape.layers} would do"
         )
+
+
+def engine_problems(tp: int, model: Model) -> Iterator[str]:
+    """Of a rollout engine over `tp` ranks: each has whole key/value heads and an equal share of the MLP."""
+    if (kind := _architecture(model)) is not None and kind not in SERVED:
+        yield f"rollout.tp is {tp}, but engines over several ranks serve {', '.join(SERVED)}, not {kind}; 1 would do"
+        return
+    shape = cuttable(model)
+    if shape is not None:
+        yield from engine_shape_problems(tp, shape)
+
+
+def engine_shape_problems(tp: int, shape: Cuttable) -> Iterator[str]:
+    if shape.experts or shape.is_latent:
+        yield f"rollout.tp is {tp}, but engines over several ranks serve dense decoders of the Llama family; 1 would do"
+    elif shape.kv_heads % tp or shape.intermediate % tp:
+        fit = [n for n in divisors(shape.kv_heads) if shape.intermediate % n == 0]
+        yield (
+            f"rollout.tp is {tp}, which does not divide the model's {shape.kv_heads} key/value heads and MLP width "
+            f"{shape.intermediate}; {either(fit)} would do"
+        )
+
+
+def engine_sizes(config: Config, shape: Cuttable) -> list[int]:
+    """What rollout.tp could be, from what it is on: sizes that the model and, colocated, the learner's ranks allow."""
+    ranks = config.learn.parallel.ranks
+    is_colocated = config.cluster.placement.rollout == "colocated"
+    return [
+        n
+        for n in range(config.rollout.tp, max(config.rollout.tp, shape.kv_heads) + 1)
+        if n == config.rollout.tp or (not any(engine_shape_problems(n, shape)) and (not is_colocated or ranks % n == 0))
+    ]
+
+
+def _architecture(model: Model) -> str | None:
+    """As transformers calls it; None when the model's folder does not tell."""
+    if model.path is None:
+        return None if model.warm_start is not None else (model.tiny or TinyModel()).architecture
+    try:
+        raw = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        return str(raw["model_type"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _sequence(config: Config) -> Iterator[str]:

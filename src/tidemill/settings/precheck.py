@@ -22,8 +22,8 @@ LONGEST_NAME = 200  # bytes; file systems stop at 255, and runs moved aside get 
 def problems(config: Config, model: Model) -> list[str]:
     """`model` is the one that will be trained (a warm start's own)."""
     checks: tuple[Callable[[Config, Model], Iterator[str]], ...] = (
-        _name, _cluster, _batch, _flow, _routes, _lengths, _rollout, _adapters, _model_folder, _data, _functions,
-        _environment, _device, _disk, _in_one_process, parallel.problems,
+        _name, _cluster, _batch, _flow, _reference, _routes, _lengths, _rollout, _rollout_ranks, _adapters,
+        _model_folder, _data, _functions, _environment, _device, _disk, _in_one_process, parallel.problems,
     )  # fmt: skip
     return [problem for check in checks for problem in check(config, model)]
 
@@ -38,15 +38,15 @@ def _cluster(config: Config, _: Model) -> Iterator[str]:
             f"cluster.learners is {learners}, but learn.parallel comes to {ranks} ranks, one worker each; {ranks} "
             "would do"
         )
-    if ranks > 1 and config.algorithm.name == "ppo":
+    if ranks > 1 and config.algorithm.name == "reward_model":
         yield (
-            f"algorithm is ppo, whose critic is not cut with cluster.executor={executor}; cluster.executor=local would "
-            "do, or learn.parallel sizes of 1"
+            f"algorithm is reward_model, which is not cut with cluster.executor={executor}; cluster.executor=local "
+            "would do, or learn.parallel sizes of 1"
         )
-    if ranks > 1 and config.algorithm.kl.reset_every:
+    if config.algorithm.kl.reset_every and config.cluster.placement.reference == "separated":
         yield (
-            f"algorithm.kl.reset_every is {config.algorithm.kl.reset_every}, but a reference on ranks of "
-            f"cluster.executor={executor} does not move; 0 would do, or cluster.executor=local"
+            f"algorithm.kl.reset_every is {config.algorithm.kl.reset_every}, but a reference apart from the learners "
+            "does not move; cluster.placement.reference=colocated would do"
         )
     if config.observe.dump:
         yield f"observe.dump needs cluster.executor=local, but it is {executor}"
@@ -82,13 +82,11 @@ def _in_one_process(config: Config, _: Model) -> Iterator[str]:
     """Settings that only the local executor knows."""
     if config.cluster.executor == "local":
         return
+    is_cut = config.learn.parallel.ranks > 1
     asked = {
-        "observe.dump": config.observe.dump,
         "train.profile": config.train.profile,
-        "deterministic": config.deterministic,
-        "learn.ema": config.learn.ema,
-        "algorithm.kl.weights": config.algorithm.kl.weights != "same",
-        "algorithm.critic.trunk": config.algorithm.critic.trunk != "own",
+        "learn.ema": config.learn.ema and is_cut,
+        "algorithm.kl.weights": config.algorithm.kl.weights != "same" and is_cut,
     }
     for key, is_set in asked.items():
         if is_set:
@@ -116,6 +114,25 @@ def _flow(config: Config, _: Model) -> Iterator[str]:
         yield (
             "flow.schedule is async, but flow.placement is colocated: rollout cannot be ahead while it takes turns; "
             "flow.placement=auto would do"
+        )
+
+
+def _reference(config: Config, _: Model) -> Iterator[str]:
+    kl, cluster = config.algorithm.kl, config.cluster
+    if kl.target is not None and cluster.executor != "local" and cluster.placement.reference == "separated":
+        yield (
+            f"algorithm.kl.target is {kl.target}, but a reference apart from the learners does not steer; "
+            "cluster.placement.reference=colocated would do"
+        )
+    if kl.target is not None and kl.place == "loss" and cluster.executor == "local" and config.learn.parallel.ranks > 1:
+        yield (
+            f"algorithm.kl.target is {kl.target}, which steers a coefficient in the loss of one rank here; "
+            "algorithm.kl.place=reward would do, or cluster.executor=processes"
+        )
+    if config.algorithm.kl.reset_every and config.learn.lora_rank:
+        yield (
+            f"algorithm.kl.reset_every is {config.algorithm.kl.reset_every}, but with learn.lora_rank the reference is "
+            "the model without its adapters, which does not move; 0 would do, or learn.lora_rank=0"
         )
 
 
@@ -180,6 +197,32 @@ def _rollout(config: Config, _: Model) -> Iterator[str]:
             f"rollout.batch_invariant is true, but learn.recompute={config.learn.recompute} would compute layers again "
             "outside of it; set learn.recompute=none"
         )
+
+
+def _rollout_ranks(config: Config, model: Model) -> Iterator[str]:
+    """An engine over several devices."""
+    tp, rollout, cluster = config.rollout.tp, config.rollout, config.cluster
+    if tp == 1:
+        return
+    if cluster.executor == "local":
+        yield f"rollout.tp is {tp}, but one process has one rank; cluster.executor=processes or ray would do, or 1"
+        return
+    if rollout.engine != "native":
+        yield f"rollout.tp is {tp}, which only rollout.engine=native has, not {rollout.engine}; 1 would do"
+    if rollout.batch_invariant:
+        yield f"rollout.tp is {tp}, but rollout.batch_invariant is promised by one rank alone; false would do"
+    ranks = config.learn.parallel.ranks
+    if cluster.placement.rollout == "colocated" and ranks == 1:
+        yield (
+            f"rollout.tp is {tp}, but colocated with learners that hold whole models rollout reads their own tensors; "
+            "1 would do, or cluster.placement.rollout=separated, or sizes of learn.parallel"
+        )
+    elif cluster.placement.rollout == "colocated" and ranks % tp:
+        yield (
+            f"rollout.tp is {tp}, which does not divide the {ranks} ranks of learn.parallel that engines share; "
+            f"{parallel.either(parallel.divisors(ranks))} would do"
+        )
+    yield from parallel.engine_problems(tp, model)
 
 
 def _adapters(config: Config, _: Model) -> Iterator[str]:

@@ -97,6 +97,15 @@ def cuttable(own: dict[str, int]) -> Cuttable:
     )
 
 
+def cuttable_of(sizes: Sizes) -> Cuttable:
+    """What an engine's ranks must divide."""
+    shape = sizes.shape
+    experts = sizes.experts // max(1, 3 * shape.hidden * sizes.expert_width)
+    return Cuttable(
+        shape.layers, shape.heads, shape.kv_heads, shape.intermediate, experts, is_latent=bool(sizes.whole_attention)
+    )
+
+
 def sizes(own: dict[str, int], is_tied: bool = False) -> Sizes:
     h, layers = own["hidden"], own["layers"]
     attention = _latent(own) if "kv_rank" in own else 2 * h * own["head_dim"] * (own["heads"] + own["kv_heads"])

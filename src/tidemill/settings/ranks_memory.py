@@ -90,6 +90,16 @@ def per_rank(config: Config, sizes: Sizes, tokens: int | None = None, *, on_acce
     )
 
 
+def engine_share(config: Config, sizes: Sizes, tp: int) -> tuple[int, int]:
+    """Bytes that one of `tp` ranks of an engine holds: of the weights, and of a token in the cache. The embedding lies
+    whole on each; an output layer of its own is cut."""
+    shape, width = sizes.shape, BYTES[config.model.dtype]
+    head = 0 if sizes.is_tied else sizes.embedding
+    rest = sizes.total - sizes.embedding - head
+    weights = sizes.embedding + -(-head // tp) + -(-rest // tp)
+    return weights * width, shape.layers * 2 * (shape.kv_heads // tp) * shape.head_dim * width
+
+
 def trained_per_rank(config: Config, sizes: Sizes, parallel: Parallel) -> int:
     """All that is held, or adapters: one side of each is cut by tp, the other is not."""
     adapters = adapter_parameters(sizes.shape, config.learn.lora_rank)

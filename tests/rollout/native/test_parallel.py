@@ -16,7 +16,7 @@ from tests.rollout.tiny import roll, tiny_model
 from tidemill.errors import ModelError
 from tidemill.rollout.engine import Request, Sampling
 from tidemill.rollout.native.engine import NativeEngine
-from tidemill.rollout.native.parallel import check_divides
+from tidemill.rollout.native.parallel import check_divides, cut, gathered, layout
 
 Samples = dict[tuple[int, int], tuple[list[int], list[float]]]
 
@@ -34,28 +34,39 @@ def samples(model: Any, group: Any = None) -> Samples:
     return {key: (c.tokens, c.logprobs) for key, c in roll(engine, asked).items()}
 
 
-def even_model(name: str) -> Any:
-    """With a vocabulary that two ranks can share."""
-    model = tiny_model(name)
-    model.resize_token_embeddings(96)
-    return model
-
-
-def _rank(rank: int, file: Path, name: str, sender: Any) -> None:
+def _rank(rank: int, file: Path, name: str, holds_share: bool, sender: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     try:
-        sender.send(samples(even_model(name), dist.group.WORLD))
+        model = tiny_model(name)
+        whole = {n: p.detach().clone() for n, p in model.named_parameters()}
+        if holds_share:
+            cut(model, rank, 2)
+            _check_share(model, whole, rank)
+        sender.send(samples(model, dist.group.WORLD))
     finally:
         dist.destroy_process_group()
 
 
+def _check_share(model: Any, whole: dict[str, torch.Tensor], rank: int) -> None:
+    """A share is as its layout says, holds no more memory, and all shares make up the whole."""
+    held = layout(model, (0, 1)).homes(rank)
+    assert {n: tuple(p.shape) for n, p in model.named_parameters()} == {n: shape for n, (shape, _) in held.items()}
+    outside = sum(p.numel() for n, p in whole.items() if "embed" in n or "norm" in n)
+    own = sum(p.untyped_storage().nbytes() // 4 for p in model.parameters())
+    assert own <= outside + 0.51 * (sum(p.numel() for p in whole.values()) - outside)
+    found = gathered(model, dist.group.WORLD)
+    assert found.keys() == (whole.keys() if rank == 0 else set())
+    assert all(torch.equal(tensor, whole[n]) for n, tensor in found.items())
+
+
+@pytest.mark.parametrize("holds_share", [False, True], ids=["whole", "share"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_two_ranks_make_the_tokens_of_one(name: str, tmp_path: Path) -> None:
+def test_two_ranks_make_the_tokens_of_one(name: str, holds_share: bool, tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")  # what is imported is not imported again
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
     ranks = [
-        context.Process(target=_rank, args=(rank, tmp_path / "meet", name, sender))
+        context.Process(target=_rank, args=(rank, tmp_path / "meet", name, holds_share, sender))
         for rank, (_, sender) in enumerate(pipes)
     ]
     for process in ranks:
@@ -63,7 +74,7 @@ def test_two_ranks_make_the_tokens_of_one(name: str, tmp_path: Path) -> None:
     made = [receiver.recv() if receiver.poll(120) else None for receiver, _ in pipes]
     for process in ranks:
         process.join(10)
-    alone = samples(even_model(name))
+    alone = samples(tiny_model(name))
     assert made[0] == made[1] and made[0] is not None
     for key, (tokens, logprobs) in alone.items():
         assert made[0][key][0] == tokens
@@ -73,4 +84,4 @@ def test_two_ranks_make_the_tokens_of_one(name: str, tmp_path: Path) -> None:
 
 def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
     with pytest.raises(ModelError, match="key/value heads of 2"):
-        check_divides(SimpleNamespace(num_key_value_heads=2, intermediate_size=64, vocab_size=96), 4)
+        check_divides(SimpleNamespace(num_key_value_heads=2, intermediate_size=64), 4)

@@ -106,7 +106,10 @@ def _own_box(name: str, tensor: Tensor, layout: Layout, rank: int) -> Box | None
 
 
 def _entry(name: str, layout: Layout) -> Entry | None:
-    """Of `model.NAME` (or `adapter`, `ema`) or `optimizer.NAME.KEY`, perhaps another role's: `critic.model.NAME`."""
+    """Of `model.NAME` (or `adapter`, `ema`) or `optimizer.NAME.KEY`, perhaps another role's: `critic.model.NAME`. A
+    reference has weights alone, `reference.NAME`, which the layout calls so too."""
+    if name in layout.by_name:
+        return layout.by_name[name][0]
     of = OF.match(name)
     if of is None:
         return None

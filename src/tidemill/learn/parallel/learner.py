@@ -44,6 +44,7 @@ from tidemill.learn.parallel.stored import Source
 from tidemill.reshard.layout import merge
 
 CRITIC = "critic."  # before its names in a checkpoint
+REFERENCE = "reference."  # and of a reference that moves
 
 
 class ParallelLearner(ParallelModel):
@@ -262,10 +263,12 @@ class ParallelLearner(ParallelModel):
         metric: float | None = None,
         more: Mapping[str, Tensor] | None = None,
         critic: ParallelLearner | None = None,
+        reference: ParallelModel | None = None,
     ) -> None:
         """Begin to write a checkpoint; training may go on at once. `saver.wait` tells when it is on disk.
 
-        `more`: tensors that belong to it and are nobody's pieces, the same on every rank. `critic`: goes with it."""
+        `more`: tensors that belong to it and are nobody's pieces, the same on every rank. `critic`, and a `reference`
+        that moves, go with it."""
         tensors, layout = self._kept(), self.layout()
         tensors |= {"rng": torch.get_rng_state()} | dict(more or {})
         state = {**state, "learner": self._counts()}
@@ -273,6 +276,9 @@ class ParallelLearner(ParallelModel):
             tensors |= {f"{CRITIC}{name}": t for name, t in critic._kept().items()}
             layout = merge([layout, renamed(critic.layout(), CRITIC)])
             state["critic"] = critic._counts()
+        if reference is not None:
+            tensors |= reference_pieces(reference)
+            layout = merge([layout, renamed(reference.layout(), REFERENCE)])
         self.saver.save(folder, step, tensors, layout, state, keep=keep, best=best, metric=metric)
 
     def _kept(self) -> dict[str, Tensor]:
@@ -282,13 +288,18 @@ class ParallelLearner(ParallelModel):
     def _counts(self) -> dict[str, int]:
         return {"version": self.version, "skipped": self.skipped}
 
-    def load(self, path: Path, critic: ParallelLearner | None = None) -> dict[str, Any]:
+    def load(
+        self, path: Path, critic: ParallelLearner | None = None, reference: ParallelModel | None = None
+    ) -> dict[str, Any]:
         """Take up a checkpoint that any number of ranks wrote; gives its state."""
         source, state = open_checkpoint(path)
         with source:
             self._take_up(source, state["learner"])
             if critic is not None:
                 critic._take_up(source, state["critic"], CRITIC)
+            if reference is not None:
+                layout = renamed(reference.layout(), REFERENCE)
+                read_own(source, reference_pieces(reference), layout, dist.get_rank())
             if "rng" in source:
                 torch.set_rng_state(source.read("rng"))
         return state
@@ -314,3 +325,8 @@ class ParallelLearner(ParallelModel):
         self.saver.wait()
         self.gradients.close()
         super().close()
+
+
+def reference_pieces(reference: ParallelModel) -> dict[str, Tensor]:
+    """What lies on this rank of a reference, as a checkpoint calls it."""
+    return {f"{REFERENCE}{name}": piece for name, piece in pieces_of(reference.model).items()}

@@ -87,7 +87,8 @@ class NativeEngine:
         self.max_len = max_len
         self.reuse_prefix = reuse_prefix
         self.version = 0
-        self.vocab = int(model.get_output_embeddings().weight.shape[0])
+        output = model.get_output_embeddings()
+        self.vocab = int(output.weight.shape[0] if group is None else output.out_features)
         self.is_end = np.zeros(self.vocab, bool)
         self.is_end[[i for i in eos_ids if 0 <= i < self.vocab]] = True
         if batch_invariant and cache_dtype != "auto":
