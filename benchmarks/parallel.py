@@ -235,7 +235,7 @@ def learning(
     with tempfile.TemporaryDirectory() as place:
         common = [f"folder={place}", *quiet]
         if not model:
-            tidemill.train("quickstart-worked", [*common, "name=worked", "train.steps=120", "eval.before=false"])
+            tidemill.train("quickstart-worked", [*common, "name=worked"])
             export(Path(place) / "worked", Path(place) / "a")
             tidemill.train("quickstart-sft", [*common, "name=sft", f"model.path={place}/a", "eval.before=false"])
             export(Path(place) / "sft", Path(place) / "b")
