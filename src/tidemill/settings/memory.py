@@ -135,6 +135,10 @@ def activation_bytes(shape: Shape, tokens: int, width: int, learn: Learn, is_com
         return tokens * width * (whole + 4 * shape.hidden)  # of the layer at work; the rest is on the host
     again = -(-shape.layers // learn.recompute_every) if learn.recompute != "none" else 0
     kept = again * _layer_keeps(shape, learn.recompute, is_compiled, width) + (shape.layers - again) * whole
+    if learn.fp8 != "none" and is_compiled and learn.recompute != "full":  # factors of products are kept in one byte
+        factors = 2 * shape.hidden + shape.heads * shape.head_dim
+        factors += shape.intermediate if learn.recompute == "none" else 0
+        kept -= shape.layers * factors * (width - 1) // width
     if learn.dora and learn.recompute != "full":  # outputs that a magnitude then scales and nothing else would keep
         kept += shape.layers * (2 * shape.hidden + shape.heads * shape.head_dim)
     # Beside the layers: the last norm's input and output, the response tokens' states and their gradient.
