@@ -53,6 +53,14 @@ def test_last_number_is_right_when_the_last_total_is() -> None:
     assert scored[0].parts == {"last_number": 1.0}
 
 
+def test_each_outcome_is_told_as_it_comes(functions) -> None:
+    told = []
+    rewards = Rewards(functions=["last_number", functions("length")])
+    with Scorer(rewards, lambda: told.append(1)) as scorer:
+        scorer.score(samples("1", "2", "3"))
+    assert len(told) == 6
+
+
 def test_rewards_add_up_with_their_weights_and_keep_their_parts(functions) -> None:
     rewards = Rewards(
         functions=[

@@ -19,6 +19,7 @@ from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
 
 # Far above any training group's id, so that an evaluation never draws a training request's random stream.
 FIRST_ID = 1 << 48
+PIECE = 64  # answers judged at once: a function that takes many together is heard of in between
 
 
 def evaluate(
@@ -92,7 +93,8 @@ def _answer(
         for completion in engine.step():
             done[completion.request.id - FIRST_ID, completion.index] = completion
     samples = [_sample(problems[i], done[i, k], i * n + k, decode) for i in range(len(problems)) for k in range(n)]
-    scored = scorer.submit(samples).result()
+    pieces = [scorer.submit(samples[at : at + PIECE]) for at in range(0, len(samples), PIECE)]
+    scored = [one for piece in pieces for one in piece.result()]
     flat = [Answered(s.prompt, s.answer, s.transcript, r.correct, r.value) for s, r in zip(samples, scored)]
     return [flat[i * n : (i + 1) * n] for i in range(len(problems))]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -35,8 +35,10 @@ class Component:
 
 
 class Scorer:
-    def __init__(self, rewards: Rewards) -> None:
-        self.rewards = rewards
+    """`on_outcome` is told of each function's outcome on each sample, on the thread that judged it."""
+
+    def __init__(self, rewards: Rewards, on_outcome: Callable[[], None] = lambda: None) -> None:
+        self.rewards, self.on_outcome = rewards, on_outcome
         self.components = components(rewards)
         self.errors: Counter[str] = Counter()  # faults by kind: raised, timed_out, not_finite, wrong_type, died
         self.last_error = ""
@@ -127,6 +129,7 @@ class Task:
         with self.lock:
             self.outcomes[i][k] = outcome
             self.missing -= 1
+            self.scorer.on_outcome()
 
     def finish_if_complete(self) -> None:
         with self.lock:
