@@ -191,3 +191,17 @@ def test_a_containers_limits_count(tmp_path, monkeypatch):
 
 def test_naming_devices_needs_no_torch():
     subprocess.run([sys.executable, "-c", "import sys, tidemill.device; assert 'torch' not in sys.modules"], check=True)
+
+
+def test_triton_is_asked_for_the_kinds_that_it_compiles_our_kernels_for(monkeypatch):
+    """A package of that name may be there for another vendor's devices, which our kernels have never run on."""
+    from tidemill.learn.logprob import can_fuse
+
+    def on(kind):
+        return can_fuse(types.SimpleNamespace(device=types.SimpleNamespace(type=kind)))
+
+    for is_there in (True, False):
+        monkeypatch.setattr(device.importlib.util, "find_spec", lambda _, found=is_there: found or None)
+        device.has_triton.cache_clear()
+        assert [kind for kind in device.KINDS if on(kind)] == (["cuda"] if is_there else [])
+    device.has_triton.cache_clear()

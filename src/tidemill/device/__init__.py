@@ -5,16 +5,22 @@ Importing it is cheap: torch, and a vendor's package, load when a device is pick
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+
 from tidemill.device.api import Device, Memory
 from tidemill.errors import ConfigError, did_you_mean
 
 KINDS = ("cpu", "cuda", "npu")
 RESOURCES = {"cuda": "GPU", "npu": "NPU"}  # what a cluster calls one device of a kind
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}  # which of them a process may see
+TRITON = ("cuda",)  # kinds that Triton compiles our kernels for
 # Of a process that others are forked from: looking for devices must not open a driver, which survives no fork.
 BEFORE_FORK = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
-__all__ = ["BEFORE_FORK", "KINDS", "RESOURCES", "VISIBLE", "Device", "Memory", "available", "count", "pick"]
+__all__ = [
+    "BEFORE_FORK", "KINDS", "RESOURCES", "VISIBLE", "Device", "Memory", "available", "count", "has_triton", "pick",
+]  # fmt: skip
 
 
 def pick(name: str = "auto") -> Device:
@@ -45,6 +51,12 @@ def count() -> tuple[str, int]:
 
     kind = _best_kind()
     return kind, torch.accelerator.device_count() if kind != "cpu" else 0
+
+
+@functools.cache
+def has_triton(kind: str) -> bool:
+    """Whether our Triton kernels can run on devices of a kind."""
+    return kind in TRITON and importlib.util.find_spec("triton") is not None
 
 
 def _best_kind() -> str:

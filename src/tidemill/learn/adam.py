@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tidemill.learn.logprob import HAS_TRITON
+from tidemill.learn.logprob import can_fuse
 from tidemill.learn.pinned import Pinned
 
 Master = Literal["none", "float32", "stochastic"]
@@ -65,7 +65,7 @@ class Adam(torch.optim.Optimizer):
         step = int(kept["step"])
         at_work = {k: v.to(p.device, non_blocking=True) for k, v in kept.items() if k != "step"}
         seed = self._rounding(p, step)
-        if HAS_TRITON and p.device != HOST and all(x.is_contiguous() for x in (p, grad, *at_work.values())):
+        if can_fuse(p) and all(x.is_contiguous() for x in (p, grad, *at_work.values())):
             from tidemill.learn import triton_adam
 
             triton_adam.step_(p, grad, at_work, step, group, seed)

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from tidemill.errors import ModelError
 from tidemill.learn import fp8
-from tidemill.learn.logprob import HAS_TRITON
+from tidemill.learn.logprob import can_fuse
 from tidemill.models import attention
 from tidemill.models.fused import fuse
 
@@ -35,8 +35,7 @@ def prepare(model: Any, learn: Learn, fused: bool = True) -> None:
         )
     if learn.recompute != "none":
         recompute(model, learn.recompute, learn.recompute_every)
-    on_accelerator = next(model.parameters()).device.type != "cpu"
-    if learn.compile == "on" or (learn.compile == "auto" and on_accelerator and HAS_TRITON):
+    if learn.compile == "on" or (learn.compile == "auto" and can_fuse(next(model.parameters()))):
         compile_layers(model)
     elif fused and learn.fp8 == "none":
         fuse(model)

@@ -6,14 +6,13 @@ come out in float32, so that a logit is rounded nowhere.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+from tidemill.device import has_triton
 
 
 def token_logprobs(
@@ -36,7 +35,7 @@ def token_logprobs(
 
 
 def can_fuse(x: Tensor) -> bool:
-    return HAS_TRITON and x.device.type != "cpu"
+    return has_triton(x.device.type)
 
 
 def scored(
