@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.rollout.tiny import VOCAB, roll, tiny_model
 
+from tidemill.errors import ConfigError
 from tidemill.rollout.engine import Completion, Request, Sampling
 from tidemill.rollout.native import kernels
 from tidemill.rollout.native.engine import NativeEngine
@@ -20,6 +21,14 @@ pytestmark = pytest.mark.skipif(kernels.load() is None, reason="drafts are decod
 def make(model: Any, speculate: str, **options: Any) -> NativeEngine:
     settings = {"max_seqs": 8, "max_len": 160, "page_size": 16, "step_tokens": 64, **options}
     return NativeEngine(model, eos_ids=[2], speculate=speculate, **settings)
+
+
+@pytest.mark.parametrize("lacks", [{"kernels": False}, {"cache_dtype": "fp8"}])
+def test_drafts_that_nothing_here_decodes_are_refused_where_they_were_asked_for(lacks: dict[str, Any]) -> None:
+    model = tiny_model("qwen3")
+    with pytest.raises(ConfigError, match="speculate=on"):
+        make(model, "on", **lacks)
+    assert make(model, "auto", **lacks).speculator is None
 
 
 def loops(count: int, **how: Any) -> list[Request]:

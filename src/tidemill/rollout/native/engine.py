@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tidemill.batch import Array
+from tidemill.device import has_triton
 from tidemill.errors import ConfigError
 from tidemill.models.attention import Context
 from tidemill.rollout.engine import Completion, Finish, Partial, Request
@@ -95,7 +96,7 @@ class NativeEngine:
             raise ConfigError(f"cache_dtype {cache_dtype} rounds; the batch-invariant mode must not", "use auto")
         is_plain_cache = cache_dtype == "auto" and not batch_invariant
         self.library = paged.choose(model, self.device, parameter.dtype) if is_plain_cache else None
-        is_fused = self.device.type != "cpu" and kernels and has_fused(model, plain) and group is None
+        is_fused = kernels and has_triton(self.device.type) and has_fused(model, plain) and group is None
         if is_fused and self.library is not None:  # one of them decodes
             is_fused = not self.library.is_first
             self.library = None if is_fused else self.library
@@ -140,7 +141,16 @@ class NativeEngine:
         """In graphs "auto" stays off: that it pays there has not been measured."""
         if self.decoder is not None:
             return Speculator(when, self.scheduler, ON_ACCELERATOR) if when == "on" else None
-        return Speculator(when, self.scheduler) if when != "off" and self.kernels is not None else None
+        if self.kernels is not None:
+            return Speculator(when, self.scheduler) if when != "off" else None
+        if when == "on":
+            raise ConfigError(
+                "rollout.speculate=on: drafts are decoded as captured graphs on an accelerator (one rank of a model "
+                "that the lean pass knows, with Triton) or by the compiled kernels on a CPU (float32, cache not fp8), "
+                "and neither serves this model here",
+                "set rollout.speculate=auto",
+            )
+        return None
 
     # -- requests ------------------------------------------------------------------------------------------------
 
