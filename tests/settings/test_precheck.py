@@ -23,6 +23,7 @@ def refusal(*overrides: str) -> str:
 
 def test_settings_that_work_pass():
     recipe.check(recipe.load({}, FITTING).config)
+    recipe.check(recipe.load({}, [*FITTING, "device=cuda:1"]).config)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,9 @@ def test_settings_that_work_pass():
         ("name=..", "cannot be a folder's name"),
         ("device=gpu", "device is 'gpu', but can be auto, cpu, cuda or npu"),
         ("device=cuda:x", "device is 'cuda:x'"),
+        ("device=cuda:1 & cluster.executor=processes", "device=cuda would do, with CUDA_VISIBLE_DEVICES=1"),
+        ("device=npu:0 & cluster.executor=ray", "device=npu would do, with ASCEND_RT_VISIBLE_DEVICES=0"),
+        ("cluster.executor=ray & cluster.spread=true & rollout.tp=2", "false would do, or rollout.tp=1"),
         ("data.source=missing.jsonl", "data.source=missing.jsonl is neither a file"),
         ("data.eval_source=./missing", "data.eval_source=./missing is neither a file"),
         ("data.source=arithmatic", "did you mean arithmetic"),

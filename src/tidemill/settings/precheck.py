@@ -211,6 +211,11 @@ def _rollout_ranks(config: Config, model: Model) -> Iterator[str]:
         yield f"rollout.tp is {tp}, which only rollout.engine=native has, not {rollout.engine}; 1 would do"
     if rollout.batch_invariant:
         yield f"rollout.tp is {tp}, but rollout.batch_invariant is promised by one rank alone; false would do"
+    if cluster.spread and cluster.executor == "ray":
+        yield (
+            f"cluster.spread is true, but with rollout.tp {tp} the ranks of an engine are placed close together and "
+            "engines where there is room; false would do, or rollout.tp=1"
+        )
     ranks = config.learn.parallel.ranks
     if cluster.placement.rollout == "colocated" and ranks == 1:
         yield (
@@ -358,6 +363,12 @@ def _device(config: Config, _: Model) -> Iterator[str]:
     if (kind != "auto" and kind not in device.KINDS) or (index and not index.isdigit()):
         known = ("auto", *device.KINDS)
         yield f"device is {config.device!r}, but can be {_either(list(known))}{did_you_mean(kind, known)}"
+    elif index and config.cluster.executor != "local":
+        seen = f", with {device.VISIBLE[kind]}={index} in the environment" if kind in device.VISIBLE else ""
+        yield (
+            f"device is {config.device}, but with cluster.executor={config.cluster.executor} each worker is given one "
+            f"of those there are; device={kind} would do{seen}"
+        )
 
 
 def _disk(config: Config, model: Model) -> Iterator[str]:
