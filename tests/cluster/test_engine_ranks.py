@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import queue
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.cluster.runs import Disturb, assert_same, assert_same_learning, measured, train, worker
+from tidemill.cluster.engine_ranks import ORDER, Follower, LeadEngine, Notes
+from tidemill.cluster.learners import World
 from tidemill.cluster.remote import RemoteWorkers
+from tidemill.cluster.weights import open_store
+from tidemill.errors import CollectiveError
 from tidemill.flow.loop import Watcher
 from tidemill.models.load import make_tiny, save_folder
 from tidemill.trained import open_trained
@@ -29,6 +36,53 @@ def run(folder: Path, watch: Any = None, **over: Any) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run(tmp_path_factory.mktemp("local"), cluster={"executor": "local"})
+
+
+def ordered(wait_s: float) -> Follower:
+    """A rank whose first rank has come to an order."""
+    said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    said.put([(ORDER,)])
+    notes: Any = SimpleNamespace(read=said.get, wait_s=wait_s)
+    return Follower(None, notes, None, None, torch.device("cpu"))
+
+
+def test_a_rank_that_hears_nothing_of_an_order_does_not_stand_still_without_end() -> None:
+    follower = ordered(wait_s=0.05)
+    follower._thread.join(10)
+    with pytest.raises(CollectiveError, match=r"never came here \(0.05 s\)"), follower.at_order(10):
+        pass
+
+
+def test_an_order_may_take_longer_than_it_was_waited_for() -> None:
+    follower = ordered(wait_s=0.5)
+    with follower.at_order(10):
+        time.sleep(1.0)
+        assert follower._is_ordered
+    assert follower.error is None and not follower._is_ordered
+
+
+def test_an_engine_sleeps_when_all_its_ranks_do() -> None:
+    store = open_store("127.0.0.1", 10)
+    asleep: list[int] = []
+
+    def notes(wait_s: float = 10.0) -> Notes:
+        return Notes("127.0.0.1", store.port, 0, 2, wait_s)
+
+    def engine(rank: int) -> Any:
+        return SimpleNamespace(sleep=lambda: (time.sleep(0.1 * rank), asleep.append(rank)), wake=lambda: None)
+
+    for rank in (1, 2):
+        Follower(engine(rank), notes(), None, None, torch.device("cpu"))
+    lead = LeadEngine(World())
+    lead.join(engine(0), notes())
+    for _ in range(2):
+        lead.sleep()
+        assert sorted(asleep) == [0, 1, 2]
+        asleep.clear()
+        lead.wake()
+    alone = Notes("127.0.0.1", store.port, 1, 2, 0.05)
+    with pytest.raises(CollectiveError, match="did not sleep"):
+        alone.await_all()
 
 
 def test_two_ranks_of_an_engine_make_the_steps_of_one_process(tmp_path: Path, local: list[dict[str, Any]]) -> None:

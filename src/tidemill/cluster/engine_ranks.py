@@ -25,7 +25,7 @@ from tidemill.errors import CollectiveError
 from tidemill.rollout.engine import Completion, Partial, Request, RolloutEngine
 from tidemill.rollout.native import parallel
 
-STEP, ORDER, GATHER = "step", "order", "gather"
+STEP, ORDER, GATHER, SLEEP = "step", "order", "gather", "sleep"
 KEPT_NOTES = 64  # in the store: every step waits for all ranks, so none is as far behind
 IDLE = timedelta(days=1)  # a first rank without work writes nothing; one that ends closes the store
 Call = tuple[Any, ...]
@@ -34,8 +34,9 @@ Call = tuple[Any, ...]
 class Notes:
     """The list, in a store that the first rank's process keeps, or that of the ranks' whole world."""
 
-    def __init__(self, host: str, port: int, engine: int) -> None:
+    def __init__(self, host: str, port: int, engine: int, followers: int, wait_s: float) -> None:
         stores: Any = dist
+        self.wait_s, self._followers = wait_s, followers
         self._store = stores.PrefixStore(f"engine-{engine}", stores.TCPStore(host, port, is_master=False, timeout=IDLE))
         self._number = 0
 
@@ -50,6 +51,20 @@ class Notes:
         found: list[Call] = pickle.loads(self._store.get(str(self._number)))
         self._number += 1
         return found
+
+    def confirm(self) -> None:
+        """What was read last is done by one more of those that follow."""
+        if self._store.add(f"done-{self._number}", 1) == self._followers:
+            self._store.set(f"all-{self._number}", b"")
+
+    def await_all(self) -> None:
+        """Until all have done what was written last."""
+        try:
+            self._store.wait([f"all-{self._number}"], timedelta(seconds=self.wait_s))
+        except dist.DistError as error:
+            raise CollectiveError(f"the other ranks of an engine did not sleep within {self.wait_s:g} s") from error
+        for key in ("done", "all"):
+            self._store.delete_key(f"{key}-{self._number}")
 
 
 class LeadEngine:
@@ -111,9 +126,13 @@ class LeadEngine:
         self.engine.load(weights, version)
 
     def sleep(self) -> None:
-        self._say("sleep")
+        """When it comes back the other ranks' memory is free too: learning may need it next."""
+        self._say(SLEEP)
         self._write()
         self.engine.sleep()
+        if self._notes is not None:
+            with self.world.within("waiting for an engine's ranks to sleep"):
+                self._notes.await_all()
 
     def wake(self) -> None:
         self._say("wake")
@@ -150,6 +169,7 @@ class Follower:
         self._made = 0
         self._changed = threading.Condition()
         self._is_ordered = False  # the first rank has come to an order, and nothing moves here until it is done
+        self._is_at_order = False  # and so has this rank
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -158,6 +178,7 @@ class Follower:
         """Inside, the first rank is at the same order and the engine stands still."""
         with self._changed:
             is_there = self._changed.wait_for(lambda: self._is_ordered or self.error is not None, wait_s)
+            self._is_at_order = self._is_ordered
         self.check()
         if not is_there:
             raise CollectiveError(f"the engine's first rank did not come to the same order within {wait_s:g} s")
@@ -165,7 +186,7 @@ class Follower:
             yield
         finally:
             with self._changed:
-                self._is_ordered = False
+                self._is_ordered = self._is_at_order = False
                 self._changed.notify_all()
 
     def check(self) -> None:
@@ -192,6 +213,9 @@ class Follower:
             self._stand_still()
         elif name == GATHER:
             parallel.gathered(self.model, self.group)
+        elif name == SLEEP:
+            self.engine.sleep()
+            self.notes.confirm()
         elif name == "pause":
             self._paused = {(p.request.id, p.index): p for p in self.engine.pause()}
         elif name == "resume":
@@ -210,7 +234,11 @@ class Follower:
         with self._changed:
             self._is_ordered = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._is_ordered)
+            wait_s = self.notes.wait_s
+            if not self._changed.wait_for(lambda: self._is_at_order or not self._is_ordered, wait_s):
+                self._is_ordered = False
+                raise CollectiveError(f"the engine's first rank is at an order that never came here ({wait_s:g} s)")
+            self._changed.wait_for(lambda: not self._is_ordered)  # the order's own work has deadlines
 
 
 def checksum(done: Sequence[Completion]) -> int:

@@ -89,7 +89,7 @@ class _Judged:
         self._engine, self._kit = engine, kit
 
     def step(self) -> list[Completion]:
-        self._kit.judged += 1
+        self._kit.moved_on()
         return self._engine.step()
 
     def __getattr__(self, name: str) -> Any:
@@ -124,7 +124,7 @@ class Kit:
     keeper: ReferenceKeeper | None = None
     kept_samples: list[dict[str, Any]] = field(default_factory=list)
     follows: bool = False  # another rank of an engine
-    judged: int = 0  # steps that evaluations took
+    judged: int = 0  # steps that evaluations took, and outcomes of their answers
 
     @property
     def learn(self) -> RankLearnWorker | None:
@@ -157,6 +157,10 @@ class Kit:
             self.puts = Puts(self)
             self.ahead = Ahead(self.feed, cast(Dock, self.puts), self.config)
 
+    def moved_on(self) -> None:
+        """An evaluation has. Told by several threads; where two count as one, it has moved all the same."""
+        self.judged += 1
+
     def evaluate(self, size: int, samples: int) -> Evaluation:
         assert self.loaded is not None
         engine, paused = self.engine, _Paused()
@@ -168,7 +172,7 @@ class Kit:
         _, held_out = open_source(self.config.data, self.config.seed)
         encode = PromptTokens(self.tokenizer, self.config.data)
         averaged = self.learner.averaged() if self.learner is not None else contextlib.nullcontext()
-        with Scorer(self.config.rewards) as scorer, averaged:
+        with Scorer(self.config.rewards, self.moved_on) as scorer, averaged:
             seen = evaluate(
                 _Judged(engine, self),
                 held_out,
@@ -312,7 +316,7 @@ def share_engine(kit: Kit, task: Assignment, host: str, port: int) -> None:
         kit.engine_group = engine_groups(kind, post.group.ranks, ranks, config.cluster.collective_s)
     else:
         kit.engine_group = dist.group.WORLD
-    notes = Notes(host, port, post.engine)
+    notes = Notes(host, port, post.engine, ranks - 1, config.cluster.collective_s)
     engine = make_plain(kit.loaded, config, kit.engine_group)
     if kit.lead is not None:
         kit.lead.join(engine, notes)

@@ -78,6 +78,7 @@ class RayStarter:
         self._actor = remote(max_concurrency=THREADS, max_restarts=0, num_cpus=0)(RayHost)
         self._storehouse = remote(num_cpus=0, max_restarts=0, max_concurrency=2)(Storehouse)
         self._groups: dict[str, Any] = {}  # placement groups, by group or by post
+        self._ranks: dict[str, set[str]] = {}  # of an engine that has several: those that were started
         self._stores: dict[tuple[str, str], Any] = {}  # by node and dock
         self._ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         context = ray.get_runtime_context()
@@ -159,7 +160,7 @@ class RayStarter:
         if shared is not None and post.name not in self._groups and post.rank < len(shared.bundle_specs):
             return shared, post.rank
         parts = post.group.engine_ranks if post.group.name == ROLLOUT else 1
-        own = f"{post.group.name}-{post.rank - post.part}" if parts > 1 else post.name
+        own = _engine_name(post) if parts > 1 else post.name
         if own not in self._groups:
             self._groups[own] = placement_group([needs] * parts, strategy="PACK")
         return self._groups[own], post.part if parts > 1 else 0
@@ -168,6 +169,7 @@ class RayStarter:
 
     def spawn(self, post: Post, logs: Path) -> RayHandle:
         group, index = self._place_of(post)
+        self._ranks.setdefault(_engine_name(post), set()).add(post.name)
         needs = dict(post.group.needs)
         cpus, devices = needs.pop("CPU", 0.0), needs.pop("GPU", 0.0)
         actor = self._actor.options(
@@ -180,9 +182,13 @@ class RayStarter:
         return RayHandle(post.name, actor)
 
     def release(self, post: Post) -> None:
-        if post.group.engine_ranks > 1:
-            return  # the ranks of an engine keep their place together
-        own = self._groups.pop(post.name, None)  # of one that joined later; the others keep their places
+        name = post.name
+        if post.group.engine_ranks > 1:  # its ranks keep their place together, until the last has left
+            name = _engine_name(post)
+            self._ranks.get(name, set()).discard(post.name)
+            if self._ranks.get(name):
+                return
+        own = self._groups.pop(name, None)  # of one that joined later; the others keep their places
         if own is not None:
             with contextlib.suppress(Exception):
                 remove_placement_group(own)
@@ -249,6 +255,11 @@ class RayHandle:
     def kill(self) -> None:
         with contextlib.suppress(Exception):
             ray.kill(self._actor, no_restart=True)
+
+
+def _engine_name(post: Post) -> str:
+    """Its first rank's."""
+    return f"{post.group.name}-{post.rank - post.part}"
 
 
 def own_address() -> str:

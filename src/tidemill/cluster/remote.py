@@ -251,7 +251,9 @@ class RemoteWorkers:
         self._restart_learners()
         self.new_dock()
         self._come_up()
-        self.feed_state, self.conductor.refeed, self.kl_coef = self._first_feed, True, None
+        self.feed_state, self.conductor.refeed = self._first_feed, True
+        kl = self.config.algorithm.kl
+        self.kl_coef = kl.coef if kl.target is not None else None  # workers that stayed hold one that was steered
 
     def stalled(self, state: DockState, seconds: float) -> None:
         """Nothing has moved for long: say who waits for whom; who hangs is replaced, else the step begins again."""
@@ -426,7 +428,7 @@ class RemoteWorkers:
                 self.note(f"evaluation begins again: {lost}")
 
     def _evaluated(self, member: Member, size: int, samples: int) -> Evaluation:
-        """However long it takes, as long as tokens are made."""
+        """However long it takes, as long as tokens are made, or answers judged."""
         future = self.crew.send(member, "evaluate", size, samples, SHOWN_ANSWERS)
         moves, moved_at = -1, time.monotonic()
         while not future.done():
@@ -436,7 +438,7 @@ class RemoteWorkers:
             if member.report is not None and member.report.moves != moves:
                 moves, moved_at = member.report.moves, now
             if now - moved_at > self.config.cluster.stall_s:
-                why = f"{member.name} has made no token of an evaluation for {now - moved_at:.0f} s"
+                why = f"{member.name} has made no token and no score of an evaluation for {now - moved_at:.0f} s"
                 self.crew.lose(member, f"{why}{self.crew.examine(why)}")
         seen: Evaluation = self.crew.unwrap(member.name, future)
         return seen
