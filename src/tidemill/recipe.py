@@ -104,8 +104,8 @@ def folders() -> list[Path]:
     mine = [Path(p) for p in os.environ.get(ENV_FOLDERS, "").split(os.pathsep) if p]
     package = Path(__file__).resolve().parent
     repository = package.parents[1]
-    ours = [repository / "recipes"] if (repository / "pyproject.toml").exists() else []
-    return [f for f in [*mine, *ours, package / "recipes"] if f.is_dir()]
+    ours = repository / "recipes" if (repository / "pyproject.toml").exists() else package / "recipes"
+    return [f for f in [*mine, ours] if f.is_dir()]
 
 
 def _named() -> dict[str, Path]:

@@ -14,10 +14,11 @@ import pytest
 from tidemill.batch import Batch, Column
 from tidemill.dock import chunk, stream
 from tidemill.dock import segment as seg
-from tidemill.dock.arena import NUMBERS, Arena, choose_place, remove_orphans
+from tidemill.dock.arena import NUMBERS, Arena, choose_place, claim, remove_orphans, spill_name
 from tidemill.dock.messages import ChunkAt, Copy, Lent
 from tidemill.dock.segment import SegmentGone, Views
-from tidemill.dock.warehouse_server import _identity
+from tidemill.dock.setup import DockSetup
+from tidemill.dock.warehouse_server import WarehouseServer, _claim_identity, _identity
 from tidemill.dock.writer import Writer
 from tidemill.errors import DockError
 
@@ -202,6 +203,30 @@ def test_a_spill_that_fails_leaves_the_segment_readable_where_it_was(arena):
     assert not seg.spill_path_of(arena.folder, segment.number).exists() and arena.spilled_bytes == 0
 
 
+def test_after_a_spill_that_failed_for_whatever_reason_there_are_others(tmp_path, monkeypatch):
+    setup = DockSetup((), memory_bytes=8 * SIZE, spill_bytes=1, segment_bytes=SIZE)
+    server = WarehouseServer(setup, "node0", tmp_path, str(tmp_path), "127.0.0.1", "tcp://127.0.0.1:1")
+
+    def strange(_):
+        raise ValueError("neither the disk nor the file")
+
+    monkeypatch.setattr(server._arena, "copy_out", strange)
+    segment = server._arena.lend(8)
+    server._arena.close(segment.number, 0)
+    server._spill_if_needed()
+    assert segment.state == "spilling"
+    os.read(server._wake_read, 1)
+    server._finish_jobs()
+    assert segment.state == "closed" and server.figures()["failed_spills"] == 1
+    monkeypatch.undo()
+    server._spill_again = 0.0
+    server._spill_if_needed()
+    os.read(server._wake_read, 1)
+    server._finish_jobs()
+    assert segment.is_spilled
+    server.shut()
+
+
 def test_recycled_spills_do_not_bring_more_into_memory_than_it_holds(tmp_path):
     arena = Arena(tmp_path / "arena", tmp_path / "spilled", 2 * SIZE, SIZE)
     made = []
@@ -277,7 +302,7 @@ def test_arenas_that_nobody_will_use_again_are_removed_and_no_others(tmp_path):
     made = {what: Arena(tmp_path / name, tmp_path / f"spill {what}", 8 * SIZE, SIZE) for what, name in names.items()}
     for arena in made.values():
         arena.lend(8)
-    made["in use"].claim()
+    assert claim(made["in use"].folder) is not None
     for what in ("orphan", "in use", "strange"):
         os.utime(made[what].folder / NUMBERS, (0, 0))
     assert remove_orphans(tmp_path) == [made["orphan"].folder]
@@ -288,11 +313,65 @@ def test_arenas_that_nobody_will_use_again_are_removed_and_no_others(tmp_path):
         arena.destroy()
 
 
+def test_with_an_arena_that_nobody_will_use_goes_what_it_spilled_and_nothing_else(tmp_path):
+    name = "tidemill-0123456789ab-node-{}-0123456789abcd"
+    spills = tmp_path / spill_name(0x0123456789ABCD), tmp_path / "home"
+    for i, spill in enumerate(spills):
+        arena = Arena(tmp_path / name.format(i), spill, 8 * SIZE, SIZE)
+        (spill / "s0").write_bytes(b"spilled")
+        os.utime(arena.folder / NUMBERS, (0, 0))
+    assert len(remove_orphans(tmp_path)) == 2
+    assert [spill.exists() for spill in spills] == [False, True]
+
+
 def test_two_warehouses_do_not_work_in_one_arena(arena, tmp_path):
-    arena.claim()
-    second = Arena(tmp_path / "arena", tmp_path / "spilled", 8 * SIZE, SIZE)
+    numbers = claim(arena.folder)
     with pytest.raises(DockError, match="another warehouse works in"):
-        second.claim(within_s=0.05)
+        claim(arena.folder, within_s=0.05)
+    os.close(numbers)
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_who_waited_for_a_warehouse_finds_what_it_did_meanwhile(tmp_path, monkeypatch, is_killed):
+    place = tmp_path / "dock-node"
+    try_lock, waits = seg.try_lock_alone, threading.Event()
+
+    def try_and_tell(fd):
+        got = try_lock(fd)
+        if not got:
+            waits.set()
+        return got
+
+    monkeypatch.setattr(seg, "try_lock_alone", try_and_tell)
+    key, folder, numbers = _claim_identity(place)
+    old = Arena(folder, tmp_path / "spilled", 8 * SIZE, SIZE, numbers)
+    came = []
+    waiting = threading.Thread(target=lambda: came.append(_claim_identity(place)))
+    waiting.start()
+    assert waits.wait(10)
+    made = old.lend(8)
+    if is_killed:
+        os.close(numbers)
+    else:
+        old.destroy()
+    waiting.join(10)
+    next_key, next_folder, next_numbers = came[0]
+    new = Arena(next_folder, tmp_path / "spilled", 8 * SIZE, SIZE, next_numbers)
+    if is_killed:
+        assert (next_key, next_folder) == (key, folder)
+        assert made.number in new.segments and new.lend(8).number > made.number
+    else:  # its bytes went with it, so this is another warehouse, in a folder that is there
+        assert next_key != key and not folder.exists()
+        assert new.lend(8) is not None and seg.path_of(next_folder, 0).exists()
+    new.destroy()
+
+
+def test_a_file_that_is_there_already_is_not_taken_for_a_segment_half_made(arena):
+    assert arena.lend(SIZE).number == 0
+    others = seg.path_of(arena.folder, 1)
+    others.write_bytes(b"somebody's")
+    assert arena.lend(SIZE) is None and others.read_bytes() == b"somebody's"
+    assert arena.lend(SIZE).number == 2
 
 
 def test_a_listener_out_of_files_for_a_moment_goes_on_listening(arena, monkeypatch):

@@ -7,11 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from tidemill.config import TinyModel
 from tidemill.models import fused
+from tidemill.models.contexts import KINDS
 from tidemill.models.load import make_tiny
 
 pytestmark = pytest.mark.skipif(fused._library() is None, reason="no C compiler here")
@@ -99,13 +110,62 @@ def test_other_tensors_go_through_the_module() -> None:
 def test_a_copy_of_a_fused_model_uses_its_own_weights() -> None:
     shape = TinyModel(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, window=64)
     model = make_tiny(shape, torch.float32, 0, torch.device("cpu")).model
-    assert fused.fuse(model) == 2 * 5 + 1  # four norms and an MLP a layer, and the last norm
+    assert fused.fuse(model) == 2 * 6 + 1  # four norms, an MLP and the attention of a layer, and the last norm
     other = copy.deepcopy(model)
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
     hidden = torch.randn(1, 3, 32)
     assert other.model.norm(hidden).abs().sum() > 0 and model.model.norm(hidden).abs().sum() == 0
+
+
+ARCHITECTURES = {
+    "Qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "Qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "Llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "Mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 3}),
+}
+
+
+def tiny(name: str, **more: Any) -> Any:
+    config, model, own = ARCHITECTURES[name]
+    small = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "vocab_size": 19, "head_dim": 6}
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return model._from_config(config(**small, **heads, **own, **more), attn_implementation="tidemill")
+
+
+def update_of(model: Any, hidden: Any) -> list[torch.Tensor]:
+    context = KINDS["blocks"].packed([5, 1, 7], torch.device("cpu"))
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5, 6]])
+    logits = model(inputs_embeds=hidden, position_ids=positions, tide=context, use_cache=False).logits
+    logits.backward(torch.sin(torch.arange(logits.numel(), dtype=logits.dtype)).reshape(logits.shape))
+    return [logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_attention_layers_with_fused_positions_and_their_gradients_are_the_modules_own(name: str, threads: int) -> None:
+    plain = tiny(name)
+    other = copy.deepcopy(plain)
+    assert fused.fuse(other) and all("forward" in vars(layer.self_attn) for layer in other.model.layers)
+    hidden, before = torch.randn(1, 13, 24), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for ours, theirs in zip(update_of(other, hidden), update_of(plain, hidden), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_attention_of_another_implementation_or_shape_is_left_alone() -> None:
+    other = tiny("Llama")
+    other.config._attn_implementation = "eager"
+    fused.fuse(other)
+    assert not any("forward" in vars(layer.self_attn) for layer in other.model.layers)
+    x = torch.randn(5, 2, 6)
+    with pytest.raises(RuntimeError, match=r"positions of \(5, 4\) do not fit"):
+        fused._Turned.apply(x, torch.ones(5, 4), torch.zeros(5, 4))
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

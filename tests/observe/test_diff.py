@@ -1,6 +1,7 @@
 """Two runs of one recipe give the same bits; where two differ, the first step, stage and tensor are named."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,16 @@ def test_a_value_changed_in_a_dump_is_found_where_it_is(plain, tmp_path):
     found = diff.compare(plain, other)
     assert (found.first.step, found.first.stage, found.first.tensor) == (2, "advantage", "advantages")
     assert "first at [3]" in found.first.how
+
+
+def test_a_run_cut_short_is_a_difference(plain, tmp_path):
+    short = tmp_path / "short"
+    shutil.copytree(plain, short)
+    lines = (short / "metrics.jsonl").read_text().splitlines(keepends=True)
+    last = max(json.loads(line)["step"] for line in lines)
+    (short / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] < last))
+    found = diff.compare(plain, short).metrics
+    assert found is not None and (found.step, found.how) == (last, "only the first run has the step")
 
 
 def test_the_command_says_it_and_ends_with_one(plain, tmp_path):

@@ -35,7 +35,7 @@ def test_a_healthy_run_gets_no_warning() -> None:
         ("old_kl", {"old_kl": 0.3}, "0.3 nats per token"),
         ("clipping", {"clip_share_low": 0.2, "clip_share_high": 0.2}, "40% of tokens are clipped"),
         ("ratio", {"ratio_max": 55.0}, "55 times as likely"),
-        ("gap", {"gap_mean": 0.05}, "old_logprobs=recompute"),
+        ("gap", {"gap_mean": 0.15}, "old_logprobs=recompute"),
         ("kl", {"kl": 3.0}, "3 nats per token away"),
         ("reward_errors", {"reward_errors": 2.0}, "10 rewards failed in the last 5 steps"),
         ("environment_errors", {"environment_errors": 1.0}, "5 conversations of the last 5 steps ended"),

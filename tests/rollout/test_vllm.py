@@ -13,6 +13,7 @@ import torch
 from tests.rollout.tiny import VOCAB, roll, tiny_model
 
 from tidemill.errors import ModelError
+from tidemill.models import lora
 from tidemill.rollout.engine import Request, Sampling
 from tidemill.rollout.hf import HFEngine, _plain
 from tidemill.rollout.vllm import VLLMEngine
@@ -125,6 +126,18 @@ def test_a_load_brings_the_learners_weights(model: Any) -> None:
     engine.load(None, 1)
     assert engine.parity is not None and engine.parity.max < 1e-4
     assert all(torch.equal(a, b) for a, b in zip(learner.parameters(), llm.model.parameters()))
+
+
+def test_adapters_are_merged_on_the_way(model: Any) -> None:
+    learner = copy.deepcopy(model)
+    engine, llm = make(learner)
+    lora.attach(learner, 4, 8.0)
+    with torch.no_grad():
+        for parameter in lora.adapters(learner).values():
+            parameter.copy_(torch.randn_like(parameter) * 0.1)
+    engine.load(None, 1)
+    assert engine.parity is not None and engine.parity.max < 1e-4
+    assert not torch.equal(llm.model.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)
 
 
 def test_a_load_that_leaves_the_output_layer_stale_is_refused(model: Any) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from tidemill.batch import Batch, Column
 from tidemill.cluster.ranks import Ranks
 from tidemill.config import Config
-from tidemill.device import host
+from tidemill.device import determinism, host
 from tidemill.errors import ConfigError
 from tidemill.learn.parallel.build import Place
 from tidemill.learn.parallel.build import critic as build_critic
@@ -202,6 +202,8 @@ def _start(config: Config, updates: int, path: Path | None, shared: dict[str, Te
     place = Place(kind, torch.device("cpu") if kind == "cpu" else torch.device(kind, dist.get_rank()))
     if kind != "cpu":
         torch.accelerator.set_device_index(dist.get_rank())
+    if config.deterministic:
+        determinism.demand()
     _held.update(learner=build_learner(config, updates, path, place), shared=shared, place=place)
 
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from shutil import which
@@ -200,9 +201,10 @@ def stacks_of(pid: int, own: Path) -> str:
         return "the process has ended"
     spy = which("py-spy") or _beside_python("py-spy")
     if spy is not None:
-        done = subprocess.run([spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=STACKS_S)
-        if done.returncode == 0:
-            return done.stdout
+        with suppress(subprocess.TimeoutExpired):
+            done = subprocess.run([spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=STACKS_S)
+            if done.returncode == 0:
+                return done.stdout
     return _own_stacks(pid, own)
 
 

@@ -59,12 +59,12 @@ def _compile(compiler: str, source: Path, folder: Path, made: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as aside:
         aside_made = Path(aside) / "made.so"
-        subprocess.run(
-            [compiler, *FLAGS, f"-I{HEADER.parent}", "-o", aside_made, source, "-lm"],
-            check=True,
-            capture_output=True,
-            timeout=120,
-        )
+        words = [*FLAGS, f"-I{HEADER.parent}", "-o", str(aside_made), str(source), "-lm"]
+        for threads in (["-fopenmp"], []):  # not every compiler has it
+            done = subprocess.run([compiler, *threads, *words], capture_output=True, timeout=120)
+            if done.returncode == 0:
+                break
+        done.check_returncode()
         aside_made.replace(made)
 
 
@@ -73,10 +73,11 @@ def _threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count)
 
 
-def over_rows(run: Callable[[int, int], None], rows: int) -> None:
-    """run(first, last) on all rows, shared by as many threads as torch uses; foreign code lets go of Python's lock."""
+def over_rows(run: Callable[[int, int], None], rows: int, least: int = ROWS_PER_THREAD) -> None:
+    """run(first, last) on all rows, shared by as many threads as torch uses, each with `least` rows or more; foreign
+    code lets go of Python's lock."""
     threads = torch.get_num_threads()
-    parts = min(threads, rows // ROWS_PER_THREAD)
+    parts = min(threads, rows // least)
     if parts < 2:
         run(0, rows)
         return

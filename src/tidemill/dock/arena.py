@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -40,7 +41,10 @@ class Segment:
 
 
 class Arena:
-    def __init__(self, folder: Path, spill_folder: Path, memory_bytes: int, segment_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, spill_folder: Path, memory_bytes: int, segment_bytes: int, numbers: int | None = None
+    ) -> None:
+        """`numbers` is what `claim` gave: what is there may be adopted only once nobody else works on it."""
         self.folder = folder
         self.memory_bytes, self.segment_bytes = memory_bytes, segment_bytes
         self.segments: dict[int, Segment] = {}
@@ -50,17 +54,9 @@ class Arena:
         link = folder / "spill"
         if not link.is_symlink():
             link.symlink_to(spill_folder.resolve())
-        self._numbers = os.open(folder / NUMBERS, os.O_CREAT | os.O_RDWR, 0o600)
+        self._numbers = _open_numbers(folder) if numbers is None else numbers
         self._adopt()
         self.next_number = max(max(self.segments, default=-1) + 1, _read_number(self._numbers))
-
-    def claim(self, within_s: float = CLAIM_S) -> None:
-        """Be the only one who works in this folder, until this process ends."""
-        deadline = time.monotonic() + within_s
-        while not seg.try_lock_alone(self._numbers):
-            if time.monotonic() > deadline:
-                raise DockError(f"another warehouse works in {self.folder}", "end it, or give the node another name")
-            time.sleep(0.02)
 
     def touch(self) -> None:
         """Say that it is in use: should we end without a farewell, it is spared for `ORPHAN_S` from here on."""
@@ -205,6 +201,8 @@ class Arena:
         os.pwrite(self._numbers, self.next_number.to_bytes(8, "little"), 0)
         try:
             seg.create(self.folder, number, nbytes)
+        except FileExistsError:  # not ours to remove: somebody may need its bytes
+            return None
         except OSError:  # the file system is smaller than it said, or others filled it
             seg.path_of(self.folder, number).unlink(missing_ok=True)
             return None
@@ -243,11 +241,10 @@ class Arena:
         for segment in self.segments.values():
             os.close(segment.fd)
         self.segments.clear()
-        os.close(self._numbers)
-        shutil.rmtree(self.folder / "spill", ignore_errors=True)
         spill = (self.folder / "spill").resolve()
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.rmtree(spill, ignore_errors=True)
+        os.close(self._numbers)  # last: who waits to claim the folder must find that it is gone
 
 
 def _free_pages(fd: int, nbytes: int) -> None:
@@ -257,8 +254,37 @@ def _free_pages(fd: int, nbytes: int) -> None:
         mapping.madvise(mmap.MADV_REMOVE, seg.HEADER_BYTES, nbytes)
 
 
+def claim(folder: Path, within_s: float = CLAIM_S) -> int | None:
+    """Be the only one who works in this folder, as long as the file given is open. None when it is gone: whoever was
+    waited for has taken it along."""
+    try:
+        numbers = _open_numbers(folder)
+    except FileNotFoundError:
+        return None
+    deadline = time.monotonic() + within_s
+    while not seg.try_lock_alone(numbers):
+        if time.monotonic() > deadline:
+            os.close(numbers)
+            raise DockError(f"another warehouse works in {folder}", "end it, or give the node another name")
+        time.sleep(0.02)
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.stat(folder / NUMBERS), os.fstat(numbers)):
+            return numbers
+    os.close(numbers)
+    return None
+
+
+def _open_numbers(folder: Path) -> int:
+    return os.open(folder / NUMBERS, os.O_CREAT | os.O_RDWR, 0o600)
+
+
 def _read_number(fd: int) -> int:
     return int.from_bytes(os.pread(fd, 8, 0), "little")
+
+
+def spill_name(key: int) -> str:
+    """Of the folder on disk that a warehouse's segments spill to."""
+    return f"spill-{key}"
 
 
 def remove_orphans(place: Path) -> list[Path]:
@@ -273,7 +299,10 @@ def remove_orphans(place: Path) -> list[Path]:
             continue
         try:
             if time.time() - os.fstat(fd).st_mtime > ORPHAN_S and seg.try_lock_alone(fd):
+                spill = Path(os.path.realpath(folder / "spill"))
                 shutil.rmtree(folder, ignore_errors=True)
+                if spill.name == spill_name(int(folder.name[-14:], 16)):
+                    shutil.rmtree(spill, ignore_errors=True)
                 removed.append(folder)
         finally:
             os.close(fd)

@@ -100,7 +100,7 @@ class RemoteDock:
 
     def close(self) -> None:
         self._node.close()
-        for caller in self._callers.values():
+        for caller in list(self._callers.values()):
             caller.close()
         self._callers.clear()
 
@@ -128,8 +128,10 @@ class RemoteDock:
         where = self._address.token, self._address.ledger
         door = find_door(*where, self._owner) if self._by_door else None
         caller = self._callers[threading.current_thread()] = door or Caller(*where)
-        for thread in [thread for thread in self._callers if not thread.is_alive()]:
-            self._callers.pop(thread).close()
+        for thread in [thread for thread in list(self._callers) if not thread.is_alive()]:
+            ended = self._callers.pop(thread, None)
+            if ended is not None:  # else another thread has closed it
+                ended.close()
         return caller
 
     def _directory(self) -> tuple[m.Announce, ...]:

@@ -125,7 +125,7 @@ class Node:
             writer.close()
         with self._lock:
             self._views.close()
-            for caller in self._callers.values():
+            for caller in list(self._callers.values()):
                 caller.close()
             self._callers.clear()
 
@@ -195,14 +195,17 @@ class Node:
         try:
             return self._caller(control).ask(message, within_s=CALL_S)
         except (ConnectionError, TimeoutError):
-            self._callers.pop((threading.current_thread(), control)).close()
+            caller = self._callers.pop((threading.current_thread(), control), None)
+            if caller is not None:  # else `close` has closed it
+                caller.close()
             raise
 
     def _caller(self, control: str) -> Caller:
         mine = threading.current_thread(), control
-        if mine not in self._callers:
+        caller = self._callers.get(mine)
+        if caller is None:
             with self._lock:
-                for key in [key for key in self._callers if not key[0].is_alive()]:
+                for key in [key for key in list(self._callers) if not key[0].is_alive()]:
                     self._callers.pop(key).close()
-                self._callers[mine] = Caller(self._token, control, resends=False)
-        return self._callers[mine]
+                caller = self._callers[mine] = Caller(self._token, control, resends=False)
+        return caller

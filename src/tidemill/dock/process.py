@@ -1,4 +1,5 @@
-"""Entry of the dock's own processes: `python -m tidemill.dock.process ledger FOLDER HOST PORT` or `warehouse ...`.
+"""Entry of the dock's own processes: `python -m tidemill.dock.process STARTER ledger FOLDER HOST PORT` or
+`STARTER warehouse ...`, where STARTER is the process that starts it.
 
 They are given nothing but a folder with the setup and the token, and they stop cleanly when their starter does. What is
 started imports everything once and then only forks: the server works in a child, and when that ends the next child is
@@ -29,9 +30,11 @@ SHORT_LIFE_S, PAUSE_S = 0.5, 0.02  # a child that ends so soon is not followed a
 _PR_SET_PDEATHSIG = 1
 
 
-def main(arguments: list[str]) -> None:
+def main(starter: int, arguments: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the starter decides, not the terminal
     _end_with_parent(signal.SIGTERM)
+    if os.getppid() != starter:  # it ended before it was agreed that we end with it
+        return
     _allow_many_connections()
     from tidemill.dock import ledger_server, warehouse_server  # the slow part
 
@@ -120,4 +123,4 @@ def _end_with_parent(how: signal.Signals) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,15 @@ class Keeper:
             if self._is_stopping:  # told so before there was anything to stop
                 process.terminate()
             assert process.stdout is not None
+            words: list[str] = []
             with process.stdout:
                 for line in process.stdout:
-                    self._hear(line.split())
+                    words = line.split()
+                    self._hear(words)
             process.wait()
-            self._note_end()
+            self._is_up.clear()
+            if words != ["ended"]:  # else that end was noted already
+                self._note_end()
 
     def _hear(self, words: list[str]) -> None:
         match words:
@@ -188,6 +193,7 @@ class DockServer:
         for keeper in self.warehouses.values():
             keeper.stop()
         self.ledger.stop()
+        self._caller.leave()  # whoever asks holds the lock
         with self._lock:
             self._caller.close()
         for hello in self._arenas.values():
@@ -243,6 +249,7 @@ class DockNode:
     def close(self) -> None:
         """Its bytes go with it; the ledger is told."""
         self.warehouse.stop()
+        self._caller.leave()  # whoever asks holds the lock
         with self._lock:
             self._caller.close()
         if self._is_own_folder:
@@ -285,11 +292,12 @@ def _wait_announced(ask: Callable[[m.Message], Any], name: str, log: Path) -> m.
 def _tell_if_lost(ask: Callable[[m.Message], Any], hello: m.Announce | None) -> None:
     """A warehouse's bytes outlive its process. When they went too, the ledger must know at once."""
     if hello is not None and not Path(hello.arena).is_dir():
-        ask(m.Lost(hello.warehouse))
+        with suppress(DockError, TimeoutError):  # this dock is being closed; or the ledger is away, and will miss it
+            ask(m.Lost(hello.warehouse))
 
 
 def _command(kind: str, folder: Path, host: str, *rest: str) -> list[str]:
-    return [sys.executable, "-m", "tidemill.dock.process", kind, str(folder), host, *rest]
+    return [sys.executable, "-m", "tidemill.dock.process", str(os.getpid()), kind, str(folder), host, *rest]
 
 
 def _token(path: Path, token: str | None = None) -> str:

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from tidemill.dock import messages as m
-from tidemill.dock.arena import Arena, choose_place, remove_orphans
+from tidemill.dock.arena import Arena, choose_place, claim, remove_orphans, spill_name
 from tidemill.dock.segment import SegmentGone, Views
 from tidemill.dock.setup import DockSetup
 from tidemill.dock.stream import Puller, StreamServer
@@ -75,9 +75,8 @@ class WarehouseServer:
             log.warning("/dev/shm cannot hold %d bytes: the arena is a folder on disk, %s", memory_bytes, place)
         self.node = name
         self._is_shared = is_shared
-        self.key, place = _identity(place)
-        self._arena = Arena(place, folder / f"spill-{self.key}", memory_bytes, setup.segment_bytes)
-        self._arena.claim()
+        self.key, place, numbers = _claim_identity(place)
+        self._arena = Arena(place, folder / spill_name(self.key), memory_bytes, setup.segment_bytes, numbers)
         if is_shared:
             for orphan in remove_orphans(place.parent):
                 log.warning("removed %s, which no warehouse has used for long", orphan)
@@ -235,7 +234,7 @@ class WarehouseServer:
             try:
                 self._arena.copy_out(segment)
                 self._finished.put(("spilled", segment, None))
-            except OSError as error:
+            except Exception as error:  # whatever it was: nothing would ever be spilled again
                 self._finished.put(("spilled", segment, error))
             self._wake()
 
@@ -386,3 +385,12 @@ def _identity(place: Path) -> tuple[int, Path]:
     arena = place.with_name(f"{place.name}-{key:014x}")
     arena.mkdir(mode=0o700)
     return key, arena
+
+
+def _claim_identity(place: Path) -> tuple[int, Path, int]:
+    """The same, with the arena claimed; another when whoever still worked in the one found ended and took it along."""
+    while True:
+        key, arena = _identity(place)
+        numbers = claim(arena)
+        if numbers is not None:
+            return key, arena, numbers

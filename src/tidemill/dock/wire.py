@@ -144,12 +144,11 @@ class Caller:
 
     def ask(self, message: Message, within_s: float) -> Any:
         """The answer. Raises TimeoutError when nobody answered, though asked again after every broken connection."""
-        with self._busy:
-            try:
+        try:
+            with self._busy:
                 return self._ask(message, within_s)
-            finally:
-                if self._is_left:
-                    self._end()
+        finally:
+            self._end_if_left()
 
     def _ask(self, message: Message, within_s: float) -> Any:
         if self._is_left:
@@ -184,6 +183,7 @@ class Caller:
             if not self._is_left:
                 self._seq += 1
                 self._socket.send_multipart((SEQ.pack(self._seq), encode(message)))
+        self._end_if_left()
 
     def leave(self) -> None:
         """From any thread: whoever waits for an answer is woken and closes the socket."""
@@ -192,14 +192,17 @@ class Caller:
     def close(self) -> None:
         """As `leave`; from any thread too."""
         self._is_left = True
-        if self._busy.acquire(blocking=False):
-            self._end()
-            self._busy.release()
+        self._end_if_left()
 
-    def _end(self) -> None:
-        if not self._socket.closed:
-            self._socket.disable_monitor()
-            self._socket.close()
+    def _end_if_left(self) -> None:
+        """Unless somebody uses the socket, who comes here after letting go of it: so the last one closes it."""
+        if self._is_left and self._busy.acquire(blocking=False):
+            try:
+                if not self._socket.closed:
+                    self._socket.disable_monitor()
+                    self._socket.close()
+            finally:
+                self._busy.release()
 
     def _is_broken(self) -> bool:
         was_broken = False

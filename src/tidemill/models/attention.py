@@ -7,7 +7,7 @@ serves rollout and learning.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -49,6 +49,14 @@ def attend(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = tide.attend(module.layer_idx, q, k, v, scale, sliding_window, softcap)
     return out.unsqueeze(0), None
+
+
+def attention_window(attention: Any) -> int | None:
+    """What the module would hand to the attention function: Llama none, Mistral the config's, Qwen by layer type."""
+    if hasattr(attention, "sliding_window"):
+        return cast(int | None, attention.sliding_window)
+    name = type(attention).__name__
+    return getattr(attention.config, "sliding_window", None) if name == "MistralAttention" else None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-/* Norms and gates of decoder layers, forward and backward, for float32 on a CPU: one pass over memory each.
+/* Norms, gates and rotary positions of decoder layers, forward and backward, for float32 on a CPU: one pass over memory each.
  *
  * Every function works on rows (or elements) first..last, so that threads can share them. */
 #include "vectors.h"
@@ -60,5 +60,29 @@ void tm_gated_back(const float *gate, const float *up, const float *dy, float *d
         float s = 1.0f / (1.0f + expf(-gate[i]));
         dgate[i] = dy[i] * up[i] * s * (1.0f + gate[i] * (1.0f - s));
         dup[i] = dy[i] * gate[i] * s;
+    }
+}
+
+/* Rows of `heads` times `dim` turned to their positions: with x = (a, b) in halves, y = (a c - b s, b c' + a s'). `back`
+ * gives what a gradient of y is for x. */
+void tm_turn(const float *restrict x, const float *restrict cos, const float *restrict sin, float *restrict y, int64_t first,
+             int64_t last, int64_t heads, int64_t dim, int back) {
+    int64_t half = dim / 2;
+    for (int64_t r = first; r < last; r++) {
+        const float *c = cos + r * dim, *s = sin + r * dim;
+        for (int64_t h = 0; h < heads; h++) {
+            const float *in = x + (r * heads + h) * dim;
+            float *out = y + (r * heads + h) * dim;
+            if (back)
+                for (int64_t i = 0; i < half; i++) {
+                    out[i] = in[i] * c[i] + in[half + i] * s[half + i];
+                    out[half + i] = in[half + i] * c[half + i] - in[i] * s[i];
+                }
+            else
+                for (int64_t i = 0; i < half; i++) {
+                    out[i] = in[i] * c[i] - in[half + i] * s[i];
+                    out[half + i] = in[half + i] * c[half + i] + in[i] * s[half + i];
+                }
+        }
     }
 }

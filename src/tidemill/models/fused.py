@@ -1,5 +1,5 @@
-"""Norms and gates of a model's layers in one pass each, forward and backward, for float32 on a CPU (`fused.c`); and
-matrix products by the library that is faster on this processor.
+"""Norms, gates and rotary positions of a model's layers in one pass each, forward and backward, for float32 on a CPU
+(`fused.c`); and matrix products by the library that is faster on this processor.
 
 A small model spends a fifth of a learning step between its matrix products. A module is replaced only if the fused form
 gives what the module gives, tried at once; where there is no compiler, or a tensor is of another kind, modules do as
@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from tidemill.device.compiled import library, over_rows
+from tidemill.models.attention import NAME, attend, attention_window
 
 SOURCE = Path(__file__).with_name("fused.c")
 ELEMENTS = 4096  # handed to a thread as one row
 CLOSE = 1e-5  # how far a fused module may be from the plain one
 MANY_ROWS = 512  # fewer make a product too small to gain
+ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
 
 
 @cache
@@ -34,6 +36,7 @@ def _library() -> ctypes.CDLL | None:
         found.tm_norm_back.argtypes = [pointer] * 6 + [number] * 3
         found.tm_gated.argtypes = [pointer] * 3 + [number] * 2
         found.tm_gated_back.argtypes = [pointer] * 5 + [number] * 2
+        found.tm_turn.argtypes = [pointer] * 4 + [number] * 4 + [ctypes.c_int]
     return found
 
 
@@ -93,6 +96,31 @@ class _Gated(torch.autograd.Function):
         return dgate, dup
 
 
+class _Turned(torch.autograd.Function):
+    """x (tokens, heads, dim) turned to the positions whose cos and sin (tokens, dim) are given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, False)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _turn(dy, *ctx.saved_tensors, True), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, is_back: bool) -> Tensor:
+    code, x = _library(), x.contiguous()
+    assert code is not None
+    tokens, heads, dim = x.shape
+    if cos.shape != (tokens, dim) or sin.shape != (tokens, dim):
+        raise RuntimeError(f"positions of {tuple(cos.shape)} do not fit {tuple(x.shape)}")
+    y = torch.empty_like(x)
+    pointers = [t.data_ptr() for t in (x, cos, sin, y)]
+    over_rows(lambda first, last: code.tm_turn(*pointers, first, last, heads, dim, int(is_back)), tokens)
+    return y
+
+
 class _Product(torch.autograd.Function):
     """x @ weight.T by oneDNN, forward and towards x. Towards the weight, MKL is the faster on every processor tried."""
 
@@ -150,6 +178,32 @@ def _mlp_forward(module: Any, x: Tensor) -> Tensor:
     return module.down_proj(both)  # type: ignore[no-any-return]
 
 
+def _attention_forward(
+    module: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The module's own steps, but tokens stay outermost until attention, which wants them so."""
+    cos, sin = position_embeddings
+    is_known = past_key_values is None and len(hidden_states) == 1
+    if not (is_known and all(_is_plain(t) for t in (hidden_states, cos, sin, *module.parameters()))):
+        given = (position_embeddings, attention_mask, past_key_values)
+        return type(module).forward(module, hidden_states, *given, **kwargs)  # type: ignore[no-any-return]
+    shape = (*hidden_states.shape[:-1], -1, module.head_dim)
+    q, k, v = (project(hidden_states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj))
+    if hasattr(module, "q_norm"):
+        q, k = module.q_norm(q), module.k_norm(k)
+    turns = cos[0].contiguous(), sin[0].contiguous()
+    q, k = (_Turned.apply(t[0], *turns) for t in (q, k))  # type: ignore[no-untyped-call]
+    heads_first = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v[0]))
+    how = {"scaling": module.scaling, "sliding_window": attention_window(module), **kwargs}
+    out, _ = attend(module, *heads_first, attention_mask, **how)
+    return module.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+
 def _linear_forward(module: Any, x: Tensor) -> Tensor:
     is_many = x.numel() >= MANY_ROWS * x.shape[-1]
     if not (is_many and _is_plain(x) and _is_plain(module.weight)):
@@ -170,6 +224,12 @@ def _is_gated_mlp(module: Any) -> bool:
     return all(isinstance(getattr(module, part, None), torch.nn.Linear) for part in parts) and hasattr(module, "act_fn")
 
 
+def _is_attention(module: Any) -> bool:
+    """Of the family whose layers are alike; a context of ours says who sees whom."""
+    is_ours = getattr(getattr(module, "config", None), "_attn_implementation", None) == NAME
+    return is_ours and type(module).__name__ in ATTENTIONS
+
+
 def fuse(model: Any) -> int:
     """How many modules now run fused."""
     parameter = next(model.parameters(), None)
@@ -184,13 +244,20 @@ def fuse(model: Any) -> int:
     return fused
 
 
-FORMS = ((_is_norm, _norm_forward), (_is_gated_mlp, _mlp_forward), (_is_linear, _linear_forward))
+FORMS = (
+    (_is_norm, _norm_forward),
+    (_is_gated_mlp, _mlp_forward),
+    (_is_linear, _linear_forward),
+    (_is_attention, _attention_forward),
+)
 
 
 @torch.no_grad()
 def _agrees(module: Any, forward: Any) -> bool:
     """Whether the fused form gives what the module itself gives: some norms add 1 to their weight, some gates are not
-    silu."""
+    silu, some rotary positions are turned in pairs."""
+    if _is_attention(module):
+        return _attention_agrees(module, forward)
     width = module.gate_proj.in_features if _is_gated_mlp(module) else module.weight.shape[-1]
     rows = MANY_ROWS if _is_linear(module) else 3
     x = torch.linspace(-2.0, 2.0, rows * width).reshape(1, rows, width)
@@ -198,3 +265,22 @@ def _agrees(module: Any, forward: Any) -> bool:
         return torch.allclose(forward(module, x), module(x), rtol=CLOSE, atol=CLOSE)
     except RuntimeError:
         return False
+
+
+def _attention_agrees(module: Any, forward: Any) -> bool:
+    tokens, dim = 3, module.head_dim
+    x = torch.linspace(-2.0, 2.0, tokens * module.config.hidden_size).reshape(1, tokens, -1)
+    angles = torch.linspace(0.0, 3.0, tokens * dim).reshape(1, tokens, dim)
+    given = {"position_embeddings": (angles.cos(), angles.sin()), "attention_mask": None, "tide": _Last()}
+    try:
+        return torch.allclose(forward(module, x, **given)[0], module(x, **given)[0], rtol=CLOSE, atol=CLOSE)
+    except RuntimeError:
+        return False
+
+
+class _Last:
+    """As an attention context: no softmax, but every number of q, k and v counts."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+        groups = q.shape[1] // k.shape[1]
+        return q * k.repeat_interleave(groups, 1) + v.repeat_interleave(groups, 1)

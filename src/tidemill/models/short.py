@@ -114,7 +114,7 @@ def _run(families: Families, scale: float, is_backward: bool, **tensors: Tensor)
         if code.tm_short(ctypes.byref(job), first, last, int(is_backward)):
             raise TidemillError("attention found no memory", "fewer train.tokens_per_microbatch need less")
 
-    over_rows(units, families.count * kv_heads)
+    over_rows(units, families.count * kv_heads, least=4)  # a unit is a whole prompt with its responses
 
 
 def attend(families: Families, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

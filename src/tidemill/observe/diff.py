@@ -85,11 +85,17 @@ def _settings(a: Config, b: Config) -> Iterator[str]:
 
 def _metrics(a: Path, b: Path) -> Iterator[Difference]:
     one, other = _by_step(a), _by_step(b)
-    for step in sorted(one.keys() & other.keys()):
-        for name in sorted(one[step].keys() & other[step].keys()):
+    for step in sorted(one.keys() | other.keys()):
+        if step not in one or step not in other:
+            yield Difference(
+                step, "metrics", "all", f"only the {'first' if step in one else 'second'} run has the step"
+            )
+            continue
+        for name in sorted(one[step].keys() | other[step].keys()):
+            values = one[step].get(name, "nothing"), other[step].get(name, "nothing")
             is_speed = name.startswith(NOT_COMPUTED) or name in SPEED or name.endswith("_s")
-            if not is_speed and one[step][name] != other[step][name]:
-                yield Difference(step, "metrics", name, f"{one[step][name]} and {other[step][name]}")
+            if not is_speed and values[0] != values[1]:
+                yield Difference(step, "metrics", name, f"{values[0]} and {values[1]}")
 
 
 def _by_step(path: Path) -> dict[int, dict[str, Any]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 Metrics = Mapping[str, float]
 
+GAP = 0.1  # nats; two right computations in bfloat16 are 0.02 to 0.05 apart, a stale layer whole nats
 WINDOW = 5  # steps a sign must last, so that one odd step is no alarm
 
 
@@ -115,7 +116,7 @@ def spread(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warning | N
 def gap(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warning | None:
     measured = [n for step in recent for n in step if n.startswith("mismatch/") and n.endswith("/mean")]
     size = mean(recent, measured[0] if measured else "gap_mean")
-    if size is None or size < 0.02:
+    if size is None or size < GAP:
         return None
     return Warning(
         "gap",

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from tidemill.rollout.engine import Completion, Finish, Partial, Request, token_limit
+from tidemill.rollout.native.check import Limits, find_problem
 from tidemill.rollout.native.sampling import Draw, draw, is_steered, is_truncated, steer, stream_key
 
 
@@ -26,25 +27,33 @@ class HFEngine:
         self.max_len = max_len
         self.tokenizer = tokenizer
         self.version = 0
+        vocab = int(model.get_output_embeddings().weight.shape[0])
+        self.limits = Limits(vocab, max_len, 1 << 62, tokenizer is not None)
         self.waiting: deque[tuple[Request, list[Partial]]] = deque()
+        self.ended: list[Completion] = []  # refused or cancelled: what the next step gives
 
     def submit(self, request: Request) -> None:
+        problem = find_problem(request, self.limits)
+        if problem:
+            count = max(request.n, 1)
+            self.ended += [Completion(request, i, [], [], [], "error", problem) for i in range(count)]
+            return
         self.waiting.append((request, [Partial(request, i, [], [], []) for i in range(request.n)]))
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting)
+        return bool(self.waiting or self.ended)
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
-        if not self.waiting:
-            return []
-        request, samples = self.waiting.popleft()
-        with _plain(self.model):
-            done = [completion for sample in samples for completion in self._complete(request, sample)]
+        done, self.ended = self.ended, []
+        if not done and self.waiting:
+            request, samples = self.waiting.popleft()
+            with _plain(self.model):
+                done = [completion for sample in samples for completion in self._complete(request, sample)]
         for completion in done:
-            if request.on_done is not None:
-                request.on_done(completion)
+            if completion.request.on_done is not None:
+                completion.request.on_done(completion)
         return done
 
     def _complete(self, request: Request, sample: Partial) -> Iterator[Completion]:
@@ -105,6 +114,9 @@ class HFEngine:
         self.waiting += [(sample.request, [sample]) for sample in partials]
 
     def cancel(self, request_id: int) -> None:
+        for request, samples in self.waiting:
+            if request.id == request_id:
+                self.ended += [self._completion(sample, "cancelled") for sample in samples]
         self.waiting = deque(item for item in self.waiting if item[0].id != request_id)
 
     def load(self, weights: Any, version: int) -> None:

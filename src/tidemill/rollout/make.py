@@ -51,7 +51,7 @@ def make_plain(loaded: Loaded, config: Config, group: Any = None) -> RolloutEngi
         case "hf":
             from tidemill.rollout.hf import HFEngine
 
-            return HFEngine(loaded.model, eos_ids=loaded.eos_ids, tokenizer=loaded.tokenizer)
+            return HFEngine(loaded.model, eos_ids=loaded.eos_ids, max_len=max_len, tokenizer=loaded.tokenizer)
         case "vllm":
             from tidemill.rollout.vllm import start
 
@@ -61,4 +61,5 @@ def make_plain(loaded: Loaded, config: Config, group: Any = None) -> RolloutEngi
                 tokenizer=loaded.tokenizer,
                 max_len=max_len,
                 max_seqs=rollout.concurrent,
+                seed=config.seed,
             )

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tidemill.errors import ModelError
+from tidemill.models import lora
 from tidemill.rollout.engine import Completion, Finish, Partial, Request, Sampling, token_limit
 from tidemill.rollout.hf import _plain
 from tidemill.rollout.mismatch import Mismatch, measure
@@ -157,7 +158,7 @@ class VLLMEngine:
     def load(self, weights: Any, version: int) -> None:
         """Copy weights (Hugging Face names; None: the learner's as they are) into the ones that serve, and check.
         Running samples keep their keys and values; what prefix caching remembers is forgotten."""
-        named = _with_tied(self.model, self.model.named_parameters() if weights is None else _pairs(weights))
+        named = _with_tied(self.model, _pairs(lora.merged(self.model) if weights is None else weights))
         self.engine.collective_rpc("tidemill_load", args=(named,))
         self.engine.reset_prefix_cache()
         self.version = version

@@ -212,6 +212,8 @@ def _pairs(config: Config) -> Iterator[str]:
         return
     if config.observe.dump:
         yield "observe.dump is set, but gradients and weights are shown by one rank only; leave it out"
+    if config.train.profile:
+        yield "train.profile is set, but the trace would show the driver and none of the ranks; leave it out"
     if learn.fp8 != "none":
         yield f"learn.fp8 is {learn.fp8}, whose products are one rank's only; none would do"
     if config.algorithm.kl.weights != "same":

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidemill.models.attention import Context
-from tidemill.rollout.native.lean import attention_window, rotary_tables
+from tidemill.models.attention import Context, attention_window
+from tidemill.rollout.native.lean import rotary_tables
 
 
 class FusedKernels(Protocol):

@@ -1,7 +1,8 @@
 /* The parts of a decode step that are not matrix products, for float32 on a CPU: one pass over memory each.
  *
  * Compiled on first use by the machine's own C compiler (see kernels.py); without one, the same arithmetic runs as torch
- * operations. Every function works on rows first..last of its batch, so that threads can share the rows.
+ * operations. Rows are shared by threads: OpenMP's, which wait for the next call awake for a moment, where a call takes
+ * as long as waking somebody; elsewhere by the caller, who gives rows first..last. Without OpenMP there is one thread.
  */
 #include "vectors.h"
 
@@ -219,16 +220,19 @@ static void attend_head(const attention *a, int64_t row, int64_t head) {
     }
 }
 
-/* One new token per row: write its key and value to its page, then attend to everything the row has. `scratch` holds
- * (heads / kv_heads) * (longest row rounded up to 16) floats. */
-void tm_attend(const attention *a, float *scratch, int64_t first, int64_t last) {
-    attention mine = *a;
-    mine.scratch = scratch;
-    for (int64_t row = first; row < last; row++)
-        for (int64_t head = 0; head < a->kv_heads; head++) {
-            write_token(&mine, row, head);
-            attend_head(&mine, row, head);
-        }
+/* One new token per row: write its key and value to its page, then attend to everything the row has. `scratch` holds for
+ * each thread `wide` floats: (heads / kv_heads) * (longest row rounded up to 16). */
+void tm_attend(const attention *a, float *scratch, int64_t wide, int64_t rows, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int part = 0; part < threads; part++) {
+        attention mine = *a;
+        mine.scratch = scratch + part * wide;
+        for (int64_t row = rows * part / threads; row < rows * (part + 1) / threads; row++)
+            for (int64_t head = 0; head < a->kv_heads; head++) {
+                write_token(&mine, row, head);
+                attend_head(&mine, row, head);
+            }
+    }
 }
 
 /* One token per row of logits (rows, vocab): the first whose cumulative probability exceeds the row's uniform number, or

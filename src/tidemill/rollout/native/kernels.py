@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tidemill.batch import Array
-from tidemill.device.compiled import library, over_rows
+from tidemill.device.compiled import ROWS_PER_THREAD, library, over_rows
 
 SOURCE = Path(__file__).with_name("kernels.c")
 LANES = 16
@@ -47,7 +47,7 @@ class Kernels:
         library.tm_rms.argtypes = [pointer] * 3 + [number] * 3 + [real]
         library.tm_rotate.argtypes = [pointer] * 5 + [number] * 4 + [real]
         library.tm_gate.argtypes = [pointer] * 2 + [number] * 2
-        library.tm_attend.argtypes = [ctypes.POINTER(_Attention), pointer, number, number]
+        library.tm_attend.argtypes = [ctypes.POINTER(_Attention), pointer, number, number, ctypes.c_int]
         library.tm_draw.argtypes = [pointer] * 7 + [number] * 3
         self._library = library
 
@@ -87,11 +87,9 @@ class Kernels:
         )  # fmt: skip
         wide = heads // kv_heads * (int(length.max()) + LANES)
 
-        def run(first: int, last: int) -> None:
-            scratch = torch.empty(wide)
-            self._library.tm_attend(ctypes.byref(how), scratch.data_ptr(), first, last)
-
-        over_rows(run, rows)
+        threads = max(1, min(torch.get_num_threads(), rows // ROWS_PER_THREAD))
+        scratch = torch.empty(threads * wide)
+        self._library.tm_attend(ctypes.byref(how), scratch.data_ptr(), wide, rows, threads)
 
     def draw(self, logits: Tensor, temperature: Array, uniform: Array, greedy: Array) -> tuple[Array, Array]:
         """Tokens and log-probabilities: `sampling.draw` without truncation."""

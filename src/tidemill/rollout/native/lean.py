@@ -7,14 +7,14 @@ module makes about sixty. Parameters are read where they are, so the learner's i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tidemill.models import rowwise
-from tidemill.models.attention import Context
+from tidemill.models.attention import Context, attention_window
 from tidemill.rollout.native.kernels import Kernels
 
 # A large weight with few rows is read once and never rearranged by our own product; the library's takes up to twice as
@@ -161,11 +161,3 @@ def rotary_tables(model: Any, dim: int, max_len: int) -> tuple[Tensor, Tensor]:
     sin = sin[0].clone()
     sin[:, : dim // 2].neg_()
     return cos[0].unsqueeze(1).contiguous(), sin.unsqueeze(1).contiguous()
-
-
-def attention_window(attention: Any) -> int | None:
-    """What the module would hand to the attention function: Llama none, Mistral the config's, Qwen by layer type."""
-    if hasattr(attention, "sliding_window"):
-        return cast(int | None, attention.sliding_window)
-    name = type(attention).__name__
-    return getattr(attention.config, "sliding_window", None) if name == "MistralAttention" else None
