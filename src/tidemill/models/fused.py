@@ -106,7 +106,8 @@ class _Turned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _turn(dy, *ctx.saved_tensors, True), None, None
+        cos, sin = ctx.saved_tensors
+        return _turn(dy, cos, sin, True), None, None
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, is_back: bool) -> Tensor:
@@ -198,9 +199,9 @@ def _attention_forward(
         q, k = module.q_norm(q), module.k_norm(k)
     turns = cos[0].contiguous(), sin[0].contiguous()
     q, k = (_Turned.apply(t[0], *turns) for t in (q, k))  # type: ignore[no-untyped-call]
-    heads_first = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v[0]))
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v[0]))
     how = {"scaling": module.scaling, "sliding_window": attention_window(module), **kwargs}
-    out, _ = attend(module, *heads_first, attention_mask, **how)
+    out, _ = attend(module, q, k, v, attention_mask, **how)
     return module.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
 
 
