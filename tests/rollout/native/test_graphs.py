@@ -68,6 +68,20 @@ class TorchKernels:
         state.latest[at] = drawn.tokens
         return drawn.tokens.int(), drawn.logprobs
 
+    def draw_truncated(
+        self, logits: Tensor, source: Tensor, slot: Tensor, position: Tensor, state: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        at = slot.long()
+        cut = {"top_k": state.top_k[at].long(), "top_p": state.top_p[at], "min_p": state.min_p[at]}
+        how = Draw(
+            state.key[at], position.long(), state.temperature[at], state.greedy[at].bool(),
+            truncated=torch.arange(len(at), device=at.device), **cut,
+        )  # fmt: skip
+        drawn = draw(logits[source.long()], how)
+        state.latest[at] = drawn.tokens
+        assert drawn.kept is not None
+        return drawn.tokens.int(), drawn.logprobs, drawn.kept
+
 
 class AgainEachTime:
     """Stands for a graph where there is no device: the result's tensors are filled anew by every replay."""
@@ -118,6 +132,34 @@ def test_ahead_and_in_step_make_the_same_samples(
     for key, completion in made.items():
         np.testing.assert_allclose(completion.logprobs, wanted[key].logprobs, atol=5e-3 if HAS_DEVICE else 1e-4)
     assert engine.pool.used == 0 and len(engine.scheduler.free_slots) == 6
+
+
+def test_truncated_rows_are_drawn_inside_the_graph_beside_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen3").to(DEVICE)
+    hows = [{"top_k": 5}, {"top_p": 0.7, "temperature": 0.8}, {}, {"min_p": 0.1}, {"temperature": 0.0, "top_k": 3}]
+    hows.append({"top_k": 20, "top_p": 0.9, "min_p": 0.02, "seed": 4})
+    prompts = [request.prompt for request in asked(len(hows))]
+    requests = [Request(i, prompts[i], Sampling(max_tokens=9, **how), n=2) for i, how in enumerate(hows)]
+    wanted = roll(NativeEngine(model, eos_ids=[], max_len=64, plain=True), requests)
+    engine = ahead(monkeypatch, model, eos_ids=[])
+    monkeypatch.setattr(engine, "_draw", lambda *_: pytest.fail("drawn outside the graph"))
+    made = roll(engine, requests)
+    assert tokens(made) == tokens(wanted)
+    for key, completion in made.items():
+        kept = wanted[key].kept
+        assert (completion.kept is None) == (kept is None)
+        if kept is not None:
+            np.testing.assert_allclose(completion.kept, kept, atol=5e-3 if HAS_DEVICE else 1e-4)
+    assert engine.decoder is not None and any(kind.is_truncated for kind in engine.decoder.buckets)
+
+
+def test_a_slot_that_was_truncated_draws_plainly_for_its_next_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen3").to(DEVICE)
+    engine = ahead(monkeypatch, model, eos_ids=[])
+    roll(engine, asked(3, top_k=1))
+    others = [*asked(2, top_p=0.9), Request(9, [5, 6], Sampling(max_tokens=9), n=4)]
+    wanted = roll(NativeEngine(model, eos_ids=[], max_len=64, plain=True), others)
+    assert tokens(roll(engine, others)) == tokens(wanted)
 
 
 def test_joined_projections_follow_the_learner_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +233,7 @@ def test_drafts_judged_in_graphs_change_no_token(
     assert tokens(made) == tokens(wanted)
     for key, completion in made.items():
         np.testing.assert_allclose(completion.logprobs, wanted[key].logprobs, atol=5e-3 if HAS_DEVICE else 1e-4)
-    drawn_on_device = not {"top_p", "repetition_penalty"} & how.keys()
+    drawn_on_device = "repetition_penalty" not in how
     assert (engine.speculator.kept > 20) == drawn_on_device
     assert engine.pool.used == 0 and len(engine.scheduler.free_slots) == 6 and not engine.speculator._texts
 

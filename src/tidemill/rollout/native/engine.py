@@ -229,9 +229,8 @@ class NativeEngine:
         rows = np.flatnonzero(slots.active & (slots.launched < slots.limit))
         if len(rows) and not (may_draft and self._draft(decoder, rows)):
             slots.length[rows] += 1
-            is_simple = not (slots.truncated[rows].any() or slots.steered[rows].any())
             position = slots.before[rows] + slots.launched[rows]
-            draw = None if is_simple else partial(self._draw, rows)
+            draw = partial(self._draw, rows) if slots.steered[rows].any() else None
             launched.append(self._pending(rows, decoder.decode(rows, slots.length[rows], position, draw)))
         none = rows[:0]
         logits = self._forward(none, readings, none, none) if readings else None
@@ -239,16 +238,15 @@ class NativeEngine:
         if born:
             rows = np.array([sequence.slot for _, sequence in born], np.int64)
             decoder.seat(rows)
-            is_simple = not (slots.truncated[rows].any() or slots.steered[rows].any())
-            draw = None if is_simple else partial(self._draw, rows)
+            draw = partial(self._draw, rows) if slots.steered[rows].any() else None
             first = [trunk.logits for trunk, _ in born]
             launched.append(self._pending(rows, decoder.begin(rows, first, slots.before[rows], draw)))  # type: ignore[arg-type]
         return launched
 
     def _may_draft(self) -> bool:
         slots, speculator = self.scheduler.slots, self.speculator
-        if speculator is None or (slots.active & (slots.truncated | slots.steered)).any():
-            return False  # what is truncated or steered is not drawn in a graph
+        if speculator is None or (slots.active & slots.steered).any():
+            return False  # what is steered is not drawn in a graph
         return speculator.is_due(int(slots.active.sum()))
 
     def _draft(self, decoder: GraphDecoder, rows: Array) -> bool:
