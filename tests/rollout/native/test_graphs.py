@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.device.test_mapped import HostDriver
 from tests.rollout.tiny import VOCAB, roll, tiny_model
 from torch import Tensor
 
+from tidemill.device.mapped import MappedMemory
 from tidemill.rollout.engine import Completion, Request, Sampling
 from tidemill.rollout.native import graphs
 from tidemill.rollout.native.attention import causal_attention
@@ -160,6 +162,35 @@ def test_a_slot_that_was_truncated_draws_plainly_for_its_next_tenant(monkeypatch
     others = [*asked(2, top_p=0.9), Request(9, [5, 6], Sampling(max_tokens=9), n=4)]
     wanted = roll(NativeEngine(model, eos_ids=[], max_len=64, plain=True), others)
     assert tokens(roll(engine, others)) == tokens(wanted)
+
+
+def test_graphs_outlive_a_sleep_where_the_caches_addresses_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen3").to(DEVICE)
+    wanted = tokens(roll(NativeEngine(model, eos_ids=[], max_len=64, plain=True), asked(3, top_p=0.9)))
+    engine = ahead(monkeypatch, model, eos_ids=[])
+    if not HAS_DEVICE:
+        engine.store.memory = MappedMemory(HostDriver())
+    for request in asked(3, top_p=0.9):
+        engine.submit(request)
+    done = [completion for _ in range(5) for completion in engine.step()]
+    assert engine.decoder is not None and engine.store.nbytes > 0
+    captured = dict(engine.decoder.buckets)
+    engine.sleep()
+    assert engine.store.nbytes == 0 and captured
+    engine.wake()
+    after = roll(engine, []) | {(c.request.id, c.index): c for c in done}
+    assert tokens(after) == wanted
+    assert all(engine.decoder.buckets[kind] is bucket for kind, bucket in captured.items())
+
+
+def test_a_sleeping_engine_that_is_given_work_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen3").to(DEVICE)
+    engine = ahead(monkeypatch, model, eos_ids=[])
+    if not HAS_DEVICE:
+        engine.store.memory = MappedMemory(HostDriver())
+    first = tokens(roll(engine, asked(2)))
+    engine.sleep()
+    assert tokens(roll(engine, asked(2))) == first
 
 
 def test_joined_projections_follow_the_learner_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tidemill.batch import Array
-from tidemill.device import has_triton
+from tidemill.device import has_triton, mapped
 from tidemill.errors import ConfigError
 from tidemill.models.attention import Context
 from tidemill.rollout.engine import Completion, Finish, Partial, Request
@@ -123,6 +123,8 @@ class NativeEngine:
         # Inference mode saves bookkeeping per operation, but a foreign module may keep a tensor it makes.
         self._no_grad = torch.no_grad if isinstance(self.runner, PlainRunner) else torch.inference_mode
         self.decoder = self._graph_decoder(graphs)
+        if self.decoder is not None:
+            self.store.memory = mapped.open(self.device)
         self.speculator = self._speculator(speculate)
         self._inflight: list[Pending] = []
         self._refused: list[Completion] = []
@@ -169,6 +171,7 @@ class NativeEngine:
         return bool(self._refused or self._inflight or self.scheduler.has_work)
 
     def step(self) -> list[Completion]:
+        self.store.restore()  # nothing, unless it is asleep
         done, self._refused = self._refused, []
         with self._no_grad():
             done += self._advance()
@@ -503,17 +506,19 @@ class NativeEngine:
         self.scheduler.restart_reading()
 
     def sleep(self) -> None:
-        """Give the cache's memory back; what was running is read again after `wake`."""
+        """Give the cache's memory back; what was running is read again after `wake`. Captured graphs stay where the
+        cache's addresses do."""
         self.rebuild()
         while self.scheduler.give_up_kept():
             pass
         self.pool.index.forget_all()
         self.store.clear()
-        if self.decoder is not None:
+        if self.decoder is not None and self.store.memory is None:
             self.decoder.forget_graphs()  # they hold the addresses of what was just given back
 
     def wake(self) -> None:
-        """The cache takes its memory again with the first token written to it."""
+        """Take the memory again; what is not taken here comes with the first token written to it."""
+        self.store.restore()
 
 
 def _context(sequence: Sequence) -> Array:
