@@ -27,6 +27,7 @@ from tidemill.rollout.hf import _plain
 from tidemill.rollout.mismatch import Mismatch, measure
 from tidemill.rollout.native.check import Limits, find_problem
 from tidemill.rollout.native.sampling import is_steered, is_truncated
+from tidemill.rollout.stops import ends_by_string
 from tidemill.rollout.vllm_kept import NAME, KeptMass, processor
 
 # Mean gap of log-probabilities after a load. bfloat16 alone makes hundredths; a stale output layer whole nats.
@@ -130,8 +131,9 @@ class VLLMEngine:
             sample.tokens += made.token_ids
             sample.logprobs += logprobs
             sample.versions += [self.version] * len(made.token_ids)
+            stops = sample.request.sampling.stop_strings
             finish = _finish(made.finish_reason)
-            if finish is None and self._stops(sample):
+            if finish is None and ends_by_string(sample.tokens, stops, self.tokenizer):
                 stopped.append(output.request_id)
                 finish = "stop"
             if finish is not None:
@@ -151,15 +153,6 @@ class VLLMEngine:
         if self.kept is not None:
             self.kept.forget(name)
         return self._running.pop(name)
-
-    def _stops(self, sample: Partial) -> bool:
-        stops = sample.request.sampling.stop_strings
-        if not stops:
-            return False
-        # A stop string of c bytes lies within the last c tokens, plus one that may end inside a character.
-        reach = max(len(stop.encode()) for stop in stops) + 1
-        text = self.tokenizer.decode(sample.tokens[-reach:])
-        return any(stop in text for stop in stops)
 
     # -- control -------------------------------------------------------------------------------------------------
 
