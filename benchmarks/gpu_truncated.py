@@ -1,4 +1,4 @@
-"""Truncated sampling inside captured graphs, and graphs that outlive a sleep, on an accelerator.
+"""Truncated and steered sampling inside captured graphs, and graphs that outlive a sleep, on an accelerator.
 
     PYTHONPATH=src python benchmarks/gpu_truncated.py                  # about three minutes on an H200
     PYTHONPATH=src python benchmarks/gpu_truncated.py --device cpu     # a tiny shape, to see that it runs
@@ -32,6 +32,11 @@ HOWS: dict[str, dict[str, Any]] = {
     "top_k 50": {"top_k": 50},
     "top_k 1000": {"top_k": 1000},
     "min_p 0.05": {"min_p": 0.05},
+}
+STEERED: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.5},
+    "allowed tokens, top_p 0.95": {"allowed_tokens": tuple(range(3, 400)), "top_p": 0.95},
+    "bias": {"logit_bias": dict.fromkeys(range(10, 60), 0.5)},
 }
 
 
@@ -126,7 +131,7 @@ def equality(setup: Setup) -> None:
     work = Work([rng.integers(3, 500, 5 + 3 * i).tolist() for i in range(12)], np.full((12, 4), 60))
     model = tiny("Qwen2Config")
     hows = [{**how, "temperature": 0.7 + 0.1 * i} for i, how in enumerate(HOWS.values())]
-    hows += [{"temperature": 0.0}, {"top_k": 5, "seed": 3}]
+    hows += [{"temperature": 0.0}, {"top_k": 5, "seed": 3}, *STEERED.values()]
     wanted, _ = roll(NativeEngine(model, eos_ids=[], max_seqs=48, max_len=256, graphs=False), work, {}, each=hows)
     engine = NativeEngine(model, eos_ids=[], max_seqs=48, max_len=256)
     assert engine.decoder is not None
@@ -140,8 +145,8 @@ def equality(setup: Setup) -> None:
     gaps = [np.abs(np.array(a.kept) - np.array(b.kept)).max() for a, b in zip(made, wanted)
             if a.tokens == b.tokens and b.kept is not None]  # fmt: skip
     say("samples in graphs as outside", f"{same:.3f} of {len(made)}, kept mass within {max(gaps):.1e}")
-    kinds = sorted({kind.is_truncated for kind in engine.decoder.buckets})
-    say("kinds captured", f"truncated {kinds}; {len(engine.decoder.buckets)} graphs")
+    kinds = sorted({(kind.is_truncated, kind.is_steered) for kind in engine.decoder.buckets})
+    say("kinds captured (truncated, steered)", f"{kinds}; {len(engine.decoder.buckets)} graphs")
     FIGURES["equal"] = same
 
 
@@ -149,7 +154,7 @@ def speeds(setup: Setup) -> None:
     work = setup.works["fixed"]
     engine = setup.engine(work)
     rates: dict[str, float] = {}
-    for name, how in HOWS.items():
+    for name, how in (HOWS | STEERED).items():
         before = setup.wait()
         roll(engine, work, how, most=3)
         first = setup.wait() - before

@@ -84,6 +84,20 @@ class TorchKernels:
         assert drawn.kept is not None
         return drawn.tokens.int(), drawn.logprobs, drawn.kept
 
+    def draw_steered(
+        self, logits: Tensor, steered: Tensor, source: Tensor, slot: Tensor, position: Tensor, state: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        at = slot.long()
+        how = Draw(
+            state.key[at], position.long(), state.temperature[at], state.greedy[at].bool(), steered=steered,
+            truncated=torch.arange(len(at), device=at.device),
+            top_k=state.top_k[at].long(), top_p=state.top_p[at], min_p=state.min_p[at],
+        )  # fmt: skip
+        drawn = draw(logits[source.long()], how)
+        state.latest[at] = drawn.tokens
+        assert drawn.kept is not None
+        return drawn.tokens.int(), drawn.logprobs, drawn.kept
+
 
 class AgainEachTime:
     """Stands for a graph where there is no device: the result's tensors are filled anew by every replay."""
@@ -153,6 +167,48 @@ def test_truncated_rows_are_drawn_inside_the_graph_beside_plain_ones(monkeypatch
         if kept is not None:
             np.testing.assert_allclose(completion.kept, kept, atol=5e-3 if HAS_DEVICE else 1e-4)
     assert engine.decoder is not None and any(kind.is_truncated for kind in engine.decoder.buckets)
+
+
+STEERED: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.7, "temperature": 0.7}, {"presence_penalty": 2.0}, {"logit_bias": {5: 4.0, 9: -1e3}},
+    {"logit_bias": {i: 0.1 * i for i in range(3, 43)}}, {"allowed_tokens": (7, 8, 30, 90)}, {}, {"top_k": 4},
+    {"repetition_penalty": 1.3, "temperature": 0.0}, {"allowed_tokens": tuple(range(9, 60)), "top_p": 0.8, "seed": 2},
+    {"presence_penalty": -1.0, "top_k": 9, "logit_bias": {4: 2.0}},
+]  # fmt: skip
+
+
+def test_steered_rows_are_drawn_inside_the_graph_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pauses, after which penalties must know what was made before."""
+    model = tiny_model("qwen3").to(DEVICE)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, VOCAB, 2 + 3 * i).tolist() for i in range(len(STEERED))]
+    requests = [Request(i, prompts[i], Sampling(max_tokens=14, **how), n=2) for i, how in enumerate(STEERED)]
+    wanted = roll(NativeEngine(model, eos_ids=[], max_len=64, plain=True), requests)
+    engine = ahead(monkeypatch, model, eos_ids=[])
+    monkeypatch.setattr(engine, "_draw", lambda *_: pytest.fail("drawn outside the graph"))
+    for request in requests:
+        engine.submit(request)
+    done: dict[tuple[int, int], Completion] = {}
+    for _ in range(4):
+        for completion in [c for _ in range(7) for c in engine.step()]:
+            done[completion.request.id, completion.index] = completion
+        engine.resume(engine.pause())
+    done |= roll(engine, [])
+    assert tokens(done) == tokens(wanted)
+    for key, completion in done.items():
+        np.testing.assert_allclose(completion.logprobs, wanted[key].logprobs, atol=5e-3 if HAS_DEVICE else 1e-4)
+        assert (completion.kept is None) == (wanted[key].kept is None)
+        if completion.kept is not None:
+            np.testing.assert_allclose(completion.kept, wanted[key].kept, atol=5e-3 if HAS_DEVICE else 1e-4)
+
+
+def test_a_slot_that_was_steered_draws_plainly_for_its_next_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen3").to(DEVICE)
+    engine = ahead(monkeypatch, model, eos_ids=[])
+    roll(engine, asked(3, allowed_tokens=(5, 6), repetition_penalty=3.0, presence_penalty=1.0, logit_bias={5: 3.0}))
+    others = [Request(8, [7, 8], Sampling(max_tokens=9, logit_bias={9: 1.0})), *asked(3)]
+    wanted = roll(NativeEngine(model, eos_ids=[], max_len=64, plain=True), others)
+    assert tokens(roll(engine, others)) == tokens(wanted)
 
 
 def test_a_slot_that_was_truncated_draws_plainly_for_its_next_tenant(monkeypatch: pytest.MonkeyPatch) -> None:

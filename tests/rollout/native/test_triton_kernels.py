@@ -146,6 +146,43 @@ def test_truncated_draw_equals_the_torch_draw(monkeypatch: pytest.MonkeyPatch, s
     assert (state.latest[at] == tokens).all()
 
 
+def test_steered_draw_equals_the_torch_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of which most tokens are not allowed, whole blocks of them, with and without truncation."""
+    from tidemill.rollout.native.steering import NEVER
+
+    monkeypatch.setattr("tidemill.rollout.native.triton_draw.CUT_BLOCK", 64)
+    torch.manual_seed(3)
+    rows, vocab = 30, 300
+    logits = randn(rows // 2, vocab) * 2
+    source = torch.arange(rows, device=DEVICE, dtype=torch.int32) // 2
+    slot = torch.randperm(rows).to(DEVICE, torch.int32)
+    steered = logits[source.long()] + randn(rows, vocab)
+    steered[::3, 20:] = NEVER
+    state = SimpleNamespace(
+        temperature=torch.rand(rows).to(DEVICE) + 0.3,
+        greedy=(torch.arange(rows) % 7 == 0).to(DEVICE, torch.int32),
+        key=torch.tensor([stream_key(0, 0, i) for i in range(rows)]).to(DEVICE),
+        latest=torch.zeros(rows, dtype=torch.int64, device=DEVICE),
+        top_k=torch.tensor([300, 5] * 15, device=DEVICE, dtype=torch.int32),
+        top_p=torch.tensor([2.0, 2.0, 0.8] * 10, device=DEVICE), min_p=torch.zeros(rows, device=DEVICE),
+    )  # fmt: skip
+    position = torch.arange(rows, device=DEVICE, dtype=torch.int32)
+    tokens, logprobs, kept = KERNELS.draw_steered(logits, steered, source, slot, position, state)
+    at = slot.long()
+    how = Draw(
+        state.key[at], position.long(), state.temperature[at], state.greedy[at].bool(), steered=steered,
+        truncated=torch.arange(rows, device=DEVICE), top_k=state.top_k[at].long(), top_p=state.top_p[at],
+        min_p=state.min_p[at],
+    )  # fmt: skip
+    wanted = draw(logits[source.long()], how)
+    assert wanted.kept is not None
+    close(kept, wanted.kept)
+    same = (tokens == wanted.tokens).cpu().numpy()
+    assert same.mean() > 0.95 and (tokens[::3] < 20).all()
+    np.testing.assert_allclose(logprobs.cpu().numpy()[same], wanted.logprobs.cpu().numpy()[same], atol=1e-4)
+    assert (state.latest[at] == tokens).all()
+
+
 def test_truncated_draw_keeps_equals_together_and_takes_bad_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """More equals than the search has room for, and a row of NaN, whose log-probability says so."""
     monkeypatch.setattr("tidemill.rollout.native.triton_draw.CUT_BLOCK", 64)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Many
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -209,8 +208,6 @@ class NativeEngine:
     def _launch_ahead(self, decoder: GraphDecoder) -> list[Pending]:
         """One token of every running sequence as a captured graph, then prompt tokens; nothing here waits."""
         scheduler, slots = self.scheduler, self.scheduler.slots
-        if slots.steered[slots.active].any():
-            self._drain()  # penalties look at tokens that the host must have seen
         may_draft = self._may_draft()
         if may_draft:
             self._drain()  # drafts follow tokens that the host must have seen
@@ -221,23 +218,21 @@ class NativeEngine:
         if len(rows) and not (may_draft and self._draft(decoder, rows)):
             slots.length[rows] += 1
             position = slots.before[rows] + slots.launched[rows]
-            draw = partial(self._draw, rows) if slots.steered[rows].any() else None
-            launched.append(self._pending(rows, decoder.decode(rows, slots.length[rows], position, draw)))
+            launched.append(self._pending(rows, decoder.decode(rows, slots.length[rows], position)))
         none = rows[:0]
         logits = self._forward(none, readings, none, none) if readings else None
         born = self._branch(readings, logits)
         if born:
             rows = np.array([sequence.slot for _, sequence in born], np.int64)
-            decoder.seat(rows)
-            draw = partial(self._draw, rows) if slots.steered[rows].any() else None
+            decoder.seat([sequence for _, sequence in born])
             first = [trunk.logits for trunk, _ in born]
-            launched.append(self._pending(rows, decoder.begin(rows, first, slots.before[rows], draw)))  # type: ignore[arg-type]
+            launched.append(self._pending(rows, decoder.begin(rows, first, slots.before[rows])))  # type: ignore[arg-type]
         return launched
 
     def _may_draft(self) -> bool:
         slots, speculator = self.scheduler.slots, self.speculator
         if speculator is None or (slots.active & slots.steered).any():
-            return False  # what is steered is not drawn in a graph
+            return False  # penalties look at tokens that a draft does not have yet
         return speculator.is_due(int(slots.active.sum()))
 
     def _draft(self, decoder: GraphDecoder, rows: Array) -> bool:

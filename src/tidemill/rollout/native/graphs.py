@@ -1,5 +1,5 @@
 """Decoding on an accelerator: one captured graph per batch size, from the latest token ids to the next ones. Batches
-in which a row truncates its distribution have graphs of their own, captured when first needed.
+in which a row truncates or steers its distribution have graphs of their own, captured when first needed.
 
 What a step needs that the host knows (slots, lengths, pages) goes over in one small copy; token ids never leave the
 device between steps. Results come back in the background, and the host prepares the next step meanwhile.
@@ -7,7 +7,7 @@ device between steps. Results come back in the background, and the host prepares
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -20,6 +20,8 @@ from tidemill.rollout.native.cache import PageStore
 from tidemill.rollout.native.fused import FusedKernels, FusedRunner
 from tidemill.rollout.native.pending import Fetch
 from tidemill.rollout.native.sampling import Drawn
+from tidemill.rollout.native.scheduler import Sequence as Tenant
+from tidemill.rollout.native.steering import Steering
 
 # A batch is padded to the next of these; padding rows decode a dummy token into a page of their own.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -37,6 +39,10 @@ class DrawKernels(FusedKernels, Protocol):
         self, logits: Tensor, source: Tensor, slot: Tensor, position: Tensor, state: Any
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
+    def draw_steered(
+        self, logits: Tensor, steered: Tensor, source: Tensor, slot: Tensor, position: Tensor, state: Any
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
 
 class Kind(NamedTuple):
     """What tells graphs apart."""
@@ -44,6 +50,7 @@ class Kind(NamedTuple):
     rows: int
     has_drafts: bool = False  # rows of one slot may follow one another, with tokens given by the host
     is_truncated: bool = False  # draws from what top-k, top-p and min-p keep, and gives the mass kept
+    is_steered: bool = False  # the same, after penalties, bias and allowed tokens
 
 
 class SlotState:
@@ -112,7 +119,8 @@ class GraphDecoder:
         self.most = len(slots.active)
         self.state = SlotState(self.most, self.device)
         self.buckets: dict[Kind, Bucket] = {}
-        self._has_truncated = False  # some slot's state may say to
+        self._has_truncated = self._has_steered = False  # some slot's state may say to
+        self.steering: Steering | None = None  # from the first that is steered
         self._pool: Any = None
         self._turn = 0
         self._results = [(_host_buffer(self.device, 3, self.most), _event(self.device)) for _ in range(2 * BUFFERS)]
@@ -133,58 +141,68 @@ class GraphDecoder:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def seat(self, rows: Array) -> None:
+    def seat(self, sequences: Sequence[Tenant]) -> None:
         """Slots with new tenants: take over how they draw."""
+        rows = np.array([sequence.slot for sequence in sequences], np.int64)
         index = self._upload(rows)
         self.state.temperature[index] = self._upload(self.slots.temperature[rows])
         self.state.greedy[index] = self._upload(self.slots.greedy[rows].astype(np.int32))
         self.state.key[index] = self._upload(self.slots.key[rows])
-        if self.slots.truncated[rows].any() or self._has_truncated:
-            self._has_truncated = True
+        self._has_steered |= bool(self.slots.steered[rows].any())
+        self._has_truncated |= self._has_steered or bool(self.slots.truncated[rows].any())
+        if self._has_truncated:
             self.state.top_k[index] = self._upload(np.minimum(self.slots.top_k[rows], TOP_K_OFF).astype(np.int32))
             self.state.top_p[index] = self._upload(self.slots.top_p[rows])
             self.state.min_p[index] = self._upload(self.slots.min_p[rows])
+        if self._has_steered:
+            self._seat_steered(rows, sequences)
 
-    def decode(self, rows: Array, length: Array, position: Array, draw: Callable[[Tensor], Drawn] | None) -> Fetch:
-        """One token more for each slot of `rows`, of which each will then see `length` tokens. With `draw`, tokens are
-        drawn by it and the pass is not captured."""
-        bucket = self._bucket(Kind(self._size(len(rows)), is_truncated=draw is None and self._truncates(rows)))
+    def _seat_steered(self, rows: Array, sequences: Sequence[Tenant]) -> None:
+        hows = [sequence.request.sampling for sequence in sequences]
+        if self.steering is None:
+            self.steering = Steering(self.most, self.vocab, self.device)
+        width = max(len(how.logit_bias or ()) for how in hows)
+        if width > self.steering.width:
+            self.steering.widen(max(width, 2 * self.steering.width))
+            self.buckets = {kind: bucket for kind, bucket in self.buckets.items() if not kind.is_steered}
+        prompts = [np.asarray(sequence.request.prompt, np.int64) for sequence in sequences]
+        made = [np.asarray(sequence.tokens, np.int64) for sequence in sequences]
+        self.steering.seat(rows, hows, prompts, made)
+
+    def decode(self, rows: Array, length: Array, position: Array) -> Fetch:
+        """One token more for each slot of `rows`, of which each will then see `length` tokens."""
+        bucket = self._bucket(self._kind(self._size(len(rows)), rows))
         self._stage(bucket, rows, length, position)
-        if draw is not None:
-            return self._take(rows, draw(self._logits(bucket)[: len(rows)]))
         assert bucket.graph is not None
         bucket.graph.replay()
         return self._fetch(bucket.graph.result, len(rows))
 
+    def _kind(self, size: int, rows: Array, has_drafts: bool = False) -> Kind:
+        is_steered = bool(self.slots.steered[rows].any())
+        return Kind(size, has_drafts, bool(self.slots.truncated[rows].any()) and not is_steered, is_steered)
+
     def verify(self, rows: Array, ids: Array, length: Array, position: Array) -> Drawn:
         """One token after each of `ids`, some of which are drafts: rows of one slot lie one after another. Waits."""
         size = next(b for b in DRAFT_BUCKETS if b >= len(rows))
-        bucket = self._bucket(Kind(size, has_drafts=True, is_truncated=self._truncates(rows)))
+        bucket = self._bucket(self._kind(size, rows, has_drafts=True))
         self._stage(bucket, rows, length, position, ids)
         assert bucket.graph is not None
         bucket.graph.replay()
         tokens, logprobs, *kept = (x[: len(rows)].cpu() for x in bucket.graph.result)
         return Drawn(tokens.long(), logprobs, kept[0] if kept else None)
 
-    def _truncates(self, rows: Array) -> bool:
-        return bool(self.slots.truncated[rows].any())
-
     def remember(self, rows: Array, latest: Array) -> None:
         """After `verify`: the token each slot goes on from."""
         self.state.latest[self._upload(rows)] = self._upload(latest)
 
-    def begin(
-        self, rows: Array, logits: list[Tensor], position: Array, draw: Callable[[Tensor], Drawn] | None
-    ) -> Fetch:
+    def begin(self, rows: Array, logits: list[Tensor], position: Array) -> Fetch:
         """The first token of each slot, from the logits after its prompt (one tensor object per prompt)."""
         place: dict[int, int] = {}
         source = np.array([place.setdefault(id(row), len(place)) for row in logits], np.int32)
         unique = torch.stack(list({id(row): row for row in logits}.values()))
-        if draw is not None:
-            return self._take(rows, draw(unique[self._upload(source).long()]))
         slot, at = self._upload(rows.astype(np.int32)), self._upload(position.astype(np.int32))
-        kernel = self.kernels.draw_truncated if self._truncates(rows) else self.kernels.draw
-        return self._fetch(kernel(unique, self._upload(source), slot, at, self.state), len(rows))
+        kind = self._kind(len(rows), rows)
+        return self._fetch(self._draw(kind, unique, self._upload(source), slot, at), len(rows))
 
     def _stage(self, bucket: Bucket, rows: Array, length: Array, position: Array, ids: Array | None = None) -> None:
         n, size = len(rows), bucket.kind.rows
@@ -201,16 +219,6 @@ class GraphDecoder:
         table[:n] = self.slots.table[rows]
         table[n:] = self.store.pages - 1  # the padding's own page
         bucket.control.copy_(host, non_blocking=True)
-
-    def _take(self, rows: Array, drawn: Drawn) -> Fetch:
-        """Tokens drawn outside the graph: remember them as the latest."""
-        self.state.latest[self._upload(rows)] = drawn.tokens
-
-        def fetch() -> tuple[Array, Array, Array | None]:
-            kept = None if drawn.kept is None else drawn.kept.cpu().numpy()
-            return drawn.tokens.cpu().numpy(), drawn.logprobs.cpu().numpy(), kept
-
-        return fetch
 
     def _fetch(self, result: tuple[Tensor, ...], n: int) -> Fetch:
         """Start the way back of tokens, log-probabilities and, where it was truncated, the log of the mass kept, in one
@@ -253,6 +261,16 @@ class GraphDecoder:
         return self.runner.forward(ids, (bucket.length - 1).long(), context, None)
 
     def _step(self, bucket: Bucket) -> tuple[Tensor, ...]:
-        logits = self._logits(bucket)
-        kernel = self.kernels.draw_truncated if bucket.kind.is_truncated else self.kernels.draw
-        return kernel(logits, bucket.source, bucket.slot, bucket.position, self.state)
+        return self._draw(bucket.kind, self._logits(bucket), bucket.source, bucket.slot, bucket.position)
+
+    def _draw(self, kind: Kind, logits: Tensor, source: Tensor, slot: Tensor, position: Tensor) -> tuple[Tensor, ...]:
+        """Tokens, log-probabilities and, unless it is plain, the log of the mass kept, of rows `logits[source]`."""
+        if not kind.is_steered:
+            kernel = self.kernels.draw_truncated if kind.is_truncated else self.kernels.draw
+            return kernel(logits, source, slot, position, self.state)
+        assert self.steering is not None
+        mine = slot.long()
+        steered = self.steering.steer(logits.index_select(0, source.long()), mine)
+        drawn = self.kernels.draw_steered(logits, steered, source, slot, position, self.state)
+        self.steering.note(mine, drawn[0])
+        return drawn

@@ -314,6 +314,28 @@ def draw_truncated(
     logits: Tensor, source: Tensor, slot: Tensor, position: Tensor, state: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`draw` from what top-k, top-p and min-p keep of each row, by slot in `state`; also the log of the mass kept."""
+    return _draw_cut(logits, source, slot, position, state)[:3]
+
+
+def draw_steered(
+    logits: Tensor, steered: Tensor, source: Tensor, slot: Tensor, position: Tensor, state: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`draw_truncated` from `steered` (rows, vocab); log-probability and mass are those of `logits[source]`."""
+    rows = torch.arange(slot.shape[0], dtype=torch.int32, device=slot.device)
+    tokens, _, _, floors, edges = _draw_cut(steered, rows, slot, position, state)
+    heat = state.temperature[slot.long()].unsqueeze(1)
+    drawn, whole = steered / heat, logits.index_select(0, source.long()).float() / heat
+    has_weight = drawn > drawn.amax(1, keepdim=True) - NO_WEIGHT.value
+    is_kept = (drawn > floors.unsqueeze(1)) & (drawn >= edges.unsqueeze(1)) & has_weight
+    total = whole.logsumexp(1)
+    kept = whole.masked_fill(~is_kept, -float("inf")).logsumexp(1) - total
+    return tokens, whole.gather(1, tokens.long().unsqueeze(1)).squeeze(1) - total, kept
+
+
+def _draw_cut(
+    logits: Tensor, source: Tensor, slot: Tensor, position: Tensor, state: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Also what each row keeps: logits, at its temperature, above a floor and not below an edge."""
     rows, vocab = slot.shape[0], logits.shape[1]
     blocks = triton.cdiv(vocab, CUT_BLOCK)
     pad = triton.next_power_of_2(blocks)
@@ -333,7 +355,7 @@ def draw_truncated(
         logits, source, slot, state.temperature, state.greedy, state.key, position, peaks, sums, bests, kept_sums,
         floors, edges, tokens, logprobs, kept, state.latest, vocab, blocks, CUT_BLOCK, pad, num_warps=4,
     )  # fmt: skip
-    return tokens, logprobs, kept
+    return tokens, logprobs, kept, floors, edges
 
 
 def _room(like: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:

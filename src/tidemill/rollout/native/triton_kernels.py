@@ -244,6 +244,7 @@ class TritonKernels:
     def __init__(self, block: int = 32, warps: int = 2, stages: int = 5) -> None:
         self.block, self.warps, self.stages = block, warps, stages
         self.draw, self.draw_truncated = triton_draw.draw, triton_draw.draw_truncated
+        self.draw_steered = triton_draw.draw_steered
 
     def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
