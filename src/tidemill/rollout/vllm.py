@@ -357,7 +357,8 @@ def _finish(reason: str | None) -> Finish | None:
 def _score_plainly(model: Any, tokens: list[int]) -> np.ndarray:
     ids = torch.tensor([tokens], device=next(model.parameters()).device)
     with _plain(model):
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        # With a cache: the learner's fused attention leaves such passes alone, and wants a context of ours for others.
+        logits = model(input_ids=ids, use_cache=True).logits[0, :-1].float()
     scored: np.ndarray = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
     return scored
 
