@@ -168,6 +168,11 @@ class Rewards(Section):
             value = {**value, "functions": [{"function": f} if isinstance(f, str) else f for f in given]}
         return value
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Folders of trained reward models."""
+        return tuple(str(spec.args.get("path")) for spec in self.functions if spec.function == "model")
+
     @model_validator(mode="after")
     def _some(self) -> Rewards:
         if not self.functions:
@@ -535,6 +540,10 @@ class Placement(Section):
     @classmethod
     def _one_for_all(cls, value: Any) -> Any:
         """`placement: colocated` says it for every role."""
+    reward_model: Literal["separated", "colocated"] = Field(
+        "separated",
+        description="rewards, where a trained model is among them: on a device each, or the learners'",
+    )
         return dict.fromkeys(cls.model_fields, value) if isinstance(value, str) else value
 
 
@@ -557,6 +566,7 @@ class Cluster(Section):
     cpus: float = Field(1.0, gt=0, description="CPUs that each worker asks Ray for")
     memory_mb: int | None = Field(None, ge=1, description="shared memory of each node's warehouse; none: half of it")
     replicas: int = Field(0, ge=0, description="further nodes that hold a copy of each sample's bytes")
+    reward_models: int = Field(1, ge=1, description="workers with a trained reward model, where they are separated")
     lease_s: float = Field(10.0, gt=0, description="silence after which a worker's samples are given to another")
     start_s: float = Field(180.0, gt=0, description="longest that a worker may take to start")
     stall_s: float = Field(300.0, gt=0, description="standstill after which the run says who waits for whom")

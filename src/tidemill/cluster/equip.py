@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -172,7 +172,8 @@ class Kit:
         _, held_out = open_source(self.config.data, self.config.seed)
         encode = PromptTokens(self.tokenizer, self.config.data)
         averaged = self.learner.averaged() if self.learner is not None else contextlib.nullcontext()
-        with Scorer(self.config.rewards, self.moved_on) as scorer, averaged:
+        kind = self.config.device.partition(":")[0]
+        with self._judging(), Scorer(self.config.rewards, self.moved_on, kind) as scorer, averaged:
             seen = evaluate(
                 _Judged(engine, self),
                 held_out,
@@ -194,6 +195,15 @@ class Kit:
         assert self.learner is not None
         tensors, own = self.learner.state()
         state: dict[str, Any] = {"learner": own}
+    @contextlib.contextmanager
+    def _judging(self) -> Iterator[None]:
+        """A trained reward model that only an evaluation wants here is on the device no longer than that."""
+        yield
+        if self.config.rewards.models and self.scorer is None:
+            from tidemill.reward import model  # has been imported, if there was one
+
+            model.close_all()
+
         if self.critic is not None:
             more, state["critic"] = self.critic.state()
             tensors |= {f"critic.{name}": tensor for name, tensor in more.items()}
@@ -283,7 +293,7 @@ def equip(task: Assignment, dock: KeptDock) -> Kit:
         kit.feed = FEEDS[algorithm.food](training, config, encode, algorithm.greedy_rows)
         kit.open_feed()
     if "reward" in post.stages:
-        kit.scorer = Scorer(config.rewards)
+        kit.scorer = Scorer(config.rewards, device=config.device.partition(":")[0])
     if not is_cut:
         _staff(kit)
     return kit

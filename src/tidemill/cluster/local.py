@@ -240,7 +240,7 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
     loaded = load(config.model, seed=config.seed, device=device.torch_device, path=model_path)
     check_window(config, loaded)
     with contextlib.ExitStack() as undo:
-        scorer = undo.enter_context(Scorer(config.rewards))
+        scorer = undo.enter_context(Scorer(config.rewards, device=config.device))
         encode = PromptTokens(loaded.tokenizer, config.data)
         feed = FEEDS[algorithm.food](training, config, encode, algorithm.greedy_rows)
         train = config.train
@@ -382,7 +382,7 @@ def check_window(config: Config, loaded: Loaded) -> None:
 def evaluate_trained(loaded: Loaded, config: Config, *, size: int, samples: int) -> Evaluation:
     """Measure a model that is not being trained."""
     _, held_out = open_source(config.data, config.seed)
-    with Scorer(config.rewards) as scorer:
+    with Scorer(config.rewards, device=config.device) as scorer:
         return evaluate(
             make_engine(loaded, config),
             held_out,

@@ -68,12 +68,15 @@ class Storehouse:
 
 
 class RayStarter:
-    def __init__(self, settings: Cluster, name: str, forks: Forks, engine_ranks: int = 1) -> None:
+    def __init__(
+        self, settings: Cluster, name: str, forks: Forks, engine_ranks: int = 1, has_reward_model: bool = False
+    ) -> None:
         self.settings, self.name, self._forks, self._engine_ranks = settings, name, forks, engine_ranks
         self._is_own = False
         self._folder: Path | None = None
         self._environment: dict[str, Any] = {"runtime_env": {"env_vars": environment()}}  # of each worker
         self._connect()
+        self._has_reward_model = has_reward_model
         remote: Any = ray.remote  # its types know functions only
         self._actor = remote(max_concurrency=THREADS, max_restarts=0, num_cpus=0)(RayHost)
         self._storehouse = remote(num_cpus=0, max_restarts=0, max_concurrency=2)(Storehouse)
@@ -130,6 +133,7 @@ class RayStarter:
 
     # What there is
 
+        posts += wanted.reward_models if self._has_reward_model else 0
     def nodes(self) -> Sequence[Resources]:
         shown = ("CPU", "GPU", "NPU")
         alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]

@@ -89,7 +89,7 @@ def make_starter(config: Config, folder: RunFolder) -> Starter:
             return ProcessStarter(forks)
         from tidemill.cluster.ray import RayStarter
 
-        return RayStarter(cluster, folder.config.name, forks, config.rollout.tp)
+        return RayStarter(cluster, folder.config.name, forks, config.rollout.tp, bool(config.rewards.models))
     except BaseException:
         forks.close()
         raise
