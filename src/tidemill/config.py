@@ -491,6 +491,11 @@ class Flow(Section):
     half_made: Literal["reread", "continue"] = Field(
         "reread", description="half-made samples under new weights: read again, or with the keys and values they have"
     )
+    hand_over: Literal["auto", "never", "cache", "all"] = Field(
+        "auto",
+        description="colocated and sync: what leaves the device while others work there: nothing, rollout's cache, or "
+        "also optimizer, critic and reference while rollout does; auto: as the memory estimate asks",
+    )
     lease_s: float = Field(600.0, gt=0, description="longest a stage may hold samples before they are given out again")
 
     @property
@@ -535,15 +540,15 @@ class Placement(Section):
     rollout: Literal["separated", "colocated"] = Field("separated", description="colocated: as many as learners")
     reward: Literal["separated", "colocated"] = Field("separated", description="feed, rewards and advantages")
     reference: Literal["separated", "colocated"] = Field("colocated", description="the frozen policy, if there is one")
+    reward_model: Literal["separated", "colocated"] = Field(
+        "separated",
+        description="rewards, where a trained model is among them: on a device each, or the learners'",
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _one_for_all(cls, value: Any) -> Any:
         """`placement: colocated` says it for every role."""
-    reward_model: Literal["separated", "colocated"] = Field(
-        "separated",
-        description="rewards, where a trained model is among them: on a device each, or the learners'",
-    )
         return dict.fromkeys(cls.model_fields, value) if isinstance(value, str) else value
 
 
@@ -561,12 +566,12 @@ class Cluster(Section):
     )
     rollouts: int = Field(1, ge=1, description="rollout engines, where they are separated")
     rewards: int = Field(1, ge=1, description="reward workers, where they are separated")
+    reward_models: int = Field(1, ge=1, description="workers with a trained reward model, where they are separated")
     placement: Placement = Placement()
     spread: bool = Field(False, description="put rollout workers on different nodes where there are several")
     cpus: float = Field(1.0, gt=0, description="CPUs that each worker asks Ray for")
     memory_mb: int | None = Field(None, ge=1, description="shared memory of each node's warehouse; none: half of it")
     replicas: int = Field(0, ge=0, description="further nodes that hold a copy of each sample's bytes")
-    reward_models: int = Field(1, ge=1, description="workers with a trained reward model, where they are separated")
     lease_s: float = Field(10.0, gt=0, description="silence after which a worker's samples are given to another")
     start_s: float = Field(180.0, gt=0, description="longest that a worker may take to start")
     stall_s: float = Field(300.0, gt=0, description="standstill after which the run says who waits for whom")
