@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -112,6 +113,41 @@ def test_status_and_stacks_show_every_worker_of_a_run(tmp_path: Path) -> None:
     assert "step 1 of 4, running" in told[0]
     assert told[1].count("role.py") >= 3  # every worker's own thread
     assert "its driver has ended" not in told[0]
+
+
+NOBODY = 1 << 23  # no process has a number as large
+
+
+def told_by(written: float, machine: str = "elsewhere", **worker: Any) -> status.RunStatus:
+    own = {"state": "ready", "host": "10.9.9.9", "node": "n1", "doing": "rollout", "for_s": 1.0, **worker}
+    return status.RunStatus(
+        step=1, steps=4, open=("rollout",), since=written, written=written, where="Ray at 127.0.0.1:1", driver=NOBODY,
+        machine=machine, workers=(status.WorkerStatus(name="rollout-0", pid=NOBODY, **own),), ray="127.0.0.1:1", home="n0",
+    )  # fmt: skip
+
+
+def test_a_worker_on_another_host_that_cannot_be_reached_has_a_line_that_says_why(tmp_path: Path) -> None:
+    driver, told = status.all_stacks(tmp_path, told_by(time.time()))
+    assert driver == ("driver", "on elsewhere: run the command there")
+    assert told[0] == f"rollout-0 (pid {NOBODY} on 10.9.9.9)"
+    assert told[1].startswith("on 10.9.9.9, which cannot be reached: Ray at 127.0.0.1:1: ")
+    assert "refused" in told[1]
+
+
+def test_who_shares_the_drivers_node_is_looked_at_by_its_process(tmp_path: Path) -> None:
+    """Whatever address the node goes by: a host's name need not resolve to it."""
+    here = told_by(time.time(), socket.gethostname(), node="n0")
+    assert status.all_stacks(tmp_path, here)[1] == (f"rollout-0 (pid {NOBODY})", "the process has ended")
+
+
+def test_a_driver_on_another_machine_is_judged_by_its_last_word() -> None:
+    assert "running on elsewhere" in status.render(told_by(time.time()))
+    assert "no word from its driver on elsewhere for 30" in status.render(told_by(time.time() - 300))
+
+
+def test_a_worker_that_is_silent_is_shown_so() -> None:
+    assert "ready, silent for 42 s" in status.render(told_by(time.time(), silent_s=42.0))
+    assert "silent" not in status.render(told_by(time.time(), silent_s=2.0))
 
 
 def test_one_stream_has_role_and_rank_and_counts_what_repeats(tmp_path: Path) -> None:

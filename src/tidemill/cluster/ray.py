@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from tidemill.cluster import status
 from tidemill.cluster.forks import Forks, environment
 from tidemill.cluster.handle import WorkerLost
 from tidemill.cluster.placement import LEARNER, ROLLOUT, Placement, PlacementError, Post, Resources
@@ -42,10 +43,13 @@ class RayHost:
 
     def __init__(self, name: str, logs: str, forks: str) -> None:
         self._worker = Forks(Path(forks)).spawn(name, Path(logs))
+        self._stacks = Path(logs) / f"{name}.stacks"
 
     def answer(self, method: str, args: tuple[Any, ...], number: int) -> Answer:
         if method == "where":
             return Answer((ray.get_runtime_context().get_node_id(), own_address()))
+        if method == "look":  # from outside: the worker itself may not be able to answer
+            return Answer(status.stacks_of(self._worker.pid, self._stacks))
         told: Answer = self._worker.pass_on(method, args, number).result()
         return told
 
@@ -72,11 +76,11 @@ class RayStarter:
         self, settings: Cluster, name: str, forks: Forks, engine_ranks: int = 1, has_reward_model: bool = False
     ) -> None:
         self.settings, self.name, self._forks, self._engine_ranks = settings, name, forks, engine_ranks
+        self._has_reward_model = has_reward_model
         self._is_own = False
         self._folder: Path | None = None
         self._environment: dict[str, Any] = {"runtime_env": {"env_vars": environment()}}  # of each worker
         self._connect()
-        self._has_reward_model = has_reward_model
         remote: Any = ray.remote  # its types know functions only
         self._actor = remote(max_concurrency=THREADS, max_restarts=0, num_cpus=0)(RayHost)
         self._storehouse = remote(num_cpus=0, max_restarts=0, max_concurrency=2)(Storehouse)
@@ -129,18 +133,22 @@ class RayStarter:
         wanted = self.settings
         posts = wanted.learners + wanted.rollouts * self._engine_ranks + wanted.rewards
         posts += wanted.placement.reference == "separated"
+        posts += wanted.reward_models if self._has_reward_model else 0
         return max(os.cpu_count() or 1, int(posts * wanted.cpus + 0.999))
 
     # What there is
 
-        posts += wanted.reward_models if self._has_reward_model else 0
     def nodes(self) -> Sequence[Resources]:
         shown = ("CPU", "GPU", "NPU")
         alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         return [{name: node["Resources"].get(name, 0.0) for name in shown} for node in alive]
 
+    @property
+    def address(self) -> str:
+        return str(ray.get_runtime_context().gcs_address)
+
     def describe(self) -> str:
-        return f"Ray at {ray.get_runtime_context().gcs_address}"
+        return f"Ray at {self.address}"
 
     def reserve(self, placement: Placement) -> None:
         for group in placement.groups:

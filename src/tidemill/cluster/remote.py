@@ -291,6 +291,9 @@ class RemoteWorkers:
             workers=tuple(status.of_member(m) for m in self.crew.members.values()),
             stages=status.stages_of(state) if state is not None else {},
             lost=self.crew.lost_total,
+            ray=self.starter.address,
+            home=self.starter.home[0],
+            logs=str(self.crew.logs),
         )
         status.write(self.path, found)
 
