@@ -4,7 +4,8 @@ the device holds in each phase, and how long handing over takes.
     PYTHONPATH=SITE:src python benchmarks/gpu_handover.py      # about three minutes on an H200
 
 A decoder of 425 million random weights learns GRPO with a frozen reference; rewards are noise. Each choice is a process
-of its own, and `never` runs twice: what the two differ by is what the device's own sums differ by. Without an accelerator a tiny decoder takes its place, to try the script: nothing is then told of memory.
+of its own, and `never` runs twice: what the two differ by is what the device's own sums differ by. Without an
+accelerator a tiny decoder takes its place, to try the script: nothing is then told of memory.
 """
 
 from __future__ import annotations
