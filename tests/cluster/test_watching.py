@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tidemill.cli import app
 from tidemill.cluster import status
 from tidemill.cluster.logs import LogStream
 from tidemill.cluster.remote import RemoteWorkers
-from tidemill.errors import TidemillError
+from tidemill.errors import ConfigError, TidemillError
 
 pytest.importorskip("zmq")
 
@@ -108,6 +109,11 @@ def test_status_and_stacks_show_every_worker_of_a_run(tmp_path: Path) -> None:
                     told.append(result.stdout)
 
     train(tmp_path, Look(worker("rollout-0")))
+    assert "rollout" in told[0].split("stage", 1)[1]  # a table of stages, however short the steps are
+    assert "step 4 of 4, all steps are made" in CliRunner().invoke(app, ["status", str(run)]).stdout
+    assert "has ended, and all workers with it" in CliRunner().invoke(app, ["stacks", str(run)]).stdout
+    with pytest.raises(ConfigError, match="does not run"):
+        status.want_rollouts(run, 2)
     for name in ("learner-0", "rollout-0", "reward-0"):
         assert name in told[0] and name in told[1]
     assert "step 1 of 4, running" in told[0]
@@ -120,9 +126,10 @@ NOBODY = 1 << 23  # no process has a number as large
 
 def told_by(written: float, machine: str = "elsewhere", **worker: Any) -> status.RunStatus:
     own = {"state": "ready", "host": "10.9.9.9", "node": "n1", "doing": "rollout", "for_s": 1.0, **worker}
+    workers = (status.WorkerStatus(name="rollout-0", pid=NOBODY, **own),)
     return status.RunStatus(
         step=1, steps=4, open=("rollout",), since=written, written=written, where="Ray at 127.0.0.1:1", driver=NOBODY,
-        machine=machine, workers=(status.WorkerStatus(name="rollout-0", pid=NOBODY, **own),), ray="127.0.0.1:1", home="n0",
+        machine=machine, workers=workers, ray="127.0.0.1:1", home="n0",
     )  # fmt: skip
 
 
@@ -136,13 +143,21 @@ def test_a_worker_on_another_host_that_cannot_be_reached_has_a_line_that_says_wh
 
 def test_who_shares_the_drivers_node_is_looked_at_by_its_process(tmp_path: Path) -> None:
     """Whatever address the node goes by: a host's name need not resolve to it."""
-    here = told_by(time.time(), socket.gethostname(), node="n0")
+    here = replace(told_by(time.time(), socket.gethostname(), node="n0"), driver=os.getpid())
     assert status.all_stacks(tmp_path, here)[1] == (f"rollout-0 (pid {NOBODY})", "the process has ended")
 
 
 def test_a_driver_on_another_machine_is_judged_by_its_last_word() -> None:
     assert "running on elsewhere" in status.render(told_by(time.time()))
     assert "no word from its driver on elsewhere for 30" in status.render(told_by(time.time() - 300))
+
+
+def test_a_run_without_rollout_workers_cannot_be_scaled(tmp_path: Path) -> None:
+    """It would wait for a word that nobody hears."""
+    found = told_by(time.time())
+    status.write(tmp_path, replace(found, workers=(replace(found.workers[0], name="learner-0"),)))
+    with pytest.raises(ConfigError, match="colocated with the learners"):
+        status.want_rollouts(tmp_path, 2)
 
 
 def test_a_worker_that_is_silent_is_shown_so() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Any
 
-from tidemill.cluster.placement import LEARNER
+from tidemill.cluster.placement import LEARNER, ROLLOUT
 from tidemill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,11 +62,21 @@ class RunStatus:
     ray: str = ""  # its address, where the workers are Ray's
     home: str = ""  # the driver's node
     logs: str = ""  # the folder, as workers know it
+    is_over: bool = False  # all steps are made
 
 
 def want_rollouts(folder: Path, count: int) -> None:
     """Leave word for the driver: so many rollout workers from now on."""
-    read(folder)
+    found = read(folder)
+    if not any(w.name.startswith(f"{ROLLOUT}-") for w in found.workers):
+        raise ConfigError(
+            f"{folder} has no rollout workers: rollout is colocated with the learners",
+            "start it with cluster.placement.rollout=separated, and it can be scaled",
+        )
+    if not is_running(found):
+        raise ConfigError(
+            f"{folder} does not run: nobody would hear of it", f"tidemill resume {folder} goes on with it"
+        )
     (folder / WANTED).write_text(str(count))
 
 
@@ -164,17 +174,25 @@ def render(status: RunStatus) -> str:
     return "\n".join(lines)
 
 
+def is_running(status: RunStatus) -> bool:
+    """As far as can be seen from here."""
+    if status.is_over:
+        return False
+    if status.machine == socket.gethostname():
+        return lives(status.driver)
+    return time.time() - status.written < NO_WORD_S
+
+
 def _how_it_is(status: RunStatus) -> tuple[str, float]:
     """Whether the driver is there, in words, and up to when its word counts."""
-    now = time.time()
-    if status.machine != socket.gethostname():
-        age = now - status.written
-        if age < NO_WORD_S:
-            return f"running on {status.machine}", now
-        return f"no word from its driver on {status.machine} for {age:.0f} s: look there", status.written
-    if lives(status.driver):
-        return "running", now
-    return "its driver has ended: `tidemill resume` goes on with it", status.written
+    now, is_here = time.time(), status.machine == socket.gethostname()
+    if status.is_over:
+        return "all steps are made", status.written
+    if is_running(status):
+        return "running" if is_here else f"running on {status.machine}", now
+    if is_here:
+        return "its driver has ended: `tidemill resume` goes on with it", status.written
+    return f"no word from its driver on {status.machine} for {now - status.written:.0f} s: look there", status.written
 
 
 def who_waits(workers: Iterable[WorkerStatus], stages: dict[str, dict[str, float]]) -> list[str]:
@@ -255,7 +273,10 @@ def all_stacks(folder: Path, status: RunStatus) -> list[tuple[str, str]]:
     """Of the driver and every worker: those of this machine by their processes, others through Ray."""
     logs = folder / "logs"
     found: list[tuple[str, str]] = []
-    if status.machine == socket.gethostname():
+    is_here = status.machine == socket.gethostname()
+    if status.is_over or (is_here and not lives(status.driver)):  # their numbers may be other processes' by now
+        return [("driver", "has ended, and all workers with it")]
+    if is_here:
         found.append((f"driver (pid {status.driver})", stacks_of(status.driver, logs / "driver.stacks")))
     else:
         found.append(("driver", f"on {status.machine}: run the command there"))
