@@ -68,6 +68,15 @@ def test_one_node_computes_what_one_process_does(tmp_path: Path, local: list[dic
     assert_same(measured(tmp_path), local)
 
 
+def test_colocated_actors_take_turns_with_the_memory_and_compute_the_same(
+    tmp_path: Path, local: list[dict[str, Any]], cluster: Any
+) -> None:
+    train(tmp_path, train=STEPS, flow={"hand_over": "all"}, cluster=over(placement="colocated"))
+    assert_same(measured(tmp_path), local)
+    lines = [json.loads(line) for line in (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["handed_over/state_bytes"] > 0 for line in lines if line["step"] > 1 and "loss" in line)
+
+
 @pytest.mark.parametrize("parallel", [{"fsdp": 2}, {"tp": 2}], ids=["fsdp", "tp"])
 def test_a_learner_cut_over_two_actors_computes_what_one_process_does_also_when_one_is_killed(
     tmp_path: Path, local: list[dict[str, Any]], cluster: Any, parallel: dict[str, int]

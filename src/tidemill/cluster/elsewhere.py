@@ -71,7 +71,8 @@ def _connected(address: str) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
-    ray.init(address=address, log_to_driver=False, logging_level="error", configure_logging=False)
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
+    ray.init(address=address, **quiet)
     try:
         yield ray
     finally:
