@@ -15,7 +15,7 @@ from tidemill.config import Config
 from tidemill.dock import Dock, Lease, Want
 from tidemill.environment.api import Played, Task
 from tidemill.errors import TidemillError
-from tidemill.flow.stage import committed
+from tidemill.flow.stage import at_any_time, committed
 from tidemill.flow.tally import Tally
 from tidemill.flow.weights import OwnCopy
 from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
@@ -59,6 +59,7 @@ class RolloutWorker:
         self.weights = weights  # a copy of its own, which may change between two tokens
         self.patience_s = 0.0  # how long an idle worker waits in the dock
         self.peers = 1  # rollout workers that share the work, this one included
+        self.my_turn = at_any_time  # called before the engine works
         self.finished = 0  # groups
         self._renewed = time.monotonic()
 
@@ -74,6 +75,7 @@ class RolloutWorker:
         moved = self._fill()
         if not self.engine.has_work:
             return moved
+        self.my_turn()
         self._take_up_weights()
         self._renew_leases()
         with self.tally.time(self.name):
@@ -94,6 +96,7 @@ class RolloutWorker:
             lease = self.dock.take(self.name, want, wait=self.patience_s if is_idle else 0.0)
             if lease is None:
                 return moved
+            self.my_turn()
             self._take_up_weights()  # published before these rows were put: they must not begin with older ones
             group = int(lease.batch.values(GROUP)[0])
             self.rolling[group] = _Rolling(lease, lease.batch.rows, {})
