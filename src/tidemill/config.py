@@ -178,6 +178,11 @@ class Rewards(Section):
             value = {**value, "functions": [{"function": f} if isinstance(f, str) else f for f in given]}
         return value
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Folders of trained reward models."""
+        return tuple(str(spec.args.get("path")) for spec in self.functions if spec.function == "model")
+
     @model_validator(mode="after")
     def _some(self) -> Rewards:
         if not self.functions:
@@ -496,6 +501,11 @@ class Flow(Section):
     half_made: Literal["reread", "continue"] = Field(
         "reread", description="half-made samples under new weights: read again, or with the keys and values they have"
     )
+    hand_over: Literal["auto", "never", "cache", "all"] = Field(
+        "auto",
+        description="colocated and sync: what leaves the device while others work there: nothing, rollout's cache, or "
+        "also optimizer, critic and reference while rollout does; auto: as the memory estimate asks",
+    )
     lease_s: float = Field(600.0, gt=0, description="longest a stage may hold samples before they are given out again")
 
     @property
@@ -540,6 +550,10 @@ class Placement(Section):
     rollout: Literal["separated", "colocated"] = Field("separated", description="colocated: as many as learners")
     reward: Literal["separated", "colocated"] = Field("separated", description="feed, rewards and advantages")
     reference: Literal["separated", "colocated"] = Field("colocated", description="the frozen policy, if there is one")
+    reward_model: Literal["separated", "colocated"] = Field(
+        "separated",
+        description="rewards, where a trained model is among them: on a device each, or the learners'",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -562,6 +576,7 @@ class Cluster(Section):
     )
     rollouts: int = Field(1, ge=1, description="rollout engines, where they are separated")
     rewards: int = Field(1, ge=1, description="reward workers, where they are separated")
+    reward_models: int = Field(1, ge=1, description="workers with a trained reward model, where they are separated")
     placement: Placement = Placement()
     spread: bool = Field(False, description="put rollout workers on different nodes where there are several")
     cpus: float = Field(1.0, gt=0, description="CPUs that each worker asks Ray for")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from tidemill.config import Config, Learn
 from tidemill.settings.estimate import BYTES, Shape, cache_tokens, microbatch_tokens, tokens_computed
@@ -33,6 +34,7 @@ class Memory:
     update: int  # what the optimizer needs while it works, as far as it exceeds all that came before it
     cache: int
     copies: int = 0  # the weights that a separated rollout serves, and the next ones beside them
+    reward_model: int = 0  # a trained one, where it is beside the learner
 
     @property
     def total(self) -> int:
@@ -81,7 +83,17 @@ def memory(
         update=update,
         cache=cache_tokens(config) * shape.layers * 2 * shape.kv_heads * shape.head_dim * width,
         copies=2 * count * width if config.flow.is_separated else 0,
+        reward_model=reward_model_bytes(config),
     )
+
+
+def reward_model_bytes(config: Config) -> int:
+    """The weights of trained reward models on the learner's device: as large as their files."""
+    cluster = config.cluster
+    if cluster.executor != "local" and cluster.placement.reward_model == "separated":
+        return 0
+    folders = [Path(path).expanduser() for path in config.rewards.models]
+    return sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
 
 
 def host_bytes(config: Config, shape: Shape, parameters: int | None = None) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tidemill import device
 from tidemill.config import PAPER, Config, Model
 from tidemill.errors import TidemillError, did_you_mean
-from tidemill.settings import estimate, parallel
+from tidemill.settings import estimate, parallel, turns
 from tidemill.settings.estimate import human, longest
 
 # Algorithms whose advantage compares the samples of one prompt with each other: one sample says nothing.
@@ -114,6 +114,12 @@ def _flow(config: Config, _: Model) -> Iterator[str]:
         yield (
             "flow.schedule is async, but flow.placement is colocated: rollout cannot be ahead while it takes turns; "
             "flow.placement=auto would do"
+        )
+    if flow.hand_over in ("cache", "all") and not turns.are_taken(config):
+        apart = "flow.placement" if config.cluster.executor == "local" else "cluster.placement.rollout"
+        yield (
+            f"flow.hand_over is {flow.hand_over}, but rollout and learning take no turns on a device here, which is "
+            f"with flow.schedule=sync and {apart}=colocated; flow.hand_over=auto would do"
         )
 
 
