@@ -194,11 +194,9 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | 
     if not is_mkl_slow() or len(x) < MANY_ROWS:
         made = F.linear(x, weight, bias) if residual is None else torch.addmm(residual, x, weight.t())
         return made if residual is None or bias is None else made.add_(bias)
-    if residual is None:
-        made = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    else:
-        made = torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")
-    return made
+    how = torch.ops.mkldnn._linear_pointwise
+    made = how(x, weight, bias, "none", [], "") if residual is None else how.binary(x, residual, weight, bias, "add")
+    return made  # type: ignore[no-any-return]
 
 
 @cache
