@@ -62,6 +62,7 @@ $(VLLM_STAMP): pyproject.toml
 test-vllm: $(VLLM_STAMP) ## the vLLM engine against vLLM itself, in an environment of its own
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/rollout/test_vllm_itself.py
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/reshard/test_vllm_layout.py
+	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/flow/test_vllm_run.py
 
 peers: install ## install what the benchmarks compare with
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.peers.lock

@@ -105,6 +105,15 @@ class Train(Section):
     profile: tuple[int, ...] = Field((), description="steps whose time is written in detail, as Chrome traces")
 
 
+class VLLM(Section):
+    memory_share: float = Field(
+        0.5, gt=0, le=1, description="of the device's memory that vLLM may take; the learner has the rest"
+    )
+    sleep_level: Literal[1, 2] = Field(
+        1, description="asleep, vLLM keeps its weights in host memory (1) or drops them until the next update (2)"
+    )
+
+
 class Rollout(Section):
     engine: Literal["native", "hf", "vllm"] = Field("native", description="what makes the tokens")
     max_new_tokens: int = Field(256, ge=1, description="longest response")
@@ -133,6 +142,7 @@ class Rollout(Section):
     batch_invariant: bool = Field(
         False, description="native engine on a CPU: rollout and learner agree bit for bit, at a third of the speed"
     )
+    vllm: VLLM = VLLM()
 
 
 class RewardSpec(Section):

@@ -40,6 +40,7 @@ def sampling_of(config: Config, eos_seed: int) -> Sampling:
 @dataclass(slots=True)
 class _Rolling:
     lease: Lease
+    rows: int
     done: dict[int, Completion]
 
 
@@ -98,7 +99,7 @@ class RolloutWorker:
             self.my_turn()
             self._take_up_weights()  # published before these rows were put: they must not begin with older ones
             group = int(lease.batch.values(GROUP)[0])
-            self.rolling[group] = _Rolling(lease, {})
+            self.rolling[group] = _Rolling(lease, lease.batch.rows, {})
             for request in self._requests(group, lease.batch):
                 self.engine.submit(request)
             moved = True
@@ -106,7 +107,7 @@ class RolloutWorker:
 
     def _making(self) -> int:
         """Samples that were taken and are not made yet."""
-        return sum(r.lease.batch.rows - len(r.done) for r in self.rolling.values())
+        return sum(r.rows - len(r.done) for r in self.rolling.values())
 
     def _room(self) -> int:
         """As many as the engine runs at once, and as many again to queue; but of what is left to make no more than an
@@ -158,10 +159,10 @@ class RolloutWorker:
         if rolling is None or completion.finish == "cancelled":
             return  # let go
         rolling.done[rows[completion.index]] = completion
-        if len(rolling.done) < rolling.lease.batch.rows:
+        if len(rolling.done) < rolling.rows:
             return
         del self.rolling[group]
-        made = [rolling.done[i] for i in range(rolling.lease.batch.rows)]
+        made = [rolling.done[i] for i in range(rolling.rows)]
         failed = next((c for c in made if c.finish == "error"), None)
         if failed is not None:
             raise TidemillError(
