@@ -77,6 +77,16 @@ def test_colocated_workers_hand_the_memory_over_and_compute_the_same(
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_killed_while_memory_changes_hands_costs_the_steps_since_the_checkpoint(
+    tmp_path: Path, local: list[dict[str, Any]]
+) -> None:
+    watch = Disturb(worker("learner-1"), at_step=2)
+    train(tmp_path, watch, flow={"hand_over": "all"}, cluster={"learners": 2, "placement": "colocated"})
+    assert watch.killed and any("newest checkpoint" in said for said in watch.said)
+    assert_same_learning(measured(tmp_path), local)
+
+
+@pytest.mark.slow
 def test_a_trained_reward_model_judges_in_workers_of_its_own_also_when_one_is_killed(tmp_path: Path) -> None:
     pairs = {"source": "reversal", "args": {"pairs": True}, "max_prompt_tokens": 8}
     once = {"steps": 2, "prompts_per_step": 8, "samples_per_prompt": 1, "updates_per_step": 1}

@@ -96,9 +96,11 @@ def test_rollout_workers_join_and_leave_while_a_run_goes_on(
     assert [len(names) for names in watch.seen] == [tp, 3 * tp, 3 * tp, tp]
 
 
-def test_status_and_stacks_show_every_worker_of_a_run(tmp_path: Path) -> None:
+def test_status_and_stacks_show_every_worker_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With py-spy, and without it by the processes' own words."""
     run = tmp_path / "small"
     told: list[str] = []
+    unaided: list[str] = []
 
     class Look(Disturb):
         def stepped(self, step: int, metrics: dict[str, float]) -> None:
@@ -107,8 +109,14 @@ def test_status_and_stacks_show_every_worker_of_a_run(tmp_path: Path) -> None:
                     result = CliRunner().invoke(app, [command, str(run)])
                     assert result.exit_code == 0, result.output
                     told.append(result.stdout)
+            if step == 2:
+                monkeypatch.setattr(status, "which", lambda _: None)
+                monkeypatch.setattr(status, "_beside_python", lambda _: None)
+                unaided.extend(CliRunner().invoke(app, ["stacks", str(run)]).stdout.split("== ")[1:])
 
     train(tmp_path, Look(worker("rollout-0")))
+    assert len(unaided) == 4 and "train_loop" in unaided[0]  # the driver's own
+    assert all("role.py" in text for text in unaided[1:])
     assert "rollout" in told[0].split("stage", 1)[1]  # a table of stages, however short the steps are
     assert "step 4 of 4, all steps are made" in CliRunner().invoke(app, ["status", str(run)]).stdout
     assert "has ended, and all workers with it" in CliRunner().invoke(app, ["stacks", str(run)]).stdout

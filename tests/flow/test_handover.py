@@ -51,6 +51,25 @@ def test_a_run_that_hands_memory_over_computes_the_same_numbers(tmp_path: Path, 
     assert all((line.get("handed_over/state_bytes", 0) > 0) == (what == "all") for line in steps)
 
 
+KL = {"name": "grpo", "kl": {"coef": 0.1}}
+KINDS: dict[str, dict[str, Any]] = {
+    "refilled groups": {"algorithm": "dapo"},
+    "adapters": {"algorithm": KL, "learn": {"lr": 1e-2, "lora_rank": 2}},  # the reference is the policy's own tensors
+    "eight bits": {"algorithm": {"name": "grpo", "kl": {"coef": 0.1, "weights": "int8"}}, "learn": {"moments": "int8"}},
+    "running mean": {"algorithm": "grpo", "learn": {"lr": 1e-2, "optimizer": "muon", "ema": 0.5}},
+    "several turns": {
+        "algorithm": KL, "environment": {"name": "nim", "max_turns": 3}, "rewards": "environment",
+        "data": {"source": "nim", "max_prompt_tokens": 32}, "rollout": {"max_new_tokens": 24},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_learns_comes_back_as_it_went(tmp_path: Path, kind: str) -> None:
+    plain, found = (run(tmp_path / what, what, **KINDS[kind]) for what in ("never", "all"))
+    assert without_handing(found) == numbers(plain)
+
+
 @pytest.fixture
 def small(tmp_path: Path) -> Workers:
     made = {**RECIPE, "folder": str(tmp_path), "flow": {"hand_over": "all"}, "algorithm": PPO}

@@ -128,6 +128,7 @@ class RemoteWorkers:
         self._told: set[str] = set()
         self._is_up = False
         self._lost_learner = ""
+        self._end_stacks: Callable[[], None] = lambda: None
         self._background = ThreadPoolExecutor(1, "dock")
         self._dock_future: Future[None] = self._background.submit(self._open_dock)
         self.conductor = Conductor(self)
@@ -139,6 +140,7 @@ class RemoteWorkers:
     # Starting
 
     def start(self) -> None:
+        self._end_stacks = status.keep_stacks(self.logs.folder / "driver.stacks")
         self.crew.start(self.crew.members)
         self.look()
         self._come_up()
@@ -500,6 +502,7 @@ class RemoteWorkers:
             with contextlib.suppress(OSError):  # a full disk does not keep workers from being ended
                 self.look(is_over=True)
         self.crew.close()
+        self._end_stacks()
         self.logs.close()
         with contextlib.suppress(Exception):  # it may be what failed
             self._dock_future.result()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -245,10 +247,20 @@ def stacks_of(pid: int, own: Path) -> str:
     return _own_stacks(pid, own)
 
 
+def keep_stacks(file: Path) -> Callable[[], None]:
+    """From now on this process writes its stacks there when it is signalled; gives what ends it."""
+    stream = file.open("w")
+    faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
+
+    def end() -> None:
+        faulthandler.unregister(signal.SIGUSR1)
+        stream.close()
+
+    return end
+
+
 def _own_stacks(pid: int, file: Path) -> str:
     """faulthandler answers the signal, also in a process that hangs in a call."""
-    import signal
-
     if not file.exists():
         return "py-spy is not installed or not allowed here, and the process keeps no stacks of its own"
     before = file.stat().st_size
