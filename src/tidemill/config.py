@@ -458,7 +458,10 @@ class Learn(Section):
     )
     lora_alpha: float = Field(32.0, gt=0, description="with lora_rank: their factor is this over the rank")
     ema: float = Field(
-        0.0, ge=0, lt=1, description="evaluate a running mean of the weights that keeps this share each update; 0: none"
+        0.0,
+        ge=0,
+        lt=1,
+        description="evaluate and export a running mean of the weights that keeps this share each update; 0: none",
     )
     dora: bool = Field(False, description="with lora_rank: learn each row's magnitude apart from its direction")
     fp8: Literal["none", "tensorwise", "rowwise"] = Field(

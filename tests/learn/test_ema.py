@@ -3,9 +3,12 @@ import torch
 
 from tests.learn.test_engine import CPU, SHAPE, config, samples
 from tidemill.algorithms.registry import get
+from tidemill.flow.evaluate import averaged
 from tidemill.learn.ema import Ema
 from tidemill.learn.engine import Learner, score
 from tidemill.models.load import make_tiny
+from tidemill.rollout.engine import Request, Sampling
+from tidemill.rollout.native.engine import NativeEngine
 
 
 def test_the_mean_follows_its_formula_and_is_swapped_in_and_out():
@@ -43,3 +46,30 @@ def test_a_restored_learner_has_its_mean_again():
             found.append(score(learner.model, batch, settings).values)
     assert (found[0] == found[1]).all()
     assert (found[0] != score(first.model, batch, settings).values).any()
+
+
+def test_an_engine_remembers_nothing_of_prompts_read_under_other_weights():
+    settings = config(learn={"ema": 0.5})
+    made = make_tiny(SHAPE, torch.float32, 0, CPU)
+    learner = Learner(made.model, settings, get("grpo"), 2)
+    with torch.no_grad():
+        for mean in learner.ema.means.values():
+            mean.mul_(-3.0)
+
+    def engine():
+        return NativeEngine(made.model, eos_ids=(), tokenizer=made.tokenizer, max_seqs=4, max_len=64, page_size=4)
+
+    def answer(one):
+        one.submit(Request(0, [3 + i % 7 for i in range(24)], Sampling(temperature=0.0, max_tokens=8)))
+        done = []
+        while one.has_work:
+            done += one.step()
+        return done[0].logprobs
+
+    kept = engine()
+    before = answer(kept)
+    with averaged(learner, kept):
+        inside = answer(kept)
+        assert inside == pytest.approx(answer(engine()), abs=1e-5)
+    assert answer(kept) == pytest.approx(before, abs=1e-5)
+    assert inside != pytest.approx(before, abs=1e-2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +33,7 @@ from tidemill.dock import Dock
 from tidemill.dock.address import Address
 from tidemill.errors import ConfigError
 from tidemill.flow.ahead import Ahead
-from tidemill.flow.evaluate import decoder, evaluate
+from tidemill.flow.evaluate import averaged, decoder, evaluate
 from tidemill.flow.feed import FEEDS, Feed
 from tidemill.flow.records import Evaluation
 from tidemill.flow.reference import ReferenceKeeper
@@ -171,8 +170,7 @@ class Kit:
             engine = make_engine(self.loaded, self.config.model_copy(update={"rollout": own}))
         _, held_out = open_source(self.config.data, self.config.seed)
         encode = PromptTokens(self.tokenizer, self.config.data)
-        averaged = self.learner.averaged() if self.learner is not None else contextlib.nullcontext()
-        with Scorer(self.config.rewards, self.moved_on) as scorer, averaged:
+        with Scorer(self.config.rewards, self.moved_on) as scorer, averaged(self.learner, engine):
             seen = evaluate(
                 _Judged(engine, self),
                 held_out,

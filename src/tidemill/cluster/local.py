@@ -29,7 +29,7 @@ from tidemill.dock import LocalDock
 from tidemill.errors import ConfigError
 from tidemill.flow.ahead import Ahead, OpenStep, staleness_limit
 from tidemill.flow.beside import Beside, EveryStep
-from tidemill.flow.evaluate import decoder, evaluate
+from tidemill.flow.evaluate import averaged, decoder, evaluate
 from tidemill.flow.feed import FEEDS, Feed
 from tidemill.flow.learning import LearnWorker
 from tidemill.flow.records import Evaluation
@@ -113,7 +113,7 @@ class Workers:
         self.kept_samples.clear()
 
     def evaluate(self, size: int, samples: int) -> Evaluation:
-        with self.learner.averaged():
+        with averaged(self.learner, self.engine):
             return evaluate(
                 self.engine,
                 self.held_out,
@@ -184,7 +184,8 @@ class Workers:
         keep_definition(self.loaded, run)
 
     def save_model(self, folder: Path) -> None:
-        save_folder(self.loaded.model, self.loaded.tokenizer, folder)
+        with self.learner.averaged():
+            save_folder(self.loaded.model, self.loaded.tokenizer, folder)
 
     def after_step(self, step: int, measured: dict[str, float]) -> list[str]:
         """What changes between steps: level of problems, KL coefficient, reference. Gives new warnings, in words."""

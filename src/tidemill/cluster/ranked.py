@@ -30,6 +30,8 @@ from tidemill.learn.parallel.learner import ParallelLearner
 RANKS_OWN = (
     "model.",
     "adapter.",
+    "ema.",
+    "averaged.",
     "optimizer.",
     "critic.",
     "routers.",

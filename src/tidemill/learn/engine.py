@@ -17,7 +17,7 @@ from tidemill.algorithms.aggregate import local_weights, whole
 from tidemill.algorithms.api import Algorithm, Kept, Stat, Stats, TokenBatch, total
 from tidemill.batch import Batch, Column
 from tidemill.config import Config
-from tidemill.learn.ema import Ema
+from tidemill.learn.ema import MERGED_MEAN, Ema
 from tidemill.learn.gradients import Gradients
 from tidemill.learn.layers import kept_activations, prepare
 from tidemill.learn.logprob import token_logprobs
@@ -131,7 +131,7 @@ class Learner:
         """Everything a resumed run needs: tensors, and plain values beside them."""
         tensors = {f"model.{name}": p for name, p in lora.merged(self.model).items()}
         tensors |= {f"adapter.{name}": p for name, p in lora.adapters(self.model).items()}
-        tensors |= self.ema.state() if self.ema is not None else {}
+        tensors |= self._means()
         names = {id(p): name for name, p in self.model.named_parameters()}
         for group in self.optimizer.param_groups:
             for p in group["params"]:
@@ -139,6 +139,17 @@ class Learner:
                     tensors[f"optimizer.{names[id(p)]}.{key}"] = torch.as_tensor(value).detach()
         tensors |= self.routers.state() if self.routers is not None else {}
         return tensors, {"version": self.version, "skipped": self.skipped}
+
+    def _means(self) -> dict[str, Tensor]:
+        """Of weights, or of adapters: then what weights come to with these too, so that nobody needs the model that the
+        run started from."""
+        if self.ema is None:
+            return {}
+        if not lora.is_attached(self.model):
+            return self.ema.state()
+        with self.ema.swapped():
+            merged = {f"{MERGED_MEAN}{name}": weight for name, weight in lora.adapted(self.model).items()}
+        return self.ema.state() | merged
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         with torch.no_grad():

@@ -119,11 +119,12 @@ def adapters(model: Any) -> dict[str, Tensor]:
 def merged(model: Any) -> dict[str, Tensor]:
     """Every parameter under its usual name, with its adapter's change in it."""
     own = adapters(model)
-    found = {n: p.detach() for n, p in model.named_parameters() if n not in own}
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLinear):
-            found[f"{name}.weight"] = module.merged().detach()
-    return found
+    return {n: p.detach() for n, p in model.named_parameters() if n not in own} | adapted(model)
+
+
+def adapted(model: Any) -> dict[str, Tensor]:
+    """Of these the ones that have an adapter."""
+    return {f"{n}.weight": m.merged().detach() for n, m in model.named_modules() if isinstance(m, LoraLinear)}
 
 
 def peft_files(own: Mapping[str, Tensor], rank: int, alpha: float, base: str) -> tuple[dict[str, Tensor], Json]:

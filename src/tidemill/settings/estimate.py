@@ -152,8 +152,10 @@ def cache_tokens(config: Config) -> int:
 
 
 def checkpoint_bytes(config: Config, parameters: int) -> int:
-    """Weights and AdamW's two moments."""
-    return 3 * parameters * BYTES[config.model.dtype]
+    """Weights, AdamW's two moments and, where it is kept, the running mean in float32 (or what adapters' come to)."""
+    learn, width = config.learn, BYTES[config.model.dtype]
+    mean = 0 if not learn.ema else width if learn.lora_rank else 4
+    return parameters * (3 * width + mean)
 
 
 def checkpoints_kept(config: Config) -> int:

@@ -33,6 +33,7 @@ class Memory:
     update: int  # what the optimizer needs while it works, as far as it exceeds all that came before it
     cache: int
     copies: int = 0  # the weights that a separated rollout serves, and the next ones beside them
+    mean: int = 0  # of the weights, for evaluations
 
     @property
     def total(self) -> int:
@@ -81,6 +82,7 @@ def memory(
         update=update,
         cache=cache_tokens(config) * shape.layers * 2 * shape.kv_heads * shape.head_dim * width,
         copies=2 * count * width if config.flow.is_separated else 0,
+        mean=4 * trained if learn.ema else 0,
     )
 
 

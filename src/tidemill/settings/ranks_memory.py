@@ -54,6 +54,7 @@ class RankMemory:
     logits: int
     reference: int  # at rest: its layers are gathered while the learner's are not
     critic: int
+    mean: int = 0  # of the weights, for evaluations
 
     @property
     def total(self) -> int:
@@ -87,6 +88,7 @@ def per_rank(config: Config, sizes: Sizes, tokens: int | None = None, *, on_acce
         logits=min(learn.logprob_chunk, responses) * (sizes.shape.vocabulary // parallel.tp) * logit + head,
         reference=_reference(config, sizes) * width,
         critic=_critic(config, sizes, width + wide_gradient, width),
+        mean=4 * trained if learn.ema else 0,
     )
 
 

@@ -43,12 +43,18 @@ def begin_magnitudes(model: Any) -> None:
 @torch.no_grad()
 def merged(model: Any, pieces: dict[str, Tensor]) -> dict[str, Tensor]:
     """This rank's pieces under their usual names, with the adapters' change in them. All ranks call it together."""
-    found = {name: piece for name, piece in pieces.items() if not is_adapter(name)}
+    return {name: piece for name, piece in pieces.items() if not is_adapter(name)} | adapted(model, pieces)
+
+
+@torch.no_grad()
+def adapted(model: Any, pieces: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of these the ones that have an adapter."""
+    found = {}
     for name, module in model.named_modules():
         if isinstance(module, lora.LoraLinear):
             a = module.lora_a.detach()
             a = a.full_tensor() if isinstance(a, DTensor) else a
-            weight, b = found[f"{name}.weight"], local(module.lora_b.detach())
+            weight, b = pieces[f"{name}.weight"], local(module.lora_b.detach())
             magnitudes = None if module.lora_m is None else local(module.lora_m.detach())
             found[f"{name}.weight"] = lora.merge(weight, a, b, magnitudes, module.factor)
     return found
