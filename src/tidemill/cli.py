@@ -128,6 +128,9 @@ def export(
     to: Annotated[Path, typer.Option("--to", help="the new folder")],
     adapter: Annotated[bool, typer.Option("--adapter", help="the low-rank adapters alone, as peft opens them")] = False,
     raw: Raw = False,
+    without_bias: Annotated[
+        bool, typer.Option("--without-bias", help="leave a balancing bias out that the model has no place for")
+    ] = False,
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face folder that AutoModelForCausalLM.from_pretrained opens."""
     from tidemill.trained import export as write
@@ -137,7 +140,7 @@ def export(
         step, is_mean = export_adapter(run, to, raw=raw)
         console.print(f"the adapters of step {step} of {run} are now {to}{MEAN if is_mean else ''}")
         return
-    trained = write(run, to, raw=raw)
+    trained = write(run, to, raw=raw, without_bias=without_bias)
     size = f"{trained.loaded.parameters:,} parameters"
     console.print(f"step {trained.step} of {run} is now {to} ({size}){MEAN if trained.is_mean else ''}")
 

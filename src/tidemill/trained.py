@@ -17,7 +17,7 @@ from tidemill.config import Config
 from tidemill.errors import CheckpointError, ConfigError, ModelError
 from tidemill.learn import checkpoint
 from tidemill.learn.ema import adapters_of, weights_of
-from tidemill.models import attention, lora
+from tidemill.models import attention, lora, routing
 from tidemill.models.load import DTYPES, Loaded, open_folder, save_folder, wrap
 from tidemill.reward import model as reward_model
 from tidemill.rollout.engine import Completion, Request, Sampling
@@ -66,6 +66,9 @@ def _from_run(run: RunFolder, place: torch.device, raw: bool) -> Trained:
     definition = AutoConfig.from_pretrained(run.path / DEFINITION)
     model = AutoModelForCausalLM.from_config(definition, attn_implementation=attention.NAME)  # type: ignore[no-untyped-call]
     model = model.to(DTYPES[run.config.model.dtype])
+    routing.widen(model)
+    if run.config.learn.moe.balance == "bias":  # which is part of how the run's model chooses
+        routing.prepare(model, run.config.learn.moe)
     own, is_mean = weights_of(tensors, raw)
     head = own.pop("head.weight", None) if "decoder" in {name.partition(".")[0] for name in own} else None
     if head is not None:  # a reward model: the policy's decoder, with one number in stead of words
@@ -80,12 +83,20 @@ def _from_run(run: RunFolder, place: torch.device, raw: bool) -> Trained:
     return Trained(wrap(model.to(place), tokenizer, window), run.config, found.step, head, is_mean)
 
 
-def export(where: str | Path, folder: Path, *, raw: bool = False) -> Trained:
+def export(where: str | Path, folder: Path, *, raw: bool = False, without_bias: bool = False) -> Trained:
     """The newest checkpoint as a Hugging Face folder, written aside and renamed."""
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"--to {folder} is not empty", "name a new folder")
     aside = folder.with_name(f".{folder.name}.tmp")
     trained = open_trained(where, "cpu", raw=raw)
+    if routing.given(trained.loaded.model) and not without_bias:
+        name = type(trained.loaded.model).__name__
+        raise ConfigError(
+            f"{where} balances experts by a bias on their choice, for which {name} has no place: whoever opened the "
+            "folder would send tokens to other experts than this run does",
+            "--without-bias writes the weights alone; learn.moe.balance=aux_loss needs no such place",
+        )
+    routing.take_away(trained.loaded.model)
     if trained.reward_head is None:
         save_folder(trained.loaded.model, trained.loaded.tokenizer, aside)
     else:

@@ -35,7 +35,11 @@ def test_settings_that_work_pass():
         ("model.tiny.window=100", "model.tiny.window is 100 tokens, less than"),
         ("data.max_prompt_tokens=250", "data.max_prompt_tokens=192 would do"),
         ("rollout.cache_tokens=100", "rollout.cache_tokens is 100, but one sample needs"),
-        ("learn.moe.balance=bias & flow.schedule=async", "learn.moe.balance=aux_loss would do"),
+        (
+            "learn.moe.balance=bias & rollout.engine=vllm",
+            "rollout.engine=native would do, or learn.moe.balance=aux_loss",
+        ),
+        ("learn.moe.balance=bias & rollout.tp=2 & cluster.executor=processes", "rollout.tp=1 would do"),
         ("algorithm.rollout_correction=token", "algorithm.old_logprobs=recompute would do"),
         ("rollout.engine=hf & rollout.speculate=on", "rollout.speculate=on is the native engine's; set it to auto"),
         ("rollout.engine=vllm & rollout.cache_tokens=4096", "rollout.cache_tokens=4096 is the native engine's"),

@@ -52,6 +52,7 @@ from tidemill.learn.parallel.folder import empty_model, materialise
 from tidemill.learn.parallel.learner import ParallelLearner
 from tidemill.learn.parallel.model import ParallelModel
 from tidemill.learn.parallel.values import ParallelValueLearner
+from tidemill.models import routing
 from tidemill.models.load import Loaded, load, load_tokenizer, wrap
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import Completion, Partial, RolloutEngine
@@ -260,6 +261,8 @@ def equip(task: Assignment, dock: KeptDock) -> Kit:
         kit.tokenizer = kit.loaded.tokenizer
     elif post.group.has_engine or (not is_cut and (post.group.name == LEARNER or "reference" in post.stages)):
         kit.loaded = load(config.model, seed=config.seed, device=device, path=task.model_path)
+        if post.group.name != LEARNER:  # which sees to its own
+            routing.prepare(kit.loaded.model, config.learn.moe)
         check_window(config, kit.loaded)
         kit.tokenizer = kit.loaded.tokenizer
     else:

@@ -45,6 +45,7 @@ from tidemill.flow.workers import Stopped
 from tidemill.learn import checkpoint
 from tidemill.learn.critic import ValueLearner, ValueModel
 from tidemill.learn.engine import Learner, freeze
+from tidemill.models import routing
 from tidemill.models.load import Loaded, load, save_folder
 from tidemill.observe import health
 from tidemill.observe.dump import Dump, DumpingDock
@@ -247,6 +248,8 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
         train = config.train
         updates = train.steps * train.updates_per_step * train.passes_per_step
         served = copy.deepcopy(loaded.model).requires_grad_(False) if is_separated else None  # before adapters come
+        if served is not None:
+            routing.prepare(served, config.learn.moe)
         critic: ValueLearner | RankedCritic | None = None
         if needs_values(algorithm) and config.learn.parallel.ranks == 1:
             shares_trunk = algorithm.has_critic and config.algorithm.critic.trunk == "shared"

@@ -26,6 +26,7 @@ from tidemill.learn.optimizer import learning_rate, make_optimizer, restored
 from tidemill.learn.packing import PackedBatch, microbatches, pack, response_column
 from tidemill.learn.routes import routed
 from tidemill.models import lora, routing, rowwise
+from tidemill.models.buffers import persistent
 from tidemill.models.contexts import choose
 from tidemill.models.narrow import narrow
 from tidemill.models.upload import upload
@@ -129,7 +130,8 @@ class Learner:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything a resumed run needs: tensors, and plain values beside them."""
-        tensors = {f"model.{name}": p for name, p in lora.merged(self.model).items()}
+        whole = lora.merged(self.model) | persistent(self.model)
+        tensors = {f"model.{name}": p for name, p in whole.items()}
         tensors |= {f"adapter.{name}": p for name, p in lora.adapters(self.model).items()}
         tensors |= self._means()
         names = {id(p): name for name, p in self.model.named_parameters()}
@@ -162,6 +164,9 @@ class Learner:
                 kept = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
                 if kept:
                     self.optimizer.state[p] = restored(self.optimizer, p, kept)
+            for name, buffer in persistent(self.model).items():
+                if f"model.{name}" in tensors:
+                    buffer.copy_(tensors[f"model.{name}"])
         if self.ema is not None:
             self.ema.restore(tensors)
         if self.routers is not None:

@@ -105,11 +105,6 @@ def _flow(config: Config, _: Model) -> Iterator[str]:
             f"algorithm.rollout_correction_floor ({algorithm.rollout_correction_floor}) is above its cap "
             f"({algorithm.rollout_correction_cap}); lower it"
         )
-    if flow.is_separated and config.learn.moe.balance == "bias":
-        yield (
-            "learn.moe.balance is bias, which is no weight and stays with the learner, but rollout has its own copy of "
-            "the weights (flow.schedule async, or flow.placement separated); learn.moe.balance=aux_loss would do"
-        )
     if flow.schedule == "async" and flow.placement == "colocated":
         yield (
             "flow.schedule is async, but flow.placement is colocated: rollout cannot be ahead while it takes turns; "
@@ -142,16 +137,18 @@ def _routes(config: Config, _: Model) -> Iterator[str]:
             f"learn.moe.replay is true, but rollout.engine {config.rollout.engine} does not record routes; "
             "use rollout.engine=native, or learn.moe.replay=false"
         )
-    if config.learn.moe.balance == "bias" and not _shares_the_model(config):
+    if config.learn.moe.balance != "bias":
+        return
+    if config.rollout.engine == "vllm":
         yield (
-            "learn.moe.balance is bias, which only a rollout that shares the learner's own model knows: the native "
-            "engine in one process, sync or streamed; learn.moe.balance=aux_loss would do"
+            "learn.moe.balance is bias, but rollout.engine vllm is given weights alone and would choose experts "
+            "without it; rollout.engine=native would do, or learn.moe.balance=aux_loss"
         )
-
-
-def _shares_the_model(config: Config) -> bool:
-    is_alone = config.cluster.executor == "local" and config.learn.parallel.ranks == 1
-    return is_alone and config.rollout.engine == "native" and config.flow.schedule != "async"
+    if config.rollout.tp > 1:
+        yield (
+            f"learn.moe.balance is bias, which an engine over several ranks (rollout.tp {config.rollout.tp}) is not "
+            "given; rollout.tp=1 would do, or learn.moe.balance=aux_loss"
+        )
 
 
 def _lengths(config: Config, model: Model) -> Iterator[str]:

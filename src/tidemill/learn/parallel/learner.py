@@ -327,7 +327,7 @@ class ParallelLearner(ParallelModel):
         read_own(source, targets, layout, rank)
         for name, kept in read_states(source, self.own, layout, rank, role):
             self.optimizer.state[self.own[name]] = restored(self.optimizer, self.own[name], kept)
-        if self.routers is not None and f"{role}routers.bias" in source:
+        if self.routers is not None and f"{role}routers.load" in source:
             self.routers.restore({name: source.read(f"{role}{name}") for name in self.routers.state()})
         self.version, self.skipped = int(counts["version"]), int(counts["skipped"])
 
