@@ -51,6 +51,9 @@ class OwnCopy:
             for name, m in self.learner.named_modules()
             if isinstance(m, lora.LoraLinear)
         }
+        for name, m, stack in lora.adapted_stacks(self.learner):
+            a, b = (getattr(m, f"{stack}_lora_{side}").detach() for side in "ab")
+            merges[name] = Merge(a, b, m.lora_factor)
         job = Job(self.plan, 0, self._sources(), {}, version, self.verify, merges or None)
         with self._lock:
             self.serving.receive(job, self.wire)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from tidemill.config import Config, Learn
-from tidemill.settings.estimate import BYTES, Shape, cache_tokens, microbatch_tokens, tokens_computed
+from tidemill.settings.estimate import BYTES, Shape, cache_tokens, microbatch_tokens, shape_of, tokens_computed
 
 CRITICS = frozenset({"ppo"})  # algorithms that train a second model of the same size
 REFERENCED = frozenset({"dpo", "ipo", "kto"})  # those that need the frozen reference whatever kl.coef is
@@ -51,7 +51,7 @@ def memory(
     if count is None:
         return None
     learn, algorithm, width = config.learn, config.algorithm, BYTES[config.model.dtype]
-    adapters = adapter_parameters(shape, learn.lora_rank)
+    adapters = adapter_parameters(shape, learn)
     trained = adapters or count
     gradients = trained * (4 if learn.master == "float32" else width)
     optimizer = int(trained * optimizer_bytes(learn, width))
@@ -75,7 +75,7 @@ def memory(
         gradients=gradients,
         optimizer=0 if learn.optimizer_on_host else optimizer,
         critic=count * width + trained * width + optimizer if has_critic else 0,
-        reference=frozen * count * held + (algorithm.teacher is not None) * count * width,
+        reference=frozen * count * held + _teacher_parameters(config, count) * width,
         activations=activations,
         logits=logits,
         layer=layer,
@@ -86,10 +86,18 @@ def memory(
     )
 
 
+def _teacher_parameters(config: Config, otherwise: int) -> int:
+    """Of distillation's, by its folder; as many as the policy has where that does not tell."""
+    if config.algorithm.teacher is None:
+        return 0
+    shape = shape_of(config.model.model_copy(update={"path": config.algorithm.teacher}))
+    return shape.parameters if shape is not None and shape.parameters is not None else otherwise
+
+
 def host_bytes(config: Config, shape: Shape, parameters: int | None = None) -> int:
     """What the host holds in the device's place: the optimizer's state, activations."""
     learn, width = config.learn, BYTES[config.model.dtype]
-    count = adapter_parameters(shape, learn.lora_rank) or parameters or shape.parameters or 0
+    count = adapter_parameters(shape, learn) or parameters or shape.parameters or 0
     state = int(count * optimizer_bytes(learn, width)) if learn.optimizer_on_host else 0
     if learn.offload == "none":
         return state
@@ -97,11 +105,16 @@ def host_bytes(config: Config, shape: Shape, parameters: int | None = None) -> i
     return state + activation_bytes(shape, microbatch_tokens(config)[0], width, kept, is_compiled=True)
 
 
-def adapter_parameters(shape: Shape, rank: int) -> int:
-    """Of low-rank adapters on every matrix of the layers: the two sides of each, times the rank."""
+def adapter_parameters(shape: Shape, learn: Learn) -> int:
+    """Of low-rank adapters on every matrix of the layers: the two sides of each, times the rank. An expert has two, its
+    gate and the way up being one."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    sides = 2 * (shape.hidden + q) + 2 * (shape.hidden + kv) + 3 * (shape.hidden + shape.intermediate)
-    return shape.layers * rank * sides
+    sides = 2 * (shape.hidden + q) + 2 * (shape.hidden + kv)
+    if not shape.experts:
+        sides += 3 * (shape.hidden + shape.intermediate)
+    elif learn.lora_experts:
+        sides += shape.experts * (2 * shape.hidden + 3 * shape.expert_width)
+    return shape.layers * learn.lora_rank * sides
 
 
 def optimizer_bytes(learn: Learn, width: int) -> float:

@@ -104,7 +104,7 @@ def engine_share(config: Config, sizes: Sizes, tp: int) -> tuple[int, int]:
 
 def trained_per_rank(config: Config, sizes: Sizes, parallel: Parallel) -> int:
     """All that is held, or adapters: one side of each is cut by tp, the other is not."""
-    adapters = adapter_parameters(sizes.shape, config.learn.lora_rank)
+    adapters = adapter_parameters(sizes.shape, config.learn)
     return -(-adapters // (parallel.fsdp * parallel.cp * parallel.pp)) or parameters_per_rank(sizes, parallel)
 
 
