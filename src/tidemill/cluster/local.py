@@ -370,7 +370,7 @@ def teacher(config: Config, device: torch.device) -> Any:
         raise ConfigError(
             f"algorithm {config.algorithm.name} needs a teacher", "set algorithm.teacher to a model folder"
         )
-    return freeze(load(config.model.model_copy(update={"path": path}), seed=0, device=device).model)
+    return load(config.model.model_copy(update={"path": path}), seed=0, device=device).model.requires_grad_(False)
 
 
 def check_window(config: Config, loaded: Loaded) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,12 +9,12 @@ from pathlib import Path
 from tidemill import device
 from tidemill.config import PAPER, Config, Model
 from tidemill.errors import TidemillError, did_you_mean
-from tidemill.settings import estimate, parallel
+from tidemill.settings import algorithm, estimate, parallel
 from tidemill.settings.estimate import human, longest
+from tidemill.settings.folder import folder_problems
 
 # Algorithms whose advantage compares the samples of one prompt with each other: one sample says nothing.
 GROUP_ALGORITHMS = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp_baseline"})
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 LONGEST_NAME = 200  # bytes; file systems stop at 255, and runs moved aside get a suffix
 
 
@@ -24,6 +23,7 @@ def problems(config: Config, model: Model) -> list[str]:
     checks: tuple[Callable[[Config, Model], Iterator[str]], ...] = (
         _name, _cluster, _batch, _flow, _reference, _routes, _lengths, _rollout, _rollout_ranks, _adapters,
         _model_folder, _data, _functions, _environment, _device, _disk, _in_one_process, parallel.problems,
+        algorithm.problems,
     )  # fmt: skip
     return [problem for check in checks for problem in check(config, model)]
 
@@ -94,16 +94,16 @@ def _in_one_process(config: Config, _: Model) -> Iterator[str]:
 
 
 def _flow(config: Config, _: Model) -> Iterator[str]:
-    algorithm, flow = config.algorithm, config.flow
-    if algorithm.rollout_correction != "none" and algorithm.old_logprobs == "rollout":
+    settings, flow = config.algorithm, config.flow
+    if settings.rollout_correction != "none" and settings.old_logprobs == "rollout":
         yield (
-            f"algorithm.rollout_correction is {algorithm.rollout_correction}, but with algorithm.old_logprobs=rollout "
+            f"algorithm.rollout_correction is {settings.rollout_correction}, but with algorithm.old_logprobs=rollout "
             "there is nothing to correct: every weight is 1; algorithm.old_logprobs=recompute would do"
         )
-    if algorithm.rollout_correction_floor > algorithm.rollout_correction_cap:
+    if settings.rollout_correction_floor > settings.rollout_correction_cap:
         yield (
-            f"algorithm.rollout_correction_floor ({algorithm.rollout_correction_floor}) is above its cap "
-            f"({algorithm.rollout_correction_cap}); lower it"
+            f"algorithm.rollout_correction_floor ({settings.rollout_correction_floor}) is above its cap "
+            f"({settings.rollout_correction_cap}); lower it"
         )
     if flow.schedule == "async" and flow.placement == "colocated":
         yield (
@@ -233,55 +233,8 @@ def _adapters(config: Config, _: Model) -> Iterator[str]:
 
 
 def _model_folder(_: Config, model: Model) -> Iterator[str]:
-    if model.path is None:
-        return
-    folder = Path(model.path).expanduser()
-    if not folder.is_dir():
-        looks_like_hub = model.path.count("/") == 1 and not model.path.startswith((".", "/", "~"))
-        advice = (
-            f"models are not downloaded on their own: `hf download {model.path} --local-dir models/{folder.name}`, "
-            f"then model.path=models/{folder.name}"
-            if looks_like_hub
-            else "give a folder with config.json, *.safetensors and a tokenizer"
-        )
-        what = "is a file, not a folder" if folder.exists() else "does not exist"
-        yield f"model.path={model.path} {what}; {advice}"
-        return
-    yield from _folder_config(folder)
-    yield from _folder_weights(folder)
-    if not any((folder / name).exists() for name in TOKENIZER_FILES):
-        yield (
-            f"model.path={folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json of the model into it"
-        )
-
-
-def _folder_config(folder: Path) -> Iterator[str]:
-    try:
-        json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        yield f"model.path={folder} has no config.json; copy the model's config.json into it"
-    except (OSError, ValueError) as error:
-        yield f"model.path={folder}: config.json cannot be read ({error}); copy the model's own again"
-
-
-def _folder_weights(folder: Path) -> Iterator[str]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError):
-            yield f"model.path={folder}: {index.name} cannot be read; copy the model's own again"
-            return
-        missing = [s for s in shards if not (folder / s).exists()]
-        if missing:
-            yield (
-                f"model.path={folder} lacks {len(missing)} of {len(shards)} weight files, the first {missing[0]}; "
-                "copy them into it"
-            )
-    elif not any(folder.glob("*.safetensors")):
-        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
-        advice = "it has pickled weights, which can run code: save the model again with safe_serialization=True"
-        yield f"model.path={folder} has no *.safetensors; {advice if pickled else 'copy the weights into it'}"
+    if model.path is not None:
+        yield from folder_problems("model.path", model.path)
 
 
 def _data(config: Config, _: Model) -> Iterator[str]:
