@@ -67,8 +67,7 @@ def _from_run(run: RunFolder, place: torch.device, raw: bool) -> Trained:
     model = AutoModelForCausalLM.from_config(definition, attn_implementation=attention.NAME)  # type: ignore[no-untyped-call]
     model = model.to(DTYPES[run.config.model.dtype])
     routing.widen(model)
-    if run.config.learn.moe.balance == "bias":  # which is part of how the run's model chooses
-        routing.prepare(model, run.config.learn.moe)
+    routing.make_room(model, run.config.learn.moe)
     own, is_mean = weights_of(tensors, raw)
     head = own.pop("head.weight", None) if "decoder" in {name.partition(".")[0] for name in own} else None
     if head is not None:  # a reward model: the policy's decoder, with one number in stead of words

@@ -1,11 +1,17 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.learn.test_engine import CPU, SHAPE, config, samples
 from tidemill.algorithms.registry import get
 from tidemill.flow.evaluate import averaged
+from tidemill.learn import checkpoint
 from tidemill.learn.ema import Ema
 from tidemill.learn.engine import Learner, score
+from tidemill.learn.parallel import folder
+from tidemill.models import lora
 from tidemill.models.load import make_tiny
 from tidemill.rollout.engine import Request, Sampling
 from tidemill.rollout.native.engine import NativeEngine
@@ -73,3 +79,24 @@ def test_an_engine_remembers_nothing_of_prompts_read_under_other_weights():
         assert inside == pytest.approx(answer(engine()), abs=1e-5)
     assert answer(kept) == pytest.approx(before, abs=1e-5)
     assert inside != pytest.approx(before, abs=1e-2)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_streamed_folder_has_the_mean_unless_the_weights_are_asked_for(tmp_path, lora_rank):
+    settings = config(learn={"lr": 1e-2, "ema": 0.9, "lora_rank": lora_rank})
+    made = make_tiny(SHAPE, torch.float32, 0, CPU)
+    made.model.save_pretrained(tmp_path / "definition")
+    learner = Learner(made.model, settings, get("grpo"), 2)
+    learner.accumulate(samples())
+    learner.update()
+    tensors, state = learner.state()
+    saved = checkpoint.save(tmp_path / "saved", 1, tensors, {"learner": state}, keep=1)
+    for raw in (False, True):
+        folder.export(saved, tmp_path / str(raw), tmp_path / "definition", raw_weights=raw)
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / str(raw))
+        with nullcontext() if raw else learner.averaged():
+            for name, weight in lora.merged(learner.model).items():
+                torch.testing.assert_close(found.get_parameter(name), weight, msg=name)
+    name = "model.layers.0.mlp.up_proj.weight"
+    both = [AutoModelForCausalLM.from_pretrained(tmp_path / str(raw)).get_parameter(name) for raw in (False, True)]
+    assert not torch.equal(*both)

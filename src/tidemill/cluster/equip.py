@@ -262,7 +262,7 @@ def equip(task: Assignment, dock: KeptDock) -> Kit:
     elif post.group.has_engine or (not is_cut and (post.group.name == LEARNER or "reference" in post.stages)):
         kit.loaded = load(config.model, seed=config.seed, device=device, path=task.model_path)
         if post.group.name != LEARNER:  # which sees to its own
-            routing.prepare(kit.loaded.model, config.learn.moe)
+            routing.make_room(kit.loaded.model, config.learn.moe)
         check_window(config, kit.loaded)
         kit.tokenizer = kit.loaded.tokenizer
     else:

@@ -249,7 +249,7 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
         updates = train.steps * train.updates_per_step * train.passes_per_step
         served = copy.deepcopy(loaded.model).requires_grad_(False) if is_separated else None  # before adapters come
         if served is not None:
-            routing.prepare(served, config.learn.moe)
+            routing.make_room(served, config.learn.moe)
         critic: ValueLearner | RankedCritic | None = None
         if needs_values(algorithm) and config.learn.parallel.ranks == 1:
             shares_trunk = algorithm.has_critic and config.algorithm.critic.trunk == "shared"

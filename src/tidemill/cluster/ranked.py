@@ -58,7 +58,7 @@ class RankedLearner:
             preload=["tidemill.cluster.ranked"],
         )
         self.version, self.skipped = 0, 0
-        routing.prepare(model, config.learn.moe)
+        routing.make_room(model, config.learn.moe)
         self.shared = shared_tensors(model)
         try:
             self._call(_start, config, updates, path, self.shared, kind)

@@ -208,6 +208,12 @@ def prepare(model: Any, settings: Mixture, device: torch.device | None = None) -
     return routers
 
 
+def make_room(model: Any, settings: Mixture) -> None:
+    """In a model that serves what another learns: for the bias that comes with the weights, if one does."""
+    if settings.balance == "bias":
+        prepare(model, settings)
+
+
 def widen(model: Any) -> None:
     """The bias in float32, whatever the weights are: near 1, bfloat16 would not see a step of `bias_rate`."""
     for module in model.modules():

@@ -83,14 +83,15 @@ def _in_one_process(config: Config, _: Model) -> Iterator[str]:
     if config.cluster.executor == "local":
         return
     is_cut = config.learn.parallel.ranks > 1
-    asked = {
-        "train.profile": config.train.profile,
-        "learn.ema": config.learn.ema and is_cut,
-        "algorithm.kl.weights": config.algorithm.kl.weights != "same" and is_cut,
+    if config.train.profile:
+        yield "train.profile is set, which works in one process; cluster.executor=local would do"
+    cut = {
+        "learn.ema": (config.learn.ema, "no running mean of a learner that is cut over workers reaches who evaluates"),
+        "algorithm.kl.weights": (config.algorithm.kl.weights != "same", "no reference that is cut over workers has it"),
     }
-    for key, is_set in asked.items():
-        if is_set:
-            yield f"{key} is set, which works in one process; cluster.executor=local would do"
+    for key, (is_set, why) in cut.items():
+        if is_set and is_cut:
+            yield f"{key} is set, but {why}; cluster.executor=local would do, or learn.parallel sizes of 1"
 
 
 def _flow(config: Config, _: Model) -> Iterator[str]:
