@@ -1,12 +1,17 @@
+import os
+import signal
 from contextlib import nullcontext
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.faults.test_resume import RECIPE, numbers
 from tests.learn.test_engine import CPU, SHAPE, config, samples
+from tidemill import launch
 from tidemill.algorithms.registry import get
 from tidemill.flow.evaluate import averaged
+from tidemill.flow.loop import Watcher
 from tidemill.learn import checkpoint
 from tidemill.learn.ema import Ema
 from tidemill.learn.engine import Learner, score
@@ -100,3 +105,19 @@ def test_a_streamed_folder_has_the_mean_unless_the_weights_are_asked_for(tmp_pat
     name = "model.layers.0.mlp.up_proj.weight"
     both = [AutoModelForCausalLM.from_pretrained(tmp_path / str(raw)).get_parameter(name) for raw in (False, True)]
     assert not torch.equal(*both)
+
+
+def test_a_resumed_run_has_the_mean_and_the_evaluations_of_one_never_stopped(tmp_path):
+    class Interrupt(Watcher):
+        def stepped(self, step, metrics):
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    recipe = {**RECIPE, "train": {**RECIPE["train"], "steps": 4}, "learn": {"lr": 1e-2, "ema": 0.8}}
+    launch.train({**recipe, "folder": str(tmp_path / "whole")})
+    assert launch.train({**recipe, "folder": str(tmp_path / "stopped")}, watch=Interrupt()).is_stopped
+    launch.resume(tmp_path / "stopped" / "small")
+    whole, stopped = (tmp_path / name / "small" for name in ("whole", "stopped"))
+    assert numbers(stopped) == numbers(whole)
+    one, other = (checkpoint.load(checkpoint.latest(run / "checkpoints").path)[0] for run in (whole, stopped))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -60,7 +60,10 @@ def linear(module: Any, stack: str, x: Tensor, ends: Tensor) -> Tensor:
         return _narrow(x, code, getattr(module, f"{stack}_scale"), ends)
     out = grouped(x, getattr(module, stack), ends)
     pair = adapter(module, stack)
-    return out if pair is None else out + grouped(grouped(x, pair[0], ends), pair[1], ends) * module.lora_factor
+    if pair is None:
+        return out
+    change: Tensor = grouped(grouped(x, pair[0], ends), pair[1], ends) * module.lora_factor
+    return out + change
 
 
 def linear_of(module: Any, stack: str, expert: int, x: Tensor) -> Tensor:
@@ -68,7 +71,8 @@ def linear_of(module: Any, stack: str, expert: int, x: Tensor) -> Tensor:
     out, pair = F.linear(x, getattr(module, stack)[expert]), adapter(module, stack)
     if pair is None:
         return out
-    return out + F.linear(F.linear(x, pair[0][expert]), pair[1][expert]) * module.lora_factor
+    change: Tensor = F.linear(F.linear(x, pair[0][expert]), pair[1][expert]) * module.lora_factor
+    return out + change
 
 
 def adapter(module: Any, stack: str) -> tuple[Tensor, Tensor] | None:

@@ -104,7 +104,7 @@ def first_values(model: Any, rank: int, seed: int = 0, experts: bool = True) -> 
     draw = torch.Generator().manual_seed(seed)
 
     def drawn(*shape: int) -> Tensor:
-        return torch.empty(shape).uniform_(-1, 1, generator=draw) * shape[-1] ** -0.5
+        return torch.empty(shape).uniform_(-1, 1, generator=draw) * float(shape[-1] ** -0.5)
 
     layers = model.get_decoder().layers
     linears = {names[id(m)]: drawn(rank, m.in_features) for m in layers.modules() if type(m) is nn.Linear}
