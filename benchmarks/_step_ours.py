@@ -49,6 +49,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from tidemill import launch
+    from tidemill.device import mapped
     from tidemill.flow.loop import Watcher
     from tidemill.reward.registry import BUILT_IN, BuiltIn
 
@@ -77,7 +78,9 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(Enough):
         launch.train(recipe(job, folder, "bfloat16" if on_device else "float32"), watch=Clock())
-    return {"laps": laps, "peak_gib": torch.accelerator.max_memory_allocated() / GIB if on_device else 0.0}
+    # The two need not have been at the same time: at most this.
+    peak = torch.accelerator.max_memory_allocated() + mapped.most_bytes() if on_device else 0
+    return {"laps": laps, "peak_gib": peak / GIB}
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks._rollout_engines import ENGINES, VLLM, Roll, Shape, Work, vllm_job
 from tidemill.bench import peer_environment
+from tidemill.device import mapped
 from tidemill.errors import ConfigError
 
 ABOUT = "tokens per second of the native engine; peers: hf (generate), hf_batching (generate_batch), vllm"
@@ -293,7 +294,8 @@ def _peak_gib(device: str) -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     # Of this process; where another holds the memory, what is taken of the device.
     free, everything = torch.accelerator.get_memory_info()
-    return (torch.accelerator.max_memory_allocated() or everything - free) / 2**30
+    own = torch.accelerator.max_memory_allocated() + mapped.most_bytes()
+    return (own or everything - free) / 2**30
 
 
 def _shape(name: str, device: str, window: int) -> Shape:

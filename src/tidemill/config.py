@@ -105,6 +105,15 @@ class Train(Section):
     profile: tuple[int, ...] = Field((), description="steps whose time is written in detail, as Chrome traces")
 
 
+class VLLM(Section):
+    memory_share: float = Field(
+        0.5, gt=0, le=1, description="of the device's memory that vLLM may take; the learner has the rest"
+    )
+    sleep_level: Literal[1, 2] = Field(
+        1, description="asleep, vLLM keeps its weights in host memory (1) or drops them until the next update (2)"
+    )
+
+
 class Rollout(Section):
     engine: Literal["native", "hf", "vllm"] = Field("native", description="what makes the tokens")
     max_new_tokens: int = Field(256, ge=1, description="longest response")
@@ -133,6 +142,7 @@ class Rollout(Section):
     batch_invariant: bool = Field(
         False, description="native engine on a CPU: rollout and learner agree bit for bit, at a third of the speed"
     )
+    vllm: VLLM = VLLM()
 
 
 class RewardSpec(Section):
@@ -167,6 +177,11 @@ class Rewards(Section):
             given = [given] if isinstance(given, str) else given
             value = {**value, "functions": [{"function": f} if isinstance(f, str) else f for f in given]}
         return value
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Folders of trained reward models."""
+        return tuple(str(spec.args.get("path")) for spec in self.functions if spec.function == "model")
 
     @model_validator(mode="after")
     def _some(self) -> Rewards:
@@ -490,6 +505,11 @@ class Flow(Section):
     half_made: Literal["reread", "continue"] = Field(
         "reread", description="half-made samples under new weights: read again, or with the keys and values they have"
     )
+    hand_over: Literal["auto", "never", "cache", "all"] = Field(
+        "auto",
+        description="colocated and sync: what leaves the device while others work there: nothing, rollout's cache, or "
+        "also optimizer, critic and reference while rollout does; auto: as the memory estimate asks",
+    )
     lease_s: float = Field(600.0, gt=0, description="longest a stage may hold samples before they are given out again")
 
     @property
@@ -534,6 +554,10 @@ class Placement(Section):
     rollout: Literal["separated", "colocated"] = Field("separated", description="colocated: as many as learners")
     reward: Literal["separated", "colocated"] = Field("separated", description="feed, rewards and advantages")
     reference: Literal["separated", "colocated"] = Field("colocated", description="the frozen policy, if there is one")
+    reward_model: Literal["separated", "colocated"] = Field(
+        "separated",
+        description="rewards, where a trained model is among them: on a device each, or the learners'",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -556,6 +580,7 @@ class Cluster(Section):
     )
     rollouts: int = Field(1, ge=1, description="rollout engines, where they are separated")
     rewards: int = Field(1, ge=1, description="reward workers, where they are separated")
+    reward_models: int = Field(1, ge=1, description="workers with a trained reward model, where they are separated")
     placement: Placement = Placement()
     spread: bool = Field(False, description="put rollout workers on different nodes where there are several")
     cpus: float = Field(1.0, gt=0, description="CPUs that each worker asks Ray for")

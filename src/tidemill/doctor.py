@@ -17,7 +17,7 @@ from tidemill.config import Config
 from tidemill.device import hints, host
 from tidemill.errors import TidemillError
 from tidemill.recipe import Loaded
-from tidemill.settings import estimate, parallel, precheck, published, ranks_memory
+from tidemill.settings import estimate, parallel, precheck, published, ranks_memory, turns
 from tidemill.settings.estimate import human
 from tidemill.settings.memory import Memory, host_bytes, memory
 
@@ -163,10 +163,13 @@ def _recipe(config: Config) -> Iterator[Finding]:
         return
     free = chosen.memory().free
     parts = ", ".join(f"{name} {human(size)}" for name, size in needed.parts() if size)
-    fits = needed.total <= free
+    handed_over = turns.chosen(config, recipe.model_of(config), chosen)
+    most = turns.peak(needed, handed_over)
+    fits = most <= free
+    taken = "" if handed_over == "never" else f", at once {human(most)} with flow.hand_over={handed_over}"
     yield Finding(
         "recipe memory",
-        f"{human(needed.total)} by estimate ({parts}); {human(free)} is free on {chosen.kind}",
+        f"{human(needed.total)} by estimate ({parts}){taken}; {human(free)} is free on {chosen.kind}",
         "ok" if fits else "bad",
         "" if fits else "; ".join(_savings(config, needed)),
     )
@@ -175,7 +178,7 @@ def _recipe(config: Config) -> Iterator[Finding]:
         alone = ranks_memory.RankMemory(*(0 for _ in fields(ranks_memory.RankMemory)))
         have = chosen.memory().total // (config.rollout.tp * config.cluster.rollouts if chosen.kind == "cpu" else 1)
         yield _beside_learner(config, sizes, alone, have)
-    on_host = host_bytes(config, shape) if shape and chosen.kind != "cpu" else 0
+    on_host = host_bytes(config, shape) + turns.host_bytes(needed, handed_over) if shape and chosen.kind != "cpu" else 0
     if on_host:
         room = host.memory().free
         remedy = "" if on_host <= room else "learn.moments=int8 makes the optimizer's state small; learn.offload=none"
@@ -231,7 +234,9 @@ def _beside_learner(config: Config, sizes: ranks_memory.Sizes, learner: ranks_me
     only while it learns take turns."""
     at_rest, at_work = 0, 0
     if config.cluster.placement.rollout == "colocated":
-        at_rest, at_work = learner.weights + learner.optimizer, learner.total
+        most_handed = "all" if config.flow.hand_over == "auto" else config.flow.hand_over
+        at_rest = turns.at_rest(learner, most_handed if turns.are_taken(config) else "never")
+        at_work = learner.total
     tp = config.rollout.tp
     copy, token = ranks_memory.engine_share(config, sizes, tp)
     cache = estimate.cache_tokens(config) * token

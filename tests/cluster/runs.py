@@ -36,9 +36,9 @@ def train(folder: Path, watch: Watcher | None = None, **over: Any) -> Summary:
 
 
 def measured(folder: Path) -> list[dict[str, Any]]:
-    """What a run measured, without what tells of its workers and its time."""
-    own = ("workers_lost", "driver_bytes")
-    return [{k: v for k, v in line.items() if k not in own} for line in numbers(folder / "small")]
+    """What a run measured, without what tells of its workers, their memory and its time."""
+    own = ("workers_lost", "driver_bytes", "handed_over/")
+    return [{k: v for k, v in line.items() if not k.startswith(own)} for line in numbers(folder / "small")]
 
 
 def assert_same(a: list[dict[str, Any]], b: list[dict[str, Any]], within: float = 1e-5) -> None:

@@ -42,10 +42,11 @@ def test_two_ranks_with_two_rollout_workers_compute_the_steps_of_one_rank(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{"fsdp": 2}, {"pp": 2}, {"cp": 2}], ids=["fsdp", "pp", "cp"])
-def test_colocated_rollout_gets_whole_weights_from_all_ranks(
+def test_colocated_rollout_gets_whole_weights_from_all_ranks_and_takes_turns_with_them(
     tmp_path: Path, local: list[dict[str, Any]], parallel: dict[str, int]
 ) -> None:
-    assert_same(run(tmp_path, learn={"parallel": parallel}, cluster={"placement": "colocated"}), local)
+    turns = {"flow": {"hand_over": "all"}, "cluster": {"placement": "colocated"}}
+    assert_same(run(tmp_path, learn={"parallel": parallel}, **turns), local)
     assert {p.stem for p in (tmp_path / "small" / "logs").glob("*.log")} == {"all", "learner-0", "learner-1"}
 
 

@@ -112,7 +112,8 @@ def test_a_learner_that_is_cut_serves_engines_that_are_cut_otherwise(
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["sync", "streamed"])
 def test_ranks_that_learn_share_engines_too(tmp_path: Path, local: list[dict[str, Any]], schedule: str) -> None:
-    over = {"cluster": {"placement": "colocated"}, "flow": {"schedule": schedule}}
+    turns = {"hand_over": "cache"} if schedule == "sync" else {}
+    over = {"cluster": {"placement": "colocated"}, "flow": {"schedule": schedule, **turns}}
     assert_same(run(tmp_path, rollout={"tp": 2}, learn={"parallel": {"fsdp": 2, "tp": 2}}, **over), local)
 
 

@@ -45,6 +45,42 @@ def test_what_has_a_model_needs_a_device_and_what_has_none_does_not(resource: st
     assert accelerator_of(config, [{"CPU": 8, "GPU": 0.0}]) is None
 
 
+LEARNED = {"functions": [{"function": "exact"}, {"function": "model", "args": {"path": "judge"}}]}
+
+
+def learned(accelerator: str | None = "GPU", **cluster: object):
+    config = Config(rewards=LEARNED, cluster=cluster)
+    return config, place(config, get("grpo").graph(config), accelerator)
+
+
+def test_a_trained_reward_model_is_a_role_with_devices_of_its_own() -> None:
+    _, made = learned(rewards=3, reward_models=2)
+    assert {g.name: (g.ranks, g.stages, dict(g.needs).get("GPU", 0)) for g in made.groups} == {
+        "learner": (1, ("learn",), 1),
+        "rollout": (1, ("rollout",), 1),
+        "reward": (1, ("advantage",), 0),  # feeds and works out advantages, in one place and without a device
+        "reward_model": (2, ("reward",), 1),
+    }
+    assert [p.name for p in made.posts if p.feeds] == ["reward-0"]
+
+
+def test_a_trained_reward_model_may_share_the_learners_devices() -> None:
+    _, made = learned(placement={"reward_model": "colocated"})
+    assert {g.name: g.stages for g in made.groups} == {
+        "learner": ("reward", "learn"), "rollout": ("rollout",), "reward": ("advantage",)
+    }  # fmt: skip
+    _, made = learned(placement="colocated")
+    assert [g.name for g in made.groups] == ["learner"]
+
+
+def test_a_reward_model_for_which_there_is_no_device_is_refused_with_what_would_fit() -> None:
+    config, made = learned(reward_models=2)
+    with pytest.raises(PlacementError) as raised:
+        check(made, [{"CPU": 16.0, "GPU": 3.0}], config.cluster)
+    assert "2 × reward_model (1 CPU + 1 GPU)" in raised.value.message
+    assert "this would fit: cluster.reward_models=1" in raised.value.remedy
+
+
 def test_a_placement_that_does_not_fit_says_what_is_missing_and_what_would_fit() -> None:
     config, made = placed(accelerator="GPU", learners=2, rollouts=4)
     nodes = [{"CPU": 16.0, "GPU": 2.0}, {"CPU": 16.0, "GPU": 2.0}]

@@ -22,7 +22,7 @@ from tests.cluster.runs import (
     worker,
 )
 from tests.faults.test_resume import RECIPE, numbers
-from tidemill import launch
+from tidemill import launch, trained
 from tidemill.errors import TidemillError
 from tidemill.flow.loop import Watcher
 
@@ -63,6 +63,33 @@ def test_colocated_roles_share_the_learners_processes(tmp_path: Path, local: lis
     train(tmp_path, cluster={"learners": 2, "placement": "colocated"})
     assert_same(measured(tmp_path), local)
     assert {p.stem for p in (tmp_path / "small" / "logs").glob("*.log")} == {"all", "learner-0", "learner-1"}
+
+
+def test_colocated_workers_hand_the_memory_over_and_compute_the_same(
+    tmp_path: Path, local: list[dict[str, Any]]
+) -> None:
+    train(tmp_path, flow={"hand_over": "all"}, cluster={"learners": 2, "placement": "colocated"})
+    assert_same(measured(tmp_path), local)
+    lines = [json.loads(line) for line in (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert all(line["time/hand_over"] > 0 for line in steps)
+    assert all(line["handed_over/state_bytes"] > 0 for line in steps[1:])  # before the first update there is none
+
+
+@pytest.mark.slow
+def test_a_trained_reward_model_judges_in_workers_of_its_own_also_when_one_is_killed(tmp_path: Path) -> None:
+    pairs = {"source": "reversal", "args": {"pairs": True}, "max_prompt_tokens": 8}
+    once = {"steps": 2, "prompts_per_step": 8, "samples_per_prompt": 1, "updates_per_step": 1}
+    shared = {"data": pairs, "train": once, "eval": {"size": 0}, "cluster": {"executor": "local"}}
+    launch.train(recipe(tmp_path / "judge", algorithm={"name": "reward_model"}, **shared))
+    trained.export(tmp_path / "judge" / "small", tmp_path / "exported")
+    judged = {"function": "model", "args": {"path": str(tmp_path / "exported")}}
+    rewards = {"functions": [{"function": "last_number"}, judged]}
+    train(tmp_path / "local", rewards=rewards, cluster={"executor": "local"})
+    watch = Disturb(worker("reward_model-1"))
+    train(tmp_path / "own", watch, rewards=rewards, cluster={"reward_models": 2})
+    assert watch.killed
+    assert_same_learning(measured(tmp_path / "own"), measured(tmp_path / "local"))
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 
 from tests.cluster.runs import Disturb, assert_same, assert_same_learning, measured, train, worker
 from tests.cluster.test_cut import OF_RANKS
+from tidemill.cluster import status
 from tidemill.cluster.placement import PlacementError
 from tidemill.cluster.remote import RemoteWorkers
 
@@ -66,6 +68,15 @@ def test_one_node_computes_what_one_process_does(tmp_path: Path, local: list[dic
     assert_same(measured(tmp_path), local)
 
 
+def test_colocated_actors_take_turns_with_the_memory_and_compute_the_same(
+    tmp_path: Path, local: list[dict[str, Any]], cluster: Any
+) -> None:
+    train(tmp_path, train=STEPS, flow={"hand_over": "all"}, cluster=over(placement="colocated"))
+    assert_same(measured(tmp_path), local)
+    lines = [json.loads(line) for line in (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["handed_over/state_bytes"] > 0 for line in lines if line["step"] > 1 and "loss" in line)
+
+
 @pytest.mark.parametrize("parallel", [{"fsdp": 2}, {"tp": 2}], ids=["fsdp", "tp"])
 def test_a_learner_cut_over_two_actors_computes_what_one_process_does_also_when_one_is_killed(
     tmp_path: Path, local: list[dict[str, Any]], cluster: Any, parallel: dict[str, int]
@@ -83,12 +94,41 @@ def test_a_learner_cut_over_two_actors_computes_what_one_process_does_also_when_
 def test_two_nodes_compute_the_same_and_a_killed_worker_is_made_up_for(
     tmp_path: Path, local: list[dict[str, Any]], cluster: Any
 ) -> None:
-    watch = Disturb(worker("rollout-1"))
+    stacks: list[tuple[str, str]] = []
+
+    class Look(Disturb):
+        def stepped(self, step: int, metrics: dict[str, float]) -> None:
+            if step == 1:
+                stacks.extend(seen_from_afar(tmp_path / "small"))
+            super().stepped(step, metrics)
+
+    watch = Look(worker("rollout-1"))
     train(tmp_path, watch, train=STEPS, cluster=over(learners=2, spread=True))
     assert_same_learning(measured(tmp_path), local)
     assert isinstance(watch.workers, RemoteWorkers)
     assert len({m.node for m in watch.workers.crew.members.values()}) == 2
     assert any("rollout-1 is lost" in said for said in watch.said)
+    assert len(stacks) == 6 and "gone" in stacks[-1][0] and "cannot be reached" in stacks[-1][1]
+    for who, text in stacks[:-1]:
+        assert "10.9.9." in who and "role.py" in text, (who, text)
+
+
+def seen_from_afar(run: Path) -> list[tuple[str, str]]:
+    """The workers' stacks as another process sees them that takes every node, and one that is gone, for other hosts."""
+    found = status.read(run)
+    hosts = {node: f"10.9.9.{i}" for i, node in enumerate(dict.fromkeys(w.node for w in found.workers))}
+    away = [replace(w, host=hosts[w.node]) for w in found.workers]
+    gone = replace(away[0], name="gone", node="ab" * 28, host="10.9.9.9")
+    told = replace(found, home="", workers=(*away, gone))
+    status.write(run.parent, told)
+    code = (
+        "import json; from pathlib import Path; from tidemill.cluster import status; "
+        f"there = Path({str(run.parent)!r}); print(json.dumps(status.all_stacks(there, status.read(there))[1:]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    listed: list[tuple[str, str]] = [tuple(one) for one in json.loads(done.stdout.splitlines()[-1])]
+    return listed
 
 
 def test_a_placement_that_does_not_fit_is_refused_before_anything_starts(tmp_path: Path, cluster: Any) -> None:

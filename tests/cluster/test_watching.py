@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from tidemill.cli import app
 from tidemill.cluster import status
 from tidemill.cluster.logs import LogStream
 from tidemill.cluster.remote import RemoteWorkers
-from tidemill.errors import TidemillError
+from tidemill.errors import ConfigError, TidemillError
 
 pytest.importorskip("zmq")
 
@@ -107,11 +109,60 @@ def test_status_and_stacks_show_every_worker_of_a_run(tmp_path: Path) -> None:
                     told.append(result.stdout)
 
     train(tmp_path, Look(worker("rollout-0")))
+    assert "rollout" in told[0].split("stage", 1)[1]  # a table of stages, however short the steps are
+    assert "step 4 of 4, all steps are made" in CliRunner().invoke(app, ["status", str(run)]).stdout
+    assert "has ended, and all workers with it" in CliRunner().invoke(app, ["stacks", str(run)]).stdout
+    with pytest.raises(ConfigError, match="does not run"):
+        status.want_rollouts(run, 2)
     for name in ("learner-0", "rollout-0", "reward-0"):
         assert name in told[0] and name in told[1]
     assert "step 1 of 4, running" in told[0]
     assert told[1].count("role.py") >= 3  # every worker's own thread
     assert "its driver has ended" not in told[0]
+
+
+NOBODY = 1 << 23  # no process has a number as large
+
+
+def told_by(written: float, machine: str = "elsewhere", **worker: Any) -> status.RunStatus:
+    own = {"state": "ready", "host": "10.9.9.9", "node": "n1", "doing": "rollout", "for_s": 1.0, **worker}
+    workers = (status.WorkerStatus(name="rollout-0", pid=NOBODY, **own),)
+    return status.RunStatus(
+        step=1, steps=4, open=("rollout",), since=written, written=written, where="Ray at 127.0.0.1:1", driver=NOBODY,
+        machine=machine, workers=workers, ray="127.0.0.1:1", home="n0",
+    )  # fmt: skip
+
+
+def test_a_worker_on_another_host_that_cannot_be_reached_has_a_line_that_says_why(tmp_path: Path) -> None:
+    driver, told = status.all_stacks(tmp_path, told_by(time.time()))
+    assert driver == ("driver", "on elsewhere: run the command there")
+    assert told[0] == f"rollout-0 (pid {NOBODY} on 10.9.9.9)"
+    assert told[1].startswith("on 10.9.9.9, which cannot be reached: Ray at 127.0.0.1:1: ")
+    assert "refused" in told[1]
+
+
+def test_who_shares_the_drivers_node_is_looked_at_by_its_process(tmp_path: Path) -> None:
+    """Whatever address the node goes by: a host's name need not resolve to it."""
+    here = replace(told_by(time.time(), socket.gethostname(), node="n0"), driver=os.getpid())
+    assert status.all_stacks(tmp_path, here)[1] == (f"rollout-0 (pid {NOBODY})", "the process has ended")
+
+
+def test_a_driver_on_another_machine_is_judged_by_its_last_word() -> None:
+    assert "running on elsewhere" in status.render(told_by(time.time()))
+    assert "no word from its driver on elsewhere for 30" in status.render(told_by(time.time() - 300))
+
+
+def test_a_run_without_rollout_workers_cannot_be_scaled(tmp_path: Path) -> None:
+    """It would wait for a word that nobody hears."""
+    found = told_by(time.time())
+    status.write(tmp_path, replace(found, workers=(replace(found.workers[0], name="learner-0"),)))
+    with pytest.raises(ConfigError, match="colocated with the learners"):
+        status.want_rollouts(tmp_path, 2)
+
+
+def test_a_worker_that_is_silent_is_shown_so() -> None:
+    assert "ready, silent for 42 s" in status.render(told_by(time.time(), silent_s=42.0))
+    assert "silent" not in status.render(told_by(time.time(), silent_s=2.0))
 
 
 def test_one_stream_has_role_and_rank_and_counts_what_repeats(tmp_path: Path) -> None:

@@ -36,6 +36,14 @@ def test_a_reference_with_8_bit_weights_is_near_the_policy_it_was_made_of_and_st
     assert (score(reference, batch, config()).values == near).all()
 
 
+def test_the_policy_may_have_been_made_ready_for_learning_before():
+    """Its layers then run in fused forms, where the processor has them."""
+    model, batch = make_tiny(SHAPE, torch.float32, 0, CPU).model, samples()
+    wanted = score(freeze(model, "int8"), batch, config()).values
+    Learner(model, config(), get("grpo"), 1)
+    np.testing.assert_allclose(score(freeze(model, "int8"), batch, config()).values, wanted, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
 @pytest.mark.parametrize(("weights", "most"), [("int8", 0.05), ("fp8", 0.3)])
 def test_stacked_experts_are_narrow_too_and_nearly_all_of_a_mixtures_bytes_go(name, weights, most):

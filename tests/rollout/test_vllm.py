@@ -16,20 +16,24 @@ from tidemill.errors import ModelError
 from tidemill.models import lora
 from tidemill.rollout.engine import Request, Sampling
 from tidemill.rollout.hf import HFEngine, _plain
-from tidemill.rollout.vllm import VLLMEngine
+from tidemill.rollout.vllm import VLLMEngine, check_version
+from tidemill.rollout.vllm_kept import KeptMass
 from tidemill.rollout.vllm_worker import WeightLoader
 
 
 class FakeVLLM(WeightLoader):
-    """`LLM`, its engine and its worker in one: greedy, one token per request and step, with weights of its own."""
+    """`LLM`, its engine and its worker in one: greedy where nothing is truncated, one token per request and step, with
+    weights of its own. Like vLLM it gives log-probabilities of what it drew from."""
 
-    def __init__(self, model: Any, *, head_stays: bool = False) -> None:
+    def __init__(self, model: Any, *, head_stays: bool = False, kept: KeptMass | None = None) -> None:
         self.llm_engine = self.model_runner = self
         self.device = "cpu"
         self.model = copy.deepcopy(model)
         self.head_stays = head_stays
         self.queue: dict[str, tuple[list[int], Any, list[int]]] = {}
         self.slept: list[int] = []
+        self.kept = kept
+        self.loads = 0
 
     def add_request(self, name: str, prompt: dict[str, list[int]], params: Any) -> None:
         self.queue[name] = (prompt["prompt_token_ids"], params, [])
@@ -44,12 +48,16 @@ class FakeVLLM(WeightLoader):
     def reload_weights(self, weights_iterator: Any) -> None:
         named = {n: t.clone() for n, t in weights_iterator if not (self.head_stays and n.startswith("lm_head"))}
         self.model.load_state_dict(named, strict=False)
+        self.loads += 1
 
     def reset_prefix_cache(self) -> None: ...
 
     def sleep(self, level: int) -> None:
         assert not self.queue
         self.slept.append(level)
+        if level == 2:
+            for parameter in self.model.parameters():
+                parameter.data.fill_(torch.nan)
 
     def wake_up(self) -> None: ...
 
@@ -59,8 +67,13 @@ class FakeVLLM(WeightLoader):
         for name, (prompt, params, made) in list(self.queue.items()):
             with _plain(self.model):
                 logits = self.model(torch.tensor([[*prompt, *made]]), use_cache=False).logits[0].float()
-            scores = logits.log_softmax(-1)
+            if self.kept is not None:
+                self.kept.update([0], [(0, params, prompt, made)], [])
+                logits[-1:] = self.kept.truncate(logits[-1:])
+            scores = (logits / (params.temperature or 1.0)).log_softmax(-1)
             token = int(scores[-1].argmax())
+            if scores[-1].isinf().any():  # truncated: the least likely of what is left
+                token = int(scores[-1].masked_fill(scores[-1].isinf(), 0.0).argmin())
             made.append(token)
             reason = "stop" if token in (params.stop_token_ids or ()) else None
             reason = reason or ("length" if len(made) >= params.max_tokens else None)
@@ -76,12 +89,13 @@ class FakeVLLM(WeightLoader):
 
 
 def params(**how: Any) -> Any:
-    return SimpleNamespace(**{"stop_token_ids": None, **how})
+    return SimpleNamespace(**{"stop_token_ids": None, "extra_args": None, **how})
 
 
-def make(model: Any, **fake: Any) -> tuple[VLLMEngine, FakeVLLM]:
+def make(model: Any, sleep_level: int = 1, **fake: Any) -> tuple[VLLMEngine, FakeVLLM]:
     llm = FakeVLLM(model, **fake)
-    return VLLMEngine(llm, params, model, eos_ids=[2], max_len=64), llm
+    options = {"kept": llm.kept, "sleep_level": sleep_level}
+    return VLLMEngine(llm, params, model, eos_ids=[2], max_len=64, **options), llm
 
 
 def asked(count: int = 3, **how: Any) -> list[Request]:
@@ -161,12 +175,103 @@ def test_sleep_keeps_what_was_running(model: Any) -> None:
     assert len(done) == 4 and all(len(c.tokens) == len(c.logprobs) for c in done.values())
 
 
-def test_what_vllm_cannot_account_for_is_an_error_of_that_request_alone(model: Any) -> None:
+def test_at_level_2_the_weights_come_with_the_next_load_and_only_once(model: Any) -> None:
+    learner = copy.deepcopy(model)
+    engine, llm = make(learner, sleep_level=2)
+    wanted = {key: c.tokens for key, c in roll(engine, asked(2)).items()}
+    for request in asked(2):
+        engine.submit(request)
+    engine.step()
+    engine.sleep()
+    assert llm.slept == [2]
+    with torch.no_grad():
+        for parameter in learner.parameters():
+            parameter.mul_(1.02)
+    engine.wake()
+    assert llm.loads == 0
+    engine.load(None, 1)
+    assert llm.loads == 1 and all(torch.equal(a, b) for a, b in zip(learner.parameters(), llm.model.parameters()))
+    done = roll(engine, [])
+    assert len(done) == 4 and all(c.versions == [0] + [1] * (len(c.tokens) - 1) for c in done.values())
+    engine.sleep()
+    engine.wake()
+    with torch.no_grad():
+        for parameter in learner.parameters():
+            parameter.div_(1.02)
+    assert {key: c.tokens for key, c in roll(engine, asked(2)).items()} == wanted  # no load came: the learner's of now
+    assert llm.loads == 2
+
+
+def test_after_level_2_a_load_of_some_weights_brings_the_others_too(model: Any) -> None:
+    engine, llm = make(model, sleep_level=2)
+    engine.sleep()
+    engine.wake()
+    engine.load([(n, p) for n, p in model.named_parameters() if "layers.0." in n], 1)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), llm.model.parameters()))
+
+
+@pytest.mark.parametrize("how", [{"top_p": 0.9}, {"logit_bias": {3: 1.0}}, {"allowed_tokens": (3, 4)}], ids=str)
+def test_what_vllm_cannot_account_for_is_an_error_of_that_request_alone(model: Any, how: dict[str, Any]) -> None:
     engine, _ = make(model)
-    bad = Request(7, [5, 6], Sampling(top_p=0.9), n=1)
+    bad = Request(7, [5, 6], Sampling(**how), n=1)
     done = roll(engine, [bad, *asked(1)])
     assert done[7, 0].finish == "error" and "native" in (done[7, 0].error or "")
     assert done[0, 0].finish in ("stop", "length")
+
+
+@pytest.mark.parametrize("how", [{"top_k": 3}, {"top_p": 0.5, "temperature": 0.7}, {"min_p": 0.3}], ids=str)
+def test_the_mass_that_truncation_keeps_is_recorded(model: Any, how: dict[str, Any]) -> None:
+    """Log-probabilities are of the whole distribution, as with the other engines, also after a pause."""
+    engine, _ = make(model, kept=KeptMass())
+    plain = Request(9, [5, 6, 7], Sampling(temperature=0.0, max_tokens=9), n=2)
+    for request in [*asked(2, **{"temperature": 1.0, **how}), plain]:
+        engine.submit(request)
+    early = engine.step() + engine.step()
+    engine.resume(engine.pause())
+    done = [*early, *roll(engine, []).values()]
+    truncated = [c for c in done if c.kept is not None]
+    assert len(truncated) == 4 and len(done) == 6
+    for completion in truncated:
+        start, heat = len(completion.request.prompt), completion.request.sampling.temperature
+        with torch.no_grad(), _plain(model):
+            ids = torch.tensor([[*completion.request.prompt, *completion.tokens]])
+            logits = model(ids, use_cache=False).logits[0, start - 1 : -1].float() / heat
+        whole = logits.log_softmax(-1)
+        np.testing.assert_allclose(completion.logprobs, whole.gather(1, ids[0, start:, None])[:, 0].numpy(), atol=1e-4)
+        for row, kept in zip(whole, completion.kept or ()):
+            p = row.exp().sort(descending=True).values
+            p[how.get("top_k", len(p)) :] = 0
+            p[(p.cumsum(0) - p) >= how.get("top_p", 2.0) * p.sum()] = 0
+            p[p < how.get("min_p", 0.0) * p[0]] = 0
+            assert kept == pytest.approx(float(p.sum().log()), abs=1e-4)
+    assert engine.kept is not None and not engine.kept._kept and not engine.kept._asked
+
+
+def test_the_mass_follows_rows_that_vllm_moves() -> None:
+    kept, logits = KeptMass(), torch.randn(4, 20, generator=torch.Generator().manual_seed(0))
+    hows = {"a": Sampling(top_k=1), "b": Sampling(top_k=2), "c": Sampling()}
+    for name, how in hows.items():
+        kept.expect(name, how)
+    rows = [(i, params(extra_args={"tidemill": name}), [], [9] * i) for i, name in enumerate(hows)]
+    kept.update([], rows, [])
+    assert kept.truncate(logits.clone()).isfinite().sum(1).tolist() == [1, 2, 20, 20]
+    kept.update([], [], [(0, 3, False), (1, 2, True)])
+    assert kept.truncate(logits.clone()).isfinite().sum(1).tolist() == [20, 20, 2, 1]
+    kept.update([3], [], [])
+    assert kept.truncate(logits.clone()).isfinite().sum(1).tolist() == [20, 20, 2, 20]
+    best = logits.log_softmax(-1).sort(1, descending=True).values
+    assert kept.of("a", 0, 1) == pytest.approx([float(best[3, 0])])  # written twice; the later one counts
+    assert kept.of("b", 1, 1) == pytest.approx([float(best[2, :2].logsumexp(0))])
+
+
+@pytest.mark.parametrize(("version", "is_old"), [("0.19.3", True), ("0.20.0", False), ("0.32.0+cpu", False),
+                                                 ("1.0", False), ("0.1.dev1+g3a", False), ("dev", False)])  # fmt: skip
+def test_a_vllm_that_is_too_old_is_refused_by_name(version: str, is_old: bool) -> None:
+    if is_old:
+        with pytest.raises(ModelError, match=r"0\.20 or newer; 0\.19\.3"):
+            check_version(version)
+    else:
+        check_version(version)
 
 
 def test_a_cancelled_request_leaves_nothing_behind(model: Any) -> None:

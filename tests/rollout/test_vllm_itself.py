@@ -50,7 +50,8 @@ def small_model(is_tied: bool) -> Any:
 
 @pytest.fixture(scope="module", params=["tied", "own"])
 def engine(request: pytest.FixtureRequest) -> Iterator[VLLMEngine]:
-    engine = start(small_model(request.param == "tied"), eos_ids=[2], max_len=160, max_seqs=16, enforce_eager=True)
+    model = small_model(request.param == "tied")
+    engine = start(model, eos_ids=[2], max_len=160, max_seqs=16, enforce_eager=True, truncates=True)
     yield engine
     engine.close()
 
@@ -163,6 +164,46 @@ def test_a_cancelled_request_ends_and_others_go_on(engine: VLLMEngine) -> None:
     assert [len(done[1, i].tokens) for i in (0, 1)] == [24, 24]
 
 
+@pytest.mark.parametrize("how", [{"top_k": 5}, {"top_p": 0.6, "temperature": 0.7}, {"min_p": 0.2}], ids=str)
+def test_truncated_tokens_come_with_the_mass_that_was_kept(engine: VLLMEngine, how: dict[str, Any]) -> None:
+    """Beside plain requests, with more samples than rows, so that vLLM moves rows about."""
+    done = roll(engine, [*asked(6, **how), *asked(6, first=20)])
+    assert gap(engine, {k: c for k, c in done.items() if k[0] < 20}, how.get("temperature", 1.0)).mean < ROUNDING
+    for (request, _), completion in done.items():
+        if request >= 20:
+            assert completion.kept is None
+            continue
+        start, heat = len(completion.request.prompt), completion.request.sampling.temperature
+        ids = torch.tensor([[*completion.request.prompt, *completion.tokens]])
+        with torch.no_grad(), _plain(engine.model):
+            logits = engine.model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1] / heat
+        for row, token, kept in zip(logits.softmax(-1), completion.tokens, completion.kept or ()):
+            p = row.sort(descending=True).values
+            p[how.get("top_k", VOCAB) :] = 0
+            p[(p.cumsum(0) - p) >= how.get("top_p", 2.0) * p.sum()] = 0
+            p[p < how.get("min_p", 0.0) * p[0]] = 0
+            assert row[token] >= p[p > 0].min() * 0.999
+            assert kept == pytest.approx(float(p.sum().log()), abs=5e-3)  # an edge may round to the other side
+        assert completion.kept is not None and len(completion.kept) == len(completion.tokens)
+
+
+def test_at_level_2_the_next_load_brings_the_weights(engine: VLLMEngine) -> None:
+    engine.sleep_level = 2
+    try:
+        for request in asked(2, ignore_eos=True):
+            engine.submit(request)
+        engine.step()
+        engine.sleep()
+        shuffle(engine.model, 31)
+        engine.wake()
+        assert not engine.has_weights
+        engine.load(None, engine.version + 1)
+        done = roll(engine, [])
+        assert len(done) == 4 and gap(engine, roll(engine, asked())).mean < ROUNDING
+    finally:
+        engine.sleep_level = 1
+
+
 def test_sleep_and_wake_keep_what_was_running(engine: VLLMEngine) -> None:
     """vLLM gives no memory back on a CPU; what runs must come through all the same."""
     for request in asked(2, ignore_eos=True):
@@ -182,5 +223,7 @@ def test_more_requests_than_slots_all_end(engine: VLLMEngine) -> None:
 
 
 def test_a_bad_request_is_one_error(engine: VLLMEngine) -> None:
-    done = roll(engine, [Request(7, [VOCAB + 3], Sampling()), Request(8, [5], Sampling(top_p=0.5)), *asked(1)])
+    done = roll(
+        engine, [Request(7, [VOCAB + 3], Sampling()), Request(8, [5], Sampling(logit_bias={3: 1.0})), *asked(1)]
+    )
     assert done[7, 0].finish == done[8, 0].finish == "error" and done[0, 0].finish in ("stop", "length")

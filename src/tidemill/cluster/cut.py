@@ -148,6 +148,7 @@ class CutScoreWorker(ScoreWorker):
         return lease
 
     def _score(self, lease: Lease | None) -> None:
+        self.my_turn()
         with self.tally.time(self.name):
             found = self.model.logprobs_own(self.team.share(None if lease is None else lease.batch))
             if lease is not None:
@@ -236,6 +237,7 @@ class CutLearnWorker(RankLearnWorker):
         if batch is not None:
             batch = self._counted_in(batch)
         shared = self.team.share(batch)
+        self.my_turn()
         with self.tally.time(self.name):
             self.parts.accumulate_own(shared)
         if shared is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +36,7 @@ from tidemill.errors import ConfigError
 from tidemill.flow.ahead import Ahead
 from tidemill.flow.evaluate import averaged, decoder, evaluate
 from tidemill.flow.feed import FEEDS, Feed
+from tidemill.flow.handover import Handover, state_of, take_turns
 from tidemill.flow.records import Evaluation
 from tidemill.flow.reference import ReferenceKeeper
 from tidemill.flow.rewarding import RewardWorker
@@ -58,6 +60,8 @@ from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import Completion, Partial, RolloutEngine
 from tidemill.rollout.make import make_engine, make_plain, with_turns
 from tidemill.rollout.native import parallel
+from tidemill.settings import turns
+from tidemill.settings.turns import HandedOver
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,8 @@ class Kit:
     ahead: Ahead | None = None  # of the feeder: whose rows are in the dock
     puts: Puts | None = None
     keeper: ReferenceKeeper | None = None
+    handed_over: HandedOver = "never"
+    turns: Handover | None = None  # where rollout and learning share the device
     kept_samples: list[dict[str, Any]] = field(default_factory=list)
     follows: bool = False  # another rank of an engine
     judged: int = 0  # steps that evaluations took, and outcomes of their answers
@@ -171,7 +177,12 @@ class Kit:
             engine = make_engine(self.loaded, self.config.model_copy(update={"rollout": own}))
         _, held_out = open_source(self.config.data, self.config.seed)
         encode = PromptTokens(self.tokenizer, self.config.data)
-        with Scorer(self.config.rewards, self.moved_on) as scorer, averaged(self.learner, engine):
+        kind = self.config.device.partition(":")[0]
+        with (
+            self._judging(),
+            Scorer(self.config.rewards, self.moved_on, kind) as scorer,
+            averaged(self.learner, engine),
+        ):
             seen = evaluate(
                 _Judged(engine, self),
                 held_out,
@@ -187,6 +198,15 @@ class Kit:
             engine.resume(paused.half_made)
             rollout.take_in(paused.done)
         return seen
+
+    @contextlib.contextmanager
+    def _judging(self) -> Iterator[None]:
+        """A trained reward model that only an evaluation wants here is on the device no longer than that."""
+        yield
+        if self.config.rewards.models and self.scorer is None:
+            from tidemill.reward import model  # has been imported, if there was one
+
+            model.close_all()
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The learner's part of a checkpoint."""
@@ -233,6 +253,9 @@ class Kit:
             advantage = self.workers.get("advantage")
             if isinstance(advantage, AdvantageWorker):
                 self.keeper.replace(advantage)
+        if self.turns is not None:
+            self.turns.tally = tally
+            take_turns(self.workers.values(), self.turns)
 
     def close(self) -> None:
         if self.scorer is not None:
@@ -249,11 +272,14 @@ def equip(task: Assignment, dock: KeptDock) -> Kit:
     torch.set_num_threads(config.threads or 1)  # several processes share the node's cores
     if config.deterministic:
         determinism.demand()
-    device = devices.pick(config.device.partition(":")[0]).torch_device  # which one, whoever placed it has decided
+    place = devices.pick(config.device.partition(":")[0])  # which one, whoever placed it has decided
+    device = place.torch_device
     algorithm = get_algorithm(config.algorithm.name)
     group = post.group
     world = World(post.rank, group.ranks) if group.name == LEARNER else World(post.part, group.engine_ranks)
     kit = Kit(post.stages, config, algorithm, dock, counts_of(task, task.dock), world, device)
+    if group.has_engine and group.name == LEARNER:
+        kit.handed_over = turns.chosen(config, turns.made(config.model, task.model_path), place)
     is_cut = post.group.is_cut
     if post.group.engine_ranks > 1:
         kit.loaded = share_of_model(task, device)
@@ -284,7 +310,7 @@ def equip(task: Assignment, dock: KeptDock) -> Kit:
         kit.feed = FEEDS[algorithm.food](training, config, encode, algorithm.greedy_rows)
         kit.open_feed()
     if "reward" in post.stages:
-        kit.scorer = Scorer(config.rewards)
+        kit.scorer = Scorer(config.rewards, device=config.device.partition(":")[0])
     if not is_cut:
         _staff(kit)
     return kit
@@ -357,6 +383,12 @@ def _staff(kit: Kit) -> None:
     for stage in kit.stages:
         kit.workers[stage] = makers[stage]()
     kit.keeper = ReferenceKeeper.of(kit.config, list(kit.workers.values()))
+    if kit.loaded is not None and kit.handed_over != "never":
+        away = None
+        if kit.handed_over == "all":
+            away = state_of(kit.loaded.model, kit.device, lambda: kit.workers.values())
+        kit.turns = Handover(kit.engine, kit.tally, devices.pick(str(kit.device)), kit.handed_over, away)
+        take_turns(kit.workers.values(), kit.turns)
 
 
 def updates_of(config: Config) -> int:

@@ -47,6 +47,10 @@ class Starter(Protocol):
     def home(self) -> tuple[str, str]:
         """This process's own node, and its address."""
 
+    @property
+    def address(self) -> str:
+        """Of the Ray that places processes; "" where there is none."""
+
     def describe(self) -> str: ...
 
     def close(self) -> None: ...

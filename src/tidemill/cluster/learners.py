@@ -211,6 +211,7 @@ class RankLearnWorker(LearnWorker):
                         self._accumulate(whole.gather(rows))
                 if (place == update).any():
                     self.has_begun = True
+                    self.my_turn()
                     with self.tally.time(self.name):
                         measured = self.world.update(self.own)
                     if self.world.rank == 0:

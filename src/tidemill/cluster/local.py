@@ -31,6 +31,7 @@ from tidemill.flow.ahead import Ahead, OpenStep, staleness_limit
 from tidemill.flow.beside import Beside, EveryStep
 from tidemill.flow.evaluate import averaged, decoder, evaluate
 from tidemill.flow.feed import FEEDS, Feed
+from tidemill.flow.handover import Away, Handover, state_of, take_turns
 from tidemill.flow.learning import LearnWorker
 from tidemill.flow.records import Evaluation
 from tidemill.flow.reference import ReferenceKeeper
@@ -53,6 +54,7 @@ from tidemill.observe.metrics import MetricsWriter
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import RolloutEngine
 from tidemill.rollout.make import make_engine
+from tidemill.settings import turns
 from tidemill.trained import keep_definition
 
 
@@ -73,6 +75,7 @@ class Workers:
     learn: LearnWorker
     tally: Tally
     held_out: Source
+    turns: Handover
     critic: ValueLearner | RankedCritic | None = None
     own_copy: OwnCopy | None = None  # of the weights, for a rollout that is separated
     kept_samples: list[dict[str, Any]] = field(default_factory=list)
@@ -114,6 +117,7 @@ class Workers:
         self.kept_samples.clear()
 
     def evaluate(self, size: int, samples: int) -> Evaluation:
+        self.turns.rolling()
         with averaged(self.learner, self.engine):
             return evaluate(
                 self.engine,
@@ -135,6 +139,7 @@ class Workers:
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """At a step boundary. Samples of later steps that are in the dock go with it; half-made ones are made again."""
+        self.turns.learning()
         tensors, learner = self.learner.state() if isinstance(self.learner, Learner) else ({}, {})
         state: dict[str, Any] = {"learner": learner, "feed": self.feed.state()}
         if self.ahead.lead:
@@ -161,6 +166,7 @@ class Workers:
             self.learner.save(folder, step, own | state, tensors, is_last, **marks)
 
     def restore(self, path: Path) -> dict[str, Any]:
+        self.turns.learning()
         if isinstance(self.learner, Learner):
             tensors, state = checkpoint.load(path)
             self.learner.restore(tensors, state["learner"])
@@ -192,6 +198,8 @@ class Workers:
         """What changes between steps: level of problems, KL coefficient, reference. Gives new warnings, in words."""
         self.feed.report(measured)
         if self.kl is not None:
+            if self.kl.moves_after(step):
+                self.turns.learning()
             self.kl.after_step(step, measured, self.loaded.model)
         self.history.append(measured)
         fresh = [sign for sign in health.signs(self.history) if sign.sign not in self.told]
@@ -202,7 +210,8 @@ class Workers:
         """The learner's weights are what rollout serves from now on."""
         if isinstance(self.learner, RankedLearner):
             self.learner.publish()
-        self.engine.load(None, self.learner.version)
+        if not self.turns.serve(self.learner.version):
+            self.engine.load(None, self.learner.version)
         if self.own_copy is not None:
             with self.tally.time("publish"):
                 self.own_copy.publish(self.learner.version)
@@ -239,10 +248,11 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
     algorithm = get_algorithm(config.algorithm.name)
     graph = algorithm.graph(config)
     training, held_out = open_source(config.data, config.seed)
+    handed_over = turns.chosen(config, turns.made(config.model, model_path), device)
     loaded = load(config.model, seed=config.seed, device=device.torch_device, path=model_path)
     check_window(config, loaded)
     with contextlib.ExitStack() as undo:
-        scorer = undo.enter_context(Scorer(config.rewards))
+        scorer = undo.enter_context(Scorer(config.rewards, device=config.device))
         encode = PromptTokens(loaded.tokenizer, config.data)
         feed = FEEDS[algorithm.food](training, config, encode, algorithm.greedy_rows)
         train = config.train
@@ -331,10 +341,16 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
         if critic is not None and learn_values is not None:
             makers |= {"values": lambda: ValueWorker(dock, critic, config, tally), "learn_values": lambda: learn_values}
         stages = [makers[stage.name]() for stage in graph.stages]
+        away: Away | None = learner if isinstance(learner, RankedLearner) else None
+        if handed_over == "all" and away is None:
+            away = state_of(loaded.model, device.torch_device, lambda: stages)
+        taken = Handover(engine, tally, device, handed_over, away)
+        take_turns(stages, taken)
         undo.pop_all()
     own_critic = critic if algorithm.has_critic else None  # a reward model is the learner itself
     return Workers(
         *(config, loaded, algorithm, dock, feed, ahead, engine, learner, scorer, stages, learn, tally, held_out),
+        turns=taken,
         critic=own_critic,
         own_copy=own_copy,
         kl=ReferenceKeeper.of(config, stages),
@@ -386,7 +402,7 @@ def check_window(config: Config, loaded: Loaded) -> None:
 def evaluate_trained(loaded: Loaded, config: Config, *, size: int, samples: int) -> Evaluation:
     """Measure a model that is not being trained."""
     _, held_out = open_source(config.data, config.seed)
-    with Scorer(config.rewards) as scorer:
+    with Scorer(config.rewards, device=config.device) as scorer:
         return evaluate(
             make_engine(loaded, config),
             held_out,

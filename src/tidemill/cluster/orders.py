@@ -43,7 +43,6 @@ class Orders:
         self.first_token: float | None = None
         self._carrier: weights.Carrier | None = None
         self._stores: dict[str, Any] = {}
-        self._is_asleep = False  # the engine
         self.is_leaving = False  # the dock is no longer there, or soon will not be
 
     def _dock(self, address: Address) -> KeptDock:
@@ -126,19 +125,23 @@ class Orders:
 
     def work_on(self, stages: tuple[str, ...]) -> None:
         self.open = tuple(s for s in self.kit.workers if s in stages)
-        if self.kit.cut is not None:
-            self._hand_over("rollout" in stages)
+        self._hand_over("rollout" in stages)
 
     def _hand_over(self, rolls_out: bool) -> None:
-        """Rollout and a cut learner in one process take turns with the memory: the cache goes while others work."""
-        engine = self.kit.engine
-        if engine is None or engine.has_work or rolls_out != self._is_asleep:
+        """Rollout and learning in one process take turns with its device's memory. Workers say so themselves too, but
+        then all ranks of an engine have slept before one of them learns."""
+        turns, engine = self.kit.turns, self.kit.engine
+        if turns is None:
             return
         if rolls_out:
-            engine.wake()
-        else:
-            engine.sleep()
-        self._is_asleep = not rolls_out
+            turns.rolling()
+        elif engine is None or not engine.has_work:
+            turns.learning()
+
+    def _look_at_learner(self) -> None:
+        """What learning keeps is on the device."""
+        if self.kit.turns is not None:
+            self.kit.turns.learning()
 
     def begin(self, first_group: int, tag: str | None) -> None:
         """A new step for every stage."""
@@ -220,6 +223,7 @@ class Orders:
             return None
         if self.kit.keeper.moves_after(step):
             self._in_turn()
+            self._look_at_learner()
         self.kit.keeper.after_step(step, measured, self.kit.loaded.model if self.kit.loaded is not None else None)
         return measured.get("kl_coef")
 
@@ -238,6 +242,7 @@ class Orders:
     ) -> None:
         """Ranks of a cut learner write while training goes on; with `wait`, come back when it is on disk."""
         self._in_turn()
+        self._look_at_learner()
         marks: dict[str, Any] = {"keep": self.kit.config.checkpoint.keep, "best": best, "metric": metric}
         if (part := self.kit.cut) is None:
             tensors, own = self.kit.state()
@@ -259,6 +264,7 @@ class Orders:
             self.kit.cut.learner.saver.wait()
 
     def restore(self, path: Path) -> dict[str, Any]:
+        self._look_at_learner()
         if (part := self.kit.cut) is not None:
             state = part.learner.load(path, part.critic, self._moving_reference())
             if self.kit.keeper is not None:
@@ -352,7 +358,9 @@ class Orders:
         engine = self.kit.engine
         if engine is None:
             return
-        self._hand_over(True)
+        if self.kit.turns is not None and self.kit.turns.serve(version):
+            self.is_whole = True
+            return
         reread = self.kit.config.flow.half_made == "reread" and engine.has_work
         half_made = engine.pause() if reread else []
         engine.load(None, version)

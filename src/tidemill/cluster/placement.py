@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from tidemill.errors import ConfigError
 from tidemill.graph import Graph
 
 LEARNER, ROLLOUT, REWARD, REFERENCE = "learner", "rollout", "reward", "reference"
+REWARD_MODEL = "reward_model"
 ONE_PLACE = ("advantage",)  # a whole step may be judged at once: only the first process of its group does it
 Resources = Mapping[str, float]  # as Ray counts them: CPU, GPU, NPU, …
 
@@ -114,25 +116,35 @@ def _shared(group: Group) -> str:
 
 
 def place(config: Config, graph: Graph, accelerator: str | None = None) -> Placement:
-    """Stages to groups. `accelerator`: the resource that learners and rollout need one of each, None for the CPU."""
+    """Stages to groups. `accelerator`: the resource that whoever has a model needs one of, None for the CPU."""
     wanted = config.cluster
+    places = wanted.placement
     home = {
-        "rollout": LEARNER if wanted.placement.rollout == "colocated" else ROLLOUT,
-        "reward": LEARNER if wanted.placement.reward == "colocated" else REWARD,
-        "reference": LEARNER if wanted.placement.reference == "colocated" else REFERENCE,
+        "rollout": LEARNER if places.rollout == "colocated" else ROLLOUT,
+        "reward": LEARNER if places.reward == "colocated" else REWARD,
+        "reference": LEARNER if places.reference == "colocated" else REFERENCE,
     }
     stages: dict[str, list[str]] = {LEARNER: []}
-    for role in home.values():
+    for role in (*home.values(), REWARD_MODEL):
         stages.setdefault(role, [])
     for stage in graph.stages:
-        stages[home.get(stage.role, LEARNER)].append(stage.name)
+        own_home = home.get(stage.role, LEARNER)
+        if stage.name == "reward" and config.rewards.models:  # where the model is; feed and advantages need no device
+            own_home = LEARNER if places.reward_model == "colocated" else REWARD_MODEL
+        stages[own_home].append(stage.name)
     parts = config.learn.parallel.ranks
     tp = config.rollout.tp
-    ranks = {LEARNER: max(wanted.learners, parts), ROLLOUT: wanted.rollouts * tp, REWARD: wanted.rewards, REFERENCE: 1}
+    ranks = {
+        LEARNER: max(wanted.learners, parts),
+        ROLLOUT: wanted.rollouts * tp,
+        REWARD: wanted.rewards if "reward" in stages.get(REWARD, ()) else 1,  # feed and advantages have one place
+        REFERENCE: 1,
+        REWARD_MODEL: wanted.reward_models,
+    }
     groups = []
     for name, own in stages.items():
-        if name == REFERENCE and not own:
-            continue  # nothing to compare with
+        if name in (REFERENCE, REWARD_MODEL) and not own:
+            continue  # nothing to compare with, or to judge by
         on_device = name != REWARD and accelerator is not None
         needs = {"CPU": wanted.cpus} | ({str(accelerator): 1.0} if on_device else {})
         groups.append(
@@ -201,15 +213,20 @@ def _smaller(placement: Placement, wanted: Cluster) -> Iterator[tuple[Placement,
     is_cut = placement.learners.is_cut  # then all parts are needed
     own = placement.group(ROLLOUT)
     tp = own.engine_ranks if own is not None else 1
-    for learners in (placement.learners.ranks,) if is_cut else range(wanted.learners, 0, -1):
-        for rollouts in range(wanted.rollouts, 0, -1):
-            for rewards in range(wanted.rewards, 0, -1):
-                counts = {LEARNER: learners, ROLLOUT: rollouts * tp, REWARD: rewards}
-                groups = tuple(replace(g, ranks=counts.get(g.name, g.ranks)) for g in placement.groups)
-                keys = {} if is_cut else {"learners": learners}
-                keys |= {"rollouts": rollouts, "rewards": rewards}
-                words = " ".join(f"cluster.{k}={v}" for k, v in keys.items() if v != getattr(wanted, k))
-                yield Placement(groups), words
+    sizes = {
+        "learners": (placement.learners.ranks,) if is_cut else range(wanted.learners, 0, -1),
+        "rollouts": range(wanted.rollouts, 0, -1),
+        "rewards": range(wanted.rewards, 0, -1),
+        "reward_models": range(wanted.reward_models, 0, -1),
+    }
+    for chosen in itertools.product(*sizes.values()):
+        asked = dict(zip(sizes, chosen, strict=True))
+        counts = {LEARNER: asked["learners"], ROLLOUT: asked["rollouts"] * tp, REWARD_MODEL: asked["reward_models"]}
+        if "reward" in getattr(placement.group(REWARD), "stages", ()):
+            counts[REWARD] = asked["rewards"]
+        groups = tuple(replace(g, ranks=counts.get(g.name, g.ranks)) for g in placement.groups)
+        keys = {k: v for k, v in asked.items() if not (is_cut and k == "learners")}
+        yield Placement(groups), " ".join(f"cluster.{k}={v}" for k, v in keys.items() if v != getattr(wanted, k))
     if is_cut or tp > 1:
         return
     one = replace(placement.learners, ranks=1)

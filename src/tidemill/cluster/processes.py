@@ -17,6 +17,7 @@ PLENTY = 64.0  # processes of one machine share its cores as they can, and its d
 
 class ProcessStarter:
     home = ("node0", "127.0.0.1")
+    address = ""
 
     def __init__(self, forks: Forks) -> None:
         self._forks = forks

@@ -20,6 +20,7 @@ from tidemill.cluster.ranks import Ranks
 from tidemill.config import Config
 from tidemill.device import determinism, host
 from tidemill.errors import ConfigError
+from tidemill.flow.handover import LearningState, optimizer_tensors
 from tidemill.learn.parallel.build import Place
 from tidemill.learn.parallel.build import critic as build_critic
 from tidemill.learn.parallel.build import learner as build_learner
@@ -99,6 +100,13 @@ class RankedLearner:
         """The model of this process is as the ranks' weights are now."""
         self._call(_publish)
         bring_over(self.model, self.shared)
+
+    def out(self) -> int:
+        """The optimizers' state leaves the ranks' devices, for rollout to work; how many bytes."""
+        return sum(self._call(_out))
+
+    def back(self) -> None:
+        self._call(_back)
 
     def save(
         self, folder: Path, step: int, state: Mapping[str, Any], more: Mapping[str, Tensor], wait: bool, **marks: Any
@@ -253,6 +261,21 @@ def _publish() -> None:
                 if piece.rank == rank:
                     target[tuple(slice(*b) for b in piece.box)] = own[f"model.{name}"]
     dist.barrier()
+
+
+def _out() -> int:
+    away: LearningState = _held.setdefault("away", LearningState(_held["place"].device, _optimizers))
+    return away.out()
+
+
+def _back() -> None:
+    _held["away"].back()
+
+
+def _optimizers() -> list[Tensor]:
+    kind = _held["place"].kind
+    roles = [_held[role] for role in ("learner", "critic") if role in _held]
+    return [t for role in roles for t in optimizer_tensors(role.optimizer) if t.device.type == kind]
 
 
 def _average() -> None:

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from tidemill.cluster import status
 from tidemill.cluster.forks import Forks, environment
 from tidemill.cluster.handle import WorkerLost
 from tidemill.cluster.placement import LEARNER, ROLLOUT, Placement, PlacementError, Post, Resources
@@ -42,10 +43,13 @@ class RayHost:
 
     def __init__(self, name: str, logs: str, forks: str) -> None:
         self._worker = Forks(Path(forks)).spawn(name, Path(logs))
+        self._stacks = Path(logs) / f"{name}.stacks"
 
     def answer(self, method: str, args: tuple[Any, ...], number: int) -> Answer:
         if method == "where":
             return Answer((ray.get_runtime_context().get_node_id(), own_address()))
+        if method == "look":  # from outside: the worker itself may not be able to answer
+            return Answer(status.stacks_of(self._worker.pid, self._stacks))
         told: Answer = self._worker.pass_on(method, args, number).result()
         return told
 
@@ -68,8 +72,11 @@ class Storehouse:
 
 
 class RayStarter:
-    def __init__(self, settings: Cluster, name: str, forks: Forks, engine_ranks: int = 1) -> None:
+    def __init__(
+        self, settings: Cluster, name: str, forks: Forks, engine_ranks: int = 1, has_reward_model: bool = False
+    ) -> None:
         self.settings, self.name, self._forks, self._engine_ranks = settings, name, forks, engine_ranks
+        self._has_reward_model = has_reward_model
         self._is_own = False
         self._folder: Path | None = None
         self._environment: dict[str, Any] = {"runtime_env": {"env_vars": environment()}}  # of each worker
@@ -126,6 +133,7 @@ class RayStarter:
         wanted = self.settings
         posts = wanted.learners + wanted.rollouts * self._engine_ranks + wanted.rewards
         posts += wanted.placement.reference == "separated"
+        posts += wanted.reward_models if self._has_reward_model else 0
         return max(os.cpu_count() or 1, int(posts * wanted.cpus + 0.999))
 
     # What there is
@@ -135,8 +143,12 @@ class RayStarter:
         alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         return [{name: node["Resources"].get(name, 0.0) for name in shown} for node in alive]
 
+    @property
+    def address(self) -> str:
+        return str(ray.get_runtime_context().gcs_address)
+
     def describe(self) -> str:
-        return f"Ray at {ray.get_runtime_context().gcs_address}"
+        return f"Ray at {self.address}"
 
     def reserve(self, placement: Placement) -> None:
         for group in placement.groups:

@@ -89,7 +89,7 @@ def make_starter(config: Config, folder: RunFolder) -> Starter:
             return ProcessStarter(forks)
         from tidemill.cluster.ray import RayStarter
 
-        return RayStarter(cluster, folder.config.name, forks, config.rollout.tp)
+        return RayStarter(cluster, folder.config.name, forks, config.rollout.tp, bool(config.rewards.models))
     except BaseException:
         forks.close()
         raise
@@ -121,7 +121,7 @@ class RemoteWorkers:
         self.dock: RemoteDock | None = None
         self.parameters = self.bad_rows = self.stalls = 0
         self.kl_coef: float | None = None  # where it is steered: whoever comes (back) is told
-        self._looked = 0.0
+        self._looked, self._told_step = 0.0, 0
         self.feed_state: dict[str, Any] = {}
         self._first_feed: dict[str, Any] = {}
         self._history: list[dict[str, float]] = []
@@ -270,12 +270,14 @@ class RemoteWorkers:
         else:
             raise WorkerLost("nothing moves and nobody is at work")
 
-    def look(self, state: DockState | None = None) -> None:
-        """Leave word of how things stand for `tidemill status`, now and then."""
+    def look(self, state: DockState | None = None, is_over: bool = False) -> None:
+        """Leave word of how things stand for `tidemill status`: in the midst of steps now and then, and when the first
+        begins; without a `state` at once."""
         now = time.monotonic()
-        if now - self._looked < STATUS_S and state is not None:
+        is_first = self._told_step == 0 < self.conductor.number
+        if now - self._looked < STATUS_S and state is not None and not is_first:
             return
-        self._looked = now
+        self._looked, self._told_step = now, self.conductor.number
         if self._is_up:
             self._grow_or_shrink()
         moved = self.conductor.moved_at
@@ -291,6 +293,10 @@ class RemoteWorkers:
             workers=tuple(status.of_member(m) for m in self.crew.members.values()),
             stages=status.stages_of(state) if state is not None else {},
             lost=self.crew.lost_total,
+            ray=self.starter.address,
+            home=self.starter.home[0],
+            logs=str(self.crew.logs),
+            is_over=is_over,
         )
         status.write(self.path, found)
 
@@ -360,7 +366,6 @@ class RemoteWorkers:
     def step(self, number: int, stop: Callable[[], bool]) -> None:
         self.conductor.step(number, stop)
         self.crew.step_made()
-        self.look()
 
     def measure(self) -> dict[str, float]:
         told = self._from_all("measure")
@@ -491,6 +496,9 @@ class RemoteWorkers:
 
     def close(self) -> None:
         self._settle()
+        if self._is_up and self.conductor.number >= self.config.train.steps:
+            with contextlib.suppress(OSError):  # a full disk does not keep workers from being ended
+                self.look(is_over=True)
         self.crew.close()
         self.logs.close()
         with contextlib.suppress(Exception):  # it may be what failed

@@ -10,7 +10,7 @@ from tidemill import errors
 from tidemill.errors import TidemillError
 
 UNORDERED = -1
-DIRECT = frozenset({"watch", "stacks", "equip", "leave", "where"})  # answered at once, whatever is under way
+DIRECT = frozenset({"watch", "stacks", "look", "equip", "leave", "where"})  # answered at once, whatever is under way
 
 
 class Numbers:

@@ -15,6 +15,7 @@ from tidemill.cluster.report import Report
 from tidemill.dock import DockState
 
 ASK_S = 3.0  # for a worker's own stacks, before it is looked at from outside
+LOOK_S = 20.0  # for a look from outside on another machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,16 @@ def _told(asked: Future[Any] | None, deadline: float, member: Member, logs: Path
     try:
         return str(asked.result(max(0.0, deadline - time.monotonic())).value)
     except Exception as error:  # a worker that hangs in a call that keeps the interpreter, or is gone
-        if member.pid and status.lives(member.pid):
-            return status.stacks_of(member.pid, logs / f"{member.name}.stacks")
-        return f"no answer: {error}"
+        return _from_outside(member, logs) or f"no answer: {error}"
+
+
+def _from_outside(member: Member, logs: Path) -> str:
+    """What its process is at, asked of its own machine; "" when it is not there any more."""
+    if status.is_own(member.host):
+        there = member.pid and status.lives(member.pid)
+        return status.stacks_of(member.pid, logs / f"{member.name}.stacks") if there else ""
+    assert member.handle is not None
+    try:
+        return str(member.handle.call("look").result(LOOK_S).value)
+    except Exception:  # its machine does not answer either
+        return ""

@@ -14,7 +14,7 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Any
 
-from tidemill.cluster.placement import LEARNER
+from tidemill.cluster.placement import LEARNER, ROLLOUT
 from tidemill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 FILE = "status.json"
 WANTED = "rollouts.wanted"
 STACKS_S = 15.0
+SILENT_S = 10.0  # after which it is told: workers are heard of every second or so
+NO_WORD_S = 60.0  # from a driver on another machine, whose process cannot be looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class WorkerStatus:
     waits_in: str = ""  # an operation with other ranks
     error: str = ""
     world: str = ""  # with whom: the learners, or the ranks of one engine
+    silent_s: float = 0.0  # since it was last heard of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,24 @@ class RunStatus:
     workers: tuple[WorkerStatus, ...] = ()
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
     lost: int = 0
+    ray: str = ""  # its address, where the workers are Ray's
+    home: str = ""  # the driver's node
+    logs: str = ""  # the folder, as workers know it
+    is_over: bool = False  # all steps are made
 
 
 def want_rollouts(folder: Path, count: int) -> None:
     """Leave word for the driver: so many rollout workers from now on."""
-    read(folder)
+    found = read(folder)
+    if not any(w.name.startswith(f"{ROLLOUT}-") for w in found.workers):
+        raise ConfigError(
+            f"{folder} has no rollout workers: rollout is colocated with the learners",
+            "start it with cluster.placement.rollout=separated, and it can be scaled",
+        )
+    if not is_running(found):
+        raise ConfigError(
+            f"{folder} does not run: nobody would hear of it", f"tidemill resume {folder} goes on with it"
+        )
     (folder / WANTED).write_text(str(count))
 
 
@@ -88,6 +104,7 @@ def of_member(member: Member) -> WorkerStatus:
         waits_in=report.operation if report else "",
         error=member.last_error.splitlines()[0] if member.last_error else "",
         world=world_of(member),
+        silent_s=now - member.heard if is_ready else 0.0,
     )
 
 
@@ -125,9 +142,7 @@ def render(status: RunStatus) -> str:
     """Who does what, since when; what waits for whom."""
     from tidemill.dock.view import table
 
-    is_alive = status.machine != socket.gethostname() or lives(status.driver)
-    now = time.time() if is_alive else status.written
-    running = "running" if is_alive else "its driver has ended: `tidemill resume` goes on with it"
+    running, now = _how_it_is(status)
     lines = [
         f"step {status.step} of {status.steps}, {running}; {status.where}",
         f"open: {', '.join(status.open) or 'no stage'}; last moved {now - status.since:.0f} s ago; "
@@ -138,9 +153,10 @@ def render(status: RunStatus) -> str:
     for w in status.workers:
         doing = f"{w.doing}{f', in {w.waits_in}' if w.waits_in else ''}" if w.doing else w.error or "–"
         version = str(w.version) if w.version >= 0 else "–"
+        silent = f", silent for {w.silent_s:.0f} s" if w.silent_s > SILENT_S else ""
         cells = (
             w.name,
-            w.state,
+            f"{w.state}{silent}",
             str(w.pid),
             w.host,
             doing,
@@ -156,6 +172,27 @@ def render(status: RunStatus) -> str:
         lines += ["", *table(("stage", "ready", "leased", "done"), stages)]
     lines += ["", *who_waits(status.workers, status.stages)]
     return "\n".join(lines)
+
+
+def is_running(status: RunStatus) -> bool:
+    """As far as can be seen from here."""
+    if status.is_over:
+        return False
+    if status.machine == socket.gethostname():
+        return lives(status.driver)
+    return time.time() - status.written < NO_WORD_S
+
+
+def _how_it_is(status: RunStatus) -> tuple[str, float]:
+    """Whether the driver is there, in words, and up to when its word counts."""
+    now, is_here = time.time(), status.machine == socket.gethostname()
+    if status.is_over:
+        return "all steps are made", status.written
+    if is_running(status):
+        return "running" if is_here else f"running on {status.machine}", now
+    if is_here:
+        return "its driver has ended: `tidemill resume` goes on with it", status.written
+    return f"no word from its driver on {status.machine} for {now - status.written:.0f} s: look there", status.written
 
 
 def who_waits(workers: Iterable[WorkerStatus], stages: dict[str, dict[str, float]]) -> list[str]:
@@ -233,19 +270,45 @@ def _beside_python(name: str) -> str | None:
 
 
 def all_stacks(folder: Path, status: RunStatus) -> list[tuple[str, str]]:
-    """Of the driver and every worker on this machine."""
+    """Of the driver and every worker: those of this machine by their processes, others through Ray."""
     logs = folder / "logs"
     found: list[tuple[str, str]] = []
-    if status.machine == socket.gethostname():
+    is_here = status.machine == socket.gethostname()
+    if status.is_over or (is_here and not lives(status.driver)):  # their numbers may be other processes' by now
+        return [("driver", "has ended, and all workers with it")]
+    if is_here:
         found.append((f"driver (pid {status.driver})", stacks_of(status.driver, logs / "driver.stacks")))
+    else:
+        found.append(("driver", f"on {status.machine}: run the command there"))
+    away = [w for w in status.workers if w.pid and not _is_here(w, status)]
+    told = _stacks_elsewhere(status, away, Path(status.logs or logs)) if away else {}
     for w in status.workers:
         if not w.pid:
             found.append((w.name, f"{w.state}: no process"))
-        elif w.host in ("127.0.0.1", *_own_addresses()):
-            found.append((f"{w.name} (pid {w.pid})", stacks_of(w.pid, logs / f"{w.name}.stacks")))
+        elif w.name in told:
+            found.append((f"{w.name} (pid {w.pid} on {w.host})", told[w.name]))
         else:
-            found.append((w.name, f"on {w.host}: run the command there"))
+            found.append((f"{w.name} (pid {w.pid})", stacks_of(w.pid, logs / f"{w.name}.stacks")))
     return found
+
+
+def _stacks_elsewhere(status: RunStatus, workers: list[WorkerStatus], logs: Path) -> dict[str, str]:
+    if not status.ray:
+        return {w.name: f"on {w.host}: run the command there" for w in workers}
+    from tidemill.cluster import elsewhere
+
+    return elsewhere.stacks(status.ray, workers, logs)
+
+
+def _is_here(worker: WorkerStatus, status: RunStatus) -> bool:
+    if status.machine == socket.gethostname() and worker.node == status.home:
+        return True
+    return is_own(worker.host)
+
+
+def is_own(host: str) -> bool:
+    """Whether an address is this machine's."""
+    return host in ("127.0.0.1", *_own_addresses())
 
 
 def _own_addresses() -> list[str]:

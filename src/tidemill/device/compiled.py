@@ -19,8 +19,8 @@ import torch
 
 HEADER = Path(__file__).with_name("vectors.h")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-shared", "-fPIC")
-# Splitting fewer rows than this over threads costs more than it saves.
-ROWS_PER_THREAD = 32
+# Splitting fewer rows than this over threads costs more than it saves; where a row is an easy thing, fewer elements.
+ROWS_PER_THREAD, ELEMENTS_PER_THREAD = 32, 1 << 15
 
 
 def _compiler() -> str | None:
@@ -73,11 +73,15 @@ def _threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count)
 
 
+def threads_for(count: int, least: int = ELEMENTS_PER_THREAD) -> int:
+    """How many of torch's threads are to share so many elements, or whatever `least` counts."""
+    return max(1, min(torch.get_num_threads(), count // least))
+
+
 def over_rows(run: Callable[[int, int], None], rows: int, least: int = ROWS_PER_THREAD) -> None:
     """run(first, last) on all rows, shared by as many threads as torch uses, each with `least` rows or more; foreign
     code lets go of Python's lock."""
-    threads = torch.get_num_threads()
-    parts = min(threads, rows // least)
+    threads, parts = torch.get_num_threads(), threads_for(rows, least)
     if parts < 2:
         run(0, rows)
         return

@@ -9,7 +9,7 @@ import numpy as np
 from tidemill.batch import GROUP, ID, Batch
 from tidemill.config import Config
 from tidemill.dock import Dock, Lease, Want
-from tidemill.flow.stage import rows_of
+from tidemill.flow.stage import at_any_time, rows_of
 from tidemill.flow.tally import Tally
 from tidemill.learn.api import LearnEngine
 from tidemill.learn.critic import critic_passes
@@ -37,6 +37,7 @@ class LearnWorker:
         self.dock, self.learner, self.config, self.tally = dock, learner, config, tally
         self.name, self.critic = name, critic  # the critic's own worker, polled before this one
         self.passes = critic_passes(config) if name == "learn_values" else config.train.passes_per_step
+        self.my_turn = at_any_time  # called before the learner works
         self.held: list[Lease] = []
         self.has_begun = False  # a gradient has been added that an interruption would waste
         self.begin(0)
@@ -90,6 +91,7 @@ class LearnWorker:
     def _accumulate(self, batch: Batch) -> None:
         self.has_begun = True
         batch = self._counted_in(batch)
+        self.my_turn()
         with self.tally.time(self.name):
             self.learner.accumulate(batch)
         self.accumulated.update(int(g) for g in np.unique(batch.values(GROUP)))
@@ -127,6 +129,7 @@ class LearnWorker:
                 if len(rows):
                     self._accumulate(whole.gather(rows))
                 if self.accumulated:
+                    self.my_turn()  # others may have worked since the last gradient
                     with self.tally.time(self.name):
                         self.tally.update(self._named(self.learner.update()))
                 self.accumulated = set()

@@ -51,7 +51,8 @@ class RewardWorker:
         lease = self.dock.take(self.name, Want(rows=1024))
         if lease is not None:
             self._since = self._since if self.scoring else time.perf_counter()
-            samples = [self._sample(lease.batch.row(i)) for i in range(lease.batch.rows)]
+            prompts: dict[tuple[int, ...], str] = {}  # a group's are the same
+            samples = [self._sample(lease.batch.row(i), prompts) for i in range(lease.batch.rows)]
             self.scoring.append((lease, samples, self.scorer.submit(samples)))
         is_done = [future.done() for *_, future in self.scoring]  # asked once: it may become true between two looks
         done = [s for s, done in zip(self.scoring, is_done) if done]
@@ -62,14 +63,17 @@ class RewardWorker:
             self.tally.add("time/reward", time.perf_counter() - self._since)
         return lease is not None or bool(done)
 
-    def _sample(self, row: dict[str, Any]) -> Sample:
+    def _sample(self, row: dict[str, Any], prompts: dict[tuple[int, ...], str]) -> Sample:
         start = int(row["prompt_length"])
         tokens = row["tokens"].tolist()
+        prompt = tuple(tokens[:start])
+        if prompt not in prompts:
+            prompts[prompt] = self.decode(tokens[:start])
         played = json.loads(row["played"]) if "played" in row else {}
         transcript = self.decode(tokens[start:])
         is_said_last = bool(played)  # of a conversation, a reward judges what was said last
         return Sample(
-            prompt=self.decode(tokens[:start]),
+            prompt=prompts[prompt],
             response=self.decode(tokens[start + last_said(row["mask"]) :]) if is_said_last else transcript,
             transcript=transcript,
             tokens=tokens,
@@ -104,7 +108,7 @@ class RewardWorker:
                 self.tally.add("dropped_samples", len(drop))
 
     def _count(self, batch: Batch, samples: list[Sample], scored: list[Scored]) -> None:
-        versions = batch["versions"]
+        versions, groups = batch["versions"], batch.values(GROUP).tolist()
         for i, (sample, result) in enumerate(zip(samples, scored)):
             self.tally.mean("reward", result.value)
             self.tally.mean("accuracy", float(result.correct))
@@ -116,7 +120,7 @@ class RewardWorker:
             self.keep_samples(
                 {
                     "id": sample.id,
-                    "group": int(batch.values(GROUP)[i]),
+                    "group": groups[i],
                     "prompt": sample.prompt,
                     "response": sample.transcript,
                     "answer": sample.answer,
@@ -124,7 +128,7 @@ class RewardWorker:
                     "rewards": dict(result.parts),
                     "correct": result.correct,
                     "finish": sample.finish,
-                    "versions": sorted({int(v) for v in versions[i]}),
+                    "versions": sorted(set(versions[i].tolist())),
                     **({"error": result.error} if result.error else {}),
                 }
             )

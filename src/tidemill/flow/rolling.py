@@ -15,7 +15,7 @@ from tidemill.config import Config
 from tidemill.dock import Dock, Lease, Want
 from tidemill.environment.api import Played, Task
 from tidemill.errors import TidemillError
-from tidemill.flow.stage import committed
+from tidemill.flow.stage import at_any_time, committed
 from tidemill.flow.tally import Tally
 from tidemill.flow.weights import OwnCopy
 from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
@@ -40,6 +40,7 @@ def sampling_of(config: Config, eos_seed: int) -> Sampling:
 @dataclass(slots=True)
 class _Rolling:
     lease: Lease
+    rows: int
     done: dict[int, Completion]
 
 
@@ -58,6 +59,7 @@ class RolloutWorker:
         self.weights = weights  # a copy of its own, which may change between two tokens
         self.patience_s = 0.0  # how long an idle worker waits in the dock
         self.peers = 1  # rollout workers that share the work, this one included
+        self.my_turn = at_any_time  # called before the engine works
         self.finished = 0  # groups
         self._renewed = time.monotonic()
 
@@ -73,6 +75,7 @@ class RolloutWorker:
         moved = self._fill()
         if not self.engine.has_work:
             return moved
+        self.my_turn()
         self._take_up_weights()
         self._renew_leases()
         with self.tally.time(self.name):
@@ -93,9 +96,10 @@ class RolloutWorker:
             lease = self.dock.take(self.name, want, wait=self.patience_s if is_idle else 0.0)
             if lease is None:
                 return moved
+            self.my_turn()
             self._take_up_weights()  # published before these rows were put: they must not begin with older ones
             group = int(lease.batch.values(GROUP)[0])
-            self.rolling[group] = _Rolling(lease, {})
+            self.rolling[group] = _Rolling(lease, lease.batch.rows, {})
             for request in self._requests(group, lease.batch):
                 self.engine.submit(request)
             moved = True
@@ -103,7 +107,7 @@ class RolloutWorker:
 
     def _making(self) -> int:
         """Samples that were taken and are not made yet."""
-        return sum(r.lease.batch.rows - len(r.done) for r in self.rolling.values())
+        return sum(r.rows - len(r.done) for r in self.rolling.values())
 
     def _room(self) -> int:
         """As many as the engine runs at once, and as many again to queue; but of what is left to make no more than an
@@ -155,10 +159,10 @@ class RolloutWorker:
         if rolling is None or completion.finish == "cancelled":
             return  # let go
         rolling.done[rows[completion.index]] = completion
-        if len(rolling.done) < rolling.lease.batch.rows:
+        if len(rolling.done) < rolling.rows:
             return
         del self.rolling[group]
-        made = [rolling.done[i] for i in range(rolling.lease.batch.rows)]
+        made = [rolling.done[i] for i in range(rolling.rows)]
         failed = next((c for c in made if c.finish == "error"), None)
         if failed is not None:
             raise TidemillError(

@@ -13,7 +13,7 @@ from tidemill.algorithms.api import Algorithm
 from tidemill.batch import GROUP, ID, Batch
 from tidemill.config import Config
 from tidemill.dock import Dock, Lease, Want
-from tidemill.flow.stage import committed, rows_of
+from tidemill.flow.stage import at_any_time, committed, rows_of
 from tidemill.flow.tally import Tally
 from tidemill.learn.api import Scores, Values
 from tidemill.learn.engine import score
@@ -100,6 +100,7 @@ class ScoreWorker:
             config,
             tally,
         )
+        self.my_turn = at_any_time  # called before the model works
         self.tag: str | None = None
 
     def begin(self, first_group: int, tag: str | None) -> None:
@@ -120,6 +121,7 @@ class ScoreWorker:
         lease = self.dock.take(self.name, Want(tokens=self.config.train.tokens_per_microbatch * 4, tag=self.tag))
         if lease is None:
             return False
+        self.my_turn()
         with self.tally.time(self.name):
             over_ranks = isinstance(self.model, Scores)
             found = self.model.logprobs(lease.batch) if over_ranks else score(self.model, lease.batch, self.config)
@@ -136,6 +138,7 @@ class ValueWorker:
 
     def __init__(self, dock: Dock, critic: Values, config: Config, tally: Tally) -> None:
         self.dock, self.critic, self.config, self.tally = dock, critic, config, tally
+        self.my_turn = at_any_time  # called before the critic works
         self.tag: str | None = None
 
     def begin(self, first_group: int, tag: str | None) -> None:
@@ -145,6 +148,7 @@ class ValueWorker:
         lease = self.dock.take(self.name, Want(tokens=self.config.train.tokens_per_microbatch * 4, tag=self.tag))
         if lease is None:
             return False
+        self.my_turn()
         with self.tally.time(self.name):
             committed(lease, Batch({"values": self.critic.values(lease.batch)}))
         return True

@@ -28,6 +28,10 @@ class Worker(Protocol):
         """Whether work is under way elsewhere (another thread or process) that this worker will commit."""
 
 
+def at_any_time() -> None:
+    """The turn of a worker that shares no memory with another."""
+
+
 def committed(lease: Lease, outputs: Batch | None = None, drop: Sequence[int] = ()) -> bool:
     """Whether the commit counted: False when the rows were given to another meanwhile, who does the work again."""
     try:

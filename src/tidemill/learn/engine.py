@@ -196,7 +196,7 @@ def _forward(model: Any, packed: PackedBatch, config: Config) -> Scores:
     decoder = model.get_decoder()
     hidden = decoder(
         input_ids=packed.tokens[None], position_ids=packed.positions[None], use_cache=False, tide=packed.context
-    ).last_hidden_state[0]
+    ).last_hidden_state.squeeze(0)  # not [0], whose gradient is a zeroed copy
     head = model.get_output_embeddings()
     return token_logprobs(
         hidden.index_select(0, packed.predicts),

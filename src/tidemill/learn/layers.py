@@ -16,7 +16,7 @@ from tidemill.errors import ModelError
 from tidemill.learn import fp8
 from tidemill.learn.logprob import can_fuse
 from tidemill.models import attention
-from tidemill.models.fused import fuse
+from tidemill.models.family import fuse
 
 if TYPE_CHECKING:
     from tidemill.config import Learn

@@ -1,9 +1,9 @@
-"""Norms, gates and rotary positions of a model's layers in one pass each, forward and backward, for float32 on a CPU
-(`fused.c`); and matrix products by the library that is faster on this processor.
+"""Norms, gates, rotary positions and products of a model's layers in few passes, forward and backward, for float32 on a
+CPU (`fused.c`); matrix products by the library that is faster on this processor.
 
 A small model spends a fifth of a learning step between its matrix products. A module is replaced only if the fused form
-gives what the module gives, tried at once; where there is no compiler, or a tensor is of another kind, modules do as
-they always did.
+gives what the module gives, tried at once (`fuse`); where there is no compiler, or a tensor is of another kind, modules
+do as they always did. The form of whole decoder layers is in `tidemill.models.family`.
 """
 
 from __future__ import annotations
@@ -11,143 +11,196 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from tidemill.device.compiled import library, over_rows
-from tidemill.models.attention import NAME, attend, attention_window
+from tidemill.device.compiled import library, threads_for
 
 SOURCE = Path(__file__).with_name("fused.c")
-ELEMENTS = 4096  # handed to a thread as one row
-CLOSE = 1e-5  # how far a fused module may be from the plain one
 MANY_ROWS = 512  # fewer make a product too small to gain
-ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
+
+
+class _Placing(ctypes.Structure):
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("rows", "cos", "sin", "q_norm", "k_norm", "q", "k", "v", "scales")]
+        + [(name, ctypes.c_int64) for name in ("tokens", "heads", "kv_heads", "dim")]
+        + [("eps", ctypes.c_float)]
+    )
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def code() -> ctypes.CDLL | None:
     found = library(SOURCE)
     if found is not None:
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        found.tm_norm.argtypes = [pointer] * 4 + [number] * 3 + [ctypes.c_float]
-        found.tm_norm_back.argtypes = [pointer] * 6 + [number] * 3
-        found.tm_gated.argtypes = [pointer] * 3 + [number] * 2
-        found.tm_gated_back.argtypes = [pointer] * 5 + [number] * 2
-        found.tm_turn.argtypes = [pointer] * 4 + [number] * 4 + [ctypes.c_int]
+        pointer, number, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        found.tm_norm.argtypes = [pointer] * 4 + [number] * 2 + [ctypes.c_float, threads]
+        found.tm_norm_back.argtypes = [pointer] * 7 + [number] * 2 + [threads]
+        found.tm_gated.argtypes = [pointer] * 2 + [number] * 2 + [threads]
+        found.tm_gated_back.argtypes = [pointer] * 3 + [number] * 2 + [threads]
+        found.tm_place.argtypes = [ctypes.POINTER(_Placing), threads]
+        found.tm_place_back.argtypes = [ctypes.POINTER(_Placing), pointer, pointer, threads]
     return found
 
 
-class _Norm(torch.autograd.Function):
+def _code() -> ctypes.CDLL:
+    found = code()
+    assert found is not None, "fused forms are used only where `fuse` found a compiler"
+    return found
+
+
+class Norm(torch.autograd.Function):
     """x / rms(x) * weight over the last dimension."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        code = _library()
-        assert code is not None
-        x, dim = x.contiguous(), x.shape[-1]
-        y, scales = torch.empty_like(x), torch.empty(x.numel() // dim)
-        pointers = [t.data_ptr() for t in (x, weight, y, scales)]
-        over_rows(lambda first, last: code.tm_norm(*pointers, first, last, dim, eps), len(scales))
-        ctx.save_for_backward(x, weight, scales)
-        return y
+        return _normed(ctx, x.contiguous(), weight, eps)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-        code = _library()
-        assert code is not None
-        x, weight, scales = ctx.saved_tensors
-        dy, dim, dx = dy.contiguous(), x.shape[-1], torch.empty_like(x)
-        pointers = [t.data_ptr() for t in (x, weight, scales, dy, dx)]
-        parts: dict[int, Tensor] = {}
-
-        def run(first: int, last: int) -> None:
-            parts[first] = torch.zeros(dim)
-            code.tm_norm_back(*pointers, parts[first].data_ptr(), first, last, dim)
-
-        over_rows(run, len(scales))
-        return dx, torch.stack([parts[first] for first in sorted(parts)]).sum(0), None
+        return *_norm_back(ctx, dy, None), None
 
 
-class _Gated(torch.autograd.Function):
-    """silu(gate) * up."""
+class Fork(torch.autograd.Function):
+    """x itself and its norm: what goes past the norm and what goes through it meet again in one pass backward."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        code = _library()
-        assert code is not None
-        gate, up = gate.contiguous(), up.contiguous()
-        y = torch.empty_like(gate)
-        pointers = [t.data_ptr() for t in (gate, up, y)]
-        _over_elements(lambda first, last: code.tm_gated(*pointers, first, last), gate.numel())
-        ctx.save_for_backward(gate, up)
-        return y
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return x, _normed(ctx, x, weight, eps)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        code = _library()
-        assert code is not None
-        gate, up = ctx.saved_tensors
-        dy, dgate, dup = dy.contiguous(), torch.empty_like(gate), torch.empty_like(up)
-        pointers = [t.data_ptr() for t in (gate, up, dy, dgate, dup)]
-        _over_elements(lambda first, last: code.tm_gated_back(*pointers, first, last), gate.numel())
-        return dgate, dup
+    def backward(ctx: Any, past: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *_norm_back(ctx, dy, past.contiguous()), None
 
 
-class _Turned(torch.autograd.Function):
-    """x (tokens, heads, dim) turned to the positions whose cos and sin (tokens, dim) are given."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, False)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _turn(dy, cos, sin, True), None, None
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, is_back: bool) -> Tensor:
-    code, x = _library(), x.contiguous()
-    assert code is not None
-    tokens, heads, dim = x.shape
-    if cos.shape != (tokens, dim) or sin.shape != (tokens, dim):
-        raise RuntimeError(f"positions of {tuple(cos.shape)} do not fit {tuple(x.shape)}")
-    y = torch.empty_like(x)
-    pointers = [t.data_ptr() for t in (x, cos, sin, y)]
-    over_rows(lambda first, last: code.tm_turn(*pointers, first, last, heads, dim, int(is_back)), tokens)
+def _normed(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    dim = x.shape[-1]
+    y, scales = torch.empty_like(x), torch.empty(x.numel() // dim)
+    pointers = [t.data_ptr() for t in (x, weight, y, scales)]
+    _code().tm_norm(*pointers, len(scales), dim, eps, threads_for(x.numel()))
+    ctx.save_for_backward(x, weight, scales)
     return y
 
 
-class _Product(torch.autograd.Function):
-    """x @ weight.T by oneDNN, forward and towards x. Towards the weight, MKL is the faster on every processor tried."""
+def _norm_back(ctx: Any, dy: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
+    x, weight, scales = ctx.saved_tensors
+    dy, dx, threads = dy.contiguous(), torch.empty_like(x), threads_for(x.numel())
+    dweight = torch.zeros(threads, x.shape[-1])
+    pointers = [t.data_ptr() for t in (x, weight, scales, dy)]
+    beside = None if past is None else past.data_ptr()
+    _code().tm_norm_back(*pointers, beside, dx.data_ptr(), dweight.data_ptr(), len(scales), x.shape[-1], threads)
+    return dx, dweight.sum(0)
+
+
+class Gated(torch.autograd.Function):
+    """both (…, 2 dim) = (gate, up) → silu(gate) * up."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        x = x.contiguous()
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
-        return _onednn(x, weight, bias)
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        both = both.contiguous()
+        dim = both.shape[-1] // 2
+        y, rows = both.new_empty(*both.shape[:-1], dim), both.numel() // (2 * dim)
+        _code().tm_gated(both.data_ptr(), y.data_ptr(), rows, dim, threads_for(both.numel()))
+        ctx.save_for_backward(both)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        rows = dy.reshape(-1, dy.shape[-1])
-        dx = _onednn(dy.contiguous(), weight.t().contiguous(), None) if ctx.needs_input_grad[0] else None
-        dweight = rows.t() @ x.view(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
-        return dx, dweight, rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (both,) = ctx.saved_tensors
+        dy, dboth, dim = dy.contiguous(), torch.empty_like(both), both.shape[-1] // 2
+        rows = both.numel() // (2 * dim)
+        _code().tm_gated_back(*(t.data_ptr() for t in (both, dy, dboth)), rows, dim, threads_for(both.numel()))
+        return dboth
 
 
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    made: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return made
+class Placed(torch.autograd.Function):
+    """rows (tokens, (heads + 2 kv_heads) dim): a token's queries, keys and values → each by itself, (tokens, heads,
+    dim), queries and keys normed (where there are norms) and turned to the positions whose cos and sin (tokens, dim)
+    are given."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, norms: tuple[Tensor, Tensor] | None, cos: Tensor, sin: Tensor, heads: tuple[int, int],
+        eps: float, *learned: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`learned`: the norms once more, where autograd looks for them."""
+        (queries, keys), dim, tokens = heads, cos.shape[-1], len(rows)
+        if cos.shape != (tokens, dim) or sin.shape != cos.shape or rows.shape[1] != (queries + 2 * keys) * dim:
+            raise RuntimeError(f"positions of {tuple(cos.shape)} and {heads} heads do not fit {tuple(rows.shape)}")
+        q, k, v = (rows.new_empty(tokens, count, dim) for count in (queries, keys, keys))
+        scales = rows.new_empty(tokens, queries + keys)
+        job = _placing(rows, cos, sin, norms, (q, k, v), scales, eps)
+        _code().tm_place(ctypes.byref(job), threads_for(rows.numel()))
+        ctx.save_for_backward(rows, cos, sin, scales, *learned)
+        ctx.eps = eps
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, cos, sin, scales, *learned = ctx.saved_tensors
+        norms = (learned[0], learned[1]) if learned else None
+        q, k, v = (g.contiguous() for g in gradients)
+        threads, out = threads_for(rows.numel()), torch.empty_like(rows)
+        dnorms = torch.zeros(threads, 2, cos.shape[-1])
+        job = _placing(rows, cos, sin, norms, (q, k, v), scales, ctx.eps)
+        _code().tm_place_back(ctypes.byref(job), out.data_ptr(), dnorms.data_ptr(), threads)
+        return out, None, None, None, None, None, *(dnorms.sum(0) if norms is not None else ())
+
+
+def _placing(
+    rows: Tensor, cos: Tensor, sin: Tensor, norms: tuple[Tensor, Tensor] | None, made: tuple[Tensor, Tensor, Tensor],
+    scales: Tensor, eps: float,
+) -> _Placing:  # fmt: skip
+    weights = (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
+    pointers = [t.data_ptr() for t in (*made, scales)]
+    counts = (len(rows), made[0].shape[1], made[1].shape[1], cos.shape[-1])
+    return _Placing(rows.data_ptr(), cos.data_ptr(), sin.data_ptr(), *weights, *pointers, *counts, eps)
+
+
+class Product(torch.autograd.Function):
+    """x (rows, in) times several weights (out, in) at once: (rows, all their outs), and `residual` added, if any.
+
+    Forward and towards x by oneDNN where that is the faster; towards weights MKL is, on every processor tried."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, count: int, *given: Tensor) -> Tensor:
+        """`given`: `count` weights, then as many biases or none."""
+        weights, biases = given[:count], given[count:]
+        ctx.save_for_backward(x, *weights)
+        ctx.has_residual, ctx.has_bias = residual is not None, bool(biases)
+        return _product(x, _joined(weights), _joined(biases) if biases else None, residual)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        wanted, dy, outs = ctx.needs_input_grad, dy.contiguous(), [len(w) for w in weights]
+        dx = _product(dy, torch.cat([w.t() for w in weights], 1), None, None) if wanted[0] else None
+        dweights: tuple[Tensor | None, ...] = (None,) * len(weights)
+        dbiases: tuple[Tensor | None, ...] = (None,) * len(weights) if ctx.has_bias else ()
+        if any(wanted[3 : 3 + len(weights)]):
+            dweights = torch.split(dy.t() @ x, outs)
+        if any(wanted[3 + len(weights) :]):
+            dbiases = torch.split(dy.sum(0), outs)
+        return dx, dy if ctx.has_residual else None, None, *dweights, *dbiases
+
+
+def _joined(parts: tuple[Tensor, ...]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    if not is_mkl_slow() or len(x) < MANY_ROWS:
+        made = F.linear(x, weight, bias) if residual is None else torch.addmm(residual, x, weight.t())
+        return made if residual is None or bias is None else made.add_(bias)
+    how = torch.ops.mkldnn._linear_pointwise
+    made = how(x, weight, bias, "none", [], "") if residual is None else how.binary(x, residual, weight, bias, "add")
+    return made  # type: ignore[no-any-return]
 
 
 @cache
-def _is_mkl_slow() -> bool:
+def is_mkl_slow() -> bool:
     """MKL takes its fast paths on its maker's processors alone; a fifth is lost on others."""
     try:
         makers = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("vendor_id")]
@@ -157,131 +210,65 @@ def _is_mkl_slow() -> bool:
     return has_both and bool(makers) and "GenuineIntel" not in makers[0]
 
 
-def _over_elements(run: Any, count: int) -> None:
-    rows = -(-count // ELEMENTS)
-    over_rows(lambda first, last: run(first * ELEMENTS, min(last * ELEMENTS, count)), rows)
-
-
-def _is_plain(x: Tensor) -> bool:
+def is_plain(x: Tensor) -> bool:
     """A whole float32 tensor in host memory: not a piece of one, nor one that is only traced."""
-    return type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.dtype == torch.float32
+    return type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" and x.dtype == torch.float32
 
 
-def _norm_forward(module: Any, hidden_states: Tensor) -> Tensor:
-    if not (_is_plain(hidden_states) and _is_plain(module.weight)):
+def has_hooks(module: Any) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def norm(module: Any, hidden_states: Tensor) -> Tensor:
+    """The fused form of a norm's forward."""
+    if not (is_plain(hidden_states) and is_plain(module.weight)):
         return type(module).forward(module, hidden_states)  # type: ignore[no-any-return]
-    return _Norm.apply(hidden_states, module.weight, module.variance_epsilon)  # type: ignore[no-untyped-call, no-any-return]
+    return Norm.apply(hidden_states, module.weight, module.variance_epsilon)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _mlp_forward(module: Any, x: Tensor) -> Tensor:
-    gate, up = module.gate_proj(x), module.up_proj(x)
-    both = _Gated.apply(gate, up) if _is_plain(gate) and _is_plain(up) else module.act_fn(gate) * up  # type: ignore[no-untyped-call]
-    return module.down_proj(both)  # type: ignore[no-any-return]
-
-
-def _attention_forward(
-    module: Any,
-    hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The module's own steps, but tokens stay outermost until attention, which wants them so."""
-    cos, sin = position_embeddings
-    is_known = past_key_values is None and len(hidden_states) == 1
-    if not (is_known and all(_is_plain(t) for t in (hidden_states, cos, sin, *module.parameters()))):
-        given = (position_embeddings, attention_mask, past_key_values)
-        return type(module).forward(module, hidden_states, *given, **kwargs)  # type: ignore[no-any-return]
-    shape = (*hidden_states.shape[:-1], -1, module.head_dim)
-    q, k, v = (project(hidden_states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj))
-    if hasattr(module, "q_norm"):
-        q, k = module.q_norm(q), module.k_norm(k)
-    turns = cos[0].contiguous(), sin[0].contiguous()
-    q, k = (_Turned.apply(t[0], *turns) for t in (q, k))  # type: ignore[no-untyped-call]
-    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v[0]))
-    how = {"scaling": module.scaling, "sliding_window": attention_window(module), **kwargs}
-    out, _ = attend(module, q, k, v, attention_mask, **how)
-    return module.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
-
-
-def _linear_forward(module: Any, x: Tensor) -> Tensor:
+def linear(module: Any, x: Tensor) -> Tensor:
+    """The fused form of a linear layer's forward."""
     is_many = x.numel() >= MANY_ROWS * x.shape[-1]
-    if not (is_many and _is_plain(x) and _is_plain(module.weight)):
+    if not (is_many and is_plain(x) and is_plain(module.weight)):
         return type(module).forward(module, x)  # type: ignore[no-any-return]
-    return _Product.apply(x, module.weight, module.bias)  # type: ignore[no-untyped-call, no-any-return]
+    return product(x.reshape(-1, x.shape[-1]), module).view(*x.shape[:-1], -1)
 
 
-def _is_linear(module: Any) -> bool:
-    return type(module) is torch.nn.Linear and _is_mkl_slow()
+def product(x: Tensor, *modules: Any, residual: Tensor | None = None) -> Tensor:
+    """x (rows, in) through linear layers that are bare: (rows, all their outs)."""
+    biases = [m.bias for m in modules if m.bias is not None]
+    weights = [m.weight for m in modules]
+    made: Tensor = Product.apply(x.contiguous(), residual, len(weights), *weights, *biases)  # type: ignore[no-untyped-call]
+    return made
 
 
-def _is_norm(module: Any) -> bool:
-    return isinstance(getattr(module, "weight", None), Tensor) and hasattr(module, "variance_epsilon")
+def is_bare(module: Any) -> bool:
+    """A linear layer that is nothing but its product, of its own making or of ours."""
+    own = vars(module).get("forward")
+    is_known = own is None or getattr(own, "__func__", None) is linear
+    return type(module) is nn.Linear and is_known and not has_hooks(module) and is_plain(module.weight)
 
 
-def _is_gated_mlp(module: Any) -> bool:
-    parts = ("gate_proj", "up_proj", "down_proj")
-    return all(isinstance(getattr(module, part, None), torch.nn.Linear) for part in parts) and hasattr(module, "act_fn")
+def through(x: Tensor, *modules: Any) -> Tensor:
+    """x (rows, in) through several linear layers of any kind: (rows, all their outs)."""
+    if all(is_bare(m) for m in modules) and len({m.bias is None for m in modules}) == 1:
+        return product(x, *modules)
+    return torch.cat([m(x) for m in modules], -1)
 
 
-def _is_attention(module: Any) -> bool:
-    """Of the family whose layers are alike; a context of ours says who sees whom."""
-    is_ours = getattr(getattr(module, "config", None), "_attn_implementation", None) == NAME
-    return is_ours and type(module).__name__ in ATTENTIONS
+def added(residual: Tensor, x: Tensor, module: Any) -> Tensor:
+    """residual + module(x)"""
+    return product(x, module, residual=residual) if is_bare(module) else residual + module(x)
 
 
-def fuse(model: Any) -> int:
-    """How many modules now run fused."""
-    parameter = next(model.parameters(), None)
-    if parameter is None or not _is_plain(parameter) or _library() is None:
-        return 0
-    fused = 0
-    for module in model.modules():
-        for fits, forward in FORMS:
-            if fits(module) and "forward" not in vars(module) and _agrees(module, forward):
-                module.forward = MethodType(forward, module)
-                fused += 1
-    return fused
+def gated(module: Any, x: Tensor) -> Tensor:
+    """A gated MLP up to its last product: x (rows, in) → (rows, width)."""
+    made: Tensor = Gated.apply(through(x, module.gate_proj, module.up_proj))  # type: ignore[no-untyped-call]
+    return made
 
 
-FORMS = (
-    (_is_norm, _norm_forward),
-    (_is_gated_mlp, _mlp_forward),
-    (_is_linear, _linear_forward),
-    (_is_attention, _attention_forward),
-)
-
-
-@torch.no_grad()
-def _agrees(module: Any, forward: Any) -> bool:
-    """Whether the fused form gives what the module itself gives: some norms add 1 to their weight, some gates are not
-    silu, some rotary positions are turned in pairs."""
-    if _is_attention(module):
-        return _attention_agrees(module, forward)
-    width = module.gate_proj.in_features if _is_gated_mlp(module) else module.weight.shape[-1]
-    rows = MANY_ROWS if _is_linear(module) else 3
-    x = torch.linspace(-2.0, 2.0, rows * width).reshape(1, rows, width)
-    try:
-        return torch.allclose(forward(module, x), module(x), rtol=CLOSE, atol=CLOSE)
-    except RuntimeError:
-        return False
-
-
-def _attention_agrees(module: Any, forward: Any) -> bool:
-    tokens, dim = 3, module.head_dim
-    x = torch.linspace(-2.0, 2.0, tokens * module.config.hidden_size).reshape(1, tokens, -1)
-    angles = torch.linspace(0.0, 3.0, tokens * dim).reshape(1, tokens, dim)
-    given = {"position_embeddings": (angles.cos(), angles.sin()), "attention_mask": None, "tide": _Last()}
-    try:
-        return torch.allclose(forward(module, x, **given)[0], module(x, **given)[0], rtol=CLOSE, atol=CLOSE)
-    except RuntimeError:
-        return False
-
-
-class _Last:
-    """As an attention context: no softmax, but every number of q, k and v counts."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-        groups = q.shape[1] // k.shape[1]
-        return q * k.repeat_interleave(groups, 1) + v.repeat_interleave(groups, 1)
+def mlp(module: Any, x: Tensor) -> Tensor:
+    """The fused form of a gated MLP's forward."""
+    if not (is_plain(x) and is_plain(module.gate_proj.weight)):
+        return type(module).forward(module, x)  # type: ignore[no-any-return]
+    return module.down_proj(gated(module, x.reshape(-1, x.shape[-1]))).view(x.shape)  # type: ignore[no-any-return]

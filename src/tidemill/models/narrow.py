@@ -31,6 +31,8 @@ class NarrowLinear(nn.Linear):
 def narrow(model: Any, weights: Weights) -> Any:
     """Every matrix of the decoder's layers, stacked experts included; embeddings, norms, routers and the head stay."""
     experts.plug(model.get_decoder())
+    for module in model.get_decoder().layers.modules():  # fused forms look for weights that are about to go
+        vars(module).pop("forward", None)
     for module in [m for m in model.get_decoder().layers.modules() if experts.is_known(m)]:
         for stack in experts.STACKS:
             code, scale = encode(getattr(module, stack).detach(), weights)

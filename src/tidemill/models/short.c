@@ -168,12 +168,18 @@ static void run_unit(const Job *job, const Scratch *s, int64_t unit, int backwar
     if (backward) hand_over(job, s, head, job->sequences[4 * first], job->sequences[4 * first + 1], 0);
 }
 
-/* 0: done; 1: no memory for scratch. */
-int tm_short(const Job *job, int64_t first, int64_t last, int backward) {
-    Scratch scratch;
-    float *all = opened(&scratch, job);
-    if (all == NULL) return 1;
-    for (int64_t unit = first; unit < last; unit++) run_unit(job, &scratch, unit, backward);
-    free(all);
-    return 0;
+/* How many threads found no memory for scratch. */
+int tm_short(const Job *job, int64_t units, int backward, int threads) {
+    int failed = 0;
+#pragma omp parallel for num_threads(threads) reduction(+ : failed)
+    for (int part = 0; part < threads; part++) {
+        Scratch scratch;
+        float *all = opened(&scratch, job);
+        if (all == NULL) failed++;
+        else
+            for (int64_t unit = units * part / threads; unit < units * (part + 1) / threads; unit++)
+                run_unit(job, &scratch, unit, backward);
+        free(all);
+    }
+    return failed;
 }

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tidemill.batch import Array
-from tidemill.device.compiled import library, over_rows
+from tidemill.device.compiled import library, threads_for
 from tidemill.errors import TidemillError
 from tidemill.models.attention import Context
 from tidemill.models.packed import Packed, SharedPrompt
@@ -42,7 +42,7 @@ class _Job(ctypes.Structure):
 def _library() -> ctypes.CDLL | None:
     found = library(SOURCE)
     if found is not None:
-        found.tm_short.argtypes = [ctypes.POINTER(_Job), ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
+        found.tm_short.argtypes = [ctypes.POINTER(_Job), ctypes.c_int64, ctypes.c_int, ctypes.c_int]
         found.tm_short.restype = ctypes.c_int
     return found
 
@@ -110,11 +110,9 @@ def _run(families: Families, scale: float, is_backward: bool, **tensors: Tensor)
         **{name: tensor.data_ptr() for name, tensor in tensors.items()},
     )  # fmt: skip
 
-    def units(first: int, last: int) -> None:
-        if code.tm_short(ctypes.byref(job), first, last, int(is_backward)):
-            raise TidemillError("attention found no memory", "fewer train.tokens_per_microbatch need less")
-
-    over_rows(units, families.count * kv_heads, least=4)  # a unit is a whole prompt with its responses
+    units = families.count * kv_heads  # a unit is a whole prompt with its responses
+    if code.tm_short(ctypes.byref(job), units, int(is_backward), threads_for(units, least=4)):
+        raise TidemillError("attention found no memory", "fewer train.tokens_per_microbatch need less")
 
 
 def attend(families: Families, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

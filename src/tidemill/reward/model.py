@@ -31,16 +31,17 @@ def model(
     centre: float = 0.0,
     retokenise: bool = False,
     tokens_per_batch: int = TOKENS,
+    device: str = "auto",
 ) -> list[float]:
     """(the model's output − centre) · scale. Policy and reward model share a tokenizer, unless `retokenise` says that
-    the reward model reads prompt and response as text, with a tokenizer of its own."""
-    judge = opened(path)
+    the reward model reads prompt and response as text, with a tokenizer of its own. `device`: none given, the run's."""
+    judge = opened(path, device)
     rows = [judge.tokens(s) if retokenise or not s.tokens else list(s.tokens) for s in samples]
     return [scale * (value - centre) for value in judge.rewards(rows, tokens_per_batch)]
 
 
 class RewardModel:
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, device: str = "auto") -> None:
         check(path)
         try:
             config = AutoConfig.from_pretrained(path)
@@ -50,7 +51,7 @@ class RewardModel:
             raise ModelError(
                 f"rewards: transformers cannot open the reward model {path}: {str(error).splitlines()[0][:300]}"
             ) from error
-        self.device = devices.pick("auto").torch_device
+        self.device = devices.pick(device).torch_device
         self.model = self.model.to(self.device).eval()
         self.back = 2 if getattr(config, READS, "last") == "before_last" else 1
 
@@ -88,8 +89,15 @@ class RewardModel:
 
 
 @lru_cache(maxsize=4)
-def opened(path: str) -> RewardModel:
-    return RewardModel(path)
+def opened(path: str, device: str = "auto") -> RewardModel:
+    return RewardModel(path, device)
+
+
+def close_all() -> None:
+    """Give their memory back. Whoever asks for one again opens it anew."""
+    opened.cache_clear()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
 
 
 def check(path: str) -> None:

@@ -15,6 +15,7 @@ from tidemill.reward.api import RewardFunction
 class BuiltIn:
     path: str  # module:function; imported when first used
     is_quick: bool
+    wants_device: bool = False  # is told the run's device
 
 
 BUILT_IN: dict[str, BuiltIn] = {
@@ -34,12 +35,16 @@ BUILT_IN: dict[str, BuiltIn] = {
     "code": BuiltIn("tidemill.reward.code:code", False),
     "environment": BuiltIn("tidemill.reward.played:environment", True),
     "judge": BuiltIn("tidemill.reward.judge:judge", False),
-    "model": BuiltIn("tidemill.reward.model:model", False),
+    "model": BuiltIn("tidemill.reward.model:model", False, wants_device=True),
 }
 
 
 def is_quick(name: str) -> bool:
     return name in BUILT_IN and BUILT_IN[name].is_quick
+
+
+def wants_device(name: str) -> bool:
+    return name in BUILT_IN and BUILT_IN[name].wants_device
 
 
 def find(name: str) -> RewardFunction:

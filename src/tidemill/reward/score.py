@@ -19,7 +19,7 @@ from tidemill.errors import ConfigError, RewardError
 from tidemill.reward.api import RewardFunction, Sample, Scored, is_batched
 from tidemill.reward.outcome import Outcome, judge, judge_many
 from tidemill.reward.pool import Pool, Unit
-from tidemill.reward.registry import check_args, find, is_quick
+from tidemill.reward.registry import check_args, find, is_quick, wants_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,12 @@ class Component:
 
 
 class Scorer:
-    """`on_outcome` is told of each function's outcome on each sample, on the thread that judged it."""
+    """`on_outcome` is told of each function's outcome on each sample, on the thread that judged it. `device`: of the
+    run, for rewards that have a model."""
 
-    def __init__(self, rewards: Rewards, on_outcome: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, rewards: Rewards, on_outcome: Callable[[], None] = lambda: None, device: str = "auto") -> None:
         self.rewards, self.on_outcome = rewards, on_outcome
-        self.components = components(rewards)
+        self.components = components(rewards, device)
         self.errors: Counter[str] = Counter()  # faults by kind: raised, timed_out, not_finite, wrong_type, died
         self.last_error = ""
         self._lock = threading.Lock()
@@ -149,7 +150,7 @@ class Task:
             self.future.set_result(scored)
 
 
-def components(rewards: Rewards) -> tuple[Component, ...]:
+def components(rewards: Rewards, device: str = "auto") -> tuple[Component, ...]:
     """Every function found, its arguments checked; quick ones are tried on an empty sample."""
     made: list[Component] = []
     slots = 0
@@ -163,7 +164,8 @@ def components(rewards: Rewards) -> tuple[Component, ...]:
                 raise ConfigError(f"rewards: {spec.function!r} cannot work with args {spec.args}: it {tried.why}")
         label = unique(spec.label or spec.function.rpartition(":")[2], {c.label for c in made})
         is_here = quick or is_batched(function)
-        made.append(Component(label, spec.function, spec.args, spec.weight, function, None if is_here else slots))
+        args = {"device": device, **spec.args} if wants_device(spec.function) else spec.args
+        made.append(Component(label, spec.function, args, spec.weight, function, None if is_here else slots))
         slots += not is_here
     return tuple(made)
 

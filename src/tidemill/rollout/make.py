@@ -61,5 +61,8 @@ def make_plain(loaded: Loaded, config: Config, group: Any = None) -> RolloutEngi
                 tokenizer=loaded.tokenizer,
                 max_len=max_len,
                 max_seqs=rollout.concurrent,
+                memory_share=rollout.vllm.memory_share,
+                sleep_level=rollout.vllm.sleep_level,
+                truncates=rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0,
                 seed=config.seed,
             )

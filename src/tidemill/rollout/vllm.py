@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import copy
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -26,16 +27,20 @@ from tidemill.rollout.hf import _plain
 from tidemill.rollout.mismatch import Mismatch, measure
 from tidemill.rollout.native.check import Limits, find_problem
 from tidemill.rollout.native.sampling import is_steered, is_truncated
+from tidemill.rollout.stops import ends_by_string
+from tidemill.rollout.vllm_kept import NAME, KeptMass, processor
 
 # Mean gap of log-probabilities after a load. bfloat16 alone makes hundredths; a stale output layer whole nats.
 PARITY_NATS = 0.15
 PROBE_TOKENS = 48
 EXTENSION = "tidemill.rollout.vllm_worker.WeightLoader"
+OLDEST = (0, 20)  # vLLM whose calls these are
 
 
 class VLLMEngine:
     """Implements `RolloutEngine` over an `LLM` whose engine lives in this process; `start` makes one. `model` is the
-    learner's: the source of weights where `load` is given none, and what a load is checked against."""
+    learner's: the source of weights where `load` is given none, and what a load is checked against. With `kept`, which
+    must be what `llm` truncates with, requests may ask for top_p, top_k and min_p."""
 
     def __init__(
         self,
@@ -47,18 +52,22 @@ class VLLMEngine:
         max_len: int,
         tokenizer: Any = None,
         sleep_level: int = 1,
+        kept: KeptMass | None = None,
     ) -> None:
         self.llm, self.model, self.tokenizer = llm, model, tokenizer
         self.engine = llm.llm_engine
         self.eos_ids = list(eos_ids)
         self.max_len = max_len
         self.sleep_level = sleep_level
+        self.kept = kept
+        self.has_weights = True
         self.version = 0
         self.parity: Mismatch | None = None  # of the latest load
         vocab = int(model.get_output_embeddings().weight.shape[0])
         self.limits = Limits(vocab, max_len, 1 << 62, tokenizer is not None)
         self._make_params = make_params
         self._running: dict[str, Partial] = {}
+        self._before: dict[str, int] = {}  # tokens a sample had when it was given to vLLM
         self._done: list[Completion] = []
         self._asleep: list[Partial] = []
         self._names = 0
@@ -66,7 +75,7 @@ class VLLMEngine:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        problem = find_problem(request, self.limits) or _unsupported(request.sampling)
+        problem = find_problem(request, self.limits) or _unsupported(request.sampling, self.kept is not None)
         for index in range(max(request.n, 1)):
             if problem:
                 self._done.append(Completion(request, index, [], [], [], "error", problem))
@@ -83,8 +92,12 @@ class VLLMEngine:
         self._names += 1
         name = f"{request.id}/{sample.index}/{self._names}"
         self._running[name] = sample
-        params = self._make_params(**params_of(request.sampling, left, self.eos_ids))
-        self.engine.add_request(name, {"prompt_token_ids": context}, params)
+        settings = params_of(request.sampling, left, self.eos_ids)
+        if self.kept is not None:
+            self.kept.expect(name, request.sampling)
+            settings["extra_args"] = {NAME: name}
+        self._before[name] = len(sample.tokens)
+        self.engine.add_request(name, {"prompt_token_ids": context}, self._make_params(**settings))
 
     @property
     def has_work(self) -> bool:
@@ -92,6 +105,7 @@ class VLLMEngine:
 
     def step(self) -> list[Completion]:
         if self._running:
+            self._need_weights()
             self._absorb(self.engine.step())
         done, self._done = self._done, []
         for completion in done:
@@ -107,11 +121,19 @@ class VLLMEngine:
             if sample is None:  # aborted while it was on its way
                 continue
             made = output.outputs[0]
+            logprobs = [chosen[token].logprob for token, chosen in zip(made.token_ids, made.logprobs or ())]
+            if self.kept is not None and is_truncated(sample.request.sampling):
+                # vLLM's are of what was kept; ours are of the whole distribution, with the mass beside them.
+                first = len(sample.tokens) - self._before[output.request_id]
+                masses = self.kept.of(output.request_id, first, len(logprobs))
+                logprobs = [logprob + mass for logprob, mass in zip(logprobs, masses)]
+                sample.kept = [*(sample.kept or ()), *masses]
             sample.tokens += made.token_ids
-            sample.logprobs += [chosen[token].logprob for token, chosen in zip(made.token_ids, made.logprobs or ())]
+            sample.logprobs += logprobs
             sample.versions += [self.version] * len(made.token_ids)
+            stops = sample.request.sampling.stop_strings
             finish = _finish(made.finish_reason)
-            if finish is None and self._stops(sample):
+            if finish is None and ends_by_string(sample.tokens, stops, self.tokenizer):
                 stopped.append(output.request_id)
                 finish = "stop"
             if finish is not None:
@@ -120,29 +142,25 @@ class VLLMEngine:
             self.engine.abort_request(stopped)
 
     def _end(self, name: str, finish: Finish) -> None:
-        sample = self._running.pop(name)
+        sample = self._take_out(name)
         if not np.isfinite(sample.logprobs).all():
             self._done.append(_completion(sample, "error", "the model gave logits that are not numbers"))
         else:
             self._done.append(_completion(sample, finish))
 
-    def _stops(self, sample: Partial) -> bool:
-        stops = sample.request.sampling.stop_strings
-        if not stops:
-            return False
-        # A stop string of c bytes lies within the last c tokens, plus one that may end inside a character.
-        reach = max(len(stop.encode()) for stop in stops) + 1
-        text = self.tokenizer.decode(sample.tokens[-reach:])
-        return any(stop in text for stop in stops)
+    def _take_out(self, name: str) -> Partial:
+        del self._before[name]
+        if self.kept is not None:
+            self.kept.forget(name)
+        return self._running.pop(name)
 
     # -- control -------------------------------------------------------------------------------------------------
 
     def pause(self) -> list[Partial]:
-        partials = list(self._running.values())
-        if self._running:
-            self.engine.abort_request(list(self._running))
-        self._running.clear()
-        return partials
+        names = list(self._running)
+        if names:
+            self.engine.abort_request(names)
+        return [self._take_out(name) for name in names]
 
     def resume(self, partials: Sequence[Partial]) -> None:
         for sample in partials:
@@ -153,27 +171,36 @@ class VLLMEngine:
         if names:
             self.engine.abort_request(names)
         for name in names:
-            self._done.append(_completion(self._running.pop(name), "cancelled"))
+            self._done.append(_completion(self._take_out(name), "cancelled"))
 
     def load(self, weights: Any, version: int) -> None:
         """Copy weights (Hugging Face names; None: the learner's as they are) into the ones that serve, and check.
         Running samples keep their keys and values; what prefix caching remembers is forgotten."""
-        named = _with_tied(self.model, _pairs(lora.merged(self.model) if weights is None else weights))
-        self.engine.collective_rpc("tidemill_load", args=(named,))
-        self.engine.reset_prefix_cache()
+        if weights is not None:
+            self._need_weights()  # what is given may be a part
+        self._bring(lora.merged(self.model) if weights is None else weights)
         self.version = version
         self._check()
 
+    def _bring(self, weights: Any) -> None:
+        self.engine.collective_rpc("tidemill_load", args=(_with_tied(self.model, _pairs(weights)),))
+        self.engine.reset_prefix_cache()
+        self.has_weights = True
+
+    def _need_weights(self) -> None:
+        """Before tokens are made: those of now, where a sleep dropped them and no load has come since."""
+        if not self.has_weights:
+            self.load(None, self.version)
+
     def sleep(self) -> None:
-        """Give memory back; what was running is read again after `wake`. At level 2 the weights go too, and `load` must
-        come before the next token."""
+        """Give memory back; what was running is read again after `wake`. At level 2 the weights go too: they come with
+        the next `load`, or before the next token if that is earlier."""
         self._asleep += self.pause()
         self.llm.sleep(level=self.sleep_level)
+        self.has_weights = self.has_weights and self.sleep_level == 1
 
     def wake(self) -> None:
         self.llm.wake_up()
-        if self.sleep_level == 2:
-            self.load(None, self.version)
         asleep, self._asleep = self._asleep, []
         self.resume(asleep)
 
@@ -213,17 +240,25 @@ class VLLMEngine:
 
 def start(
     model: Any, *, eos_ids: Sequence[int], max_len: int, max_seqs: int, tokenizer: Any = None,
-    memory_share: float = 0.5, sleep_level: int = 1, **options: Any,
+    memory_share: float = 0.5, sleep_level: int = 1, truncates: bool = False, **options: Any,
 ) -> VLLMEngine:  # fmt: skip
-    """vLLM with the learner's model: made with random weights of its shape, then loaded from it. `options` go to
-    `vllm.LLM` as they are."""
+    """vLLM with the learner's model: made with random weights of its shape, then loaded from it. `truncates`: requests
+    may ask for top_p, top_k and min_p. `options` go to `vllm.LLM` as they are."""
     # In this process, so that weights are handed over and not sent.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    kept = KeptMass() if truncates else None
+    if kept is not None:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the other has no logits processors of this kind
     try:
+        import vllm
         from vllm import LLM, SamplingParams
         from vllm.sampling_params import RequestOutputKind
     except ImportError as error:
         raise ModelError(f"rollout.engine=vllm needs vLLM: {error}", "pip install vllm, or use native") from None
+    check_version(vllm.__version__)
+    if kept is not None:
+        # In step with the host: a row's mass is written down under the number of tokens that it has.
+        options = {"logits_processors": [processor(kept)], "async_scheduling": False, **options}
 
     def make_params(**how: Any) -> Any:
         return SamplingParams(output_kind=RequestOutputKind.DELTA, **how)
@@ -237,10 +272,22 @@ def start(
         **options,
     )  # fmt: skip
     engine = VLLMEngine(
-        llm, make_params, model, eos_ids=eos_ids, max_len=max_len, tokenizer=tokenizer, sleep_level=sleep_level
-    )
+        llm, make_params, model, eos_ids=eos_ids, max_len=max_len, tokenizer=tokenizer, sleep_level=sleep_level,
+        kept=kept,
+    )  # fmt: skip
     engine.load(None, 0)
     return engine
+
+
+def check_version(version: str) -> None:
+    """Versions that are not numbers (built from a source tree) pass."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and ".dev" not in version and tuple(map(int, numbers.groups())) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ModelError(
+            f"rollout.engine=vllm works with vLLM {oldest} or newer; {version} is installed",
+            "pip install -U vllm, or set rollout.engine=native",
+        )
 
 
 def _config_folder(model: Any) -> str:
@@ -266,11 +313,16 @@ def params_of(how: Sampling, left: int, eos_ids: Sequence[int]) -> dict[str, Any
     }
 
 
-def _unsupported(how: Sampling) -> str | None:
-    if is_truncated(how) or is_steered(how):
+def _unsupported(how: Sampling, truncates: bool) -> str | None:
+    if is_steered(how):
         return (
-            "vLLM gives log-probabilities of what it drew from, after top_p, top_k, min_p, penalties and bias, and not "
-            "the mass that was kept; use rollout.engine=native for these"
+            "repetition_penalty, presence_penalty, logit_bias and allowed_tokens: vLLM gives log-probabilities of what "
+            "it drew from, after these, and not the model's own; use rollout.engine=native for them"
+        )
+    if is_truncated(how) and not truncates:
+        return (
+            "top_p, top_k and min_p: this vLLM was started without the part that writes down the mass they keep; set "
+            "them in the recipe (rollout.top_p, …), give truncates=True to start(), or use rollout.engine=native"
         )
     return None
 
@@ -305,7 +357,8 @@ def _finish(reason: str | None) -> Finish | None:
 def _score_plainly(model: Any, tokens: list[int]) -> np.ndarray:
     ids = torch.tensor([tokens], device=next(model.parameters()).device)
     with _plain(model):
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        # With a cache: the learner's fused attention leaves such passes alone, and wants a context of ours for others.
+        logits = model(input_ids=ids, use_cache=True).logits[0, :-1].float()
     scored: np.ndarray = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
     return scored
 

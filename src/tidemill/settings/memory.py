@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from tidemill.config import Config, Learn
 from tidemill.settings.estimate import BYTES, Shape, cache_tokens, microbatch_tokens, shape_of, tokens_computed
@@ -34,6 +35,7 @@ class Memory:
     cache: int
     copies: int = 0  # the weights that a separated rollout serves, and the next ones beside them
     mean: int = 0  # of the weights, for evaluations
+    reward_model: int = 0  # a trained one, where it is beside the learner
 
     @property
     def total(self) -> int:
@@ -82,6 +84,7 @@ def memory(
         update=update,
         cache=cache_tokens(config) * shape.layers * 2 * shape.kv_heads * shape.head_dim * width,
         copies=2 * count * width if config.flow.is_separated else 0,
+        reward_model=reward_model_bytes(config),
         mean=4 * trained if learn.ema else 0,
     )
 
@@ -92,6 +95,15 @@ def _teacher_parameters(config: Config, otherwise: int) -> int:
         return 0
     shape = shape_of(config.model.model_copy(update={"path": config.algorithm.teacher}))
     return shape.parameters if shape is not None and shape.parameters is not None else otherwise
+
+
+def reward_model_bytes(config: Config) -> int:
+    """The weights of trained reward models on the learner's device: as large as their files."""
+    cluster = config.cluster
+    if cluster.executor != "local" and cluster.placement.reward_model == "separated":
+        return 0
+    folders = [Path(path).expanduser() for path in config.rewards.models]
+    return sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
 
 
 def host_bytes(config: Config, shape: Shape, parameters: int | None = None) -> int:

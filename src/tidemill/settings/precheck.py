@@ -9,7 +9,7 @@ from pathlib import Path
 from tidemill import device
 from tidemill.config import PAPER, Config, Model
 from tidemill.errors import TidemillError, did_you_mean
-from tidemill.settings import algorithm, estimate, parallel
+from tidemill.settings import algorithm, estimate, parallel, turns
 from tidemill.settings.estimate import human, longest
 from tidemill.settings.folder import folder_problems
 
@@ -110,6 +110,12 @@ def _flow(config: Config, _: Model) -> Iterator[str]:
         yield (
             "flow.schedule is async, but flow.placement is colocated: rollout cannot be ahead while it takes turns; "
             "flow.placement=auto would do"
+        )
+    if flow.hand_over in ("cache", "all") and not turns.are_taken(config):
+        apart = "flow.placement" if config.cluster.executor == "local" else "cluster.placement.rollout"
+        yield (
+            f"flow.hand_over is {flow.hand_over}, but rollout and learning take no turns on a device here, which is "
+            f"with flow.schedule=sync and {apart}=colocated; flow.hand_over=auto would do"
         )
 
 

@@ -46,12 +46,13 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 def test_a_run_on_ranks_makes_the_steps_of_one_rank_and_is_resumed_on_others(tmp_path: Path) -> None:
     one = train(tmp_path, "one")
-    many = train(tmp_path, "many", "learn.parallel.fsdp=2", "algorithm.kl.parallel.tp=2")
+    many = train(tmp_path, "many", "learn.parallel.fsdp=2", "algorithm.kl.parallel.tp=2", "flow.hand_over=all")
     assert len(one) == len(many) == 3
     for a, b in zip(one, many):
         for name in ("reward", "loss", "grad_norm", "kl", "entropy"):
             assert b[name] == pytest.approx(a[name], abs=1e-4), name
         assert b["slowest_rank"] in (0.0, 1.0)
+    assert all(line["handed_over/state_bytes"] > 0 for line in many[1:])  # on both ranks, while rollout works
     assert open_trained(tmp_path / "many", "cpu").step == 3
 
     # Stopped after two steps, resumed on another layout: the third step is the one that was never interrupted.

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.device.test_mapped import HostDriver
 from tests.rollout.tiny import VOCAB, roll, tiny_model
 from torch import Tensor
 
+from tidemill.device.mapped import MappedMemory
 from tidemill.rollout.engine import Completion, Request, Sampling
 from tidemill.rollout.native import graphs
 from tidemill.rollout.native.attention import causal_attention
@@ -68,6 +70,34 @@ class TorchKernels:
         state.latest[at] = drawn.tokens
         return drawn.tokens.int(), drawn.logprobs
 
+    def draw_truncated(
+        self, logits: Tensor, source: Tensor, slot: Tensor, position: Tensor, state: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        at = slot.long()
+        cut = {"top_k": state.top_k[at].long(), "top_p": state.top_p[at], "min_p": state.min_p[at]}
+        how = Draw(
+            state.key[at], position.long(), state.temperature[at], state.greedy[at].bool(),
+            truncated=torch.arange(len(at), device=at.device), **cut,
+        )  # fmt: skip
+        drawn = draw(logits[source.long()], how)
+        state.latest[at] = drawn.tokens
+        assert drawn.kept is not None
+        return drawn.tokens.int(), drawn.logprobs, drawn.kept
+
+    def draw_steered(
+        self, logits: Tensor, steered: Tensor, source: Tensor, slot: Tensor, position: Tensor, state: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        at = slot.long()
+        how = Draw(
+            state.key[at], position.long(), state.temperature[at], state.greedy[at].bool(), steered=steered,
+            truncated=torch.arange(len(at), device=at.device),
+            top_k=state.top_k[at].long(), top_p=state.top_p[at], min_p=state.min_p[at],
+        )  # fmt: skip
+        drawn = draw(logits[source.long()], how)
+        state.latest[at] = drawn.tokens
+        assert drawn.kept is not None
+        return drawn.tokens.int(), drawn.logprobs, drawn.kept
+
 
 class AgainEachTime:
     """Stands for a graph where there is no device: the result's tensors are filled anew by every replay."""
@@ -118,6 +148,105 @@ def test_ahead_and_in_step_make_the_same_samples(
     for key, completion in made.items():
         np.testing.assert_allclose(completion.logprobs, wanted[key].logprobs, atol=5e-3 if HAS_DEVICE else 1e-4)
     assert engine.pool.used == 0 and len(engine.scheduler.free_slots) == 6
+
+
+def test_truncated_rows_are_drawn_inside_the_graph_beside_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen3").to(DEVICE)
+    hows = [{"top_k": 5}, {"top_p": 0.7, "temperature": 0.8}, {}, {"min_p": 0.1}, {"temperature": 0.0, "top_k": 3}]
+    hows.append({"top_k": 20, "top_p": 0.9, "min_p": 0.02, "seed": 4})
+    prompts = [request.prompt for request in asked(len(hows))]
+    requests = [Request(i, prompts[i], Sampling(max_tokens=9, **how), n=2) for i, how in enumerate(hows)]
+    wanted = roll(NativeEngine(model, eos_ids=[], max_len=64, plain=True), requests)
+    engine = ahead(monkeypatch, model, eos_ids=[])
+    monkeypatch.setattr(engine, "_draw", lambda *_: pytest.fail("drawn outside the graph"))
+    made = roll(engine, requests)
+    assert tokens(made) == tokens(wanted)
+    for key, completion in made.items():
+        kept = wanted[key].kept
+        assert (completion.kept is None) == (kept is None)
+        if kept is not None:
+            np.testing.assert_allclose(completion.kept, kept, atol=5e-3 if HAS_DEVICE else 1e-4)
+    assert engine.decoder is not None and any(kind.is_truncated for kind in engine.decoder.buckets)
+
+
+STEERED: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.7, "temperature": 0.7}, {"presence_penalty": 2.0}, {"logit_bias": {5: 4.0, 9: -1e3}},
+    {"logit_bias": {i: 0.1 * i for i in range(3, 43)}}, {"allowed_tokens": (7, 8, 30, 90)}, {}, {"top_k": 4},
+    {"repetition_penalty": 1.3, "temperature": 0.0}, {"allowed_tokens": tuple(range(9, 60)), "top_p": 0.8, "seed": 2},
+    {"presence_penalty": -1.0, "top_k": 9, "logit_bias": {4: 2.0}},
+]  # fmt: skip
+
+
+def test_steered_rows_are_drawn_inside_the_graph_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pauses, after which penalties must know what was made before."""
+    model = tiny_model("qwen3").to(DEVICE)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, VOCAB, 2 + 3 * i).tolist() for i in range(len(STEERED))]
+    requests = [Request(i, prompts[i], Sampling(max_tokens=14, **how), n=2) for i, how in enumerate(STEERED)]
+    wanted = roll(NativeEngine(model, eos_ids=[], max_len=64, plain=True), requests)
+    engine = ahead(monkeypatch, model, eos_ids=[])
+    monkeypatch.setattr(engine, "_draw", lambda *_: pytest.fail("drawn outside the graph"))
+    for request in requests:
+        engine.submit(request)
+    done: dict[tuple[int, int], Completion] = {}
+    for _ in range(4):
+        for completion in [c for _ in range(7) for c in engine.step()]:
+            done[completion.request.id, completion.index] = completion
+        engine.resume(engine.pause())
+    done |= roll(engine, [])
+    assert tokens(done) == tokens(wanted)
+    for key, completion in done.items():
+        np.testing.assert_allclose(completion.logprobs, wanted[key].logprobs, atol=5e-3 if HAS_DEVICE else 1e-4)
+        assert (completion.kept is None) == (wanted[key].kept is None)
+        if completion.kept is not None:
+            np.testing.assert_allclose(completion.kept, wanted[key].kept, atol=5e-3 if HAS_DEVICE else 1e-4)
+
+
+def test_a_slot_that_was_steered_draws_plainly_for_its_next_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen3").to(DEVICE)
+    engine = ahead(monkeypatch, model, eos_ids=[])
+    roll(engine, asked(3, allowed_tokens=(5, 6), repetition_penalty=3.0, presence_penalty=1.0, logit_bias={5: 3.0}))
+    others = [Request(8, [7, 8], Sampling(max_tokens=9, logit_bias={9: 1.0})), *asked(3)]
+    wanted = roll(NativeEngine(model, eos_ids=[], max_len=64, plain=True), others)
+    assert tokens(roll(engine, others)) == tokens(wanted)
+
+
+def test_a_slot_that_was_truncated_draws_plainly_for_its_next_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen3").to(DEVICE)
+    engine = ahead(monkeypatch, model, eos_ids=[])
+    roll(engine, asked(3, top_k=1))
+    others = [*asked(2, top_p=0.9), Request(9, [5, 6], Sampling(max_tokens=9), n=4)]
+    wanted = roll(NativeEngine(model, eos_ids=[], max_len=64, plain=True), others)
+    assert tokens(roll(engine, others)) == tokens(wanted)
+
+
+def test_graphs_outlive_a_sleep_where_the_caches_addresses_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen3").to(DEVICE)
+    wanted = tokens(roll(NativeEngine(model, eos_ids=[], max_len=64, plain=True), asked(3, top_p=0.9)))
+    engine = ahead(monkeypatch, model, eos_ids=[])
+    if not HAS_DEVICE:
+        engine.store.memory = MappedMemory(HostDriver())
+    for request in asked(3, top_p=0.9):
+        engine.submit(request)
+    done = [completion for _ in range(5) for completion in engine.step()]
+    assert engine.decoder is not None and engine.store.nbytes > 0
+    captured = dict(engine.decoder.buckets)
+    engine.sleep()
+    assert engine.store.nbytes == 0 and captured
+    engine.wake()
+    after = roll(engine, []) | {(c.request.id, c.index): c for c in done}
+    assert tokens(after) == wanted
+    assert all(engine.decoder.buckets[kind] is bucket for kind, bucket in captured.items())
+
+
+def test_a_sleeping_engine_that_is_given_work_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen3").to(DEVICE)
+    engine = ahead(monkeypatch, model, eos_ids=[])
+    if not HAS_DEVICE:
+        engine.store.memory = MappedMemory(HostDriver())
+    first = tokens(roll(engine, asked(2)))
+    engine.sleep()
+    assert tokens(roll(engine, asked(2))) == first
 
 
 def test_joined_projections_follow_the_learner_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +320,7 @@ def test_drafts_judged_in_graphs_change_no_token(
     assert tokens(made) == tokens(wanted)
     for key, completion in made.items():
         np.testing.assert_allclose(completion.logprobs, wanted[key].logprobs, atol=5e-3 if HAS_DEVICE else 1e-4)
-    drawn_on_device = not {"top_p", "repetition_penalty"} & how.keys()
+    drawn_on_device = "repetition_penalty" not in how
     assert (engine.speculator.kept > 20) == drawn_on_device
     assert engine.pool.used == 0 and len(engine.scheduler.free_slots) == 6 and not engine.speculator._texts
 

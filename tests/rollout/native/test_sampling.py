@@ -70,6 +70,21 @@ def test_truncated_tokens_follow_the_kept_part_and_its_mass_is_recorded(cut: dic
     np.testing.assert_allclose(kept.numpy(), math.log(q.sum()), atol=1e-5)
 
 
+@pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.4}, {"min_p": 1.0}], ids=str)
+def test_equally_likely_tokens_are_kept_or_cut_together(cut: dict[str, float]) -> None:
+    logits = torch.tensor([0.0, 2.0, 1.0, 2.0, 2.0, 0.5])
+    counts, _, kept = draw_many(
+        logits,
+        truncated=torch.arange(ROWS),
+        top_k=torch.full((ROWS,), int(cut.get("top_k", 6))),
+        top_p=torch.full((ROWS,), cut.get("top_p", 2.0)),
+        min_p=torch.full((ROWS,), cut.get("min_p", 0.0)),
+    )
+    assert set(np.flatnonzero(counts)) == {1, 3, 4} and kept is not None
+    assert chi_square_excess(counts, np.array([0, 1, 0, 1, 1, 0]) / 3) < 4
+    np.testing.assert_allclose(kept.numpy(), torch.softmax(logits, -1)[[1, 3, 4]].sum().log().item(), atol=1e-6)
+
+
 @pytest.mark.parametrize("kernels", [True, False])
 def test_whole_sequences_follow_the_model(kernels: bool) -> None:
     """Pairs of first and second tokens of many samples against the model's own joint distribution."""

@@ -85,7 +85,7 @@ def test_attention_over_pages(
 
 
 def test_draw_equals_the_torch_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidemill.rollout.native.triton_kernels.VOCAB_BLOCK", 64)
+    monkeypatch.setattr("tidemill.rollout.native.triton_draw.VOCAB_BLOCK", 64)
     torch.manual_seed(1)
     rows, vocab = 40, 300
     logits = randn(rows // 2, vocab) * 3
@@ -106,6 +106,102 @@ def test_draw_equals_the_torch_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same.mean() > 0.95  # a sum may round to the other side
     np.testing.assert_allclose(logprobs.cpu().numpy()[same], wanted.logprobs.cpu().numpy()[same], atol=1e-4)
     assert (state.latest[at] == tokens).all()
+
+
+# What rows ask for: top_k, top_p, min_p; the last row asks for nothing.
+CUTS = [(7, 2.0, 0.0), (40, 2.0, 0.0), (250, 0.8, 0.0), (300, 0.5, 0.0), (300, 0.97, 0.0), (300, 2.0, 0.1),
+        (30, 0.9, 0.02), (1, 0.01, 1.0), (300, 2.0, 0.0)]  # fmt: skip
+
+
+@pytest.mark.parametrize("room", [16, 512], ids=["narrowed down", "at once"])
+@pytest.mark.parametrize("spread", [0.05, 1.0, 4.0], ids=["flat", "wide", "peaked"])
+def test_truncated_draw_equals_the_torch_draw(monkeypatch: pytest.MonkeyPatch, spread: float, room: int) -> None:
+    monkeypatch.setattr("tidemill.rollout.native.triton_draw.CUT_BLOCK", 64)
+    monkeypatch.setattr("tidemill.rollout.native.triton_draw.ROOM", room)
+    torch.manual_seed(2)
+    rows, vocab = 4 * len(CUTS), 300
+    logits = randn(rows, vocab) * spread
+    source, slot = (torch.randperm(rows).to(DEVICE, torch.int32) for _ in range(2))
+    top_k, top_p, min_p = (torch.tensor(column).repeat(4).to(DEVICE) for column in zip(*CUTS))
+    state = SimpleNamespace(
+        temperature=torch.rand(rows).to(DEVICE) + 0.3,
+        greedy=(torch.arange(rows) % 11 == 0).to(DEVICE, torch.int32),
+        key=torch.tensor([stream_key(0, 0, i) for i in range(rows)]).to(DEVICE),
+        latest=torch.zeros(rows, dtype=torch.int64, device=DEVICE),
+        top_k=top_k.int(), top_p=top_p, min_p=min_p,
+    )  # fmt: skip
+    position = torch.arange(rows, device=DEVICE, dtype=torch.int32)
+    tokens, logprobs, kept = KERNELS.draw_truncated(logits, source, slot, position, state)
+    at = slot.long()
+    how = Draw(
+        state.key[at], position.long(), state.temperature[at], state.greedy[at].bool(),
+        truncated=torch.arange(rows, device=DEVICE), top_k=top_k[at], top_p=top_p[at], min_p=min_p[at],
+    )  # fmt: skip
+    wanted = draw(logits[source.long()], how)
+    assert wanted.kept is not None
+    close(kept, wanted.kept)
+    same = (tokens == wanted.tokens).cpu().numpy()
+    assert same.mean() > 0.95  # a sum may round to the other side
+    np.testing.assert_allclose(logprobs.cpu().numpy()[same], wanted.logprobs.cpu().numpy()[same], atol=1e-4)
+    assert (state.latest[at] == tokens).all()
+
+
+def test_steered_draw_equals_the_torch_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of which most tokens are not allowed, whole blocks of them, with and without truncation."""
+    from tidemill.rollout.native.steering import NEVER
+
+    monkeypatch.setattr("tidemill.rollout.native.triton_draw.CUT_BLOCK", 64)
+    torch.manual_seed(3)
+    rows, vocab = 30, 300
+    logits = randn(rows // 2, vocab) * 2
+    source = torch.arange(rows, device=DEVICE, dtype=torch.int32) // 2
+    slot = torch.randperm(rows).to(DEVICE, torch.int32)
+    steered = logits[source.long()] + randn(rows, vocab)
+    steered[::3, 20:] = NEVER
+    state = SimpleNamespace(
+        temperature=torch.rand(rows).to(DEVICE) + 0.3,
+        greedy=(torch.arange(rows) % 7 == 0).to(DEVICE, torch.int32),
+        key=torch.tensor([stream_key(0, 0, i) for i in range(rows)]).to(DEVICE),
+        latest=torch.zeros(rows, dtype=torch.int64, device=DEVICE),
+        top_k=torch.tensor([300, 5] * 15, device=DEVICE, dtype=torch.int32),
+        top_p=torch.tensor([2.0, 2.0, 0.8] * 10, device=DEVICE), min_p=torch.zeros(rows, device=DEVICE),
+    )  # fmt: skip
+    position = torch.arange(rows, device=DEVICE, dtype=torch.int32)
+    tokens, logprobs, kept = KERNELS.draw_steered(logits, steered, source, slot, position, state)
+    at = slot.long()
+    how = Draw(
+        state.key[at], position.long(), state.temperature[at], state.greedy[at].bool(), steered=steered,
+        truncated=torch.arange(rows, device=DEVICE), top_k=state.top_k[at].long(), top_p=state.top_p[at],
+        min_p=state.min_p[at],
+    )  # fmt: skip
+    wanted = draw(logits[source.long()], how)
+    assert wanted.kept is not None
+    close(kept, wanted.kept)
+    same = (tokens == wanted.tokens).cpu().numpy()
+    assert same.mean() > 0.95 and (tokens[::3] < 20).all()
+    np.testing.assert_allclose(logprobs.cpu().numpy()[same], wanted.logprobs.cpu().numpy()[same], atol=1e-4)
+    assert (state.latest[at] == tokens).all()
+
+
+def test_truncated_draw_keeps_equals_together_and_takes_bad_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More equals than the search has room for, and a row of NaN, whose log-probability says so."""
+    monkeypatch.setattr("tidemill.rollout.native.triton_draw.CUT_BLOCK", 64)
+    monkeypatch.setattr("tidemill.rollout.native.triton_draw.ROOM", 16)
+    logits = torch.zeros(3, 300, device=DEVICE)
+    logits[:, 100:140] = 1.0
+    logits[:, 7] = 3.0
+    logits[2] = float("nan")
+    index = torch.arange(3, device=DEVICE, dtype=torch.int32)
+    state = SimpleNamespace(
+        temperature=torch.ones(3, device=DEVICE), greedy=index * 0, key=index.long(), latest=index.long(),
+        top_k=torch.tensor([5, 300, 5], device=DEVICE, dtype=torch.int32),
+        top_p=torch.tensor([2.0, 0.3, 0.5], device=DEVICE), min_p=torch.zeros(3, device=DEVICE),
+    )  # fmt: skip
+    tokens, logprobs, kept = KERNELS.draw_truncated(logits, index, index, index, state)
+    mass = torch.softmax(logits[0], -1)[[7, *range(100, 140)]].sum().log()
+    close(kept[:2], mass.expand(2))
+    assert all(t == 7 or 100 <= t < 140 for t in tokens[:2].tolist()) and 0 <= int(tokens[2]) < 300
+    assert logprobs[2].isnan() and logprobs[:2].isfinite().all()
 
 
 @pytest.mark.parametrize("splits", [1, 4])

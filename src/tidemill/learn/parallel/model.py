@@ -37,7 +37,7 @@ from tidemill.learn.routes import routed
 from tidemill.models import experts, lora, routing
 from tidemill.models.buffers import persistent
 from tidemill.models.contexts import Attention, choose
-from tidemill.models.fused import fuse
+from tidemill.models.family import fuse
 from tidemill.reshard.layout import Layout
 
 

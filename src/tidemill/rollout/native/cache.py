@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tidemill.batch import Array
+from tidemill.device.mapped import MappedMemory
 
 
 class PagePool:
@@ -133,7 +134,11 @@ class PageStore:
     because only the model knows it (MLA keeps values narrower than keys, some layers have fewer heads).
 
     With `kind` "int8" or "fp8" an element is one byte, and each token and head has a scale for its key and its value
-    (pages, kv_heads, page_size)."""
+    (pages, kv_heads, page_size).
+
+    With `memory`, whose addresses stay, captured graphs may hold them through `clear` and `restore`."""
+
+    memory: MappedMemory | None = None
 
     def __init__(self, pages: int, page_size: int, device: torch.device, kind: str | None = None) -> None:
         self.pages = pages
@@ -160,9 +165,9 @@ class PageStore:
             # Zeros, not garbage: masked positions are multiplied by a weight of 0, and 0 * NaN is NaN.
             size = self.page_size
             dtype = k.dtype if self.kind is None else NARROW[self.kind][0]
-            zeros = partial(torch.zeros, device=k.device)
-            self.keys[layer] = zeros(self.pages, k.shape[1], k.shape[2], size, dtype=dtype)
-            self.values[layer] = zeros(self.pages, v.shape[1], size, v.shape[2], dtype=dtype)
+            zeros = self.memory.zeros if self.memory is not None else partial(torch.zeros, device=k.device)
+            self.keys[layer] = zeros((self.pages, k.shape[1], k.shape[2], size), dtype=dtype)
+            self.values[layer] = zeros((self.pages, v.shape[1], size, v.shape[2]), dtype=dtype)
             if self.kind is not None:
                 shape = (self.pages, k.shape[1], size)
                 self.scales[layer] = zeros(shape, dtype=torch.float32), zeros(shape, dtype=torch.float32)
@@ -194,12 +199,23 @@ class PageStore:
             held[index] = 0
 
     def clear(self) -> None:
+        """Give the memory back. Whoever wrote to it has been waited for."""
+        if self.memory is not None:
+            self.memory.release()
+            return
         self.keys.clear()
         self.values.clear()
         self.scales.clear()
 
+    def restore(self) -> None:
+        """Take it again, as zeros. Without `memory` that happens with the first write to each layer."""
+        if self.memory is not None:
+            self.memory.restore()
+
     @property
     def nbytes(self) -> int:
+        if self.memory is not None and self.memory.is_released:
+            return 0
         return sum(held.nbytes for held in self._all())
 
 

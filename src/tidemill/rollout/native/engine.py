@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Many
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -16,26 +15,29 @@ import torch
 from torch import Tensor
 
 from tidemill.batch import Array
-from tidemill.device import has_triton
+from tidemill.device import has_triton, mapped
 from tidemill.errors import ConfigError
 from tidemill.models.attention import Context
 from tidemill.rollout.engine import Completion, Finish, Partial, Request
 from tidemill.rollout.native import paged
-from tidemill.rollout.native.attention import Chunk, Paged
+from tidemill.rollout.native.attention import Paged
 from tidemill.rollout.native.cache import PagePool, PageStore, TokenStore
 from tidemill.rollout.native.check import Limits, find_problem
+from tidemill.rollout.native.drawing import draw_rows
 from tidemill.rollout.native.fused import FusedRunner
 from tidemill.rollout.native.graphs import GraphDecoder
-from tidemill.rollout.native.invariant import RowwisePaged, RowwiseRunner, draw_rowwise
+from tidemill.rollout.native.inputs import inputs_of
+from tidemill.rollout.native.invariant import RowwisePaged, RowwiseRunner
 from tidemill.rollout.native.kernels import LANES, Kernels
 from tidemill.rollout.native.kernels import load as load_kernels
 from tidemill.rollout.native.pending import Fetch, Pending
 from tidemill.rollout.native.routes import RouteRecorder
 from tidemill.rollout.native.rows import Rows
 from tidemill.rollout.native.runner import PlainRunner, Runner, has_fused, make_runner
-from tidemill.rollout.native.sampling import Draw, Drawn, draw, steer, uniform_array
+from tidemill.rollout.native.sampling import Drawn
 from tidemill.rollout.native.scheduler import Kept, Reading, Scheduler, Sequence, Trunk
-from tidemill.rollout.native.speculate import ON_ACCELERATOR, Speculator, When
+from tidemill.rollout.native.speculate import When, speculator_for
+from tidemill.rollout.stops import ends_by_string
 
 # Small pages waste little; larger ones let an accelerator's attention read longer runs. On an H200, 512 rows of 257-768
 # tokens take 84 us with pages of 32 (3.3 TB/s), 90 us with 64 and 97 us with 128.
@@ -123,7 +125,9 @@ class NativeEngine:
         # Inference mode saves bookkeeping per operation, but a foreign module may keep a tensor it makes.
         self._no_grad = torch.no_grad if isinstance(self.runner, PlainRunner) else torch.inference_mode
         self.decoder = self._graph_decoder(graphs)
-        self.speculator = self._speculator(speculate)
+        if self.decoder is not None:
+            self.store.memory = mapped.open(self.device)
+        self.speculator = speculator_for(speculate, self.scheduler, self.decoder is not None, self.kernels is not None)
         self._inflight: list[Pending] = []
         self._refused: list[Completion] = []
 
@@ -136,21 +140,6 @@ class NativeEngine:
         if not wanted or self.device.type == "cpu" or not isinstance(self.runner, FusedRunner):
             return None
         return GraphDecoder(self.runner, self.store, self.scheduler.slots, self.vocab)
-
-    def _speculator(self, when: When) -> Speculator | None:
-        """In graphs "auto" stays off: that it pays there has not been measured."""
-        if self.decoder is not None:
-            return Speculator(when, self.scheduler, ON_ACCELERATOR) if when == "on" else None
-        if self.kernels is not None:
-            return Speculator(when, self.scheduler) if when != "off" else None
-        if when == "on":
-            raise ConfigError(
-                "rollout.speculate=on: drafts are decoded as captured graphs on an accelerator (one rank of a model "
-                "that the lean pass knows, with Triton) or by the compiled kernels on a CPU (float32, cache not fp8), "
-                "and neither serves this model here",
-                "set rollout.speculate=auto",
-            )
-        return None
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -169,6 +158,7 @@ class NativeEngine:
         return bool(self._refused or self._inflight or self.scheduler.has_work)
 
     def step(self) -> list[Completion]:
+        self.store.restore()  # nothing, unless it is asleep
         done, self._refused = self._refused, []
         with self._no_grad():
             done += self._advance()
@@ -218,8 +208,6 @@ class NativeEngine:
     def _launch_ahead(self, decoder: GraphDecoder) -> list[Pending]:
         """One token of every running sequence as a captured graph, then prompt tokens; nothing here waits."""
         scheduler, slots = self.scheduler, self.scheduler.slots
-        if slots.steered[slots.active].any():
-            self._drain()  # penalties look at tokens that the host must have seen
         may_draft = self._may_draft()
         if may_draft:
             self._drain()  # drafts follow tokens that the host must have seen
@@ -229,26 +217,22 @@ class NativeEngine:
         rows = np.flatnonzero(slots.active & (slots.launched < slots.limit))
         if len(rows) and not (may_draft and self._draft(decoder, rows)):
             slots.length[rows] += 1
-            is_simple = not (slots.truncated[rows].any() or slots.steered[rows].any())
             position = slots.before[rows] + slots.launched[rows]
-            draw = None if is_simple else partial(self._draw, rows)
-            launched.append(self._pending(rows, decoder.decode(rows, slots.length[rows], position, draw)))
+            launched.append(self._pending(rows, decoder.decode(rows, slots.length[rows], position)))
         none = rows[:0]
         logits = self._forward(none, readings, none, none) if readings else None
         born = self._branch(readings, logits)
         if born:
             rows = np.array([sequence.slot for _, sequence in born], np.int64)
-            decoder.seat(rows)
-            is_simple = not (slots.truncated[rows].any() or slots.steered[rows].any())
-            draw = None if is_simple else partial(self._draw, rows)
+            decoder.seat([sequence for _, sequence in born])
             first = [trunk.logits for trunk, _ in born]
-            launched.append(self._pending(rows, decoder.begin(rows, first, slots.before[rows], draw)))  # type: ignore[arg-type]
+            launched.append(self._pending(rows, decoder.begin(rows, first, slots.before[rows])))  # type: ignore[arg-type]
         return launched
 
     def _may_draft(self) -> bool:
         slots, speculator = self.scheduler.slots, self.speculator
-        if speculator is None or (slots.active & (slots.truncated | slots.steered)).any():
-            return False  # what is truncated or steered is not drawn in a graph
+        if speculator is None or (slots.active & slots.steered).any():
+            return False  # penalties look at tokens that a draft does not have yet
         return speculator.is_due(int(slots.active.sum()))
 
     def _draft(self, decoder: GraphDecoder, rows: Array) -> bool:
@@ -291,80 +275,22 @@ class NativeEngine:
                 self._refused += self._settle(pending)
 
     def _forward(self, rows: Array, readings: list[Reading], newest: Array, ahead: Array) -> Tensor:
-        """`newest`: the token of each row, `ahead` places after the last one in the cache."""
-        slots, size = self.scheduler.slots, self.pool.page_size
-        at = slots.length[rows] + ahead
-        ids, positions = [newest], [at]
-        pages = [slots.table[rows, at // size]]
-        chunks: list[Chunk] = []
-        keep = list(range(len(rows)))
-        first = len(rows)
-        for reading in readings:
-            trunk, where = reading.trunk, np.arange(reading.first, reading.last)
-            table = np.asarray(trunk.pages, np.int64)
-            ids.append(trunk.tokens[reading.first : reading.last])
-            positions.append(where)
-            pages.append(table[where // size])
-            last = first + len(where)
-            chunks.append(Chunk(first, last, reading.first, self._tensor(table[: -(-reading.last // size)])))
-            if reading.last == len(trunk.tokens):
-                keep.append(last - 1)
-            first = last
-        position = self._tensor(np.concatenate(positions))
-        page, running = self._tensor(np.concatenate(pages)), self.rows.of(rows, at + 1)
+        x = inputs_of(self.scheduler, rows, readings, newest, ahead, self.device)
+        running = self.rows.of(rows, x.seen)
         context: Context
         if self.batch_invariant:
             assert isinstance(self.store, TokenStore)
-            context = RowwisePaged.of(self.store, page, position % size, running, chunks)
+            context = RowwisePaged.of(self.store, x.page, x.offset, running, x.chunks)
         else:
             has_drafts = bool(ahead.any())
-            context = Paged(self.store, page, position % size, running, chunks, self.kernels, has_drafts, self.library)
-        wanted = torch.tensor(keep, dtype=torch.int64, device=self.device) if readings else None
-        tokens = self._tensor(np.concatenate(ids))
+            context = Paged(self.store, x.page, x.offset, running, x.chunks, self.kernels, has_drafts, self.library)
         if self.routes is None:
-            return self.runner.forward(tokens, position, context, wanted)
-        run = lambda routed: self.runner.forward(tokens, position, routed, wanted)  # noqa: E731
-        return self.routes.forward(run, context, page, position % size)
-
-    def _tensor(self, array: Array) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+            return self.runner.forward(x.ids, x.position, context, x.keep)
+        run = lambda routed: self.runner.forward(x.ids, x.position, routed, x.keep)  # noqa: E731
+        return self.routes.forward(run, context, x.page, x.offset)
 
     def _draw(self, rows: Array, logits: Tensor, ahead: Array | int = 0) -> Drawn:
-        slots = self.scheduler.slots
-        position = slots.before[rows] + slots.launched[rows] + ahead
-        temperature, greedy = slots.temperature[rows], slots.greedy[rows]
-        truncated = np.flatnonzero(slots.truncated[rows])
-        steered = np.flatnonzero(slots.steered[rows])
-        if self.kernels is not None and not len(truncated) and not len(steered):
-            u = uniform_array(slots.key[rows], position)
-            tokens, logprobs = self.kernels.draw(logits.contiguous(), temperature, u, greedy)
-            return Drawn(torch.from_numpy(tokens), torch.from_numpy(logprobs), None)
-        cut = rows[truncated]
-        has_cut = len(cut) > 0
-        how = Draw(
-            key=self._tensor(slots.key[rows]),
-            position=self._tensor(position),
-            temperature=self._tensor(temperature) if (temperature != 1).any() else None,
-            greedy=self._tensor(greedy) if greedy.any() else None,
-            all_greedy=bool(greedy.all()),
-            truncated=self._tensor(truncated) if has_cut else None,
-            top_k=self._tensor(slots.top_k[cut]) if has_cut else None,
-            top_p=self._tensor(slots.top_p[cut]) if has_cut else None,
-            min_p=self._tensor(slots.min_p[cut]) if has_cut else None,
-            steered=self._steered(rows, steered, logits) if len(steered) else None,
-        )
-        return draw_rowwise(logits, how) if self.batch_invariant else draw(logits, how)
-
-    def _steered(self, rows: Array, which: Array, logits: Tensor) -> Tensor:
-        slots = self.scheduler.slots
-        out = logits.float().clone()
-        for i in which:
-            slot = rows[i]
-            sequence = self.scheduler.sequence[slot]
-            assert sequence is not None
-            made = sequence.tokens + slots.tokens[slot, : slots.made[slot]].tolist()
-            out[i] = steer(logits[i], sequence.request.sampling, [*sequence.request.prompt, *made], made)
-        return out
+        return draw_rows(self.scheduler, rows, logits, ahead, self.kernels, self.batch_invariant)
 
     def _settle(self, pending: Pending) -> list[Completion]:
         """Write the new tokens down and take out what has ended."""
@@ -405,11 +331,8 @@ class NativeEngine:
             return True
         if not how.stop_strings:
             return False
-        # A stop string of c bytes lies within the last c tokens, plus one that may end inside a character.
-        reach = max(len(stop.encode()) for stop in how.stop_strings) + 1
-        tail = (sequence.tokens + slots.tokens[slot, : slots.made[slot]].tolist())[-reach:]
-        text = self.tokenizer.decode(tail)
-        return any(stop in text for stop in how.stop_strings)
+        made = sequence.tokens + slots.tokens[slot, : slots.made[slot]].tolist()
+        return ends_by_string(made, how.stop_strings, self.tokenizer)
 
     def _finish(self, sequence: Sequence, finish: Finish) -> Completion:
         cached = int(self.scheduler.slots.length[sequence.slot])
@@ -424,8 +347,8 @@ class NativeEngine:
         if self.speculator is not None:
             self.speculator.ended(sequence)
         is_worth_keeping = self.reuse_prefix and finish in ("stop", "length")
-        self.scheduler.leave(sequence, remember=_context(sequence)[:cached] if is_worth_keeping else None)
-        return _completion(sequence, finish, error, routes)
+        self.scheduler.leave(sequence, remember=sequence.context()[:cached] if is_worth_keeping else None)
+        return sequence.as_completion(finish, error, routes)
 
     # -- control -------------------------------------------------------------------------------------------------
 
@@ -437,7 +360,7 @@ class NativeEngine:
         for sequence in [s for s in self.scheduler.running() if s.request.id == request_id]:
             self._refused.append(self._finish(sequence, "cancelled"))
         for sequence in self.scheduler.remove(request_id):
-            self._refused.append(_completion(sequence, "cancelled"))
+            self._refused.append(sequence.as_completion("cancelled"))
 
     def pause(self, keep_cache: bool = False) -> list[Partial]:
         """Take everything unfinished out. Full pages stay findable, so that `resume` under the same weights reads again
@@ -452,9 +375,9 @@ class NativeEngine:
             cached = int(scheduler.slots.length[sequence.slot])
             cache = scheduler.keep(sequence) if keep_cache else None
             scheduler.slots.save(sequence)
-            scheduler.leave(sequence, remember=None if keep_cache else _context(sequence)[:cached])
-            partials.append(_partial(sequence, cache))
-        return partials + [_partial(sequence) for sequence in scheduler.remove(None)]
+            scheduler.leave(sequence, remember=None if keep_cache else sequence.context()[:cached])
+            partials.append(sequence.as_partial(cache))
+        return partials + [sequence.as_partial() for sequence in scheduler.remove(None)]
 
     def release(self, partials: Many[Partial]) -> None:
         """Free what paused samples kept of the cache; resumed after all, they are read again."""
@@ -472,11 +395,11 @@ class NativeEngine:
                 fresh[p.request.id].append(sequence)
             else:
                 members = fresh[p.request.id] = deque([sequence])
-                self.scheduler.add(Trunk(_context(sequence), members, is_sole=False))
+                self.scheduler.add(Trunk(sequence.context(), members, is_sole=False))
 
     def _trunk_of(self, sequence: Sequence, cache: Any) -> Trunk:
         """A half-made sample to go on with: its pages are its own again, or it is read from the start."""
-        trunk = Trunk(_context(sequence), deque([sequence]), is_sole=True)
+        trunk = Trunk(sequence.context(), deque([sequence]), is_sole=True)
         if cache in self.scheduler.kept:
             self.scheduler.kept.remove(cache)
             trunk.pages, trunk.found, trunk.done = cache.pages, cache.shared, cache.length
@@ -505,26 +428,16 @@ class NativeEngine:
         self.scheduler.restart_reading()
 
     def sleep(self) -> None:
-        """Give the cache's memory back; what was running is read again after `wake`."""
+        """Give the cache's memory back; what was running is read again after `wake`. Captured graphs stay where the
+        cache's addresses do."""
         self.rebuild()
         while self.scheduler.give_up_kept():
             pass
         self.pool.index.forget_all()
         self.store.clear()
-        if self.decoder is not None:
+        if self.decoder is not None and self.store.memory is None:
             self.decoder.forget_graphs()  # they hold the addresses of what was just given back
 
     def wake(self) -> None:
-        """The cache takes its memory again with the first token written to it."""
-
-
-def _context(sequence: Sequence) -> Array:
-    return np.array([*sequence.request.prompt, *sequence.tokens], np.int64)
-
-
-def _partial(s: Sequence, cache: Kept | None = None) -> Partial:
-    return Partial(s.request, s.index, s.tokens, s.logprobs, s.versions, s.kept, cache)
-
-
-def _completion(s: Sequence, finish: Finish, error: str | None = None, routes: Array | None = None) -> Completion:
-    return Completion(s.request, s.index, s.tokens, s.logprobs, s.versions, finish, error, s.kept, routes)
+        """Take the memory again; what is not taken here comes with the first token written to it."""
+        self.store.restore()

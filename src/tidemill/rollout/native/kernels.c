@@ -1,37 +1,39 @@
 /* The parts of a decode step that are not matrix products, for float32 on a CPU: one pass over memory each.
  *
  * Compiled on first use by the machine's own C compiler (see kernels.py); without one, the same arithmetic runs as torch
- * operations. Rows are shared by threads: OpenMP's, which wait for the next call awake for a moment, where a call takes
- * as long as waking somebody; elsewhere by the caller, who gives rows first..last. Without OpenMP there is one thread.
+ * operations. Rows are shared by threads of OpenMP, which wait for the next call awake for a moment: a call takes as long
+ * as waking somebody. Without OpenMP there is one thread.
  */
 #include "vectors.h"
 
+static inline void rms(const float *in, const float *weight, float *out, int64_t dim, float eps) {
+    v16 squares = splat(0);
+    int64_t i = 0;
+    for (; i + LANES <= dim; i += LANES) squares += load(in + i) * load(in + i);
+    float sum = total(squares);
+    for (; i < dim; i++) sum += in[i] * in[i];
+    float scale = 1.0f / sqrtf(sum / (float)dim + eps);
+    for (i = 0; i + LANES <= dim; i += LANES) store(out + i, load(in + i) * splat(scale) * load(weight + i));
+    for (; i < dim; i++) out[i] = in[i] * scale * weight[i];
+}
+
 /* y = x / rms(x) * weight, rows of `dim`. */
-void tm_rms(const float *x, const float *weight, float *y, int64_t first, int64_t last, int64_t dim, float eps) {
-    for (int64_t r = first; r < last; r++) {
-        const float *in = x + r * dim;
-        float *out = y + r * dim;
-        v16 squares = splat(0);
-        int64_t i = 0;
-        for (; i + LANES <= dim; i += LANES) squares += load(in + i) * load(in + i);
-        float sum = total(squares);
-        for (; i < dim; i++) sum += in[i] * in[i];
-        float scale = 1.0f / sqrtf(sum / (float)dim + eps);
-        for (i = 0; i + LANES <= dim; i += LANES) store(out + i, load(in + i) * splat(scale) * load(weight + i));
-        for (; i < dim; i++) out[i] = in[i] * scale * weight[i];
-    }
+void tm_rms(const float *x, const float *weight, float *y, int64_t rows, int64_t dim, float eps, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t r = 0; r < rows; r++) rms(x + r * dim, weight, y + r * dim, dim, eps);
 }
 
 /* x (rows, heads, dim) in place: optional norm over dim, then rotation by the tables' row of each position. The first
  * half of `sin` carries its minus sign. */
-void tm_rotate(float *x, const float *norm, const float *cos, const float *sin, const int64_t *position, int64_t first,
-               int64_t last, int64_t heads, int64_t dim, float eps) {
+void tm_rotate(float *x, const float *norm, const float *cos, const float *sin, const int64_t *position, int64_t rows,
+               int64_t heads, int64_t dim, float eps, int threads) {
     int64_t half = dim / 2;
-    for (int64_t r = first; r < last; r++) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t r = 0; r < rows; r++) {
         const float *c = cos + position[r] * dim, *s = sin + position[r] * dim;
         for (int64_t h = 0; h < heads; h++) {
             float *row = x + (r * heads + h) * dim;
-            if (norm) tm_rms(row, norm, row, 0, 1, dim, eps);
+            if (norm) rms(row, norm, row, dim, eps);
             int64_t i = 0;
             for (; i + LANES <= half; i += LANES) {
                 v16 a = load(row + i), b = load(row + half + i);
@@ -47,14 +49,19 @@ void tm_rotate(float *x, const float *norm, const float *cos, const float *sin, 
     }
 }
 
-/* gate = silu(gate) * up */
-void tm_gate(float *gate, const float *up, int64_t first, int64_t last) {
-    int64_t i = first;
-    for (; i + LANES <= last; i += LANES) {
-        v16 g = load(gate + i);
-        store(gate + i, g / (splat(1.0f) + vexp(-vmax(splat(-80.0f), g))) * load(up + i));
+/* gate = silu(gate) * up, rows of `dim`. */
+void tm_gate(float *all_gates, const float *all_ups, int64_t rows, int64_t dim, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t r = 0; r < rows; r++) {
+        float *gate = all_gates + r * dim;
+        const float *up = all_ups + r * dim;
+        int64_t i = 0;
+        for (; i + LANES <= dim; i += LANES) {
+            v16 g = load(gate + i);
+            store(gate + i, g / (splat(1.0f) + vexp(-vmax(splat(-80.0f), g))) * load(up + i));
+        }
+        for (; i < dim; i++) gate[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
     }
-    for (; i < last; i++) gate[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
 }
 
 typedef struct {
@@ -235,35 +242,47 @@ void tm_attend(const attention *a, float *scratch, int64_t wide, int64_t rows, i
     }
 }
 
-/* One token per row of logits (rows, vocab): the first whose cumulative probability exceeds the row's uniform number, or
- * the most likely one where `greedy`; and its log-probability at the row's temperature. `scratch` holds vocab floats. */
-void tm_draw(const float *logits, const float *temperature, const float *uniform, const uint8_t *greedy, int64_t *tokens,
-             float *logprobs, float *scratch, int64_t first, int64_t last, int64_t vocab) {
-    for (int64_t r = first; r < last; r++) {
-        const float *x = logits + r * vocab;
-        float scale = 1.0f / temperature[r], peak = -INFINITY;
-        int64_t best = 0, i;
-        int is_number = 1;
-        for (i = 0; i < vocab; i++) is_number &= x[i] == x[i];
-        for (i = 0; i < vocab; i++) if (x[i] > peak) { peak = x[i]; best = i; }
-        double sum = 0;
-        for (i = 0; i + LANES <= vocab; i += LANES) {
-            v16 w = vexp((load(x + i) - splat(peak)) * splat(scale));
-            store(scratch + i, w);
-            sum += total(w);
-        }
-        for (; i < vocab; i++) sum += scratch[i] = expf((x[i] - peak) * scale);
-        int64_t chosen = best;
-        if (!greedy[r]) {
-            double left = uniform[r] * sum;
-            chosen = -1;
-            for (i = 0; i < vocab && chosen < 0; i++) {
-                left -= scratch[i];
-                if (left < 0) chosen = i;
-            }
-            if (chosen < 0) chosen = best;
-        }
-        tokens[r] = chosen;
-        logprobs[r] = is_number ? (x[chosen] - peak) * scale - (float)log(sum) : NAN;
+typedef struct {
+    const float *logits, *temperature, *uniform; /* logits (rows, vocab) */
+    const uint8_t *greedy;
+    int64_t *tokens;
+    float *logprobs;
+    int64_t rows, vocab;
+} draws;
+
+static void draw(const draws *d, int64_t r, float *scratch) {
+    const float *x = d->logits + r * d->vocab;
+    float scale = 1.0f / d->temperature[r], peak = -INFINITY;
+    int64_t best = 0, vocab = d->vocab, i;
+    int is_number = 1;
+    for (i = 0; i < vocab; i++) is_number &= x[i] == x[i];
+    for (i = 0; i < vocab; i++) if (x[i] > peak) { peak = x[i]; best = i; }
+    double sum = 0;
+    for (i = 0; i + LANES <= vocab; i += LANES) {
+        v16 w = vexp((load(x + i) - splat(peak)) * splat(scale));
+        store(scratch + i, w);
+        sum += total(w);
     }
+    for (; i < vocab; i++) sum += scratch[i] = expf((x[i] - peak) * scale);
+    int64_t chosen = best;
+    if (!d->greedy[r]) {
+        double left = d->uniform[r] * sum;
+        chosen = -1;
+        for (i = 0; i < vocab && chosen < 0; i++) {
+            left -= scratch[i];
+            if (left < 0) chosen = i;
+        }
+        if (chosen < 0) chosen = best;
+    }
+    d->tokens[r] = chosen;
+    d->logprobs[r] = is_number ? (x[chosen] - peak) * scale - (float)log(sum) : NAN;
+}
+
+/* One token per row of logits: the first whose cumulative probability exceeds the row's uniform number, or the most likely
+ * one where `greedy`; and its log-probability at the row's temperature. `scratch` holds vocab floats for each thread. */
+void tm_draw(const draws *d, float *scratch, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int part = 0; part < threads; part++)
+        for (int64_t r = d->rows * part / threads; r < d->rows * (part + 1) / threads; r++)
+            draw(d, r, scratch + part * d->vocab);
 }

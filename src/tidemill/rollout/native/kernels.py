@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tidemill.batch import Array
-from tidemill.device.compiled import ROWS_PER_THREAD, library, over_rows
+from tidemill.device.compiled import ROWS_PER_THREAD, library, threads_for
 
 SOURCE = Path(__file__).with_name("kernels.c")
 LANES = 16
@@ -32,6 +32,12 @@ class _Attention(ctypes.Structure):
     )
 
 
+class _Draws(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_void_p) for name in ("logits", "temperature", "uniform", "greedy", "tokens", "logprobs")
+    ] + [(name, ctypes.c_int64) for name in ("rows", "vocab")]
+
+
 @cache
 def load() -> Kernels | None:
     """The kernels, compiled if need be (about a second, once); None where that is not possible."""
@@ -43,19 +49,21 @@ class Kernels:
     """Each method is the arithmetic its docstring names, on contiguous float32 tensors in host memory."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-        library.tm_rms.argtypes = [pointer] * 3 + [number] * 3 + [real]
-        library.tm_rotate.argtypes = [pointer] * 5 + [number] * 4 + [real]
-        library.tm_gate.argtypes = [pointer] * 2 + [number] * 2
-        library.tm_attend.argtypes = [ctypes.POINTER(_Attention), pointer, number, number, ctypes.c_int]
-        library.tm_draw.argtypes = [pointer] * 7 + [number] * 3
+        pointer, number, real, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+        library.tm_rms.argtypes = [pointer] * 3 + [number] * 2 + [real, threads]
+        library.tm_rotate.argtypes = [pointer] * 5 + [number] * 3 + [real, threads]
+        library.tm_gate.argtypes = [pointer] * 2 + [number] * 2 + [threads]
+        library.tm_attend.argtypes = [ctypes.POINTER(_Attention), pointer, number, number, threads]
+        library.tm_draw.argtypes = [ctypes.POINTER(_Draws), pointer, threads]
         self._library = library
 
     def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last dimension."""
         out = torch.empty_like(x)
         dim = x.shape[-1]
-        self._library.tm_rms(x.data_ptr(), weight.data_ptr(), out.data_ptr(), 0, x.numel() // dim, dim, eps)
+        rows = x.numel() // dim
+        pointers = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+        self._library.tm_rms(*pointers, rows, dim, eps, threads_for(x.numel()))
         return out
 
     def rotate(self, x: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor, position: Tensor, eps: float) -> None:
@@ -63,11 +71,13 @@ class Kernels:
         tokens, heads, dim = x.shape
         weight = None if norm is None else norm.data_ptr()
         tables = cos.data_ptr(), sin.data_ptr(), position.data_ptr()
-        self._library.tm_rotate(x.data_ptr(), weight, *tables, 0, tokens, heads, dim, eps)
+        self._library.tm_rotate(x.data_ptr(), weight, *tables, tokens, heads, dim, eps, threads_for(x.numel()))
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up, in place of gate."""
-        self._library.tm_gate(gate.data_ptr(), up.data_ptr(), 0, gate.numel())
+        dim = gate.shape[-1]
+        rows = gate.numel() // dim
+        self._library.tm_gate(gate.data_ptr(), up.data_ptr(), rows, dim, threads_for(gate.numel()))
         return gate
 
     def attend(
@@ -85,9 +95,7 @@ class Kernels:
             slot.ctypes.data, length.ctypes.data, out.data_ptr(), 0, table.shape[1], heads, kv_heads, dim, v_dim,
             keys.shape[-1], window or 0, scale, softcap or 0.0,
         )  # fmt: skip
-        wide = heads // kv_heads * (int(length.max()) + LANES)
-
-        threads = max(1, min(torch.get_num_threads(), rows // ROWS_PER_THREAD))
+        wide, threads = heads // kv_heads * (int(length.max()) + LANES), threads_for(rows, ROWS_PER_THREAD)
         scratch = torch.empty(threads * wide)
         self._library.tm_attend(ctypes.byref(how), scratch.data_ptr(), wide, rows, threads)
 
@@ -96,10 +104,7 @@ class Kernels:
         rows, vocab = logits.shape
         tokens, logprobs = np.empty(rows, np.int64), np.empty(rows, np.float32)
         arrays = [a.ctypes.data for a in (temperature, uniform, greedy, tokens, logprobs)]
-
-        def run(first: int, last: int) -> None:
-            scratch = torch.empty(vocab)
-            self._library.tm_draw(logits.data_ptr(), *arrays, scratch.data_ptr(), first, last, vocab)
-
-        over_rows(run, rows)
+        how, threads = _Draws(logits.data_ptr(), *arrays, rows, vocab), threads_for(logits.numel())
+        scratch = torch.empty(threads * vocab)
+        self._library.tm_draw(ctypes.byref(how), scratch.data_ptr(), threads)
         return tokens, logprobs

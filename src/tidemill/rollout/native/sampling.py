@@ -89,35 +89,25 @@ class Drawn:
 
 def draw(logits: Tensor, how: Draw) -> Drawn:
     """One token per row of `logits` (rows, vocab). NaN logits give a NaN log-probability."""
-    logprobs = _log_softmax(logits, how.temperature)
-    drawn_from = logprobs if how.steered is None else _log_softmax(how.steered, how.temperature)
+    heated = _heated(logits, how.temperature)
+    logprobs = torch.log_softmax(heated, -1)
+    if how.steered is None:
+        drawn_from, weights = heated, logprobs.exp()
+    else:
+        drawn_from = _heated(how.steered, how.temperature)
+        weights = torch.log_softmax(drawn_from, -1).exp()
     if how.all_greedy:
         tokens, kept = drawn_from.argmax(-1), None
     else:
-        tokens, kept = _sample(logprobs, drawn_from, how)
+        kept = None if how.truncated is None else _truncate(logprobs, drawn_from, weights, how.truncated, how)
+        tokens = _invert(weights, uniform(how.key, how.position))
         if how.greedy is not None:
             tokens = torch.where(how.greedy, drawn_from.argmax(-1), tokens)
     return Drawn(tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1), kept)
 
 
-def _log_softmax(logits: Tensor, temperature: Tensor | None) -> Tensor:
-    logits = logits.float()
-    return torch.log_softmax(logits if temperature is None else logits / temperature.unsqueeze(1), -1)
-
-
-def _sample(logprobs: Tensor, drawn_from: Tensor, how: Draw) -> tuple[Tensor, Tensor | None]:
-    u = uniform(how.key, how.position)
-    tokens = _invert(drawn_from.exp(), u)
-    if how.truncated is None:
-        return tokens, None
-    rows = how.truncated
-    order, weights = _truncate(drawn_from[rows], how)
-    chosen = _invert(weights, u[rows])
-    tokens[rows] = order.gather(1, chosen.unsqueeze(1)).squeeze(1)
-    whole = logprobs[rows].exp().gather(1, order)
-    kept = torch.zeros_like(u)
-    kept[rows] = whole.masked_fill(weights == 0, 0.0).sum(-1).log()
-    return tokens, kept
+def _heated(logits: Tensor, temperature: Tensor | None) -> Tensor:
+    return logits.float() if temperature is None else logits.float() / temperature.unsqueeze(1)
 
 
 def _invert(weights: Tensor, u: Tensor) -> Tensor:
@@ -129,17 +119,26 @@ def _invert(weights: Tensor, u: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=weights.shape[1] - 1)
 
 
-def _truncate(logprobs: Tensor, how: Draw) -> tuple[Tensor, Tensor]:
-    """Token ids and probabilities, most likely first, with those outside top-k, then top-p, then min-p set to 0."""
+def _truncate(logprobs: Tensor, drawn_from: Tensor, weights: Tensor, rows: Tensor, how: Draw) -> Tensor:
+    """Sets the weights of what is left out to 0; (rows,) log of the mass that stays, 0 where nothing is truncated."""
+    weights[rows] = weights[rows].masked_fill(drawn_from[rows] < threshold(drawn_from[rows], how), 0.0)
+    kept = torch.zeros_like(weights[:, 0])
+    kept[rows] = logprobs[rows].exp().masked_fill(weights[rows] == 0, 0.0).sum(-1).log()
+    return kept
+
+
+def threshold(heated: Tensor, how: Draw) -> Tensor:
+    """The smallest logit (rows, 1) that is inside top-k, top-p of those, and min-p; equal ones are in or out together,
+    so that what is kept does not hang on an order."""
     assert how.top_k is not None and how.top_p is not None and how.min_p is not None
-    weights, order = logprobs.exp().sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(weights.shape[1], device=weights.device)
-    weights = weights.masked_fill(rank >= how.top_k.unsqueeze(1), 0.0)
+    ordered = heated.sort(dim=-1, descending=True).values
+    by_count = ordered.gather(1, (how.top_k.unsqueeze(1) - 1).clamp(max=heated.shape[1] - 1))
+    weights = torch.softmax(ordered, -1).masked_fill(ordered < by_count, 0.0)
     before = weights.cumsum(-1) - weights
-    beyond = before >= how.top_p.unsqueeze(1) * weights.sum(-1, keepdim=True)
-    beyond[:, 0] = False
-    weights = weights.masked_fill(beyond, 0.0)
-    return order, weights.masked_fill(weights < how.min_p.unsqueeze(1) * weights[:, :1], 0.0)
+    inside = (before < how.top_p.unsqueeze(1) * weights.sum(-1, keepdim=True)) & (weights > 0)
+    by_mass = ordered.gather(1, (inside.sum(-1, keepdim=True) - 1).clamp(min=0))
+    by_share = ordered[:, :1] + how.min_p.unsqueeze(1).log()
+    return torch.maximum(torch.maximum(by_count, by_mass), by_share)
 
 
 def steer(logits: Tensor, how: Sampling, seen: list[int], made: list[int]) -> Tensor:

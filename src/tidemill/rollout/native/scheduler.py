@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from tidemill.batch import Array
-from tidemill.rollout.engine import Request, token_limit
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, token_limit
 from tidemill.rollout.native.cache import PagePool
 from tidemill.rollout.native.sampling import is_steered, is_truncated, stream_key
 
@@ -35,6 +35,17 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     shared: int = 0  # leading pages that others may hold too
     spans: list[tuple[int, int]] = field(default_factory=list)  # (tokens made in this slot before, version from there)
+
+    def context(self) -> Array:
+        """What is read to go on with it."""
+        return np.array([*self.request.prompt, *self.tokens], np.int64)
+
+    def as_partial(self, cache: Kept | None = None) -> Partial:
+        return Partial(self.request, self.index, self.tokens, self.logprobs, self.versions, self.kept, cache)
+
+    def as_completion(self, finish: Finish, error: str | None = None, routes: Array | None = None) -> Completion:
+        made = (self.tokens, self.logprobs, self.versions)
+        return Completion(self.request, self.index, *made, finish, error, self.kept, routes)
 
 
 @dataclass(slots=True, eq=False)
@@ -212,7 +223,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         self.slots.save(sequence)
         self.leave(sequence)
-        tokens = np.array([*sequence.request.prompt, *sequence.tokens], np.int64)
+        tokens = sequence.context()
         self.add(Trunk(tokens, deque([sequence]), is_sole=True), first=True)
 
     def leave(self, sequence: Sequence, *, remember: Array | None = None) -> None:

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from tidemill.batch import Array
+from tidemill.errors import ConfigError
 from tidemill.rollout.native.pending import Pending
 from tidemill.rollout.native.sampling import Drawn
 from tidemill.rollout.native.scheduler import Scheduler, Sequence
@@ -203,3 +204,19 @@ class Speculator:
             self._texts.clear()
         else:
             self._texts.pop(request_id, None)
+
+
+def speculator_for(when: When, scheduler: Scheduler, has_graphs: bool, has_kernels: bool) -> Speculator | None:
+    """In graphs "auto" stays off: that it pays there has not been measured."""
+    if has_graphs:
+        return Speculator(when, scheduler, ON_ACCELERATOR) if when == "on" else None
+    if has_kernels:
+        return Speculator(when, scheduler) if when != "off" else None
+    if when == "on":
+        raise ConfigError(
+            "rollout.speculate=on: drafts are decoded as captured graphs on an accelerator (one rank of a model "
+            "that the lean pass knows, with Triton) or by the compiled kernels on a CPU (float32, cache not fp8), "
+            "and neither serves this model here",
+            "set rollout.speculate=auto",
+        )
+    return None

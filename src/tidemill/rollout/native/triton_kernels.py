@@ -8,18 +8,16 @@ reads the logits once. No function here looks at a value on the host, so all of 
 # Arguments of a kernel are pointers and constants of Triton's own language, which has no types to name.
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tidemill.rollout.native import triton_draw
+
 # Programs wanted before a sequence is split over several, and the most parts it is split into.
 PROGRAMS_WANTED = 4 * 132
 MOST_SPLITS = 16
-# Logits reduced by one program of the draw.
-VOCAB_BLOCK = 4096
 
 
 @triton.jit
@@ -235,68 +233,6 @@ def _join(part, stats, out, GROUP: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.
     tl.store(out + head * V_DIM + e, joined.to(out.dtype.element_ty), mask=e < V_DIM)
 
 
-@triton.jit
-def _reduce(logits, source, slot, temperature, peaks, sums, bests, vocab, blocks, BLOCK_V: tl.constexpr):
-    """Of one block of a row's logits: the largest, the sum of exponentials relative to it, and where it is."""
-    row = tl.program_id(0)
-    block = tl.program_id(1)
-    at = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    where = tl.load(source + row).to(tl.int64) * vocab
-    heat = tl.load(temperature + tl.load(slot + row))
-    x = tl.load(logits + where + at, mask=at < vocab, other=-float("inf")).to(tl.float32) / heat
-    peak = tl.max(x, 0)
-    cell = row * blocks + block
-    tl.store(peaks + cell, peak)
-    tl.store(sums + cell, tl.sum(tl.exp(x - peak), 0))
-    tl.store(bests + cell, tl.argmax(x, 0) + block * BLOCK_V)
-
-
-@triton.jit
-def _choose(
-    logits, source, slot, temperature, greedy, key, position, peaks, sums, bests, tokens, logprobs, latest,
-    vocab, blocks, BLOCK_V: tl.constexpr, BLOCKS_PAD: tl.constexpr,
-):  # fmt: skip
-    """The row's token: the first whose cumulative probability exceeds the row's random number."""
-    row = tl.program_id(0)
-    where = tl.load(source + row).to(tl.int64) * vocab
-    mine = tl.load(slot + row)
-    heat = tl.load(temperature + mine)
-    b = tl.arange(0, BLOCKS_PAD)
-    peak = tl.load(peaks + row * blocks + b, mask=b < blocks, other=-float("inf"))
-    part = tl.load(sums + row * blocks + b, mask=b < blocks, other=0.0)
-    top = tl.max(peak, 0)
-    mass = part * tl.exp(peak - top)
-    total = tl.sum(mass, 0)
-    target = _uniform(tl.load(key + mine), tl.load(position + row).to(tl.int64)) * total
-    # The block in which the running sum passes the target, and the sum before it.
-    summed = tl.cumsum(mass, 0)
-    chosen = tl.minimum(tl.sum((summed <= target).to(tl.int32), 0), blocks - 1)
-    before = tl.sum(tl.where(b < chosen, mass, 0.0), 0)
-    at = chosen * BLOCK_V + tl.arange(0, BLOCK_V)
-    x = tl.load(logits + where + at, mask=at < vocab, other=-float("inf")).to(tl.float32) / heat
-    inner = before + tl.cumsum(tl.exp(x - top), 0)
-    token = chosen * BLOCK_V + tl.sum((inner <= target).to(tl.int32), 0)
-    # Rounding can leave the target beyond the last sum: the most likely token of the block is then as good as any.
-    most = tl.argmax(peak, 0)
-    best = tl.load(bests + row * blocks + most)
-    last = tl.minimum((chosen + 1) * BLOCK_V, vocab)
-    token = tl.where(token >= last, tl.load(bests + row * blocks + chosen), token)
-    token = tl.where(tl.load(greedy + mine) != 0, best, token)
-    value = tl.load(logits + where + token).to(tl.float32) / heat
-    tl.store(tokens + row, token)
-    tl.store(logprobs + row, value - top - tl.log(total))
-    tl.store(latest + mine, token.to(tl.int64))
-
-
-@triton.jit
-def _uniform(key, position):
-    """`sampling.uniform`: the same number from the same key and position."""
-    z = key.to(tl.uint64, bitcast=True) + position.to(tl.uint64) * 0x9E3779B97F4A7C15
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    return ((z ^ (z >> 31)) >> 40).to(tl.float32) * 5.9604644775390625e-08  # 2 ** -24
-
-
 def _pad(n: int) -> int:
     return max(int(triton.next_power_of_2(n)), 16)
 
@@ -307,6 +243,8 @@ class TritonKernels:
 
     def __init__(self, block: int = 32, warps: int = 2, stages: int = 5) -> None:
         self.block, self.warps, self.stages = block, warps, stages
+        self.draw, self.draw_truncated = triton_draw.draw, triton_draw.draw_truncated
+        self.draw_steered = triton_draw.draw_steered
 
     def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
@@ -363,24 +301,6 @@ class TritonKernels:
         if splits > 1:
             _join[(rows * heads,)](part, stats, out, group, v_dim, _pad(v_dim), splits, num_warps=2)
         return out
-
-    def draw(self, logits: Tensor, source: Tensor, slot: Tensor, position: Tensor, state: Any) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probabilities of rows whose logits are `logits[source]`; `state` has, by slot, temperature,
-        greedy, key and latest token, and takes the new one."""
-        rows, vocab = slot.shape[0], logits.shape[1]
-        blocks = triton.cdiv(vocab, VOCAB_BLOCK)
-        peaks, sums = (torch.empty(rows, blocks, dtype=torch.float32, device=logits.device) for _ in range(2))
-        bests = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
-        tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
-        logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-        _reduce[(rows, blocks)](
-            logits, source, slot, state.temperature, peaks, sums, bests, vocab, blocks, VOCAB_BLOCK, num_warps=8
-        )
-        _choose[(rows,)](
-            logits, source, slot, state.temperature, state.greedy, state.key, position, peaks, sums, bests, tokens,
-            logprobs, state.latest, vocab, blocks, VOCAB_BLOCK, triton.next_power_of_2(blocks), num_warps=8,
-        )  # fmt: skip
-        return tokens, logprobs
 
 
 def splits_for(programs: int) -> int:

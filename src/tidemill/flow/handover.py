@@ -1,0 +1,160 @@
+"""Hand-over: rollout and learning take turns with one device's memory.
+
+While samples are made, what only learning needs (the optimizer's state, a critic, a frozen reference) lies in the
+host's memory; while others work, the engine's cache is given back. Tensors keep their identity and their bytes, so that
+a run computes the same numbers with it as without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tidemill.device import Device
+from tidemill.flow.learning import LearnWorker
+from tidemill.flow.rolling import RolloutWorker
+from tidemill.flow.scoring import ScoreWorker, ValueWorker
+from tidemill.flow.stage import Worker
+from tidemill.flow.tally import Tally
+from tidemill.learn.engine import Learner
+from tidemill.learn.parallel.learner import ParallelLearner
+from tidemill.reshard.swap import Swap, learner_tensors
+from tidemill.rollout.engine import RolloutEngine
+from tidemill.settings.turns import HandedOver
+
+
+class Away(Protocol):
+    """What learning keeps on a device and rollout can do without."""
+
+    def out(self) -> int:
+        """To the host's memory; how many bytes of the device that frees."""
+
+    def back(self) -> None: ...
+
+
+class LearningState:
+    """Implements `Away` for tensors of this process. `tensors` is asked anew each time: an optimizer has none before
+    its first update."""
+
+    def __init__(self, device: torch.device, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        self.swap, self.tensors = Swap(device), tensors
+
+    def out(self) -> int:
+        went = self.swap.out(self.tensors())
+        return went.copied_bytes + went.skipped_bytes
+
+    def back(self) -> None:
+        self.swap.back()
+
+
+class Handover:
+    """Whose turn it is. Whoever is about to work says so; who has the device already loses no time by it."""
+
+    def __init__(
+        self, engine: RolloutEngine | None, tally: Tally, device: Device, what: HandedOver, away: Away | None
+    ) -> None:
+        self.engine = engine if what != "never" else None
+        self.away = away if what == "all" else None
+        self.tally, self.device = tally, device
+        self.is_asleep = self.is_away = False  # the engine's cache; learning's state
+        self._due: int | None = None  # a version that a sleeping engine has not heard of
+
+    def rolling(self) -> None:
+        """The engine works next."""
+        if self.away is not None and not self.is_away:
+            with self.tally.time("hand_over"):
+                self.tally.add("handed_over/state_bytes", float(self.away.out()))
+            self.is_away = True
+        if self.is_asleep:
+            with self.tally.time("hand_over"):
+                self._wake()
+
+    def learning(self) -> None:
+        """Something else works next, or looks at the learner's state."""
+        if self.engine is not None and not self.is_asleep:
+            with self.tally.time("hand_over"):
+                self.tally.add("handed_over/cache_bytes", float(self._sleep(self.engine)))
+            self.is_asleep = True
+        if self.is_away:
+            assert self.away is not None
+            with self.tally.time("hand_over"):
+                self.away.back()
+            self.is_away = False
+
+    def serve(self, version: int) -> bool:
+        """The weights as they are now are this version. Whether the engine sleeps, and hears of it when it wakes."""
+        if self.is_asleep:
+            self._due = version
+        return self.is_asleep
+
+    def _wake(self) -> None:
+        assert self.engine is not None
+        self.engine.wake()
+        self.is_asleep = False
+        if self._due is not None:
+            self.engine.load(None, self._due)
+            self._due = None
+
+    def _sleep(self, engine: RolloutEngine) -> int:
+        before = _held(self.device)
+        engine.sleep()
+        after = _held(self.device)
+        if self.device.kind != "cpu":
+            torch.accelerator.empty_cache()  # learning may be another process's
+        return max(0, *(b - a for b, a in zip(before, after, strict=True)))
+
+
+def _held(device: Device) -> tuple[int, int]:
+    """Bytes in use as this process counts them, and as the device does: an engine may have memory of its own kind."""
+    memory = device.memory()
+    if device.kind == "cpu":
+        return memory.reserved, memory.reserved
+    return torch.accelerator.memory_allocated(device.torch_device), memory.total - memory.free
+
+
+def take_turns(workers: Iterable[Worker], turns: Handover) -> None:
+    """Each worker says when it is about to work."""
+    for worker in workers:
+        if isinstance(worker, RolloutWorker):
+            worker.my_turn = turns.rolling
+        elif isinstance(worker, LearnWorker | ScoreWorker | ValueWorker):
+            worker.my_turn = turns.learning
+
+
+def state_of(policy: Any, device: torch.device, workers: Callable[[], Iterable[Worker]]) -> LearningState:
+    """What the workers' learners and models keep on the device, without what rollout reads: the policy."""
+
+    def tensors() -> list[Tensor]:
+        stays = {_storage(t) for t in (*policy.parameters(), *policy.buffers())}
+        found = [t for worker in workers() for t in _kept_by(worker)]
+        return [t for t in found if t.device.type == device.type and _storage(t) not in stays and _is_ours(t)]
+
+    return LearningState(device, tensors)
+
+
+def _kept_by(worker: Worker) -> list[Tensor]:
+    if isinstance(worker, LearnWorker):
+        learner = worker.learner
+        if isinstance(learner, Learner):
+            return learner_tensors(learner.model, learner.optimizer)
+        return optimizer_tensors(learner.optimizer) if isinstance(learner, ParallelLearner) else []
+    if isinstance(worker, ScoreWorker) and isinstance(worker.model, torch.nn.Module):
+        return learner_tensors(worker.model)
+    return []
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All that leaves of a learner cut over ranks: its weights are in use by the exchange."""
+    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_ours(tensor: Tensor) -> bool:
+    """Whether its memory can be freed: what is mapped from a file or shared with other processes cannot."""
+    return bool(tensor.untyped_storage().resizable())

@@ -1,0 +1,64 @@
+"""The tokens of one pass: one or more of each running sequence, then those of prompts being read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tidemill.batch import Array
+from tidemill.rollout.native.attention import Chunk
+from tidemill.rollout.native.scheduler import Reading, Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    ids: Tensor  # (tokens,)
+    position: Tensor
+    page: Tensor  # where each token's key and value go
+    offset: Tensor
+    chunks: list[Chunk]
+    keep: Tensor | None  # tokens whose logits are wanted; None: all
+    seen: Array  # (rows,) tokens that each running row sees, itself included
+
+
+def inputs_of(
+    scheduler: Scheduler, rows: Array, readings: Sequence[Reading], newest: Array, ahead: Array, device: torch.device
+) -> Inputs:
+    """`newest`: the token of each row, `ahead` places after the last one in the cache."""
+    slots, size = scheduler.slots, scheduler.pool.page_size
+
+    def tensor(array: Array) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    at = slots.length[rows] + ahead
+    ids, positions = [newest], [at]
+    pages = [slots.table[rows, at // size]]
+    chunks: list[Chunk] = []
+    keep = list(range(len(rows)))
+    first = len(rows)
+    for reading in readings:
+        trunk, where = reading.trunk, np.arange(reading.first, reading.last)
+        table = np.asarray(trunk.pages, np.int64)
+        ids.append(trunk.tokens[reading.first : reading.last])
+        positions.append(where)
+        pages.append(table[where // size])
+        last = first + len(where)
+        chunks.append(Chunk(first, last, reading.first, tensor(table[: -(-reading.last // size)])))
+        if reading.last == len(trunk.tokens):
+            keep.append(last - 1)
+        first = last
+    position = tensor(np.concatenate(positions))
+    wanted = torch.tensor(keep, dtype=torch.int64, device=device) if readings else None
+    return Inputs(
+        ids=tensor(np.concatenate(ids)),
+        position=position,
+        page=tensor(np.concatenate(pages)),
+        offset=position % size,
+        chunks=chunks,
+        keep=wanted,
+        seen=at + 1,
+    )

@@ -1,0 +1,84 @@
+"""Penalties, bias and allowed tokens of running sequences, on the device: what `sampling.steer` does, for all rows of a
+pass at once and without the host, which may then run ahead of the tokens that penalties look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tidemill.batch import Array
+from tidemill.rollout.engine import Sampling
+
+# Of a token that is not allowed. Not infinite: a block of such logits still has a maximum to subtract.
+NEVER = -1e30
+FIRST_WIDTH = 16  # biased tokens that there is room for at first
+
+
+class Steering:
+    """By slot; the last one is for padding. Three bytes for every slot and token of the vocabulary."""
+
+    def __init__(self, slots: int, vocab: int, device: torch.device, width: int = FIRST_WIDTH) -> None:
+        self.slots, self.vocab, self.device = slots, vocab, device
+        self.repetition = torch.ones(slots + 1, device=device)
+        self.presence = torch.zeros(slots + 1, device=device)
+        self.seen, self.made = (torch.zeros(slots + 1, vocab, dtype=torch.bool, device=device) for _ in range(2))
+        self.allowed = torch.ones(slots + 1, vocab, dtype=torch.bool, device=device)
+        self.biased = torch.zeros(slots + 1, width, dtype=torch.int64, device=device)
+        self.bias = torch.zeros(slots + 1, width, device=device)
+        self._yes = torch.ones((), dtype=torch.bool, device=device)
+
+    @property
+    def width(self) -> int:
+        return int(self.bias.shape[1])
+
+    def widen(self, width: int) -> None:
+        """Room for so many biased tokens a slot. Whoever holds the old tensors' addresses must let go of them."""
+        grown = torch.zeros(self.slots + 1, width, device=self.device)
+        grown[:, : self.width] = self.bias
+        places = torch.zeros(self.slots + 1, width, dtype=torch.int64, device=self.device)
+        places[:, : self.width] = self.biased
+        self.bias, self.biased = grown, places
+
+    def seat(self, slots: Array, hows: Sequence[Sampling], prompts: Sequence[Array], made: Sequence[Array]) -> None:
+        """Slots with new tenants: how each is steered, its prompt, and the tokens it has made before."""
+        index = self._tensor(slots)
+        self.repetition[index] = self._tensor(np.array([how.repetition_penalty for how in hows], np.float32))
+        self.presence[index] = self._tensor(np.array([how.presence_penalty for how in hows], np.float32))
+        own = self._mask(made)
+        self.made[index] = own
+        self.seen[index] = own | self._mask(prompts)
+        everything = np.arange(self.vocab)
+        allowed = [everything if how.allowed_tokens is None else np.array(how.allowed_tokens) for how in hows]
+        self.allowed[index] = self._mask(allowed)
+        places, values = np.zeros((len(hows), self.width), np.int64), np.zeros((len(hows), self.width), np.float32)
+        for row, how in enumerate(hows):
+            for i, (token, bias) in enumerate((how.logit_bias or {}).items()):
+                places[row, i], values[row, i] = token, bias
+        self.biased[index], self.bias[index] = self._tensor(places), self._tensor(values)
+
+    def _mask(self, tokens: Sequence[Array]) -> Tensor:
+        mask = np.zeros((len(tokens), self.vocab), bool)
+        for row, held in zip(mask, tokens):
+            row[held] = True
+        return self._tensor(mask)
+
+    def _tensor(self, array: Array) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    def steer(self, logits: Tensor, slot: Tensor) -> Tensor:
+        """Logits (rows, vocab) of slots to draw from."""
+        x = logits.float()
+        penalty = self.repetition[slot].unsqueeze(1)
+        x = torch.where(self.seen[slot], torch.where(x > 0, x / penalty, x * penalty), x)
+        x = x - self.made[slot] * self.presence[slot].unsqueeze(1)
+        x = x.scatter_add(1, self.biased[slot], self.bias[slot])
+        return x.masked_fill(~self.allowed[slot], NEVER)
+
+    def note(self, slot: Tensor, tokens: Tensor) -> None:
+        """What each slot has drawn."""
+        place = (slot, tokens.long())
+        self.seen.index_put_(place, self._yes)
+        self.made.index_put_(place, self._yes)

@@ -1,0 +1,16 @@
+"""Whether a response has come to one of its stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def ends_by_string(tokens: Sequence[int], stops: Sequence[str], tokenizer: Any) -> bool:
+    """Whether the newest token completes a stop string; it is called after each, so only the tail is looked at."""
+    if not stops:
+        return False
+    # A stop string of c bytes lies within the last c tokens, plus one that may end inside a character.
+    reach = max(len(stop.encode()) for stop in stops) + 1
+    text = tokenizer.decode(tokens[-reach:])
+    return any(stop in text for stop in stops)
