@@ -87,11 +87,11 @@ def change(model: Any, seed: int, only: str = "") -> None:
                 parameter.copy_(parameter[torch.randperm(parameter.shape[0], device=parameter.device)])
 
 
-def asked(temperature: float = 1.0, length: int = 64, ends: bool = True) -> list[Any]:
+def asked(temperature: float = 1.0, length: int = 64, ends: bool = True, **cut: Any) -> list[Any]:
     from tidemill.rollout.engine import Request, Sampling
 
     rng = np.random.default_rng(0)
-    how = Sampling(temperature=temperature, max_tokens=length, ignore_eos=not ends)
+    how = Sampling(temperature=temperature, max_tokens=length, ignore_eos=not ends, **cut)
     return [Request(i, rng.integers(3, 2000, 20 + 9 * i).tolist(), how, n=4) for i in range(8)]
 
 
@@ -125,6 +125,28 @@ def weights_as(kind: str, model: Any) -> Any:
     return [(name, tensor) for name, tensor in model.named_parameters() if "layers.1." in name]
 
 
+def check_truncated(engine: Any, model: Any, most: float) -> None:
+    """Log-probabilities stay those of the whole distribution, with the mass kept beside them."""
+    from tidemill.rollout.hf import _plain
+
+    for cut in ({"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}):
+        done = roll(engine, asked(0.8, **cut))
+        off = []
+        for c in done:
+            start = len(c.request.prompt)
+            ids = torch.tensor([[*c.request.prompt, *c.tokens]], device=model.device)
+            with torch.no_grad(), _plain(model):
+                p = (model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1].float() / 0.8).softmax(-1)
+            p = p.sort(descending=True).values
+            p[:, cut.get("top_k", p.shape[1]) :] = 0
+            p = p.masked_fill(p.cumsum(1) - p >= cut.get("top_p", 2.0) * p.sum(1, keepdim=True), 0)
+            p = p.masked_fill(p < cut.get("min_p", 0.0) * p[:, :1], 0)
+            off += (p.sum(1).log().cpu() - torch.tensor(c.kept)).abs().tolist()
+        met = gap(model, done, 0.8)
+        is_good = met.mean < most and len(done) == 32 and float(np.mean(off)) < most
+        check(f"truncated {cut}", is_good, f"{met}; log of the kept mass {np.mean(off):.1e} off on average")
+
+
 def check_pause(engine: Any) -> None:
     for request in asked(ends=False):
         engine.submit(request)
@@ -154,7 +176,13 @@ def check_sleep(engine: Any, model: Any, most: float) -> None:
     took = f"{asleep - before:.2f} s to sleep, {time.perf_counter() - asleep:.2f} s to wake"
     met = gap(model, roll(engine, []), 1.0)
     is_good = given > 2**30 and met.mean < most
-    check(f"sleep at level {engine.sleep_level}", is_good, f"{given / 2**30:.1f} GiB given back, {took}")
+    check(f"sleep at level {engine.sleep_level}", is_good, f"{given / 2**30:.1f} GiB given back, {took}, {met}")
+    engine.sleep()
+    change(model, 9)
+    engine.load(None, engine.version + 1)  # an update that comes in its sleep
+    engine.wake()
+    met = gap(model, roll(engine, asked()), 1.0)
+    check(f"an update in a sleep at level {engine.sleep_level}", met.mean < most, str(met))
 
 
 def prove(device: str, is_tied: bool, sleep_level: int) -> None:
@@ -165,15 +193,17 @@ def prove(device: str, is_tied: bool, sleep_level: int) -> None:
     most = ROUNDING[model.dtype]
     before = time.perf_counter()
     engine = start(
-        model, eos_ids=[2], max_len=512, max_seqs=64, memory_share=0.3, sleep_level=sleep_level, enforce_eager=True
-    )
+        model, eos_ids=[2], max_len=512, max_seqs=64, memory_share=0.3, sleep_level=sleep_level, truncates=True,
+        enforce_eager=True,
+    )  # fmt: skip
     check("start and first load", True, f"{time.perf_counter() - before:.0f} s, parity {engine.parity}")
     check_tokens(engine, model, most)
     check_loads(engine, model, most)
+    check_truncated(engine, model, most)
     check_pause(engine)
     if device != "cpu":
         check_sleep(engine, model, most)
-    bad = roll(engine, [Request(99, [5], Sampling(top_p=0.5))])
+    bad = roll(engine, [Request(99, [5], Sampling(logit_bias={3: 1.0}))])
     check("refusal", bad[0].finish == "error", bad[0].error or "")
 
 

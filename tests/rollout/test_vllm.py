@@ -202,6 +202,22 @@ def test_at_level_2_the_weights_come_with_the_next_load_and_only_once(model: Any
     assert llm.loads == 2
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_update_that_comes_in_its_sleep_is_served_after_waking(model: Any, level: int) -> None:
+    learner = copy.deepcopy(model)
+    engine, llm = make(learner, sleep_level=level)
+    engine.sleep()
+    with torch.no_grad():
+        for parameter in learner.parameters():
+            parameter.mul_(1.1)
+    engine.load(None, 1)
+    assert llm.loads == 0  # asleep, there is nowhere to put them
+    engine.wake()
+    done = roll(engine, asked(2))
+    assert llm.loads == 1 and all(torch.equal(a, b) for a, b in zip(learner.parameters(), llm.model.parameters()))
+    assert all(set(c.versions) == {1} for c in done.values())
+
+
 def test_after_level_2_a_load_of_some_weights_brings_the_others_too(model: Any) -> None:
     engine, llm = make(model, sleep_level=2)
     engine.sleep()

@@ -60,7 +60,7 @@ class VLLMEngine:
         self.max_len = max_len
         self.sleep_level = sleep_level
         self.kept = kept
-        self.has_weights = True
+        self.has_weights, self.is_asleep = True, False
         self.version = 0
         self.parity: Mismatch | None = None  # of the latest load
         vocab = int(model.get_output_embeddings().weight.shape[0])
@@ -176,7 +176,11 @@ class VLLMEngine:
     def load(self, weights: Any, version: int) -> None:
         """Copy weights (Hugging Face names; None: the learner's as they are) into the ones that serve, and check.
         Running samples keep their keys and values; what prefix caching remembers is forgotten."""
+        if self.is_asleep and weights is None:  # there is no room for them; they come before the next token
+            self.version, self.has_weights = version, False
+            return
         if weights is not None:
+            self.wake()
             self._need_weights()  # what is given may be a part
         self._bring(lora.merged(self.model) if weights is None else weights)
         self.version = version
@@ -196,11 +200,14 @@ class VLLMEngine:
         """Give memory back; what was running is read again after `wake`. At level 2 the weights go too: they come with
         the next `load`, or before the next token if that is earlier."""
         self._asleep += self.pause()
-        self.llm.sleep(level=self.sleep_level)
-        self.has_weights = self.has_weights and self.sleep_level == 1
+        if not self.is_asleep:
+            self.llm.sleep(level=self.sleep_level)
+        self.is_asleep, self.has_weights = True, self.has_weights and self.sleep_level == 1
 
     def wake(self) -> None:
-        self.llm.wake_up()
+        if self.is_asleep:
+            self.llm.wake_up()
+        self.is_asleep = False
         asleep, self._asleep = self._asleep, []
         self.resume(asleep)
 
@@ -357,8 +364,7 @@ def _finish(reason: str | None) -> Finish | None:
 def _score_plainly(model: Any, tokens: list[int]) -> np.ndarray:
     ids = torch.tensor([tokens], device=next(model.parameters()).device)
     with _plain(model):
-        # With a cache: the learner's fused attention leaves such passes alone, and wants a context of ours for others.
-        logits = model(input_ids=ids, use_cache=True).logits[0, :-1].float()
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
     scored: np.ndarray = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
     return scored
 

@@ -47,23 +47,23 @@ class Steering:
         index = self._tensor(slots)
         self.repetition[index] = self._tensor(np.array([how.repetition_penalty for how in hows], np.float32))
         self.presence[index] = self._tensor(np.array([how.presence_penalty for how in hows], np.float32))
-        own = self._mask(made)
-        self.made[index] = own
-        self.seen[index] = own | self._mask(prompts)
-        everything = np.arange(self.vocab)
-        allowed = [everything if how.allowed_tokens is None else np.array(how.allowed_tokens) for how in hows]
-        self.allowed[index] = self._mask(allowed)
+        self.seen[index] = self.made[index] = False
+        self._mark(self.made, slots, made)
+        self._mark(self.seen, slots, [np.concatenate(both) for both in zip(prompts, made)])
+        bound = [i for i, how in enumerate(hows) if how.allowed_tokens is not None]
+        self.allowed[index] = True
+        self.allowed[self._tensor(slots[bound])] = False
+        self._mark(self.allowed, slots[bound], [np.array(hows[i].allowed_tokens) for i in bound])
         places, values = np.zeros((len(hows), self.width), np.int64), np.zeros((len(hows), self.width), np.float32)
         for row, how in enumerate(hows):
             for i, (token, bias) in enumerate((how.logit_bias or {}).items()):
                 places[row, i], values[row, i] = token, bias
         self.biased[index], self.bias[index] = self._tensor(places), self._tensor(values)
 
-    def _mask(self, tokens: Sequence[Array]) -> Tensor:
-        mask = np.zeros((len(tokens), self.vocab), bool)
-        for row, held in zip(mask, tokens):
-            row[held] = True
-        return self._tensor(mask)
+    def _mark(self, mask: Tensor, slots: Array, tokens: Sequence[Array]) -> None:
+        if len(slots):
+            rows = np.repeat(slots, [len(held) for held in tokens])
+            mask.index_put_((self._tensor(rows), self._tensor(np.concatenate(tokens))), self._yes)
 
     def _tensor(self, array: Array) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
