@@ -63,29 +63,28 @@ def recipe(choice: str, folder: str, options: Mapping[str, Any], on_device: bool
 
 
 class Phases:
-    """Bytes that the device held at most in each phase."""
+    """Bytes in use on the device at the end of each phase: what was freed in it, torch still holds."""
 
     def __init__(self) -> None:
-        import torch
+        from tidemill import device
 
-        self.device = torch.accelerator if torch.accelerator.is_available() else None
+        self.device = device.pick("auto")
+        self.is_on_device = self.device.kind != "cpu"
         self.now = ""
-        self.most: dict[str, list[int]] = {"rollout": [], "learning": []}
+        self.held: dict[str, list[int]] = {"rollout": [], "learning": []}
 
     def turn(self, to: str) -> None:
-        if self.device is None or to == self.now:
+        if not self.is_on_device or to == self.now:
             return
         if self.now:
-            self.most[self.now].append(self.device.max_memory_allocated())
+            self.device.synchronize()
+            memory = self.device.memory()
+            self.held[self.now].append(memory.total - memory.free)
         self.now = to
-
-    def begun(self) -> None:
-        if self.device is not None:
-            self.device.reset_peak_memory_stats()
 
     def largest(self) -> dict[str, float]:
         """Of the steps after the first, which has no moments yet."""
-        return {f"{name}_gib": max(found[1:]) / GIB for name, found in self.most.items() if len(found) > 1}
+        return {f"{name}_gib": max(found[1:]) / GIB for name, found in self.held.items() if len(found) > 1}
 
 
 @contextmanager
@@ -96,11 +95,8 @@ def watched(phases: Phases) -> Iterator[None]:
 
     def turn(to: str, take: Any) -> Any:
         def taken(self: Handover) -> None:
-            is_new = phases.now != to
             phases.turn(to)
             take(self)
-            if is_new:
-                phases.begun()
 
         return taken
 
@@ -113,15 +109,13 @@ def watched(phases: Phases) -> Iterator[None]:
 
 def train(choice: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """One choice, in this process."""
-    import torch
-
     from tidemill import launch
     from tidemill.reward.registry import BUILT_IN, BuiltIn
 
     BUILT_IN["noise"] = BuiltIn("benchmarks.gpu_handover:noise", True)
     phases = Phases()
     with tempfile.TemporaryDirectory() as folder, watched(phases):
-        launch.train(recipe(choice, folder, options, phases.device is not None))
+        launch.train(recipe(choice, folder, options, phases.is_on_device))
         lines = [json.loads(line) for line in (Path(folder) / "turns" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     later = steps[1:]
@@ -129,7 +123,7 @@ def train(choice: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "choice": choice,
         "deterministic": bool(options.get("deterministic", True)),
-        "device": torch.accelerator.current_accelerator().type if phases.device is not None else "cpu",  # type: ignore[union-attr]
+        "device": phases.device.name,
         **phases.largest(),
         "step_s": median(s["time/step"] for s in later),
         "hand_over_s": median(s.get("time/hand_over", 0.0) for s in later),

@@ -92,6 +92,7 @@ class Handover:
 
     def _wake(self) -> None:
         assert self.engine is not None
+        self._give_back()  # an engine's memory need not come from torch, which keeps what learning has freed
         self.engine.wake()
         self.is_asleep = False
         if self._due is not None:
@@ -102,9 +103,12 @@ class Handover:
         before = _held(self.device)
         engine.sleep()
         after = _held(self.device)
-        if self.device.kind != "cpu":
-            torch.accelerator.empty_cache()  # learning may be another process's
+        self._give_back()  # learning may be another process's
         return max(0, *(b - a for b, a in zip(before, after, strict=True)))
+
+    def _give_back(self) -> None:
+        if self.device.kind != "cpu":
+            torch.accelerator.empty_cache()
 
 
 def _held(device: Device) -> tuple[int, int]:
