@@ -68,7 +68,7 @@ def test_an_engine_remembers_nothing_of_prompts_read_under_other_weights():
             mean.mul_(-3.0)
 
     def engine():
-        return NativeEngine(made.model, eos_ids=(), tokenizer=made.tokenizer, max_seqs=4, max_len=64, page_size=4)
+        return NativeEngine(made.model, eos_ids=(), max_seqs=4, max_len=64, page_size=4, reuse_prefix=True)
 
     def answer(one):
         one.submit(Request(0, [3 + i % 7 for i in range(24)], Sampling(temperature=0.0, max_tokens=8)))
