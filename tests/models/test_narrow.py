@@ -34,6 +34,15 @@ def test_a_reference_with_8_bit_weights_is_near_the_policy_it_was_made_of_and_st
     assert (score(reference, batch, config()).values == near).all()
 
 
+def test_a_reference_made_of_a_learners_model_scores_as_one_made_before():
+    """A run freezes what the learner has prepared: on a CPU its layers run fused, and their weights then go."""
+    early, late = (make_tiny(SHAPE, torch.float32, 0, CPU).model for _ in range(2))
+    before = freeze(early, "int8")
+    Learner(late, config(), get("grpo"), 1)
+    found, wanted = (score(model, samples(), config()).values for model in (freeze(late, "int8"), before))
+    assert abs(found - wanted).max() < 1e-5
+
+
 def test_a_reference_that_moves_cannot_have_8_bit_weights():
     with pytest.raises(ValueError, match="reset_every"):
         KL(coef=0.1, weights="int8", reset_every=5)
