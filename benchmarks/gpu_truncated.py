@@ -172,18 +172,42 @@ def speeds(setup: Setup) -> None:
     engine.sleep()
 
 
+def engine_of(setup: Setup, keeps: bool) -> Any:
+    """With a cache as it is, or one whose addresses do not stay when it sleeps."""
+    engine = setup.engine(setup.works["fixed"])
+    if not keeps:
+        engine.store.memory = None  # nothing is written yet but by capturing: dropped here, captured again below
+        engine.store.clear()
+        if engine.decoder is not None:
+            engine.decoder.forget_graphs()
+            with torch.inference_mode():
+                engine.decoder.capture()
+    return engine
+
+
+def cost_of_addresses(setup: Setup) -> None:
+    """Whether decoding is slower in a cache whose addresses stay: the two in turn, plain draws."""
+    work = setup.works["fixed"]
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    for keeps in (True, False, True, False, True, False):
+        engine = engine_of(setup, keeps)
+        roll(engine, work, {}, most=3)
+        started = setup.wait()
+        done, _ = roll(engine, work, {})
+        rates[keeps].append(sum(len(c.tokens) for c in done) / (setup.wait() - started))
+        engine.sleep()
+        del engine
+        gc.collect()
+    both = {keeps: float(np.median(found)) for keeps, found in rates.items()}
+    say("addresses that stay", f"{both[True]:,.0f} tokens/s, others {both[False]:,.0f} (medians of three)")
+    FIGURES["addresses"] = {"stay": rates[True], "go": rates[False]}
+
+
 def sleep_and_wake(setup: Setup) -> None:
     """Twice: as it is, and with a cache whose addresses do not stay (graphs are then captured again)."""
     work = setup.works["fixed"]
     for keeps in (True, False):
-        engine = setup.engine(work)
-        if not keeps:
-            engine.store.memory = None  # nothing is written yet but by capturing: dropped here, captured again below
-            engine.store.clear()
-            if engine.decoder is not None:
-                engine.decoder.forget_graphs()
-                with torch.inference_mode():
-                    engine.decoder.capture()
+        engine = engine_of(setup, keeps)
         wanted, _ = roll(engine, work, {}, most=40)
         roll(engine, work, HOWS["top_k 50, top_p 0.95"], most=3)
         if not setup.is_small:
@@ -235,7 +259,9 @@ def main() -> None:
     if chosen.device == "cpu":
         torch.set_num_threads(1)
     setup = Setup(chosen.device)
-    sections: dict[str, Callable[[Setup], None]] = {"sleep": sleep_and_wake, "speeds": speeds}
+    sections: dict[str, Callable[[Setup], None]] = {
+        "sleep": sleep_and_wake, "addresses": cost_of_addresses, "speeds": speeds,
+    }  # fmt: skip
     if chosen.device != "cpu":
         sections = {"kernels": kernels, "equality": equality, **sections}
     for name, work in sections.items():

@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from tests.faults.test_resume import RECIPE
 from tidemill import launch
+from tidemill.cli import app
 from tidemill.config import TinyModel
 from tidemill.errors import ConfigError
+from tidemill.learn import checkpoint
 from tidemill.models.load import make_tiny, save_folder
 from tidemill.trained import export, export_adapter, open_trained
 
@@ -38,7 +41,7 @@ def test_exported_adapters_open_with_peft_and_are_the_merged_model(tmp_path: Pat
         {**RECIPE, "folder": str(tmp_path), "model": {"path": str(tmp_path / "base")}, "train": train, "learn": learn}
     )
     export(tmp_path / "small", tmp_path / "merged")
-    assert export_adapter(tmp_path / "small", tmp_path / "adapter") == 2
+    assert export_adapter(tmp_path / "small", tmp_path / "adapter") == (2, False)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     tokens = torch.arange(3, 20)[None]
     before = plain(tokens).logits.detach().clone()
@@ -46,6 +49,60 @@ def test_exported_adapters_open_with_peft_and_are_the_merged_model(tmp_path: Pat
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
     torch.testing.assert_close(adapted, merged, atol=1e-5, rtol=1e-4)
     assert (adapted - before).abs().max() > 1e-3
+
+
+def test_the_running_mean_is_what_is_measured_asked_and_exported_unless_the_weights_themselves_are_wanted(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "small"
+    learn, train = {"lr": 3e-2, "ema": 0.5}, {**RECIPE["train"], "steps": 3}
+    summary = launch.train({**RECIPE, "folder": str(tmp_path), "train": train, "learn": learn})
+    tensors, _ = checkpoint.load(checkpoint.latest(run / "checkpoints").path)
+    for raw, prefix in ((False, "ema."), (True, "model.")):
+        opened = open_trained(run, "cpu", raw=raw)
+        assert opened.is_mean is not raw
+        export(run, tmp_path / prefix, raw=raw)
+        written = dict(AutoModelForCausalLM.from_pretrained(tmp_path / prefix).named_parameters())
+        for name, weight in opened.loaded.model.named_parameters():
+            assert torch.equal(weight, tensors[f"{prefix}{name}"]) and torch.equal(written[name], weight), name
+    assert any(not torch.equal(tensors[f"ema.{n}"], tensors[f"model.{n}"]) for n in written)
+    mean, raw = (launch.evaluate(run, size=8, raw=raw) for raw in (False, True))
+    assert summary.after is not None
+    assert [a.response for a in mean.answers] == [a.response for a in summary.after.answers]
+    assert [a.response for a in raw.answers] != [a.response for a in mean.answers]
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_running_mean_of_adapters_is_exported_merged_and_alone(tmp_path: Path, dora: bool) -> None:
+    peft = pytest.importorskip("peft")
+    made = make_tiny(TinyModel(**RECIPE["model"]["tiny"]), torch.float32, 0, torch.device("cpu"))
+    save_folder(made.model, made.tokenizer, tmp_path / "base")
+    learn = {"lr": 3e-2, "lora_rank": 4, "dora": dora, "ema": 0.5}
+    over = {"train": {**RECIPE["train"], "steps": 2}, "eval": {"size": 0}, "learn": learn}
+    launch.train({**RECIPE, "folder": str(tmp_path), "model": {"path": str(tmp_path / "base")}, **over})
+    tokens, found = torch.arange(3, 20)[None], {}
+    for raw in (False, True):
+        folder = tmp_path / f"raw-{raw}"
+        export(tmp_path / "small", folder / "merged", raw=raw)
+        assert export_adapter(tmp_path / "small", folder / "adapter", raw=raw) == (2, not raw)
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        adapted = peft.PeftModel.from_pretrained(base, folder / "adapter")(tokens).logits
+        found[raw] = AutoModelForCausalLM.from_pretrained(folder / "merged")(tokens).logits
+        torch.testing.assert_close(adapted, found[raw], atol=1e-5, rtol=1e-4)
+    assert (found[True] - found[False]).abs().max() > 1e-3
+
+
+def test_the_command_says_that_it_exported_a_running_mean(tmp_path: Path) -> None:
+    over = {"train": {**RECIPE["train"], "steps": 1}, "eval": {"size": 0}, "learn": {"ema": 0.9}}
+    launch.train({**RECIPE, "folder": str(tmp_path), **over})
+    said = [
+        CliRunner().invoke(app, ["export", str(tmp_path / "small"), "--to", str(tmp_path / f"m{len(more)}"), *more])
+        for more in ([], ["--raw"])
+    ]
+    assert [("running mean" in " ".join(each.output.split()), each.exit_code) for each in said] == [
+        (True, 0),
+        (False, 0),
+    ]
 
 
 def test_a_run_without_adapters_says_so(tmp_path: Path) -> None:

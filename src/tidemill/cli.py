@@ -26,6 +26,8 @@ Recipe = Annotated[str, typer.Argument(help="a recipe's name (see `tidemill reci
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings over the recipe's: key.sub=value …")]
 Run = Annotated[Path, typer.Argument(help="a run's folder, for example runs/quickstart")]
 Where = Annotated[Path, typer.Argument(help="a run's folder, or a Hugging Face folder")]
+Raw = Annotated[bool, typer.Option("--raw", help="the weights themselves, where a run keeps their running mean")]
+MEAN = ": the running mean of the weights (learn.ema), as evaluations see it; --raw gives the weights themselves"
 
 
 @app.command()
@@ -67,6 +69,7 @@ def evaluate(
     overrides: Overrides = None,
     samples: Annotated[int, typer.Option("-k", "--samples", help="sampled answers per problem, for pass@k", min=1)] = 1,
     size: Annotated[int, typer.Option(help="held-out problems; 0: as the recipe says", min=0)] = 0,
+    raw: Raw = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
 ) -> None:
     """Measure a run or a Hugging Face folder on held-out problems: greedy accuracy, pass@1 and pass@k."""
@@ -74,7 +77,7 @@ def evaluate(
 
     from tidemill import launch, show
 
-    evaluation = launch.evaluate(where, recipe, overrides or (), samples=samples, size=size)
+    evaluation = launch.evaluate(where, recipe, overrides or (), samples=samples, size=size, raw=raw)
     if as_json:
         print(json.dumps(evaluation.metrics()))
     else:
@@ -91,12 +94,13 @@ def generate(
     top_p: Annotated[float, typer.Option(help="nucleus", min=0.01, max=1.0)] = 1.0,
     n: Annotated[int, typer.Option("-n", help="answers", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="of sampling", min=0)] = 0,
+    raw: Raw = False,
 ) -> None:
     """Prompt in, text out. WHERE is a run or a Hugging Face folder."""
     from tidemill.rollout.engine import Sampling
     from tidemill.trained import Speaker, open_trained
 
-    trained = open_trained(where)
+    trained = open_trained(where, raw=raw)
     room = trained.loaded.window - 1
     speaker = Speaker(
         trained, Sampling(temperature=temperature, top_p=top_p, max_tokens=min(max_tokens, room), seed=seed)
@@ -123,16 +127,22 @@ def export(
     run: Where,
     to: Annotated[Path, typer.Option("--to", help="the new folder")],
     adapter: Annotated[bool, typer.Option("--adapter", help="the low-rank adapters alone, as peft opens them")] = False,
+    raw: Raw = False,
+    without_bias: Annotated[
+        bool, typer.Option("--without-bias", help="leave a balancing bias out that the model has no place for")
+    ] = False,
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face folder that AutoModelForCausalLM.from_pretrained opens."""
     from tidemill.trained import export as write
     from tidemill.trained import export_adapter
 
     if adapter:
-        console.print(f"the adapters of step {export_adapter(run, to)} of {run} are now {to}")
+        step, is_mean = export_adapter(run, to, raw=raw)
+        console.print(f"the adapters of step {step} of {run} are now {to}{MEAN if is_mean else ''}")
         return
-    trained = write(run, to)
-    console.print(f"step {trained.step} of {run} is now {to} ({trained.loaded.parameters:,} parameters)")
+    trained = write(run, to, raw=raw, without_bias=without_bias)
+    size = f"{trained.loaded.parameters:,} parameters"
+    console.print(f"step {trained.step} of {run} is now {to} ({size}){MEAN if trained.is_mean else ''}")
 
 
 @app.command()

@@ -471,9 +471,13 @@ class Learn(Section):
     lora_rank: int = Field(
         0, ge=0, description="learn low-rank changes of the layers' matrices, of this rank; 0: all weights"
     )
+    lora_experts: bool = Field(True, description="with lora_rank: each of a mixture's stacked experts has adapters too")
     lora_alpha: float = Field(32.0, gt=0, description="with lora_rank: their factor is this over the rank")
     ema: float = Field(
-        0.0, ge=0, lt=1, description="evaluate a running mean of the weights that keeps this share each update; 0: none"
+        0.0,
+        ge=0,
+        lt=1,
+        description="evaluate and export a running mean of the weights that keeps this share each update; 0: none",
     )
     dora: bool = Field(False, description="with lora_rank: learn each row's magnitude apart from its direction")
     fp8: Literal["none", "tensorwise", "rowwise"] = Field(

@@ -270,6 +270,7 @@ def _rank_savings(config: Config, sizes: ranks_memory.Sizes, needed: ranks_memor
         "logits": "a smaller learn.logprob_chunk, or a larger learn.parallel.tp",
         "reference": f"algorithm.kl.coef=0; {more_ranks}",
         "critic": f"an algorithm without a critic (grpo); {more_ranks}",
+        "mean": f"learn.ema=0; {more_ranks}",
     }
     largest = sorted(needed.parts(), key=lambda part: -part[1])
     words = [w for name, size in largest if size > needed.total / 20 for w in advice[name].split("; ")]
@@ -287,6 +288,7 @@ def _savings(config: Config, needed: Memory) -> Iterator[str]:
         "gradients": "learn.lora_rank=16 learns few weights" if not learn.lora_rank else "a smaller learn.lora_rank",
         "cache": "a smaller rollout.concurrent or rollout.cache_tokens",
         "reference": "algorithm.kl.coef=0 needs no reference model",
+        "mean": "learn.ema=0 keeps no running mean of the weights",
     }
     for name, _ in sorted(needed.parts(), key=lambda part: -part[1]):
         if name in advice and getattr(needed, name) > needed.total / 20:

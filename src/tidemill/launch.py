@@ -55,13 +55,19 @@ def _loop(folder: RunFolder, watch: Watcher | None) -> Summary:
 
 
 def evaluate(
-    where: str | Path, recipe: str | None = None, overrides: Sequence[str] = (), *, samples: int = 1, size: int = 0
+    where: str | Path,
+    recipe: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    samples: int = 1,
+    size: int = 0,
+    raw: bool = False,
 ) -> Evaluation:
-    """Measure a run with its own problems, or any model folder with a recipe's."""
+    """Measure a run with its own problems, or any model folder with a recipe's. `raw`: not the running mean."""
     from tidemill.cluster.local import evaluate_trained
     from tidemill.trained import open_trained
 
-    trained = open_trained(where)
+    trained = open_trained(where, raw=raw)
     if recipe is None and trained.step is None:
         raise ConfigError(f"{where} is a plain model folder: which problems?", "tidemill eval FOLDER --recipe RECIPE")
     config = recipes.load(recipe if recipe is not None else trained.config, overrides).config

@@ -16,7 +16,8 @@ from tidemill import device as devices
 from tidemill.config import Config
 from tidemill.errors import CheckpointError, ConfigError, ModelError
 from tidemill.learn import checkpoint
-from tidemill.models import attention, lora
+from tidemill.learn.ema import adapters_of, weights_of
+from tidemill.models import attention, lora, routing
 from tidemill.models.load import DTYPES, Loaded, open_folder, save_folder, wrap
 from tidemill.reward import model as reward_model
 from tidemill.rollout.engine import Completion, Request, Sampling
@@ -32,6 +33,7 @@ class Trained:
     config: Config
     step: int | None  # of the checkpoint; None for a plain folder
     reward_head: torch.Tensor | None = None  # what a reward model has in place of words
+    is_mean: bool = False  # the weights are the running mean that learn.ema keeps
 
 
 def keep_definition(loaded: Loaded, run: Path) -> None:
@@ -41,7 +43,8 @@ def keep_definition(loaded: Loaded, run: Path) -> None:
     loaded.tokenizer.save_pretrained(run / DEFINITION)
 
 
-def open_trained(where: str | Path, device: str = "auto") -> Trained:
+def open_trained(where: str | Path, device: str = "auto", *, raw: bool = False) -> Trained:
+    """Where a run keeps a running mean of its weights this is what is opened, as evaluations see it, unless `raw`."""
     place = devices.pick(device).torch_device
     folder = Path(where).expanduser()
     if (folder / "config.json").exists():
@@ -52,10 +55,10 @@ def open_trained(where: str | Path, device: str = "auto") -> Trained:
         raise ModelError(
             f"{where} is neither a run nor a Hugging Face folder (no config.yaml, no config.json)", error.remedy
         ) from error
-    return _from_run(run, place)
+    return _from_run(run, place, raw)
 
 
-def _from_run(run: RunFolder, place: torch.device) -> Trained:
+def _from_run(run: RunFolder, place: torch.device, raw: bool) -> Trained:
     found = checkpoint.latest(run.checkpoints)
     if found is None:
         raise CheckpointError(f"{run.path} has no checkpoint yet", f"tidemill resume {run.path} goes on with it")
@@ -63,7 +66,9 @@ def _from_run(run: RunFolder, place: torch.device) -> Trained:
     definition = AutoConfig.from_pretrained(run.path / DEFINITION)
     model = AutoModelForCausalLM.from_config(definition, attn_implementation=attention.NAME)  # type: ignore[no-untyped-call]
     model = model.to(DTYPES[run.config.model.dtype])
-    own = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    routing.widen(model)
+    routing.make_room(model, run.config.learn.moe)
+    own, is_mean = weights_of(tensors, raw)
     head = own.pop("head.weight", None) if "decoder" in {name.partition(".")[0] for name in own} else None
     if head is not None:  # a reward model: the policy's decoder, with one number in stead of words
         prefix = next(n for n, m in model.named_modules() if m is model.get_decoder())
@@ -74,15 +79,23 @@ def _from_run(run: RunFolder, place: torch.device) -> Trained:
     model.load_state_dict(own, strict=False)  # tied weights and buffers are made by the model itself
     tokenizer = AutoTokenizer.from_pretrained(run.path / DEFINITION)
     window = getattr(definition.get_text_config(), "max_position_embeddings", 1 << 20)
-    return Trained(wrap(model.to(place), tokenizer, window), run.config, found.step, head)
+    return Trained(wrap(model.to(place), tokenizer, window), run.config, found.step, head, is_mean)
 
 
-def export(where: str | Path, folder: Path) -> Trained:
+def export(where: str | Path, folder: Path, *, raw: bool = False, without_bias: bool = False) -> Trained:
     """The newest checkpoint as a Hugging Face folder, written aside and renamed."""
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"--to {folder} is not empty", "name a new folder")
     aside = folder.with_name(f".{folder.name}.tmp")
-    trained = open_trained(where, "cpu")
+    trained = open_trained(where, "cpu", raw=raw)
+    if routing.given(trained.loaded.model) and not without_bias:
+        name = type(trained.loaded.model).__name__
+        raise ConfigError(
+            f"{where} balances experts by a bias on their choice, for which {name} has no place: whoever opened the "
+            "folder would send tokens to other experts than this run does",
+            "--without-bias writes the weights alone; learn.moe.balance=aux_loss needs no such place",
+        )
+    routing.take_away(trained.loaded.model)
     if trained.reward_head is None:
         save_folder(trained.loaded.model, trained.loaded.tokenizer, aside)
     else:
@@ -95,14 +108,15 @@ def export(where: str | Path, folder: Path) -> Trained:
     return trained
 
 
-def export_adapter(where: str | Path, folder: Path) -> int:
-    """The newest checkpoint's low-rank adapters as a folder that peft opens; the step they are of."""
+def export_adapter(where: str | Path, folder: Path, *, raw: bool = False) -> tuple[int, bool]:
+    """The newest checkpoint's low-rank adapters as a folder that peft opens; the step they are of, and whether they are
+    running means."""
     run = RunFolder.open(where, exclusive=False)
     found = checkpoint.latest(run.checkpoints)
     if found is None:
         raise CheckpointError(f"{run.path} has no checkpoint yet", f"tidemill resume {run.path} goes on with it")
     tensors, _ = checkpoint.load(found.path)
-    own = {n.removeprefix("adapter."): t for n, t in tensors.items() if n.startswith("adapter.")}
+    own, is_mean = adapters_of(tensors, raw)
     if not own:
         raise ConfigError(f"{run.path} learned all weights: it has no adapters", "export without --adapter")
     if folder.exists() and any(folder.iterdir()):
@@ -113,7 +127,7 @@ def export_adapter(where: str | Path, folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    return found.step
+    return found.step, is_mean
 
 
 class Speaker:

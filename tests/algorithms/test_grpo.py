@@ -142,6 +142,25 @@ def test_responses_cut_off_are_left_out_where_the_recipe_says_so() -> None:
     assert "finish" in registry.get("grpo").graph(dropping).stage("advantage").reads
 
 
+@pytest.mark.parametrize("name", ["rejection", "distill"])
+def test_responses_cut_off_are_left_out_by_those_who_keep_by_other_rules_too(name: str) -> None:
+    batch = Batch(
+        {
+            "id": np.arange(3),
+            "group": np.array([1, 1, 2]),
+            "reward": np.array([0.1, 0.9, 0.5], np.float32),
+            "correct": np.ones(3, np.uint8),
+            "mask": Column.jagged([[1]] * 3, np.uint8),
+            "finish": np.array([0, 1, 1], np.int8),
+        }
+    )
+    dropping = Config(algorithm={"name": name, "overlong": {"drop_truncated": True}})
+    assert registry.get(name).keep(batch, dropping).tolist() == [True, False, False]
+    assert "finish" in registry.get(name).graph(dropping).stage("advantage").reads
+    best = Config(algorithm={"name": "rejection", "keep_best": 1, "overlong": {"drop_truncated": True}})
+    assert registry.get("rejection").keep(batch, best).tolist() == [True, False, False]  # the best was cut off
+
+
 def test_of_the_correct_responses_only_the_best_are_imitated() -> None:
     batch = Batch(
         {

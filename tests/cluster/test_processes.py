@@ -21,7 +21,7 @@ from tests.cluster.runs import (
     warehouse,
     worker,
 )
-from tests.faults.test_resume import numbers
+from tests.faults.test_resume import RECIPE, numbers
 from tidemill import launch, trained
 from tidemill.errors import TidemillError
 from tidemill.flow.loop import Watcher
@@ -183,6 +183,13 @@ def test_rollout_runs_ahead_by_no_more_than_it_may_also_when_a_worker_is_killed(
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "ema": {"learn": {"ema": 0.5}, "eval": {"size": 8, "every": 1}},
+    "bias": {
+        "model": {
+            "tiny": {**RECIPE["model"]["tiny"], "architecture": "qwen3_moe", "experts": 4, "intermediate": 24},
+        },
+        "learn": {"moe": {"balance": "bias", "bias_rate": 0.3}},
+        "cluster": {"learners": 2},
+    },
     "narrow reference": {"algorithm": {"name": "grpo", "kl": {"coef": 0.01, "weights": "int8"}}},
     "shared trunk": {"algorithm": {"name": "ppo", "critic": {"trunk": "shared", "lr": 3e-3}}},
 }
@@ -192,9 +199,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_mean_the_same_on_workers(tmp_path: Path, name: str) -> None:
     over = {"train": {"steps": 3}, **SETTINGS[name]}
-    train(tmp_path / "one", **over, cluster={"executor": "local"})
+    train(tmp_path / "one", **{**over, "cluster": {"executor": "local"}})
     train(tmp_path / "many", **over)
     assert_same(measured(tmp_path / "many"), measured(tmp_path / "one"))
+
+
+@pytest.mark.slow
+def test_a_learner_cut_over_workers_gives_rollout_the_bias_of_its_experts(tmp_path: Path) -> None:
+    model, learn = SETTINGS["bias"]["model"], SETTINGS["bias"]["learn"]
+    train(tmp_path / "one", train={"steps": 3}, model=model, learn=learn, cluster={"executor": "local"})
+    train(tmp_path / "many", train={"steps": 3}, model=model, learn={**learn, "parallel": {"fsdp": 2}})
+    one, many = ([m for m in measured(tmp_path / name) if "loss" in m] for name in ("one", "many"))
+    assert len({m["moe_busiest"] for m in one}) > 1
+    for a, b in zip(one, many, strict=True):
+        gaps = [key for key in a if key.startswith("mismatch/native/")]
+        for key in ("reward", "loss", "grad_norm", "moe_busiest", *gaps):
+            assert b[key] == pytest.approx(a[key], abs=1e-4), key
 
 
 @pytest.mark.slow

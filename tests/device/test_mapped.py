@@ -90,5 +90,25 @@ def test_too_little_memory_is_an_error_with_a_remedy() -> None:
         memory.zeros((10,), dtype=torch.int8)
 
 
+def test_memory_that_could_not_come_back_whole_comes_back_later() -> None:
+    driver = HostDriver(most=3 * 4096)
+    memory = MappedMemory(driver)
+    tensors = [memory.zeros((10,), dtype=torch.int8) for _ in range(3)]
+    memory.release()
+    driver.most = 2 * 4096  # somebody else has the rest
+    with pytest.raises(DriverError):
+        memory.restore()
+    assert memory.is_released
+    driver.most = 3 * 4096
+    memory.restore()
+    assert not memory.is_released and len(driver.backed) == 3 and not any(t.any() for t in tensors)
+    driver.most = 0
+    memory.release()
+    with pytest.raises(DriverError):
+        memory.restore()
+    memory.release()  # and a failed one can be given up
+    assert not driver.backed
+
+
 def test_a_cpu_has_no_such_memory() -> None:
     assert mapped.open(torch.device("cpu")) is None

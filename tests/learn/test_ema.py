@@ -1,11 +1,25 @@
+import os
+import signal
+from contextlib import nullcontext
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from tests.faults.test_resume import RECIPE, numbers
 from tests.learn.test_engine import CPU, SHAPE, config, samples
+from tidemill import launch
 from tidemill.algorithms.registry import get
+from tidemill.flow.evaluate import averaged
+from tidemill.flow.loop import Watcher
+from tidemill.learn import checkpoint
 from tidemill.learn.ema import Ema
 from tidemill.learn.engine import Learner, score
+from tidemill.learn.parallel import folder
+from tidemill.models import lora
 from tidemill.models.load import make_tiny
+from tidemill.rollout.engine import Request, Sampling
+from tidemill.rollout.native.engine import NativeEngine
 
 
 def test_the_mean_follows_its_formula_and_is_swapped_in_and_out():
@@ -43,3 +57,67 @@ def test_a_restored_learner_has_its_mean_again():
             found.append(score(learner.model, batch, settings).values)
     assert (found[0] == found[1]).all()
     assert (found[0] != score(first.model, batch, settings).values).any()
+
+
+def test_an_engine_remembers_nothing_of_prompts_read_under_other_weights():
+    settings = config(learn={"ema": 0.5})
+    made = make_tiny(SHAPE, torch.float32, 0, CPU)
+    learner = Learner(made.model, settings, get("grpo"), 2)
+    with torch.no_grad():
+        for mean in learner.ema.means.values():
+            mean.mul_(-3.0)
+
+    def engine():
+        return NativeEngine(made.model, eos_ids=(), tokenizer=made.tokenizer, max_seqs=4, max_len=64, page_size=4)
+
+    def answer(one):
+        one.submit(Request(0, [3 + i % 7 for i in range(24)], Sampling(temperature=0.0, max_tokens=8)))
+        done = []
+        while one.has_work:
+            done += one.step()
+        return done[0].logprobs
+
+    kept = engine()
+    before = answer(kept)
+    with averaged(learner, kept):
+        inside = answer(kept)
+        assert inside == pytest.approx(answer(engine()), abs=1e-5)
+    assert answer(kept) == pytest.approx(before, abs=1e-5)
+    assert inside != pytest.approx(before, abs=1e-2)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_streamed_folder_has_the_mean_unless_the_weights_are_asked_for(tmp_path, lora_rank):
+    settings = config(learn={"lr": 1e-2, "ema": 0.9, "lora_rank": lora_rank})
+    made = make_tiny(SHAPE, torch.float32, 0, CPU)
+    made.model.save_pretrained(tmp_path / "definition")
+    learner = Learner(made.model, settings, get("grpo"), 2)
+    learner.accumulate(samples())
+    learner.update()
+    tensors, state = learner.state()
+    saved = checkpoint.save(tmp_path / "saved", 1, tensors, {"learner": state}, keep=1)
+    for raw in (False, True):
+        folder.export(saved, tmp_path / str(raw), tmp_path / "definition", raw_weights=raw)
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / str(raw))
+        with nullcontext() if raw else learner.averaged():
+            for name, weight in lora.merged(learner.model).items():
+                torch.testing.assert_close(found.get_parameter(name), weight, msg=name)
+    name = "model.layers.0.mlp.up_proj.weight"
+    both = [AutoModelForCausalLM.from_pretrained(tmp_path / str(raw)).get_parameter(name) for raw in (False, True)]
+    assert not torch.equal(*both)
+
+
+def test_a_resumed_run_has_the_mean_and_the_evaluations_of_one_never_stopped(tmp_path):
+    class Interrupt(Watcher):
+        def stepped(self, step, metrics):
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    recipe = {**RECIPE, "train": {**RECIPE["train"], "steps": 4}, "learn": {"lr": 1e-2, "ema": 0.8}}
+    launch.train({**recipe, "folder": str(tmp_path / "whole")})
+    assert launch.train({**recipe, "folder": str(tmp_path / "stopped")}, watch=Interrupt()).is_stopped
+    launch.resume(tmp_path / "stopped" / "small")
+    whole, stopped = (tmp_path / name / "small" for name in ("whole", "stopped"))
+    assert numbers(stopped) == numbers(whole)
+    one, other = (checkpoint.load(checkpoint.latest(run / "checkpoints").path)[0] for run in (whole, stopped))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

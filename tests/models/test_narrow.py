@@ -1,5 +1,7 @@
+import numpy as np
 import pytest
 import torch
+from tests.learn.parallel import models
 from tests.learn.test_engine import CPU, SHAPE, config, samples
 
 from tidemill.algorithms.registry import get
@@ -34,13 +36,34 @@ def test_a_reference_with_8_bit_weights_is_near_the_policy_it_was_made_of_and_st
     assert (score(reference, batch, config()).values == near).all()
 
 
-def test_a_reference_made_of_a_learners_model_scores_as_one_made_before():
-    """A run freezes what the learner has prepared: on a CPU its layers run fused, and their weights then go."""
-    early, late = (make_tiny(SHAPE, torch.float32, 0, CPU).model for _ in range(2))
-    before = freeze(early, "int8")
-    Learner(late, config(), get("grpo"), 1)
-    found, wanted = (score(model, samples(), config()).values for model in (freeze(late, "int8"), before))
-    assert abs(found - wanted).max() < 1e-5
+def test_the_policy_may_have_been_made_ready_for_learning_before():
+    """Its layers then run in fused forms, where the processor has them."""
+    model, batch = make_tiny(SHAPE, torch.float32, 0, CPU).model, samples()
+    wanted = score(freeze(model, "int8"), batch, config()).values
+    Learner(model, config(), get("grpo"), 1)
+    np.testing.assert_allclose(score(freeze(model, "int8"), batch, config()).values, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize(("weights", "most"), [("int8", 0.05), ("fp8", 0.3)])
+def test_stacked_experts_are_narrow_too_and_nearly_all_of_a_mixtures_bytes_go(name, weights, most):
+    model, batch = models.model(name, moe_intermediate_size=64, num_hidden_layers=2), models.samples()
+    plain = score(model, batch, models.config()).values
+    stacks = {n for n, p in model.named_parameters() if p.ndim == 3}
+    before = sum(p.numel() for n, p in model.named_parameters() if "layers" in n)
+    reference = freeze(model, weights)
+    wide = sum(t.numel() for n, t in reference.state_dict().items() if "layers" in n and t.element_size() > 1)
+    assert len(stacks) == 4 and wide < before / 10
+    assert not any(p.ndim == 3 for p in reference.parameters())
+    near = score(reference, batch, models.config()).values
+    assert 0 < abs(near - plain).mean() < most
+    rounded = {f"{n}.weight" for n, m in reference.named_modules() if isinstance(m, NarrowLinear)} | stacks
+    with torch.no_grad():  # the plain form: the same rounded weights, wide
+        for n, p in model.named_parameters():
+            if n in rounded:
+                code, scale = encode(p, weights)
+                p.copy_(code.float() * scale[..., None])
+    np.testing.assert_allclose(near, score(model, batch, models.config()).values, atol=2e-4)
 
 
 def test_a_reference_that_moves_cannot_have_8_bit_weights():

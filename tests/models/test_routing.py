@@ -14,6 +14,7 @@ from tidemill.config import Environment
 from tidemill.environment.api import Task
 from tidemill.environment.speech import Speech
 from tidemill.errors import DataError, ModelError
+from tidemill.flow.weights import OwnCopy
 from tidemill.learn.engine import Learner, score
 from tidemill.learn.packing import input_places, pack
 from tidemill.models import routing
@@ -23,7 +24,7 @@ from tidemill.rollout.native.engine import NativeEngine
 from tidemill.rollout.turns import TurnsEngine
 
 CPU = torch.device("cpu")
-MIXTURES = ["qwen3-moe", "mixtral"]
+MIXTURES = ["qwen3-moe", "mixtral", "deepseek-v3"]
 
 
 def hidden(made, tokens, routes=None, made_routes=None):
@@ -73,8 +74,10 @@ def test_replayed_experts_are_weighed_as_the_router_weighs(name):
     hidden(made, tokens, routes=routes)
     logits, weights, chosen = seen[0]
     assert torch.equal(chosen, routes[:, 0])
-    picked = logits.softmax(-1).gather(1, chosen)
-    torch.testing.assert_close(weights, picked / picked.sum(-1, keepdim=True))
+    scores = logits.sigmoid() if name == "deepseek-v3" else logits.softmax(-1)
+    picked = scores.gather(1, chosen)
+    scale = gate.routed_scaling_factor if name == "deepseek-v3" else 1.0
+    torch.testing.assert_close(weights, scale * picked / picked.sum(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -182,8 +185,9 @@ def test_the_auxiliary_loss_has_the_gradient_of_its_formula():
     torch.testing.assert_close(found, gate.weight.grad, atol=1e-6, rtol=1e-4)
 
 
-def test_the_bias_evens_the_load_out():
-    made = model("qwen3-moe")
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
+def test_the_bias_evens_the_load_out(name):
+    made = model(name)
     settings = config(learn={"lr": 0.0, "moe": {"balance": "bias", "bias_rate": 0.004}})
     learner = Learner(made, settings, get("grpo"), 40)
     busiest = []
@@ -192,9 +196,39 @@ def test_the_bias_evens_the_load_out():
         busiest.append(learner.update()["moe_busiest"])
     assert np.mean(busiest[-5:]) < 0.75 * busiest[0]
     tensors, state = learner.state()
-    again = Learner(model("qwen3-moe"), settings, get("grpo"), 30)
+    again = Learner(model(name), settings, get("grpo"), 30)
     again.restore(tensors, state)
-    assert torch.equal(again.routers.bias, learner.routers.bias)
+    biases = learner.routers.biases()
+    assert all(bias.abs().max() > 0.01 for bias in biases)
+    assert all(torch.equal(a, b) for a, b in zip(again.routers.biases(), biases, strict=True))
+    np.testing.assert_array_equal(*(score(each.model, samples(), settings).values for each in (again, learner)))
+
+
+def test_a_router_with_a_place_for_the_bias_keeps_it_in_float32_and_chooses_by_it():
+    made = model("deepseek-v3", num_hidden_layers=1).bfloat16()
+    learner = Learner(made, config(learn={"moe": {"balance": "bias"}}), get("grpo"), 1)
+    gate = made.get_decoder().layers[0].mlp.gate
+    assert gate.e_score_correction_bias.dtype == torch.float32
+    assert [id(b) for b in learner.routers.biases()] == [id(gate.e_score_correction_bias)]
+    gate.e_score_correction_bias[5] = 10.0
+    assert (own_routes(made, np.arange(3, 30)) == 5).any(-1).all()
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
+def test_rollouts_own_copy_is_given_the_bias_with_the_weights(name):
+    made, settings = model(name), config(learn={"moe": {"balance": "bias", "bias_rate": 0.3}})
+    served = copy.deepcopy(made).requires_grad_(False)
+    routing.prepare(served, settings.learn.moe)
+    learner = Learner(made, settings, get("grpo"), 2)
+    engine = NativeEngine(served, eos_ids=[1], max_seqs=8, max_len=64, page_size=4)
+    own = OwnCopy(made, served, engine, verify="all")
+    learner.accumulate(samples(groups=8))
+    learner.update()
+    own.publish(1)
+    own.take_up()
+    tokens = np.arange(3, 30)
+    assert torch.equal(own_routes(served, tokens), own_routes(made, tokens))
+    assert all(torch.equal(a, b) and b.any() for a, b in zip(routing.of(served).biases(), learner.routers.biases()))
 
 
 def test_recomputed_layers_replay_too():

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tests.faults.test_resume import RECIPE
 from typer.testing import CliRunner
 
@@ -92,6 +94,36 @@ def test_the_command_says_it_and_ends_with_one(plain, tmp_path):
     assert result.exit_code == 1 and "first difference: step 1, learn, weight/" in result.stdout
     as_json = CliRunner().invoke(app, ["diff", str(plain), str(plain), "--json"])
     assert as_json.exit_code == 0 and json.loads(as_json.stdout)["first"] is None
+
+
+def altered(run: Path, to: Path, *names: str) -> Path:
+    """A copy of a run in whose first dump these tensors are other."""
+    shutil.copytree(run, to)
+    path = file_of(to, 1)
+    with safe_open(path, "pt") as file:
+        told = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for name in names:
+        tensors[name] = tensors[name] + 1
+    save_file(tensors, path, told)
+    return to
+
+
+def test_of_several_updates_in_a_step_the_first_that_differs_is_named(plain, tmp_path):
+    later, head = "learn/gradient/1/model.layers.0.mlp.up_proj.weight", "learn/weight/0/model.norm.weight"
+    other = altered(plain, tmp_path / "both", later, head, "learn/weight/1/model.norm.weight")
+    assert diff.compare(plain, other).dumps.tensor == "weight/0/model.norm.weight"
+    other = altered(plain, tmp_path / "later", later, "learn/weight/1/model.embed_tokens.weight")
+    assert diff.compare(plain, other).dumps.tensor == "gradient/1/model.layers.0.mlp.up_proj.weight"
+    order = {"rollout": 0, "learn": 1}
+    names = ["learn/gradient/10/a", "learn/gradient/2/a", "learn/weight/2/a", "rollout/weight", "learn/weight/10/a"]
+    assert sorted(names, key=lambda n: diff._when(n, order)) == [names[i] for i in (3, 1, 2, 0, 4)]
+
+
+def test_of_one_updates_tensors_the_first_of_the_model_is_named(plain, tmp_path):
+    first, second = (f"learn/weight/0/model.layers.1.mlp.{n}.weight" for n in ("up_proj", "down_proj"))
+    found = diff.compare(plain, altered(plain, tmp_path / "other", second, first)).dumps
+    assert f"learn/{found.tensor}" == first
 
 
 def test_a_profiled_step_is_a_trace_with_the_stages_in_it(tmp_path):

@@ -159,7 +159,8 @@ def advantages(name: str, samples: list[Sample], a: Any, longest: int) -> list[l
             rows.append(gae(s, token_rewards(s, a, longest), c.gamma, lam)[0])
         return whiten(rows, masks, 1e-8) if a.critic.whiten else rows
     if name == "distill":
-        return [[(q - p) if m else 0.0 for q, p, m in zip(s["teacher"], s["old"], s["mask"])] for s in samples]
+        rows = [[(q - p) if m else 0.0 for q, p, m in zip(s["teacher"], s["old"], s["mask"])] for s in samples]
+        return [[gap - kl_at(s, t, a) for t, gap in enumerate(row)] for s, row in zip(samples, rows)]
     if name == "rejection":
         return [[1.0] * len(s["mask"]) for s in samples]
     return [[group_advantage(s, samples, a, longest)] * len(s["mask"]) for s in samples]

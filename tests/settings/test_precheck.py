@@ -1,10 +1,16 @@
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
 from tidemill import recipe
+from tidemill.config import Model, TinyModel
+from tidemill.device.api import Memory
 from tidemill.errors import ConfigError
-from tidemill.settings import precheck
+from tidemill.models.load import make_tiny, save_folder
+from tidemill.settings import estimate, precheck
+from tidemill.settings.memory import memory
 
 FITTING = ["data.max_prompt_tokens=64", "rollout.max_new_tokens=64"]
 
@@ -35,8 +41,28 @@ def test_settings_that_work_pass():
         ("model.tiny.window=100", "model.tiny.window is 100 tokens, less than"),
         ("data.max_prompt_tokens=250", "data.max_prompt_tokens=192 would do"),
         ("rollout.cache_tokens=100", "rollout.cache_tokens is 100, but one sample needs"),
-        ("learn.moe.balance=bias & flow.schedule=async", "learn.moe.balance=aux_loss would do"),
+        (
+            "learn.moe.balance=bias & rollout.engine=vllm",
+            "rollout.engine=native would do, or learn.moe.balance=aux_loss",
+        ),
+        ("learn.moe.balance=bias & rollout.tp=2 & cluster.executor=processes", "rollout.tp=1 would do"),
         ("algorithm.rollout_correction=token", "algorithm.old_logprobs=recompute would do"),
+        ("algorithm.name=rejection & algorithm.clip_high=0.3", "without a ratio; 0.2 would do, or algorithm=grpo"),
+        ("algorithm.name=rejection & algorithm.baseline=none", "there are no advantages; mean would do"),
+        ("algorithm.name=rejection & algorithm.covariance.mode=clip", "there are no advantages; none would do"),
+        (
+            "algorithm.name=rejection & algorithm.kl.coef=0.1 & algorithm.kl.place=reward",
+            "algorithm.kl.place=loss would do",
+        ),
+        ("algorithm.name=rejection & algorithm.overlong.buffer=8", "0 would do, or algorithm.keep_best=1"),
+        ("algorithm.name=distill & algorithm.advantage_scale=batch_std", "from the teacher; std would do"),
+        ("algorithm.name=distill & algorithm.dynamic_sampling=true", "rewards are only measured; false would do"),
+        ("algorithm.name=distill & algorithm.overlong.buffer=8", "rewards are only measured; 0 would do"),
+        ("algorithm.keep_best=2", "which rejection alone uses; algorithm=rejection would do, or none"),
+        ("algorithm.teacher=some/model", "which distill alone uses; algorithm=distill would do, or none"),
+        ("algorithm=distill", "algorithm distill needs a teacher"),
+        ("algorithm.name=distill & algorithm.teacher=some/model", "`hf download some/model --local-dir models/model`"),
+        ("algorithm.name=distill & algorithm.teacher=./none", "algorithm.teacher=./none does not exist"),
         ("rollout.engine=hf & rollout.speculate=on", "rollout.speculate=on is the native engine's; set it to auto"),
         ("rollout.engine=vllm & rollout.cache_tokens=4096", "rollout.cache_tokens=4096 is the native engine's"),
         ("rollout.engine=hf & rollout.page_size=16", "rollout.page_size=16 is the native engine's"),
@@ -166,9 +192,43 @@ def test_what_works_in_one_process_is_refused_where_a_learner_is_cut_over_severa
     key = override.split("=")[0]
     recipe.check(recipe.load({}, [*FITTING, override]).config)
     cut = ("cluster.executor=processes", "learn.parallel.fsdp=2")
-    assert f"{key} is set, which works in one process" in refusal(override, *cut)
+    assert f"{key} is set, " in (said := refusal(override, *cut)) and "cluster.executor=local would do" in said
 
 
 def test_dumps_are_of_one_process():
     recipe.check(recipe.load({}, [*FITTING, "observe.dump=[1]"]).config)
     assert "observe.dump needs cluster.executor=local" in refusal("observe.dump=[1]", "cluster.executor=processes")
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that fits, one with another alphabet, one that reads too little."""
+    place = tmp_path_factory.mktemp("teachers")
+    shapes = {"fits": {}, "other": {"alphabet": "+-0123456789 ="}, "short": {"window": 100}}
+    for name, changes in shapes.items():
+        tiny = TinyModel(**{"hidden": 32, "heads": 4, "kv_heads": 2, **changes})
+        made = make_tiny(tiny, torch.float32, 0, torch.device("cpu"))
+        save_folder(made.model, made.tokenizer, place / name)
+    return place
+
+
+def test_a_teacher_is_examined_before_anything_is_loaded(teachers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong_with(name: str) -> str:
+        with pytest.raises(ConfigError) as refused:
+            recipe.check(
+                recipe.load({}, [*FITTING, "algorithm=distill", f"algorithm.teacher={teachers / name}"]).config
+            )
+        return refused.value.message
+
+    recipe.check(recipe.load({}, [*FITTING, "algorithm=distill", f"algorithm.teacher={teachers / 'fits'}"]).config)
+    assert "has another vocabulary" in wrong_with("other") and "one with the policy's tokenizer" in wrong_with("other")
+    assert "reads 100 tokens, but a sample may have 128" in wrong_with("short")
+    monkeypatch.setattr("tidemill.device.cpu.Cpu.memory", lambda self: Memory(1000, 1000, 0))
+    assert "in all; model.dtype=bfloat16 or a smaller teacher would do" in wrong_with("fits")
+
+
+def test_the_estimate_counts_the_teachers_own_parameters(teachers: Path) -> None:
+    config = recipe.load({}, [*FITTING, "algorithm=distill", f"algorithm.teacher={teachers / 'fits'}"]).config
+    shape, theirs = (estimate.shape_of(m) for m in (config.model, Model(path=str(teachers / "fits"))))
+    assert theirs.parameters != shape.parameters
+    assert memory(config, shape).reference == 4 * theirs.parameters

@@ -2,6 +2,7 @@
 
 A_t = log π_teacher − log π_old at the sampled token, detached: the one-sample estimate of −KL(π ‖ teacher), with no
 discount, so every token is a lesson (Agarwal et al. 2024, arXiv:2306.13649; Gu et al. 2024). Rewards are only measured.
+With `kl.place: reward` a token pays for its divergence from the reference here.
 `algorithm.teacher` names the teacher's folder.
 """
 
@@ -11,7 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from tidemill.algorithms import policy, tables
-from tidemill.algorithms.api import Algorithm, Stats, TokenBatch
+from tidemill.algorithms.api import Algorithm, Kept, Stats, TokenBatch
+from tidemill.algorithms.shaping import token_kl
 from tidemill.batch import GROUP, LENGTH, Batch, Column
 from tidemill.config import Config
 from tidemill.graph import Graph, Stage
@@ -35,11 +37,16 @@ class Distill(Algorithm):
 
     def advantages(self, batch: Batch, config: Config) -> Batch:
         gap = batch.values("teacher_logprobs").astype(np.float64) - batch.values(tables.old_column(config))
+        divergence = token_kl(batch, config)
+        gap = gap if divergence is None else gap - config.algorithm.kl.coef * divergence
         values = np.where(batch.values("mask") != 0, gap, 0.0).astype(np.float32)
         return policy.with_marks(batch, Column(values, batch["mask"].offsets), config)
 
+    def keep(self, batch: Batch, config: Config) -> Kept:
+        return policy.whole_of(batch, config)
+
     def wants_whole_step(self, config: Config) -> bool:
-        return policy.sees_whole_step(config)
+        return config.algorithm.covariance.mode != "none"
 
     def loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
         return policy.clipped_loss(tokens, config)

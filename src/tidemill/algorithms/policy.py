@@ -88,9 +88,14 @@ def keep_of(batch: Batch, config: Config) -> Kept:
     if config.algorithm.dynamic_sampling:
         index, counts = group_index(batch.values(GROUP))
         kept &= spread_of(batch.values("reward").astype(np.float64), index, counts)[index] > 0
-    if config.algorithm.overlong.drop_truncated:
-        kept &= batch.values("finish") != FINISH.index("length")
-    return kept
+    return kept & whole_of(batch, config)
+
+
+def whole_of(batch: Batch, config: Config) -> Kept:
+    """Rows that were not cut off, where the recipe drops those that were; else all."""
+    if not config.algorithm.overlong.drop_truncated:
+        return np.ones(batch.rows, np.bool_)
+    return np.asarray(batch.values("finish") != FINISH.index("length"), np.bool_)
 
 
 def teaches_of(batch: Batch, config: Config) -> Kept:

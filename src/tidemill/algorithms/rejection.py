@@ -1,6 +1,7 @@
 """Rejection sampling (RAFT, Dong et al. 2023, arXiv:2304.06767): imitate the policy's own best responses.
 
-Of each group the correct responses are kept (or the `keep_best` best of them), the others dropped; loss −log π.
+Of each group the correct responses are kept (or the `keep_best` best of them), the others dropped; loss −log π. With
+`dynamic_sampling` new prompts replace groups of which nothing is left.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Rejection(Algorithm):
         return policy.with_marks(batch, Column(np.ones(batch.rows, np.float32)), config)
 
     def keep(self, batch: Batch, config: Config) -> Kept:
-        correct = batch.values("correct") != 0
+        correct = (batch.values("correct") != 0) & policy.whole_of(batch, config)
         most = config.algorithm.keep_best
         if most is None:
             return np.asarray(correct, np.bool_)

@@ -34,7 +34,7 @@ from tidemill.dock import Dock
 from tidemill.dock.address import Address
 from tidemill.errors import ConfigError
 from tidemill.flow.ahead import Ahead
-from tidemill.flow.evaluate import decoder, evaluate
+from tidemill.flow.evaluate import averaged, decoder, evaluate
 from tidemill.flow.feed import FEEDS, Feed
 from tidemill.flow.handover import Handover, state_of, take_turns
 from tidemill.flow.records import Evaluation
@@ -54,6 +54,7 @@ from tidemill.learn.parallel.folder import empty_model, materialise
 from tidemill.learn.parallel.learner import ParallelLearner
 from tidemill.learn.parallel.model import ParallelModel
 from tidemill.learn.parallel.values import ParallelValueLearner
+from tidemill.models import routing
 from tidemill.models.load import Loaded, load, load_tokenizer, wrap
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import Completion, Partial, RolloutEngine
@@ -176,9 +177,12 @@ class Kit:
             engine = make_engine(self.loaded, self.config.model_copy(update={"rollout": own}))
         _, held_out = open_source(self.config.data, self.config.seed)
         encode = PromptTokens(self.tokenizer, self.config.data)
-        averaged = self.learner.averaged() if self.learner is not None else contextlib.nullcontext()
         kind = self.config.device.partition(":")[0]
-        with self._judging(), Scorer(self.config.rewards, self.moved_on, kind) as scorer, averaged:
+        with (
+            self._judging(),
+            Scorer(self.config.rewards, self.moved_on, kind) as scorer,
+            averaged(self.learner, engine),
+        ):
             seen = evaluate(
                 _Judged(engine, self),
                 held_out,
@@ -283,6 +287,8 @@ def equip(task: Assignment, dock: KeptDock) -> Kit:
         kit.tokenizer = kit.loaded.tokenizer
     elif post.group.has_engine or (not is_cut and (post.group.name == LEARNER or "reference" in post.stages)):
         kit.loaded = load(config.model, seed=config.seed, device=device, path=task.model_path)
+        if post.group.name != LEARNER:  # which sees to its own
+            routing.make_room(kit.loaded.model, config.learn.moe)
         check_window(config, kit.loaded)
         kit.tokenizer = kit.loaded.tokenizer
     else:

@@ -78,6 +78,8 @@ class World:
             for p, is_given in zip(gradients.parameters, given.tolist()):
                 if is_given:  # somewhere; a rank without samples of it adds zero
                     dist.all_reduce(gradients.ensure(p))
+            for loads in learner.routers.sums() if learner.routers is not None else ():
+                dist.all_reduce(loads)
 
     @contextmanager
     def within(self, operation: str) -> Iterator[None]:

@@ -29,7 +29,7 @@ from tidemill.dock import LocalDock
 from tidemill.errors import ConfigError
 from tidemill.flow.ahead import Ahead, OpenStep, staleness_limit
 from tidemill.flow.beside import Beside, EveryStep
-from tidemill.flow.evaluate import decoder, evaluate
+from tidemill.flow.evaluate import averaged, decoder, evaluate
 from tidemill.flow.feed import FEEDS, Feed
 from tidemill.flow.handover import Away, Handover, state_of, take_turns
 from tidemill.flow.learning import LearnWorker
@@ -46,6 +46,7 @@ from tidemill.flow.workers import Stopped
 from tidemill.learn import checkpoint
 from tidemill.learn.critic import ValueLearner, ValueModel
 from tidemill.learn.engine import Learner, freeze
+from tidemill.models import routing
 from tidemill.models.load import Loaded, load, save_folder
 from tidemill.observe import health
 from tidemill.observe.dump import Dump, DumpingDock
@@ -117,7 +118,7 @@ class Workers:
 
     def evaluate(self, size: int, samples: int) -> Evaluation:
         self.turns.rolling()
-        with self.learner.averaged():
+        with averaged(self.learner, self.engine):
             return evaluate(
                 self.engine,
                 self.held_out,
@@ -190,7 +191,8 @@ class Workers:
         keep_definition(self.loaded, run)
 
     def save_model(self, folder: Path) -> None:
-        save_folder(self.loaded.model, self.loaded.tokenizer, folder)
+        with self.learner.averaged():
+            save_folder(self.loaded.model, self.loaded.tokenizer, folder)
 
     def after_step(self, step: int, measured: dict[str, float]) -> list[str]:
         """What changes between steps: level of problems, KL coefficient, reference. Gives new warnings, in words."""
@@ -256,6 +258,8 @@ def start(config: Config, model_path: Path | None = None) -> Workers:
         train = config.train
         updates = train.steps * train.updates_per_step * train.passes_per_step
         served = copy.deepcopy(loaded.model).requires_grad_(False) if is_separated else None  # before adapters come
+        if served is not None:
+            routing.make_room(served, config.learn.moe)
         critic: ValueLearner | RankedCritic | None = None
         if needs_values(algorithm) and config.learn.parallel.ranks == 1:
             shares_trunk = algorithm.has_critic and config.algorithm.critic.trunk == "shared"
@@ -382,7 +386,7 @@ def teacher(config: Config, device: torch.device) -> Any:
         raise ConfigError(
             f"algorithm {config.algorithm.name} needs a teacher", "set algorithm.teacher to a model folder"
         )
-    return freeze(load(config.model.model_copy(update={"path": path}), seed=0, device=device).model)
+    return load(config.model.model_copy(update={"path": path}), seed=0, device=device).model.requires_grad_(False)
 
 
 def check_window(config: Config, loaded: Loaded) -> None:

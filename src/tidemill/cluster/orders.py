@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -282,7 +282,8 @@ class Orders:
         kit = self.kit
         assert kit.loaded is not None
         if kit.lead is None:
-            save_folder(kit.loaded.model, kit.loaded.tokenizer, folder)
+            with kit.learner.averaged() if kit.learner is not None else nullcontext():
+                save_folder(kit.loaded.model, kit.loaded.tokenizer, folder)
             return
         whole = kit.lead.gathered(kit.loaded.model, kit.engine_group)
         kit.loaded.model.save_pretrained(folder, state_dict=whole)

@@ -27,10 +27,14 @@ from tidemill.learn.parallel.build import learner as build_learner
 from tidemill.learn.parallel.build import reference as build_reference
 from tidemill.learn.parallel.checkpoint import open_checkpoint
 from tidemill.learn.parallel.learner import ParallelLearner
+from tidemill.models import routing
+from tidemill.models.buffers import carried
 
 RANKS_OWN = (
     "model.",
     "adapter.",
+    "ema.",
+    "averaged.",
     "optimizer.",
     "critic.",
     "routers.",
@@ -55,6 +59,7 @@ class RankedLearner:
             preload=["tidemill.cluster.ranked"],
         )
         self.version, self.skipped = 0, 0
+        routing.make_room(model, config.learn.moe)
         self.shared = shared_tensors(model)
         try:
             self._call(_start, config, updates, path, self.shared, kind)
@@ -184,14 +189,14 @@ def shared_tensors(model: Any) -> dict[str, Tensor]:
     """Where ranks write the weights: the model itself on a processor, a copy in the host's memory beside a device."""
     if next(model.parameters()).device.type == "cpu":
         model.share_memory()
-        return {name: p.detach() for name, p in model.named_parameters()}
-    return {n: torch.empty_like(p, device="cpu").share_memory_() for n, p in model.named_parameters()}  # type: ignore[no-untyped-call]
+        return carried(model)
+    return {n: torch.empty_like(p, device="cpu").share_memory_() for n, p in carried(model).items()}  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
 def bring_over(model: Any, shared: Mapping[str, Tensor]) -> None:
     """From the host's memory to the device, where they are not the same."""
-    for name, p in model.named_parameters():
+    for name, p in carried(model).items():
         if p.device.type != "cpu":
             p.copy_(shared[name], non_blocking=True)
 

@@ -19,6 +19,7 @@ from tidemill.learn.parallel import adapters
 from tidemill.learn.parallel.learner import ParallelLearner
 from tidemill.learn.parallel.model import ParallelModel, pieces_of
 from tidemill.models import lora
+from tidemill.models.buffers import carried, persistent
 from tidemill.reshard.dtensor import from_tensors, local_tensors
 from tidemill.reshard.layout import Layout, merge
 from tidemill.reshard.move import BUCKET_BYTES, GroupWire, Job, Moved, Ring, Wire, _fill, _Flying, _laid_out, move
@@ -104,7 +105,7 @@ class LooseWire(GroupWire):
 
 def learned(model: Any) -> dict[str, torch.Tensor]:
     """What rollout is to serve, under the names it knows: adapters are merged."""
-    return local_tensors(lora.merged(model))
+    return local_tensors(lora.merged(model) | persistent(model))
 
 
 def pieces(learner: ParallelLearner) -> dict[str, torch.Tensor]:
@@ -138,7 +139,7 @@ class Follow:
 
 
 def served(model: Any) -> dict[str, torch.Tensor]:
-    return {name: p.detach() for name, p in model.named_parameters()}
+    return carried(model)
 
 
 def layout_of(tensors: dict[str, Any], rank: int) -> Layout:

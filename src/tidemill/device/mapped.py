@@ -96,16 +96,18 @@ class MappedMemory:
 
     def release(self) -> None:
         """Nothing may use the tensors from here to `restore`, work under way included: the caller has waited for it."""
-        if not self.is_released:
-            self.is_released = True
-            for held, _ in self._ranges:
+        self.is_released = True
+        for held, _ in self._ranges:
+            if held.handle is not None:
                 held.unback()
 
     def restore(self) -> None:
+        """Where there is too little memory for all of it, that is an error, and it can be tried again."""
         if self.is_released:
             for held, whole in self._ranges:
-                held.back()
-                _clear(whole)
+                if held.handle is None:
+                    held.back()
+                    _clear(whole)
             self.is_released = False
 
 
@@ -123,7 +125,8 @@ def open(device: torch.device) -> MappedMemory | None:
     """None where a device has no such memory."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
-    return MappedMemory(CudaDriver(device))
+    driver = CudaDriver(device)
+    return MappedMemory(driver) if driver.is_able else None
 
 
 # -- NVIDIA --------------------------------------------------------------------------------------------------------
@@ -147,17 +150,24 @@ class _Access(ctypes.Structure):
     _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
 
 
-_PINNED, _DEVICE, _READ_WRITE = 1, 1, 3
+_PINNED, _DEVICE, _READ_WRITE, _HAS_VIRTUAL_MEMORY = 1, 1, 3, 102
 
 
 class CudaDriver:
-    """The six calls, by their names in the CUDA driver API."""
+    """The calls it takes, by their names in the CUDA driver API."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = torch.device(device.type, device.index if device.index is not None else 0)
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        self.device = torch.device(device.type, index)
         torch.zeros(1, device=self.device)  # makes the device's context this thread's
         self._library = ctypes.CDLL("libcuda.so.1")
-        self._location = _Location(_DEVICE, self.device.index)
+        one, answer = ctypes.c_int(), ctypes.c_int()
+        self._call("cuDeviceGet", ctypes.byref(one), ctypes.c_int(index))
+        self._call("cuDeviceGetAttribute", ctypes.byref(answer), ctypes.c_int(_HAS_VIRTUAL_MEMORY), one)
+        self.is_able = bool(answer.value)  # not on every virtual device
+        if not self.is_able:
+            return
+        self._location = _Location(_DEVICE, index)
         self._properties = _AllocationProperties(type=_PINNED, location=self._location)
         size = ctypes.c_size_t()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(self._properties), ctypes.c_int(0))

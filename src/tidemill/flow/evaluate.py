@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import comb
 from typing import Any
 
@@ -60,6 +61,21 @@ def evaluate(
         response_tokens=sum(len(a.response) for a in first) / len(first),
         answers=tuple(first),
     )
+
+
+@contextmanager
+def averaged(learner: Any, engine: RolloutEngine) -> Iterator[None]:
+    """Inside, the engine serves the running mean of the learner's weights, where one is kept. What it remembers of
+    prompts read under the one is no use under the other, and an engine with its own copy must be given each."""
+    if learner is None or not learner.config.learn.ema:
+        yield
+        return
+    try:
+        with learner.averaged():
+            engine.load(None, engine.version)
+            yield
+    finally:
+        engine.load(None, engine.version)
 
 
 def held_out(source: Source, encode: PromptTokens, size: int) -> list[tuple[Example, list[int]]]:

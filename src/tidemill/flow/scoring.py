@@ -17,6 +17,7 @@ from tidemill.flow.stage import at_any_time, committed, rows_of
 from tidemill.flow.tally import Tally
 from tidemill.learn.api import Scores, Values
 from tidemill.learn.engine import score
+from tidemill.models.buffers import carried
 
 
 class AdvantageWorker:
@@ -109,11 +110,12 @@ class ScoreWorker:
     def move_to(self, policy: Any) -> None:
         """From now on score as this model does."""
         with torch.no_grad():
-            for own, new in zip(self.model.parameters(), policy.parameters(), strict=True):
-                own.copy_(new)
+            new = carried(policy)
+            for name, own in carried(self.model).items():
+                own.copy_(new[name])
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self.model.named_parameters()}
+        return carried(self.model)
 
     def poll(self) -> bool:
         lease = self.dock.take(self.name, Want(tokens=self.config.train.tokens_per_microbatch * 4, tag=self.tag))

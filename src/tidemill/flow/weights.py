@@ -10,6 +10,7 @@ import threading
 from typing import Any, Literal
 
 from tidemill.models import lora
+from tidemill.models.buffers import carried, persistent
 from tidemill.reshard.dtensor import from_tensors
 from tidemill.reshard.move import Job, Verify
 from tidemill.reshard.one import OneProcessWire
@@ -28,18 +29,18 @@ class OwnCopy:
         self, learner: Any, served: Any, engine: RolloutEngine, half_made: HalfMade = "reread", verify: Verify = "off"
     ) -> None:
         self.learner, self.engine, self.half_made, self.verify = learner, engine, half_made, verify
-        tensors = {name: p.detach() for name, p in served.named_parameters()}
+        tensors = carried(served)
         on_host = next(iter(tensors.values())).device.type == "cpu"
         # An accelerator's engine has its tensors' addresses in captured graphs: there they are written, not exchanged.
         aside: Aside = "device" if on_host else "copy"
-        self.serving = Serving(dict(served.named_parameters()), version=0, aside=aside)
+        self.serving = Serving({**dict(served.named_parameters()), **persistent(served)}, version=0, aside=aside)
         self.plan = plan(from_tensors(self._sources(), 0), from_tensors(tensors, 0))
         self.wire = OneProcessWire()
         self._lock = threading.Lock()
 
     def _sources(self) -> dict[str, Any]:
         own = lora.adapters(self.learner)
-        return {name: p.detach() for name, p in self.learner.named_parameters() if name not in own}
+        return {name: tensor for name, tensor in carried(self.learner).items() if name not in own}
 
     def publish(self, version: int) -> None:
         """Bring the learner's weights over; rollout serves them from its next token on."""
@@ -50,6 +51,9 @@ class OwnCopy:
             for name, m in self.learner.named_modules()
             if isinstance(m, lora.LoraLinear)
         }
+        for name, m, stack in lora.adapted_stacks(self.learner):
+            a, b = (getattr(m, f"{stack}_lora_{side}").detach() for side in "ab")
+            merges[name] = Merge(a, b, m.lora_factor)
         job = Job(self.plan, 0, self._sources(), {}, version, self.verify, merges or None)
         with self._lock:
             self.serving.receive(job, self.wire)

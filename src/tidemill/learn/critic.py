@@ -12,7 +12,7 @@ from torch import Tensor
 from tidemill.algorithms.api import Algorithm, Kept, Stats
 from tidemill.algorithms.ppo import explained_variance
 from tidemill.batch import Batch, Column
-from tidemill.config import Config
+from tidemill.config import Config, Mixture
 from tidemill.learn.engine import Learner, token_batch
 from tidemill.learn.packing import PackedBatch, microbatches, pack, response_column
 
@@ -72,9 +72,10 @@ class ValueLearner(Learner):
         if rate is not None:
             config = config.model_copy(update={"learn": config.learn.model_copy(update={"lr": rate})})
         if model.shares_trunk:  # the policy's learner has the trunk's settings
-            plain = {"lora_rank": 0, "recompute": "none", "compile": "off", "fp8": "none", "offload": "none"}
+            plain: dict[str, Any] = {"lora_rank": 0, "recompute": "none", "compile": "off", "fp8": "none"}
+            plain |= {"offload": "none", "moe": Mixture()}
             config = config.model_copy(update={"learn": config.learn.model_copy(update=plain)})
-        super().__init__(model, config, algorithm, value_updates(algorithm, config, updates))
+        super().__init__(model, of_value(config, algorithm), algorithm, value_updates(algorithm, config, updates))
 
     def _teaches(self, batch: Batch) -> Kept:
         return np.ones(batch.rows, np.bool_)  # a value of no advantage is still a value to learn
@@ -102,6 +103,13 @@ class ValueLearner(Learner):
             for row, part in zip(rows, np.split(found, cuts)):
                 out.values[out.offsets[row] : out.offsets[row + 1]] = part
         return out
+
+
+def of_value(config: Config, algorithm: Algorithm) -> Config:
+    """Nobody evaluates a critic: it has no running mean."""
+    if algorithm.learns_values or not config.learn.ema:
+        return config
+    return config.model_copy(update={"learn": config.learn.model_copy(update={"ema": 0.0})})
 
 
 def critic_passes(config: Config) -> int:

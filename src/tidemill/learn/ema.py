@@ -9,6 +9,27 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+MEAN = "ema."  # before a parameter's name in a checkpoint: its running mean
+MERGED_MEAN = "averaged."  # of a weight with an adapter: the two together, of the adapter's mean
+
+
+def weights_of(tensors: Mapping[str, Tensor], raw: bool = False) -> tuple[dict[str, Tensor], bool]:
+    """A checkpoint's weights by name, and whether they are running means: where those are kept, unless `raw`."""
+    own = _named(tensors, "model.")
+    means = {name: mean for name, mean in _named(tensors, MEAN).items() if name in own} | _named(tensors, MERGED_MEAN)
+    return (own, False) if raw or not means else (own | means, True)
+
+
+def adapters_of(tensors: Mapping[str, Tensor], raw: bool = False) -> tuple[dict[str, Tensor], bool]:
+    """The same of its adapters."""
+    own = _named(tensors, "adapter.")
+    means = {name: mean.to(own[name].dtype) for name, mean in _named(tensors, MEAN).items() if name in own}
+    return (own, False) if raw or not means else (own | means, True)
+
+
+def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
 
 class Ema:
     """mean ← decay · mean + (1 − decay) · weight after every update, in float32: a bfloat16 mean would stand still."""
@@ -38,8 +59,8 @@ class Ema:
             p.copy_(values[name])
 
     def state(self) -> dict[str, Tensor]:
-        return {f"ema.{name}": mean for name, mean in self.means.items()}
+        return {f"{MEAN}{name}": mean for name, mean in self.means.items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         for name, mean in self.means.items():
-            mean.copy_(tensors[f"ema.{name}"])
+            mean.copy_(tensors[f"{MEAN}{name}"])

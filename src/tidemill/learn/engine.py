@@ -17,7 +17,7 @@ from tidemill.algorithms.aggregate import local_weights, whole
 from tidemill.algorithms.api import Algorithm, Kept, Stat, Stats, TokenBatch, total
 from tidemill.batch import Batch, Column
 from tidemill.config import Config
-from tidemill.learn.ema import Ema
+from tidemill.learn.ema import MERGED_MEAN, Ema
 from tidemill.learn.gradients import Gradients
 from tidemill.learn.layers import kept_activations, prepare
 from tidemill.learn.logprob import token_logprobs
@@ -26,6 +26,7 @@ from tidemill.learn.optimizer import learning_rate, make_optimizer, restored
 from tidemill.learn.packing import PackedBatch, microbatches, pack, response_column
 from tidemill.learn.routes import routed
 from tidemill.models import lora, routing, rowwise
+from tidemill.models.buffers import persistent
 from tidemill.models.contexts import choose
 from tidemill.models.narrow import narrow
 from tidemill.models.upload import upload
@@ -42,7 +43,7 @@ class Learner:
         self.device = next(model.parameters()).device
         learn = config.learn
         if learn.lora_rank:
-            lora.attach(model, learn.lora_rank, learn.lora_alpha, config.seed, magnitudes=learn.dora)
+            lora.attach(model, learn.lora_rank, learn.lora_alpha, config.seed, learn.dora, learn.lora_experts)
         self.attention = choose(model, attention_of(config))
         self.routers = routing.prepare(model, config.learn.moe)
         self.gradients = Gradients(model.parameters(), wide=config.learn.master == "float32")
@@ -129,9 +130,10 @@ class Learner:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything a resumed run needs: tensors, and plain values beside them."""
-        tensors = {f"model.{name}": p for name, p in lora.merged(self.model).items()}
+        whole = lora.merged(self.model) | persistent(self.model)
+        tensors = {f"model.{name}": p for name, p in whole.items()}
         tensors |= {f"adapter.{name}": p for name, p in lora.adapters(self.model).items()}
-        tensors |= self.ema.state() if self.ema is not None else {}
+        tensors |= self._means()
         names = {id(p): name for name, p in self.model.named_parameters()}
         for group in self.optimizer.param_groups:
             for p in group["params"]:
@@ -139,6 +141,17 @@ class Learner:
                     tensors[f"optimizer.{names[id(p)]}.{key}"] = torch.as_tensor(value).detach()
         tensors |= self.routers.state() if self.routers is not None else {}
         return tensors, {"version": self.version, "skipped": self.skipped}
+
+    def _means(self) -> dict[str, Tensor]:
+        """Of weights, or of adapters: then what weights come to with these too, so that nobody needs the model that the
+        run started from."""
+        if self.ema is None:
+            return {}
+        if not lora.is_attached(self.model):
+            return self.ema.state()
+        with self.ema.swapped():
+            merged = {f"{MERGED_MEAN}{name}": weight for name, weight in lora.adapted(self.model).items()}
+        return self.ema.state() | merged
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         with torch.no_grad():
@@ -151,6 +164,9 @@ class Learner:
                 kept = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
                 if kept:
                     self.optimizer.state[p] = restored(self.optimizer, p, kept)
+            for name, buffer in persistent(self.model).items():
+                if f"model.{name}" in tensors:
+                    buffer.copy_(tensors[f"model.{name}"])
         if self.ema is not None:
             self.ema.restore(tensors)
         if self.routers is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.integrations.moe import ExpertsInterface
 
 NAME = "tidemill"
+STACKS = ("gate_up_proj", "down_proj")
 ALIGNED = 16  # bytes: rows of the fused call's operands begin at multiples of this
 
 
@@ -35,15 +36,58 @@ def forward(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tens
     tokens, k = index.shape
     chosen = index.reshape(-1)
     order = torch.argsort(chosen, stable=True)
-    made = gated(module, hidden.index_select(0, order // k), ends_of(chosen, module.gate_up_proj.shape[0]))
+    made = gated(module, hidden.index_select(0, order // k), ends_of(chosen, _count(module)))
     made = made * weights.reshape(-1).index_select(0, order).unsqueeze(-1)
     back = torch.empty_like(made).index_copy(0, order, made)  # token after token, so that sums have one order
     return back.view(tokens, k, -1).sum(1).to(hidden.dtype)
 
 
+def _count(module: Any) -> int:
+    stack = module.gate_up_proj if hasattr(module, "gate_up_proj") else module.gate_up_proj_code
+    return int(stack.shape[0])
+
+
 def gated(module: Any, x: Tensor, ends: Tensor) -> Tensor:
     """(rows sorted by expert, width) through each row's expert."""
-    return grouped(module._apply_gate(grouped(x, module.gate_up_proj, ends)), module.down_proj, ends)
+    return linear(module, "down_proj", module._apply_gate(linear(module, "gate_up_proj", x, ends)), ends)
+
+
+def linear(module: Any, stack: str, x: Tensor, ends: Tensor) -> Tensor:
+    """Rows through each one's expert of a stack: its weight, narrow if `models.narrow` made it so, and the adapter's
+    change if `models.lora` gave it one."""
+    code = getattr(module, f"{stack}_code", None)
+    if code is not None:
+        return _narrow(x, code, getattr(module, f"{stack}_scale"), ends)
+    out = grouped(x, getattr(module, stack), ends)
+    pair = adapter(module, stack)
+    if pair is None:
+        return out
+    change: Tensor = grouped(grouped(x, pair[0], ends), pair[1], ends) * module.lora_factor
+    return out + change
+
+
+def linear_of(module: Any, stack: str, expert: int, x: Tensor) -> Tensor:
+    """The same of one expert, whose rows `x` are."""
+    out, pair = F.linear(x, getattr(module, stack)[expert]), adapter(module, stack)
+    if pair is None:
+        return out
+    change: Tensor = F.linear(F.linear(x, pair[0][expert]), pair[1][expert]) * module.lora_factor
+    return out + change
+
+
+def adapter(module: Any, stack: str) -> tuple[Tensor, Tensor] | None:
+    """A (experts, rank, in) and B (experts, out, rank) while they are on."""
+    if not getattr(module, "lora_on", False):
+        return None
+    return getattr(module, f"{stack}_lora_a"), getattr(module, f"{stack}_lora_b")
+
+
+def _narrow(x: Tensor, code: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
+    """One expert's weight is made wide at a time."""
+    out = x.new_empty((x.shape[0], code.shape[1]))
+    for group, rows in _groups(ends.tolist()):
+        out[rows] = F.linear(x[rows], code[group].to(x.dtype)) * scale[group].to(x.dtype)
+    return out
 
 
 def ends_of(chosen: Tensor, experts: int) -> Tensor:

@@ -12,7 +12,8 @@ from transformers.utils import logging as hf_logging
 
 from tidemill import config as settings
 from tidemill.errors import ModelError
-from tidemill.models import attention, experts, lora, tiny
+from tidemill.models import attention, experts, lora, routing, tiny
+from tidemill.models.buffers import persistent
 
 hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # of shards being read and written: a run has its own display
 
@@ -87,13 +88,16 @@ def open_tokenizer(folder: Path, model: settings.Model) -> Any:
 
 def save_folder(model: Any, tokenizer: Any, folder: Path) -> None:
     """A folder that AutoModelForCausalLM and AutoTokenizer open, in any program that has transformers."""
-    model.save_pretrained(folder, state_dict=lora.merged(model) if lora.is_attached(model) else None)
+    state = lora.merged(model) | persistent(model) if lora.is_attached(model) else model.state_dict()
+    own = {name: tensor for name, tensor in state.items() if not name.endswith(f".{routing.GIVEN}")}
+    model.save_pretrained(folder, state_dict=own)
     tokenizer.save_pretrained(folder)
 
 
 def wrap(module: Any, tokenizer: Any, window: int) -> Loaded:
     """Ready to roll out and to learn."""
     experts.plug(module)
+    routing.widen(module)
     module.eval()  # dropout has no place in RL: rollout and learning must agree
     ids = module.generation_config.eos_token_id
     ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)

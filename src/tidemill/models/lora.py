@@ -3,6 +3,8 @@
 With magnitudes (DoRA, Liu et al. 2024, arXiv:2402.09353) V's rows only give directions: y = (m / ‖V‖) · x Vᵀ, and m is
 learned. B starts at 0 and m at ‖W‖, so a fresh adapter changes nothing; the reference policy is the model with its
 adapters off. Parameters keep their names, so a checkpoint or an exported folder holds merged weights.
+
+Each of a mixture's stacked experts has an A and a B of its own, stacked alike; magnitudes are of linear layers alone.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tidemill.errors import ModelError
+from tidemill.models.experts import STACKS, is_known, plug
 
 Json = dict[str, Any]
-SUFFIXES = (".lora_a", ".lora_b", ".lora_m")
+SUFFIXES = ("lora_a", "lora_b", "lora_m")
 
 
 class LoraLinear(nn.Linear):
@@ -59,19 +62,19 @@ class LoraLinear(nn.Linear):
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, magnitudes: Tensor | None, factor: float) -> Tensor:
-    """W + f B A, its rows as long as `magnitudes` say. Of whole matrices, or of some rows of W and B."""
+    """W + f B A, its rows as long as `magnitudes` say. Of whole matrices, of some rows of W and B, or of stacks."""
     whole = weight.float() + (b.float() @ a.float()) * factor
     if magnitudes is not None:
         whole *= (magnitudes.float() / torch.linalg.vector_norm(whole, dim=1))[:, None]
     return whole.to(weight.dtype)
 
 
-def attach(model: Any, rank: int, alpha: float, seed: int = 0, magnitudes: bool = False) -> None:
+def attach(model: Any, rank: int, alpha: float, seed: int = 0, magnitudes: bool = False, experts: bool = True) -> None:
     """Adapters on every matrix of the decoder's layers; everything else is frozen, but for a value model's head."""
     model.requires_grad_(False)
     for module in model.starts_from_nothing() if hasattr(model, "starts_from_nothing") else ():
         module.requires_grad_(True)
-    first = first_values(model, rank, seed)
+    first = first_values(model, rank, seed, experts)
     if not first:
         raise ModelError("the decoder's layers have no linear modules to adapt", "set learn.lora_rank=0")
     for name, module in list(model.named_modules()):
@@ -84,17 +87,54 @@ def attach(model: Any, rank: int, alpha: float, seed: int = 0, magnitudes: bool 
         adapted.lora_b = nn.Parameter(weight.new_zeros(module.out_features, rank))
         adapted.factor, adapted.is_on = alpha / rank, True
         adapted.lora_m = nn.Parameter(adapted.row_norms().to(weight.dtype)) if magnitudes else None
+    plug(model.get_decoder())  # another implementation would not know of adapters
+    for name, module, stack in list(_stacks(model)):
+        if name in first:
+            weight = getattr(module, stack)
+            shape = (*weight.shape[:2], rank)
+            module.register_parameter(f"{stack}_lora_a", nn.Parameter(first[name].to(weight)))
+            module.register_parameter(f"{stack}_lora_b", nn.Parameter(weight.new_zeros(shape)))
+            module.lora_factor, module.lora_on = alpha / rank, True
 
 
-def first_values(model: Any, rank: int, seed: int = 0) -> dict[str, Tensor]:
-    """(rank, in) A of every linear layer that is to be adapted, by its name, in float32 on the host."""
+def first_values(model: Any, rank: int, seed: int = 0, experts: bool = True) -> dict[str, Tensor]:
+    """A of everything that is to be adapted, in float32 on the host: (rank, in) of a linear layer, by its name, and
+    (experts, rank, in) of a stack of experts."""
     names = {id(m): name for name, m in model.named_modules()}
     draw = torch.Generator().manual_seed(seed)
-    return {
-        names[id(m)]: torch.empty(rank, m.in_features).uniform_(-1, 1, generator=draw) * m.in_features**-0.5
-        for m in model.get_decoder().layers.modules()
-        if type(m) is nn.Linear
-    }
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.empty(shape).uniform_(-1, 1, generator=draw) * float(shape[-1] ** -0.5)
+
+    layers = model.get_decoder().layers
+    linears = {names[id(m)]: drawn(rank, m.in_features) for m in layers.modules() if type(m) is nn.Linear}
+    if not experts:
+        return linears
+    _refuse_unknown(layers)
+    stacks = [(name, getattr(module, stack).shape) for name, module, stack in _stacks(model)]
+    return linears | {name: drawn(shape[0], rank, shape[2]) for name, shape in stacks}
+
+
+def _refuse_unknown(layers: Any) -> None:
+    for module in layers.modules():
+        if not is_known(module) and any(p.ndim == 3 for p in module.parameters(recurse=False)):
+            raise ModelError(
+                f"{type(module).__name__} stacks its experts in a form that adapters are not known for",
+                "learn.lora_experts=false adapts the linear layers alone",
+            )
+
+
+def _stacks(model: Any) -> Iterator[tuple[str, Any, str]]:
+    """Every stack of experts in the decoder's layers: its name, its module, and what it is called there."""
+    inside = {id(m) for m in model.get_decoder().layers.modules() if is_known(m)}
+    for name, module in model.named_modules():
+        if id(module) in inside:
+            yield from ((f"{name}.{stack}", module, stack) for stack in STACKS)
+
+
+def adapted_stacks(model: Any) -> Iterator[tuple[str, Any, str]]:
+    """Those that have adapters."""
+    return ((name, m, stack) for name, m, stack in _stacks(model) if hasattr(m, f"{stack}_lora_a"))
 
 
 def detach(model: Any) -> None:
@@ -104,6 +144,10 @@ def detach(model: Any) -> None:
         for name in ("lora_a", "lora_b", "lora_m"):
             delattr(linear, name)
         linear.__class__ = nn.Linear
+    for _, module, stack in list(adapted_stacks(model)):
+        delattr(module, f"{stack}_lora_a")
+        delattr(module, f"{stack}_lora_b")
+        module.lora_on = False
     model.requires_grad_(True)
 
 
@@ -119,27 +163,49 @@ def adapters(model: Any) -> dict[str, Tensor]:
 def merged(model: Any) -> dict[str, Tensor]:
     """Every parameter under its usual name, with its adapter's change in it."""
     own = adapters(model)
-    found = {n: p.detach() for n, p in model.named_parameters() if n not in own}
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLinear):
-            found[f"{name}.weight"] = module.merged().detach()
-    return found
+    return {n: p.detach() for n, p in model.named_parameters() if n not in own} | adapted(model)
+
+
+def adapted(model: Any) -> dict[str, Tensor]:
+    """Of these the ones that have an adapter."""
+    linears = {f"{n}.weight": m.merged().detach() for n, m in model.named_modules() if isinstance(m, LoraLinear)}
+    stacks = {}
+    for name, module, stack in adapted_stacks(model):
+        weight, a, b = (getattr(module, f"{stack}{kind}").detach() for kind in ("", "_lora_a", "_lora_b"))
+        stacks[name] = merge(weight, a, b, None, module.lora_factor)
+    return linears | stacks
 
 
 def peft_files(own: Mapping[str, Tensor], rank: int, alpha: float, base: str) -> tuple[dict[str, Tensor], Json]:
     """`adapters` as peft's own files hold them: tensors, and what goes into adapter_config.json."""
     names = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_m": "lora_magnitude_vector"}
-    tensors, targets = {}, set()
+    tensors, targets, stacks = {}, set(), set()
     for name, tensor in own.items():
         module, _, kind = name.rpartition(".")
-        tensors[f"base_model.model.{module}.{names[kind]}"] = tensor.contiguous()
-        targets.add(module.rpartition(".")[2])
+        if kind in names:
+            tensors[f"base_model.model.{module}.{names[kind]}"] = tensor.contiguous()
+            targets.add(module.rpartition(".")[2])
+            continue
+        stack, kind = kind[: -len("_lora_a")], kind[-len("lora_a") :]
+        # peft wraps a module once for each of its parameters, the later around the earlier.
+        inner = "" if stack == STACKS[-1] else "base_layer."
+        tensors[f"base_model.model.{module}.{inner}{names[kind]}"] = _peft_stack(tensor, kind)
+        stacks.add(f"{module.rpartition('.')[2]}.{stack}")
+    if stacks and any(name.endswith(".lora_m") for name in own):
+        raise ModelError(
+            "peft has no magnitudes (learn.dora) beside adapters of stacked experts", "export without --adapter"
+        )
     about: Json = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
         "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none", "target_modules": sorted(targets),
         "use_dora": any(name.endswith(".lora_m") for name in own),
     }  # fmt: skip
-    return tensors, about
+    return tensors, about | ({"target_parameters": sorted(stacks)} if stacks else {})
+
+
+def _peft_stack(tensor: Tensor, kind: str) -> Tensor:
+    """(experts · rank, in), expert by expert, and (out, rank · experts), rank by rank."""
+    return (tensor.flatten(0, 1) if kind == "lora_a" else tensor.permute(1, 2, 0).flatten(1)).contiguous()
 
 
 class Reference:
@@ -155,11 +221,19 @@ class Reference:
 @contextmanager
 def without(model: Any) -> Iterator[None]:
     """Adapters off while a reference is asked; nothing for any other model."""
-    switched = [m for m in model.modules() if isinstance(m, LoraLinear)] if isinstance(model, Reference) else []
-    for m in switched:
-        m.is_on = False
+    if not isinstance(model, Reference):
+        yield
+        return
+    _switch(model, False)
     try:
         yield
     finally:
-        for m in switched:
-            m.is_on = True
+        _switch(model, True)
+
+
+def _switch(model: Any, on: bool) -> None:
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            module.is_on = on
+    for _, module, _ in adapted_stacks(model):
+        module.lora_on = on

@@ -1,11 +1,13 @@
-"""Who goes to which expert, in models whose routers choose by softmax: counted, balanced, recorded and replayed.
+"""Who goes to which expert: counted, balanced, recorded and replayed.
 
 Routers stay transformers' own; a hook sees what each chose and may change it. What a forward pass wants of them travels
 in its attention context, wrapped in `Routed`: so it holds for recomputed layers and for micro-batches in flight.
 
 * **Replay**: the experts that rollout chose are chosen again, so learner and rollout differ in weights, not in routes.
 * **Bias** (balance without a loss): each expert has a number that is added when experts are chosen, not when they are
-  weighed; after an update it falls for experts that had too much and rises for those that had too little.
+  weighed; after an update it falls for experts that had too much and rises for those that had too little. Routers of
+  DeepSeek-V3's kind have a place for it, which is part of the model (`PLACE`); others are given one (`GIVEN`), which is
+  part of the run alone. Either is a buffer, so it goes wherever weights go.
 * **Auxiliary loss**: coef · E · Σ_e f_e · P_e for every token that learns, weighed as its policy loss is. f_e is the
   share that expert e had in the update before, so the loss is a sum over tokens and means the same however a step is
   cut.
@@ -27,13 +29,36 @@ from tidemill.config import Mixture
 from tidemill.errors import ModelError
 from tidemill.models.attention import Context
 
-# Routers that give (logits, weights of the chosen, chosen) and weigh by the softmax of the logits; whether the chosen
-# weights are made to sum to 1.
-SUMS_TO_ONE: dict[str, bool | None] = {  # None: the module's own norm_topk_prob says
-    "MixtralTopKRouter": True,
-    "Qwen3MoeTopKRouter": None,
-    "Qwen2MoeTopKRouter": None,
-    "OlmoeTopKRouter": None,
+PLACE = "e_score_correction_bias"
+GIVEN = "tide_bias"
+TINY = 1e-20  # added by routers with a place of their own to the sum that they divide by
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A router that gives (logits, weights of the chosen, chosen)."""
+
+    sums_to_one: bool | None = (
+        None  # whether the chosen weights are made to; None: the module's own norm_topk_prob says
+    )
+    has_place: bool = False  # scores are sigmoids, chosen with PLACE added, and weights are scaled; else a softmax
+
+
+KINDS = {
+    "MixtralTopKRouter": Kind(sums_to_one=True),
+    **dict.fromkeys(("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "OlmoeTopKRouter"), Kind()),
+    **dict.fromkeys(
+        (
+            "DeepseekV3TopkRouter",
+            "DeepseekV32TopkRouter",
+            "Glm4MoeTopkRouter",
+            "Glm4MoeLiteTopkRouter",
+            "Dots1TopkRouter",
+            "ExaoneMoeTopkRouter",
+            "SolarOpenTopkRouter",
+        ),
+        Kind(has_place=True),
+    ),
 }
 
 
@@ -62,8 +87,9 @@ class Routers:
         found = [(layer, gate) for layer in model.get_decoder().layers if (gate := _gate(layer)) is not None]
         self.layers, self.k = len(found), int(found[0][1].top_k) if found else 0
         self.experts = int(found[0][1].weight.shape[0]) if found else 0
+        self.gates = [gate for _, gate in found]
         shape = (self.layers, self.experts)
-        self.bias, self.counts, self.chances = (torch.zeros(shape, device=device) for _ in range(3))
+        self.counts, self.chances = (torch.zeros(shape, device=device) for _ in range(2))
         self.load = torch.full(shape, 1.0 / max(1, self.experts), device=device)  # of the update before
         self.replayed = torch.zeros(2, device=device)  # routes replayed; of them those the router would have chosen
         self._context: list[Any] = [None] * self.layers
@@ -79,15 +105,16 @@ class Routers:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _choose(self, at: int, gate: Any, args: Any, out: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         logits, weights, index = out
-        context, biased = self._context[at], self.settings.balance == "bias"
-        if context is None and not biased:
+        context, given = self._context[at], getattr(gate, GIVEN, None)
+        if context is None and given is None:
             return out
-        p = logits.float().softmax(-1)
-        chosen = torch.topk(p.detach() + self.bias[at], self.k).indices if biased else index
+        scores = _scores(gate, logits)
+        p = scores / scores.sum(-1, keepdim=True) if _kind(gate).has_place else scores
+        chosen = index if given is None else torch.topk(scores.detach() + given, self.k).indices
         if context is not None and context.routes is not None:
             chosen = self._replay(context.routes[:, at], chosen, context.counts is not None)
         if chosen is not index:
-            weights = _weigh(gate, p, chosen).to(weights.dtype)
+            weights = _weigh(gate, scores, chosen).to(weights.dtype)
         if context is not None and context.made is not None:
             context.made[at] = chosen
         if context is not None and context.counts is not None:
@@ -120,7 +147,7 @@ class Routers:
         load = self.counts / self.counts.sum(-1, keepdim=True).clamp(min=1.0)
         chance = self.chances / self.chances.sum(-1, keepdim=True).clamp(min=1e-9)
         if self.settings.balance == "bias":
-            self.bias += self.settings.bias_rate * torch.sign(load.mean(-1, keepdim=True) - load)
+            self._move(self.settings.bias_rate * torch.sign(load.mean(-1, keepdim=True) - load))
         busiest = load.amax(-1) * self.experts
         found = {
             "moe_busiest": float(busiest.mean()),  # 1: even
@@ -135,13 +162,23 @@ class Routers:
             x.zero_()
         return found
 
+    @torch.no_grad()
+    def _move(self, steps: Tensor) -> None:
+        for bias, step in zip(self.biases(), steps, strict=True):
+            if bias is not None and not bias.is_meta:  # of a layer that is another pipeline stage's
+                bias += step.to(bias)
+
+    def biases(self) -> list[Tensor | None]:
+        """Of each layer, in whichever place its router has."""
+        return [getattr(gate, PLACE if _kind(gate).has_place else GIVEN, None) for gate in self.gates]
+
     def state(self) -> dict[str, Tensor]:
-        return {"routers.bias": self.bias, "routers.load": self.load}
+        """What a resumed run needs beside the model, whose buffers the bias is among."""
+        return {"routers.load": self.load}
 
     def restore(self, tensors: Any) -> None:
-        if "routers.bias" in tensors:
-            self.bias.copy_(tensors["routers.bias"])
-            self.load = tensors["routers.load"].to(self.bias.device).clone()
+        if "routers.load" in tensors:
+            self.load = tensors["routers.load"].to(self.load.device).clone()
 
 
 def of(model: Any, device: torch.device | None = None) -> Routers | None:
@@ -161,25 +198,66 @@ def prepare(model: Any, settings: Mixture, device: torch.device | None = None) -
         if settings.balance != "none" or settings.replay:
             raise ModelError(
                 f"{type(model).__name__} has no routers that learn.moe can balance or replay",
-                f"leave learn.moe out; it works with {', '.join(SUMS_TO_ONE)}",
+                f"leave learn.moe out; it works with {', '.join(KINDS)}",
             )
         return None
     routers.settings = settings
+    widen(model)
+    if settings.balance == "bias":
+        _give_places(routers.gates)
     return routers
+
+
+def make_room(model: Any, settings: Mixture) -> None:
+    """In a model that serves what another learns: for the bias that comes with the weights, if one does."""
+    if settings.balance == "bias":
+        prepare(model, settings)
+
+
+def widen(model: Any) -> None:
+    """The bias in float32, whatever the weights are: near 1, bfloat16 would not see a step of `bias_rate`."""
+    for module in model.modules():
+        if isinstance(module._buffers.get(PLACE), Tensor):
+            module._buffers[PLACE] = module._buffers[PLACE].float()
+
+
+def _give_places(gates: list[Any]) -> None:
+    for gate in gates:
+        if not _kind(gate).has_place and not hasattr(gate, GIVEN):
+            gate.register_buffer(GIVEN, torch.zeros(gate.weight.shape[0], device=gate.weight.device))
+
+
+def given(model: Any) -> dict[str, Tensor]:
+    """Biases that no folder of the model has a place for, by name; those that are 0 everywhere change nothing."""
+    return {name: b for name, b in model.named_buffers() if name.endswith(f".{GIVEN}") and bool(b.any())}
+
+
+def take_away(model: Any) -> None:
+    """Leave the model as its folder knows it."""
+    for module in model.modules():
+        module._buffers.pop(GIVEN, None)
 
 
 def _gate(layer: Any) -> Any:
     block = next((m for m in layer.children() if hasattr(m, "experts") and hasattr(m, "gate")), None)
-    return block.gate if block is not None and type(block.gate).__name__ in SUMS_TO_ONE else None
+    return block.gate if block is not None and type(block.gate).__name__ in KINDS else None
 
 
-def _weigh(gate: Any, p: Tensor, chosen: Tensor) -> Tensor:
+def _kind(gate: Any) -> Kind:
+    return KINDS[type(gate).__name__]
+
+
+def _scores(gate: Any, logits: Tensor) -> Tensor:
+    """(tokens, experts) what experts are chosen and weighed by."""
+    return logits.float().sigmoid() if _kind(gate).has_place else logits.float().softmax(-1)
+
+
+def _weigh(gate: Any, scores: Tensor, chosen: Tensor) -> Tensor:
     """As the router itself weighs, of experts that it did not choose."""
-    picked = p.gather(1, chosen)
-    sums_to_one = SUMS_TO_ONE[type(gate).__name__]
-    if gate.norm_topk_prob if sums_to_one is None else sums_to_one:
-        picked = picked / picked.sum(-1, keepdim=True)
-    return picked
+    kind, picked = _kind(gate), scores.gather(1, chosen)
+    if gate.norm_topk_prob if kind.sums_to_one is None else kind.sums_to_one:
+        picked = picked / (picked.sum(-1, keepdim=True) + (TINY if kind.has_place else 0.0))
+    return picked * gate.routed_scaling_factor if kind.has_place else picked
 
 
 class _Beside(torch.autograd.Function):

@@ -17,6 +17,7 @@ from tidemill.run import RunFolder
 
 NOT_COMPUTED = ("time/", "idle/", "seconds/")  # metrics of the machine's speed, which differ between any two runs
 SPEED = frozenset({"tokens_per_s", "memory_gib", "mfu"})
+LEARNED = ("gradient", "weight")  # what a dump has of each update
 NAMES = frozenset({"name", "folder", "about"})  # settings that change nothing
 
 
@@ -111,14 +112,22 @@ def _by_step(path: Path) -> dict[int, dict[str, Any]]:
 
 def _dumps(a: Path, b: Path, step: int) -> Iterator[Difference]:
     one, other = (_tensors(file_of(run, step)) for run in (a, b))
-    order = {stage: i for i, stage in enumerate(one[1])}
+    order = {stage: i for i, stage in enumerate(dict.fromkeys([*one[1], *other[1]]))}
     names = list(dict.fromkeys([*one[0], *other[0]]))
-    for name in sorted(names, key=lambda n: (order.get(n.partition("/")[0], len(order)), "weight/" in n)):
+    for name in sorted(names, key=lambda n: _when(n, order)):  # equals stay in the order in which they came
         stage, _, tensor = name.partition("/")
         if name not in one[0] or name not in other[0]:
             yield Difference(step, stage, tensor, f"only the {'first' if name in one[0] else 'second'} run has it")
         elif how := _unlike(one[0][name], other[0][name]):
             yield Difference(step, stage, tensor, how)
+
+
+def _when(name: str, stages: dict[str, int]) -> tuple[int, int, bool]:
+    """By stage; then, of the learner, by update, which is made of its gradients before it makes its weights."""
+    stage, what, update = [*name.split("/", 3), "", ""][:3]
+    if what not in LEARNED or not update.isdigit():
+        return stages.get(stage, len(stages)), 0, False
+    return stages.get(stage, len(stages)), int(update), what == "weight"
 
 
 def _checkpoints(a: Path, b: Path, step: int) -> Iterator[Difference]:
@@ -152,8 +161,9 @@ def _tensors(path: Path) -> tuple[dict[str, Any], list[str]]:
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file:
-        stages = (file.metadata() or {}).get("stages", "").split(",")
-        return {name: _array(file.get_tensor(name)) for name in file.keys()}, stages  # noqa: SIM118
+        told = file.metadata() or {}
+        came = told["names"].split("\n") if "names" in told else sorted(file.keys())
+        return {name: _array(file.get_tensor(name)) for name in came}, told.get("stages", "").split(",")
 
 
 def _array(tensor: Any) -> Any:

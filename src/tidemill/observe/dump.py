@@ -72,7 +72,8 @@ class Dump:
         found |= self._tensors
         path = file_of(self.run, number)
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(found, path, {"stages": ",".join(self.stages)})
+        # safetensors orders tensors by its own rules; how they came tells which of two differences was first.
+        save_file(found, path, {"stages": ",".join(self.stages), "names": "\n".join(found)})
 
 
 class DumpingDock:

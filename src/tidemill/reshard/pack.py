@@ -20,8 +20,9 @@ ROW_WORDS = 1024  # of a checksum: position matters by row and by column
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """A low-rank addition to a weight, merged as it is read: `scale` × `up` (out, r) @ `down` (r, in). `rows` (out,): a
-    factor of each row of the sum, for adapters with magnitudes of their own."""
+    """A low-rank addition to a weight, merged as it is read: `scale` × `up` (out, r) @ `down` (r, in), or stacks of
+    both for a stack of weights. `rows` (out,): a factor of each row of the sum, for adapters with magnitudes of their
+    own."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -76,7 +77,8 @@ def read(transfer: Transfer, tensors: Tensors, into: torch.Tensor, changes: Chan
     view = region(tensors, transfer.source, extents(transfer.box))
     if merge is not None:
         (rows, columns) = transfer.box[-2:]
-        addition = merge.up[slice(*rows)] @ merge.down[:, slice(*columns)]
+        stacked = tuple(slice(*each) for each in transfer.box[: merge.up.dim() - 2])
+        addition = merge.up[(*stacked, slice(*rows))] @ merge.down[(*stacked, slice(None), slice(*columns))]
         view = view + (merge.scale * addition).view(view.shape)
         if merge.rows is not None:
             view = view * merge.rows[slice(*rows)].unsqueeze(-1).to(view.dtype)

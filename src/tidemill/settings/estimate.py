@@ -34,6 +34,8 @@ class Shape:
     window: int | None
     parameters: int | None
     has_head_norms: bool = False  # queries and keys are normed, and kept before and after
+    experts: int = 0  # of one layer; 0: no mixture
+    expert_width: int = 0
 
 
 def shape_of(model: Model) -> Shape | None:
@@ -72,6 +74,8 @@ def _tiny_shape(tiny: TinyModel) -> Shape:
         tiny.window,
         parameters,
         tiny.architecture in ("qwen3", "qwen3_moe"),
+        experts if is_mixture else 0,
+        tiny.intermediate if is_mixture else 0,
     )
 
 
@@ -82,6 +86,8 @@ def _folder_shape(raw: dict[str, Any], parameters: int | None) -> Shape | None:
         return None
     experts = int(raw.get("num_experts_per_tok") or 0)
     wide = int(raw.get("intermediate_size") or 4 * hidden)
+    expert_width = int(raw.get("moe_intermediate_size") or wide)
+    counts = (raw.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     window = raw.get("max_position_embeddings")
     return Shape(
         hidden=hidden,
@@ -89,11 +95,13 @@ def _folder_shape(raw: dict[str, Any], parameters: int | None) -> Shape | None:
         heads=heads,
         kv_heads=int(raw.get("num_key_value_heads") or heads),
         head_dim=int(raw.get("head_dim") or hidden // heads),
-        intermediate=experts * int(raw.get("moe_intermediate_size") or wide) if experts else wide,
+        intermediate=experts * expert_width if experts else wide,
         vocabulary=int(raw.get("vocab_size") or DEFAULT_VOCABULARY),
         window=int(window) if window else None,
         parameters=parameters,
         has_head_norms=str(raw.get("model_type", "")).startswith(HEAD_NORMS),
+        experts=int(next((n for n in counts if n), 0)) if experts else 0,
+        expert_width=expert_width if experts else 0,
     )
 
 
@@ -152,8 +160,10 @@ def cache_tokens(config: Config) -> int:
 
 
 def checkpoint_bytes(config: Config, parameters: int) -> int:
-    """Weights and AdamW's two moments."""
-    return 3 * parameters * BYTES[config.model.dtype]
+    """Weights, AdamW's two moments and, where it is kept, the running mean in float32 (or what adapters' come to)."""
+    learn, width = config.learn, BYTES[config.model.dtype]
+    mean = 0 if not learn.ema else width if learn.lora_rank else 4
+    return parameters * (3 * width + mean)
 
 
 def checkpoints_kept(config: Config) -> int:

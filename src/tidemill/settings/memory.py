@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from tidemill.config import Config, Learn
-from tidemill.settings.estimate import BYTES, Shape, cache_tokens, microbatch_tokens, tokens_computed
+from tidemill.settings.estimate import BYTES, Shape, cache_tokens, microbatch_tokens, shape_of, tokens_computed
 
 CRITICS = frozenset({"ppo"})  # algorithms that train a second model of the same size
 REFERENCED = frozenset({"dpo", "ipo", "kto"})  # those that need the frozen reference whatever kl.coef is
@@ -34,6 +34,7 @@ class Memory:
     update: int  # what the optimizer needs while it works, as far as it exceeds all that came before it
     cache: int
     copies: int = 0  # the weights that a separated rollout serves, and the next ones beside them
+    mean: int = 0  # of the weights, for evaluations
     reward_model: int = 0  # a trained one, where it is beside the learner
 
     @property
@@ -52,7 +53,7 @@ def memory(
     if count is None:
         return None
     learn, algorithm, width = config.learn, config.algorithm, BYTES[config.model.dtype]
-    adapters = adapter_parameters(shape, learn.lora_rank)
+    adapters = adapter_parameters(shape, learn)
     trained = adapters or count
     gradients = trained * (4 if learn.master == "float32" else width)
     optimizer = int(trained * optimizer_bytes(learn, width))
@@ -76,7 +77,7 @@ def memory(
         gradients=gradients,
         optimizer=0 if learn.optimizer_on_host else optimizer,
         critic=count * width + trained * width + optimizer if has_critic else 0,
-        reference=frozen * count * held + (algorithm.teacher is not None) * count * width,
+        reference=frozen * count * held + _teacher_parameters(config, count) * width,
         activations=activations,
         logits=logits,
         layer=layer,
@@ -84,7 +85,16 @@ def memory(
         cache=cache_tokens(config) * shape.layers * 2 * shape.kv_heads * shape.head_dim * width,
         copies=2 * count * width if config.flow.is_separated else 0,
         reward_model=reward_model_bytes(config),
+        mean=4 * trained if learn.ema else 0,
     )
+
+
+def _teacher_parameters(config: Config, otherwise: int) -> int:
+    """Of distillation's, by its folder; as many as the policy has where that does not tell."""
+    if config.algorithm.teacher is None:
+        return 0
+    shape = shape_of(config.model.model_copy(update={"path": config.algorithm.teacher}))
+    return shape.parameters if shape is not None and shape.parameters is not None else otherwise
 
 
 def reward_model_bytes(config: Config) -> int:
@@ -99,7 +109,7 @@ def reward_model_bytes(config: Config) -> int:
 def host_bytes(config: Config, shape: Shape, parameters: int | None = None) -> int:
     """What the host holds in the device's place: the optimizer's state, activations."""
     learn, width = config.learn, BYTES[config.model.dtype]
-    count = adapter_parameters(shape, learn.lora_rank) or parameters or shape.parameters or 0
+    count = adapter_parameters(shape, learn) or parameters or shape.parameters or 0
     state = int(count * optimizer_bytes(learn, width)) if learn.optimizer_on_host else 0
     if learn.offload == "none":
         return state
@@ -107,11 +117,16 @@ def host_bytes(config: Config, shape: Shape, parameters: int | None = None) -> i
     return state + activation_bytes(shape, microbatch_tokens(config)[0], width, kept, is_compiled=True)
 
 
-def adapter_parameters(shape: Shape, rank: int) -> int:
-    """Of low-rank adapters on every matrix of the layers: the two sides of each, times the rank."""
+def adapter_parameters(shape: Shape, learn: Learn) -> int:
+    """Of low-rank adapters on every matrix of the layers: the two sides of each, times the rank. An expert has two, its
+    gate and the way up being one."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    sides = 2 * (shape.hidden + q) + 2 * (shape.hidden + kv) + 3 * (shape.hidden + shape.intermediate)
-    return shape.layers * rank * sides
+    sides = 2 * (shape.hidden + q) + 2 * (shape.hidden + kv)
+    if not shape.experts:
+        sides += 3 * (shape.hidden + shape.intermediate)
+    elif learn.lora_experts:
+        sides += shape.experts * (2 * shape.hidden + 3 * shape.expert_width)
+    return shape.layers * learn.lora_rank * sides
 
 
 def optimizer_bytes(learn: Learn, width: int) -> float:

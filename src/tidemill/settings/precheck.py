@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,12 +9,12 @@ from pathlib import Path
 from tidemill import device
 from tidemill.config import PAPER, Config, Model
 from tidemill.errors import TidemillError, did_you_mean
-from tidemill.settings import estimate, parallel, turns
+from tidemill.settings import algorithm, estimate, parallel, turns
 from tidemill.settings.estimate import human, longest
+from tidemill.settings.folder import folder_problems
 
 # Algorithms whose advantage compares the samples of one prompt with each other: one sample says nothing.
 GROUP_ALGORITHMS = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp_baseline"})
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 LONGEST_NAME = 200  # bytes; file systems stop at 255, and runs moved aside get a suffix
 
 
@@ -24,6 +23,7 @@ def problems(config: Config, model: Model) -> list[str]:
     checks: tuple[Callable[[Config, Model], Iterator[str]], ...] = (
         _name, _cluster, _batch, _flow, _reference, _routes, _lengths, _rollout, _rollout_ranks, _adapters,
         _model_folder, _data, _functions, _environment, _device, _disk, _in_one_process, parallel.problems,
+        algorithm.problems,
     )  # fmt: skip
     return [problem for check in checks for problem in check(config, model)]
 
@@ -83,32 +83,28 @@ def _in_one_process(config: Config, _: Model) -> Iterator[str]:
     if config.cluster.executor == "local":
         return
     is_cut = config.learn.parallel.ranks > 1
-    asked = {
-        "train.profile": config.train.profile,
-        "learn.ema": config.learn.ema and is_cut,
-        "algorithm.kl.weights": config.algorithm.kl.weights != "same" and is_cut,
+    if config.train.profile:
+        yield "train.profile is set, which works in one process; cluster.executor=local would do"
+    cut = {
+        "learn.ema": (config.learn.ema, "no running mean of a learner that is cut over workers reaches who evaluates"),
+        "algorithm.kl.weights": (config.algorithm.kl.weights != "same", "no reference that is cut over workers has it"),
     }
-    for key, is_set in asked.items():
-        if is_set:
-            yield f"{key} is set, which works in one process; cluster.executor=local would do"
+    for key, (is_set, why) in cut.items():
+        if is_set and is_cut:
+            yield f"{key} is set, but {why}; cluster.executor=local would do, or learn.parallel sizes of 1"
 
 
 def _flow(config: Config, _: Model) -> Iterator[str]:
-    algorithm, flow = config.algorithm, config.flow
-    if algorithm.rollout_correction != "none" and algorithm.old_logprobs == "rollout":
+    settings, flow = config.algorithm, config.flow
+    if settings.rollout_correction != "none" and settings.old_logprobs == "rollout":
         yield (
-            f"algorithm.rollout_correction is {algorithm.rollout_correction}, but with algorithm.old_logprobs=rollout "
+            f"algorithm.rollout_correction is {settings.rollout_correction}, but with algorithm.old_logprobs=rollout "
             "there is nothing to correct: every weight is 1; algorithm.old_logprobs=recompute would do"
         )
-    if algorithm.rollout_correction_floor > algorithm.rollout_correction_cap:
+    if settings.rollout_correction_floor > settings.rollout_correction_cap:
         yield (
-            f"algorithm.rollout_correction_floor ({algorithm.rollout_correction_floor}) is above its cap "
-            f"({algorithm.rollout_correction_cap}); lower it"
-        )
-    if flow.is_separated and config.learn.moe.balance == "bias":
-        yield (
-            "learn.moe.balance is bias, which is no weight and stays with the learner, but rollout has its own copy of "
-            "the weights (flow.schedule async, or flow.placement separated); learn.moe.balance=aux_loss would do"
+            f"algorithm.rollout_correction_floor ({settings.rollout_correction_floor}) is above its cap "
+            f"({settings.rollout_correction_cap}); lower it"
         )
     if flow.schedule == "async" and flow.placement == "colocated":
         yield (
@@ -148,16 +144,18 @@ def _routes(config: Config, _: Model) -> Iterator[str]:
             f"learn.moe.replay is true, but rollout.engine {config.rollout.engine} does not record routes; "
             "use rollout.engine=native, or learn.moe.replay=false"
         )
-    if config.learn.moe.balance == "bias" and not _shares_the_model(config):
+    if config.learn.moe.balance != "bias":
+        return
+    if config.rollout.engine == "vllm":
         yield (
-            "learn.moe.balance is bias, which only a rollout that shares the learner's own model knows: the native "
-            "engine in one process, sync or streamed; learn.moe.balance=aux_loss would do"
+            "learn.moe.balance is bias, but rollout.engine vllm is given weights alone and would choose experts "
+            "without it; rollout.engine=native would do, or learn.moe.balance=aux_loss"
         )
-
-
-def _shares_the_model(config: Config) -> bool:
-    is_alone = config.cluster.executor == "local" and config.learn.parallel.ranks == 1
-    return is_alone and config.rollout.engine == "native" and config.flow.schedule != "async"
+    if config.rollout.tp > 1:
+        yield (
+            f"learn.moe.balance is bias, which an engine over several ranks (rollout.tp {config.rollout.tp}) is not "
+            "given; rollout.tp=1 would do, or learn.moe.balance=aux_loss"
+        )
 
 
 def _lengths(config: Config, model: Model) -> Iterator[str]:
@@ -242,55 +240,8 @@ def _adapters(config: Config, _: Model) -> Iterator[str]:
 
 
 def _model_folder(_: Config, model: Model) -> Iterator[str]:
-    if model.path is None:
-        return
-    folder = Path(model.path).expanduser()
-    if not folder.is_dir():
-        looks_like_hub = model.path.count("/") == 1 and not model.path.startswith((".", "/", "~"))
-        advice = (
-            f"models are not downloaded on their own: `hf download {model.path} --local-dir models/{folder.name}`, "
-            f"then model.path=models/{folder.name}"
-            if looks_like_hub
-            else "give a folder with config.json, *.safetensors and a tokenizer"
-        )
-        what = "is a file, not a folder" if folder.exists() else "does not exist"
-        yield f"model.path={model.path} {what}; {advice}"
-        return
-    yield from _folder_config(folder)
-    yield from _folder_weights(folder)
-    if not any((folder / name).exists() for name in TOKENIZER_FILES):
-        yield (
-            f"model.path={folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json of the model into it"
-        )
-
-
-def _folder_config(folder: Path) -> Iterator[str]:
-    try:
-        json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        yield f"model.path={folder} has no config.json; copy the model's config.json into it"
-    except (OSError, ValueError) as error:
-        yield f"model.path={folder}: config.json cannot be read ({error}); copy the model's own again"
-
-
-def _folder_weights(folder: Path) -> Iterator[str]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError):
-            yield f"model.path={folder}: {index.name} cannot be read; copy the model's own again"
-            return
-        missing = [s for s in shards if not (folder / s).exists()]
-        if missing:
-            yield (
-                f"model.path={folder} lacks {len(missing)} of {len(shards)} weight files, the first {missing[0]}; "
-                "copy them into it"
-            )
-    elif not any(folder.glob("*.safetensors")):
-        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
-        advice = "it has pickled weights, which can run code: save the model again with safe_serialization=True"
-        yield f"model.path={folder} has no *.safetensors; {advice if pickled else 'copy the weights into it'}"
+    if model.path is not None:
+        yield from folder_problems("model.path", model.path)
 
 
 def _data(config: Config, _: Model) -> Iterator[str]:

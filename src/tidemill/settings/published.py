@@ -127,6 +127,8 @@ def sizes(own: dict[str, int], is_tied: bool = False) -> Sizes:
         window=own["window"],
         parameters=total_dense + moe_layers * experts + (1 if is_tied else 2) * embedding,
         has_head_norms=False,
+        experts=own["experts"],
+        expert_width=own["expert_width"] if own["experts"] else 0,
     )
     whole = attention if "kv_rank" in own else 0
     return Sizes(shape, -(-total_dense // layers), experts, moe_layers, embedding, is_tied, whole, own["expert_width"])

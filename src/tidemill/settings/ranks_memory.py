@@ -54,6 +54,7 @@ class RankMemory:
     logits: int
     reference: int  # at rest: its layers are gathered while the learner's are not
     critic: int
+    mean: int = 0  # of the weights, for evaluations
 
     @property
     def total(self) -> int:
@@ -87,6 +88,7 @@ def per_rank(config: Config, sizes: Sizes, tokens: int | None = None, *, on_acce
         logits=min(learn.logprob_chunk, responses) * (sizes.shape.vocabulary // parallel.tp) * logit + head,
         reference=_reference(config, sizes) * width,
         critic=_critic(config, sizes, width + wide_gradient, width),
+        mean=4 * trained if learn.ema else 0,
     )
 
 
@@ -102,7 +104,7 @@ def engine_share(config: Config, sizes: Sizes, tp: int) -> tuple[int, int]:
 
 def trained_per_rank(config: Config, sizes: Sizes, parallel: Parallel) -> int:
     """All that is held, or adapters: one side of each is cut by tp, the other is not."""
-    adapters = adapter_parameters(sizes.shape, config.learn.lora_rank)
+    adapters = adapter_parameters(sizes.shape, config.learn)
     return -(-adapters // (parallel.fsdp * parallel.cp * parallel.pp)) or parameters_per_rank(sizes, parallel)
 
 

@@ -31,7 +31,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3MoeConfig", {**_MIXTURE, "tie_word_embeddings": False}),
     "qwen3-moe-tied": ("Qwen3MoeConfig", _MIXTURE),
     "mixtral": ("MixtralConfig", {"num_local_experts": 8, "sliding_window": None, "tie_word_embeddings": False}),
-}
+    "deepseek-v3": ("DeepseekV3Config", {
+        "num_key_value_heads": 8, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 2,
+        "moe_intermediate_size": 24, "first_k_dense_replace": 0, "n_shared_experts": 1}),
+}  # fmt: skip
 
 
 def model(name: str, seed: int = 0, **changes: Any) -> Any:

@@ -42,6 +42,7 @@ PRODUCTS = [
     Case("experts", {"fsdp": 2, "ep": 2, "tp": 2}, AUX),
     Case("mixtral", {"cp": 2, "pp": 2}, AUX),
     Case("experts", {"cp": 2, "cp_form": "ring", "ep": 2}, BIAS),
+    Case("mixtral", {"pp": 2, "tp": 2}, BIAS),
     Case("experts", {"fsdp": 2, "ep": 2, "cp": 2}, REPLAY),
     Case("mixtral", {"pp": 2, "tp": 2}, REPLAY),
     Case("experts", {"fsdp": 2, "ep": 2, "cp": 2}, RECOMPUTE),

@@ -34,6 +34,9 @@ INT8: dict[str, Any] = {"name": ["int8"], "learn": {"moments": "int8"}}
         Case("few_keys", {"fsdp": 2, "tp": 2}, LORA),
         Case("deep", {"pp": 2, "cp": 2}, LORA),
         Case("experts", {"fsdp": 2, "ep": 2}, LORA),
+        Case("experts", {"fsdp": 2, "ep": 2, "tp": 2}, LORA),
+        Case("mixtral", {"tp": 2, "fsdp": 2}, LORA),
+        Case("mixtral", {"fsdp": 3}, LORA),  # experts are cut by their rows
         Case("untied", {"fsdp": 2}, MUON),
         Case("few_keys", {"tp": 4}, MUON),
         Case("dense", {"replicate": 2, "fsdp": 2}, MUON),

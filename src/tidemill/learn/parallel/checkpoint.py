@@ -35,7 +35,7 @@ from tidemill.learn.parallel.stored import Source, from_manifest
 from tidemill.learn.tensor_file import Form, form, head, in_order, raw
 from tidemill.reshard.layout import Box, Entry, Layout, volume
 
-OF = re.compile(r"^(?P<role>critic\.)?(?P<kind>model|adapter|ema|optimizer)\.(?P<name>.+)$")
+OF = re.compile(r"^(?P<role>critic\.)?(?P<kind>model|adapter|ema|averaged|optimizer)\.(?P<name>.+)$")
 Pieces = dict[str, list[tuple[str, str, Box]]]  # tensor → file, key, box
 
 
@@ -106,8 +106,8 @@ def _own_box(name: str, tensor: Tensor, layout: Layout, rank: int) -> Box | None
 
 
 def _entry(name: str, layout: Layout) -> Entry | None:
-    """Of `model.NAME` (or `adapter`, `ema`) or `optimizer.NAME.KEY`, perhaps another role's: `critic.model.NAME`. A
-    reference has weights alone, `reference.NAME`, which the layout calls so too."""
+    """Of `model.NAME` (or `adapter`, `ema`, `averaged`) or `optimizer.NAME.KEY`, perhaps another role's:
+    `critic.model.NAME`. A reference has weights alone, `reference.NAME`, which the layout calls so too."""
     if name in layout.by_name:
         return layout.by_name[name][0]
     of = OF.match(name)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tidemill.learn.parallel.mesh import EFSDP, EP, SHARD, Meshes
+from tidemill.models.buffers import persistent
 from tidemill.reshard.layout import Entry, Layout, Mesh, Place, Replicate, Shape, Shard
 
 Adds = Literal["", "tp", "kv", "ends"]
@@ -87,7 +88,14 @@ def entry(name: str, cut: Cut, dtype: torch.dtype, meshes: Meshes) -> Entry:
 
 def layout(model: Any, cuts: Mapping[str, Cut], meshes: Meshes) -> Layout:
     """Of this rank's pipeline stage."""
-    return Layout(tuple(entry(name, cuts[name], p.dtype, meshes) for name, p in model.named_parameters()))
+    own = [entry(name, cuts[name], p.dtype, meshes) for name, p in model.named_parameters()]
+    return Layout((*own, *(_everywhere(name, buffer, meshes) for name, buffer in persistent(model).items())))
+
+
+def _everywhere(name: str, buffer: Tensor, meshes: Meshes) -> Entry:
+    """What every rank has whole."""
+    one = entry(name, Cut(tuple(buffer.shape)), buffer.dtype, meshes)
+    return replace(one, places=(WHOLE,) * len(one.places))
 
 
 def renamed(layout: Layout, role: str) -> Layout:

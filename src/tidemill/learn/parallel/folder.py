@@ -17,9 +17,11 @@ import torch
 from tidemill import config as settings
 from tidemill.errors import ModelError
 from tidemill.learn.checkpoint import STATE
+from tidemill.learn.ema import MEAN, MERGED_MEAN
 from tidemill.learn.parallel.checkpoint import open_checkpoint
 from tidemill.learn.parallel.stored import INDEX, SINGLE, Source
 from tidemill.learn.tensor_file import Form, head, raw
+from tidemill.models.routing import GIVEN
 
 FILE_BYTES = 4_000_000_000
 # Their folders hold experts one by one, where the module has them stacked.
@@ -90,13 +92,21 @@ class Outgoing:
         return self.form.nbytes
 
 
-def export(checkpoint: Path, folder: Path, definition: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Write a model folder from a checkpoint. `definition` holds config.json and the tokenizer. Every rank calls this
-    and writes some of the files; the folder is complete when all have come back."""
+def export(
+    checkpoint: Path, folder: Path, definition: Path, rank: int = 0, ranks: int = 1, *, raw_weights: bool = False
+) -> None:
+    """Write a model folder from a checkpoint: of the weights' running mean, where one is kept and `raw_weights` are not
+    asked for. `definition` holds config.json and the tokenizer. Every rank calls this and writes some of the files; the
+    folder is complete when all have come back."""
     source, _ = open_checkpoint(checkpoint)
     raw = json.loads((definition / "config.json").read_text(encoding="utf-8"))
     with source:
-        files = list(_files(list(outgoing(source, raw.get("model_type", "")))))
+        if any(name.endswith(f".{GIVEN}") for name in source.pieces):
+            raise ModelError(
+                "experts are balanced by a bias on their choice, for which this model's folder has no place",
+                "tidemill export RUN --without-bias writes the weights alone",
+            )
+        files = list(_files(list(outgoing(source, raw.get("model_type", ""), raw_weights))))
         folder.mkdir(parents=True, exist_ok=True)
         names = _names(len(files))
         for i in range(rank, len(files), ranks):
@@ -112,11 +122,13 @@ def export(checkpoint: Path, folder: Path, definition: Path, rank: int = 0, rank
                 (folder / file.name).write_bytes(file.read_bytes())
 
 
-def outgoing(source: Source, model_type: str) -> Iterator[Outgoing]:
+def outgoing(source: Source, model_type: str, raw_weights: bool = False) -> Iterator[Outgoing]:
     for full in sorted(source.pieces):
         if not full.startswith("model."):
             continue
         name, shape, dtype = full.removeprefix("model."), source.shape(full), source.dtype(full)
+        means = [kept for prefix in (MERGED_MEAN, MEAN) if (kept := f"{prefix}{name}") in source.pieces]
+        full = means[0] if means and not raw_weights else full
         if model_type in UNSTACKED and name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
             yield from _unstacked(full, name, shape, dtype)
         else:

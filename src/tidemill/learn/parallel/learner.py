@@ -24,7 +24,7 @@ from tidemill.algorithms.aggregate import local_weights, whole
 from tidemill.algorithms.api import Algorithm, Kept, Stat, Stats, total
 from tidemill.batch import Batch
 from tidemill.config import Config
-from tidemill.learn.ema import Ema
+from tidemill.learn.ema import MERGED_MEAN, Ema
 from tidemill.learn.engine import Scores, on_host, token_batch
 from tidemill.learn.layers import kept_activations, layers_of
 from tidemill.learn.meter import mismatch
@@ -283,7 +283,17 @@ class ParallelLearner(ParallelModel):
 
     def _kept(self) -> dict[str, Tensor]:
         routers = self.routers.state() if self.routers is not None else {}
-        return self.tensors() | routers | (self.ema.state() if self.ema is not None else {})
+        return self.tensors() | routers | self._means()
+
+    def _means(self) -> dict[str, Tensor]:
+        """As `learn.engine.Learner` keeps them; with adapters all ranks ask together."""
+        if self.ema is None:
+            return {}
+        if not self.config.learn.lora_rank:
+            return self.ema.state()
+        with self.averaged():
+            merged = adapters.adapted(self.model, pieces_of(self.model))
+        return self.ema.state() | {f"{MERGED_MEAN}{name}": piece for name, piece in merged.items()}
 
     def _counts(self) -> dict[str, int]:
         return {"version": self.version, "skipped": self.skipped}
@@ -317,7 +327,7 @@ class ParallelLearner(ParallelModel):
         read_own(source, targets, layout, rank)
         for name, kept in read_states(source, self.own, layout, rank, role):
             self.optimizer.state[self.own[name]] = restored(self.optimizer, self.own[name], kept)
-        if self.routers is not None and f"{role}routers.bias" in source:
+        if self.routers is not None and f"{role}routers.load" in source:
             self.routers.restore({name: source.read(f"{role}{name}") for name in self.routers.state()})
         self.version, self.skipped = int(counts["version"]), int(counts["skipped"])
 

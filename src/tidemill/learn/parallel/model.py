@@ -23,7 +23,6 @@ from tidemill.learn.layers import kept_activations, prepare
 from tidemill.learn.packing import Ints, PackedBatch, microbatches, pack, response_column
 from tidemill.learn.parallel import context, expert, pipeline, shard, tensor
 from tidemill.learn.parallel import cuts as cutting
-from tidemill.learn.parallel.adapters import is_adapter
 from tidemill.learn.parallel.batches import shares
 from tidemill.learn.parallel.checkpoint import held_box, read_own
 from tidemill.learn.parallel.collectives import Link, link, world
@@ -35,7 +34,8 @@ from tidemill.learn.parallel.mesh import Meshes, key_holders
 from tidemill.learn.parallel.padding import filler, padded
 from tidemill.learn.parallel.stored import Source
 from tidemill.learn.routes import routed
-from tidemill.models import experts, routing
+from tidemill.models import experts, lora, routing
+from tidemill.models.buffers import persistent
 from tidemill.models.contexts import Attention, choose
 from tidemill.models.family import fuse
 from tidemill.reshard.layout import Layout
@@ -73,7 +73,10 @@ class ParallelModel:
     @torch.no_grad()
     def _read(self, source: Source, begins: Mapping[str, Tensor]) -> None:
         own, layout, rank = pieces_of(self.model), self.layout(), dist.get_rank()
-        stored = {name: t for name, t in own.items() if name not in begins and not is_adapter(name)}
+        for given in (t for name, t in own.items() if name.endswith(f".{routing.GIVEN}")):
+            given.zero_()
+        begun = (*lora.SUFFIXES, f".{routing.GIVEN}")  # no folder has these
+        stored = {name: t for name, t in own.items() if name not in begins and not name.endswith(begun)}
         read_own(source, stored, layout, rank, prefix="model.")
         for name in begins.keys() & own.keys():
             box = held_box(f"model.{name}", own[name], layout, rank)
@@ -227,12 +230,7 @@ class Row:
 
 def pieces_of(model: Any) -> dict[str, Tensor]:
     """What lies on this rank of the model: parameters, and buffers that belong to it."""
-    found = {name: local(p.detach()) for name, p in model.named_parameters()}
-    for at, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                found[f"{at}.{name}"] = buffer
-    return found
+    return {name: local(p.detach()) for name, p in model.named_parameters()} | persistent(model)
 
 
 def make_links(meshes: Meshes, flight: Flight, kv_heads: int) -> dict[str, Link]:

@@ -87,6 +87,9 @@ def _cut_inside_experts(model: Any, cuts: Cuts, meshes: Meshes) -> Cuts:
     for name, p in model.named_parameters():
         cut = done[name]
         mesh = meshes.efsdp if cut.is_expert else meshes.shard
+        # An adapter's A goes by the stack it belongs to, which comes before it: where that is cut by experts, so is A.
+        if name.endswith("_lora_a") and p.ndim == 3 and not done[name.removesuffix("_lora_a")].shard_dim:
+            continue
         if p.ndim == 3 and mesh is not None and p.shape[0] % mesh.size() and p.shape[1] % mesh.size() == 0:
             done[name] = replace(cut, shard_dim=1)
     return done

@@ -25,6 +25,7 @@ from tidemill.errors import ModelError
 from tidemill.learn.layers import layers_of
 from tidemill.learn.parallel.collectives import Link, copy_tokens, gather_tokens, keep_tokens, scatter_tokens
 from tidemill.learn.parallel.cuts import Cut, Cuts, narrow, replace_parameter
+from tidemill.models import experts
 from tidemill.models.lora import LoraLinear
 from tidemill.reshard.layout import Replicate, Shard
 
@@ -136,13 +137,15 @@ def run_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> 
     computed here."""
     out = torch.zeros_like(hidden)
     # Joined to the weights even if no token comes: every rank's gradient has the same parts.
-    gate_up, down = module.gate_up_proj, module.down_proj
-    out = out + F.linear(F.linear(hidden[:0], gate_up[0])[:, : down.shape[2]], down[0]).sum()
-    for expert in range(gate_up.shape[0]):
+    wide = module.down_proj.shape[2]
+    none = experts.linear_of(module, "gate_up_proj", 0, hidden[:0])[:, :wide]
+    out = out + experts.linear_of(module, "down_proj", 0, none).sum()
+    for expert in range(module.gate_up_proj.shape[0]):
         token, choice = torch.where(index == expert)
         if len(token):
-            gate, up = F.linear(hidden[token], gate_up[expert]).chunk(2, dim=-1)
-            made = F.linear(module.act_fn(gate) * up, down[expert]) * weights[token, choice, None]
+            gate, up = experts.linear_of(module, "gate_up_proj", expert, hidden[token]).chunk(2, dim=-1)
+            made = experts.linear_of(module, "down_proj", expert, module.act_fn(gate) * up)
+            made = made * weights[token, choice, None]
             out = out.index_add(0, token, made.to(out.dtype))
     return out
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tidemill.algorithms.api import Algorithm, Kept, Stats
 from tidemill.batch import Batch, Column
 from tidemill.config import Config
-from tidemill.learn.critic import ValueModel, value_metrics, value_updates
+from tidemill.learn.critic import ValueModel, of_value, value_metrics, value_updates
 from tidemill.learn.engine import Scores, token_batch
 from tidemill.learn.packing import PackedBatch
 from tidemill.learn.parallel.learner import ParallelLearner
@@ -35,6 +35,7 @@ class ParallelValueLearner(ParallelLearner):
         rate = config.algorithm.critic.lr
         if rate is not None:
             config = config.model_copy(update={"learn": config.learn.model_copy(update={"lr": rate})})
+        config = of_value(config, algorithm)
         head = {f"head.{name}": torch.zeros(p.shape) for name, p in model.head.named_parameters()}
         super().__init__(
             model, config, algorithm, value_updates(algorithm, config, updates), meshes, source, device, head
