@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tidemill.models import fused
 from tidemill.models.attention import NAME, Context, attention_window
-from tidemill.models.fused import Fork, Placed, added, gated, has_hooks, is_plain, outs, through
+from tidemill.models.fused import Fork, Placed, added, gated, has_hooks, is_plain, through
 
 CLOSE = 1e-5  # how far a fused module may be from the plain one
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -86,7 +86,7 @@ def _attended(module: Any, x: Tensor, positions: Positions, context: Context) ->
     norms = (module.q_norm.weight, module.k_norm.weight) if hasattr(module, "q_norm") else None
     eps = module.q_norm.variance_epsilon if norms is not None else 0.0
     dim = module.head_dim
-    heads = outs(module.q_proj) // dim, outs(module.k_proj) // dim
+    heads = len(module.q_proj.weight) // dim, len(module.k_proj.weight) // dim
     cos, sin = (t.squeeze(0).contiguous() for t in positions)
     q, k, v = Placed.apply(rows, norms, cos, sin, heads, eps, *(norms or ()))  # type: ignore[no-untyped-call]
     out = context.attend(module.layer_idx, q, k, v, module.scaling, attention_window(module), None)

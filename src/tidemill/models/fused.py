@@ -249,12 +249,6 @@ def is_bare(module: Any) -> bool:
     return type(module) is nn.Linear and is_known and not has_hooks(module) and is_plain(module.weight)
 
 
-def outs(module: Any) -> int:
-    """Of a linear layer, also of one whose weight lies in another form (`models.narrow`)."""
-    weight = getattr(module, "weight", None)
-    return int(module.out_features) if weight is None else len(weight)
-
-
 def through(x: Tensor, *modules: Any) -> Tensor:
     """x (rows, in) through several linear layers of any kind: (rows, all their outs)."""
     if all(is_bare(m) for m in modules) and len({m.bias is None for m in modules}) == 1:
@@ -275,7 +269,6 @@ def gated(module: Any, x: Tensor) -> Tensor:
 
 def mlp(module: Any, x: Tensor) -> Tensor:
     """The fused form of a gated MLP's forward."""
-    weight = getattr(module.gate_proj, "weight", None)
-    if weight is None or not (is_plain(x) and is_plain(weight)):
+    if not (is_plain(x) and is_plain(module.gate_proj.weight)):
         return type(module).forward(module, x)  # type: ignore[no-any-return]
     return module.down_proj(gated(module, x.reshape(-1, x.shape[-1]))).view(x.shape)  # type: ignore[no-any-return]
