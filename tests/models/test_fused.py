@@ -17,8 +17,10 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from tidemill.config import TinyModel
 from tidemill.learn.layers import recompute
@@ -99,6 +101,16 @@ def test_a_norm_of_another_kind_is_left_alone() -> None:
     other.variance_epsilon = other.eps  # as if it were one of those that are known; its weight counts from 1
     torch.nn.init.normal_(other.weight)
     assert family.fuse(other) == 0
+
+
+@pytest.mark.parametrize("kind", [BambaRMSNormGated, Qwen3NextRMSNormGated], ids=lambda kind: kind.__name__)
+def test_a_norm_that_takes_a_gate_does_it_itself(kind: Any) -> None:
+    plain = kind(16)
+    torch.nn.init.normal_(plain.weight)
+    other = copy.deepcopy(plain)
+    family.fuse(other)
+    x, gate = torch.randn(2, 5, 16)
+    torch.testing.assert_close(other(x, gate), plain(x, gate))
 
 
 def test_other_tensors_go_through_the_module() -> None:

@@ -204,6 +204,15 @@ def test_the_bias_evens_the_load_out(name):
     np.testing.assert_array_equal(*(score(each.model, samples(), settings).values for each in (again, learner)))
 
 
+def test_a_bias_that_an_older_checkpoint_held_apart_from_the_model_is_taken_up():
+    settings = config(learn={"moe": {"balance": "bias"}})
+    learner = Learner(model("qwen3-moe"), settings, get("grpo"), 1)
+    biases = learner.routers.biases()
+    older = torch.arange(float(sum(len(b) for b in biases))).view(len(biases), -1)
+    learner.routers.restore({"routers.bias": older})
+    assert all(torch.equal(bias, row) for bias, row in zip(biases, older, strict=True))
+
+
 def test_a_router_with_a_place_for_the_bias_keeps_it_in_float32_and_chooses_by_it():
     made = model("deepseek-v3", num_hidden_layers=1).bfloat16()
     learner = Learner(made, config(learn={"moe": {"balance": "bias"}}), get("grpo"), 1)

@@ -16,7 +16,7 @@ from tidemill.errors import ModelError
 from tidemill.models import lora
 from tidemill.rollout.engine import Request, Sampling
 from tidemill.rollout.hf import HFEngine, _plain
-from tidemill.rollout.vllm import VLLMEngine, check_version
+from tidemill.rollout.vllm import VLLMEngine, _router_biases, check_version
 from tidemill.rollout.vllm_kept import KeptMass
 from tidemill.rollout.vllm_worker import WeightLoader
 
@@ -298,3 +298,11 @@ def test_a_cancelled_request_leaves_nothing_behind(model: Any) -> None:
     engine.cancel(0)
     assert all(name.startswith("1/") for name in llm.queue)
     assert [c.finish for c in engine.step() if c.request.id == 0] == ["cancelled"] * 2
+
+
+def test_the_bias_that_experts_are_chosen_by_goes_with_the_weights_and_our_own_does_not() -> None:
+    model = torch.nn.Module()
+    model.gate = torch.nn.Module()
+    model.gate.register_buffer("e_score_correction_bias", torch.ones(4))
+    model.gate.register_buffer("tide_bias", torch.ones(4))
+    assert list(_router_biases(model)) == ["gate.e_score_correction_bias"]

@@ -40,6 +40,16 @@ def test_the_peak_is_the_larger_phase_and_falls_with_all_that_is_handed_over() -
     assert turns.host_bytes(needed, "all") == needed.optimizer and turns.host_bytes(needed, "cache") == 0
 
 
+def test_the_running_mean_of_the_weights_stays_on_the_device() -> None:
+    plain, averaged = (
+        memory(config("rollout.cache_tokens=2000000", *more), QWEN_7B, on_accelerator=True)
+        for more in ((), ("learn.ema=0.9",))
+    )
+    assert plain is not None and averaged is not None and averaged.mean > 0
+    for what in turns.OPTIONS:
+        assert turns.peak(averaged, what) - turns.peak(plain, what) == averaged.mean
+
+
 def test_the_least_that_fits_is_chosen() -> None:
     needed = memory(config("rollout.cache_tokens=800000"), QWEN_7B, on_accelerator=True)
     assert needed is not None

@@ -287,7 +287,7 @@ def equip(task: Assignment, dock: KeptDock) -> Kit:
         kit.tokenizer = kit.loaded.tokenizer
     elif post.group.has_engine or (not is_cut and (post.group.name == LEARNER or "reference" in post.stages)):
         kit.loaded = load(config.model, seed=config.seed, device=device, path=task.model_path)
-        if post.group.name != LEARNER:  # which sees to its own
+        if post.group.name != LEARNER or is_cut:  # a whole learner sees to its own, which is this one
             routing.make_room(kit.loaded.model, config.learn.moe)
         check_window(config, kit.loaded)
         kit.tokenizer = kit.loaded.tokenizer

@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -60,7 +61,8 @@ def _compile(compiler: str, source: Path, folder: Path, made: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as aside:
         aside_made = Path(aside) / "made.so"
         words = [*FLAGS, f"-I{HEADER.parent}", "-o", str(aside_made), str(source), "-lm"]
-        for threads in (["-fopenmp"], []):  # not every compiler has it
+        # Not every compiler has it; a Mac's torch brings a library of its own, and two of them end the process.
+        for threads in [[]] if sys.platform == "darwin" else [["-fopenmp"], []]:
             done = subprocess.run([compiler, *threads, *words], capture_output=True, timeout=120)
             if done.returncode == 0:
                 break

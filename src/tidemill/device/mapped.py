@@ -194,9 +194,16 @@ class CudaDriver:
             torch.cuda.empty_cache()  # what torch keeps for later and nobody has now
             handle = self._create(nbytes)
         size, zero = ctypes.c_size_t(nbytes), ctypes.c_uint64(0)
-        self._call("cuMemMap", ctypes.c_uint64(address), size, ctypes.c_size_t(0), handle, zero)
-        access = _Access(self._location, _READ_WRITE)
-        self._call("cuMemSetAccess", ctypes.c_uint64(address), size, ctypes.byref(access), ctypes.c_size_t(1))
+        access, is_mapped = _Access(self._location, _READ_WRITE), False
+        try:
+            self._call("cuMemMap", ctypes.c_uint64(address), size, ctypes.c_size_t(0), handle, zero)
+            is_mapped = True
+            self._call("cuMemSetAccess", ctypes.c_uint64(address), size, ctypes.byref(access), ctypes.c_size_t(1))
+        except DriverError:  # whoever tries again finds the range as it was
+            if is_mapped:
+                self._call("cuMemUnmap", ctypes.c_uint64(address), size)
+            self._call("cuMemRelease", handle)
+            raise
         return handle
 
     def _create(self, nbytes: int) -> ctypes.c_uint64:

@@ -219,10 +219,10 @@ def has_hooks(module: Any) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def norm(module: Any, hidden_states: Tensor) -> Tensor:
-    """The fused form of a norm's forward."""
-    if not (is_plain(hidden_states) and is_plain(module.weight)):
-        return type(module).forward(module, hidden_states)  # type: ignore[no-any-return]
+def norm(module: Any, hidden_states: Tensor, *more: Any, **named: Any) -> Tensor:
+    """The fused form of a norm's forward. Some also take a gate, and then do it themselves."""
+    if more or named or not (is_plain(hidden_states) and is_plain(module.weight)):
+        return type(module).forward(module, hidden_states, *more, **named)  # type: ignore[no-any-return]
     return Norm.apply(hidden_states, module.weight, module.variance_epsilon)  # type: ignore[no-untyped-call, no-any-return]
 
 

@@ -179,6 +179,11 @@ class Routers:
     def restore(self, tensors: Any) -> None:
         if "routers.load" in tensors:
             self.load = tensors["routers.load"].to(self.load.device).clone()
+        if "routers.bias" in tensors:  # of a checkpoint from before the bias was a buffer of the model
+            with torch.no_grad():
+                for bias, row in zip(self.biases(), tensors["routers.bias"], strict=True):
+                    if bias is not None:
+                        bias.copy_(row)
 
 
 def of(model: Any, device: torch.device | None = None) -> Routers | None:

@@ -162,7 +162,7 @@ def _tensors(path: Path) -> tuple[dict[str, Any], list[str]]:
 
     with safe_open(path, "pt") as file:
         told = file.metadata() or {}
-        came = told["names"].split("\n") if "names" in told else sorted(file.keys())
+        came = told["names"].split("\n") if told.get("names") else sorted(file.keys())
         return {name: _array(file.get_tensor(name)) for name in came}, told.get("stages", "").split(",")
 
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from tidemill.errors import ModelError
-from tidemill.models import lora
+from tidemill.models import lora, routing
+from tidemill.models.buffers import persistent
 from tidemill.rollout.engine import Completion, Finish, Partial, Request, Sampling, token_limit
 from tidemill.rollout.hf import _plain
 from tidemill.rollout.mismatch import Mismatch, measure
@@ -182,7 +183,7 @@ class VLLMEngine:
         if weights is not None:
             self.wake()
             self._need_weights()  # what is given may be a part
-        self._bring(lora.merged(self.model) if weights is None else weights)
+        self._bring(lora.merged(self.model) | _router_biases(self.model) if weights is None else weights)
         self.version = version
         self._check()
 
@@ -337,6 +338,11 @@ def _unsupported(how: Sampling, truncates: bool) -> str | None:
 def _pairs(weights: Any) -> Iterable[tuple[str, Tensor]]:
     pairs: Iterable[tuple[str, Tensor]] = weights.items() if hasattr(weights, "items") else weights
     return pairs
+
+
+def _router_biases(model: Any) -> dict[str, Tensor]:
+    """What is learned of routers of DeepSeek-V3's kind beside their parameters; vLLM knows it by the same name."""
+    return {name: b for name, b in persistent(model).items() if name.endswith(f".{routing.PLACE}")}
 
 
 def _with_tied(model: Any, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

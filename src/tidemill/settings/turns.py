@@ -64,7 +64,7 @@ def peak(needed: Memory, what: HandedOver) -> int:
     """The larger of the two phases; all at once where nothing is handed over."""
     if what == "never":
         return needed.total
-    rolling = needed.weights + needed.copies + needed.reward_model + needed.cache
+    rolling = needed.weights + needed.copies + needed.reward_model + needed.mean + needed.cache
     if what == "cache":
         rolling += needed.optimizer + needed.critic + needed.reference
     return max(rolling, needed.total - needed.cache)
@@ -81,7 +81,7 @@ def at_rest(learner: RankMemory, what: HandedOver) -> int:
     """What a rank's part of the learner holds while rollout works. All that leaves of it is the optimizer's state."""
     if what == "never":
         return learner.total
-    kept = learner.weights + learner.reference + learner.critic
+    kept = learner.weights + learner.reference + learner.critic + learner.mean
     return kept + (learner.optimizer if what == "cache" else 0)
 
 
