@@ -209,10 +209,11 @@ def test_settings_mean_the_same_on_workers(tmp_path: Path, name: str) -> None:
 def test_a_learner_cut_over_workers_gives_rollout_the_bias_of_its_experts(
     tmp_path: Path, cluster: dict[str, Any]
 ) -> None:
+    """It takes three updates until the bias is large enough to change a choice."""
     model, learn = SETTINGS["bias"]["model"], SETTINGS["bias"]["learn"]
-    train(tmp_path / "one", train={"steps": 3}, model=model, learn=learn, cluster={"executor": "local"})
+    train(tmp_path / "one", train={"steps": 4}, model=model, learn=learn, cluster={"executor": "local"})
     cut = {**learn, "parallel": {"fsdp": 2}}
-    train(tmp_path / "many", train={"steps": 3}, model=model, learn=cut, cluster=cluster)
+    train(tmp_path / "many", train={"steps": 4}, model=model, learn=cut, cluster=cluster)
     one, many = ([m for m in measured(tmp_path / name) if "loss" in m] for name in ("one", "many"))
     assert len({m["moe_busiest"] for m in one}) > 1
     for a, b in zip(one, many, strict=True):
