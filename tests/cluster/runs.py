@@ -50,7 +50,8 @@ def assert_same(a: list[dict[str, Any]], b: list[dict[str, Any]], within: float 
 
 
 COUNTED = ("loss", "grad_norm", "version", "entropy", "lr")  # by the learner, of all samples
-SUMS = ("prompt_tokens", "made_tokens")  # by others; what was counted before a kill is told in a later step at worst
+# By others: told in a later step at worst, unless who counted dies between its commit and its count.
+SUMS = ("prompt_tokens", "made_tokens")
 
 
 def assert_same_learning(a: list[dict[str, Any]], b: list[dict[str, Any]], within: float = 1e-5) -> None:
@@ -61,7 +62,9 @@ def assert_same_learning(a: list[dict[str, Any]], b: list[dict[str, Any]], withi
 
     assert_same(learned(a), learned(b), within)
     for name in SUMS:
-        assert sum(m.get(name, 0) for m in a) == sum(m.get(name, 0) for m in b)
+        told, all_of_it = (sum(m.get(name, 0) for m in lines) for lines in (a, b))
+        most = max(m.get(name, 0) for m in b)
+        assert all_of_it - most <= told <= all_of_it, name
 
 
 class Disturb(Watcher):
