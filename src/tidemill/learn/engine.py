@@ -25,7 +25,7 @@ from tidemill.learn.meter import mismatch
 from tidemill.learn.optimizer import learning_rate, make_optimizer, restored
 from tidemill.learn.packing import PackedBatch, microbatches, pack, response_column
 from tidemill.learn.routes import routed
-from tidemill.models import lora, routing, rowwise
+from tidemill.models import logits, lora, routing, rowwise
 from tidemill.models.buffers import persistent
 from tidemill.models.contexts import choose
 from tidemill.models.narrow import narrow
@@ -202,10 +202,9 @@ def _forward(model: Any, packed: PackedBatch, config: Config) -> Scores:
         hidden.index_select(0, packed.predicts),
         head.weight,
         packed.targets,
-        temperature=config.rollout.temperature or 1.0,
-        softcap=getattr(model.config.get_text_config(), "final_logit_softcapping", None),
         bias=head.bias,
         chunk=config.learn.logprob_chunk,
+        **logits.shape(model, config.rollout.temperature),
     )
 
 
