@@ -14,8 +14,10 @@ from tests.learn.grouped import grouped
 from tidemill.algorithms.registry import get
 from tidemill.batch import Batch, Column
 from tidemill.config import Config, TinyModel
+from tidemill.errors import DataError
 from tidemill.learn.engine import Learner, score
 from tidemill.learn.logprob import reference_logprobs, token_logprobs
+from tidemill.learn.optimizer import learning_rate
 from tidemill.learn.packing import microbatches
 from tidemill.models.load import make_tiny
 
@@ -294,3 +296,23 @@ def test_an_update_in_which_nothing_teaches_lets_the_moments_decay() -> None:
     assert backward_rows(learner, batch) == []
     learner.update()
     assert all(p in learner.optimizer.state for p in model.parameters())
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_group_whose_prompts_differ_is_refused_where_prompts_are_shared(place: int) -> None:
+    model, batch = make_tiny(SHAPE, torch.float32, 0, CPU).model, samples(groups=2, each=3)
+    tokens = [batch["tokens"][row].copy() for row in range(batch.rows)]
+    tokens[1][0 if place == 0 else int(batch.values("prompt_length")[1]) - 1] += 1
+    batch = batch.merge({"tokens": Column.jagged(tokens, np.int32)})
+    with pytest.raises(DataError, match="different prompts"):
+        score(model, batch, config(learn={"share_prompts": True}))
+    assert len(score(model, batch, config(learn={"share_prompts": False})).values)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize("warmup", [0, 5, 10])
+def test_a_learning_rate_is_never_below_zero_nor_above_its_most(schedule: str, warmup: int) -> None:
+    learn = config(learn={"lr": 0.5, "schedule": schedule, "warmup_steps": warmup}).learn
+    rates = [learning_rate(learn, update, 5) for update in range(9)]  # a warm-up may be longer than the run
+    assert min(rates) >= 0 and max(rates) <= 0.5
+    assert rates[: min(warmup, 5)] == sorted(rates[: min(warmup, 5)])
