@@ -159,8 +159,23 @@ def test_an_update_with_a_gradient_that_is_not_finite_is_skipped_and_counted() -
     learner = Learner(model, config(learn={"lr": 1e-2}), get("grpo"), 1)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     learner.accumulate(batch.merge({"advantages": np.full(batch.rows, np.nan, np.float32)}))
-    assert learner.update()["skipped_updates"] == 1
+    metrics = learner.update()
+    assert metrics["skipped_updates"] == metrics["not_finite_loss"] == 1
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_a_skipped_update_tells_in_which_layer_its_gradient_broke() -> None:
+    model, batch = make_tiny(SHAPE.model_copy(update={"layers": 3}), torch.float32, 0, CPU).model, samples()
+    learner = Learner(model, config(learn={"lr": 1e-2}), get("grpo"), 1)
+    broken = model.model.layers[1].self_attn.o_proj.weight
+    handle = broken.register_hook(lambda grad: grad * float("inf"))
+    learner.accumulate(batch)
+    metrics = learner.update()
+    handle.remove()
+    assert (metrics["not_finite_tensors"], metrics["not_finite_layer"], metrics["not_finite_loss"]) == (1, 1, 0)
+    assert metrics["learned_tensors"] == len(list(model.parameters()))
+    learner.accumulate(batch)
+    assert "not_finite_tensors" not in learner.update()
 
 
 def test_a_restored_learner_goes_on_as_if_it_had_never_stopped() -> None:
