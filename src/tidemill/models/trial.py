@@ -78,8 +78,9 @@ def _packed(model: Any, samples: list[Tensor]) -> Tensor:
         )
     made: Tensor = model.get_output_embeddings()(hidden)
     how = logits.shape(model, 1.0)
-    cap = how["softcap"]
-    return (made if cap is None else cap * torch.tanh(made / cap)) / how["temperature"]
+    cap: float | None = how["softcap"]
+    bounded = made if cap is None else cap * torch.tanh(made / cap)
+    return bounded / float(how["temperature"])
 
 
 class _Windows:
