@@ -21,6 +21,7 @@ from tidemill import device as devices
 from tidemill.algorithms.api import Algorithm
 from tidemill.algorithms.registry import get as get_algorithm
 from tidemill.cluster.ranked import RankedCritic, RankedLearner
+from tidemill.cluster.state import others, restore_others
 from tidemill.config import Config
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Source, open_source
@@ -146,13 +147,8 @@ class Workers:
             state["dock"], arrays = self.dock.snapshot()
             state["ahead"] = self.ahead.state()
             tensors |= as_tensors(arrays)
-        if self.critic is not None:
-            more, state["critic"] = self.critic.state()
-            tensors |= {f"critic.{name}": tensor for name, tensor in more.items()}
-        if self.kl is not None:
-            more, state["kl"] = self.kl.state()
-            tensors |= more
-        return tensors, state
+        more, of_others = others(self.critic, self.kl)
+        return tensors | more, state | of_others
 
     def save(
         self, folder: Path, step: int, state: dict[str, Any], *, best: bool = False, metric: float | None = None
@@ -172,11 +168,7 @@ class Workers:
             self.learner.restore(tensors, state["learner"])
         else:
             tensors, state = self.learner.load(path)
-        if self.critic is not None:
-            own = {n.removeprefix("critic."): t for n, t in tensors.items() if n.startswith("critic.")}
-            self.critic.restore(own, state["critic"])
-        if self.kl is not None:
-            self.kl.restore(tensors, state["kl"])
+        restore_others(self.critic, self.kl, tensors, state)
         self.feed.restore(state["feed"])
         if "dock" in state:
             self.dock.restore(state["dock"], as_arrays(tensors))

@@ -81,6 +81,14 @@ def token_limit(request: Request, index: int) -> int:
     return request.sampling.max_tokens if request.limits is None else request.limits[index]
 
 
+def told(done: list[Completion]) -> list[Completion]:
+    """What an engine gives, once those who wait for a request have heard of it."""
+    for completion in done:
+        if completion.request.on_done is not None:
+            completion.request.on_done(completion)
+    return done
+
+
 class RolloutEngine(Protocol):
     @property
     def version(self) -> int:
