@@ -41,7 +41,7 @@ from tidemill.flow.rolling import RolloutWorker
 from tidemill.flow.schedule import SCHEDULES
 from tidemill.flow.scoring import AdvantageWorker, ScoreWorker, ValueWorker
 from tidemill.flow.stage import Worker
-from tidemill.flow.tally import Tally
+from tidemill.flow.tally import Counted, Tally, together
 from tidemill.flow.weights import OwnCopy
 from tidemill.flow.workers import Stopped
 from tidemill.learn import checkpoint
@@ -110,7 +110,8 @@ class Workers:
         self.publish()
 
     def measure(self) -> dict[str, float]:
-        return self.tally.take() | {"version": float(self.learner.version)}
+        counted = [self.tally.drain(), Counted.of_samples(self.dock.counted())]
+        return together(counted) | {"version": float(self.learner.version)}
 
     def write_samples(self, step: int, metrics: MetricsWriter) -> None:
         kept = sorted(self.kept_samples, key=lambda sample: sample["id"])  # not in the order rewards came back
