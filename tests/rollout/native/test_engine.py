@@ -460,3 +460,17 @@ def test_weights_by_a_name_that_the_model_does_not_have_are_refused(kind: type) 
     assert engine.version == 0
     engine.load({"lm_head.weight": weight * 2}, 2)
     assert engine.version == 2 and torch.equal(engine.model.lm_head.weight, weight * 2)
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_samples_of_a_prompt_that_fills_the_cache_are_made_one_after_another(model: torch.nn.Module, n: int) -> None:
+    """Each but the last needs a copy of the prompt's last page, and no page is left."""
+    how = Sampling(max_tokens=4, ignore_eos=True)
+    asked = [Request(i, list(range(5, 46 + i)), how, n=n) for i in range(3)]
+    engine = NativeEngine(model, eos_ids=[], max_seqs=4, max_len=44, page_size=4, cache_tokens=44)
+    for request in asked:
+        engine.submit(request)
+    done = [completion for _ in range(300) for completion in engine.step()]
+    assert not engine.has_work and len(done) == 3 * n and engine.pool.used == 0
+    wanted = tokens(roll(HFEngine(model, eos_ids=[], max_len=44), asked))
+    assert {(c.request.id, c.index): c.tokens for c in done} == wanted

@@ -173,9 +173,9 @@ class Scheduler:
             trunk = self.ready[0]
             has_partial = len(trunk.tokens) % size != 0
             while trunk.members and self.free_slots:
-                takes_over = len(trunk.members) == 1
-                if has_partial and not takes_over and not self.pool.available:
+                if has_partial and len(trunk.members) > 1 and not self._has_room_to_copy(trunk):
                     return born, copies
+                takes_over = len(trunk.members) == 1
                 sequence = trunk.members.popleft()
                 self.promised -= 1
                 sequence.pages = list(trunk.pages)
@@ -193,6 +193,22 @@ class Scheduler:
             if not trunk.members:
                 self.ready.popleft()
         return born, copies
+
+    def _has_room_to_copy(self, trunk: Trunk) -> bool:
+        """For one page more. When nobody runs who could give one back, paused samples do; and where there are none, one
+        sample takes the trunk over and the others wait to read it again."""
+        is_running = len(self.free_slots) < self.max_seqs
+        while not self.pool.available:
+            if is_running:
+                return False
+            if self.give_up_kept() or self.give_up_resumed():
+                continue
+            first = trunk.members.popleft()
+            self.waiting.appendleft(Trunk(trunk.tokens, trunk.members, is_sole=False))
+            self.promised -= len(trunk.members)
+            trunk.members = deque([first])
+            return True
+        return True
 
     def _seat(self, sequence: Sequence, length: int) -> None:
         slot = self.free_slots.pop()
