@@ -375,17 +375,17 @@ JOBS: list[tuple[str, int, int, dict[str, Any]]] = [
     ("JOB shared, recompute all", 64, 32768, {**FAST, "recompute": "full", "share_prompts": True}),
 ]
 # The same job in as little memory as TRL's learner takes, or less.
+LITTLE: dict[str, Any] = {**FAST, "logprob_chunk": 1024}
+EIGHT_BITS: dict[str, Any] = {"master": "stochastic", "moments": "int8"}
 SMALL: list[tuple[str, int, int, dict[str, Any]]] = [
-    ("JOB recompute all, 16k tokens", 64, 16384, {**FAST, "recompute": "full", "logprob_chunk": 1024}),
-    ("JOB recompute all, 8k tokens", 64, 8192, {**FAST, "recompute": "full", "logprob_chunk": 1024}),
-    ("JOB recompute MLPs, 8k tokens, small chunks", 64, 8192, {**FAST, "recompute": "mlp", "logprob_chunk": 1024}),
-    (
-        "JOB recompute MLPs, 8k tokens, 8-bit moments",
-        64,
-        8192,
-        {**FAST, "recompute": "mlp", "logprob_chunk": 1024, "master": "stochastic", "moments": "int8"},
-    ),
-    ("JOB recompute MLPs, 4k tokens", 64, 4096, {**FAST, "recompute": "mlp", "logprob_chunk": 1024}),
+    ("JOB recompute MLPs, 16k tokens, 8-bit moments", 64, 16384, {**LITTLE, "recompute": "mlp", **EIGHT_BITS}),
+    ("JOB recompute MLPs, 8k tokens, small chunks", 64, 8192, {**LITTLE, "recompute": "mlp"}),
+    ("JOB recompute MLPs, 12k tokens, small chunks", 64, 12288, {**LITTLE, "recompute": "mlp"}),
+    ("JOB recompute MLPs, 12k tokens, 8-bit moments", 64, 12288, {**LITTLE, "recompute": "mlp", **EIGHT_BITS}),
+    ("JOB recompute MLPs, 8k tokens, 8-bit moments", 64, 8192, {**LITTLE, "recompute": "mlp", **EIGHT_BITS}),
+    ("JOB recompute all, 16k tokens", 64, 16384, {**LITTLE, "recompute": "full"}),
+    ("JOB recompute all, 8k tokens", 64, 8192, {**LITTLE, "recompute": "full"}),
+    ("JOB recompute MLPs, 4k tokens", 64, 4096, {**LITTLE, "recompute": "mlp"}),
 ]
 OPTIONS: list[tuple[str, int, int, dict[str, Any]]] = [
     ("AdamW", 16, 16384, FAST),

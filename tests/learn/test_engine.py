@@ -14,6 +14,7 @@ from tests.learn.grouped import grouped
 from tidemill.algorithms.registry import get
 from tidemill.batch import Batch, Column
 from tidemill.config import Config, TinyModel
+from tidemill.learn import logprob
 from tidemill.learn.engine import Learner, score
 from tidemill.learn.logprob import reference_logprobs, token_logprobs
 from tidemill.learn.packing import microbatches
@@ -178,16 +179,21 @@ def test_a_restored_learner_goes_on_as_if_it_had_never_stopped() -> None:
         assert torch.equal(a, b), name
 
 
+@pytest.mark.parametrize("by_words", [False, True])
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_chunked_logprobs_and_entropy_equal_the_plain_form(chunk: int, softcap: float | None) -> None:
+def test_chunked_logprobs_and_entropy_equal_the_plain_form(
+    chunk: int, softcap: float | None, by_words: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprob, "WORDS", 2)  # so that 13 words are more than one chunk
     torch.manual_seed(0)
     hidden = torch.randn(10, 6, dtype=torch.float64, requires_grad=True)
     head = torch.randn(13, 6, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(13, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 13, (10,))
 
     def plain() -> tuple[torch.Tensor, torch.Tensor]:
-        logits = hidden @ head.T
+        logits = hidden @ head.T + bias
         logits = softcap * torch.tanh(logits / softcap) if softcap else logits
         logp = (logits / 0.7).float().log_softmax(-1)
         return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
@@ -195,15 +201,24 @@ def test_chunked_logprobs_and_entropy_equal_the_plain_form(chunk: int, softcap: 
     weights = torch.randn(2, 10)
     results = []
     for form in (
-        lambda: token_logprobs(hidden, head, targets, temperature=0.7, softcap=softcap, chunk=chunk),
+        lambda: token_logprobs(
+            hidden, head, targets, temperature=0.7, softcap=softcap, bias=bias, chunk=chunk, by_words=by_words
+        ),
         plain,
     ):
-        hidden.grad = head.grad = None
+        hidden.grad = head.grad = bias.grad = None
         logprobs, entropy = form()
         (weights[0] * logprobs + weights[1] * entropy).sum().backward()
-        results.append((logprobs.detach(), entropy.detach(), hidden.grad.clone(), head.grad.clone()))
+        results.append((logprobs.detach(), entropy.detach(), hidden.grad.clone(), head.grad.clone(), bias.grad.clone()))
     for ours, theirs in zip(*results):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours.float(), theirs.float(), atol=1e-5, rtol=1e-5)
+
+
+def test_all_tokens_have_as_many_logits_at_once_as_a_chunk_of_them_has_with_all_words() -> None:
+    assert logprob.words_at_once(tokens=500, words=151_936, chunk=1024) == 151_936
+    some = logprob.words_at_once(tokens=10_922, words=151_936, chunk=1024)
+    assert some % logprob.WORDS == 0 and 0.95 < some * 10_922 / (1024 * 151_936) <= 1
+    assert logprob.words_at_once(tokens=10**6, words=1000, chunk=1) == logprob.WORDS
 
 
 def test_the_plain_twin_of_the_chunked_logprobs_is_the_same_function() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.learn.test_engine import CPU, SHAPE, assert_same, config, gradients, samples
 from tidemill.algorithms.registry import get
@@ -20,6 +21,7 @@ from tidemill.learn.pinned import Pinned
 from tidemill.models import lora
 from tidemill.models.load import make_tiny
 from tidemill.models.packed import Packed
+from tidemill.models.varlen import FlashPacked, FlashShared, Spans
 
 GROUPS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 
@@ -115,6 +117,88 @@ def test_compiled_layers_give_the_same_gradients(kind: str) -> None:
         assert_same((found, learner.update()), gradients(samples(), config()))
     finally:
         layers.undo(model)
+
+
+def by_mask(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: Spans, keys: Spans, scale: float, window: int | None
+) -> torch.Tensor:
+    """What the flash kernel does, for a device without it: sequences end together, a query sees what is not behind."""
+    ends_q, ends_k = queries.ends[1:].long(), keys.ends[1:].long()
+    at_q, at_k = torch.arange(q.shape[0]), torch.arange(k.shape[0])
+    of_q, of_k = (torch.searchsorted(ends, at, right=True) for ends, at in ((ends_q, at_q), (ends_k, at_k)))
+    left_q, left_k = ends_q[of_q] - at_q, ends_k[of_k] - at_k
+    mask = (of_q[:, None] == of_k) & (left_k >= left_q[:, None])
+    heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+class Compiled:
+    """A tiny model whose layers were traced and partitioned; counts graphs, and bytes a forward pass keeps."""
+
+    def __init__(self, learn: dict[str, Any], is_traced: bool = True) -> None:
+        self.model, self.graphs, self.learn = make_tiny(SHAPE, torch.float32, 0, CPU).model, 0, learn
+        self.how = {"kernel": by_mask, "is_traced": is_traced}
+        torch._dynamo.reset()
+
+    def __enter__(self) -> Self:
+        partitioned = torch._dynamo.lookup_backend("aot_eager_decomp_partition")
+
+        def counted(graph: Any, inputs: Any) -> Any:
+            self.graphs += 1
+            return partitioned(graph, inputs)
+
+        layers.prepare(self.model, config(learn={**self.learn, "compile": "off"}).learn, fused=False)
+        compile_layers(self.model, counted, is_thrifty=self.learn.get("recompute", "none") != "none")
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        layers.undo(self.model)
+
+    def gradients(self, lengths: list[int], share: bool) -> tuple[list[torch.Tensor], int]:
+        tokens, weights, kept = sum(lengths), {p.untyped_storage().data_ptr() for p in self.model.parameters()}, {}
+        first, *rest = lengths
+
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        if share:
+            context: Any = FlashShared([first], rest, [0] * len(rest), CPU, **self.how)
+        else:
+            context = FlashPacked(lengths, CPU, **self.how)
+        torch.manual_seed(1)
+        ids, weight = torch.randint(0, 60, (1, tokens)), torch.randn(tokens, SHAPE.hidden)
+        self.model.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = self.model.get_decoder()(input_ids=ids, use_cache=False, tide=context).last_hidden_state
+        (out[0] * weight).sum().backward()
+        found = [p.grad.clone() for p in self.model.get_decoder().parameters()]
+        return found, sum(size for at, size in kept.items() if at not in weights)
+
+
+CUTS = [([9, 21, 3], False), ([14, 5], False), ([9, 21, 3], True), ([6, 5, 8, 2], True), ([30, 41], False)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["none", "selective", "mlp", "full"])
+def test_layers_with_attention_inside_are_one_graph_for_all_lengths_and_give_the_same_gradients(kind: str) -> None:
+    with Compiled({"recompute": kind}, is_traced=False) as cut:
+        wanted = [cut.gradients(lengths, share)[0] for lengths, share in CUTS]
+    with Compiled({"recompute": kind}) as whole:
+        for (lengths, share), plain in zip(CUTS, wanted):
+            for ours, theirs in zip(whole.gradients(lengths, share)[0], plain):
+                torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    assert whole.graphs <= 4 < cut.graphs  # packed and shared, each with and without what the first layer need not do
+
+
+@pytest.mark.slow
+def test_thrifty_layers_make_the_output_of_their_norms_again() -> None:
+    lengths, kept = [40, 41], {}
+    for is_traced in (False, True):
+        with Compiled({"recompute": "mlp"}, is_traced) as made:
+            kept[is_traced] = made.gradients(lengths, share=False)[1]
+    assert kept[False] - kept[True] >= 0.9 * SHAPE.layers * SHAPE.hidden * 4 * sum(lengths)
 
 
 def stepped(make: Any, steps: int = 5) -> torch.Tensor:

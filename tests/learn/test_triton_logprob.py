@@ -32,3 +32,23 @@ def test_kernels_equal_their_plain_forms(vocabulary: int, temperature: float, so
         torch.testing.assert_close(
             triton_logprob.logit_gradient(logits, *rest), logprob.logit_gradient(logits, *rest), atol=1e-5, rtol=1e-4
         )
+
+
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, 5.0)])
+def test_words_taken_in_bit_by_bit_come_to_the_same_sums(temperature: float, softcap: float | None) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 5000, device=DEVICE) * 4
+    targets = torch.tensor([0, 2100, 4999], device=DEVICE)
+    kept = []
+    for fold in (triton_logprob.fold, logprob.fold):
+        sums = torch.zeros(4, 3, device=DEVICE)
+        sums[0] = float("-inf")
+        for start, end in ((0, 2100), (2100, 2101), (2101, 5000)):
+            fold(sums, logits[:, start:end].contiguous(), targets - start, temperature, softcap)
+        kept.append(sums)
+        largest, total, weighted, chosen = sums
+        log_z = largest + total.log()
+        found = (chosen - log_z, log_z - weighted / total, log_z)
+        for ours, wanted in zip(found, logprob.statistics(logits, targets, temperature, softcap)):
+            torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(*kept, atol=1e-5, rtol=1e-5)

@@ -4,10 +4,12 @@ keep. None of it changes a number beyond rounding."""
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch._functorch.config as partitioning
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
@@ -36,7 +38,7 @@ def prepare(model: Any, learn: Learn, fused: bool = True) -> None:
     if learn.recompute != "none":
         recompute(model, learn.recompute, learn.recompute_every)
     if learn.compile == "on" or (learn.compile == "auto" and can_fuse(next(model.parameters()))):
-        compile_layers(model)
+        compile_layers(model, is_thrifty=learn.recompute in ("selective", "mlp"))
     elif fused and learn.fp8 == "none":
         fuse(model)
 
@@ -92,14 +94,40 @@ def _activation_again(mlp: Any, x: Tensor) -> Any:
     return checkpoint(inside, mlp.gate_proj(x), mlp.up_proj(x), use_reentrant=False, preserve_rng_state=False)
 
 
-def compile_layers(model: Any, backend: str = "inductor") -> None:
-    """One compilation serves all layers and all lengths.
+def compile_layers(model: Any, backend: Any = "inductor", is_thrifty: bool = False) -> None:
+    """One compilation serves all layers and all lengths. Thrifty: what no product gave is not kept but made again.
 
-    Attention stays outside: it has its own kernels, and its context differs from call to call.
+    Where attention's context can be traced a layer is one graph, or else attention stays outside and cuts it in four.
     """
-    AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.attend))  # type: ignore[no-untyped-call]
+    AttentionInterface.register(attention.NAME, _attend)
+    chosen = _thrifty(backend) if is_thrifty else backend
     for layer in layers_of(model):
-        layer.compile(dynamic=True, backend=backend)
+        layer.compile(dynamic=True, backend=chosen)
+
+
+_attend_outside: Any = torch.compiler.disable(attention.attend)  # type: ignore[no-untyped-call]
+
+
+def _attend(module: Any, *qkv: Any, tide: Any = None, **how: Any) -> Any:
+    attend = attention.attend if attention.is_traced(tide) else _attend_outside
+    return attend(module, *qkv, tide=tide, **how)
+
+
+@cache  # another function would be another compiler, and compile everything again
+def _thrifty(backend: Any) -> Any:
+    """By itself the compiler keeps a norm's output for the gradient of the product that took it. Made again from the
+    norm's input, which is kept anyway, it costs one pass over memory, and with `mlp` a layer keeps a third less."""
+    compiled = torch._dynamo.lookup_backend(backend)
+
+    def compile_thriftily(graph: Any, inputs: Any, **how: Any) -> Any:
+        with partitioning.patch(
+            ban_recompute_materialized_backward=False,
+            ban_recompute_used_far_apart=False,
+            ban_recompute_long_fusible_chains=False,
+        ):
+            return compiled(graph, inputs, **how)
+
+    return compile_thriftily
 
 
 def undo(model: Any) -> None:

@@ -1,5 +1,9 @@
 """Log-probability and entropy of tokens from hidden states, in chunks: full logits never exist, forward or backward.
 
+A chunk is some tokens and all words, or all tokens and some words. Of tokens, the output layer's gradient is a sum over
+chunks; of words, that of the hidden states is, and the other comes out whole: less to add up wherever a pass has fewer
+tokens than the vocabulary has words, and no float32 copy of the output layer.
+
 On accelerators with Triton the softmax part is one pass over a chunk's logits (`triton_logprob`), and 16-bit products
 come out in float32, so that a logit is rounded nowhere.
 """
@@ -14,6 +18,8 @@ from torch import Tensor
 
 from tidemill.device import has_triton
 
+WORDS = 128  # a chunk of words is a multiple of this: what suits products of matrices
+
 
 def token_logprobs(
     hidden: Tensor,
@@ -25,13 +31,28 @@ def token_logprobs(
     bias: Tensor | None = None,
     chunk: int = 4096,
     fused: bool | None = None,
+    by_words: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """hidden (tokens, width), head (vocabulary, width), targets (tokens,) → their log-probability and entropy.
 
-    `fused`: use the Triton kernels; None: where they can be used.
+    As many logits exist at once as `chunk` tokens have. `fused`: use the Triton kernels; None: where they can be used.
+    `by_words`: chunks are of words; None: with the kernels, where tokens are fewer than words.
     """
     words = Words(temperature, softcap, can_fuse(hidden) if fused is None else fused)
-    return scored(hidden, head, bias, targets, words, chunk)
+    if by_words is None:
+        by_words = words.is_fused and hidden.shape[0] < head.shape[0]
+    if not by_words:
+        return scored(hidden, head, bias, targets, words, chunk)
+    scores: tuple[Tensor, Tensor] = _ByWords.apply(  # type: ignore[no-untyped-call]
+        hidden, head, bias, targets, words, words_at_once(hidden.shape[0], head.shape[0], chunk)
+    )
+    return scores
+
+
+def words_at_once(tokens: int, words: int, chunk: int) -> int:
+    """So that all tokens have as many logits as `chunk` tokens have with all words."""
+    fitting = chunk * words // max(tokens, 1)
+    return words if fitting >= words else max(WORDS, fitting // WORDS * WORDS)
 
 
 def can_fuse(x: Tensor) -> bool:
@@ -59,6 +80,11 @@ class Words:
 
     def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _statistics(self.is_fused)(logits, targets, self.temperature, self.softcap)  # type: ignore[no-any-return]
+
+    def fold(self, sums: Tensor, logits: Tensor, targets: Tensor) -> None:
+        """Take more words into sums (4, tokens): the largest logit x so far, Σ e^(x - largest), Σ x e^(x - largest),
+        the target's x. A target may be none of these words."""
+        _fold(self.is_fused)(sums, logits, targets, self.temperature, self.softcap)
 
     def gradient(
         self, logits: Tensor, targets: Tensor, log_z: Tensor, entropy: Tensor, grad_logprobs: Tensor | None,
@@ -129,6 +155,60 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, head_out, bias_out, None, None, None
 
 
+class _ByWords(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        words: Words,
+        count: int,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        sums = torch.zeros((4, hidden.shape[0]), dtype=_wide(hidden.dtype), device=hidden.device)
+        sums[0] = float("-inf")
+        for part in _parts(head.shape[0], count):
+            words.fold(sums, _logits(hidden, head[part], _of(bias, part)), targets - part.start)
+        largest, total, weighted, chosen = sums.unbind()
+        log_z = largest + total.log()
+        entropy = log_z - weighted / total
+        ctx.save_for_backward(hidden, head, bias, targets, log_z, entropy)
+        ctx.settings = (words, count)
+        return chosen - log_z, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, head, bias, targets, log_z, entropy = ctx.saved_tensors
+        words, count = ctx.settings
+        wants_hidden, wants_head, wants_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(hidden, dtype=_wide(hidden.dtype)) if wants_hidden else None
+        grad_head = torch.empty_like(head) if wants_head else None
+        grad_bias = torch.empty_like(bias) if wants_bias else None
+        given = [None if g is None else g.contiguous() for g in (grad_logprobs, grad_entropy)]
+        for part in _parts(head.shape[0], count):
+            grad = words.gradient(
+                _logits(hidden, head[part], _of(bias, part)), targets - part.start, log_z, entropy, *given, hidden.dtype
+            )
+            if grad_hidden is not None:
+                grad_hidden += _wide_product(grad, head[part])
+            if grad_head is not None:
+                torch.mm(grad.t(), hidden, out=grad_head[part])
+            if grad_bias is not None:
+                grad_bias[part] = grad.sum(0, dtype=_wide(grad.dtype))
+            del grad  # before the next chunk's logits
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_head, grad_bias, None, None, None
+
+
+def _parts(length: int, count: int) -> list[slice]:
+    return [slice(start, min(start + count, length)) for start in range(0, length, count)]
+
+
+def _of(bias: Tensor | None, part: slice) -> Tensor | None:
+    return None if bias is None else bias[part]
+
+
 def statistics(
     logits: Tensor, targets: Tensor, temperature: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,6 +217,19 @@ def statistics(
     log_z = logits.logsumexp(-1)
     p = (logits - log_z[:, None]).exp_()
     return logits.gather(1, targets[:, None])[:, 0] - log_z, log_z - (p * logits).sum(-1), log_z
+
+
+def fold(sums: Tensor, logits: Tensor, targets: Tensor, temperature: float, softcap: float | None) -> None:
+    logits = bounded(logits, temperature, softcap)
+    largest = torch.maximum(sums[0], logits.amax(-1))
+    sums[1:3] *= (sums[0] - largest).exp()
+    sums[0] = largest
+    e = (logits - largest[:, None]).exp()
+    sums[1] += e.sum(-1)
+    sums[2] += (e * logits).sum(-1)
+    is_here = (targets >= 0) & (targets < logits.shape[1])
+    found = logits.gather(1, targets.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+    sums[3] = torch.where(is_here, found, sums[3])
 
 
 def logit_gradient(
@@ -167,6 +260,14 @@ def _statistics(fused: bool) -> Any:
     from tidemill.learn import triton_logprob
 
     return triton_logprob.statistics
+
+
+def _fold(fused: bool) -> Any:
+    if not fused:
+        return fold
+    from tidemill.learn import triton_logprob
+
+    return triton_logprob.fold
 
 
 def _gradient(fused: bool) -> Any:

@@ -1,6 +1,6 @@
-"""The softmax part of log-probabilities as two Triton kernels: one pass over the logits forward, one backward.
+"""The softmax part of log-probabilities as Triton kernels: one pass over the logits forward, one backward.
 
-`tidemill.learn.logprob` holds the plain forms (`statistics`, `logit_gradient`) that these must equal.
+`tidemill.learn.logprob` holds the plain forms (`statistics`, `fold`, `logit_gradient`) that these must equal.
 """
 
 from __future__ import annotations
@@ -21,15 +21,11 @@ def _bounded(x, cap, inverse_temperature, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
-def _statistics(
-    logits, targets, logprobs, entropy, log_z, vocabulary, cap, inverse_temperature, HAS_CAP: tl.constexpr,
+def _summed(
+    start_of_row, vocabulary, largest, total, weighted, cap, inverse_temperature, HAS_CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
-    start_of_row = logits + row.to(tl.int64) * vocabulary
-    largest = float("-inf")
-    total = 0.0
-    weighted = 0.0
+    """The largest logit, and the sums of e^x and x e^x over it, with this row's words taken in."""
     for start in range(0, vocabulary, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < vocabulary
@@ -41,11 +37,43 @@ def _statistics(
         total = total * shrink + tl.sum(e, 0)
         weighted = weighted * shrink + tl.sum(tl.where(inside, e * x, 0.0), 0)
         largest = new
+    return largest, total, weighted
+
+
+@triton.jit
+def _statistics(
+    logits, targets, logprobs, entropy, log_z, vocabulary, cap, inverse_temperature, HAS_CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    start_of_row = logits + row.to(tl.int64) * vocabulary
+    largest, total, weighted = _summed(
+        start_of_row, vocabulary, float("-inf"), 0.0, 0.0, cap, inverse_temperature, HAS_CAP, BLOCK
+    )
     normaliser = largest + tl.log(total)
     chosen = tl.load(start_of_row + tl.load(targets + row)).to(tl.float32)
     tl.store(logprobs + row, _bounded(chosen, cap, inverse_temperature, HAS_CAP) - normaliser)
     tl.store(entropy + row, normaliser - weighted / total)
     tl.store(log_z + row, normaliser)
+
+
+@triton.jit
+def _fold(
+    logits, targets, sums, rows, vocabulary, cap, inverse_temperature, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    start_of_row = logits + row.to(tl.int64) * vocabulary
+    largest, total, weighted = _summed(
+        start_of_row, vocabulary, tl.load(sums + row), tl.load(sums + rows + row), tl.load(sums + 2 * rows + row),
+        cap, inverse_temperature, HAS_CAP, BLOCK,
+    )  # fmt: skip
+    tl.store(sums + row, largest)
+    tl.store(sums + rows + row, total)
+    tl.store(sums + 2 * rows + row, weighted)
+    target = tl.load(targets + row)
+    if (target >= 0) & (target < vocabulary):
+        chosen = tl.load(start_of_row + target).to(tl.float32)
+        tl.store(sums + 3 * rows + row, _bounded(chosen, cap, inverse_temperature, HAS_CAP))
 
 
 @triton.jit
@@ -82,6 +110,14 @@ def statistics(
         HAS_CAP=softcap is not None, BLOCK=FORWARD_BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return logprobs, entropy, log_z
+
+
+def fold(sums: Tensor, logits: Tensor, targets: Tensor, temperature: float, softcap: float | None) -> None:
+    rows, vocabulary = logits.shape
+    _fold[(rows,)](
+        logits, targets, sums, rows, vocabulary, softcap or 0.0, 1.0 / temperature, HAS_CAP=softcap is not None,
+        BLOCK=FORWARD_BLOCK, num_warps=WARPS,
+    )  # fmt: skip
 
 
 def logit_gradient(

@@ -18,7 +18,11 @@ NAME = "tidemill"
 
 
 class Context(Protocol):
-    """Knows how the tokens of one forward pass may see each other."""
+    """Knows how the tokens of one forward pass may see each other.
+
+    One with `is_traced` true can be part of a compiled layer: its `attend` is tensor operations alone, with nothing a
+    compiler would have to look at anew for each layer or batch, and it does not ask which layer it is in.
+    """
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
@@ -47,8 +51,13 @@ def attend(
         raise ModelError(f"{type(module).__name__} has attention sinks, which are not supported", "see docs/models.md")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = tide.attend(module.layer_idx, q, k, v, scale, sliding_window, softcap)
+    layer = 0 if is_traced(tide) else module.layer_idx  # read while tracing, it would compile every layer by itself
+    out = tide.attend(layer, q, k, v, scale, sliding_window, softcap)
     return out.unsqueeze(0), None
+
+
+def is_traced(tide: Context | None) -> bool:
+    return getattr(tide, "is_traced", False)
 
 
 def attention_window(attention: Any) -> int | None:

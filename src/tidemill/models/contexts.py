@@ -38,7 +38,8 @@ KINDS: dict[str, Attention] = {
     "short": Attention(short.packed, short.shared),
     "flash": Attention(varlen.FlashPacked, varlen.FlashShared),
     "fusion": Attention(
-        partial(varlen.FlashPacked, kernel=fusion.causal), partial(varlen.FlashShared, kernel=fusion.causal)
+        partial(varlen.FlashPacked, kernel=fusion.causal, is_traced=False),
+        partial(varlen.FlashShared, kernel=fusion.causal, is_traced=False),
     ),
     "flex": Attention(flex.packed, flex.shared),
     "rowwise": Attention(rowwise.packed, rowwise.shared),

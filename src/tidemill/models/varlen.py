@@ -19,6 +19,7 @@ from tidemill.models.upload import upload
 
 OPERATOR = "aten::_flash_attention_forward"
 MOST_DIM = 256  # of a head
+SHORTEST = 128  # tokens: the kernel takes so many at a time
 
 
 def works_on(device: torch.device, dtype: torch.dtype) -> bool:
@@ -33,13 +34,14 @@ class Spans:
     """Sequences one after another: where each ends, for the kernel, and the longest."""
 
     ends: Tensor  # (sequences + 1,) int32, from 0
-    longest: int
+    longest: int  # or more: rounded up, so that batches differ little in it and compiled layers serve them all
     host: tuple[int, ...]  # the ends, for operators that take them as numbers
 
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device) -> Spans:
         ends = np.cumsum(lengths)
-        return Spans(upload(np.concatenate([[0], ends]), device, np.int32), max(lengths), tuple(ends.tolist()))
+        longest = max(SHORTEST, 1 << (max(lengths) - 1).bit_length())
+        return Spans(upload(np.concatenate([[0], ends]), device, np.int32), longest, tuple(ends.tolist()))
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, queries: Spans, keys: Spans, scale: float, window: int | None) -> Tensor:
@@ -57,8 +59,10 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Spans, Spans, float, int | None], Ten
 class FlashPacked:
     """Every sample sees itself alone, causally."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device, kernel: Kernel = causal) -> None:
-        self.kernel = kernel
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device, kernel: Kernel = causal, is_traced: bool = True
+    ) -> None:
+        self.kernel, self.is_traced = kernel, is_traced
         # A sample of one token has no input, and the kernel's backward pass leaves empty sequences unwritten.
         self.spans = Spans.of([n for n in lengths if n], device)
 
@@ -79,8 +83,9 @@ class FlashShared:
         group: Sequence[int],
         device: torch.device,
         kernel: Kernel = causal,
+        is_traced: bool = True,
     ) -> None:
-        self.kernel = kernel
+        self.kernel, self.is_traced = kernel, is_traced
         self.split = sum(prompts)
         self.prompts = Spans.of(prompts, device)
         kept = [i for i, n in enumerate(responses) if n]
