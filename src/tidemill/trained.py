@@ -24,6 +24,7 @@ from tidemill.rollout.engine import Completion, Request, Sampling
 from tidemill.rollout.native.engine import NativeEngine
 from tidemill.run import RunFolder
 
+CACHE_TOKENS = 1 << 16  # of answering, unless the model's window is longer
 DEFINITION = "model"  # in a run's folder: config.json and tokenizer, without weights
 
 
@@ -146,6 +147,9 @@ class Speaker:
             tokenizer=trained.loaded.tokenizer,
             max_seqs=64,
             max_len=trained.loaded.window,
+            # Room for one as long as the model's window, not for 64 of them: that would be more than a device has.
+            cache_tokens=max(trained.loaded.window, CACHE_TOKENS),
+            reuse_prefix=True,
         )
         self.asked = 0
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from tidemill.batch import Array
 from tidemill.environment.api import Played, Task
+from tidemill.errors import ModelError, did_you_mean
 
 Finish = Literal["stop", "length", "error", "cancelled"]
 
@@ -87,6 +88,20 @@ def told(done: list[Completion]) -> list[Completion]:
         if completion.request.on_done is not None:
             completion.request.on_done(completion)
     return done
+
+
+def load_part(model: Any, weights: Any) -> None:
+    """Copy some or all weights into a model's own. A name that it does not have is refused: it would change nothing,
+    and the engine would go on under a new version with old weights."""
+    given = dict(weights)
+    unknown = sorted(given.keys() - model.state_dict().keys())
+    if unknown:
+        raise ModelError(
+            f"{type(model).__name__} has no weight {unknown[0]!r} (of {len(given)} names {len(unknown)} are unknown)"
+            + did_you_mean(unknown[0], model.state_dict()),
+            "give weights by the names of the model's state_dict",
+        )
+    model.load_state_dict(given, strict=False)
 
 
 class RolloutEngine(Protocol):
