@@ -210,3 +210,30 @@ def test_a_paused_conversation_goes_on_where_it_was() -> None:
 
 def test_what_was_said_last_is_found_by_the_mask() -> None:
     assert [last_said(m) for m in ([1, 1], [1, 0, 1, 1], [0, 1, 1, 0], [0, 0], [])] == [0, 2, 1, 2, 0]
+
+
+def test_a_conversation_calls_back_once_when_it_ends() -> None:
+    heard: list[Completion] = []
+    asked = Request(5, [4, 4], Sampling(max_tokens=50), n=2, task=Task("answer"), on_done=heard.append)
+    done = _play(Scripted(*[[7, EOS]] * 6), asked)
+    assert len(done) == 2 and heard == done
+
+
+def test_a_request_without_samples_is_the_engines_to_refuse() -> None:
+    inner = Scripted()
+    playing = engine(inner)
+    playing.submit(request(n=0))
+    playing.submit(Request(6, [4], n=2, limits=(3,), task=Task("answer")))
+    assert [r.id for r in inner.asked] == [5, 6] and not playing.under_way
+
+
+def test_a_paused_conversation_can_be_cancelled() -> None:
+    inner = Scripted([7, EOS], [7, EOS])
+    playing = engine(inner)
+    playing.submit(request())
+    playing.step()
+    assert len(playing.pause()) == 1
+    playing.cancel(5)
+    (made,) = finish(playing)
+    assert made.finish == "cancelled" and made.mask[:2] == [1, 1]
+    assert not playing.under_way and not playing.paused

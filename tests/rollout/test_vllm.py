@@ -175,6 +175,24 @@ def test_sleep_keeps_what_was_running(model: Any) -> None:
     assert len(done) == 4 and all(len(c.tokens) == len(c.logprobs) for c in done.values())
 
 
+def test_a_sleeping_engine_lets_go_of_what_is_cancelled_or_paused_and_wakes_for_the_rest(model: Any) -> None:
+    engine, _ = make(model)
+    wanted = {key: c.tokens for key, c in roll(engine, asked(3)).items()}
+    for request in asked(3):
+        engine.submit(request)
+    engine.step()
+    engine.sleep()
+    engine.cancel(1)
+    assert engine.has_work
+    done = roll(engine, [])
+    assert not engine.is_asleep and len(done) == 6
+    assert {key for key, c in done.items() if c.finish == "cancelled"} == {(1, 0), (1, 1)}
+    assert {k: c.tokens for k, c in done.items() if k[0] != 1} == {k: v for k, v in wanted.items() if k[0] != 1}
+    engine.submit(asked(1)[0])
+    engine.sleep()
+    assert len(engine.pause()) == 2 and not engine.has_work
+
+
 def test_at_level_2_the_weights_come_with_the_next_load_and_only_once(model: Any) -> None:
     learner = copy.deepcopy(model)
     engine, llm = make(learner, sleep_level=2)

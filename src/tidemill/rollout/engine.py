@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from tidemill.batch import Array
 from tidemill.environment.api import Played, Task
+from tidemill.errors import ModelError, did_you_mean
 
 Finish = Literal["stop", "length", "error", "cancelled"]
 
@@ -79,6 +80,28 @@ class Partial:
 def token_limit(request: Request, index: int) -> int:
     """How many tokens sample `index` may have."""
     return request.sampling.max_tokens if request.limits is None else request.limits[index]
+
+
+def told(done: list[Completion]) -> list[Completion]:
+    """What an engine gives, once those who wait for a request have heard of it."""
+    for completion in done:
+        if completion.request.on_done is not None:
+            completion.request.on_done(completion)
+    return done
+
+
+def load_part(model: Any, weights: Any) -> None:
+    """Copy some or all weights into a model's own. A name that it does not have is refused: it would change nothing,
+    and the engine would go on under a new version with old weights."""
+    given = dict(weights)
+    unknown = sorted(given.keys() - model.state_dict().keys())
+    if unknown:
+        raise ModelError(
+            f"{type(model).__name__} has no weight {unknown[0]!r} (of {len(given)} names {len(unknown)} are unknown)"
+            + did_you_mean(unknown[0], model.state_dict()),
+            "give weights by the names of the model's state_dict",
+        )
+    model.load_state_dict(given, strict=False)
 
 
 class RolloutEngine(Protocol):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tidemill.rollout.engine import Completion, Finish, Partial, Request, token_limit
-from tidemill.rollout.native.check import Limits, find_problem
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, load_part, token_limit, told
+from tidemill.rollout.native.check import Limits, find_problem, refused
 from tidemill.rollout.native.sampling import Draw, draw, is_steered, is_truncated, steer, stream_key
 
 
@@ -35,8 +35,7 @@ class HFEngine:
     def submit(self, request: Request) -> None:
         problem = find_problem(request, self.limits)
         if problem:
-            count = max(request.n, 1)
-            self.ended += [Completion(request, i, [], [], [], "error", problem) for i in range(count)]
+            self.ended += refused(request, problem)
             return
         self.waiting.append((request, [Partial(request, i, [], [], []) for i in range(request.n)]))
 
@@ -51,10 +50,7 @@ class HFEngine:
             request, samples = self.waiting.popleft()
             with _plain(self.model):
                 done = [completion for sample in samples for completion in self._complete(request, sample)]
-        for completion in done:
-            if completion.request.on_done is not None:
-                completion.request.on_done(completion)
-        return done
+        return told(done)
 
     def _complete(self, request: Request, sample: Partial) -> Iterator[Completion]:
         how, device = request.sampling, next(self.model.parameters()).device
@@ -90,7 +86,7 @@ class HFEngine:
             temperature=tensor([how.temperature or 1.0]),
             all_greedy=how.temperature == 0,
             truncated=tensor([0]) if is_truncated(how) else None,
-            top_k=tensor([how.top_k or 1 << 40]),
+            top_k=tensor([min(how.top_k, 1 << 40) or 1 << 40]),
             top_p=tensor([how.top_p if how.top_p < 1 else 2.0]),
             min_p=tensor([how.min_p]),
             steered=steer(logits[0], how, seen, sample.tokens).unsqueeze(0) if is_steered(how) else None,
@@ -121,7 +117,7 @@ class HFEngine:
 
     def load(self, weights: Any, version: int) -> None:
         if weights is not None:
-            self.model.load_state_dict(dict(weights), strict=False)
+            load_part(self.model, weights)
         self.version = version
 
     def sleep(self) -> None:

@@ -47,6 +47,7 @@ def make_plain(loaded: Loaded, config: Config, group: Any = None) -> RolloutEngi
                 record_routes=config.learn.moe.replay,
                 speculate=rollout.speculate,
                 cache_dtype=rollout.cache_dtype,
+                reuse_prefix=config.environment is not None,  # each turn begins with those before it
             )
         case "hf":
             from tidemill.rollout.hf import HFEngine

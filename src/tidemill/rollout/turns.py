@@ -93,7 +93,7 @@ class TurnsEngine:
         return self.inner.has_work or bool(self.thinking) or bool(self.ready)
 
     def submit(self, request: Request) -> None:
-        if request.task is None:
+        if request.task is None or not _has_samples(request):  # the engine says what is wrong with it
             self.inner.submit(request)
             return
         seed = turn_id(request.id, request.sampling.seed, 0)
@@ -112,7 +112,11 @@ class TurnsEngine:
                 done += self._spoken(completion)
         elif self.thinking:
             wait([t.answer for t in self.thinking], timeout=PATIENCE_S, return_when=FIRST_COMPLETED)
-        return done + self._answers()
+        done += self._answers()
+        for completion in done:
+            if completion.played is not None and completion.request.on_done is not None:
+                completion.request.on_done(completion)  # of the whole conversation; the engine calls back for the rest
+        return done
 
     def _begin(self, task: Task) -> Environment:
         try:
@@ -214,6 +218,8 @@ class TurnsEngine:
         mine = [c for c in self.under_way.values() if c.request.id == request_id]
         for conversation in mine:
             conversation.is_cancelled = True
+            if self.paused.pop((request_id, conversation.index), None) is not None:  # nobody else would end it
+                self.ready.append(self._finish(conversation, "cancelled"))
         for turn in {c.turn_id for c in mine} or {request_id}:
             self.inner.cancel(turn)
 
@@ -276,6 +282,10 @@ def turn_id(request: int, index: int, turn: int) -> int:
     """A turn's own random stream, the same in every run."""
     digest = hashlib.blake2b(f"{request} {index} {turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
+
+
+def _has_samples(request: Request) -> bool:
+    return request.n > 0 and (request.limits is None or len(request.limits) == request.n)
 
 
 def _is_ours(request: Request) -> bool:

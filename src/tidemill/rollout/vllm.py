@@ -23,10 +23,10 @@ from torch import Tensor
 from tidemill.errors import ModelError
 from tidemill.models import lora, routing
 from tidemill.models.buffers import persistent
-from tidemill.rollout.engine import Completion, Finish, Partial, Request, Sampling, token_limit
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, Sampling, token_limit, told
 from tidemill.rollout.hf import _plain
 from tidemill.rollout.mismatch import Mismatch, measure
-from tidemill.rollout.native.check import Limits, find_problem
+from tidemill.rollout.native.check import Limits, find_problem, refused
 from tidemill.rollout.native.sampling import is_steered, is_truncated
 from tidemill.rollout.stops import ends_by_string
 from tidemill.rollout.vllm_kept import NAME, KeptMass, processor
@@ -77,11 +77,11 @@ class VLLMEngine:
 
     def submit(self, request: Request) -> None:
         problem = find_problem(request, self.limits) or _unsupported(request.sampling, self.kept is not None)
-        for index in range(max(request.n, 1)):
-            if problem:
-                self._done.append(Completion(request, index, [], [], [], "error", problem))
-            else:
-                self._start(Partial(request, index, [], [], []))
+        if problem:
+            self._done += refused(request, problem)
+            return
+        for index in range(request.n):
+            self._start(Partial(request, index, [], [], []))
 
     def _start(self, sample: Partial) -> None:
         request = sample.request
@@ -102,17 +102,16 @@ class VLLMEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._done or self._running)
+        return bool(self._done or self._running or self._asleep)
 
     def step(self) -> list[Completion]:
+        if self.is_asleep and (self._running or self._asleep):
+            self.wake()
         if self._running:
             self._need_weights()
             self._absorb(self.engine.step())
         done, self._done = self._done, []
-        for completion in done:
-            if completion.request.on_done is not None:
-                completion.request.on_done(completion)
-        return done
+        return told(done)
 
     def _absorb(self, outputs: Iterable[Any]) -> None:
         """Write new tokens down; what ended goes to `_done`."""
@@ -161,7 +160,8 @@ class VLLMEngine:
         names = list(self._running)
         if names:
             self.engine.abort_request(names)
-        return [self._take_out(name) for name in names]
+        asleep, self._asleep = self._asleep, []
+        return asleep + [self._take_out(name) for name in names]
 
     def resume(self, partials: Sequence[Partial]) -> None:
         for sample in partials:
@@ -171,8 +171,10 @@ class VLLMEngine:
         names = [name for name, sample in self._running.items() if sample.request.id == request_id]
         if names:
             self.engine.abort_request(names)
-        for name in names:
-            self._done.append(_completion(self._take_out(name), "cancelled"))
+        ended = [self._take_out(name) for name in names]
+        ended += [sample for sample in self._asleep if sample.request.id == request_id]
+        self._asleep = [sample for sample in self._asleep if sample.request.id != request_id]
+        self._done += [_completion(sample, "cancelled") for sample in ended]
 
     def load(self, weights: Any, version: int) -> None:
         """Copy weights (Hugging Face names; None: the learner's as they are) into the ones that serve, and check.
@@ -200,7 +202,7 @@ class VLLMEngine:
     def sleep(self) -> None:
         """Give memory back; what was running is read again after `wake`. At level 2 the weights go too: they come with
         the next `load`, or before the next token if that is earlier."""
-        self._asleep += self.pause()
+        self._asleep = self.pause()
         if not self.is_asleep:
             self.llm.sleep(level=self.sleep_level)
         self.is_asleep, self.has_weights = True, self.has_weights and self.sleep_level == 1

@@ -92,7 +92,7 @@ def _draw(like: Tensor, hows: list[Sampling]) -> Draw:
     return Draw(
         none,
         none,
-        top_k=torch.tensor([how.top_k or like.shape[1] for how in hows], device=like.device),
+        top_k=torch.tensor([min(how.top_k, like.shape[1]) or like.shape[1] for how in hows], device=like.device),
         top_p=_column(like, [how.top_p if how.top_p < 1 else 2.0 for how in hows]),
         min_p=_column(like, [how.min_p for how in hows]),
     )

@@ -8,6 +8,7 @@ import torch
 from tests.rollout.tiny import VOCAB, roll, tiny_model
 
 from tidemill.rollout.engine import Request, Sampling
+from tidemill.rollout.hf import HFEngine
 from tidemill.rollout.native.cache import PagePool
 from tidemill.rollout.native.engine import NativeEngine
 
@@ -67,6 +68,36 @@ def test_pages_are_found_only_by_their_whole_past() -> None:
     assert pool.index.find(np.array([0, 1, 2, 3, 9, 9, 9])) == pages[:2]
     assert pool.index.find(np.array([7, 1, 2, 3, 4, 5, 6])) == []
     assert pool.index.find(np.array([0, 1])) == []  # the last token is always read
+
+
+@pytest.mark.parametrize("way", ["ended", "paused", "kept"])
+def test_pages_that_older_weights_began_are_not_found_by_others(way: str) -> None:
+    """A sample may go on through a load with the keys it has; a new request with its prompt must be read anew."""
+    model = tiny_model("qwen2")
+    engine = NativeEngine(model, eos_ids=[], max_seqs=4, max_len=96, page_size=4, reuse_prefix=True)
+    how = Sampling(max_tokens=9, temperature=0.0)
+    prompt = list(range(3, 25))
+    engine.submit(Request(0, prompt, how))
+    engine.step()
+    kept = engine.pause(keep_cache=True) if way == "kept" else []
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(parameter[torch.randperm(parameter.shape[0])])
+    engine.load(None, 1)
+    engine.resume(kept)
+    if way == "paused":
+        engine.pause()
+    made = roll(engine, [])
+    assert bool(made) == (way != "paused")
+    got = roll(engine, [Request(1, prompt, how)])[1, 0]
+    wanted = roll(HFEngine(model, eos_ids=[]), [Request(1, prompt, how)])[1, 0]
+    assert got.tokens == wanted.tokens
+    np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=1e-4)
+    engine.submit(Request(2, prompt, how))
+    assert engine.scheduler.admit()[0].first == 20  # what the new weights wrote is found
+    engine.pause()
 
 
 @pytest.mark.slow

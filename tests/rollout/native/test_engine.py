@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.rollout.tiny import VOCAB, roll, tiny_model
 
+from tidemill.errors import ModelError
 from tidemill.rollout.engine import Completion, Request, Sampling
 from tidemill.rollout.hf import HFEngine
 from tidemill.rollout.native.engine import NativeEngine
@@ -289,3 +290,187 @@ def test_nan_logits_end_their_own_request_only() -> None:
         == wanted
         == {k: v for k, v in tokens(done).items() if k[0] == 1}
     )
+
+
+# What cannot be divided by, added, counted or hashed, found before a step would fail for everybody.
+ODD = {
+    "logit_bias of token 5 is nan": {"logit_bias": {5: float("nan")}},
+    "logit_bias of token 5 is -inf": {"logit_bias": {5: float("-inf")}},
+    "logit_bias holds token '5'": {"logit_bias": {"5": 1.0}},
+    "temperature is nan": {"temperature": float("nan")},
+    "temperature is 1e-42": {"temperature": 1e-42},
+    "temperature is None": {"temperature": None},
+    "repetition_penalty is nan": {"repetition_penalty": float("nan")},
+    "presence_penalty is inf": {"presence_penalty": float("inf")},
+    "top_k is 2.5": {"top_k": 2.5},
+    "seed is None": {"seed": None},
+    "max_tokens is 2.5": {"max_tokens": 2.5},
+    "stop_strings is 'END'": {"stop_strings": "END"},
+    "stop_strings holds 3": {"stop_strings": (3,)},
+    "stop_tokens holds token 'a'": {"stop_tokens": ("a",)},
+}
+ODD_REQUESTS = {name: Request(0, [5, 6], Sampling(**how)) for name, how in ODD.items()} | {
+    "id is 'a'": Request("a", [5]),  # type: ignore[arg-type]
+    "n is 2.5": Request(0, [5], n=2.5),  # type: ignore[arg-type]
+    "n is 1000000000": Request(0, [5], n=10**9),
+    "flat list of token numbers; it is [1.5]": Request(0, [1.5]),  # type: ignore[list-item]
+    "flat list of token numbers; it is [[1, 2]]": Request(0, [[1, 2]]),  # type: ignore[list-item]
+    "flat list of token numbers; it is None": Request(0, None),  # type: ignore[arg-type]
+    "one of limits is None": Request(0, [5], n=2, limits=(1, None)),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("kind", ["native", "hf"])
+def test_odd_values_are_errors_of_their_request_alone(model: torch.nn.Module, kind: str) -> None:
+    for message, request in ODD_REQUESTS.items():
+        engine = (
+            NativeEngine(model, eos_ids=[2], max_seqs=4, max_len=64, page_size=4, tokenizer=object())
+            if kind == "native"
+            else HFEngine(model, eos_ids=[2], max_len=64, tokenizer=object())
+        )
+        done = roll(engine, [request, Request(1, [5, 6], Sampling(max_tokens=2, ignore_eos=True))])
+        assert done[request.id, 0].finish == "error"
+        assert message in (done[request.id, 0].error or "")
+        assert len(done) == (3 if request.n == 2 else 2) and done[1, 0].finish == "length"
+
+
+def test_a_top_k_beyond_every_vocabulary_keeps_everything(engine: NativeEngine) -> None:
+    assert tokens(roll(engine, requests(2, top_k=10**30))) == tokens(roll(engine, requests(2)))
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_sample_that_goes_wrong_leaves_the_prompt_of_its_group_alone(kernels: bool) -> None:
+    """Some draw a token whose embedding is NaN. The others have the same prompt pages, and go on."""
+    model = tiny_model("qwen3")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[9] = float("nan")
+    how = Sampling(max_tokens=20, ignore_eos=True, logit_bias={9: 3.0}, temperature=1.5)
+    asked = [Request(0, list(range(20, 53)), how, n=8)]
+    wanted = roll(HFEngine(model, eos_ids=[2], max_len=64), asked)
+    engine = NativeEngine(model, eos_ids=[2], max_seqs=8, max_len=64, page_size=16, kernels=kernels)
+    done = roll(engine, asked)
+    assert {c.finish for c in wanted.values()} == {"error", "length"}
+    assert tokens(done) == tokens(wanted)
+    assert {k: c.finish for k, c in done.items()} == {k: c.finish for k, c in wanted.items()}
+    assert not any(held.isnan().any() for held in (*engine.store.keys.values(), *engine.store.values.values()))
+
+
+@pytest.mark.parametrize("way", ["cancel", "pause", "load"])
+def test_a_prompt_given_up_in_the_middle_leaves_no_nan_behind(way: str) -> None:
+    model = tiny_model("qwen3")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[9] = float("nan")
+    how = Sampling(max_tokens=8, allowed_tokens=tuple(range(20, 40)))
+    engine = NativeEngine(model, eos_ids=[], max_seqs=4, max_len=128, page_size=16, step_tokens=20, kernels=False)
+    engine.submit(Request(0, [9] * 100, how))
+    engine.step()
+    engine.step()
+    if way == "cancel":
+        engine.cancel(0)
+    elif way == "pause":
+        engine.pause()
+    else:
+        engine.load(None, 1)
+    assert engine.pool.used == 0
+    assert not any(held.isnan().any() for held in (*engine.store.keys.values(), *engine.store.values.values()))
+
+
+def test_samples_resumed_with_their_pages_do_not_wait_for_each_others(model: torch.nn.Module) -> None:
+    """Together they hold the whole pool, and the first of them needs a page more."""
+    how = Sampling(max_tokens=20, ignore_eos=True, temperature=0.0)
+    asked = [Request(i, [5 + i, 6, 7], how) for i in range(3)]
+    engine = NativeEngine(model, eos_ids=[], max_seqs=4, max_len=64, page_size=4, cache_tokens=40)
+    wanted = tokens(roll(engine, asked))
+    for steps in range(1, 20):
+        for request in asked:
+            engine.submit(request)
+        done = [completion for _ in range(steps) for completion in engine.step()]
+        engine.resume(engine.pause(keep_cache=True))
+        for _ in range(200):
+            done += engine.step()
+        assert not engine.has_work, f"paused after {steps} steps"
+        assert {(c.request.id, c.index): c.tokens for c in done} == wanted
+        assert engine.pool.used == 0
+
+
+@pytest.mark.parametrize("way", ["sleep", "rebuild"])
+def test_what_was_resumed_with_its_cache_is_read_again_after_it_is_gone(way: str) -> None:
+    model = tiny_model("qwen3")
+    how = Sampling(max_tokens=20, ignore_eos=True, temperature=0.0)
+    asked = [Request(i, [5 + i, 6, 7], how) for i in range(3)]
+    done = {}
+    for keeps in (True, False):
+        engine = NativeEngine(model, eos_ids=[], max_seqs=4, max_len=64, page_size=4)
+        for request in asked:
+            engine.submit(request)
+        for _ in range(8):
+            engine.step()
+        engine.resume(engine.pause(keep_cache=keeps))
+        if way == "sleep":
+            engine.sleep()
+            engine.wake()
+        else:
+            engine.rebuild()
+        assert not any(trunk.pages for trunk in engine.scheduler.waiting)
+        done[keeps] = tokens(roll(engine, []))
+    assert done[True] == done[False]
+
+
+def test_paused_samples_that_do_not_fit_here_are_errors_of_their_own(model: torch.nn.Module) -> None:
+    how = Sampling(max_tokens=40, ignore_eos=True)
+    roomy = NativeEngine(model, eos_ids=[], max_seqs=4, max_len=64, page_size=4)
+    for request in (Request(0, list(range(5, 25)), how), Request(1, [5, 6], how)):
+        roomy.submit(request)
+    for _ in range(12):
+        roomy.step()
+    partials = roomy.pause()
+    small = NativeEngine(model, eos_ids=[], max_seqs=4, max_len=64, page_size=4, cache_tokens=44)
+    small.resume(partials)
+    done = roll(small, [])
+    assert done[0, 0].finish == "error" and "room for 44" in (done[0, 0].error or "")
+    assert done[0, 0].tokens == partials[0].tokens
+    assert done[1, 0].finish == "length" and len(done[1, 0].tokens) == 40
+    short = NativeEngine(model, eos_ids=[], max_seqs=4, max_len=30, page_size=4)
+    short.resume(partials)
+    done = roll(short, [])
+    assert done[0, 0].finish == "length" and done[0, 0].tokens == partials[0].tokens  # 20 + 12 are more than 30
+    assert len(done[1, 0].tokens) == 28
+
+
+def test_paused_requests_of_one_id_keep_their_own_prompts(model: torch.nn.Module) -> None:
+    how = Sampling(max_tokens=6, ignore_eos=True, temperature=0.0)
+    asked = [Request(0, [5, 6, 7], how), Request(0, [8, 9, 10, 11], how)]
+    engine = NativeEngine(model, eos_ids=[], max_seqs=4, max_len=64, page_size=4)
+    wanted = [roll(engine, [request])[0, 0].tokens for request in asked]
+    for request in asked:
+        engine.submit(request)
+    engine.resume(engine.pause())
+    done = []
+    while engine.has_work:
+        done += engine.step()
+    assert [c.tokens for c in sorted(done, key=lambda c: len(c.request.prompt))] == wanted
+
+
+@pytest.mark.parametrize("kind", [NativeEngine, HFEngine])
+def test_weights_by_a_name_that_the_model_does_not_have_are_refused(kind: type) -> None:
+    engine = kind(tiny_model("qwen3"), eos_ids=[2], max_len=64)
+    weight = engine.model.lm_head.weight.detach().clone()
+    with pytest.raises(ModelError, match=r"no weight 'lm_head.weigth'.*did you mean lm_head.weight"):
+        engine.load({"lm_head.weigth": weight}, 1)
+    assert engine.version == 0
+    engine.load({"lm_head.weight": weight * 2}, 2)
+    assert engine.version == 2 and torch.equal(engine.model.lm_head.weight, weight * 2)
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_samples_of_a_prompt_that_fills_the_cache_are_made_one_after_another(model: torch.nn.Module, n: int) -> None:
+    """Each but the last needs a copy of the prompt's last page, and no page is left."""
+    how = Sampling(max_tokens=4, ignore_eos=True)
+    asked = [Request(i, list(range(5, 46 + i)), how, n=n) for i in range(3)]
+    engine = NativeEngine(model, eos_ids=[], max_seqs=4, max_len=44, page_size=4, cache_tokens=44)
+    for request in asked:
+        engine.submit(request)
+    done = [completion for _ in range(300) for completion in engine.step()]
+    assert not engine.has_work and len(done) == 3 * n and engine.pool.used == 0
+    wanted = tokens(roll(HFEngine(model, eos_ids=[], max_len=44), asked))
+    assert {(c.request.id, c.index): c.tokens for c in done} == wanted

@@ -163,3 +163,17 @@ def test_paused_and_cancelled_work_leaves_nothing_behind() -> None:
     wanted = roll(make(model, "off"), loops(3, temperature=0.0))
     assert all(done[key].tokens == c.tokens for key, c in wanted.items() if key[0] != 0)
     assert isinstance(engine.speculator, Speculator) and not engine.speculator._texts and engine.pool.used == 0
+
+
+@pytest.mark.parametrize("when", ["auto", "on"])
+def test_texts_are_forgotten_also_where_siblings_ended_before_anything_was_drafted(when: str) -> None:
+    engine = make(tiny_model("qwen3"), when)
+    rng = np.random.default_rng(0)
+    for i in range(20):
+        prompt = rng.integers(3, VOCAB, 6).tolist()
+        engine.submit(Request(i, prompt, Sampling(ignore_eos=True), n=3, limits=(1, 12, 20)))
+    for _ in range(16):
+        engine.step()
+    engine.resume(engine.pause())  # with some of the samples over
+    roll(engine, [])
+    assert engine.speculator is not None and not engine.speculator._texts

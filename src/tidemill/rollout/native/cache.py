@@ -62,6 +62,10 @@ class PagePool:
         else:
             heapq.heappush(self.free, page)
 
+    def unused(self, pages: Sequence[int]) -> list[int]:
+        """Those of `pages` that nobody holds and nobody could find."""
+        return [page for page in pages if not self.holders[page] and page not in self.index.key_of]
+
     def high(self) -> int:
         """One more than the highest page that anyone holds."""
         held = np.flatnonzero(self.holders)
@@ -74,6 +78,7 @@ class PrefixIndex:
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
+        self.weights = 0  # which weights' pages may be remembered: goes up when those change
         self.page_of: dict[bytes, int] = {}
         self.key_of: dict[int, bytes] = {}
         self.idle: OrderedDict[int, None] = OrderedDict()
@@ -85,8 +90,11 @@ class PrefixIndex:
             digest.update(tokens[i * size : (i + 1) * size].tobytes())
             yield digest.digest()
 
-    def remember(self, tokens: Array, pages: Sequence[int]) -> None:
-        """`pages` now hold `tokens`; only whole pages are remembered."""
+    def remember(self, tokens: Array, pages: Sequence[int], weights: int | None = None) -> None:
+        """`pages` now hold `tokens`; only whole pages are remembered. Not those that older `weights` began to write: to
+        whoever found them they would be as good as new."""
+        if weights is not None and weights != self.weights:
+            return
         for page, key in zip(pages, self._keys(tokens, len(tokens) // self.pool.page_size)):
             if key not in self.page_of and page not in self.key_of:
                 self.page_of[key] = page
@@ -113,6 +121,7 @@ class PrefixIndex:
 
     def forget_all(self) -> None:
         """New weights: what was remembered is no longer true."""
+        self.weights += 1
         for page in self.idle:
             heapq.heappush(self.pool.free, page)
         self.idle.clear()

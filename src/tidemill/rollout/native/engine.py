@@ -18,11 +18,11 @@ from tidemill.batch import Array
 from tidemill.device import has_triton, mapped
 from tidemill.errors import ConfigError
 from tidemill.models.attention import Context
-from tidemill.rollout.engine import Completion, Finish, Partial, Request
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, load_part, token_limit, told
 from tidemill.rollout.native import paged
 from tidemill.rollout.native.attention import Paged
 from tidemill.rollout.native.cache import PagePool, PageStore, TokenStore
-from tidemill.rollout.native.check import Limits, find_problem
+from tidemill.rollout.native.check import Limits, find_problem, refused
 from tidemill.rollout.native.drawing import draw_rows
 from tidemill.rollout.native.fused import FusedRunner
 from tidemill.rollout.native.graphs import GraphDecoder
@@ -147,8 +147,7 @@ class NativeEngine:
         """Queue a request. One that cannot work comes back from `step` as completions with finish="error"."""
         problem = find_problem(request, self.limits)
         if problem:
-            for index in range(max(request.n, 1)):
-                self._refused.append(Completion(request, index, [], [], [], "error", problem))
+            self._refused += refused(request, problem)
             return
         members = deque(Sequence(request, index) for index in range(request.n))
         self.scheduler.add(Trunk(np.asarray(request.prompt, np.int64), members, is_sole=request.n == 1))
@@ -162,10 +161,7 @@ class NativeEngine:
         done, self._refused = self._refused, []
         with self._no_grad():
             done += self._advance()
-        for completion in done:
-            if completion.request.on_done is not None:
-                completion.request.on_done(completion)
-        return done
+        return told(done)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -342,25 +338,42 @@ class NativeEngine:
             error = "the model gave logits that are not numbers"
             for made in (sequence.tokens, sequence.logprobs, sequence.versions, sequence.kept or [0.0]):
                 made.pop()
-            self.store.scrub(sequence.pages)
         routes = None if self.routes is None else self.routes.of(sequence.pages, cached)
         if self.speculator is not None:
             self.speculator.ended(sequence)
         is_worth_keeping = self.reuse_prefix and finish in ("stop", "length")
+        pages = sequence.pages
         self.scheduler.leave(sequence, remember=sequence.context()[:cached] if is_worth_keeping else None)
+        if finish == "error":
+            self._scrub(pages)
         return sequence.as_completion(finish, error, routes)
+
+    def _scrub(self, pages: list[int]) -> None:
+        """Zero those pages that are now free: they may hold NaN, which the next tenant's masked positions would let
+        through. Pages that others hold are left alone: a sample that went wrong shares its prompt with sound ones, and
+        where the prompt itself is at fault the last of them scrubs it."""
+        free = self.pool.unused(pages)
+        if free and self.store.keys:
+            with self._no_grad():
+                self.store.scrub(free)
+
+    def _scrub_abandoned(self) -> None:
+        """What was read of them may hold NaN that no logits have shown yet."""
+        pages, self.scheduler.abandoned = self.scheduler.abandoned, []
+        self._scrub(pages)
 
     # -- control -------------------------------------------------------------------------------------------------
 
     def cancel(self, request_id: int) -> None:
         """Drop what is left of a request; each unfinished sample comes back from `step` with finish="cancelled"."""
         self._drain()
-        if self.speculator is not None:
-            self.speculator.forget(request_id)
         for sequence in [s for s in self.scheduler.running() if s.request.id == request_id]:
             self._refused.append(self._finish(sequence, "cancelled"))
         for sequence in self.scheduler.remove(request_id):
             self._refused.append(sequence.as_completion("cancelled"))
+        if self.speculator is not None:
+            self.speculator.forget(request_id)
+        self._scrub_abandoned()
 
     def pause(self, keep_cache: bool = False) -> list[Partial]:
         """Take everything unfinished out. Full pages stay findable, so that `resume` under the same weights reads again
@@ -377,7 +390,9 @@ class NativeEngine:
             scheduler.slots.save(sequence)
             scheduler.leave(sequence, remember=None if keep_cache else sequence.context()[:cached])
             partials.append(sequence.as_partial(cache))
-        return partials + [sequence.as_partial() for sequence in scheduler.remove(None)]
+        partials += [sequence.as_partial() for sequence in scheduler.remove(None)]
+        self._scrub_abandoned()
+        return partials
 
     def release(self, partials: Many[Partial]) -> None:
         """Free what paused samples kept of the cache; resumed after all, they are read again."""
@@ -386,16 +401,37 @@ class NativeEngine:
                 self.scheduler.give_up_kept(p.cache)
 
     def resume(self, partials: Many[Partial]) -> None:
-        fresh: dict[int, deque[Sequence]] = {}
+        """Go on with paused samples, of this engine or another. One that cannot work here comes back from `step` as an
+        error."""
+        fresh: dict[tuple[int, tuple[int, ...]], deque[Sequence]] = {}
         for p in partials:
             sequence = Sequence(p.request, p.index, list(p.tokens), list(p.logprobs), list(p.versions), p.kept)
+            ending = self._resumed_too_late(sequence)
+            if ending is not None:
+                self.release([p])
+                self._refused.append(ending)
+                continue
+            if self.speculator is not None:
+                self.speculator.expect(p.request)
             if p.tokens:
                 self.scheduler.add(self._trunk_of(sequence, p.cache))
-            elif p.request.id in fresh:
-                fresh[p.request.id].append(sequence)
+                continue
+            one = (p.request.id, tuple(p.request.prompt))  # ids are the caller's, and may come twice
+            if one in fresh:
+                fresh[one].append(sequence)
             else:
-                members = fresh[p.request.id] = deque([sequence])
+                members = fresh[one] = deque([sequence])
                 self.scheduler.add(Trunk(sequence.context(), members, is_sole=False))
+
+    def _resumed_too_late(self, sequence: Sequence) -> Completion | None:
+        """How a sample ends that this engine cannot add a token to."""
+        request, made = sequence.request, len(sequence.tokens)
+        problem = find_problem(request, self.limits)
+        if problem:
+            return sequence.as_completion("error", problem)
+        if made >= token_limit(request, sequence.index) or len(request.prompt) + made >= self.max_len:
+            return sequence.as_completion("length")
+        return None
 
     def _trunk_of(self, sequence: Sequence, cache: Any) -> Trunk:
         """A half-made sample to go on with: its pages are its own again, or it is read from the start."""
@@ -403,6 +439,7 @@ class NativeEngine:
         if cache in self.scheduler.kept:
             self.scheduler.kept.remove(cache)
             trunk.pages, trunk.found, trunk.done = cache.pages, cache.shared, cache.length
+            trunk.weights = cache.weights
             cache.pages = []
         return trunk
 
@@ -411,21 +448,25 @@ class NativeEngine:
         sequences go on with the keys and values they have; what was remembered for reuse is forgotten."""
         self._drain()
         if weights is not None:
-            self.model.load_state_dict(dict(weights), strict=False)
+            load_part(self.model, weights)
         self.version = version
         if self.speculator is not None:
             self.speculator.reset()
         self.scheduler.restart_reading()
+        self._scrub_abandoned()
         self.pool.index.forget_all()
         for sequence in self.scheduler.running():
             sequence.spans.append((int(self.scheduler.slots.made[sequence.slot]), version))
 
     def rebuild(self) -> None:
-        """Read every running sequence again, under the weights of now."""
+        """Read every running sequence again, under the weights of now; also what was resumed with its cache."""
         self._drain()
         for sequence in sorted(self.scheduler.running(), key=lambda s: -int(self.scheduler.slots.arrival[s.slot])):
             self.scheduler.preempt(sequence)
         self.scheduler.restart_reading()
+        while self.scheduler.give_up_resumed():
+            pass
+        self._scrub_abandoned()
 
     def sleep(self) -> None:
         """Give the cache's memory back; what was running is read again after `wake`. Captured graphs stay where the

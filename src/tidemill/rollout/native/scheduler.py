@@ -19,6 +19,8 @@ from tidemill.rollout.engine import Completion, Finish, Partial, Request, token_
 from tidemill.rollout.native.cache import PagePool
 from tidemill.rollout.native.sampling import is_steered, is_truncated, stream_key
 
+OFF = 1 << 40  # a top-k that is more than any vocabulary
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -34,6 +36,7 @@ class Sequence:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     shared: int = 0  # leading pages that others may hold too
+    weights: int = 0  # that its pages began to be written with, as `PrefixIndex` counts
     spans: list[tuple[int, int]] = field(default_factory=list)  # (tokens made in this slot before, version from there)
 
     def context(self) -> Array:
@@ -56,6 +59,7 @@ class Trunk:
     pages: list[int] = field(default_factory=list)
     found: int = 0  # leading pages that were already cached
     done: int = 0  # tokens in the cache
+    weights: int = 0  # that its pages began to be written with
     logits: Tensor | None = None  # after the last token, once all are read
 
 
@@ -66,6 +70,7 @@ class Kept:
     pages: list[int]
     shared: int
     length: int  # tokens in it
+    weights: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,7 @@ class Scheduler:
         self.reading: list[Trunk] = []
         self.ready: deque[Trunk] = deque()  # read to the end, some samples not branched off yet
         self.kept: list[Kept] = []  # of paused samples
+        self.abandoned: list[int] = []  # pages of trunks that were not read to the end, or not gone on from
         self.sequence: list[Sequence | None] = [None] * max_seqs
         self.free_slots = list(range(max_seqs - 1, -1, -1))
         self.promised = 0  # slots that samples of admitted trunks will take
@@ -134,14 +140,16 @@ class Scheduler:
         # Room for a page more per running sequence, so that admitting does not at once preempt.
         reserve = running if is_busy else 0
         while self.pool.available < needed + reserve:
-            if is_busy or not self.give_up_kept():
+            if is_busy or not (self.give_up_kept() or self.give_up_resumed()):
                 return False
+            needed = -(-len(trunk.tokens) // size) - len(trunk.pages)  # its own may have been what was given up
         if trunk.pages:  # kept through a pause
             trunk.pages += [self.pool.take() for _ in range(needed)]
             return True
         trunk.pages = self.pool.index.find(trunk.tokens)
         trunk.found = len(trunk.pages)
         trunk.done = trunk.found * size
+        trunk.weights = self.pool.index.weights
         trunk.pages += [self.pool.take() for _ in range(needed - trunk.found)]
         return True
 
@@ -165,9 +173,9 @@ class Scheduler:
             trunk = self.ready[0]
             has_partial = len(trunk.tokens) % size != 0
             while trunk.members and self.free_slots:
-                takes_over = len(trunk.members) == 1
-                if has_partial and not takes_over and not self.pool.available:
+                if has_partial and len(trunk.members) > 1 and not self._has_room_to_copy(trunk):
                     return born, copies
+                takes_over = len(trunk.members) == 1
                 sequence = trunk.members.popleft()
                 self.promised -= 1
                 sequence.pages = list(trunk.pages)
@@ -179,11 +187,28 @@ class Scheduler:
                         sequence.pages[-1] = self.pool.take()
                         copies.append((trunk.pages[-1], sequence.pages[-1]))
                 sequence.shared = trunk.found if trunk.is_sole else len(trunk.tokens) // size
+                sequence.weights = trunk.weights
                 self._seat(sequence, len(trunk.tokens))
                 born.append((trunk, sequence))
             if not trunk.members:
                 self.ready.popleft()
         return born, copies
+
+    def _has_room_to_copy(self, trunk: Trunk) -> bool:
+        """For one page more. When nobody runs who could give one back, paused samples do; and where there are none, one
+        sample takes the trunk over and the others wait to read it again."""
+        is_running = len(self.free_slots) < self.max_seqs
+        while not self.pool.available:
+            if is_running:
+                return False
+            if self.give_up_kept() or self.give_up_resumed():
+                continue
+            first = trunk.members.popleft()
+            self.waiting.appendleft(Trunk(trunk.tokens, trunk.members, is_sole=False))
+            self.promised -= len(trunk.members)
+            trunk.members = deque([first])
+            return True
+        return True
 
     def _seat(self, sequence: Sequence, length: int) -> None:
         slot = self.free_slots.pop()
@@ -230,7 +255,7 @@ class Scheduler:
         """Free the slot and the pages; with `remember`, full pages stay findable by these tokens."""
         slot = sequence.slot
         if remember is not None:
-            self.pool.index.remember(remember, sequence.pages)
+            self.pool.index.remember(remember, sequence.pages, sequence.weights)
         self.slots.clear(slot, sequence.pages[sequence.shared :])
         for page in sequence.pages:
             self.pool.drop(page)
@@ -243,16 +268,20 @@ class Scheduler:
 
     def _abandon(self, trunk: Trunk) -> None:
         """Forget what was read of an admitted trunk: its pages go back."""
+        self._let_go(trunk)
+        trunk.logits = None
+        self.promised -= len(trunk.members)
+
+    def _let_go(self, trunk: Trunk) -> None:
+        self.abandoned += trunk.pages
         for page in trunk.pages:
             self.pool.drop(page)
         trunk.pages = []
         trunk.done = trunk.found = 0
-        trunk.logits = None
-        self.promised -= len(trunk.members)
 
     def keep(self, sequence: Sequence) -> Kept:
         """Hold the pages of a sequence that is about to leave."""
-        kept = Kept(list(sequence.pages), sequence.shared, int(self.slots.length[sequence.slot]))
+        kept = Kept(list(sequence.pages), sequence.shared, int(self.slots.length[sequence.slot]), sequence.weights)
         for page in kept.pages:
             self.pool.hold(page)
         self.kept.append(kept)
@@ -270,6 +299,14 @@ class Scheduler:
             kept.pages = []
         return True
 
+    def give_up_resumed(self) -> bool:
+        """The same for the last sample in the queue that was paused with its pages; it is read again."""
+        for trunk in reversed(self.waiting):
+            if trunk.pages:
+                self._let_go(trunk)
+                return True
+        return False
+
     def restart_reading(self) -> None:
         """Admitted trunks go back to the head of the queue, in order."""
         for trunk in reversed([*self.ready, *self.reading]):
@@ -286,8 +323,7 @@ class Scheduler:
                 queue.remove(trunk)
                 if queue is not self.waiting:
                     self._abandon(trunk)
-                for page in trunk.pages:  # it was kept through a pause and not admitted yet
-                    self.pool.drop(page)
+                self._let_go(trunk)  # what it kept through a pause, where it was not admitted yet
                 removed += trunk.members
         return removed
 
@@ -341,7 +377,7 @@ class _Slots:
         self.greedy[slot] = how.temperature == 0
         self.temperature[slot] = how.temperature or 1.0
         # Off is written as a value that cannot cut anything, so rounding cannot either.
-        self.top_k[slot] = how.top_k or 1 << 40
+        self.top_k[slot] = min(how.top_k or OFF, OFF)
         self.top_p[slot] = how.top_p if how.top_p < 1 else 2.0
         self.min_p[slot] = how.min_p
         self.truncated[slot] = is_truncated(how)

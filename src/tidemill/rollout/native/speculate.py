@@ -15,6 +15,7 @@ import numpy as np
 
 from tidemill.batch import Array
 from tidemill.errors import ConfigError
+from tidemill.rollout.engine import Request
 from tidemill.rollout.native.pending import Pending
 from tidemill.rollout.native.sampling import Drawn
 from tidemill.rollout.native.scheduler import Scheduler, Sequence
@@ -189,15 +190,17 @@ class Speculator:
 
     def ended(self, sequence: Sequence) -> None:
         """A sample is over: its text stays for the others of its request until the last one ends."""
-        texts = self._texts.get(sequence.request.id)
-        if texts is None:
-            return
+        texts = self._texts.setdefault(sequence.request.id, _Texts())
         texts.ended += 1
         if sequence.index in texts.texts:
             known = len(texts.texts[sequence.index]) - len(sequence.request.prompt)
             texts.extend(sequence.index, sequence.tokens[known:])
         if texts.ended >= sequence.request.n:
             del self._texts[sequence.request.id]
+
+    def expect(self, request: Request) -> None:
+        """A sample of `request` goes on after a pause; those that are not resumed have ended, or never come."""
+        self._texts.setdefault(request.id, _Texts(ended=request.n)).ended -= 1
 
     def forget(self, request_id: int | None = None) -> None:
         if request_id is None:
