@@ -15,7 +15,7 @@ from tidemill.algorithms.registry import get
 from tidemill.batch import Batch, Column
 from tidemill.config import Config, TinyModel
 from tidemill.errors import DataError
-from tidemill.learn import logprob
+from tidemill.learn import chunks
 from tidemill.learn.engine import Learner, score
 from tidemill.learn.logprob import reference_logprobs, token_logprobs
 from tidemill.learn.optimizer import learning_rate
@@ -202,7 +202,7 @@ def test_a_restored_learner_goes_on_as_if_it_had_never_stopped() -> None:
 def test_chunked_logprobs_and_entropy_equal_the_plain_form(
     chunk: int, softcap: float | None, by_words: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprob, "WORDS", 2)  # so that 13 words are more than one chunk
+    monkeypatch.setattr(chunks, "WORDS", 2)  # so that 13 words are more than one chunk
     torch.manual_seed(0)
     hidden = torch.randn(10, 6, dtype=torch.float64, requires_grad=True)
     head = torch.randn(13, 6, dtype=torch.float64, requires_grad=True)
@@ -232,10 +232,10 @@ def test_chunked_logprobs_and_entropy_equal_the_plain_form(
 
 
 def test_all_tokens_have_as_many_logits_at_once_as_a_chunk_of_them_has_with_all_words() -> None:
-    assert logprob.words_at_once(tokens=500, words=151_936, chunk=1024) == 151_936
-    some = logprob.words_at_once(tokens=10_922, words=151_936, chunk=1024)
-    assert some % logprob.WORDS == 0 and 0.95 < some * 10_922 / (1024 * 151_936) <= 1
-    assert logprob.words_at_once(tokens=10**6, words=1000, chunk=1) == logprob.WORDS
+    assert chunks.words_at_once(tokens=500, words=151_936, chunk=1024) == 151_936
+    some = chunks.words_at_once(tokens=10_922, words=151_936, chunk=1024)
+    assert some % chunks.WORDS == 0 and 0.95 < some * 10_922 / (1024 * 151_936) <= 1
+    assert chunks.words_at_once(tokens=10**6, words=1000, chunk=1) == chunks.WORDS
 
 
 def test_the_plain_twin_of_the_chunked_logprobs_is_the_same_function() -> None:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from tidemill.device import has_triton
-
-WORDS = 128  # a chunk of words is a multiple of this: what suits products of matrices
+from tidemill.learn.chunks import words_at_once
 
 
 def token_logprobs(
@@ -47,12 +46,6 @@ def token_logprobs(
         hidden, head, bias, targets, words, words_at_once(hidden.shape[0], head.shape[0], chunk)
     )
     return scores
-
-
-def words_at_once(tokens: int, words: int, chunk: int) -> int:
-    """So that all tokens have as many logits as `chunk` tokens have with all words."""
-    fitting = chunk * words // max(tokens, 1)
-    return words if fitting >= words else max(WORDS, fitting // WORDS * WORDS)
 
 
 def can_fuse(x: Tensor) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from tidemill.config import Config, Learn
+from tidemill.learn.chunks import words_at_once
 from tidemill.settings.estimate import BYTES, Shape, cache_tokens, microbatch_tokens, shape_of, tokens_computed
 
 CRITICS = frozenset({"ppo"})  # algorithms that train a second model of the same size
@@ -66,7 +67,9 @@ def memory(
         config, shape, tokens, width
     )
     logits = logit_bytes(shape, responses, learn.logprob_chunk, width, not adapters, on_accelerator)
-    layer = max(0, tokens * width * layer_elements(shape, learn, is_compiled) - logits)
+    # The output layer's gradient waits for that of the embeddings, which are the same weights in most models.
+    head = 0 if adapters else shape.vocabulary * shape.hidden * width
+    layer = max(0, tokens * width * layer_elements(shape, learn, is_compiled) + head - logits)
     largest = shape.vocabulary * shape.hidden if not adapters else learn.lora_rank * shape.intermediate
     update = max(0, int(largest * update_bytes(learn, width, on_accelerator)) - activations - logits - layer)
     if tokens >= tokens_computed(config):
@@ -179,8 +182,10 @@ def _layer_keeps(shape: Shape, recompute: str, is_compiled: bool, width: int) ->
     if recompute == "full":
         return h
     if is_compiled:
-        # Input and output of both norms; q, k, v and attention's output; gate, up and their product.
-        outside, inside, activation = 4 * h + 2 * q + 2 * kv, 3 * wide, wide
+        # Inputs of both norms, and outputs too where they are not made again; q, k, v and attention's output; gate, up
+        # and their product.
+        norms = 4 * h if recompute == "none" else 2 * h
+        outside, inside, activation = norms + 2 * q + 2 * kv, 3 * wide, wide
         outside += q + kv if shape.has_head_norms else 0
     else:
         # Norms keep a scaled input too (in float32 beside 16-bit weights), heads are turned and repeated.
@@ -210,10 +215,13 @@ def layer_elements(shape: Shape, learn: Learn, is_compiled: bool) -> int:
 
 
 def logit_bytes(shape: Shape, targets: int, chunk: int, width: int, trains_head: bool, is_fused: bool) -> int:
-    """Logits of a chunk in float32, their gradient and that of the chunk before; the head's gradient in float32."""
-    head = 4 * shape.vocabulary * shape.hidden if trains_head else 0
+    """Logits of a chunk in float32, their gradient, and sums over chunks (`learn.logprob`)."""
+    h, words = shape.hidden, shape.vocabulary
+    head = words * h if trains_head else 0
+    if not is_fused:  # the head's gradient in float32, and a chunk's part of it
+        return min(chunk, targets) * words * PLAIN_LOGITS + 8 * head
+    if targets < words:  # all tokens and some words: the head's gradient as it is, that of the states in float32
+        return targets * words_at_once(targets, words, chunk) * (4 + width) + width * head + 8 * targets * h
     first = min(chunk, targets)
     second = min(chunk, targets - first)
-    if not is_fused:
-        return first * shape.vocabulary * PLAIN_LOGITS + 2 * head
-    return shape.vocabulary * max(first * (4 + width), first * width + second * (4 + width)) + head
+    return words * max(first * (4 + width), first * width + second * (4 + width)) + 4 * head
