@@ -203,6 +203,7 @@ def as_loaded(model: Any) -> None:
     from tidemill.models import lora
 
     layers.undo(model)
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]
     lora.detach(model)
     for p in model.parameters():
         p.grad = None

@@ -58,15 +58,22 @@ class Shape:
         return model.eval()
 
 
-def native(shape: Shape, works: list[Work]) -> Roll:
-    from tidemill.rollout.engine import Request, Sampling
+def captured(model: Any, **settings: Any) -> Any:
+    """The native engine, with graphs captured before anything is timed."""
     from tidemill.rollout.native.engine import NativeEngine
 
-    seqs, window = max(work.lengths.size for work in works), max(work.window for work in works)
-    engine = NativeEngine(shape.model, eos_ids=[], max_seqs=seqs, max_len=window)
+    engine = NativeEngine(model, eos_ids=[], **settings)
     if engine.decoder is not None:
         with torch.inference_mode():
             engine.decoder.capture()
+    return engine
+
+
+def native(shape: Shape, works: list[Work]) -> Roll:
+    from tidemill.rollout.engine import Request, Sampling
+
+    seqs, window = max(work.lengths.size for work in works), max(work.window for work in works)
+    engine = captured(shape.model, max_seqs=seqs, max_len=window)
 
     def roll(work: Work, brief: bool) -> int:
         for i, prompt in enumerate(work.prompts):

@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 
 from dock_payload import (
-    BIG_BYTES,
     CALLS,
     REPEATS,
     Copier,
@@ -36,8 +35,10 @@ from dock_payload import (
     jagged,
     memcpy_gbps,
     nbytes,
+    note,
     rows_per_s,
     small,
+    speeds,
     summary,
     timed,
 )
@@ -267,8 +268,7 @@ def carrying(server: DockServer) -> dict[str, Any]:
     writer, reader = Side(DockSide, server.address, None), Side(DockSide, server.address, None)
     result: dict[str, Any] = {}
     for kind, data in (("big", big()), ("jagged", jagged())):
-        size = nbytes(data)
-        puts, gets, copies = carry(writer, reader, kind)
+        carried = carry(writer, reader, kind)
         after_idle = []  # the ledger and the reader have slept while the writer wrote
         for i in range(2 * REPEATS):
             writer.ask("put", kind, i)
@@ -285,19 +285,12 @@ def carrying(server: DockServer) -> dict[str, Any]:
             put_at = writer.ask("put_until", kind, i)
             awaited.append(reader.hear() - put_at)
         figures = {
-            "memcpy_gbps": summary(copies, lambda s: BIG_BYTES / s / 1e9),
-            "put_gbps": summary(puts, lambda s, n=size: n / s / 1e9),
-            "get_copy_gbps": summary(gets, lambda s, n=size: n / s / 1e9),
+            **speeds(nbytes(data), *carried),
             "get_zero_copy_ms": summary(views, lambda s: 1e3 * s),
             "get_zero_copy_after_idle_ms": summary(after_idle, lambda s: 1e3 * s),
             "get_zero_copy_awaited_ms": summary(awaited, lambda s: 1e3 * s),
         }
-        medians = {name: figure["median"] for name, figure in figures.items()}
-        if kind == "big":
-            result.update(medians)
-            result["spread"] = figures
-        else:
-            result["jagged"] = medians
+        note(result, kind, figures)
     calls = {rows: 5 * n for rows, n in CALLS.items()}
     result["rows_per_s"] = rows_per_s(writer, reader, calls)
     result["rows_per_s"]["get_and_commit"] = result["rows_per_s"].pop("get")

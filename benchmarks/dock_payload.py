@@ -135,6 +135,25 @@ def carry(writer: Side, reader: Side, kind: str, repeats: int = REPEATS) -> tupl
     return puts, gets, copies
 
 
+def speeds(kind_bytes: int, puts: list[float], gets: list[float], copies: list[float]) -> dict[str, dict[str, float]]:
+    """What `carry` timed, in GB/s."""
+    return {
+        "memcpy_gbps": summary(copies, lambda s: BIG_BYTES / s / 1e9),
+        "put_gbps": summary(puts, lambda s: kind_bytes / s / 1e9),
+        "get_copy_gbps": summary(gets, lambda s: kind_bytes / s / 1e9),
+    }
+
+
+def note(result: dict[str, Any], kind: str, figures: dict[str, dict[str, float]]) -> None:
+    """Medians of the big batch, with their spread, and those of the jagged one apart."""
+    medians = {name: figure["median"] for name, figure in figures.items()}
+    if kind == "big":
+        result.update(medians)
+        result["spread"] = figures
+    else:
+        result["jagged"] = medians
+
+
 def rows_per_s(
     writer: Side, reader: Side, calls: dict[int, int] = CALLS, get: str = "get_many"
 ) -> dict[str, dict[str, float]]:

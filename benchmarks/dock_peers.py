@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dock_payload import BIG_BYTES, CALLS, Copier, Side, big, carry, jagged, nbytes, rows_per_s, small, summary, timed
+from dock_payload import CALLS, Copier, Side, big, carry, jagged, nbytes, note, rows_per_s, small, speeds, timed
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 NAMESPACE = "transfer_queue"
@@ -185,99 +185,68 @@ def transferqueue() -> dict[str, Any]:
 # -- Ray --------------------------------------------------------------------------------------------------------------
 
 
-class RayPutSide(Copier):
-    """`ray.put` of a dict of arrays and `ray.get`; the reference goes through a small named actor."""
+class RaySide(Copier):
+    """What goes from one process to another passes a small named actor; how, is told below."""
 
     def __init__(self, address: str) -> None:
         join_ray(address)
         import ray
 
+        self._ray = ray
         self._post = ray.get_actor("post")
 
-    def put(self, kind: str, i: int) -> float:
-        import ray
+    def _leave(self, data: Any) -> None:
+        raise NotImplementedError
 
+    def _fetch(self) -> Any:
+        raise NotImplementedError
+
+    def put(self, kind: str, i: int) -> float:
         data = jagged() if kind == "jagged" else big()
+        return timed(lambda: self._leave(data))
+
+    def get(self, kind: str, i: int) -> float:
+        """Views of the object store are copied: the copy is what a learner pays."""
+        return timed(lambda: _copy_out(self._fetch()))
+
+    def put_many(self, rows: int, calls: int) -> float:
+        data = small(rows)
 
         def put() -> None:
-            ray.get(self._post.leave.remote([ray.put(data)]))
+            for _ in range(calls):
+                self._leave(data)
 
         return timed(put)
 
-    def get(self, kind: str, i: int) -> float:
-        import ray
-
+    def get_many(self, rows: int, calls: int) -> float:
         def get() -> None:
-            found = ray.get(ray.get(self._post.fetch.remote())[0])
-            _copy_out(found)  # views of the object store otherwise: the copy is what a learner pays
+            for _ in range(calls):
+                self._fetch()
 
         return timed(get)
+
+
+class RayPutSide(RaySide):
+    """`ray.put` of a dict of arrays and `ray.get`; only the reference goes through the actor."""
+
+    def _leave(self, data: Any) -> None:
+        self._ray.get(self._post.leave.remote([self._ray.put(data)]))
+
+    def _fetch(self) -> Any:
+        return self._ray.get(self._ray.get(self._post.fetch.remote())[0])
 
     def get_view(self, kind: str, i: int) -> float:
-        import ray
-
-        return timed(lambda: ray.get(ray.get(self._post.fetch.remote())[0]))
-
-    def put_many(self, rows: int, calls: int) -> float:
-        import ray
-
-        data = small(rows)
-
-        def put() -> None:
-            for _ in range(calls):
-                ray.get(self._post.leave.remote([ray.put(data)]))
-
-        return timed(put)
-
-    def get_many(self, rows: int, calls: int) -> float:
-        import ray
-
-        def get() -> None:
-            for _ in range(calls):
-                ray.get(ray.get(self._post.fetch.remote())[0])
-
-        return timed(get)
+        return timed(self._fetch)
 
 
-class CentralSide(Copier):
+class CentralSide(RaySide):
     """Everything through one Ray actor that keeps it."""
 
-    def __init__(self, address: str) -> None:
-        join_ray(address)
-        import ray
+    def _leave(self, data: Any) -> None:
+        self._ray.get(self._post.leave.remote(data))
 
-        self._post = ray.get_actor("post")
-
-    def put(self, kind: str, i: int) -> float:
-        import ray
-
-        data = jagged() if kind == "jagged" else big()
-        return timed(lambda: ray.get(self._post.leave.remote(data)))
-
-    def get(self, kind: str, i: int) -> float:
-        import ray
-
-        return timed(lambda: _copy_out(ray.get(self._post.fetch.remote())))
-
-    def put_many(self, rows: int, calls: int) -> float:
-        import ray
-
-        data = small(rows)
-
-        def put() -> None:
-            for _ in range(calls):
-                ray.get(self._post.leave.remote(data))
-
-        return timed(put)
-
-    def get_many(self, rows: int, calls: int) -> float:
-        import ray
-
-        def get() -> None:
-            for _ in range(calls):
-                ray.get(self._post.fetch.remote())
-
-        return timed(get)
+    def _fetch(self) -> Any:
+        return self._ray.get(self._post.fetch.remote())
 
 
 class Post:
@@ -320,19 +289,7 @@ def with_ray(side: type) -> dict[str, Any]:
 def moved(writer: Side, reader: Side, repeats: int) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for kind, data in (("big", big()), ("jagged", jagged())):
-        size = nbytes(data)
-        puts, gets, copies = carry(writer, reader, kind, repeats)
-        figures = {
-            "memcpy_gbps": summary(copies, lambda s: BIG_BYTES / s / 1e9),
-            "put_gbps": summary(puts, lambda s, n=size: n / s / 1e9),
-            "get_copy_gbps": summary(gets, lambda s, n=size: n / s / 1e9),
-        }
-        medians = {name: figure["median"] for name, figure in figures.items()}
-        if kind == "big":
-            result.update(medians)
-            result["spread"] = figures
-        else:
-            result["jagged"] = medians
+        note(result, kind, speeds(nbytes(data), *carry(writer, reader, kind, repeats)))
     return result
 
 

@@ -9,12 +9,7 @@ Sections are guarded: one that fails is printed and the rest go on. One JSON obj
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,61 +17,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks import rollout as bench
-from benchmarks._rollout_engines import Work
-
-FIGURES: dict[str, Any] = {}
-STARTED = time.perf_counter()
-
-
-def say(name: str, value: Any) -> None:
-    FIGURES[name] = value
-    print(f"[{time.perf_counter() - STARTED:6.1f}s] {name}: {value}", flush=True)
-
-
-class Setup:
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.is_small = device == "cpu"
-        name = "quickstart" if self.is_small else "1.5b"
-        self.works = {kind: bench._work(f"{kind}-{name}") for kind in ("fixed", "tail")}
-        if self.is_small:
-            self.works = {kind: Work(w.prompts[:4], w.lengths[:4]) for kind, w in self.works.items()}
-        self.shape = bench._shape(name, device, max(w.window for w in self.works.values()))
-
-    def engine(self, work: Work, **options: Any) -> Any:
-        from tidemill.rollout.native.engine import NativeEngine
-
-        settings = {"max_seqs": work.lengths.size, "max_len": work.window, **options}
-        engine = NativeEngine(self.shape.model, eos_ids=[], **settings)
-        if engine.decoder is not None:
-            with torch.inference_mode():
-                engine.decoder.capture()
-        return engine
-
-    def wait(self) -> float:
-        if not self.is_small:
-            torch.accelerator.synchronize()
-        return time.perf_counter()
-
-    def memory(self) -> int:
-        if self.is_small:
-            return 0
-        torch.accelerator.synchronize()
-        return int(torch.accelerator.get_memory_info()[0])
-
-
-def roll(engine: Any, work: Work, prompts: int | None = None, most: int = 1 << 30) -> tuple[list[Any], int]:
-    from tidemill.rollout.engine import Request, Sampling
-
-    for i, prompt in enumerate(work.prompts[:prompts]):
-        limits = np.minimum(work.lengths[i], most).tolist()
-        engine.submit(Request(i, prompt, Sampling(), n=len(limits), limits=limits))
-    done, steps = [], 0
-    while engine.has_work:
-        done += engine.step()
-        steps += 1
-    return sorted(done, key=lambda c: (c.request.id, c.index)), steps
+from benchmarks._gpu_rollout import FIGURES, Setup, roll, run, say
 
 
 def speeds(setup: Setup) -> None:
@@ -214,26 +155,5 @@ def sleep_and_wake(setup: Setup) -> None:
         f"back in {slept:.3f} s; {woken:.2f} s from waking to {work.lengths.size} first tokens")  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", default="", help="sections whose name contains this")
-    chosen = parser.parse_args()
-    if chosen.device == "cpu":
-        torch.set_num_threads(1)
-    setup = Setup(chosen.device)
-    sections: dict[str, Callable[[Setup], None]] = {
-        "sleep": sleep_and_wake, "speeds": speeds, "nearness": nearness,
-        "speculation": speculation,
-    }  # fmt: skip
-    for name, work in sections.items():
-        if chosen.only in name:
-            try:
-                work(setup)
-            except Exception:
-                say(f"{name} FAILED", traceback.format_exc()[-3000:])
-    print(json.dumps(FIGURES))
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, {"sleep": sleep_and_wake, "speeds": speeds, "nearness": nearness, "speculation": speculation})

@@ -8,11 +8,8 @@ Sections are guarded: one that fails is printed and the rest go on. One JSON obj
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +19,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.gpu_rollout_more import FIGURES, Setup, say
+from benchmarks._gpu_rollout import FIGURES, Setup, roll, run, say
 
 # Off is a value that cuts nothing, as the engine writes it.
 HOWS: dict[str, dict[str, Any]] = {
@@ -33,11 +30,14 @@ HOWS: dict[str, dict[str, Any]] = {
     "top_k 1000": {"top_k": 1000},
     "min_p 0.05": {"min_p": 0.05},
 }
-STEERED: dict[str, dict[str, Any]] = {
-    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.5},
-    "allowed tokens, top_p 0.95": {"allowed_tokens": tuple(range(3, 400)), "top_p": 0.95},
-    "bias": {"logit_bias": dict.fromkeys(range(10, 60), 0.5)},
-}
+
+
+def steered(vocab: int) -> dict[str, dict[str, Any]]:
+    return {
+        "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.5},
+        "allowed tokens, top_p 0.95": {"allowed_tokens": tuple(range(3, min(400, vocab))), "top_p": 0.95},
+        "bias": {"logit_bias": dict.fromkeys(range(10, 60), 0.5)},
+    }
 
 
 def state_of(rows: int, device: str, hows: list[dict[str, Any]]) -> SimpleNamespace:
@@ -107,20 +107,6 @@ def milliseconds(setup: Setup, work: Callable[[], Any], times: int = 10) -> floa
     return (setup.wait() - started) / times * 1e3
 
 
-def roll(engine: Any, work: Any, how: dict[str, Any], most: int = 1 << 30, each: Any = None) -> tuple[list[Any], int]:
-    from tidemill.rollout.engine import Request, Sampling
-
-    for i, prompt in enumerate(work.prompts):
-        limits = np.minimum(work.lengths[i], most).tolist()
-        settings = how if each is None else each[i % len(each)]
-        engine.submit(Request(i, prompt, Sampling(**settings), n=len(limits), limits=limits))
-    done, steps = [], 0
-    while engine.has_work:
-        done += engine.step()
-        steps += 1
-    return sorted(done, key=lambda c: (c.request.id, c.index)), steps
-
-
 def equality(setup: Setup) -> None:
     """A small model in float32: samples of captured decoding against those drawn outside of it, all kinds mixed."""
     from benchmarks._rollout_engines import Work
@@ -131,8 +117,8 @@ def equality(setup: Setup) -> None:
     work = Work([rng.integers(3, 500, 5 + 3 * i).tolist() for i in range(12)], np.full((12, 4), 60))
     model = tiny("Qwen2Config")
     hows = [{**how, "temperature": 0.7 + 0.1 * i} for i, how in enumerate(HOWS.values())]
-    hows += [{"temperature": 0.0}, {"top_k": 5, "seed": 3}, *STEERED.values()]
-    wanted, _ = roll(NativeEngine(model, eos_ids=[], max_seqs=48, max_len=256, graphs=False), work, {}, each=hows)
+    hows += [{"temperature": 0.0}, {"top_k": 5, "seed": 3}, *steered(model.config.vocab_size).values()]
+    wanted, _ = roll(NativeEngine(model, eos_ids=[], max_seqs=48, max_len=256, graphs=False), work, *hows)
     engine = NativeEngine(model, eos_ids=[], max_seqs=48, max_len=256)
     assert engine.decoder is not None
 
@@ -140,7 +126,7 @@ def equality(setup: Setup) -> None:
         raise AssertionError("drawn outside the graph")
 
     engine._draw = outside  # type: ignore[method-assign]
-    made, _ = roll(engine, work, {}, each=hows)
+    made, _ = roll(engine, work, *hows)
     same = float(np.mean([a.tokens == b.tokens for a, b in zip(made, wanted)]))
     gaps = [np.abs(np.array(a.kept) - np.array(b.kept)).max() for a, b in zip(made, wanted)
             if a.tokens == b.tokens and b.kept is not None]  # fmt: skip
@@ -154,7 +140,7 @@ def speeds(setup: Setup) -> None:
     work = setup.works["fixed"]
     engine = setup.engine(work)
     rates: dict[str, float] = {}
-    for name, how in (HOWS | STEERED).items():
+    for name, how in (HOWS | steered(setup.shape.config.vocab_size)).items():
         before = setup.wait()
         roll(engine, work, how, most=3)
         first = setup.wait() - before
@@ -191,9 +177,9 @@ def cost_of_addresses(setup: Setup) -> None:
     rates: dict[bool, list[float]] = {True: [], False: []}
     for keeps in (True, False, True, False, True, False):
         engine = engine_of(setup, keeps)
-        roll(engine, work, {}, most=3)
+        roll(engine, work, most=3)
         started = setup.wait()
-        done, _ = roll(engine, work, {})
+        done, _ = roll(engine, work)
         rates[keeps].append(sum(len(c.tokens) for c in done) / (setup.wait() - started))
         engine.sleep()
         del engine
@@ -208,7 +194,7 @@ def sleep_and_wake(setup: Setup) -> None:
     work = setup.works["fixed"]
     for keeps in (True, False):
         engine = engine_of(setup, keeps)
-        wanted, _ = roll(engine, work, {}, most=40)
+        wanted, _ = roll(engine, work, most=40)
         roll(engine, work, HOWS["top_k 50, top_p 0.95"], most=3)
         if not setup.is_small:
             torch.accelerator.empty_cache()
@@ -225,9 +211,9 @@ def sleep_and_wake(setup: Setup) -> None:
         engine.wake()
         woken = setup.wait() - started
         started = setup.wait()
-        roll(engine, work, {}, most=3)
+        roll(engine, work, most=3)
         first = setup.wait() - started
-        made, _ = roll(engine, work, {}, most=40)
+        made, _ = roll(engine, work, most=40)
         same = np.mean([a.tokens == b.tokens for a, b in zip(made, wanted)])
         if engine.decoder is not None:
             before = setup.wait()
@@ -251,27 +237,9 @@ def sleep_and_wake(setup: Setup) -> None:
         gc.collect()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", default="", help="sections whose name contains this")
-    chosen = parser.parse_args()
-    if chosen.device == "cpu":
-        torch.set_num_threads(1)
-    setup = Setup(chosen.device)
-    sections: dict[str, Callable[[Setup], None]] = {
-        "sleep": sleep_and_wake, "addresses": cost_of_addresses, "speeds": speeds,
-    }  # fmt: skip
-    if chosen.device != "cpu":
-        sections = {"kernels": kernels, "equality": equality, **sections}
-    for name, work in sections.items():
-        if chosen.only in name:
-            try:
-                work(setup)
-            except Exception:
-                say(f"{name} FAILED", traceback.format_exc()[-3000:])
-    print(json.dumps(FIGURES))
-
-
 if __name__ == "__main__":
-    main()
+    run(
+        __doc__,
+        {"sleep": sleep_and_wake, "addresses": cost_of_addresses, "speeds": speeds},
+        on_accelerator={"kernels": kernels, "equality": equality},
+    )

@@ -16,6 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import rollout as bench
+from benchmarks._rollout_engines import captured
 
 ABOUT = "the native engine with 1 to 512 sequences at once, and with 10,000 requests waiting"
 OPTIONS = {"shape": "auto", "device": "auto", "sequences": [1, 8, 64, 256, 512], "waiting": 10_000}
@@ -48,16 +49,6 @@ def _clock(device: str) -> float:
     return time.perf_counter()
 
 
-def _engine(model: Any, slots: int, max_len: int) -> Any:
-    from tidemill.rollout.native.engine import NativeEngine
-
-    engine = NativeEngine(model, eos_ids=[], max_seqs=slots, max_len=max_len)
-    if engine.decoder is not None:
-        with torch.inference_mode():
-            engine.decoder.capture()
-    return engine
-
-
 def _ask(engine: Any, count: int, length: int, first_id: int = 0) -> None:
     from tidemill.rollout.engine import Request, Sampling
 
@@ -69,7 +60,7 @@ def _ask(engine: Any, count: int, length: int, first_id: int = 0) -> None:
 
 def throughput(model: Any, sequences: int, device: str, repeats: int) -> float:
     """Tokens per second of `sequences` at once, each with a prompt of its own; the median of some runs."""
-    engine = _engine(model, sequences, PROMPT + RESPONSE)
+    engine = captured(model, max_seqs=sequences, max_len=PROMPT + RESPONSE)
     rates = []
     for attempt in range(repeats + 1):  # the first warms up
         _ask(engine, sequences, RESPONSE)
@@ -84,7 +75,7 @@ def throughput(model: Any, sequences: int, device: str, repeats: int) -> float:
 def queue_cost(model: Any, waiting: int, device: str) -> dict[str, float]:
     """The median step with all slots taken and nobody waiting, and with `waiting` requests behind them. Two engines
     take turns, so that contexts are equally long and a busy machine hits both."""
-    engines = [_engine(model, SLOTS, PROMPT + 2 * STEPS) for _ in range(2)]
+    engines = [captured(model, max_seqs=SLOTS, max_len=PROMPT + 2 * STEPS) for _ in range(2)]
     for engine in engines:
         _ask(engine, SLOTS, 2 * STEPS)
         for _ in range(STEPS // 2):

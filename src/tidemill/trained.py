@@ -60,10 +60,7 @@ def open_trained(where: str | Path, device: str = "auto", *, raw: bool = False) 
 
 
 def _from_run(run: RunFolder, place: torch.device, raw: bool) -> Trained:
-    found = checkpoint.latest(run.checkpoints)
-    if found is None:
-        raise CheckpointError(f"{run.path} has no checkpoint yet", f"tidemill resume {run.path} goes on with it")
-    tensors, _ = checkpoint.load(found.path)
+    found, tensors = _newest(run)
     definition = AutoConfig.from_pretrained(run.path / DEFINITION)
     model = AutoModelForCausalLM.from_config(definition, attn_implementation=attention.NAME)  # type: ignore[no-untyped-call]
     model = model.to(DTYPES[run.config.model.dtype])
@@ -83,10 +80,22 @@ def _from_run(run: RunFolder, place: torch.device, raw: bool) -> Trained:
     return Trained(wrap(model.to(place), tokenizer, window), run.config, found.step, head, is_mean)
 
 
-def export(where: str | Path, folder: Path, *, raw: bool = False, without_bias: bool = False) -> Trained:
-    """The newest checkpoint as a Hugging Face folder, written aside and renamed."""
+def _newest(run: RunFolder) -> tuple[checkpoint.Found, dict[str, torch.Tensor]]:
+    found = checkpoint.latest(run.checkpoints)
+    if found is None:
+        raise CheckpointError(f"{run.path} has no checkpoint yet", f"tidemill resume {run.path} goes on with it")
+    tensors, _ = checkpoint.load(found.path)
+    return found, tensors
+
+
+def _check_free(folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"--to {folder} is not empty", "name a new folder")
+
+
+def export(where: str | Path, folder: Path, *, raw: bool = False, without_bias: bool = False) -> Trained:
+    """The newest checkpoint as a Hugging Face folder, written aside and renamed."""
+    _check_free(folder)
     aside = folder.with_name(f".{folder.name}.tmp")
     trained = open_trained(where, "cpu", raw=raw)
     if routing.given(trained.loaded.model) and not without_bias:
@@ -113,15 +122,11 @@ def export_adapter(where: str | Path, folder: Path, *, raw: bool = False) -> tup
     """The newest checkpoint's low-rank adapters as a folder that peft opens; the step they are of, and whether they are
     running means."""
     run = RunFolder.open(where, exclusive=False)
-    found = checkpoint.latest(run.checkpoints)
-    if found is None:
-        raise CheckpointError(f"{run.path} has no checkpoint yet", f"tidemill resume {run.path} goes on with it")
-    tensors, _ = checkpoint.load(found.path)
+    found, tensors = _newest(run)
     own, is_mean = adapters_of(tensors, raw)
     if not own:
         raise ConfigError(f"{run.path} learned all weights: it has no adapters", "export without --adapter")
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"--to {folder} is not empty", "name a new folder")
+    _check_free(folder)
     learn = run.config.learn
     base = run.config.model.path or str(run.path / "warm_start" / "model")
     tensors, about = lora.peft_files(own, learn.lora_rank, learn.lora_alpha, base)

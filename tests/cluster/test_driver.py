@@ -15,6 +15,7 @@ import pytest
 from tests.cluster.runs import assert_same, measured, train
 from tidemill import launch
 from tidemill.cluster import status
+from tidemill.observe.lock import lives
 
 pytest.importorskip("zmq")
 pytestmark = pytest.mark.slow
@@ -41,9 +42,9 @@ def test_a_killed_driver_leaves_nobody_behind_and_its_run_is_resumed(tmp_path: P
     pids = [w["pid"] for w in plain["workers"]]
     assert len(pids) == 4 and all(pids)
     deadline = time.monotonic() + 60
-    while any(status.lives(pid) for pid in pids) and time.monotonic() < deadline:
+    while any(lives(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not any(status.lives(pid) for pid in pids)
+    assert not any(lives(pid) for pid in pids)
     assert "its driver has ended" in status.render(status.read(run))
     launch.resume(run)
     assert_same(measured(tmp_path), measured(tmp_path / "calm"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,9 @@ from tests.cluster.runs import (
     warehouse,
     worker,
 )
-from tests.faults.test_resume import RECIPE, numbers
+from tests.faults.test_resume import RECIPE, KillAfter, numbers
 from tidemill import launch, trained
 from tidemill.errors import TidemillError
-from tidemill.flow.loop import Watcher
 
 pytest.importorskip("zmq")
 
@@ -160,12 +158,7 @@ def test_a_run_of_processes_is_resumed_in_one_process_and_the_other_way(
 
 @pytest.mark.slow
 def test_interrupted_by_the_user_it_saves_and_can_be_resumed(tmp_path: Path, local: list[dict[str, Any]]) -> None:
-    class Interrupt(Watcher):
-        def stepped(self, step: int, metrics: dict[str, float]) -> None:
-            if step == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    summary = train(tmp_path, Interrupt())
+    summary = train(tmp_path, KillAfter(2, signal.SIGINT))
     assert summary.is_stopped and summary.steps == 2
     launch.resume(tmp_path / "small")
     assert_same(measured(tmp_path), local)

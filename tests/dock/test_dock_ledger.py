@@ -1,13 +1,16 @@
 """The ledger against a plain model of itself, through random lives: puts, takes, commits, drops, expiries, restarts."""
 
+from dataclasses import asdict, replace
+
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tidemill.dock import LeaseExpired, Want, again, snapshot
+from tidemill.dock import Counts, LeaseExpired, Want, again, snapshot
 from tidemill.dock.ledger import Ledger
 from tidemill.dock.records import Written
+from tidemill.dock.table import LIVE
 from tidemill.graph import Stage
 
 STAGES = (
@@ -36,6 +39,8 @@ class LedgerLife(RuleBasedStateMachine):
         self.leases = []
         self.put_ids, self.ended = set(), set()
         self.consumed = {name: set() for name in NAMES}
+        self.counted = {name: set() for name in NAMES}  # ids that an accepted commit counted
+        self.told, self.heard = dict.fromkeys(NAMES, 0.0), 0
         self.chunk = 0
         self.alive_chunks = set()
 
@@ -79,6 +84,7 @@ class LedgerLife(RuleBasedStateMachine):
         ids = grant.ids.tolist()
         writes = STAGES[NAMES.index(stage)].writes
         what = self.written(*writes, n=len(ids)) if writes else Written()
+        what = replace(what, counts=Counts({stage: [1.0] * len(ids)}, {}))
         drop = ids[:dropped]
         try:
             self.ledger.commit(grant.lease, what, drop, self.now)
@@ -91,6 +97,22 @@ class LedgerLife(RuleBasedStateMachine):
         assert not kept & self.consumed[stage], "committed twice"
         self.consumed[stage] |= kept
         self.ended |= set(drop)
+        assert not self.counted[stage] & set(ids), "counted twice"
+        self.counted[stage] |= set(ids)
+
+    @rule(is_heard=st.booleans())
+    def tell(self, is_heard):
+        told = self.ledger.tell(self.heard)
+        if is_heard:
+            self.hear(told)
+
+    def hear(self, told):
+        self.heard = told.number
+        for name, count in told.sums.items():
+            self.told[name] += count
+        slots = self.ledger.slot_of
+        here = {i for i, slot in slots.items() if self.ledger.rows.state[slot] == LIVE}
+        assert self.told == {name: len(ids - here) for name, ids in self.counted.items()}
 
     @rule()
     def abandon(self):
@@ -119,8 +141,6 @@ class LedgerLife(RuleBasedStateMachine):
     def books_balance(self):
         if not hasattr(self, "ledger"):
             return
-        from dataclasses import asdict
-
         for effect in self.ledger.effects:
             self.history.append(tuple(asdict(x) if isinstance(x, Written) else x for x in effect))
         self.ledger.effects = []
@@ -156,6 +176,7 @@ class LedgerLife(RuleBasedStateMachine):
                 self.consumed[stage.name] |= set(ids)
         assert self.ledger.state(self.now).rows == 0, "a row got stuck"
         assert self.ledger.chunks.nbytes == 0
+        self.hear(self.ledger.tell(self.heard))
 
 
 LedgerLife.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -39,14 +39,14 @@ FORK = multiprocessing.get_context("fork")
 
 
 class KillAfter(Watcher):
-    """SIGKILL right after a step is recorded: before its checkpoint, or before the run's end."""
+    """A signal right after a step is recorded: before its checkpoint, or before the run's end."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, how: signal.Signals = signal.SIGKILL) -> None:
+        self.step, self.how = step, how
 
     def stepped(self, step: int, metrics: dict[str, float]) -> None:
         if step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.how)
 
 
 def in_child(work: Callable[[], Any], kill_after_s: float | None = None) -> int | None:
@@ -135,12 +135,7 @@ def test_a_truncated_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_pat
 
 
 def test_interrupted_by_the_user_it_saves_and_can_be_resumed(tmp_path: Path) -> None:
-    class Interrupt(Watcher):
-        def stepped(self, step: int, metrics: dict[str, float]) -> None:
-            if step == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    summary = launch.train({**RECIPE, "folder": str(tmp_path / "a")}, watch=Interrupt())
+    summary = launch.train({**RECIPE, "folder": str(tmp_path / "a")}, watch=KillAfter(2, signal.SIGINT))
     assert summary.is_stopped and summary.steps == 2
     launch.resume(tmp_path / "a" / "small")
     launch.train({**RECIPE, "folder": str(tmp_path / "b")})

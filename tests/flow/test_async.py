@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.faults.test_resume import FORK, RECIPE, in_child, numbers, resume_until_done
+from tests.faults.test_resume import FORK, RECIPE, KillAfter, in_child, numbers, resume_until_done
 from tests.flow.test_schedules import run
 
 from tidemill import launch
 from tidemill.errors import TidemillError
 from tidemill.flow.learning import LearnWorker
-from tidemill.flow.loop import Watcher
 from tidemill.flow.rolling import RolloutWorker
 
 LONG = {"rollout": {"max_new_tokens": 40}, "data": {"max_prompt_tokens": 16}}
@@ -180,12 +179,7 @@ def test_killed_and_resumed_every_sample_is_learned_from_exactly_once(tmp_path: 
 
 
 def test_interrupted_by_the_user_samples_under_way_are_kept(tmp_path: Path) -> None:
-    class Interrupt(Watcher):
-        def stepped(self, step: int, metrics: dict[str, float]) -> None:
-            if step == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    summary = launch.train({**ASYNC, "folder": str(tmp_path)}, watch=Interrupt())
+    summary = launch.train({**ASYNC, "folder": str(tmp_path)}, watch=KillAfter(2, signal.SIGINT))
     assert summary.is_stopped and summary.steps == 2
     after = launch.resume(tmp_path / "small")
     assert after.steps == RECIPE["train"]["steps"] and not after.is_stopped

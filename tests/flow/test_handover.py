@@ -146,7 +146,7 @@ def test_a_turn_is_taken_once_however_often_it_is_asked_for() -> None:
         turn()
     assert engine.told == ["sleep", "wake"]
     assert state.told == ["out", "back", "out"]
-    assert tally.take()["handed_over/state_bytes"] == 16
+    assert tally.drain().sums["handed_over/state_bytes"] == 16
 
 
 def test_a_sleeping_engine_hears_of_new_weights_when_it_wakes() -> None:

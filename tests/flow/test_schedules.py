@@ -12,7 +12,7 @@ from tests.faults.test_resume import RECIPE, numbers
 
 from tidemill import launch
 from tidemill.flow.evaluate import pass_at_k, powers_up_to
-from tidemill.flow.tally import Tally
+from tidemill.flow.tally import Tally, together
 
 
 def run(folder: Path, **over: Any) -> Path:
@@ -99,6 +99,6 @@ def test_a_tally_weighs_means_and_keeps_extremes() -> None:
         tally.mean("reward", value)
         tally.add("tokens", value)
         tally.update({"ratio_max": value, "loss": value})
-    taken = tally.take()
+    taken = together([tally.drain()])
     assert (taken["reward"], taken["tokens"], taken["ratio_max"], taken["loss"]) == (3, 9, 6, 3)
-    assert "reward" not in tally.take()
+    assert together([tally.drain()]) == {}

@@ -1,4 +1,3 @@
-import os
 import signal
 from contextlib import nullcontext
 
@@ -6,12 +5,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.faults.test_resume import RECIPE, numbers
+from tests.faults.test_resume import RECIPE, KillAfter, numbers
 from tests.learn.test_engine import CPU, SHAPE, config, samples
 from tidemill import launch
 from tidemill.algorithms.registry import get
 from tidemill.flow.evaluate import averaged
-from tidemill.flow.loop import Watcher
 from tidemill.learn import checkpoint
 from tidemill.learn.ema import Ema
 from tidemill.learn.engine import Learner, score
@@ -108,14 +106,9 @@ def test_a_streamed_folder_has_the_mean_unless_the_weights_are_asked_for(tmp_pat
 
 
 def test_a_resumed_run_has_the_mean_and_the_evaluations_of_one_never_stopped(tmp_path):
-    class Interrupt(Watcher):
-        def stepped(self, step, metrics):
-            if step == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-
     recipe = {**RECIPE, "train": {**RECIPE["train"], "steps": 4}, "learn": {"lr": 1e-2, "ema": 0.8}}
     launch.train({**recipe, "folder": str(tmp_path / "whole")})
-    assert launch.train({**recipe, "folder": str(tmp_path / "stopped")}, watch=Interrupt()).is_stopped
+    assert launch.train({**recipe, "folder": str(tmp_path / "stopped")}, watch=KillAfter(2, signal.SIGINT)).is_stopped
     launch.resume(tmp_path / "stopped" / "small")
     whole, stopped = (tmp_path / name / "small" for name in ("whole", "stopped"))
     assert numbers(stopped) == numbers(whole)

@@ -34,7 +34,7 @@ def test_tokens_of_other_weights_and_of_the_environment_do_not_count() -> None:
     assert mismatch(part, tokens, 4, "native") == {}
 
 
-def run(folder: Path, **rollout: Any) -> list[dict[str, float]]:
+def run(folder: Path, steps: int = 3, **rollout: Any) -> list[dict[str, float]]:
     recipe = {
         "folder": str(folder), "name": "run", "threads": 1,
         "model": {"tiny": {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 64, "window": 40,
@@ -42,7 +42,7 @@ def run(folder: Path, **rollout: Any) -> list[dict[str, float]]:
         "data": {"source": "chain", "args": {"terms": 2, "max_value": 4}, "max_prompt_tokens": 12},
         "rollout": {"max_new_tokens": 8, **rollout},
         "rewards": "last_number",
-        "train": {"steps": 3, "prompts_per_step": 8, "samples_per_prompt": 8, "tokens_per_microbatch": 400},
+        "train": {"steps": steps, "prompts_per_step": 8, "samples_per_prompt": 8, "tokens_per_microbatch": 400},
         "learn": {"lr": 1e-2},
         "eval": {"size": 4, "before": False, "after": False},
         "observe": {"tensorboard": False},

@@ -20,6 +20,7 @@ from cases import LONGEST, batch_of, config_of, prepared, random_samples, tokens
 
 from tidemill.algorithms.advantages import group_advantages
 from tidemill.algorithms.registry import get
+from tidemill.batch import Batch
 
 
 class OneProcess:
@@ -57,6 +58,17 @@ def padded(samples: list[dict], name: str) -> Tensor:
     zero = torch.zeros((), dtype=torch.float64)
     rows = [[torch.as_tensor(v, dtype=torch.float64) for v in s[name]] for s in samples]
     return torch.stack([torch.stack(row + [zero] * (LONGEST - len(row))) for row in rows])
+
+
+def completions(samples: list[dict], batch: Batch) -> dict[str, Tensor]:
+    """What TRL's trainers are given of a batch, whatever their loss: one prompt token, then the completion."""
+    return {
+        "prompt_ids": torch.zeros(len(samples), 1),
+        "prompt_mask": torch.ones(len(samples), 1),
+        "completion_ids": torch.zeros(len(samples), LONGEST),
+        "completion_mask": padded(samples, "mask"),
+        "advantages": torch.from_numpy(batch.values("advantages").astype(np.float64)),
+    }
 
 
 def gradients(loss: Tensor, samples: list[dict], name: str = "new") -> list[float]:
@@ -107,11 +119,7 @@ def test_policy_losses_equal_trls(form: str) -> None:
     new, entropy = padded(samples, "new"), padded(samples, "entropy")
     trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (new, entropy, None)
     inputs = {
-        "prompt_ids": torch.zeros(len(samples), 1),
-        "prompt_mask": torch.ones(len(samples), 1),
-        "completion_ids": torch.zeros(len(samples), LONGEST),
-        "completion_mask": mask,
-        "advantages": torch.from_numpy(batch.values("advantages").astype(np.float64)),
+        **completions(samples, batch),
         "old_per_token_logps": padded(samples, "old"),
         "ref_per_token_logps": padded(samples, "ref"),
         "num_items_in_batch": mask.sum(),
@@ -128,14 +136,7 @@ def test_rloo_equals_trls() -> None:
     mask, new = padded(samples, "mask"), padded(samples, "new")
     trainer = stand_in(epsilon_low=0.2, epsilon_high=0.2)
     trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (new, torch.zeros_like(new), None)
-    inputs = {
-        "prompt_ids": torch.zeros(len(samples), 1),
-        "prompt_mask": torch.ones(len(samples), 1),
-        "completion_ids": torch.zeros(len(samples), LONGEST),
-        "completion_mask": mask,
-        "advantages": torch.from_numpy(batch.values("advantages").astype(np.float64)),
-        "old_logps": (padded(samples, "old") * mask).sum(1),
-    }
+    inputs = {**completions(samples, batch), "old_logps": (padded(samples, "old") * mask).sum(1)}
     assert_same(loss, RLOOTrainer._compute_loss(trainer, None, inputs), samples)
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.rollout.tiny import VOCAB, roll, tiny_model
+from tests.learn.test_meter import run
+from tests.rollout.tiny import VOCAB, as_batch, roll, tiny_model
 
-import tidemill
-from tidemill.batch import Batch, Column
 from tidemill.config import Config
 from tidemill.device import compiled
 from tidemill.learn.engine import score
@@ -32,21 +30,13 @@ def completions(model: Any, how: Sampling, **engine: Any) -> list[Completion]:
 
 
 def learner_logprobs(model: Any, done: list[Completion], temperature: float, share: bool, budget: int) -> np.ndarray:
-    batch = Batch(
-        {
-            "id": np.arange(len(done)),
-            "group": np.array([completion.request.id for completion in done]),
-            "tokens": Column.jagged([[*c.request.prompt, *c.tokens] for c in done], np.int32),
-            "prompt_length": np.array([len(c.request.prompt) for c in done], np.int32),
-        }
-    )
     settings = {
         "algorithm": "grpo",
         "rollout": {"temperature": temperature, "batch_invariant": True},
         "learn": {"share_prompts": share},
         "train": {"tokens_per_microbatch": budget},
     }
-    return score(model, batch, Config.model_validate(settings)).values
+    return score(model, as_batch(done), Config.model_validate(settings)).values
 
 
 @pytest.mark.parametrize("share, budget", [(False, 90), (True, 90), (True, 10_000)])
@@ -90,13 +80,11 @@ def test_the_product_is_the_plain_one_and_each_row_its_own(rows: int, k: int, n:
 
 
 def test_gradients_are_those_of_the_ordinary_mode() -> None:
-    model = tiny_model("qwen3")
-    from tests.rollout.test_learner_agrees import as_batch
-
     from tidemill.learn.engine import attention_of, forward
     from tidemill.learn.packing import pack
     from tidemill.models.contexts import choose
 
+    model = tiny_model("qwen3")
     done = completions(model, Sampling(max_tokens=6, seed=1))
     found = []
     for is_invariant in (False, True):
@@ -111,19 +99,5 @@ def test_gradients_are_those_of_the_ordinary_mode() -> None:
 
 
 def test_a_run_logs_a_gap_of_zero_until_the_end(tmp_path: Path) -> None:
-    recipe = {
-        "folder": str(tmp_path), "name": "run", "threads": 1,
-        "model": {"tiny": {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 64, "window": 40,
-                           "alphabet": "0123456789+-= "}},
-        "data": {"source": "chain", "args": {"terms": 2, "max_value": 4}, "max_prompt_tokens": 12},
-        "rollout": {"max_new_tokens": 8, "batch_invariant": True, "top_p": 0.9},
-        "rewards": "last_number",
-        "train": {"steps": 4, "prompts_per_step": 8, "samples_per_prompt": 8, "tokens_per_microbatch": 400},
-        "learn": {"lr": 1e-2},
-        "eval": {"size": 4, "before": False, "after": False},
-        "observe": {"tensorboard": False},
-    }  # fmt: skip
-    tidemill.train(recipe)
-    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
-        metrics = json.loads(line)
+    for metrics in run(tmp_path, 4, batch_invariant=True, top_p=0.9):
         assert metrics["mismatch/native/max"] == 0.0 and metrics["mismatch/native/ratio_mean"] == 1.0

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.rollout.tiny import VOCAB, roll, tiny_model
+from tests.rollout.tiny import VOCAB, as_batch, roll, tiny_model
 
-from tidemill.batch import Batch, Column
 from tidemill.config import Config
 from tidemill.learn.engine import score
 from tidemill.rollout.engine import Completion, Request, Sampling
@@ -31,17 +30,6 @@ def completions(model: Any, how: Sampling) -> list[Completion]:
     done = roll(engine, asked)
     assert all(completion.finish in ("stop", "length") for completion in done.values())
     return [done[key] for key in sorted(done)]
-
-
-def as_batch(done: list[Completion]) -> Batch:
-    return Batch(
-        {
-            "id": np.arange(len(done)),
-            "group": np.array([completion.request.id for completion in done]),
-            "tokens": Column.jagged([[*c.request.prompt, *c.tokens] for c in done], np.int32),
-            "prompt_length": np.array([len(c.request.prompt) for c in done], np.int32),
-        }
-    )
 
 
 def learner_logprobs(model: Any, done: list[Completion], temperature: float, share: bool) -> np.ndarray:

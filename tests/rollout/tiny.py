@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
 import tidemill.models.attention  # noqa: F401  registers the attention
+from tidemill.batch import Batch, Column
 from tidemill.rollout.engine import Completion, Request, RolloutEngine
 
 VOCAB = 97
@@ -59,6 +61,18 @@ def tiny_model(name: str, seed: int = 0) -> torch.nn.Module:
             if parameter.dim() > 1:
                 parameter.mul_(4.0)
     return model.eval()
+
+
+def as_batch(done: list[Completion]) -> Batch:
+    """Samples as the learner gets them."""
+    return Batch(
+        {
+            "id": np.arange(len(done)),
+            "group": np.array([completion.request.id for completion in done]),
+            "tokens": Column.jagged([[*c.request.prompt, *c.tokens] for c in done], np.int32),
+            "prompt_length": np.array([len(c.request.prompt) for c in done], np.int32),
+        }
+    )
 
 
 def roll(engine: RolloutEngine, requests: Iterable[Request]) -> dict[tuple[int, int], Completion]:

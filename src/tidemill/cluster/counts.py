@@ -1,6 +1,7 @@
-"""A tally that outlives its process: every count is on file, and whoever takes the worker's place goes on from it.
+"""A tally that outlives its process: it is on file, and whoever takes the worker's place goes on from it.
 
-So the metrics of a step are those of all its samples, also when a worker was killed in the middle of it.
+It holds what a worker counts of its own work, such as its time. What is counted of samples comes with their commits and
+is kept by the dock.
 """
 
 from __future__ import annotations

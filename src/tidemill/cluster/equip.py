@@ -23,6 +23,7 @@ from tidemill.cluster.hold import KeptDock
 from tidemill.cluster.learners import RankLearnWorker, World
 from tidemill.cluster.local import check_window, needs_values, teacher
 from tidemill.cluster.placement import LEARNER
+from tidemill.cluster.state import others, restore_others
 from tidemill.cluster.task import Assignment
 from tidemill.cluster.weights import Follow
 from tidemill.config import Config
@@ -212,23 +213,13 @@ class Kit:
         """The learner's part of a checkpoint."""
         assert self.learner is not None
         tensors, own = self.learner.state()
-        state: dict[str, Any] = {"learner": own}
-        if self.critic is not None:
-            more, state["critic"] = self.critic.state()
-            tensors |= {f"critic.{name}": tensor for name, tensor in more.items()}
-        if self.keeper is not None:
-            more, state["kl"] = self.keeper.state()
-            tensors |= more
-        return tensors, state
+        more, of_others = others(self.critic, self.keeper)
+        return tensors | more, {"learner": own, **of_others}
 
     def restore(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         assert self.learner is not None
         self.learner.restore(tensors, state["learner"])
-        if self.critic is not None:
-            own = {n.removeprefix("critic."): t for n, t in tensors.items() if n.startswith("critic.")}
-            self.critic.restore(own, state["critic"])
-        if self.keeper is not None:
-            self.keeper.restore(tensors, state["kl"])
+        restore_others(self.critic, self.keeper, tensors, state)
 
     def reconnect(self, dock: KeptDock, tally: KeptTally) -> None:
         """The same models and engine at another dock: nothing is held, nothing counted."""

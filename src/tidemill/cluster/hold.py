@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 
 from tidemill.batch import Batch
-from tidemill.dock import Dock, DockState, Lease, LeaseExpired, Want
+from tidemill.dock import Counts, Dock, DockState, Lease, LeaseExpired, Tallied, Want
 from tidemill.errors import DockError
 
 RENEWALS = 4  # in the life of a lease: three may be late
@@ -26,9 +26,9 @@ class KeptLease:
     def batch(self) -> Batch:
         return self._inner.batch
 
-    def commit(self, outputs: Batch | None = None, drop: Sequence[int] = ()) -> None:
+    def commit(self, outputs: Batch | None = None, drop: Sequence[int] = (), counts: Counts | None = None) -> None:
         self._keeper.forget(self)
-        self._inner.commit(outputs, drop)
+        self._inner.commit(outputs, drop, counts)
 
     def renew(self) -> None:
         """Whether it is still held shows in `is_lost`, and in its commit."""
@@ -76,6 +76,9 @@ class KeptDock:
 
     def state(self) -> DockState:
         return self.inner.state()
+
+    def counted(self) -> Tallied:
+        return self.inner.counted()
 
     def forget(self, lease: KeptLease) -> None:
         with self._lock:

@@ -21,6 +21,7 @@ from tidemill import device as devices
 from tidemill.algorithms.api import Algorithm
 from tidemill.algorithms.registry import get as get_algorithm
 from tidemill.cluster.ranked import RankedCritic, RankedLearner
+from tidemill.cluster.state import others, restore_others
 from tidemill.config import Config
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Source, open_source
@@ -40,7 +41,7 @@ from tidemill.flow.rolling import RolloutWorker
 from tidemill.flow.schedule import SCHEDULES
 from tidemill.flow.scoring import AdvantageWorker, ScoreWorker, ValueWorker
 from tidemill.flow.stage import Worker
-from tidemill.flow.tally import Tally
+from tidemill.flow.tally import Counted, Tally, together
 from tidemill.flow.weights import OwnCopy
 from tidemill.flow.workers import Stopped
 from tidemill.learn import checkpoint
@@ -109,7 +110,8 @@ class Workers:
         self.publish()
 
     def measure(self) -> dict[str, float]:
-        return self.tally.take() | {"version": float(self.learner.version)}
+        counted = [self.tally.drain(), Counted.of_samples(self.dock.counted())]
+        return together(counted) | {"version": float(self.learner.version)}
 
     def write_samples(self, step: int, metrics: MetricsWriter) -> None:
         kept = sorted(self.kept_samples, key=lambda sample: sample["id"])  # not in the order rewards came back
@@ -146,13 +148,8 @@ class Workers:
             state["dock"], arrays = self.dock.snapshot()
             state["ahead"] = self.ahead.state()
             tensors |= as_tensors(arrays)
-        if self.critic is not None:
-            more, state["critic"] = self.critic.state()
-            tensors |= {f"critic.{name}": tensor for name, tensor in more.items()}
-        if self.kl is not None:
-            more, state["kl"] = self.kl.state()
-            tensors |= more
-        return tensors, state
+        more, of_others = others(self.critic, self.kl)
+        return tensors | more, state | of_others
 
     def save(
         self, folder: Path, step: int, state: dict[str, Any], *, best: bool = False, metric: float | None = None
@@ -172,11 +169,7 @@ class Workers:
             self.learner.restore(tensors, state["learner"])
         else:
             tensors, state = self.learner.load(path)
-        if self.critic is not None:
-            own = {n.removeprefix("critic."): t for n, t in tensors.items() if n.startswith("critic.")}
-            self.critic.restore(own, state["critic"])
-        if self.kl is not None:
-            self.kl.restore(tensors, state["kl"])
+        restore_others(self.critic, self.kl, tensors, state)
         self.feed.restore(state["feed"])
         if "dock" in state:
             self.dock.restore(state["dock"], as_arrays(tensors))

@@ -34,7 +34,7 @@ from tidemill.dock.setup import DockSetup
 from tidemill.errors import TidemillError
 from tidemill.flow.ahead import staleness_limit
 from tidemill.flow.records import Evaluation
-from tidemill.flow.tally import together
+from tidemill.flow.tally import Counted, together
 from tidemill.flow.workers import Rewound
 from tidemill.graph import Graph
 from tidemill.observe import health
@@ -372,7 +372,9 @@ class RemoteWorkers:
     def measure(self) -> dict[str, float]:
         told = self._from_all("measure")
         self._shown = {name: ids for name, (_, ids) in told.items()}
-        measured = together([counted for counted, _ in told.values()])
+        assert self.dock is not None
+        of_samples = Counted.of_samples(self.dock.counted())
+        measured = together([*(counted for counted, _ in told.values()), of_samples])
         heard, self.crew.received_bytes = self.crew.received_bytes, 0
         own = {"workers_lost": float(self.crew.lost_total), "driver_bytes": float(heard)}
         return measured | {"version": float(self.publisher.version), **own}

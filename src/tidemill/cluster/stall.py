@@ -13,6 +13,7 @@ from tidemill.cluster import status
 from tidemill.cluster.crew import Crew, Member
 from tidemill.cluster.report import Report
 from tidemill.dock import DockState
+from tidemill.observe.lock import lives
 
 ASK_S = 3.0  # for a worker's own stacks, before it is looked at from outside
 LOOK_S = 20.0  # for a look from outside on another machine
@@ -97,7 +98,7 @@ def _told(asked: Future[Any] | None, deadline: float, member: Member, logs: Path
 def _from_outside(member: Member, logs: Path) -> str:
     """What its process is at, asked of its own machine; "" when it is not there any more."""
     if status.is_own(member.host):
-        there = member.pid and status.lives(member.pid)
+        there = member.pid and lives(member.pid)
         return status.stacks_of(member.pid, logs / f"{member.name}.stacks") if there else ""
     assert member.handle is not None
     try:

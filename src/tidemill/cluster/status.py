@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidemill.cluster.placement import LEARNER, ROLLOUT
 from tidemill.errors import ConfigError
+from tidemill.observe.lock import lives
 
 if TYPE_CHECKING:
     from tidemill.cluster.crew import Member
@@ -219,16 +220,6 @@ def who_waits(workers: Iterable[WorkerStatus], stages: dict[str, dict[str, float
         if counts["leased"]:
             told.append(f"those leased are {where}")
     return told
-
-
-def lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 # Stacks

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from tidemill.cluster.learners import World
 from tidemill.cluster.task import Link
-from tidemill.errors import ReshardError
 from tidemill.learn.parallel import adapters
 from tidemill.learn.parallel.learner import ParallelLearner
 from tidemill.learn.parallel.model import ParallelModel, pieces_of
@@ -79,15 +78,13 @@ class LooseWire(GroupWire):
             _stores.PrefixStore(link.token, store), rank, link.ranks, self.timeout
         )
 
-    def agree(self, ok: bool, version: int) -> bool:
-        word = torch.tensor([version if ok else -1, -version])
+    def _least(self, numbers: list[int]) -> list[int]:
+        word = torch.tensor(numbers)
         how: Any = dist.AllreduceOptions()
         how.reduceOp = dist.ReduceOp.MIN
         self._members.allreduce([word], how).wait(self.timeout)
-        low, high = word.tolist()
-        if low >= 0 and low != -high:
-            raise ReshardError(f"ranks publish different versions: {low} and {-high}", "publish one version at a time")
-        return bool(low == version)
+        least: list[int] = word.tolist()
+        return least
 
     def _launch(self, step: Round, job: Job, moved: Moved) -> _Flying:
         turn = self._turn

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidemill.data.source import Example, Message, Source
+from tidemill.data.source import Example, Message, Rows, Source
 from tidemill.errors import DataError, did_you_mean
 from tidemill.imports import built_in, check_arguments, is_import_path, load
 
@@ -68,12 +68,13 @@ def find(name: str) -> Generator:
     raise DataError(f"no generator {name!r}{did_you_mean(name, known)}", f"the generators are {', '.join(known)}")
 
 
-def open_pair(name: str, args: Mapping[str, Any], held_out: int, seed: int) -> tuple[Source, Source]:
+def open_pair(name: str, args: Mapping[str, Any], aside: int, seed: int) -> tuple[Source, Source]:
+    """Training data, and `aside` problems that are not in it."""
     make = find(name)
     check_args(name, make, args)
     train = Generated(name, make, dict(args), seed)
     train.example(0)  # settings that cannot work are found now
-    return train, HeldOut(name, make, dict(args), held_out)
+    return train, held_out(name, make, dict(args), aside)
 
 
 def check_args(name: str, make: Generator, args: Mapping[str, Any]) -> None:
@@ -116,36 +117,28 @@ class Generated:
         )
 
 
-class HeldOut:
+def held_out(name: str, make: Generator, args: Mapping[str, Any], size: int) -> Rows:
     """Different problems that training never sees, the same ones for every seed."""
-
-    def __init__(self, name: str, make: Generator, args: Mapping[str, Any], size: int) -> None:
-        self.name = f"{name} (held out)"
-        self.examples: list[Example] = []
-        rng = random.Random(f"{name} held out")
-        seen: set[str] = set()
+    called = f"{name} (held out)"
+    examples: list[Example] = []
+    rng = random.Random(f"{name} held out")
+    seen: set[str] = set()
+    misses = 0
+    while len(examples) < size and misses < PATIENCE:
+        problem = draw(name, make, args, rng)
+        key = problem.identity
+        if key in seen or not is_held_out(problem):
+            misses += 1
+            continue
         misses = 0
-        while len(self.examples) < size and misses < PATIENCE:
-            problem = draw(name, make, args, rng)
-            key = problem.identity
-            if key in seen or not is_held_out(problem):
-                misses += 1
-                continue
-            misses = 0
-            seen.add(key)
-            self.examples.append(as_example(problem, f"{self.name}:{len(self.examples)}"))
-        if size and not self.examples:
-            raise DataError(
-                f"generator {name!r} makes no problem that could be held out: it makes too few different ones",
-                "widen data.args, name held-out data with data.eval_source, or set data.held_out=0",
-            )
-
-    @property
-    def size(self) -> int:
-        return len(self.examples)
-
-    def example(self, index: int) -> Example:
-        return self.examples[index]
+        seen.add(key)
+        examples.append(as_example(problem, f"{called}:{len(examples)}"))
+    if size and not examples:
+        raise DataError(
+            f"generator {name!r} makes no problem that could be held out: it makes too few different ones",
+            "widen data.args, name held-out data with data.eval_source, or set data.held_out=0",
+        )
+    return Rows(called, tuple(examples))
 
 
 def as_example(problem: Problem, where: str) -> Example:

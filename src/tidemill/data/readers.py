@@ -6,6 +6,7 @@ import csv
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,37 +140,35 @@ def read_csv(file: Path, delimiter: str) -> Iterator[Row]:
 
 def read_parquet(file: Path) -> Iterator[Row]:
     arrow = pyarrow(file)
-    try:
-        table = arrow.parquet.ParquetFile(file)
-        number = 0
-        for batch in table.iter_batches():
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{file}:row {number}", row
-    except (arrow.ArrowException, OSError) as error:
-        raise DataError(
-            f"{file} cannot be read as Parquet: {error}", "the file may be cut short; copy it again"
-        ) from error
+    with readable(arrow, file, "Parquet"):
+        yield from rows_of(file, arrow.parquet.ParquetFile(file).iter_batches())
 
 
 def read_arrow(file: Path) -> Iterator[Row]:
     """The stream (or file) form of Arrow that Hugging Face's save_to_disk writes."""
     arrow = pyarrow(file)
-    number = 0
+    with readable(arrow, file, "Arrow"), arrow.memory_map(str(file)) as source:
+        try:
+            batches: Iterable[Any] = arrow.ipc.open_stream(source)
+        except arrow.ArrowInvalid:
+            opened = arrow.ipc.open_file(source)
+            batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
+        yield from rows_of(file, batches)
+
+
+def rows_of(file: Path, batches: Iterable[Any]) -> Iterator[Row]:
+    rows = (row for batch in batches for row in batch.to_pylist())
+    for number, row in enumerate(rows, 1):
+        yield f"{file}:row {number}", row
+
+
+@contextmanager
+def readable(arrow: Any, file: Path, form: str) -> Iterator[None]:
     try:
-        with arrow.memory_map(str(file)) as source:
-            try:
-                batches: Iterable[Any] = arrow.ipc.open_stream(source)
-            except arrow.ArrowInvalid:
-                opened = arrow.ipc.open_file(source)
-                batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
-            for batch in batches:
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{file}:row {number}", row
+        yield
     except (arrow.ArrowException, OSError) as error:
         raise DataError(
-            f"{file} cannot be read as Arrow: {error}", "the file may be cut short; copy it again"
+            f"{file} cannot be read as {form}: {error}", "the file may be cut short; copy it again"
         ) from error
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tidemill.dock.address import Address
 from tidemill.dock.api import Dock, DockState, Lease, LeaseExpired, StageCounts, Want
 from tidemill.dock.buffer import PackedBuffer
+from tidemill.dock.counts import Counts, Tallied
 from tidemill.dock.local import LocalDock
 from tidemill.errors import MissingExtra
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Address",
+    "Counts",
     "Dock",
     "DockNode",
     "DockServer",
@@ -30,6 +32,7 @@ __all__ = [
     "PackedBuffer",
     "RemoteDock",
     "StageCounts",
+    "Tallied",
     "Want",
     "connect",
     "join",

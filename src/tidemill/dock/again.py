@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tidemill.dock import life
+from tidemill.dock.counts import Counts
 from tidemill.dock.records import NO_VERSION, Ints, Written
 from tidemill.dock.table import LIVE
 
@@ -42,6 +43,7 @@ def requeue(ledger: Ledger, slots: Ints) -> None:
     rows = ledger.rows
     if ledger.effects is not None:
         ledger.effects.append(("requeue", rows.id[slots]))
+    ledger.counts.forget(rows.id[slots])
     _leave_queues(ledger, slots)
     for part in range(1, len(rows.chunk)):
         life.unref(ledger, part, slots)
@@ -59,6 +61,7 @@ def forget(ledger: Ledger, slots: Ints) -> None:
     ids = rows.id[slots]
     if ledger.effects is not None:
         ledger.effects.append(("forget", ids))
+    ledger.counts.forget(ids)
     ledger.lost += len(ids)
     ledger.missing += ids.tolist()
     _leave_queues(ledger, slots)
@@ -72,16 +75,19 @@ def redo(ledger: Ledger, effect: tuple[Any, ...]) -> None:
     """One recorded step again, after a restart. What followed from it was recorded too, so nothing is sifted here."""
     match effect:
         case ("put", ids, group, sizes, what, tag, now):
-            ledger.put(ids, group, sizes, Written(**_tuples(what)), tag, now)
+            ledger.put(ids, group, sizes, _written(what), tag, now)
         case ("commit", lease, stage, ids, places, what, gone):
-            c = ledger.controller(stage)
+            c, written = ledger.controller(stage), _written(what)
             kept, ended = ledger.slots_of(ids.tolist()), ledger.slots_of(gone.tolist())
             c.ready.remove(
                 life.units(ledger, c, np.concatenate([kept, ended]))
             )  # leases are not recorded: nobody took it
-            life.finish(ledger, c, lease, kept, places, Written(**_tuples(what)), ended)
+            life.count(ledger, _in_order(ids, places, gone), written)
+            life.finish(ledger, c, lease, kept, places, written, ended)
         case ("advance", version):
             ledger.version = version
+        case ("tell", heard):
+            ledger.tell(heard)
         case ("end", ids):
             life.end(ledger, ledger.slots_of(ids.tolist()))
         case ("requeue", ids):
@@ -132,5 +138,16 @@ def _leave_queues(ledger: Ledger, slots: Ints) -> None:
             c.ready.remove(np.array([group.handle]))
 
 
-def _tuples(what: dict[str, Any]) -> dict[str, Any]:
-    return {**what, "columns": tuple(what["columns"])}
+def _written(what: dict[str, Any]) -> Written:
+    counts = what.get("counts")
+    own = {"columns": tuple(what["columns"]), "counts": None if counts is None else Counts(**counts)}
+    return Written(**{**what, **own})
+
+
+def _in_order(kept: Ints, places: Ints, gone: Ints) -> Ints:
+    """The ids of a commit as they were: kept ones at their places, the others between."""
+    ids = np.empty(len(kept) + len(gone), np.int64)
+    is_kept = np.zeros(len(ids), np.bool_)
+    is_kept[places] = True
+    ids[is_kept], ids[~is_kept] = kept, gone
+    return ids

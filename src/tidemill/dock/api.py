@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tidemill.batch import Batch
+from tidemill.dock.counts import Counts, Tallied
 from tidemill.errors import DockError
 
 
@@ -39,8 +40,9 @@ class Lease(Protocol):
     @property
     def batch(self) -> Batch: ...
 
-    def commit(self, outputs: Batch | None = None, drop: Sequence[int] = ()) -> None:
-        """Write `outputs` (rows in the order of `batch`) and consume the rows, in one step. `drop`: ids to end here."""
+    def commit(self, outputs: Batch | None = None, drop: Sequence[int] = (), counts: Counts | None = None) -> None:
+        """Write `outputs` (rows in the order of `batch`) and consume the rows, in one step. `drop`: ids to end here.
+        `counts`: what was counted of each row, kept beside it and told when it has left."""
 
     def renew(self) -> None: ...
 
@@ -90,5 +92,8 @@ class Dock(Protocol):
         """The learner's weights are now `version`: what staleness is measured against."""
 
     def state(self) -> DockState: ...
+
+    def counted(self) -> Tallied:
+        """What commits counted of the rows that have left since this was last asked: each row once. One reader asks."""
 
     def close(self) -> None: ...

@@ -19,6 +19,7 @@ from tidemill.dock import messages as m
 from tidemill.dock.address import Address
 from tidemill.dock.api import DockState, LeaseExpired, Want
 from tidemill.dock.compact import unpack
+from tidemill.dock.counts import Counts, Tallied
 from tidemill.dock.door import DoorCaller, find_door
 from tidemill.dock.lease import TakenLease
 from tidemill.dock.node import Node
@@ -38,6 +39,7 @@ class RemoteDock:
         """`by_door=False`: speak to the ledger as from another machine, even if it is on this one."""
         self._address, self._by_door = address, by_door
         self.written_bytes = self.read_bytes = 0  # of samples, by this process; a driver's stay 0
+        self._heard = 0  # the last telling of counts that came here
         self._owner = new_owner()
         self._local = threading.local()
         self._callers: dict[threading.Thread, Caller | DoorCaller] = {}
@@ -85,6 +87,11 @@ class RemoteDock:
         """Everything the ledger counts, as plain values."""
         record: dict[str, Any] = self._ask(m.AskState()).state
         return record
+
+    def counted(self) -> Tallied:
+        answer: m.Counted = self._ask(m.AskCounted(self._heard))
+        self._heard = answer.number
+        return Tallied(answer.number, answer.sums, answer.means)
 
     def missing(self) -> list[int]:
         """Ids whose bytes were lost with a warehouse since the last call: their producer may put them again."""
@@ -166,10 +173,10 @@ class RemoteDock:
             assert isinstance(message, m.Put)  # the dock is full: asking again is the waiting
             message.waited_s = time.monotonic() - started
 
-    def commit_lease(self, grant: Grant, outputs: Batch, drop: Sequence[int]) -> None:
+    def commit_lease(self, grant: Grant, outputs: Batch, drop: Sequence[int], counts: Counts | None) -> None:
         written, stored = split(outputs, self._read_somewhere, self._watch)
         dropped = np.asarray(drop, np.int64).tobytes()
-        self._write(written, stored, lambda outputs: m.Commit(grant.lease, outputs, dropped))
+        self._write(written, stored, lambda outputs: m.Commit(grant.lease, outputs, dropped, counts))
 
     def renew_lease(self, grant: Grant) -> None:
         self._ask(m.Renew(grant.lease))

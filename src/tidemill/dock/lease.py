@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from tidemill.batch import Batch
 from tidemill.dock.buffer import PackedBuffer
+from tidemill.dock.counts import Counts
 from tidemill.dock.gather import Stored, assemble
 from tidemill.dock.records import Grant
 from tidemill.errors import DockError
@@ -19,7 +20,7 @@ from tidemill.errors import DockError
 class Giver(Protocol):
     """The dock's side of a lease."""
 
-    def commit_lease(self, grant: Grant, outputs: Batch, drop: Sequence[int]) -> None: ...
+    def commit_lease(self, grant: Grant, outputs: Batch, drop: Sequence[int], counts: Counts | None) -> None: ...
 
     def renew_lease(self, grant: Grant) -> None: ...
 
@@ -48,11 +49,13 @@ class TakenLease:
         """Of the rows, in the batch's order."""
         return self._grant.ids
 
-    def commit(self, outputs: Batch | None = None, drop: Sequence[int] = ()) -> None:
+    def commit(self, outputs: Batch | None = None, drop: Sequence[int] = (), counts: Counts | None = None) -> None:
         given, rows = outputs or Batch({}), self._grant.rows
         if len(given) and given.rows != rows:
             raise DockError(f"outputs must have a row for each of the lease's {rows} rows, got {given.rows}")
-        self._giver.commit_lease(self._grant, given, drop)
+        if counts is not None:
+            counts.check(rows)
+        self._giver.commit_lease(self._grant, given, drop, counts)
 
     def renew(self) -> None:
         self._giver.renew_lease(self._grant)

@@ -20,6 +20,7 @@ from tidemill.dock.chunks import Chunk, Chunks
 from tidemill.dock.columns import Columns
 from tidemill.dock.compact import is_range, span
 from tidemill.dock.controller import Controller, make_controllers
+from tidemill.dock.counts import CountBook, Tallied
 from tidemill.dock.ended import EndedIds
 from tidemill.dock.groups import Groups
 from tidemill.dock.late import latest
@@ -58,6 +59,7 @@ class Ledger:
         self.columns = Columns(self.controllers, bits)
         self.highest_id = -(1 << 63)
         self.chunks = Chunks(max_rows, max_bytes)
+        self.counts = CountBook()
         self.rows = Rows(parts=len(stages) + 1)
         self._by_name = {c.stage.name: c for c in self.controllers}
         self.group_stages = [c for c in self.controllers if c.is_group]
@@ -141,6 +143,8 @@ class Ledger:
         held = self._held_lease(lease, now)
         c, slots = self.controllers[held.stage], held.slots
         c.check_outputs(what)
+        if what.counts is not None:
+            what.counts.check(len(slots))
         self.leases.pop(lease)
         if held.twin:
             self.leases.pop(held.twin)
@@ -152,9 +156,10 @@ class Ledger:
         if ended:
             keep &= ~np.isin(self.rows.id[slots], np.fromiter(ended, np.int64, len(ended)))
         places = np.flatnonzero(keep)
+        ids = self.rows.id[slots]
         if self.effects is not None:
-            ids = self.rows.id[slots]
             self.effects.append(("commit", lease, c.stage.name, ids[places], places, what, ids[~keep]))
+        life.count(self, ids, what)
         life.finish(self, c, lease, slots[places], places, what, slots[~keep])
         again.sift(self, slots[places])
 
@@ -179,6 +184,12 @@ class Ledger:
     def expire(self, now: float) -> int:
         """Give back what every overdue lease holds. Returns how many there were."""
         return self._end_leases(self.leases.overdue(now))
+
+    def tell(self, heard: int) -> Tallied:
+        """What was counted of rows that have left. `heard`: the number of the last telling that came through."""
+        if self.effects is not None:
+            self.effects.append(("tell", heard))
+        return self.counts.tell(heard)
 
     def _end_leases(self, keys: list[int]) -> int:
         for key in keys:

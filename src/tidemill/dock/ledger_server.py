@@ -26,6 +26,7 @@ from tidemill.dock.api import LeaseExpired
 from tidemill.dock.arrivals import Arrivals, Events
 from tidemill.dock.catalog import Catalog
 from tidemill.dock.compact import pack
+from tidemill.dock.counts import Counts
 from tidemill.dock.door import Door, open_door
 from tidemill.dock.journal import Journal
 from tidemill.dock.local import with_waiting
@@ -232,6 +233,9 @@ class LedgerServer:
                 return m.Done()
             case m.AskState():
                 return m.State(self._state(now))
+            case m.AskCounted(heard):
+                told = self._ledger.tell(heard)
+                return m.Counted(told.number, told.sums, told.means)
             case m.AskSetup():
                 return self._setup_message()
             case m.Missing():
@@ -298,7 +302,7 @@ class LedgerServer:
         if message.lease in self._ledger.committed:
             return m.Done()
         rows = self._ledger.lease_rows(message.lease, now)
-        written = self._written(message.outputs, rows)
+        written = self._written(message.outputs, rows, message.counts)
         try:
             self._ledger.commit(message.lease, written, _ints(message.drop).tolist(), now)
         except (DockError, *NONSENSE):
@@ -306,13 +310,13 @@ class LedgerServer:
             raise
         return m.Done()
 
-    def _written(self, outputs: m.Outputs, rows: int) -> Written:
+    def _written(self, outputs: m.Outputs, rows: int, counts: Counts | None = None) -> Written:
         version, length = _of_rows(outputs.version, np.int32, rows), _of_rows(outputs.length, np.int32, rows)
         score = _of_rows(outputs.score, np.float32, rows)
         chunk = -1
         if outputs.copies:
             chunk = self._catalog.add(outputs.nbytes, self._catalog.usable(outputs.copies))
-        return Written(outputs.columns, chunk, outputs.nbytes, version, length, score)
+        return Written(outputs.columns, chunk, outputs.nbytes, version, length, score, counts)
 
     def _granted(self, grant: Grant, now: float) -> m.Granted:
         keys: dict[int, None] = {}

@@ -83,6 +83,15 @@ def finish(ledger: Ledger, c: Controller, lease: int, kept: Ints, places: Ints, 
     _let_go(ledger, kept)
 
 
+def count(ledger: Ledger, ids: Ints, what: Written) -> None:
+    """What a commit counted of its rows, dropped ones too. Of those that were ended meanwhile it stands at once."""
+    if what.counts is None:
+        return
+    here, state = ledger.slot_of, ledger.rows.state
+    ledger.counts.note(ids, what.counts)
+    ledger.counts.leave(ids[[i not in here or bool(state[here[i]] != LIVE) for i in ids.tolist()]])
+
+
 def _place(ledger: Ledger, part: int, slots: Ints, what: Written, places: Ints, tag: str) -> None:
     if what.chunk >= 0:
         ledger.chunks.add(what.chunk, Chunk(what.columns, what.nbytes, len(slots), tag))
@@ -156,6 +165,7 @@ def end(ledger: Ledger, slots: Ints) -> None:
     if ledger.effects is not None:
         ledger.effects.append(("end", rows.id[slots]))
     rows.state[slots] = ENDING
+    ledger.counts.leave(rows.id[slots])
     for c in ledger.controllers:
         if not c.is_group:
             c.ready.remove(slots)
@@ -190,6 +200,7 @@ def free_rows(ledger: Ledger, slots: Ints) -> None:
         return
     rows = ledger.rows
     ledger.ended_ids.add(rows.id[slots])
+    ledger.counts.leave(rows.id[slots])
     ledger.ended += len(slots)
     if ledger.group_stages:
         for slot in slots[rows.state[slots] == LIVE].tolist():

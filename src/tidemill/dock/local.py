@@ -15,6 +15,7 @@ import numpy.typing as npt
 from tidemill.batch import Batch, Column
 from tidemill.dock import snapshot
 from tidemill.dock.api import DockState, Want
+from tidemill.dock.counts import Counts, Tallied
 from tidemill.dock.lease import TakenLease
 from tidemill.dock.ledger import Ledger
 from tidemill.dock.records import Grant, Written, entry, split
@@ -96,6 +97,10 @@ class LocalDock:
             self._expire(now)
             return with_waiting(self._ledger.state(now), self._waiters, self._puts_waiting, self._put_wait_s)
 
+    def counted(self) -> Tallied:
+        with self._lock:
+            return self._ledger.tell(self._ledger.counts.number)
+
     def close(self) -> None:
         """Wake everybody who waits; takes then return None at once."""
         with self._lock:
@@ -138,11 +143,11 @@ class LocalDock:
 
     # -- a lease's side ----------------------------------------------------------------------------------------------
 
-    def commit_lease(self, grant: Grant, outputs: Batch, drop: Sequence[int]) -> None:
+    def commit_lease(self, grant: Grant, outputs: Batch, drop: Sequence[int], counts: Counts | None) -> None:
         written, stored = split(outputs, self._read_somewhere, self._watch)
         own = _own(stored)
         with self._lock:
-            placed = self._store(written, own)
+            placed = self._store(replace(written, counts=counts), own)
             try:
                 self._ledger.commit(grant.lease, placed, drop, self._clock())
             except DockError:
@@ -171,7 +176,7 @@ class LocalDock:
         key = self._next_chunk
         self._next_chunk += 1
         self._chunks[key] = stored
-        return Written(written.columns, key, written.nbytes, written.version, written.length, written.score)
+        return replace(written, chunk=key)
 
     def _settle(self) -> None:
         """After every step: let freed bytes go, and serve those who wait."""

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from tidemill.dock.api import Want
+from tidemill.dock.counts import Counts
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -72,6 +73,7 @@ class Commit(Message):
     lease: int
     outputs: Outputs
     drop: bytes  # int64
+    counts: Counts | None = None
 
 
 class Renew(Message):
@@ -88,6 +90,10 @@ class Advance(Message):
 
 class AskState(Message):
     pass
+
+
+class AskCounted(Message):
+    heard: int  # the number of the last answer that came through
 
 
 class AskSetup(Message):
@@ -206,6 +212,12 @@ class State(Message):
     state: dict[str, Any]
 
 
+class Counted(Message):
+    number: int
+    sums: dict[str, float]
+    means: dict[str, tuple[float, int]]
+
+
 class Setup(Message):
     """What a client must know to speak for itself."""
 
@@ -256,11 +268,25 @@ class Hold(Message):
     sources: dict[int, str]
 
 
-FromClient = Put | Take | Commit | Renew | Abandon | Advance | AskState | AskSetup | Missing
+FromClient = Put | Take | Commit | Renew | Abandon | Advance | AskState | AskCounted | AskSetup | Missing
 ToLedger = FromClient | Announce | Report | Held | Retire | Lost
 ToWarehouse = Lend | Close | Fetch | AskFigures
 Answer = (
-    Done | Nothing | Refused | Granted | Ids | State | Setup | Epoch | Retired | Lent | Fetched | Figures | Empty | Hold
+    Done
+    | Nothing
+    | Refused
+    | Granted
+    | Ids
+    | State
+    | Counted
+    | Setup
+    | Epoch
+    | Retired
+    | Lent
+    | Fetched
+    | Figures
+    | Empty
+    | Hold
 )
 
 encode = msgspec.msgpack.Encoder().encode

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch
 from tidemill.dock.compact import distinct
+from tidemill.dock.counts import Counts
 from tidemill.errors import DockError
 
 Ints = npt.NDArray[np.int64]
@@ -30,6 +31,7 @@ class Written:
     version: npt.NDArray[np.int32] | None = None
     length: npt.NDArray[np.int32] | None = None
     score: npt.NDArray[np.float32] | None = None  # the watched column
+    counts: Counts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ def dump(ledger: Ledger) -> tuple[dict[str, Any], Arrays]:
         "group_size": ledger.groups.size,
         "chunks": chunks,
         "lost": ledger.lost,
+        "counted": ledger.counts.dump(),
         "missing": ledger.missing,
     }
     return record, arrays
@@ -64,6 +65,8 @@ def load(ledger: Ledger, record: dict[str, Any], arrays: Arrays) -> None:
     ledger.version = record["version"]
     ledger.dropped, ledger.expired, ledger.stale, ledger.ended = record["counts"]
     ledger.lost, ledger.missing = record.get("lost", 0), list(record.get("missing", ()))
+    if "counted" in record:
+        ledger.counts.load(record["counted"])
     ledger.groups.size = record["group_size"]
     ledger.groups.load(record["groups"])
     ledger.ended_ids.load({n.removeprefix("ended."): a for n, a in arrays.items() if n.startswith("ended.")})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import comb
 from typing import Any
 
@@ -42,15 +43,7 @@ def evaluate(
     first = [a[0] for a in answers]
     pass_at: dict[int, float] = {}
     if samples > 1 or (config.eval.temperature > 0 and samples):
-        drawn = Sampling(
-            temperature=config.eval.temperature,
-            top_p=base.top_p,
-            top_k=base.top_k,
-            min_p=base.min_p,
-            max_tokens=base.max_tokens,
-            stop_strings=base.stop_strings,
-            seed=config.seed,
-        )
+        drawn = replace(base, temperature=config.eval.temperature)
         answers = _answer(engine, problems, tasks, drawn, samples, decode, scorer)
         counts = [sum(a.correct for a in each) for each in answers]
         pass_at = {k: sum(pass_at_k(samples, c, k) for c in counts) / len(counts) for k in powers_up_to(samples)}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tidemill.batch import GROUP, ID, Batch, Column
-from tidemill.dock import Dock, Lease, Want
+from tidemill.dock import Counts, Dock, Lease, Want
 from tidemill.environment.api import last_said
 from tidemill.errors import RewardError
 from tidemill.flow.rolling import FINISH
@@ -102,21 +102,13 @@ class RewardWorker:
         dropped = {int(g) for g, r in zip(lease.batch.values(GROUP), scored) if r.error and is_dropped}
         drop = [int(i) for i, g in zip(lease.batch.values(ID), lease.batch.values(GROUP)) if int(g) in dropped]
         batch = lease.batch
-        if committed(lease, outputs, drop):
-            self._count(batch, samples, scored)
-            if drop:
-                self.tally.add("dropped_samples", len(drop))
+        if committed(lease, outputs, drop, reward_counts(samples, scored, set(drop))):
+            self._keep(batch, samples, scored)
 
-    def _count(self, batch: Batch, samples: list[Sample], scored: list[Scored]) -> None:
+    def _keep(self, batch: Batch, samples: list[Sample], scored: list[Scored]) -> None:
+        """For people to look at."""
         versions, groups = batch["versions"], batch.values(GROUP).tolist()
         for i, (sample, result) in enumerate(zip(samples, scored)):
-            self.tally.mean("reward", result.value)
-            self.tally.mean("accuracy", float(result.correct))
-            self.tally.mean("repetition", -repetition(sample))
-            for part, value in result.parts.items():
-                self.tally.mean(f"reward/{part}", value)
-            if result.error is not None:
-                self.tally.add("reward_errors", 1)
             self.keep_samples(
                 {
                     "id": sample.id,
@@ -132,3 +124,13 @@ class RewardWorker:
                     **({"error": result.error} if result.error else {}),
                 }
             )
+
+
+def reward_counts(samples: list[Sample], scored: list[Scored], dropped: set[int]) -> Counts:
+    sums, means = [], []
+    for sample, result in zip(samples, scored):
+        averaged = {"reward": result.value, "accuracy": float(result.correct), "repetition": -repetition(sample)}
+        means.append(averaged | {f"reward/{part}": value for part, value in result.parts.items()})
+        is_counted = {"reward_errors": result.error is not None, "dropped_samples": sample.id in dropped}
+        sums.append({name: 1.0 for name, is_so in is_counted.items() if is_so})
+    return Counts.of_rows(sums, means)

@@ -12,7 +12,7 @@ import numpy as np
 
 from tidemill.batch import GROUP, LENGTH, VERSION, Batch, Column
 from tidemill.config import Config
-from tidemill.dock import Dock, Lease, Want
+from tidemill.dock import Counts, Dock, Lease, Want
 from tidemill.environment.api import Played, Task
 from tidemill.errors import TidemillError
 from tidemill.flow.stage import at_any_time, committed
@@ -169,25 +169,7 @@ class RolloutWorker:
                 f"rollout of group {failed.request.id} failed: {failed.error}",
                 "non-finite weights mean the run diverged: lower learn.lr, or resume from an earlier checkpoint",
             )
-        if not committed(rolling.lease, rollout_columns(made)):
-            return
-        self.finished += 1
-        for c in made:
-            self.tally.mean("response_tokens", len(c.tokens))
-            self.tally.mean("truncated_share", float(c.finish == "length"))
-            if c.kept is not None:  # top-p, top-k or min-p left tokens out
-                self.tally.mean("kept_mass", float(np.exp(c.kept).mean()))
-            self.tally.add("prompt_tokens", len(c.request.prompt))
-            self.tally.add("made_tokens", len(c.tokens) if c.mask is None else sum(c.mask))
-            if c.played is not None:
-                self._count_play(c.played)
-
-    def _count_play(self, played: Played) -> None:
-        self.tally.mean("turns", played.turns)
-        for name, value in played.parts.items():
-            self.tally.mean(f"environment/{name}", value)
-        if played.error is not None:
-            self.tally.add("environment_errors", 1)
+        self.finished += committed(rolling.lease, rollout_columns(made), counts=rollout_counts(made))
 
 
 def task_of(row: dict[str, Any]) -> Task:
@@ -210,3 +192,21 @@ def rollout_columns(made: list[Completion]) -> Batch:
     if made and made[0].played is not None:
         columns["played"] = Column.text([json.dumps((c.played or Played()).plain()) for c in made])
     return Batch(columns)
+
+
+def rollout_counts(made: list[Completion]) -> Counts:
+    sums, means = [], []
+    for c in made:
+        own = len(c.tokens) if c.mask is None else int(sum(c.mask))
+        added = {"prompt_tokens": float(len(c.request.prompt)), "made_tokens": float(own)}
+        averaged = {"response_tokens": float(len(c.tokens)), "truncated_share": float(c.finish == "length")}
+        if c.kept is not None:  # top-p, top-k or min-p left tokens out
+            averaged["kept_mass"] = float(np.exp(c.kept).mean())
+        if c.played is not None:
+            averaged |= {"turns": float(c.played.turns)}
+            averaged |= {f"environment/{name}": value for name, value in c.played.parts.items()}
+            if c.played.error is not None:
+                added["environment_errors"] = 1.0
+        sums.append(added)
+        means.append(averaged)
+    return Counts.of_rows(sums, means)

@@ -12,7 +12,7 @@ from torch import Tensor
 from tidemill.algorithms.api import Algorithm
 from tidemill.batch import GROUP, ID, Batch
 from tidemill.config import Config
-from tidemill.dock import Dock, Lease, Want
+from tidemill.dock import Counts, Dock, Lease, Want
 from tidemill.flow.stage import at_any_time, committed, rows_of
 from tidemill.flow.tally import Tally
 from tidemill.learn.api import Scores, Values
@@ -62,27 +62,29 @@ class AdvantageWorker:
         for lease in leases:
             rows = np.arange(start, start + lease.batch.rows)
             dropped = lease.batch.values(ID)[~kept[rows]].tolist()
-            counted[rows] = committed(lease, outputs.gather(rows), dropped)
+            counts = group_counts(lease.batch, kept[rows])
+            counted[rows] = committed(lease, outputs.gather(rows), dropped, counts)
             start += lease.batch.rows
         batch, kept = batch.gather(np.flatnonzero(counted)), kept[counted]
         self.passed += int(kept.sum())
-        self._count(batch)
         groups = batch.values(GROUP)
         gone = len(np.unique(groups)) - len(np.unique(groups[kept]))
-        if not kept.all():
-            self.tally.add("dropped_samples", float((~kept).sum()))
-            self.tally.add("dropped_groups", float(gone))
         if gone and self.config.algorithm.dynamic_sampling:
             self.tally.add("refilled_groups", float(self.refill(gone)))
 
-    def _count(self, batch: Batch) -> None:
-        if "reward" not in batch:
-            return
-        rewards, groups = batch.values("reward"), batch.values(GROUP)
-        for group in np.unique(groups):
-            own = rewards[groups == group]
-            self.tally.mean("equal_reward_groups", float(own.max() == own.min()))
-            self.tally.mean("reward_std", float(own.std()))
+
+def group_counts(batch: Batch, kept: Any) -> Counts:
+    """Of whole groups. What is counted once of a group is counted of its first row."""
+    sums: list[dict[str, float]] = [{} if is_kept else {"dropped_samples": 1.0} for is_kept in kept.tolist()]
+    means: list[dict[str, float]] = [{} for _ in sums]
+    for group in np.unique(batch.values(GROUP)):
+        rows = np.flatnonzero(batch.values(GROUP) == group)
+        if not kept[rows].all():
+            sums[rows[0]]["dropped_groups"] = float(not kept[rows].any())
+        if "reward" in batch:
+            own = batch.values("reward")[rows]
+            means[rows[0]] = {"equal_reward_groups": float(own.max() == own.min()), "reward_std": float(own.std())}
+    return Counts.of_rows(sums, means)
 
 
 class ScoreWorker:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tidemill.batch import Batch
-from tidemill.dock import Dock, Lease, LeaseExpired
+from tidemill.dock import Counts, Dock, Lease, LeaseExpired
 
 
 class Worker(Protocol):
@@ -32,10 +32,12 @@ def at_any_time() -> None:
     """The turn of a worker that shares no memory with another."""
 
 
-def committed(lease: Lease, outputs: Batch | None = None, drop: Sequence[int] = ()) -> bool:
+def committed(
+    lease: Lease, outputs: Batch | None = None, drop: Sequence[int] = (), counts: Counts | None = None
+) -> bool:
     """Whether the commit counted: False when the rows were given to another meanwhile, who does the work again."""
     try:
-        lease.commit(outputs, drop)
+        lease.commit(outputs, drop, counts)
     except LeaseExpired:
         return False
     return True

@@ -1,6 +1,7 @@
 """Tally: what the workers of one step counted, as metrics. Means are weighted by how often they were given.
 
-Workers may count from threads of their own.
+What is counted of samples comes with their commits and is the dock's to tell; here is what workers count of their own
+work: times, updates, what was learned. They may do so from threads of their own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tidemill.dock import Tallied
 from tidemill.observe.profile import span
 
 
@@ -22,6 +24,11 @@ class Counted:
     sums: dict[str, float]
     means: dict[str, tuple[float, int]]  # sum and count
     updates: list[dict[str, float]]
+
+    @staticmethod
+    def of_samples(told: Tallied) -> Counted:
+        """What the dock has to tell."""
+        return Counted(told.sums, told.means, [])
 
 
 def together(parts: Sequence[Counted]) -> dict[str, float]:
@@ -65,7 +72,6 @@ class Tally:
         self._sums: dict[str, float] = {}
         self._means: dict[str, list[float]] = {}
         self._updates: list[dict[str, float]] = []
-        self._started = time.perf_counter()
 
     def add(self, name: str, value: float) -> None:
         with self._lock:
@@ -97,8 +103,3 @@ class Tally:
             counted = Counted(self._sums, means, self._updates)
             self._clear()
             return counted
-
-    def take(self) -> dict[str, float]:
-        """The step's metrics; counting starts anew."""
-        seconds = time.perf_counter() - self._started
-        return together([self.drain()]) | {"time/step": seconds}

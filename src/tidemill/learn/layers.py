@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 Recompute = Literal["selective", "mlp", "full"]
 GATED = {"gate_proj", "up_proj", "down_proj"}  # children of an MLP whose activation can be computed again by itself
 OFFLOAD_BYTES = 1 << 20  # smaller tensors cost more to move than to keep
+# Of one layer, compiled: prompts shared or not, windows, with and without gradients, of several models. Beyond the
+# compiler's own limit, which is 8, it gives up without an error, and layers are slow.
+FORMS = 64
 
 
 def prepare(model: Any, learn: Learn, fused: bool = True) -> None:
@@ -100,6 +103,7 @@ def compile_layers(model: Any, backend: Any = "inductor", is_thrifty: bool = Fal
     Where attention's context can be traced a layer is one graph, or else attention stays outside and cuts it in four.
     """
     AttentionInterface.register(attention.NAME, _attend)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, FORMS)
     chosen = _thrifty(backend) if is_thrifty else backend
     for layer in layers_of(model):
         layer.compile(dynamic=True, backend=chosen)
@@ -108,9 +112,9 @@ def compile_layers(model: Any, backend: Any = "inductor", is_thrifty: bool = Fal
 _attend_outside: Any = torch.compiler.disable(attention.attend)  # type: ignore[no-untyped-call]
 
 
-def _attend(module: Any, *qkv: Any, tide: Any = None, **how: Any) -> Any:
-    attend = attention.attend if attention.is_traced(tide) else _attend_outside
-    return attend(module, *qkv, tide=tide, **how)
+def _attend(*given: Any, tide: Any = None, **how: Any) -> Any:
+    attend: Any = attention.attend if attention.is_traced(tide) else _attend_outside
+    return attend(*given, tide=tide, **how)
 
 
 @cache  # another function would be another compiler, and compile everything again

@@ -14,7 +14,7 @@ import torch
 from tidemill.batch import ID, Batch
 
 if TYPE_CHECKING:
-    from tidemill.dock import Dock, Want
+    from tidemill.dock import Counts, Dock, Want
 
 FOLDER = "dumps"
 
@@ -101,9 +101,9 @@ class DumpingLease:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lease, name)
 
-    def commit(self, outputs: Batch | None = None, drop: Sequence[int] = ()) -> None:
+    def commit(self, outputs: Batch | None = None, drop: Sequence[int] = (), counts: Counts | None = None) -> None:
         self._dump.rows(self._stage, self._lease.ids, outputs)
-        self._lease.commit(outputs, drop=drop)
+        self._lease.commit(outputs, drop, counts)
 
 
 def _plain(values: Any) -> Any:

@@ -69,8 +69,13 @@ def _is_alive(holder: dict[str, Any]) -> bool:
     """In doubt (another host, or a holder that has not written its name yet) it is."""
     if holder.get("host") != socket.gethostname() or not isinstance(holder.get("pid"), int):
         return True
+    return lives(holder["pid"])
+
+
+def lives(pid: int) -> bool:
+    """Whether there is such a process on this machine, whoever owns it."""
     try:
-        os.kill(holder["pid"], 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:

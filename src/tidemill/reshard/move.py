@@ -98,6 +98,17 @@ def move(job: Job, wire: Wire) -> Moved:
     return moved
 
 
+def confirm(wire: Wire, job: Job, moved: Moved, checks: Checks) -> None:
+    """The end of a transfer: every rank found every block whole, or all of them raise."""
+    failure = checks.failure()
+    moved.checked = len(checks.of)
+    if not wire.agree(not failure, job.version):
+        raise ReshardError(
+            f"weights version {job.version} did not arrive whole: {failure or 'another rank found wrong bytes'}",
+            REBUILD,
+        )
+
+
 class Ring:
     """`depth` buffers of `bucket_bytes` each, allocated once."""
 
@@ -194,26 +205,25 @@ class GroupWire:
             self._land(flying.popleft(), job, moved, checks)
         while copies:
             copy_local(copies.popleft(), job, moved, self.ring.half_bytes)
-        failure = checks.failure()
-        moved.checked = len(checks.of)
-        if not self.agree(not failure, job.version):
-            raise ReshardError(
-                f"weights version {job.version} did not arrive whole: {failure or 'another rank found wrong bytes'}",
-                REBUILD,
-            )
+        confirm(self, job, moved, checks)
 
     def agree(self, ok: bool, version: int) -> bool:
-        word = torch.tensor([version if ok else -1, -version], device=self.ring.going(0).device)
-        work = dist.all_reduce(word, dist.ReduceOp.MIN, group=self.group, async_op=True)
-        assert work is not None
-        work.wait(self.timeout)
-        low, high = word.tolist()
+        low, high = self._least([version if ok else -1, -version])
         if low >= 0 and low != -high:
             raise ReshardError(f"ranks publish different versions: {low} and {-high}", "publish one version at a time")
-        return bool(low == version)
+        return low == version
 
     def close(self) -> None:
         """Nothing is held: the group belongs to whoever made it."""
+
+    def _least(self, numbers: list[int]) -> list[int]:
+        """Of each number, the least that any rank says."""
+        word = torch.tensor(numbers, device=self.ring.going(0).device)
+        work = dist.all_reduce(word, dist.ReduceOp.MIN, group=self.group, async_op=True)
+        assert work is not None
+        work.wait(self.timeout)
+        least: list[int] = word.tolist()
+        return least
 
     def _rounds(self, job: Job) -> tuple[list[list[Page]], list[Round]]:
         every = CHECK_EVERY[job.verify]

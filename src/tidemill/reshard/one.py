@@ -10,7 +10,7 @@ import torch
 from tidemill.errors import ReshardError
 from tidemill.reshard import pack
 from tidemill.reshard.layout import extents
-from tidemill.reshard.move import BUCKET_BYTES, CHECK_EVERY, REBUILD, Checks, Job, Moved, copy_local, own_copies
+from tidemill.reshard.move import BUCKET_BYTES, CHECK_EVERY, Checks, Job, Moved, confirm, copy_local, own_copies
 from tidemill.reshard.plan import Transfer
 
 
@@ -31,9 +31,7 @@ class OneProcessWire:
                 self._tamper(pack.region(job.targets, transfer.targets[0], extents(transfer.box)))
             if every and (i + job.version) % every == 0:
                 self._check(transfer, job, checks)
-        moved.checked = len(checks.of)
-        if failure := checks.failure():
-            raise ReshardError(f"weights version {job.version} did not arrive whole: {failure}", REBUILD)
+        confirm(self, job, moved, checks)
 
     def _check(self, transfer: Transfer, job: Job, checks: Checks) -> None:
         for piece in pack.pieces_of(transfer, self.bucket_bytes):

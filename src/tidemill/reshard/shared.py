@@ -31,6 +31,7 @@ from tidemill.reshard.move import (
     Checks,
     Job,
     Moved,
+    confirm,
     copy_local,
     lay,
     own_copies,
@@ -91,13 +92,7 @@ class SharedWire:
             copy_local(copies.popleft(), job, moved, self.bucket_bytes // 2)
         for rank, filled in laid.items():
             self._base[rank] += len(filled)
-        failure = checks.failure()
-        moved.checked = len(checks.of)
-        if not self.agree(not failure, job.version):
-            raise ReshardError(
-                f"weights version {job.version} did not arrive whole: {failure or 'another rank found wrong bytes'}",
-                REBUILD,
-            )
+        confirm(self, job, moved, checks)
 
     def agree(self, ok: bool, version: int) -> bool:
         """All ranks show a word and wait for the others': the version, or none."""

@@ -96,6 +96,14 @@ def load_part(model: Any, weights: Any) -> None:
     model.load_state_dict(given, strict=False)
 
 
+def told(done: list[Completion]) -> list[Completion]:
+    """What an engine gives, once those who wait for a request have heard of it."""
+    for completion in done:
+        if completion.request.on_done is not None:
+            completion.request.on_done(completion)
+    return done
+
+
 class RolloutEngine(Protocol):
     @property
     def version(self) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tidemill.rollout.engine import Completion, Finish, Partial, Request, load_part, token_limit
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, load_part, token_limit, told
 from tidemill.rollout.native.check import Limits, find_problem, refused
 from tidemill.rollout.native.sampling import Draw, draw, is_steered, is_truncated, steer, stream_key
 
@@ -50,10 +50,7 @@ class HFEngine:
             request, samples = self.waiting.popleft()
             with _plain(self.model):
                 done = [completion for sample in samples for completion in self._complete(request, sample)]
-        for completion in done:
-            if completion.request.on_done is not None:
-                completion.request.on_done(completion)
-        return done
+        return told(done)
 
     def _complete(self, request: Request, sample: Partial) -> Iterator[Completion]:
         how, device = request.sampling, next(self.model.parameters()).device

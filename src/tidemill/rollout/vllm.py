@@ -23,7 +23,7 @@ from torch import Tensor
 from tidemill.errors import ModelError
 from tidemill.models import lora, routing
 from tidemill.models.buffers import persistent
-from tidemill.rollout.engine import Completion, Finish, Partial, Request, Sampling, token_limit
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, Sampling, token_limit, told
 from tidemill.rollout.hf import _plain
 from tidemill.rollout.mismatch import Mismatch, measure
 from tidemill.rollout.native.check import Limits, find_problem, refused
@@ -111,10 +111,7 @@ class VLLMEngine:
             self._need_weights()
             self._absorb(self.engine.step())
         done, self._done = self._done, []
-        for completion in done:
-            if completion.request.on_done is not None:
-                completion.request.on_done(completion)
-        return done
+        return told(done)
 
     def _absorb(self, outputs: Iterable[Any]) -> None:
         """Write new tokens down; what ended goes to `_done`."""

@@ -18,7 +18,7 @@ from tidemill.batch import Array
 from tidemill.device import has_triton, mapped
 from tidemill.errors import ConfigError
 from tidemill.models.attention import Context
-from tidemill.rollout.engine import Completion, Finish, Partial, Request, load_part, token_limit
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, load_part, token_limit, told
 from tidemill.rollout.native import paged
 from tidemill.rollout.native.attention import Paged
 from tidemill.rollout.native.cache import PagePool, PageStore, TokenStore
@@ -161,10 +161,7 @@ class NativeEngine:
         done, self._refused = self._refused, []
         with self._no_grad():
             done += self._advance()
-        for completion in done:
-            if completion.request.on_done is not None:
-                completion.request.on_done(completion)
-        return done
+        return told(done)
 
     # -- one step ------------------------------------------------------------------------------------------------
 

@@ -62,10 +62,7 @@ def _choose(
     mass = part * tl.exp(peak - top)
     total = tl.sum(mass, 0)
     target = _uniform(tl.load(key + mine), tl.load(position + row).to(tl.int64)) * total
-    # The block in which the running sum passes the target, and the sum before it.
-    summed = tl.cumsum(mass, 0)
-    chosen = tl.minimum(tl.sum((summed <= target).to(tl.int32), 0), blocks - 1)
-    before = tl.sum(tl.where(b < chosen, mass, 0.0), 0)
+    chosen, before = _block_of(target, mass, b, blocks)
     at = chosen * BLOCK_V + tl.arange(0, BLOCK_V)
     x = tl.load(logits + where + at, mask=at < vocab, other=-float("inf")).to(tl.float32) / heat
     inner = before + tl.cumsum(tl.exp(x - top), 0)
@@ -80,6 +77,14 @@ def _choose(
     tl.store(tokens + row, token)
     tl.store(logprobs + row, value - top - tl.log(total))
     tl.store(latest + mine, token.to(tl.int64))
+
+
+@triton.jit
+def _block_of(target, mass, b, blocks):
+    """The block in which the running sum of `mass` passes the target, and the sum before it."""
+    summed = tl.cumsum(mass, 0)
+    chosen = tl.minimum(tl.sum((summed <= target).to(tl.int32), 0), blocks - 1)
+    return chosen, tl.sum(tl.where(b < chosen, mass, 0.0), 0)
 
 
 @triton.jit
@@ -274,9 +279,7 @@ def _choose_kept(
     mass = tl.load(kept_sums + cell, mask=b < blocks, other=0.0) * scale
     kept_total = tl.sum(mass, 0)
     target = _uniform(tl.load(key + mine), tl.load(position + row).to(tl.int64)) * kept_total
-    summed = tl.cumsum(mass, 0)
-    chosen = tl.minimum(tl.sum((summed <= target).to(tl.int32), 0), blocks - 1)
-    before = tl.sum(tl.where(b < chosen, mass, 0.0), 0)
+    chosen, before = _block_of(target, mass, b, blocks)
     at = chosen * BLOCK_V + tl.arange(0, BLOCK_V)
     x = tl.load(logits + where + at, mask=at < vocab, other=-float("inf")).to(tl.float32) / heat
     is_kept = (x > tl.load(floors + row)) & (x >= tl.load(edges + row))
