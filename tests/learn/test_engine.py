@@ -14,9 +14,11 @@ from tests.learn.grouped import grouped
 from tidemill.algorithms.registry import get
 from tidemill.batch import Batch, Column
 from tidemill.config import Config, TinyModel
+from tidemill.errors import DataError
 from tidemill.learn import logprob
 from tidemill.learn.engine import Learner, score
 from tidemill.learn.logprob import reference_logprobs, token_logprobs
+from tidemill.learn.optimizer import learning_rate
 from tidemill.learn.packing import microbatches
 from tidemill.models.load import make_tiny
 
@@ -158,8 +160,23 @@ def test_an_update_with_a_gradient_that_is_not_finite_is_skipped_and_counted() -
     learner = Learner(model, config(learn={"lr": 1e-2}), get("grpo"), 1)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     learner.accumulate(batch.merge({"advantages": np.full(batch.rows, np.nan, np.float32)}))
-    assert learner.update()["skipped_updates"] == 1
+    metrics = learner.update()
+    assert metrics["skipped_updates"] == metrics["not_finite_loss"] == 1
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_a_skipped_update_tells_in_which_layer_its_gradient_broke() -> None:
+    model, batch = make_tiny(SHAPE.model_copy(update={"layers": 3}), torch.float32, 0, CPU).model, samples()
+    learner = Learner(model, config(learn={"lr": 1e-2}), get("grpo"), 1)
+    broken = model.model.layers[1].self_attn.o_proj.weight
+    handle = broken.register_hook(lambda grad: grad * float("inf"))
+    learner.accumulate(batch)
+    metrics = learner.update()
+    handle.remove()
+    assert (metrics["not_finite_tensors"], metrics["not_finite_layer"], metrics["not_finite_loss"]) == (1, 1, 0)
+    assert metrics["learned_tensors"] == len(list(model.parameters()))
+    learner.accumulate(batch)
+    assert "not_finite_tensors" not in learner.update()
 
 
 def test_a_restored_learner_goes_on_as_if_it_had_never_stopped() -> None:
@@ -309,3 +326,23 @@ def test_an_update_in_which_nothing_teaches_lets_the_moments_decay() -> None:
     assert backward_rows(learner, batch) == []
     learner.update()
     assert all(p in learner.optimizer.state for p in model.parameters())
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_group_whose_prompts_differ_is_refused_where_prompts_are_shared(place: int) -> None:
+    model, batch = make_tiny(SHAPE, torch.float32, 0, CPU).model, samples(groups=2, each=3)
+    tokens = [batch["tokens"][row].copy() for row in range(batch.rows)]
+    tokens[1][0 if place == 0 else int(batch.values("prompt_length")[1]) - 1] += 1
+    batch = batch.merge({"tokens": Column.jagged(tokens, np.int32)})
+    with pytest.raises(DataError, match="different prompts"):
+        score(model, batch, config(learn={"share_prompts": True}))
+    assert len(score(model, batch, config(learn={"share_prompts": False})).values)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize("warmup", [0, 5, 10])
+def test_a_learning_rate_is_never_below_zero_nor_above_its_most(schedule: str, warmup: int) -> None:
+    learn = config(learn={"lr": 0.5, "schedule": schedule, "warmup_steps": warmup}).learn
+    rates = [learning_rate(learn, update, 5) for update in range(9)]  # a warm-up may be longer than the run
+    assert min(rates) >= 0 and max(rates) <= 0.5
+    assert rates[: min(warmup, 5)] == sorted(rates[: min(warmup, 5)])

@@ -15,7 +15,7 @@ from tidemill.environment.api import Task
 from tidemill.environment.speech import Speech
 from tidemill.errors import DataError, ModelError
 from tidemill.flow.weights import OwnCopy
-from tidemill.learn.engine import Learner, score
+from tidemill.learn.engine import Learner, freeze, score
 from tidemill.learn.packing import input_places, pack
 from tidemill.models import routing
 from tidemill.models.packed import Packed
@@ -249,6 +249,37 @@ def test_recomputed_layers_replay_too():
         learner = Learner(model("qwen3-moe", seed=1), settings, get("grpo"), 1)
         learner.accumulate(batch)
         found.append(gradients(learner.model))
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("recompute", ["mlp", "full"])
+def test_recomputed_layers_count_their_tokens_once(recompute):
+    """Rows without an advantage have no backward pass: counted twice, the others would weigh double beside them."""
+    batch = samples()
+    advantages = batch.values("advantages").copy()
+    advantages[: batch.rows // 2] = 0.0
+    batch = batch.merge({"advantages": advantages})
+    loads = []
+    for kind in ("none", recompute):
+        settings = config(learn={"recompute": kind, "moe": {"balance": "aux_loss"}})
+        learner = Learner(model("qwen3-moe"), settings, get("grpo"), 1)
+        learner.accumulate(batch)
+        loads.append(learner.routers.counts.clone())
+    torch.testing.assert_close(*loads)
+
+
+def test_asking_the_model_without_its_adapters_hooks_no_router_twice():
+    batch = batch_of(rollout(model("qwen3-moe")))
+    settings = config(learn={"lora_rank": 2, "moe": {"replay": True, "balance": "aux_loss", "coef": 0.5}})
+    found = []
+    for is_asked in (False, True):
+        learner = Learner(model("qwen3-moe", seed=1), settings, get("grpo"), 1)
+        if is_asked:
+            asked = score(freeze(learner.model), batch, settings).values
+            np.testing.assert_allclose(asked, learner.logprobs(batch).values, atol=1e-5)  # replayed alike
+        learner.accumulate(batch)
+        found.append({name: p.grad for name, p in learner.model.named_parameters() if p.grad is not None})
     for name, grad in found[0].items():
         torch.testing.assert_close(found[1][name], grad, atol=1e-6, rtol=1e-5)
 

@@ -88,6 +88,15 @@ def test_a_run_cut_short_is_a_difference(plain, tmp_path):
     assert found is not None and (found.step, found.how) == (last, "only the first run has the step")
 
 
+@pytest.mark.parametrize(("has_more", "which"), [("a", "first"), ("b", "second")])
+def test_a_tensor_that_one_checkpoint_alone_has_is_named(tmp_path, has_more, which):
+    for run_name in ("a", "b"):
+        tensors = {"model.x": torch.ones(2)} | ({"ema.x": torch.ones(2)} if run_name == has_more else {})
+        checkpoint.save(tmp_path / run_name, 1, tensors, {}, keep=1)
+    (found,) = diff._checkpoints(tmp_path / "a", tmp_path / "b", 1)
+    assert found.tensor == "ema.x" and which in found.how
+
+
 def test_the_command_says_it_and_ends_with_one(plain, tmp_path):
     other = run(tmp_path, learn={"lr": 0.5})
     result = CliRunner().invoke(app, ["diff", str(plain), str(other)])

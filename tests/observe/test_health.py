@@ -52,6 +52,28 @@ def test_each_sign_is_told_in_words_with_a_remedy(sign, change, words) -> None:
     assert "Try" in found.sentence or "Mend" in found.sentence
 
 
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ({"not_finite_loss": 1.0, "not_finite_tensors": 9.0}, "the loss was not finite itself"),
+        (
+            {"not_finite_tensors": 4.0, "learned_tensors": 20.0, "not_finite_layer": 3.0},
+            "4 of 20 tensors, from layer 3",
+        ),
+        ({"not_finite_tensors": 0.0}, "beyond float32"),
+    ],
+)
+def test_a_skipped_update_is_explained(fault, words) -> None:
+    fault = {"not_finite_loss": 0.0, "not_finite_layer": -1.0, "learned_tensors": 20.0, **fault}
+    (found,) = signs([FINE] * 20 + [{**FINE, "skipped_updates": 1.0, **fault}, {**FINE, "skipped_updates": 1.0}])
+    assert "1 updates were skipped" in found.sentence and words in found.sentence
+
+
+def test_a_critics_skipped_updates_count_too() -> None:
+    (found,) = signs([FINE] * 20 + [{**FINE, "critic/skipped_updates": 3.0}] * 5)
+    assert "3 updates were skipped" in found.sentence
+
+
 def test_one_odd_step_is_no_alarm() -> None:
     assert warnings([*[FINE] * 20, {**FINE, "truncated_share": 0.5, "entropy": 0.1}]) == []
 

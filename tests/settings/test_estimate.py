@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -73,3 +75,19 @@ def test_the_plan_says_what_the_batch_settings_come_to():
 )
 def test_sizes_are_said_for_people(size, text):
     assert estimate.human(size) == text
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"intermediate_size": [128, 96]}, {"intermediate": 128}),  # Gemma 3n: one for each layer
+        ({"num_experts_per_tok": [2, 2], "num_experts": [4, 4], "moe_intermediate_size": [32, 32]}, {"experts": 4}),
+        ({"num_key_value_heads": [2, 1], "head_dim": None}, {"kv_heads": 2, "head_dim": 16}),
+        ({"max_position_embeddings": "long", "vocab_size": None}, {"window": None}),
+    ],
+)
+def test_sizes_that_differ_between_layers_or_are_no_numbers_do_not_stop_the_estimate(tmp_path, changes, wanted):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {**sizes, **changes}}), encoding="utf-8")
+    shape = estimate.shape_of(Model(path=str(tmp_path)))
+    assert {name: getattr(shape, name) for name in wanted} == wanted

@@ -31,6 +31,9 @@ class Counted:
         return Counted(told.sums, told.means, [])
 
 
+LATEST = ("_max", "skipped_updates")  # the largest of a step's: an extreme, and what counts from the run's beginning
+
+
 def together(parts: Sequence[Counted]) -> dict[str, float]:
     """The metrics of a step, from all processes that counted."""
     merged: dict[str, float] = {}
@@ -43,7 +46,7 @@ def together(parts: Sequence[Counted]) -> dict[str, float]:
     updates = [update for part in parts for update in part.updates]
     for name in dict.fromkeys(n for u in updates for n in u):
         values = [u[name] for u in updates if name in u]
-        reduce = max if name.endswith("_max") else min if name.endswith("_min") else None
+        reduce = max if name.endswith(LATEST) else min if name.endswith("_min") else None
         merged[name] = reduce(values) if reduce else sum(values) / len(values)
     return merged
 

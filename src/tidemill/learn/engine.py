@@ -19,13 +19,13 @@ from tidemill.batch import Batch, Column
 from tidemill.config import Config
 from tidemill.learn.ema import MERGED_MEAN, Ema
 from tidemill.learn.gradients import Gradients
-from tidemill.learn.layers import kept_activations, prepare
+from tidemill.learn.layers import kept_activations, layers_of, prepare
 from tidemill.learn.logprob import token_logprobs
 from tidemill.learn.meter import mismatch
 from tidemill.learn.optimizer import learning_rate, make_optimizer, restored
 from tidemill.learn.packing import PackedBatch, microbatches, pack, response_column
 from tidemill.learn.routes import routed
-from tidemill.models import lora, routing, rowwise
+from tidemill.models import logits, lora, routing, rowwise
 from tidemill.models.buffers import persistent
 from tidemill.models.contexts import choose
 from tidemill.models.narrow import narrow
@@ -98,10 +98,12 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self._tell("gradient")
-        if math.isfinite(norm):
+        is_finite = math.isfinite(norm)
+        if is_finite:
             self.optimizer.step()
         else:
             self.skipped += 1
+        fault = {} if is_finite else self._fault()
         if self.ema is not None:
             self.ema.update()
         self._tell("weight")
@@ -111,7 +113,21 @@ class Learner:
         metrics["loss"] = metrics.get("loss", 0.0) / divisor
         metrics |= self.routers.finish() if self.routers is not None else {}
         self._stats, self._whole = [], 0.0
-        return {**metrics, "grad_norm": norm, "lr": lr, "skipped_updates": float(self.skipped)}
+        if fault:
+            fault["not_finite_loss"] = float(not math.isfinite(metrics["loss"]))
+        return {**metrics, **fault, "grad_norm": norm, "lr": lr, "skipped_updates": float(self.skipped)}
+
+    def _fault(self) -> dict[str, float]:
+        """Where a gradient that is not finite began: backward passes go from the last layer to the first."""
+        broken = {id(p) for p in self.gradients.not_finite()}
+        layers = [
+            i for i, layer in enumerate(layers_of(self.model)) if any(id(p) in broken for p in layer.parameters())
+        ]
+        return {
+            "not_finite_tensors": float(len(broken)),
+            "not_finite_layer": float(max(layers, default=-1)),
+            "learned_tensors": float(len(self.gradients.parameters)),
+        }
 
     def _tell(self, what: str) -> None:
         if self.show is None:
@@ -202,10 +218,9 @@ def _forward(model: Any, packed: PackedBatch, config: Config) -> Scores:
         hidden.index_select(0, packed.predicts),
         head.weight,
         packed.targets,
-        temperature=config.rollout.temperature or 1.0,
-        softcap=getattr(model.config.get_text_config(), "final_logit_softcapping", None),
         bias=head.bias,
         chunk=config.learn.logprob_chunk,
+        **logits.shape(model, config.rollout.temperature),
     )
 
 

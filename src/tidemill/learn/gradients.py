@@ -20,6 +20,7 @@ class Gradients:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.wide = wide
         self._sums: dict[Parameter, Tensor] = {}
+        self._norms: tuple[list[Parameter], list[Tensor]] = ([], [])  # of the last update, for who asks what was wrong
         self._hooks: list[Any] = []
         if wide:
             self._hooks = [p.register_post_accumulate_grad_hook(self._add) for p in self.parameters]  # type: ignore[no-untyped-call]
@@ -48,14 +49,23 @@ class Gradients:
 
     def divide_and_clip(self, divisor: float, largest_norm: float | None) -> Tensor:
         """The norm after dividing and before clipping, still on the device."""
-        grads = [g for g in map(self.of, self.parameters) if g is not None]
-        if not grads:  # an update without a gradient is still an update: its zeros let the moments decay
-            grads = [self._zeros(p) for p in self.parameters]
+        learned = [p for p in self.parameters if self.of(p) is not None]
+        if not learned:  # an update without a gradient is still an update: its zeros let the moments decay
+            learned = self.parameters
+        grads = [self.ensure(p) for p in learned]
         torch._foreach_div_(grads, divisor)
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float32)))
+        norms = list(torch._foreach_norm(grads, 2.0, dtype=torch.float32))
+        self._norms = learned, norms
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         if largest_norm is not None and math.isfinite(largest_norm):
             torch._foreach_mul_(grads, (largest_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
+
+    def not_finite(self) -> list[Parameter]:
+        """Whose gradient was not, before clipping spread it to all."""
+        learned, norms = self._norms
+        is_well = torch.isfinite(torch.stack(norms)).tolist() if norms else []
+        return [p for p, well in zip(learned, is_well, strict=True) if not well]
 
     def clear(self) -> None:
         self._sums.clear()

@@ -89,7 +89,7 @@ def learning_rate(learn: Learn, update: int, total: int) -> float:
         case "constant":
             share = 1.0
         case "linear":
-            share = 1.0 - done
+            share = max(0.0, 1.0 - done)
         case "cosine":
             share = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
     return learn.lr * (learn.min_lr_share + (1 - learn.min_lr_share) * share)

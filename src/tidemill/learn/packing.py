@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tidemill.batch import Batch, Column
+from tidemill.errors import DataError
 from tidemill.models.attention import Context
 from tidemill.models.contexts import KINDS, Attention
 from tidemill.models.upload import upload
@@ -135,6 +137,7 @@ def _pack_shared(batch: Batch, device: torch.device, attention: Attention) -> Pa
     row_starts = tokens.offsets[:-1] if tokens.offsets is not None else np.arange(batch.rows)
     response_at = (row_starts + prompts)[row] + within  # of every response token, in the column's own values
     is_input = within < inputs[row]
+    _refuse_other_prompts(tokens.values, row_starts, prompts, np.array([rows[0] for rows in groups])[group_of])
     prompt_tokens = [tokens[int(rows[0])][: lengths[g]] for g, rows in enumerate(groups)]
     return PackedBatch(
         tokens=upload(np.concatenate([*prompt_tokens, tokens.values[response_at[is_input]]]), device),
@@ -145,6 +148,18 @@ def _pack_shared(batch: Batch, device: torch.device, attention: Attention) -> Pa
         targets=upload(tokens.values[response_at], device),
         row=upload(row, device),
         rows=batch.rows,
+    )
+
+
+def _refuse_other_prompts(values: npt.NDArray[Any], starts: Ints, prompts: Ints, first: Ints) -> None:
+    """Every row's prompt must be that of its group's `first`: it is computed for all of them."""
+    row, within = np.repeat(np.arange(len(prompts)), prompts), _ranges(prompts)
+    is_same_length = np.array_equal(prompts, prompts[first])
+    if is_same_length and np.array_equal(values[starts[row] + within], values[starts[first][row] + within]):
+        return
+    raise DataError(
+        "the samples of a group begin with different prompts, which cannot be computed once for all of them",
+        "set learn.share_prompts=false, or give a group to each prompt",
     )
 
 

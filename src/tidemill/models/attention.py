@@ -68,14 +68,14 @@ def attention_window(attention: Any) -> int | None:
     return getattr(attention.config, "sliding_window", None) if name == "MistralAttention" else None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
+def no_mask(*_: Any, **__: Any) -> None:
     """The context knows who sees whom; transformers need not build a mask."""
     return
 
 
 def register() -> None:
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionMaskInterface.register(NAME, no_mask)
 
 
 register()

@@ -14,6 +14,7 @@ from tidemill import config as settings
 from tidemill.errors import ModelError
 from tidemill.models import attention, experts, lora, routing, tiny
 from tidemill.models.buffers import persistent
+from tidemill.models.trial import try_out
 
 hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # of shards being read and written: a run has its own display
 
@@ -73,7 +74,10 @@ def open_folder(folder: Path, model: settings.Model, device: torch.device) -> Lo
             "the folder needs config.json and *.safetensors of a causal language model",
         ) from error
     tokenizer = open_tokenizer(folder, model)
-    return wrap(module.to(device), tokenizer, getattr(config.get_text_config(), "max_position_embeddings", 1 << 20))
+    window = getattr(config.get_text_config(), "max_position_embeddings", 1 << 20)
+    loaded = wrap(module.to(device), tokenizer, window)
+    try_out(loaded.model)
+    return loaded
 
 
 def open_tokenizer(folder: Path, model: settings.Model) -> Any:

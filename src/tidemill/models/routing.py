@@ -28,6 +28,7 @@ from torch import Tensor
 from tidemill.config import Mixture
 from tidemill.errors import ModelError
 from tidemill.models.attention import Context
+from tidemill.models.lora import Reference
 
 PLACE = "e_score_correction_bias"
 GIVEN = "tide_bias"
@@ -112,13 +113,14 @@ class Routers:
         p = scores / scores.sum(-1, keepdim=True) if _kind(gate).has_place else scores
         chosen = index if given is None else torch.topk(scores.detach() + given, self.k).indices
         if context is not None and context.routes is not None:
-            chosen = self._replay(context.routes[:, at], chosen, context.counts is not None)
+            chosen = self._replay(context.routes[:, at], chosen, context.counts is not None and not _is_again())
         if chosen is not index:
             weights = _weigh(gate, scores, chosen).to(weights.dtype)
         if context is not None and context.made is not None:
             context.made[at] = chosen
         if context is not None and context.counts is not None:
-            self._count(at, p.detach(), chosen, context.counts)
+            if not _is_again():
+                self._count(at, p.detach(), chosen, context.counts)
             if self.settings.balance == "aux_loss" and context.weights is not None:
                 chance = (p * self.load[at]).sum(-1) * context.weights
                 loss = self.share * self.settings.coef * self.experts * chance.sum()
@@ -186,8 +188,16 @@ class Routers:
                         bias.copy_(row)
 
 
+def _is_again() -> bool:
+    """Whether a layer is computed again inside a backward pass. Its tokens were counted already; rows that teach
+    nothing have no backward pass and would count half."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
 def of(model: Any, device: torch.device | None = None) -> Routers | None:
     """The model's routers; None if it has none of the known kinds. `device`: where the model will be, if not yet."""
+    if isinstance(model, Reference):  # the policy itself: hooked once more, its routers would choose twice
+        model = model.model
     if "tide_routers" not in model.__dict__:
         has_some = any(_gate(layer) is not None for layer in model.get_decoder().layers)
         device = device or next(model.parameters()).device

@@ -139,6 +139,9 @@ def _checkpoints(a: Path, b: Path, step: int) -> Iterator[Difference]:
             yield Difference(step, "checkpoint", name, "only the first run has it")
         elif how := _unlike(_array(tensor), _array(other[name])):
             yield Difference(step, "checkpoint", name, how)
+    for name in other:
+        if name not in one:
+            yield Difference(step, "checkpoint", name, "only the second run has it")
 
 
 def _unlike(a: Any, b: Any) -> str:

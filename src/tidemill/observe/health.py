@@ -183,15 +183,27 @@ def repetition(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warning
 
 def skipped(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warning | None:
     earlier = history[: -len(recent)]
-    before = earlier[-1].get("skipped_updates", 0.0) if earlier else 0.0  # it counts from the run's beginning
-    count = recent[-1].get("skipped_updates", 0.0) - before
+    names = ("skipped_updates", "critic/skipped_updates")
+    before, now = (sum(step.get(name, 0.0) for step in some[-1:] for name in names) for some in (earlier, recent))
+    count = now - before  # they count from the run's beginning
     if count <= 0:
         return None
+    told = next((_where(step) for step in reversed(recent) if "not_finite_tensors" in step), "")
     return Warning(
         "skipped",
-        f"{count:.0f} updates were skipped because a gradient was not finite. Try a lower learn.lr, learn.clip_norm, "
-        "or float32.",
+        f"{count:.0f} updates were skipped because a gradient was not finite{told}. Try a lower learn.lr, "
+        "learn.clip_norm, or float32.",
     )
+
+
+def _where(step: Metrics) -> str:
+    """In which the last of them was."""
+    if step["not_finite_loss"]:
+        return ": the loss was not finite itself, so look at the step's rewards and log-probabilities"
+    if not step["not_finite_tensors"]:
+        return ": its norm is beyond float32"
+    found = f" in {step['not_finite_tensors']:.0f} of {step['learned_tensors']:.0f} tensors"
+    return found + (f", from layer {step['not_finite_layer']:.0f} down" if step["not_finite_layer"] >= 0 else "")
 
 
 def flat_reward(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warning | None:

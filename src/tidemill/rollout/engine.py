@@ -82,6 +82,14 @@ def token_limit(request: Request, index: int) -> int:
     return request.sampling.max_tokens if request.limits is None else request.limits[index]
 
 
+def told(done: list[Completion]) -> list[Completion]:
+    """What an engine gives, once those who wait for a request have heard of it."""
+    for completion in done:
+        if completion.request.on_done is not None:
+            completion.request.on_done(completion)
+    return done
+
+
 def load_part(model: Any, weights: Any) -> None:
     """Copy some or all weights into a model's own. A name that it does not have is refused: it would change nothing,
     and the engine would go on under a new version with old weights."""
@@ -94,14 +102,6 @@ def load_part(model: Any, weights: Any) -> None:
             "give weights by the names of the model's state_dict",
         )
     model.load_state_dict(given, strict=False)
-
-
-def told(done: list[Completion]) -> list[Completion]:
-    """What an engine gives, once those who wait for a request have heard of it."""
-    for completion in done:
-        if completion.request.on_done is not None:
-            completion.request.on_done(completion)
-    return done
 
 
 class RolloutEngine(Protocol):

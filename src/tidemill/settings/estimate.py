@@ -80,29 +80,34 @@ def _tiny_shape(tiny: TinyModel) -> Shape:
 
 
 def _folder_shape(raw: dict[str, Any], parameters: int | None) -> Shape | None:
-    try:
-        hidden, layers, heads = (int(raw[k]) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    except (KeyError, TypeError, ValueError):
+    hidden, layers, heads = (_most(raw, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    if not (hidden and layers and heads):
         return None
-    experts = int(raw.get("num_experts_per_tok") or 0)
-    wide = int(raw.get("intermediate_size") or 4 * hidden)
-    expert_width = int(raw.get("moe_intermediate_size") or wide)
-    counts = (raw.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    window = raw.get("max_position_embeddings")
+    experts = _most(raw, "num_experts_per_tok")
+    wide = _most(raw, "intermediate_size") or 4 * hidden
+    expert_width = _most(raw, "moe_intermediate_size") or wide
+    counts = (_most(raw, name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     return Shape(
         hidden=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or hidden // heads),
+        kv_heads=_most(raw, "num_key_value_heads") or heads,
+        head_dim=_most(raw, "head_dim") or hidden // heads,
         intermediate=experts * expert_width if experts else wide,
-        vocabulary=int(raw.get("vocab_size") or DEFAULT_VOCABULARY),
-        window=int(window) if window else None,
+        vocabulary=_most(raw, "vocab_size") or DEFAULT_VOCABULARY,
+        window=_most(raw, "max_position_embeddings") or None,
         parameters=parameters,
         has_head_norms=str(raw.get("model_type", "")).startswith(HEAD_NORMS),
-        experts=int(next((n for n in counts if n), 0)) if experts else 0,
+        experts=next((n for n in counts if n), 0) if experts else 0,
         expert_width=expert_width if experts else 0,
     )
+
+
+def _most(raw: dict[str, Any], name: str) -> int:
+    """A size, or the largest where each layer has its own; 0 when the file does not say it in numbers."""
+    value = raw.get(name)
+    values = value if isinstance(value, list) and value else [value]
+    return max(int(x) if isinstance(x, int | float) else 0 for x in values)
 
 
 def _folder_parameters(folder: Path) -> int | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -31,11 +33,22 @@ def folder_problems(key: str, path: str) -> Iterator[str]:
 
 def _config(key: str, folder: Path) -> Iterator[str]:
     try:
-        json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         yield f"{key}={folder} has no config.json; copy the model's config.json into it"
     except (OSError, ValueError) as error:
         yield f"{key}={folder}: config.json cannot be read ({error}); copy the model's own again"
+    else:
+        unknown = unknown_layers(raw.get("text_config") or raw) if isinstance(raw, dict) else ""
+        if unknown:
+            yield f"{key}={folder} has layers of {unknown}, which cannot be trained; docs/models.md lists what can"
+
+
+def unknown_layers(settings: dict[str, Any]) -> str:
+    """The kinds of a model's layers that are not attention as it is known here."""
+    kinds = settings.get("layer_types")
+    found = {str(kind) for kind in kinds} - ATTENTION_LAYERS if isinstance(kinds, list | tuple) else set()
+    return ", ".join(sorted(found))
 
 
 def _weights(key: str, folder: Path) -> Iterator[str]:

@@ -17,6 +17,7 @@ from tidemill.learn.parallel.cuts import Cuts
 from tidemill.learn.parallel.pipeline import Stages
 from tidemill.learn.parallel.tensor import first_word
 from tidemill.learn.parallel.vocabulary import vocabulary_logprobs
+from tidemill.models import logits
 
 
 class Root(torch.nn.Module):
@@ -63,8 +64,7 @@ class Root(torch.nn.Module):
     def _score(self, hidden: Tensor, packed: PackedBatch) -> Scores:
         head = self.model.get_output_embeddings()
         settings: dict[str, Any] = {
-            "temperature": self.config.rollout.temperature or 1.0,
-            "softcap": getattr(self.model.config.get_text_config(), "final_logit_softcapping", None),
+            **logits.shape(self.model, self.config.rollout.temperature),
             "bias": getattr(head, "bias", None),
             "chunk": self.config.learn.logprob_chunk,
         }

@@ -1,0 +1,22 @@
+"""What a model makes of its head's product before it calls it logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def scale(settings: Any) -> float:
+    """The factor of a model with these (text) settings. Cohere's multiplies, Granite's and MiniCPM's divides."""
+    if str(settings.model_type).startswith("cohere"):
+        return float(getattr(settings, "logit_scale", None) or 1.0)
+    factor = float(getattr(settings, "logits_scaling", None) or 1.0)
+    return factor if settings.model_type == "hyperclovax" else 1.0 / factor
+
+
+def shape(model: Any, temperature: float) -> dict[str, Any]:
+    """How `token_logprobs` gets from products to the logits that are sampled at `temperature` (0: as at 1)."""
+    settings = model.config.get_text_config()
+    return {
+        "temperature": (temperature or 1.0) / scale(settings),
+        "softcap": getattr(settings, "final_logit_softcapping", None),
+    }

@@ -1,0 +1,134 @@
+"""Whether a model can be learned from packed rows, tried with a few tokens before anything else is done with it.
+
+A model that mixes tokens outside of its attention (state-space and linear-attention layers, convolutions, attention
+of its own) would let one sample see another without any error, and every log-probability would be of nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionMaskInterface
+
+from tidemill.errors import ModelError
+from tidemill.models import attention, logits
+from tidemill.models.attention import Context
+from tidemill.models.packed import Packed
+from tidemill.settings.folder import unknown_layers
+
+LENGTHS = (7, 5)  # of two samples
+STRIDE = 7919  # between tried tokens, modulo the vocabulary
+REMEDY = "docs/models.md lists models that can be"
+
+
+def try_out(model: Any) -> None:
+    """Two samples in one row must give the logits that transformers itself gives of each."""
+    kind = type(model).__name__
+    unknown = unknown_layers(model.config.get_text_config().to_dict())
+    if unknown:
+        raise ModelError(f"{kind} has layers of {unknown}, which cannot be learned from packed rows", REMEDY)
+    samples = _samples(model)
+    try:
+        ours = _packed(model, samples)
+    except ModelError:
+        raise
+    except Exception as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"{kind} cannot be learned from packed rows: {why}", REMEDY) from error
+    try:
+        theirs = _alone(model, samples)
+    except Exception:  # nothing to compare with
+        return
+    first, second = _apart(ours, theirs)
+    apart = max(first, second)
+    # What leaks leaks into the second sample alone; the first has rounding in it, and a scale that is not known.
+    if not (apart < (1e-2 if ours.dtype == torch.float32 else 0.15) and second < 4 * first + 0.01):
+        raise ModelError(
+            f"{kind} gives other logits of packed samples than of each alone (by {apart:.0%}): it mixes tokens outside "
+            "of its attention, or changes logits in a way that is not known",
+            REMEDY,
+        )
+
+
+def _samples(model: Any) -> list[Tensor]:
+    words = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.arange(1, sum(LENGTHS) + 1, device=next(model.parameters()).device) * STRIDE % words
+    return list(tokens.split(LENGTHS))
+
+
+@torch.no_grad()
+def _packed(model: Any, samples: list[Tensor]) -> Tensor:
+    """(tokens, words), the way the learner goes."""
+    device = samples[0].device
+    positions = torch.cat([torch.arange(len(sample), device=device) for sample in samples])
+    context = _Windows(Packed([len(sample) for sample in samples], device))
+    with _asked() as asked:
+        hidden = model.get_decoder()(
+            input_ids=torch.cat(samples)[None], position_ids=positions[None], use_cache=False, tide=context
+        ).last_hidden_state[0]
+    layers = getattr(model.config.get_text_config(), "layer_types", None) or ("sliding_attention",)
+    if asked - context.told and "sliding_attention" in layers:
+        raise ModelError(
+            f"{type(model).__name__} keeps its window of {max(asked)} tokens in a mask and does not tell its attention",
+            REMEDY,
+        )
+    made: Tensor = model.get_output_embeddings()(hidden)
+    how = logits.shape(model, 1.0)
+    cap: float | None = how["softcap"]
+    bounded = made if cap is None else cap * torch.tanh(made / cap)
+    return bounded / float(how["temperature"])
+
+
+class _Windows:
+    """An attention context that remembers which windows layers told it."""
+
+    def __init__(self, inner: Context) -> None:
+        self.inner, self.told = inner, set[int]()
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        self.told |= set() if window is None else {window}
+        return self.inner.attend(layer, q, k, v, scale, window, softcap)
+
+
+@contextmanager
+def _asked() -> Iterator[set[int]]:
+    """Windows of the masks that transformers would have made."""
+    windows: set[int] = set()
+
+    def note(*_: Any, local_size: int | None = None, **__: Any) -> None:
+        windows.update(() if local_size is None else (local_size,))
+
+    AttentionMaskInterface.register(attention.NAME, note)
+    try:
+        yield windows
+    finally:
+        AttentionMaskInterface.register(attention.NAME, attention.no_mask)
+
+
+@torch.no_grad()
+def _alone(model: Any, samples: list[Tensor]) -> Tensor:
+    with plain_attention(model):
+        return torch.cat([model(input_ids=sample[None], use_cache=False).logits[0] for sample in samples])
+
+
+@contextmanager
+def plain_attention(model: Any) -> Iterator[None]:
+    usual = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(usual)
+
+
+def _apart(ours: Tensor, theirs: Tensor) -> list[float]:
+    """Of each sample, relative, its token in the middle: 16-bit rounding may send one token to another expert."""
+    ours, theirs = (x.float() - x.float().mean(-1, keepdim=True) for x in (ours, theirs))
+    gap = torch.linalg.vector_norm(ours - theirs, dim=-1) / torch.linalg.vector_norm(theirs, dim=-1).clamp(min=1e-6)
+    return [float(part.median()) for part in gap.split(LENGTHS)]
