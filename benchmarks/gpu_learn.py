@@ -331,7 +331,7 @@ def profile_job(model: Any, groups: int, micro: int, **learn: Any) -> None:
         k = e.key.lower()
         part = (
             "attention" if "flash" in k or "fmha" in k or "flex" in k
-            else "log-probabilities" if k in ("_statistics", "_gradient")
+            else "log-probabilities" if k in ("_fold", "_gradient")
             else "matmul" if any(w in k for w in ("gemm", "nvjet", "cutlass", "xmma"))
             else "optimizer" if "adam" in k or "multi_tensor" in k or "foreach" in k
             else "copies" if "memcpy" in k or "memset" in k

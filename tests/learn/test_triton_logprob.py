@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -20,9 +22,10 @@ DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_availab
 @pytest.mark.parametrize("vocabulary", [37, 4099])
 def test_kernels_equal_their_plain_forms(vocabulary: int, temperature: float, softcap: float | None) -> None:
     torch.manual_seed(0)
+    fused = logprob.Words(temperature, softcap, is_fused=True)
     logits = torch.randn(3, vocabulary, device=DEVICE) * 4
     targets = torch.randint(0, vocabulary, (3,), device=DEVICE)
-    found = triton_logprob.statistics(logits, targets, temperature, softcap)
+    found = fused.statistics(logits, targets)
     wanted = logprob.statistics(logits, targets, temperature, softcap)
     for ours, plain in zip(found, wanted):
         torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
@@ -41,14 +44,36 @@ def test_words_taken_in_bit_by_bit_come_to_the_same_sums(temperature: float, sof
     targets = torch.tensor([0, 2100, 4999], device=DEVICE)
     kept = []
     for fold in (triton_logprob.fold, logprob.fold):
-        sums = torch.zeros(4, 3, device=DEVICE)
-        sums[0] = float("-inf")
+        sums = logprob.no_words(logits)
         for start, end in ((0, 2100), (2100, 2101), (2101, 5000)):
             fold(sums, logits[:, start:end].contiguous(), targets - start, temperature, softcap)
         kept.append(sums)
-        largest, total, weighted, chosen = sums
-        log_z = largest + total.log()
-        found = (chosen - log_z, log_z - weighted / total, log_z)
-        for ours, wanted in zip(found, logprob.statistics(logits, targets, temperature, softcap)):
+        for ours, wanted in zip(logprob.finished(sums), logprob.statistics(logits, targets, temperature, softcap)):
             torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(*kept, atol=1e-5, rtol=1e-5)
+
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tidemill.learn import triton_logprob
+
+types = {"logits": "*fp32", "targets": "*i64", "out": "*bf16", "vocabulary": "i32", "rows": "i32", "cap": "fp32"}
+types["inverse_temperature"] = "fp32"
+kernels = [k for k in vars(triton_logprob).values() if isinstance(k, triton.JITFunction) and "BLOCK" in k.arg_names]
+assert len(kernels) == 2, kernels
+for kernel in kernels:
+    for given in (True, False):
+        fixed = {name: given for name in kernel.arg_names if name.startswith("HAS_")} | {"BLOCK": 2048}
+        signature = {n: "constexpr" if n in fixed else types.get(n, "*fp32") for n in kernel.arg_names}
+        triton.compile(ASTSource(kernel, signature, fixed), target=GPUTarget("cuda", 90, 32))
+"""
+
+
+def test_the_kernels_compile_for_a_device_which_the_interpreter_does_not_show() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -72,7 +72,11 @@ class Words:
     first: int = 0  # of the words that these logits are of: targets count from there
 
     def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _statistics(self.is_fused)(logits, targets, self.temperature, self.softcap)  # type: ignore[no-any-return]
+        if not self.is_fused:
+            return statistics(logits, targets, self.temperature, self.softcap)
+        sums = no_words(logits)
+        self.fold(sums, logits, targets)
+        return finished(sums)
 
     def fold(self, sums: Tensor, logits: Tensor, targets: Tensor) -> None:
         """Take more words into sums (4, tokens): the largest logit x so far, Σ e^(x - largest), Σ x e^(x - largest),
@@ -160,16 +164,13 @@ class _ByWords(torch.autograd.Function):
         count: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        sums = torch.zeros((4, hidden.shape[0]), dtype=_wide(hidden.dtype), device=hidden.device)
-        sums[0] = float("-inf")
+        sums = no_words(hidden)
         for part in _parts(head.shape[0], count):
             words.fold(sums, _logits(hidden, head[part], _of(bias, part)), targets - part.start)
-        largest, total, weighted, chosen = sums.unbind()
-        log_z = largest + total.log()
-        entropy = log_z - weighted / total
+        logprobs, entropy, log_z = finished(sums)
         ctx.save_for_backward(hidden, head, bias, targets, log_z, entropy)
         ctx.settings = (words, count)
-        return chosen - log_z, entropy
+        return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -212,6 +213,20 @@ def statistics(
     return logits.gather(1, targets[:, None])[:, 0] - log_z, log_z - (p * logits).sum(-1), log_z
 
 
+def no_words(rows: Tensor) -> Tensor:
+    """What `fold` begins with, for as many tokens as there are rows."""
+    sums = torch.zeros((4, rows.shape[0]), dtype=_wide(rows.dtype), device=rows.device)
+    sums[0] = float("-inf")
+    return sums
+
+
+def finished(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `statistics` gives, from the sums over all words."""
+    largest, total, weighted, chosen = sums.unbind()
+    log_z = largest + total.log()
+    return chosen - log_z, log_z - weighted / total, log_z
+
+
 def fold(sums: Tensor, logits: Tensor, targets: Tensor, temperature: float, softcap: float | None) -> None:
     logits = bounded(logits, temperature, softcap)
     largest = torch.maximum(sums[0], logits.amax(-1))
@@ -245,14 +260,6 @@ def logit_gradient(
     if softcap is not None:
         grad *= 1 - (logits * temperature / softcap) ** 2
     return (grad / temperature).to(dtype)
-
-
-def _statistics(fused: bool) -> Any:
-    if not fused:
-        return statistics
-    from tidemill.learn import triton_logprob
-
-    return triton_logprob.statistics
 
 
 def _fold(fused: bool) -> Any:

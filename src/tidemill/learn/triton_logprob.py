@@ -1,6 +1,6 @@
 """The softmax part of log-probabilities as Triton kernels: one pass over the logits forward, one backward.
 
-`tidemill.learn.logprob` holds the plain forms (`statistics`, `fold`, `logit_gradient`) that these must equal.
+`tidemill.learn.logprob` holds the plain forms (`fold`, `logit_gradient`) that these must equal.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ def _bounded(x, cap, inverse_temperature, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
-def _summed(
-    start_of_row, vocabulary, largest, total, weighted, cap, inverse_temperature, HAS_CAP: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _fold(
+    logits, targets, sums, rows, vocabulary, cap, inverse_temperature, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit, and the sums of e^x and x e^x over it, with this row's words taken in."""
+    row = tl.program_id(0)
+    start_of_row = logits + row.to(tl.int64) * vocabulary
+    largest = tl.load(sums + row)
+    total = tl.load(sums + rows + row)
+    weighted = tl.load(sums + 2 * rows + row)
     for start in range(0, vocabulary, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < vocabulary
@@ -37,36 +40,6 @@ def _summed(
         total = total * shrink + tl.sum(e, 0)
         weighted = weighted * shrink + tl.sum(tl.where(inside, e * x, 0.0), 0)
         largest = new
-    return largest, total, weighted
-
-
-@triton.jit
-def _statistics(
-    logits, targets, logprobs, entropy, log_z, vocabulary, cap, inverse_temperature, HAS_CAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0)
-    start_of_row = logits + row.to(tl.int64) * vocabulary
-    largest, total, weighted = _summed(
-        start_of_row, vocabulary, float("-inf"), 0.0, 0.0, cap, inverse_temperature, HAS_CAP, BLOCK
-    )
-    normaliser = largest + tl.log(total)
-    chosen = tl.load(start_of_row + tl.load(targets + row)).to(tl.float32)
-    tl.store(logprobs + row, _bounded(chosen, cap, inverse_temperature, HAS_CAP) - normaliser)
-    tl.store(entropy + row, normaliser - weighted / total)
-    tl.store(log_z + row, normaliser)
-
-
-@triton.jit
-def _fold(
-    logits, targets, sums, rows, vocabulary, cap, inverse_temperature, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0)
-    start_of_row = logits + row.to(tl.int64) * vocabulary
-    largest, total, weighted = _summed(
-        start_of_row, vocabulary, tl.load(sums + row), tl.load(sums + rows + row), tl.load(sums + 2 * rows + row),
-        cap, inverse_temperature, HAS_CAP, BLOCK,
-    )  # fmt: skip
     tl.store(sums + row, largest)
     tl.store(sums + rows + row, total)
     tl.store(sums + 2 * rows + row, weighted)
@@ -98,18 +71,6 @@ def _gradient(
         share = x / (inverse_temperature * cap)
         grad *= 1 - share * share
     tl.store(out + place, (grad * inverse_temperature).to(out.dtype.element_ty), mask=inside)
-
-
-def statistics(
-    logits: Tensor, targets: Tensor, temperature: float, softcap: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, vocabulary = logits.shape
-    logprobs, entropy, log_z = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
-    _statistics[(rows,)](
-        logits, targets, logprobs, entropy, log_z, vocabulary, softcap or 0.0, 1.0 / temperature,
-        HAS_CAP=softcap is not None, BLOCK=FORWARD_BLOCK, num_warps=WARPS,
-    )  # fmt: skip
-    return logprobs, entropy, log_z
 
 
 def fold(sums: Tensor, logits: Tensor, targets: Tensor, temperature: float, softcap: float | None) -> None:
