@@ -455,7 +455,7 @@ class Learn(Section):
         "none", description="activations wait for the backward pass in the host's memory"
     )
     share_prompts: bool = Field(True, description="compute a group's prompt once and let its responses attend to it")
-    logprob_chunk: int = Field(4096, ge=1, description="tokens whose logits exist at once")
+    logprob_chunk: int = Field(4096, ge=1, description="as many logits exist at once as so many tokens have")
     attention: Literal["auto", "blocks", "short", "flash", "fusion", "flex"] = Field(
         "auto", description="attention over packed samples; auto: what suits device, dtype and model"
     )

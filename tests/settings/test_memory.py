@@ -14,8 +14,23 @@ QWEN_7B = estimate.Shape(3584, 28, 28, 4, 128, 18944, 152064, 32768, 7_615_616_5
 QWEN_32B = estimate.Shape(5120, 64, 40, 8, 128, 27648, 152064, 32768, 32_763_876_352)
 GIB = 2**30
 ALONE, FULL = "learn.share_prompts=false", "learn.recompute=full"
+MLP, CHUNK = "learn.recompute=mlp", "learn.logprob_chunk=1024"
+EIGHT_BITS = ["learn.master=stochastic", "learn.moments=int8"]
 # Groups of 8 samples of 256 + 512 tokens, tokens a pass, settings, peak GiB on an H200 with torch 2.11.
 MEASURED = [
+    (64, 16384, [ALONE, "learn.logprob_chunk=8192"], 50.0),
+    (64, 16384, [ALONE, "learn.recompute=selective"], 36.4),
+    (64, 16384, [ALONE, MLP], 21.3),
+    (64, 16384, [ALONE, MLP, CHUNK, *EIGHT_BITS], 16.5),
+    (64, 12288, [ALONE, MLP, CHUNK], 17.6),
+    (64, 12288, [ALONE, MLP, CHUNK, *EIGHT_BITS], 14.8),
+    (64, 8192, [ALONE, MLP, CHUNK], 15.7),
+    (64, 8192, [ALONE, MLP, CHUNK, *EIGHT_BITS], 12.8),
+    (64, 16384, [ALONE, FULL, CHUNK], 14.7),
+    (64, 8192, [ALONE, FULL, CHUNK], 13.6),
+]
+# Before a layer was one graph and logits were cut by words, both of which save: at most these, and not far below.
+EARLIER = [
     (64, 16384, [ALONE, "learn.logprob_chunk=8192"], 50.5),
     (64, 32768, [ALONE, FULL], 19.9),
     (64, 16384, ["learn.logprob_chunk=8192"], 46.1),
@@ -43,7 +58,7 @@ MEASURED = [
     (16, 16384, [ALONE, "learn.lora_rank=16", FULL], 9.0),
     (16, 16384, [ALONE, "learn.lora_rank=16", "learn.dora=true"], 39.8),
 ]
-LONG = [(16384, 15.8), (32768, 17.3), (65536, 20.4), (131072, 30.8)]  # one sequence of so many tokens
+LONG = [(16384, 15.8), (32768, 17.3), (65536, 20.4), (131072, 30.8)]  # one sequence of so many tokens, earlier
 
 
 def on_device(shape: estimate.Shape, groups: int, each: int, response: int, tokens: int, *learn: str) -> float:
@@ -64,7 +79,12 @@ def needed(*overrides: str) -> Memory:
 
 @pytest.mark.parametrize(("groups", "tokens", "learn", "peak"), MEASURED)
 def test_the_estimate_is_near_peaks_measured_on_a_device(groups, tokens, learn, peak):
-    assert on_device(QWEN_1_5B, groups, 8, 512, tokens, *learn) == pytest.approx(peak, rel=0.05)
+    assert on_device(QWEN_1_5B, groups, 8, 512, tokens, *learn) == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.parametrize(("groups", "tokens", "learn", "peak"), EARLIER)
+def test_the_estimate_is_below_peaks_of_code_that_took_more(groups, tokens, learn, peak):
+    assert 0.79 * peak < on_device(QWEN_1_5B, groups, 8, 512, tokens, *learn) < 1.03 * peak
 
 
 def test_the_estimate_is_within_a_tenth_of_a_peak_with_8_bit_products():
@@ -86,7 +106,7 @@ def test_the_estimate_counts_what_an_update_in_many_passes_takes_and_none_of_it_
 
 @pytest.mark.parametrize(("tokens", "peak"), LONG)
 def test_the_estimate_is_near_the_peak_of_one_long_sequence(tokens, peak):
-    assert on_device(QWEN_1_5B, 1, 1, tokens - 256, tokens, FULL) == pytest.approx(peak, rel=0.05)
+    assert 0.89 * peak < on_device(QWEN_1_5B, 1, 1, tokens - 256, tokens, FULL) < 1.02 * peak
 
 
 def test_the_estimate_is_near_the_peaks_of_larger_models():
