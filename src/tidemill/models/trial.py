@@ -45,8 +45,10 @@ def try_out(model: Any) -> None:
         return
     first, second = _apart(ours, theirs)
     apart = max(first, second)
-    # What leaks leaks into the second sample alone; the first has rounding in it, and a scale that is not known.
-    if not (apart < (1e-2 if ours.dtype == torch.float32 else 0.15) and second < 4 * first + 0.01):
+    # What leaks leaks into the second sample alone; the first has rounding in it, and a scale that is not known. 16-bit
+    # rounding differs from token to token, and a sound model that is refused is the worse mistake.
+    most, more = (0.01, 0.01) if ours.dtype == torch.float32 else (0.15, 0.05)
+    if not (apart < most and second < 4 * first + more):
         raise ModelError(
             f"{kind} gives other logits of packed samples than of each alone (by {apart:.0%}): it mixes tokens outside "
             "of its attention, or changes logits in a way that is not known",
