@@ -425,7 +425,7 @@ WIDE: list[tuple[str, int, int, dict[str, Any]]] = [
     (f"recompute MLPs, products {kind}", 4, 8192, {**FAST, "recompute": "mlp", "fp8": kind})
     for kind in ("none", "tensorwise", "rowwise")
 ]
-PARTS = {"job": JOBS, "small": SMALL, "options": OPTIONS, "low": LOW, "wide": WIDE}
+PARTS = {"small": SMALL, "job": JOBS, "options": OPTIONS, "low": LOW, "wide": WIDE}
 
 
 def main() -> None:
