@@ -19,7 +19,7 @@ from tidemill.learn import chunks
 from tidemill.learn.engine import Learner, score
 from tidemill.learn.logprob import reference_logprobs, token_logprobs
 from tidemill.learn.optimizer import learning_rate
-from tidemill.learn.packing import microbatches
+from tidemill.learn.packing import fill, microbatches
 from tidemill.models.load import make_tiny
 
 SHAPE = TinyModel(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, window=64)
@@ -257,6 +257,14 @@ def test_microbatches_hold_every_sample_once_within_the_budget(share: bool) -> N
             prompts = part.values("prompt_length")
             total += prompts[first].sum() - prompts.sum()
         assert total <= 50 or len(np.unique(part.values("group"))) == 1
+
+
+def test_a_unit_over_the_budget_parts_none_of_the_others() -> None:
+    """A pair may be twice as long as the longest sample, which alone is sure to fit."""
+    bins = fill([(60, [0]), *((10, [row]) for row in range(1, 41))], 50)
+    assert sorted(row for _, rows in bins for row in rows) == list(range(41))
+    assert all(tokens <= 50 for tokens, rows in bins if rows != [0])
+    assert len(bins) <= 10  # 9 would be the fewest
 
 
 class TeachesAll:

@@ -47,7 +47,9 @@ def units(batch: Batch, budget: int, share_prompts: bool, whole_groups: bool) ->
 
 
 def fill(found: list[Unit], budget: int, multiple: int = 1, at_least: int = 1) -> list[Unit]:
-    """Units in bins within the budget, loads as even as they come out; a multiple of `multiple` bins, some empty."""
+    """Units in bins within the budget, loads as even as they come out; a multiple of `multiple` bins, some empty. One
+    that is over the budget has a bin to itself."""
+    over = [rows for tokens, rows in found if tokens > budget]
     per_round = -(-sum(tokens for tokens, _ in found) // budget)
     rounds = max(at_least, -(-per_round // multiple))
     while True:
@@ -56,7 +58,7 @@ def fill(found: list[Unit], budget: int, multiple: int = 1, at_least: int = 1) -
         for tokens, rows in sorted(found, key=lambda unit: -unit[0]):
             lightest = min(range(count), key=lambda i: bins[i][0])
             bins[lightest] = (bins[lightest][0] + tokens, bins[lightest][1] + rows)
-        if count >= len(found) or max(load for load, _ in bins) <= budget:
+        if count >= len(found) or all(load <= budget or rows in over for load, rows in bins):
             return bins
         rounds += 1
 
