@@ -198,6 +198,8 @@ def of(model: Any, device: torch.device | None = None) -> Routers | None:
     """The model's routers; None if it has none of the known kinds. `device`: where the model will be, if not yet."""
     if isinstance(model, Reference):  # the policy itself: hooked once more, its routers would choose twice
         model = model.model
+    if getattr(model, "shares_trunk", False):  # a critic's: the layers are the policy's, whose learner sees to them
+        return None
     if "tide_routers" not in model.__dict__:
         has_some = any(_gate(layer) is not None for layer in model.get_decoder().layers)
         device = device or next(model.parameters()).device
