@@ -47,7 +47,7 @@ class Learner:
         self.attention = choose(model, attention_of(config))
         self.routers = routing.prepare(model, config.learn.moe)
         self.gradients = Gradients(model.parameters(), wide=config.learn.master == "float32")
-        self.optimizer = make_optimizer(model, config.learn, self.gradients)
+        self.optimizer = make_optimizer(model, config.learn, self.gradients, config.seed)
         self.version = 0  # updates made
         self.skipped = 0  # updates not made because a gradient was not finite
         self.ema = Ema({n: p for n, p in model.named_parameters() if p.requires_grad}, learn.ema) if learn.ema else None

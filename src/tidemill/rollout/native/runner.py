@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tidemill.errors import ModelError
 from tidemill.models.attention import Context
+from tidemill.models.modes import at_rest
 from tidemill.rollout.native import lean
 from tidemill.rollout.native.kernels import Kernels
 
@@ -26,14 +27,11 @@ class PlainRunner:
     """The module as it is."""
 
     def __init__(self, model: Any) -> None:
-        self.model = model
+        self.model, self.modules = model, list(model.modules())
 
     def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
         options: dict[str, Any] = {} if keep is None else {"logits_to_keep": keep}
-        training = self.model.training
-        if training:  # dropout is the learner's business
-            self.model.eval()
-        try:
+        with at_rest(self.modules):  # computing layers again is the learner's business
             out = self.model(
                 input_ids=ids.unsqueeze(0),
                 position_ids=positions.unsqueeze(0),
@@ -41,9 +39,6 @@ class PlainRunner:
                 tide=context,
                 **options,
             )
-        finally:
-            if training:
-                self.model.train()
         return cast(Tensor, out.logits[0])
 
 
