@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from tidemill import launch
 from tidemill.cli import app
+from tidemill.config import Config
 from tidemill.learn import checkpoint
 from tidemill.observe import diff
 from tidemill.observe.dump import file_of
@@ -86,6 +87,13 @@ def test_a_run_cut_short_is_a_difference(plain, tmp_path):
     (short / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] < last))
     found = diff.compare(plain, short).metrics
     assert found is not None and (found.step, found.how) == (last, "only the first run has the step")
+
+
+def test_a_section_that_one_run_alone_has_is_told_whichever_run_it_is():
+    without, with_one = (Config.model_validate(given) for given in ({}, {"environment": {"name": "nim"}}))
+    for pair in ((without, with_one), (with_one, without)):
+        assert any(line.startswith("environment.name: ") and "'nim'" in line for line in diff._settings(*pair))
+    assert not list(diff._settings(with_one, with_one))
 
 
 @pytest.mark.parametrize(("has_more", "which"), [("a", "first"), ("b", "second")])

@@ -78,10 +78,10 @@ def render(found: Comparison) -> str:
 
 
 def _settings(a: Config, b: Config) -> Iterator[str]:
-    other = dict(recipe.leaves(b))
-    for key, value in recipe.leaves(a):
-        if key not in NAMES and other.get(key) != value:
-            yield f"{key}: {value!r} and {other.get(key)!r}"
+    one, other = dict(recipe.leaves(a)), dict(recipe.leaves(b))
+    for key in dict.fromkeys([*one, *other]):  # a section that is none in one run has keys in the other alone
+        if key not in NAMES and one.get(key) != other.get(key):
+            yield f"{key}: {one.get(key)!r} and {other.get(key)!r}"
 
 
 def _metrics(a: Path, b: Path) -> Iterator[Difference]:
