@@ -277,6 +277,18 @@ def test_recomputed_layers_count_their_tokens_once(recompute):
     torch.testing.assert_close(*loads)
 
 
+def test_forgotten_tokens_count_in_no_load():
+    settings, found = config(learn={"moe": {"balance": "bias"}}), []
+    for forgotten in ([], [samples(seed=1)]):
+        learner = Learner(model("qwen3-moe"), settings, get("grpo"), 1)
+        for batch in forgotten:
+            learner.accumulate(batch)
+            learner.forget()
+        learner.accumulate(samples())
+        found.append(learner.update())
+    assert found[0] == found[1]
+
+
 def test_asking_the_model_without_its_adapters_hooks_no_router_twice():
     batch = batch_of(rollout(model("qwen3-moe")))
     settings = config(learn={"lora_rank": 2, "moe": {"replay": True, "balance": "aux_loss", "coef": 0.5}})

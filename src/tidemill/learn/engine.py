@@ -143,6 +143,8 @@ class Learner:
         """Drop what was accumulated since the last update."""
         self.gradients.clear()
         self._stats, self._whole = [], 0.0
+        if self.routers is not None:
+            self.routers.forget()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything a resumed run needs: tensors, and plain values beside them."""

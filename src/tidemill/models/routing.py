@@ -160,9 +160,13 @@ class Routers:
         if float(self.replayed[0]):
             found["moe_replay_agreement"] = float(self.replayed[1] / self.replayed[0])
         self.load = load
+        self.forget()
+        return found
+
+    def forget(self) -> None:
+        """What was counted since the last update."""
         for x in self.sums():
             x.zero_()
-        return found
 
     @torch.no_grad()
     def _move(self, steps: Tensor) -> None:

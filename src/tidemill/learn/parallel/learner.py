@@ -205,6 +205,8 @@ class ParallelLearner(ParallelModel):
         """Drop what was accumulated since the last update, on this rank; all ranks do so together."""
         self.gradients.clear()
         self._stats, self._whole, self._own_whole = [], 0.0, 0.0
+        if self.routers is not None:
+            self.routers.forget()
 
     def _step(self) -> None:
         for name, p in self.own.items():
