@@ -12,6 +12,7 @@ from tidemill.errors import TidemillError, did_you_mean
 from tidemill.settings import algorithm, estimate, parallel, turns
 from tidemill.settings.estimate import human, longest
 from tidemill.settings.folder import folder_problems
+from tidemill.settings.memory import checkpoint_bytes
 
 # Algorithms whose advantage compares the samples of one prompt with each other: one sample says nothing.
 GROUP_ALGORITHMS = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp_baseline"})
@@ -341,7 +342,7 @@ def _disk(config: Config, model: Model) -> Iterator[str]:
     if shape is None or shape.parameters is None:
         return
     # One more than is kept: a checkpoint is written aside before the oldest goes.
-    needed = estimate.checkpoint_bytes(config, shape.parameters) * (estimate.checkpoints_kept(config) + 1)
+    needed = checkpoint_bytes(config, shape) * (estimate.checkpoints_kept(config) + 1)
     place = Path(config.folder).expanduser().resolve()
     while not place.exists():
         place = place.parent
