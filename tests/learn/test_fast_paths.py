@@ -24,6 +24,7 @@ from tidemill.models.load import make_tiny
 from tidemill.models.packed import Packed
 from tidemill.models.varlen import FlashPacked, FlashShared, Spans
 from tidemill.rollout import hf
+from tidemill.rollout.native.runner import PlainRunner
 
 GROUPS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 
@@ -67,7 +68,7 @@ def kept_bytes(learn: dict[str, Any], tokens: int = 512) -> int:
     return sum(size for at, size in kept.items() if at not in weights)
 
 
-@pytest.mark.parametrize("engine", ["none", "hf"])
+@pytest.mark.parametrize("engine", ["none", "hf", "native"])
 def test_recomputed_layers_neither_drop_nor_shake_anything(engine: str) -> None:
     """transformers recomputes in training mode, in which some models draw dropout or a router's noise."""
     found = []
@@ -77,6 +78,14 @@ def test_recomputed_layers_neither_drop_nor_shake_anything(engine: str) -> None:
         if engine == "hf":  # whose own mode is another; afterwards all is as before
             with hf._plain(made):
                 assert not any(m.training for m in made.modules())
+        if engine == "native":
+            seen: list[bool] = []
+            hook = made.get_decoder().layers[1].register_forward_pre_hook(lambda m, _: seen.append(m.training))
+            one = torch.arange(3)
+            with torch.no_grad():
+                PlainRunner(made).forward(one, one, Packed([3], CPU), None)
+            hook.remove()
+            assert seen == [False]
         assert any(m.training for m in layers.layers_of(made)) == (recompute == "full")
         learner.accumulate(samples())
         found.append(({n: p.grad / learner._whole for n, p in made.named_parameters()}, learner.update()))

@@ -7,9 +7,11 @@ weights with fewer operations for the common family. A test holds the two togeth
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from typing import Any, Protocol, cast
 
 from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tidemill.errors import ModelError
 from tidemill.models.attention import Context
@@ -27,11 +29,14 @@ class PlainRunner:
     """The module as it is."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.modules = model, list(model.modules())
+        self.model = model
+        # Of layers that are computed again the first is always one: so it tells of all of them.
+        self.first = next((m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)), model)
 
     def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
         options: dict[str, Any] = {} if keep is None else {"logits_to_keep": keep}
-        with at_rest(self.modules):  # computing layers again is the learner's business
+        # Computing layers again is the learner's business.
+        with at_rest(self.model.modules()) if self.first.training else nullcontext():
             out = self.model(
                 input_ids=ids.unsqueeze(0),
                 position_ids=positions.unsqueeze(0),
