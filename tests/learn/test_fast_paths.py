@@ -68,6 +68,17 @@ def kept_bytes(learn: dict[str, Any], tokens: int = 512) -> int:
     return sum(size for at, size in kept.items() if at not in weights)
 
 
+def served_in_training(made: Any) -> bool:
+    """Whether a layer is in training mode while the model serves rollout."""
+    seen: list[bool] = []
+    hook = layers.layers_of(made)[1].register_forward_pre_hook(lambda m, _: seen.append(m.training))
+    at = torch.arange(3)
+    with torch.no_grad():
+        PlainRunner(made).forward(at, at, Packed([3], CPU), None)
+    hook.remove()
+    return seen[0]
+
+
 @pytest.mark.parametrize("engine", ["none", "hf", "native"])
 def test_recomputed_layers_neither_drop_nor_shake_anything(engine: str) -> None:
     """transformers recomputes in training mode, in which some models draw dropout or a router's noise."""
@@ -79,13 +90,7 @@ def test_recomputed_layers_neither_drop_nor_shake_anything(engine: str) -> None:
             with hf._plain(made):
                 assert not any(m.training for m in made.modules())
         if engine == "native":
-            seen: list[bool] = []
-            hook = made.get_decoder().layers[1].register_forward_pre_hook(lambda m, _: seen.append(m.training))
-            one = torch.arange(3)
-            with torch.no_grad():
-                PlainRunner(made).forward(one, one, Packed([3], CPU), None)
-            hook.remove()
-            assert seen == [False]
+            assert not served_in_training(made)
         assert any(m.training for m in layers.layers_of(made)) == (recompute == "full")
         learner.accumulate(samples())
         found.append(({n: p.grad / learner._whole for n, p in made.named_parameters()}, learner.update()))
