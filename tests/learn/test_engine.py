@@ -15,6 +15,7 @@ from tidemill.algorithms.registry import get
 from tidemill.batch import Batch, Column
 from tidemill.config import Config, TinyModel
 from tidemill.errors import DataError
+from tidemill.flow.feed import given_rows
 from tidemill.learn import chunks
 from tidemill.learn.engine import Learner, score
 from tidemill.learn.logprob import reference_logprobs, token_logprobs
@@ -257,6 +258,18 @@ def test_microbatches_hold_every_sample_once_within_the_budget(share: bool) -> N
             prompts = part.values("prompt_length")
             total += prompts[first].sum() - prompts.sum()
         assert total <= 50 or len(np.unique(part.values("group"))) == 1
+
+
+@pytest.mark.parametrize("attention", ["blocks", "auto"])
+def test_a_sample_without_a_response_changes_no_other(attention: str) -> None:
+    pairs = [([3, 4, 5], [6, 7]), ([3, 4, 5], []), ([8], []), ([8], [5, 4, 4]), ([8], [9])]
+    batch = given_rows(np.arange(5), np.array([0, 0, 1, 1, 1]), 0, pairs)
+    model = make_tiny(SHAPE, torch.float32, 0, CPU).model
+    shared, alone = (
+        score(model, batch, config(learn={"share_prompts": share, "attention": attention})) for share in (True, False)
+    )
+    np.testing.assert_allclose(shared.values, alone.values, atol=1e-5)
+    assert [len(row) for row in shared] == [2, 0, 0, 3, 1]
 
 
 def test_a_unit_over_the_budget_parts_none_of_the_others() -> None:

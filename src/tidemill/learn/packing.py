@@ -132,7 +132,7 @@ def _pack_shared(batch: Batch, device: torch.device, attention: Attention) -> Pa
     lengths = np.array([prompts[rows[0]] for rows in groups])
     prompt_ends = np.cumsum(lengths)
     responses = tokens.lengths - prompts
-    inputs = responses - 1
+    inputs = np.maximum(responses - 1, 0)  # a sample may have no response
     split = int(prompt_ends[-1])
     starts = split + np.concatenate([[0], np.cumsum(inputs)[:-1]])
     within, row = _ranges(responses), np.repeat(np.arange(batch.rows), responses)
@@ -171,7 +171,7 @@ def input_places(batch: Batch, share_prompts: bool) -> tuple[Ints, Ints]:
     if not _has_groups(batch, share_prompts):
         return np.repeat(np.arange(batch.rows), totals - 1), _ranges(totals - 1)
     first = np.array([rows[0] for rows in group_rows(batch.values("group"))])
-    inputs = totals - prompts - 1
+    inputs = np.maximum(totals - prompts - 1, 0)
     row = np.concatenate([np.repeat(first, prompts[first]), np.repeat(np.arange(batch.rows), inputs)])
     own = np.repeat(prompts, inputs) + _ranges(inputs)
     return row, np.concatenate([_ranges(prompts[first]), own])
