@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from tidemill import launch
 from tidemill.cli import app
 from tidemill.config import Config
+from tidemill.errors import TidemillError
 from tidemill.learn import checkpoint
 from tidemill.observe import diff
 from tidemill.observe.dump import file_of
@@ -124,6 +125,13 @@ def altered(run: Path, to: Path, *names: str) -> Path:
         tensors[name] = tensors[name] + 1
     save_file(tensors, path, told)
     return to
+
+
+def test_a_dump_cut_short_is_named(plain, tmp_path):
+    other = altered(plain, tmp_path / "short")
+    file_of(other, 1).write_bytes(file_of(plain, 1).read_bytes()[:500])
+    with pytest.raises(TidemillError, match=r"step-000001.safetensors cannot be read"):
+        diff.compare(plain, other)
 
 
 def test_of_several_updates_in_a_step_the_first_that_differs_is_named(plain, tmp_path):

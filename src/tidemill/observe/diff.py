@@ -12,6 +12,7 @@ import numpy as np
 
 from tidemill import recipe
 from tidemill.config import Config
+from tidemill.errors import TidemillError
 from tidemill.observe.dump import FOLDER, file_of
 from tidemill.run import RunFolder
 
@@ -161,12 +162,17 @@ def _unlike(a: Any, b: Any) -> str:
 
 
 def _tensors(path: Path) -> tuple[dict[str, Any], list[str]]:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(path, "pt") as file:
-        told = file.metadata() or {}
-        came = told["names"].split("\n") if told.get("names") else sorted(file.keys())
-        return {name: _array(file.get_tensor(name)) for name in came}, told.get("stages", "").split(",")
+    try:
+        with safe_open(path, "pt") as file:
+            told = file.metadata() or {}
+            came = told["names"].split("\n") if told.get("names") else sorted(file.keys())
+            return {name: _array(file.get_tensor(name)) for name in came}, told.get("stages", "").split(",")
+    except SafetensorError as error:
+        raise TidemillError(
+            f"{path} cannot be read: {error}", "the run was killed while it wrote the dump; take the file away"
+        ) from error
 
 
 def _array(tensor: Any) -> Any:
