@@ -57,7 +57,7 @@ class HFEngine:
         key = torch.tensor([stream_key(how.seed, request.id, sample.index)], device=device)
         limit = min(token_limit(request, sample.index), self.max_len - len(request.prompt))
         cache = DynamicCache(config=self.model.config)
-        ids = torch.tensor([[*request.prompt, *sample.tokens]], device=device)
+        ids = torch.tensor([[*map(int, request.prompt), *sample.tokens]], device=device)
         finish: Finish = "length"
         while len(sample.tokens) < limit:
             logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]

@@ -308,6 +308,11 @@ ODD = {
     "stop_strings is 'END'": {"stop_strings": "END"},
     "stop_strings holds 3": {"stop_strings": (3,)},
     "stop_tokens holds token 'a'": {"stop_tokens": ("a",)},
+    "temperature is 1e+300": {"temperature": 1e300, "allowed_tokens": (5, 6)},
+    "temperature is 1000000": {"temperature": 10**400},
+    "stop_strings is None": {"stop_strings": None},
+    "stop_strings holds '\\ud800'": {"stop_strings": ("\ud800",)},
+    "allowed_tokens is <list_iterator": {"allowed_tokens": iter([5, 6])},
 }
 ODD_REQUESTS = {name: Request(0, [5, 6], Sampling(**how)) for name, how in ODD.items()} | {
     "id is 'a'": Request("a", [5]),  # type: ignore[arg-type]
@@ -317,6 +322,7 @@ ODD_REQUESTS = {name: Request(0, [5, 6], Sampling(**how)) for name, how in ODD.i
     "flat list of token numbers; it is [[1, 2]]": Request(0, [[1, 2]]),  # type: ignore[list-item]
     "flat list of token numbers; it is None": Request(0, None),  # type: ignore[arg-type]
     "one of limits is None": Request(0, [5], n=2, limits=(1, None)),  # type: ignore[arg-type]
+    "limits is 3": Request(0, [5], n=2, limits=3),  # type: ignore[arg-type]
 }
 
 
@@ -332,6 +338,34 @@ def test_odd_values_are_errors_of_their_request_alone(model: torch.nn.Module, ki
         assert done[request.id, 0].finish == "error"
         assert message in (done[request.id, 0].error or "")
         assert len(done) == (3 if request.n == 2 else 2) and done[1, 0].finish == "length"
+
+
+ALIKE = {
+    "numpy numbers": (
+        Request(np.int64(3), np.array([5, 6], np.uint8), Sampling(seed=np.int32(-4), max_tokens=np.int64(8))),
+        Request(3, [5, 6], Sampling(seed=-4, max_tokens=8)),
+    ),
+    "penalties of a narrow prompt": (
+        Request(3, np.array([5, 6], np.uint8), Sampling(repetition_penalty=1.5, max_tokens=8)),
+        Request(3, [5, 6], Sampling(repetition_penalty=1.5, max_tokens=8)),
+    ),
+    "tokens as a set": (
+        Request(3, [5, 6], Sampling(allowed_tokens={5, 6, 7}, stop_tokens={7}, max_tokens=8)),
+        Request(3, [5, 6], Sampling(allowed_tokens=(5, 6, 7), stop_tokens=(7,), max_tokens=8)),
+    ),
+    "tokens as an array": (
+        Request(3, [5, 6], Sampling(allowed_tokens=np.arange(5, 9, dtype=np.uint8), stop_tokens=np.array([7, 8]))),
+        Request(3, [5, 6], Sampling(allowed_tokens=(5, 6, 7, 8), stop_tokens=(7, 8))),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [NativeEngine, HFEngine])
+@pytest.mark.parametrize("name", ALIKE)
+def test_numbers_and_lists_of_other_kinds_mean_the_same(model: torch.nn.Module, kind: type, name: str) -> None:
+    made = [roll(kind(model, eos_ids=[2], max_len=64), [request]) for request in ALIKE[name]]
+    assert tokens(made[0]) == tokens(made[1])
+    assert made[0][3, 0].finish == made[1][3, 0].finish != "error"
 
 
 def test_a_top_k_beyond_every_vocabulary_keeps_everything(engine: NativeEngine) -> None:

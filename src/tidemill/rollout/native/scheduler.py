@@ -382,7 +382,7 @@ class _Slots:
         self.min_p[slot] = how.min_p
         self.truncated[slot] = is_truncated(how)
         self.ignore_eos[slot] = how.ignore_eos
-        self.watched[slot] = bool(how.stop_tokens or how.stop_strings)
+        self.watched[slot] = len(how.stop_tokens) > 0 or len(how.stop_strings) > 0
         self.steered[slot] = is_steered(how)
         self.shared[slot] = sequence.shared
         pages = np.asarray(sequence.pages, np.int64)
