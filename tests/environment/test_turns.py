@@ -219,6 +219,21 @@ def test_a_conversation_calls_back_once_when_it_ends() -> None:
     assert len(done) == 2 and heard == done
 
 
+def test_a_callback_that_raises_costs_no_conversation() -> None:
+    heard: list[int] = []
+
+    def hear(completion: Completion) -> None:
+        heard.append(completion.index)
+        if completion.index == 0:
+            raise ZeroDivisionError
+
+    playing = engine(Scripted(*[[7, EOS]] * 6))
+    playing.submit(Request(5, [4, 4], Sampling(max_tokens=50), n=2, task=Task("answer"), on_done=hear))
+    with pytest.raises(ZeroDivisionError):
+        finish(playing)
+    assert [c.index for c in finish(playing)] == heard == [0, 1]
+
+
 def test_a_request_without_samples_is_the_engines_to_refuse() -> None:
     inner = Scripted()
     playing = engine(inner)

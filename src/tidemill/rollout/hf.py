@@ -50,7 +50,7 @@ class HFEngine:
             request, samples = self.waiting.popleft()
             with _plain(self.model):
                 done = [completion for sample in samples for completion in self._complete(request, sample)]
-        return told(done)
+        return told(done, self.ended)
 
     def _complete(self, request: Request, sample: Partial) -> Iterator[Completion]:
         how, device = request.sampling, next(self.model.parameters()).device

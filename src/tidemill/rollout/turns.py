@@ -20,7 +20,7 @@ from tidemill.environment.api import Closes, Environment, Interrupts, Maker, Pla
 from tidemill.environment.registry import find
 from tidemill.environment.speech import Speech
 from tidemill.errors import PlayError
-from tidemill.rollout.engine import Completion, Finish, Partial, Request, RolloutEngine, token_limit
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, RolloutEngine, token_limit, told
 
 PATIENCE_S = 0.05  # between looks at environments that think, when no model works
 
@@ -106,17 +106,16 @@ class TurnsEngine:
         self.inner.submit(self._turn(request.id, request.prompt, conversations, limits))
 
     def step(self) -> list[Completion]:
-        done, self.ready = self.ready, []
+        made: list[Completion] = []
         if self.inner.has_work:
-            for completion in self.inner.step():
-                done += self._spoken(completion)
+            made = self.inner.step()
         elif self.thinking:
             wait([t.answer for t in self.thinking], timeout=PATIENCE_S, return_when=FIRST_COMPLETED)
+        done, self.ready = self.ready, []
+        for completion in made:
+            done += self._spoken(completion)
         done += self._answers()
-        for completion in done:
-            if completion.played is not None and completion.request.on_done is not None:
-                completion.request.on_done(completion)  # of the whole conversation; the engine calls back for the rest
-        return done
+        return told(done, self.ready)  # of whole conversations; the engine has called back for the rest
 
     def _begin(self, task: Task) -> Environment:
         try:

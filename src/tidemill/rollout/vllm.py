@@ -111,7 +111,7 @@ class VLLMEngine:
             self._need_weights()
             self._absorb(self.engine.step())
         done, self._done = self._done, []
-        return told(done)
+        return told(done, self._done)
 
     def _absorb(self, outputs: Iterable[Any]) -> None:
         """Write new tokens down; what ended goes to `_done`."""

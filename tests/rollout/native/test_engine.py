@@ -368,6 +368,30 @@ def test_numbers_and_lists_of_other_kinds_mean_the_same(model: torch.nn.Module, 
     assert made[0][3, 0].finish == made[1][3, 0].finish != "error"
 
 
+@pytest.mark.parametrize("kind", [NativeEngine, HFEngine])
+def test_a_callback_that_raises_costs_no_completion(model: torch.nn.Module, kind: type) -> None:
+    heard: list[Completion] = []
+
+    def hear(completion: Completion) -> None:
+        heard.append(completion)
+        if completion.request.id == 1 and completion.index == 0:
+            raise ZeroDivisionError
+
+    how = Sampling(max_tokens=3, ignore_eos=True)
+    engine = kind(model, eos_ids=[2], max_len=64)
+    for i in range(3):
+        engine.submit(Request(i, [5, 6 + i], how, n=2, on_done=hear))
+    done, failures = [], 0
+    while engine.has_work:
+        try:
+            done += engine.step()
+        except ZeroDivisionError:
+            failures += 1
+    wanted = [(i, k) for i in range(3) for k in range(2)]
+    assert failures == 1
+    assert sorted((c.request.id, c.index) for c in done) == sorted((c.request.id, c.index) for c in heard) == wanted
+
+
 def test_a_top_k_beyond_every_vocabulary_keeps_everything(engine: NativeEngine) -> None:
     assert tokens(roll(engine, requests(2, top_k=10**30))) == tokens(roll(engine, requests(2)))
 
