@@ -242,6 +242,16 @@ def test_a_request_without_samples_is_the_engines_to_refuse() -> None:
     assert [r.id for r in inner.asked] == [5, 6] and not playing.under_way
 
 
+@pytest.mark.parametrize("odd", [{"prompt": None}, {"prompt": [-1]}, {"n": None}, {"n": 10**9}, {"limits": 3}])
+def test_a_request_that_cannot_be_read_is_the_engines_to_refuse(odd: dict) -> None:
+    inner = Scripted()
+    playing = engine(inner)
+    asked = Request(**{"id": 5, "prompt": [4, 4], "task": Task("answer"), **odd})
+    inner.submit = inner.asked.append
+    playing.submit(asked)
+    assert inner.asked == [asked] and not playing.under_way
+
+
 def test_a_paused_conversation_can_be_cancelled() -> None:
     inner = Scripted([7, EOS], [7, EOS])
     playing = engine(inner)

@@ -21,8 +21,10 @@ from tidemill.environment.registry import find
 from tidemill.environment.speech import Speech
 from tidemill.errors import PlayError
 from tidemill.rollout.engine import Completion, Finish, Partial, Request, RolloutEngine, token_limit, told
+from tidemill.rollout.native.check import Limits, find_problem
 
 PATIENCE_S = 0.05  # between looks at environments that think, when no model works
+ANY = Limits(vocab=1 << 31, max_len=1 << 62, cache_tokens=1 << 62, has_tokenizer=True)  # no engine's: what nobody takes
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +95,7 @@ class TurnsEngine:
         return self.inner.has_work or bool(self.thinking) or bool(self.ready)
 
     def submit(self, request: Request) -> None:
-        if request.task is None or not _has_samples(request):  # the engine says what is wrong with it
+        if request.task is None or find_problem(request, ANY):  # the engine says what is wrong with it
             self.inner.submit(request)
             return
         seed = turn_id(request.id, request.sampling.seed, 0)
@@ -281,10 +283,6 @@ def turn_id(request: int, index: int, turn: int) -> int:
     """A turn's own random stream, the same in every run."""
     digest = hashlib.blake2b(f"{request} {index} {turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
-
-
-def _has_samples(request: Request) -> bool:
-    return request.n > 0 and (request.limits is None or len(request.limits) == request.n)
 
 
 def _is_ours(request: Request) -> bool:
