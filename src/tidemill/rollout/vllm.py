@@ -133,8 +133,9 @@ class VLLMEngine:
             sample.versions += [self.version] * len(made.token_ids)
             stops = sample.request.sampling.stop_strings
             finish = _finish(made.finish_reason)
-            if finish is None and ends_by_string(sample.tokens, stops, self.tokenizer):
-                stopped.append(output.request_id)
+            if finish in (None, "length") and ends_by_string(sample.tokens, stops, self.tokenizer):
+                if finish is None:
+                    stopped.append(output.request_id)
                 finish = "stop"
             if finish is not None:
                 self._end(output.request_id, finish)
