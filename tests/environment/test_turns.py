@@ -93,6 +93,21 @@ class Wordy(Echo):
         return "just text"
 
 
+class Wordless(Echo):
+    def step(self, text: str) -> Turn:
+        return Turn(None)
+
+
+class Priceless(Echo):
+    def step(self, text: str) -> Turn:
+        return Turn("b", reward=None)
+
+
+class Jammed(Echo):
+    def close(self) -> None:
+        raise RuntimeError("the door is stuck")
+
+
 class Slow(Echo):
     def step(self, text: str) -> Turn:
         time.sleep(0.3)
@@ -232,6 +247,25 @@ def test_a_callback_that_raises_costs_no_conversation() -> None:
     with pytest.raises(ZeroDivisionError):
         finish(playing)
     assert [c.index for c in finish(playing)] == heard == [0, 1]
+
+
+@pytest.mark.parametrize("kind, says", [(Wordless, "Turn"), (Priceless, "Turn"), (Jammed, "door is stuck")])
+def test_an_answer_that_is_no_use_and_an_end_that_fails_cost_that_conversation_alone(kind: type, says: str) -> None:
+    made = _play(Scripted(*[[7, EOS]] * 6), request(n=2), kind=kind)
+    assert len(made) == 2 and all(c.finish == "stop" and says in c.played.error for c in made)
+    with pytest.raises(PlayError, match=says):
+        _play(Scripted(*[[7, EOS]] * 6), request(n=2), kind=kind, on_error="fail")
+
+
+def test_a_sample_that_was_paused_elsewhere_costs_no_other() -> None:
+    playing = engine(Scripted(*[[7, EOS]] * 6))
+    playing.submit(request(n=2))
+    playing.step()
+    mine = playing.pause()
+    with pytest.raises(PlayError, match="paused elsewhere"):
+        playing.resume([*mine, Partial(request(id=6), 0, [], [], [])])
+    playing.resume(mine)
+    assert [c.finish for c in finish(playing)] == ["stop", "stop"]
 
 
 def test_a_request_without_samples_is_the_engines_to_refuse() -> None:

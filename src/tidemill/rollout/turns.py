@@ -179,15 +179,21 @@ class TurnsEngine:
         turn = thinking.answer.result()
         if not isinstance(turn, Turn):
             return [self._fail(conversation, f"answered with {turn!r:.80}, not with a Turn")]
-        conversation.played = conversation.played.after(turn)
+        try:
+            conversation.played = conversation.played.after(turn)
+            tokens = [] if turn.is_done else self._heard_tokens(turn, thinking.has_ended)
+        except (TypeError, ValueError, AttributeError) as error:  # a text that is none, a reward that is no number
+            return [self._fail(conversation, f"answered with {turn!r:.80}: {error}")]
         if turn.is_done:
             return [self._finish(conversation, "stop")]
-        tokens = self.speech.heard(turn.text, is_inline=turn.is_inline, has_ended=thinking.has_ended)
         if conversation.played.turns >= self.settings.max_turns or len(tokens) >= conversation.room:
             return [self._finish(conversation, "length")]
         conversation.hear(tokens, self.version)
         self._go_on(conversation)
         return []
+
+    def _heard_tokens(self, turn: Turn, has_ended: bool) -> list[int]:
+        return self.speech.heard(turn.text, is_inline=turn.is_inline, has_ended=has_ended)
 
     def _go_on(self, conversation: Conversation) -> None:
         request = conversation.request
@@ -197,16 +203,28 @@ class TurnsEngine:
         self.inner.submit(self._turn(conversation.turn_id, so_far, [conversation], limits))
 
     def _fail(self, conversation: Conversation, why: str) -> Completion:
+        conversation.played = replace(conversation.played, error=self._failure(why))
+        return self._finish(conversation, "stop")
+
+    def _failure(self, why: str) -> str:
+        """In words, unless the run is to end by it."""
         message = f"environment {self.settings.name!r} {why}"
         if self.settings.on_error == "fail":
             raise PlayError(message, "mend the environment, or set environment.on_error=end")
-        conversation.played = replace(conversation.played, error=message)
-        return self._finish(conversation, "stop")
+        return message
+
+    def _close(self, conversation: Conversation) -> None:
+        if not isinstance(conversation.environment, Closes):
+            return
+        try:
+            conversation.environment.close()
+        except Exception as error:
+            why = self._failure(f"raised {type(error).__name__} when it was closed: {error}")
+            conversation.played = replace(conversation.played, error=conversation.played.error or why)
 
     def _finish(self, conversation: Conversation, finish: Finish, error: str | None = None) -> Completion:
         self.under_way.pop(id(conversation), None)
-        if isinstance(conversation.environment, Closes):
-            conversation.environment.close()
+        self._close(conversation)
         c = conversation
         kept = c.kept if c.is_cut else None
         return Completion(
@@ -242,20 +260,14 @@ class TurnsEngine:
         return outer
 
     def resume(self, partials: Sequence[Partial]) -> None:
-        inner = []
-        for partial in partials:
-            if partial.request.task is None:
-                inner.append(partial)
-                continue
-            held = self.paused.pop((partial.request.id, partial.index), None)
-            if held is None:
+        for partial in partials:  # all of them, before any goes on
+            if partial.request.task is not None and (partial.request.id, partial.index) not in self.paused:
                 raise PlayError(
                     f"sample {partial.index} of request {partial.request.id} was paused elsewhere, where its "
                     "environment is",
                     "resume a conversation in the engine that began it",
                 )
-            inner.append(held)
-        self.inner.resume(inner)
+        self.inner.resume([p if p.request.task is None else self.paused.pop((p.request.id, p.index)) for p in partials])
 
     def load(self, weights: Any, version: int) -> None:
         self.inner.load(weights, version)
