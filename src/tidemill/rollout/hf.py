@@ -83,12 +83,12 @@ class HFEngine:
         return Draw(
             key=key,
             position=tensor([len(sample.tokens)]),
-            temperature=tensor([how.temperature or 1.0]),
+            temperature=tensor([float(how.temperature) or 1.0]),
             all_greedy=how.temperature == 0,
             truncated=tensor([0]) if is_truncated(how) else None,
             top_k=tensor([min(how.top_k, 1 << 40) or 1 << 40]),
-            top_p=tensor([how.top_p if how.top_p < 1 else 2.0]),
-            min_p=tensor([how.min_p]),
+            top_p=tensor([float(how.top_p) if how.top_p < 1 else 2.0]),
+            min_p=tensor([float(how.min_p)]),
             steered=steer(logits[0], how, seen, sample.tokens).unsqueeze(0) if is_steered(how) else None,
         )
 

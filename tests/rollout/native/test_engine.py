@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -348,6 +349,10 @@ ALIKE = {
     "penalties of a narrow prompt": (
         Request(3, np.array([5, 6], np.uint8), Sampling(repetition_penalty=1.5, max_tokens=8)),
         Request(3, [5, 6], Sampling(repetition_penalty=1.5, max_tokens=8)),
+    ),
+    "fractions": (
+        Request(3, [5, 6], Sampling(temperature=Fraction(1, 2), top_p=Fraction(3, 4), max_tokens=8)),
+        Request(3, [5, 6], Sampling(temperature=0.5, top_p=0.75, max_tokens=8)),
     ),
     "tokens as a set": (
         Request(3, [5, 6], Sampling(allowed_tokens={5, 6, 7}, stop_tokens={7}, max_tokens=8)),
