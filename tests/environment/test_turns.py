@@ -93,6 +93,21 @@ class Wordy(Echo):
         return "just text"
 
 
+class Wordless(Echo):
+    def step(self, text: str) -> Turn:
+        return Turn(None)
+
+
+class Priceless(Echo):
+    def step(self, text: str) -> Turn:
+        return Turn("b", reward=None)
+
+
+class Jammed(Echo):
+    def close(self) -> None:
+        raise RuntimeError("the door is stuck")
+
+
 class Slow(Echo):
     def step(self, text: str) -> Turn:
         time.sleep(0.3)
@@ -219,12 +234,56 @@ def test_a_conversation_calls_back_once_when_it_ends() -> None:
     assert len(done) == 2 and heard == done
 
 
+def test_a_callback_that_raises_costs_no_conversation() -> None:
+    heard: list[int] = []
+
+    def hear(completion: Completion) -> None:
+        heard.append(completion.index)
+        if completion.index == 0:
+            raise ZeroDivisionError
+
+    playing = engine(Scripted(*[[7, EOS]] * 6))
+    playing.submit(Request(5, [4, 4], Sampling(max_tokens=50), n=2, task=Task("answer"), on_done=hear))
+    with pytest.raises(ZeroDivisionError):
+        finish(playing)
+    assert [c.index for c in finish(playing)] == heard == [0, 1]
+
+
+@pytest.mark.parametrize("kind, says", [(Wordless, "Turn"), (Priceless, "Turn"), (Jammed, "door is stuck")])
+def test_an_answer_that_is_no_use_and_an_end_that_fails_cost_that_conversation_alone(kind: type, says: str) -> None:
+    made = _play(Scripted(*[[7, EOS]] * 6), request(n=2), kind=kind)
+    assert len(made) == 2 and all(c.finish == "stop" and says in c.played.error for c in made)
+    with pytest.raises(PlayError, match=says):
+        _play(Scripted(*[[7, EOS]] * 6), request(n=2), kind=kind, on_error="fail")
+
+
+def test_a_sample_that_was_paused_elsewhere_costs_no_other() -> None:
+    playing = engine(Scripted(*[[7, EOS]] * 6))
+    playing.submit(request(n=2))
+    playing.step()
+    mine = playing.pause()
+    with pytest.raises(PlayError, match="paused elsewhere"):
+        playing.resume([*mine, Partial(request(id=6), 0, [], [], [])])
+    playing.resume(mine)
+    assert [c.finish for c in finish(playing)] == ["stop", "stop"]
+
+
 def test_a_request_without_samples_is_the_engines_to_refuse() -> None:
     inner = Scripted()
     playing = engine(inner)
     playing.submit(request(n=0))
     playing.submit(Request(6, [4], n=2, limits=(3,), task=Task("answer")))
     assert [r.id for r in inner.asked] == [5, 6] and not playing.under_way
+
+
+@pytest.mark.parametrize("odd", [{"prompt": None}, {"prompt": [-1]}, {"n": None}, {"n": 10**9}, {"limits": 3}])
+def test_a_request_that_cannot_be_read_is_the_engines_to_refuse(odd: dict) -> None:
+    inner = Scripted()
+    playing = engine(inner)
+    asked = Request(**{"id": 5, "prompt": [4, 4], "task": Task("answer"), **odd})
+    inner.submit = inner.asked.append
+    playing.submit(asked)
+    assert inner.asked == [asked] and not playing.under_way
 
 
 def test_a_paused_conversation_can_be_cancelled() -> None:

@@ -116,6 +116,16 @@ def test_completions_equal_the_reference_engines(model: Any) -> None:
         np.testing.assert_allclose(made[key].logprobs, completion.logprobs, atol=1e-4)
 
 
+def test_a_stop_string_that_the_last_token_allowed_completes_is_a_stop(model: Any) -> None:
+    tokenizer = SimpleNamespace(decode=lambda tokens: "".join(f"<{token}>" for token in tokens))
+    said = roll(make(model)[0], asked(1, max_tokens=4, ignore_eos=True))[0, 0].tokens
+    ends = asked(1, max_tokens=4, ignore_eos=True, stop_strings=(tokenizer.decode(said),))
+    engine = VLLMEngine(FakeVLLM(model), params, model, eos_ids=[2], max_len=64, tokenizer=tokenizer)
+    made, wanted = roll(engine, ends), roll(HFEngine(model, eos_ids=[2], tokenizer=tokenizer), ends)
+    assert made[0, 0].finish == wanted[0, 0].finish == "stop"
+    assert made[0, 0].tokens == wanted[0, 0].tokens and len(made[0, 0].tokens) == 4
+
+
 def test_a_paused_sample_goes_on_under_new_weights_and_says_which_made_each_token(model: Any) -> None:
     engine, _ = make(model)
     for request in asked(1):

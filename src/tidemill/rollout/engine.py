@@ -62,6 +62,7 @@ class Completion:
     routes: Array | None = None  # (inputs · layers · k) experts that each token but the last went through
     mask: list[int] | None = None  # 0 where an environment made the token; None: the model made all
     played: Played | None = None  # what the conversation with an environment came to
+    is_told: bool = False  # `on_done` has been called
 
 
 @dataclass(slots=True)
@@ -82,11 +83,21 @@ def token_limit(request: Request, index: int) -> int:
     return request.sampling.max_tokens if request.limits is None else request.limits[index]
 
 
-def told(done: list[Completion]) -> list[Completion]:
-    """What an engine gives, once those who wait for a request have heard of it."""
+def told(done: list[Completion], held: list[Completion]) -> list[Completion]:
+    """What an engine gives, once those who wait for a request have heard of it. Where one of them raises, the others
+    hear all the same, and what this step could not give goes to `held`, for the next one."""
+    failure: Exception | None = None
     for completion in done:
-        if completion.request.on_done is not None:
+        if completion.request.on_done is None or completion.is_told:
+            continue
+        completion.is_told = True
+        try:
             completion.request.on_done(completion)
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        held += done
+        raise failure
     return done
 
 

@@ -51,14 +51,14 @@ class HFEngine:
             request, samples = self.waiting.popleft()
             with _plain(self.model):
                 done = [completion for sample in samples for completion in self._complete(request, sample)]
-        return told(done)
+        return told(done, self.ended)
 
     def _complete(self, request: Request, sample: Partial) -> Iterator[Completion]:
         how, device = request.sampling, next(self.model.parameters()).device
         key = torch.tensor([stream_key(how.seed, request.id, sample.index)], device=device)
         limit = min(token_limit(request, sample.index), self.max_len - len(request.prompt))
         cache = DynamicCache(config=self.model.config)
-        ids = torch.tensor([[*request.prompt, *sample.tokens]], device=device)
+        ids = torch.tensor([[*map(int, request.prompt), *sample.tokens]], device=device)
         finish: Finish = "length"
         while len(sample.tokens) < limit:
             logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
@@ -84,12 +84,12 @@ class HFEngine:
         return Draw(
             key=key,
             position=tensor([len(sample.tokens)]),
-            temperature=tensor([how.temperature or 1.0]),
+            temperature=tensor([float(how.temperature) or 1.0]),
             all_greedy=how.temperature == 0,
             truncated=tensor([0]) if is_truncated(how) else None,
             top_k=tensor([min(how.top_k, 1 << 40) or 1 << 40]),
-            top_p=tensor([how.top_p if how.top_p < 1 else 2.0]),
-            min_p=tensor([how.min_p]),
+            top_p=tensor([float(how.top_p) if how.top_p < 1 else 2.0]),
+            min_p=tensor([float(how.min_p)]),
             steered=steer(logits[0], how, seen, sample.tokens).unsqueeze(0) if is_steered(how) else None,
         )
 

@@ -20,9 +20,11 @@ from tidemill.environment.api import Closes, Environment, Interrupts, Maker, Pla
 from tidemill.environment.registry import find
 from tidemill.environment.speech import Speech
 from tidemill.errors import PlayError
-from tidemill.rollout.engine import Completion, Finish, Partial, Request, RolloutEngine, token_limit
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, RolloutEngine, token_limit, told
+from tidemill.rollout.native.check import Limits, find_problem
 
 PATIENCE_S = 0.05  # between looks at environments that think, when no model works
+ANY = Limits(vocab=1 << 31, max_len=1 << 62, cache_tokens=1 << 62, has_tokenizer=True)  # no engine's: what nobody takes
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +95,7 @@ class TurnsEngine:
         return self.inner.has_work or bool(self.thinking) or bool(self.ready)
 
     def submit(self, request: Request) -> None:
-        if request.task is None or not _has_samples(request):  # the engine says what is wrong with it
+        if request.task is None or find_problem(request, ANY):  # the engine says what is wrong with it
             self.inner.submit(request)
             return
         seed = turn_id(request.id, request.sampling.seed, 0)
@@ -106,17 +108,16 @@ class TurnsEngine:
         self.inner.submit(self._turn(request.id, request.prompt, conversations, limits))
 
     def step(self) -> list[Completion]:
-        done, self.ready = self.ready, []
+        made: list[Completion] = []
         if self.inner.has_work:
-            for completion in self.inner.step():
-                done += self._spoken(completion)
+            made = self.inner.step()
         elif self.thinking:
             wait([t.answer for t in self.thinking], timeout=PATIENCE_S, return_when=FIRST_COMPLETED)
+        done, self.ready = self.ready, []
+        for completion in made:
+            done += self._spoken(completion)
         done += self._answers()
-        for completion in done:
-            if completion.played is not None and completion.request.on_done is not None:
-                completion.request.on_done(completion)  # of the whole conversation; the engine calls back for the rest
-        return done
+        return told(done, self.ready)  # of whole conversations; the engine has called back for the rest
 
     def _begin(self, task: Task) -> Environment:
         try:
@@ -178,15 +179,21 @@ class TurnsEngine:
         turn = thinking.answer.result()
         if not isinstance(turn, Turn):
             return [self._fail(conversation, f"answered with {turn!r:.80}, not with a Turn")]
-        conversation.played = conversation.played.after(turn)
+        try:
+            conversation.played = conversation.played.after(turn)
+            tokens = [] if turn.is_done else self._heard_tokens(turn, thinking.has_ended)
+        except (TypeError, ValueError, AttributeError) as error:  # a text that is none, a reward that is no number
+            return [self._fail(conversation, f"answered with {turn!r:.80}: {error}")]
         if turn.is_done:
             return [self._finish(conversation, "stop")]
-        tokens = self.speech.heard(turn.text, is_inline=turn.is_inline, has_ended=thinking.has_ended)
         if conversation.played.turns >= self.settings.max_turns or len(tokens) >= conversation.room:
             return [self._finish(conversation, "length")]
         conversation.hear(tokens, self.version)
         self._go_on(conversation)
         return []
+
+    def _heard_tokens(self, turn: Turn, has_ended: bool) -> list[int]:
+        return self.speech.heard(turn.text, is_inline=turn.is_inline, has_ended=has_ended)
 
     def _go_on(self, conversation: Conversation) -> None:
         request = conversation.request
@@ -196,16 +203,28 @@ class TurnsEngine:
         self.inner.submit(self._turn(conversation.turn_id, so_far, [conversation], limits))
 
     def _fail(self, conversation: Conversation, why: str) -> Completion:
+        conversation.played = replace(conversation.played, error=self._failure(why))
+        return self._finish(conversation, "stop")
+
+    def _failure(self, why: str) -> str:
+        """In words, unless the run is to end by it."""
         message = f"environment {self.settings.name!r} {why}"
         if self.settings.on_error == "fail":
             raise PlayError(message, "mend the environment, or set environment.on_error=end")
-        conversation.played = replace(conversation.played, error=message)
-        return self._finish(conversation, "stop")
+        return message
+
+    def _close(self, conversation: Conversation) -> None:
+        if not isinstance(conversation.environment, Closes):
+            return
+        try:
+            conversation.environment.close()
+        except Exception as error:
+            why = self._failure(f"raised {type(error).__name__} when it was closed: {error}")
+            conversation.played = replace(conversation.played, error=conversation.played.error or why)
 
     def _finish(self, conversation: Conversation, finish: Finish, error: str | None = None) -> Completion:
         self.under_way.pop(id(conversation), None)
-        if isinstance(conversation.environment, Closes):
-            conversation.environment.close()
+        self._close(conversation)
         c = conversation
         kept = c.kept if c.is_cut else None
         return Completion(
@@ -241,20 +260,14 @@ class TurnsEngine:
         return outer
 
     def resume(self, partials: Sequence[Partial]) -> None:
-        inner = []
-        for partial in partials:
-            if partial.request.task is None:
-                inner.append(partial)
-                continue
-            held = self.paused.pop((partial.request.id, partial.index), None)
-            if held is None:
+        for partial in partials:  # all of them, before any goes on
+            if partial.request.task is not None and (partial.request.id, partial.index) not in self.paused:
                 raise PlayError(
                     f"sample {partial.index} of request {partial.request.id} was paused elsewhere, where its "
                     "environment is",
                     "resume a conversation in the engine that began it",
                 )
-            inner.append(held)
-        self.inner.resume(inner)
+        self.inner.resume([p if p.request.task is None else self.paused.pop((p.request.id, p.index)) for p in partials])
 
     def load(self, weights: Any, version: int) -> None:
         self.inner.load(weights, version)
@@ -282,10 +295,6 @@ def turn_id(request: int, index: int, turn: int) -> int:
     """A turn's own random stream, the same in every run."""
     digest = hashlib.blake2b(f"{request} {index} {turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
-
-
-def _has_samples(request: Request) -> bool:
-    return request.n > 0 and (request.limits is None or len(request.limits) == request.n)
 
 
 def _is_ours(request: Request) -> bool:

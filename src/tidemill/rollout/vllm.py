@@ -111,7 +111,7 @@ class VLLMEngine:
             self._need_weights()
             self._absorb(self.engine.step())
         done, self._done = self._done, []
-        return told(done)
+        return told(done, self._done)
 
     def _absorb(self, outputs: Iterable[Any]) -> None:
         """Write new tokens down; what ended goes to `_done`."""
@@ -133,8 +133,9 @@ class VLLMEngine:
             sample.versions += [self.version] * len(made.token_ids)
             stops = sample.request.sampling.stop_strings
             finish = _finish(made.finish_reason)
-            if finish is None and ends_by_string(sample.tokens, stops, self.tokenizer):
-                stopped.append(output.request_id)
+            if finish in (None, "length") and ends_by_string(sample.tokens, stops, self.tokenizer):
+                if finish is None:
+                    stopped.append(output.request_id)
                 finish = "stop"
             if finish is not None:
                 self._end(output.request_id, finish)

@@ -60,6 +60,21 @@ def test_remembered_pages_give_way_to_running_sequences(model: torch.nn.Module) 
     assert engine.pool.available == engine.pool.pages
 
 
+@pytest.mark.parametrize("is_cut_short", [False, True])
+def test_of_a_remembered_text_the_end_gives_way_first(model: torch.nn.Module, is_cut_short: bool) -> None:
+    """Without its beginning no page of it could be found."""
+    engine = NativeEngine(model, eos_ids=[], max_seqs=4, max_len=64, page_size=4, cache_tokens=64, reuse_prefix=True)
+    how, text = Sampling(max_tokens=1), list(range(3, 44))
+    roll(engine, [Request(0, text, how)])  # ten full pages of the sixteen stay
+    if is_cut_short:  # found, and let go of before a token was made
+        engine.submit(Request(1, text, how))
+        engine.scheduler.admit()
+        engine.cancel(1)
+    roll(engine, [Request(2, list(range(50, 75)), how)])  # takes the six that are free, and one more
+    engine.submit(Request(3, text, how))
+    assert engine.scheduler.admit()[0].first == 36
+
+
 def test_pages_are_found_only_by_their_whole_past() -> None:
     pool = PagePool(8, 2)
     tokens = np.arange(6)

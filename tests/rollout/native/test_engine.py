@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -308,6 +309,11 @@ ODD = {
     "stop_strings is 'END'": {"stop_strings": "END"},
     "stop_strings holds 3": {"stop_strings": (3,)},
     "stop_tokens holds token 'a'": {"stop_tokens": ("a",)},
+    "temperature is 1e+300": {"temperature": 1e300, "allowed_tokens": (5, 6)},
+    "temperature is 1000000": {"temperature": 10**400},
+    "stop_strings is None": {"stop_strings": None},
+    "stop_strings holds '\\ud800'": {"stop_strings": ("\ud800",)},
+    "allowed_tokens is <list_iterator": {"allowed_tokens": iter([5, 6])},
 }
 ODD_REQUESTS = {name: Request(0, [5, 6], Sampling(**how)) for name, how in ODD.items()} | {
     "id is 'a'": Request("a", [5]),  # type: ignore[arg-type]
@@ -317,6 +323,7 @@ ODD_REQUESTS = {name: Request(0, [5, 6], Sampling(**how)) for name, how in ODD.i
     "flat list of token numbers; it is [[1, 2]]": Request(0, [[1, 2]]),  # type: ignore[list-item]
     "flat list of token numbers; it is None": Request(0, None),  # type: ignore[arg-type]
     "one of limits is None": Request(0, [5], n=2, limits=(1, None)),  # type: ignore[arg-type]
+    "limits is 3": Request(0, [5], n=2, limits=3),  # type: ignore[arg-type]
 }
 
 
@@ -332,6 +339,62 @@ def test_odd_values_are_errors_of_their_request_alone(model: torch.nn.Module, ki
         assert done[request.id, 0].finish == "error"
         assert message in (done[request.id, 0].error or "")
         assert len(done) == (3 if request.n == 2 else 2) and done[1, 0].finish == "length"
+
+
+ALIKE = {
+    "numpy numbers": (
+        Request(np.int64(3), np.array([5, 6], np.uint8), Sampling(seed=np.int32(-4), max_tokens=np.int64(8))),
+        Request(3, [5, 6], Sampling(seed=-4, max_tokens=8)),
+    ),
+    "penalties of a narrow prompt": (
+        Request(3, np.array([5, 6], np.uint8), Sampling(repetition_penalty=1.5, max_tokens=8)),
+        Request(3, [5, 6], Sampling(repetition_penalty=1.5, max_tokens=8)),
+    ),
+    "fractions": (
+        Request(3, [5, 6], Sampling(temperature=Fraction(1, 2), top_p=Fraction(3, 4), max_tokens=8)),
+        Request(3, [5, 6], Sampling(temperature=0.5, top_p=0.75, max_tokens=8)),
+    ),
+    "tokens as a set": (
+        Request(3, [5, 6], Sampling(allowed_tokens={5, 6, 7}, stop_tokens={7}, max_tokens=8)),
+        Request(3, [5, 6], Sampling(allowed_tokens=(5, 6, 7), stop_tokens=(7,), max_tokens=8)),
+    ),
+    "tokens as an array": (
+        Request(3, [5, 6], Sampling(allowed_tokens=np.arange(5, 9, dtype=np.uint8), stop_tokens=np.array([7, 8]))),
+        Request(3, [5, 6], Sampling(allowed_tokens=(5, 6, 7, 8), stop_tokens=(7, 8))),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [NativeEngine, HFEngine])
+@pytest.mark.parametrize("name", ALIKE)
+def test_numbers_and_lists_of_other_kinds_mean_the_same(model: torch.nn.Module, kind: type, name: str) -> None:
+    made = [roll(kind(model, eos_ids=[2], max_len=64), [request]) for request in ALIKE[name]]
+    assert tokens(made[0]) == tokens(made[1])
+    assert made[0][3, 0].finish == made[1][3, 0].finish != "error"
+
+
+@pytest.mark.parametrize("kind", [NativeEngine, HFEngine])
+def test_a_callback_that_raises_costs_no_completion(model: torch.nn.Module, kind: type) -> None:
+    heard: list[Completion] = []
+
+    def hear(completion: Completion) -> None:
+        heard.append(completion)
+        if completion.request.id == 1 and completion.index == 0:
+            raise ZeroDivisionError
+
+    how = Sampling(max_tokens=3, ignore_eos=True)
+    engine = kind(model, eos_ids=[2], max_len=64)
+    for i in range(3):
+        engine.submit(Request(i, [5, 6 + i], how, n=2, on_done=hear))
+    done, failures = [], 0
+    while engine.has_work:
+        try:
+            done += engine.step()
+        except ZeroDivisionError:
+            failures += 1
+    wanted = [(i, k) for i in range(3) for k in range(2)]
+    assert failures == 1
+    assert sorted((c.request.id, c.index) for c in done) == sorted((c.request.id, c.index) for c in heard) == wanted
 
 
 def test_a_top_k_beyond_every_vocabulary_keeps_everything(engine: NativeEngine) -> None:

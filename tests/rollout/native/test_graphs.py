@@ -202,6 +202,13 @@ def test_steered_rows_are_drawn_inside_the_graph_beside_others(monkeypatch: pyte
             np.testing.assert_allclose(completion.kept, wanted[key].kept, atol=5e-3 if HAS_DEVICE else 1e-4)
 
 
+@pytest.mark.parametrize("allowed", [{5, 6, 7}, np.arange(5, 8, dtype=np.uint8)], ids=["set", "array"])
+def test_allowed_tokens_may_be_a_set_or_an_array(monkeypatch: pytest.MonkeyPatch, allowed: Any) -> None:
+    engine = ahead(monkeypatch, tiny_model("qwen3").to(DEVICE), eos_ids=[2])
+    made = tokens(roll(engine, asked(2, allowed_tokens=allowed)))
+    assert made == tokens(roll(engine, asked(2, allowed_tokens=(5, 6, 7)))) and len(made) == 4
+
+
 def test_a_slot_that_was_steered_draws_plainly_for_its_next_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("qwen3").to(DEVICE)
     engine = ahead(monkeypatch, model, eos_ids=[])

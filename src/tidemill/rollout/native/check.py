@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from tidemill.rollout.engine import Completion, Request, Sampling
 
 # Beyond these, numbers that float32 logits are divided by or added to could leave its range.
-COLDEST = 1e-6
+COLDEST, HOTTEST = 1e-6, 1e6
 FARTHEST = 1e6
 PENALTIES = (1e-3, 1e3)
 MOST_SAMPLES = 1 << 20
@@ -57,6 +57,8 @@ def _problem_of_counts(request: Request) -> str | None:
         return f"n is {n}; a request needs at least one sample"
     if n > MOST_SAMPLES:
         return f"n is {n}; a request has at most {MOST_SAMPLES} samples"
+    if request.limits is not None and not isinstance(request.limits, Collection):
+        return f"limits is {request.limits!r:.40}; it must be a list of whole numbers"
     most = [how.max_tokens] if request.limits is None else list(request.limits)
     if request.limits is not None and len(most) != n:
         return f"limits has {len(most)} entries for {n} samples"
@@ -93,8 +95,8 @@ def _problem_of_numbers(how: Sampling) -> str | None:
     for name in names:
         if not _is_number(getattr(how, name)):
             return f"{name} is {getattr(how, name)!r:.40}; it must be a finite number"
-    if how.temperature != 0 and how.temperature < COLDEST:
-        return f"temperature is {how.temperature}; it must be 0 (greedy) or at least {COLDEST:g}"
+    if how.temperature != 0 and not COLDEST <= how.temperature <= HOTTEST:
+        return f"temperature is {how.temperature}; it must be 0 (greedy) or in [{COLDEST:g}, {HOTTEST:g}]"
     if not 0 < how.top_p <= 1 or how.top_k < 0 or not 0 <= how.min_p <= 1:
         got = f"top_p {how.top_p}, top_k {how.top_k}, min_p {how.min_p}"
         return f"{got}: top_p is in (0, 1], top_k at least 0, min_p in [0, 1]"
@@ -115,7 +117,7 @@ def _problem_of_tokens(how: Sampling, limits: Limits) -> str | None:
         "allowed_tokens": () if how.allowed_tokens is None else how.allowed_tokens,
     }
     for name, tokens in named.items():
-        if not isinstance(tokens, Iterable):
+        if not isinstance(tokens, Collection):  # what can be gone through only once is no list either
             return f"{name} is {tokens!r:.40}; it must be a list of token numbers"
         for token in tokens:
             if not _is_count(token) or not 0 <= token < limits.vocab:
@@ -132,13 +134,15 @@ def _problem_of_tokens(how: Sampling, limits: Limits) -> str | None:
 
 
 def _problem_of_strings(how: Sampling, limits: Limits) -> str | None:
-    if isinstance(how.stop_strings, str):
+    if isinstance(how.stop_strings, str) or not isinstance(how.stop_strings, Collection):
         return f"stop_strings is {how.stop_strings!r:.40}; it must be a list of strings"
     if how.stop_strings and not limits.has_tokenizer:
         return "stop_strings need a tokenizer, and the engine was made without one"
     for stop in how.stop_strings:
         if not isinstance(stop, str) or not stop:
             return "stop_strings holds an empty string" if stop == "" else f"stop_strings holds {stop!r:.40}"
+        if any("\ud800" <= character <= "\udfff" for character in stop):
+            return f"stop_strings holds {stop!r:.40}; half a character is in no text"
     return None
 
 
@@ -147,4 +151,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # a whole number that no float can hold
+        return False

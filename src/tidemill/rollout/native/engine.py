@@ -161,7 +161,7 @@ class NativeEngine:
         done, self._refused = self._refused, []
         with self._no_grad():
             done += self._advance()
-        return told(done)
+        return told(done, self._refused)
 
     # -- one step ------------------------------------------------------------------------------------------------
 

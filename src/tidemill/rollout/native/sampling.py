@@ -29,7 +29,7 @@ def stream_key(seed: int, request: int, sample: int) -> int:
     """The key of one sample's random stream, as a signed 64-bit number."""
     z = 0
     for part in (seed, request, sample):
-        z = (z ^ (part & _MASK64)) + _GOLDEN & _MASK64
+        z = (z ^ (int(part) & _MASK64)) + _GOLDEN & _MASK64  # a numpy number has no room for the mask
         z = (z ^ z >> 30) * _MIX_A & _MASK64
         z = (z ^ z >> 27) * _MIX_B & _MASK64
         z ^= z >> 31
@@ -145,7 +145,7 @@ def steer(logits: Tensor, how: Sampling, seen: list[int], made: list[int]) -> Te
     """One row's logits (vocab,) after penalties, bias and allowed tokens; `seen` is the prompt and what was `made`."""
     out = logits.float().clone()
     if how.repetition_penalty != 1.0:
-        index = torch.as_tensor(sorted(set(seen)), device=out.device)
+        index = torch.as_tensor(np.unique(np.asarray(seen, np.int64)), device=out.device)
         score = out[index]
         out[index] = torch.where(score > 0, score / how.repetition_penalty, score * how.repetition_penalty)
     if how.presence_penalty != 0.0 and made:
@@ -153,7 +153,7 @@ def steer(logits: Tensor, how: Sampling, seen: list[int], made: list[int]) -> Te
     for token, bias in (how.logit_bias or {}).items():
         out[token] += bias
     if how.allowed_tokens is not None:
-        allowed = torch.as_tensor(how.allowed_tokens, device=out.device)
+        allowed = torch.as_tensor(np.array([*how.allowed_tokens], np.int64), device=out.device)
         out = torch.full_like(out, float("-inf")).index_copy_(0, allowed, out[allowed])
     return out
 

@@ -257,7 +257,7 @@ class Scheduler:
         if remember is not None:
             self.pool.index.remember(remember, sequence.pages, sequence.weights)
         self.slots.clear(slot, sequence.pages[sequence.shared :])
-        for page in sequence.pages:
+        for page in reversed(sequence.pages):  # the end of a text is forgotten first: no page is found without its past
             self.pool.drop(page)
         sequence.pages = []
         sequence.shared = 0
@@ -274,7 +274,7 @@ class Scheduler:
 
     def _let_go(self, trunk: Trunk) -> None:
         self.abandoned += trunk.pages
-        for page in trunk.pages:
+        for page in reversed(trunk.pages):
             self.pool.drop(page)
         trunk.pages = []
         trunk.done = trunk.found = 0
@@ -294,7 +294,7 @@ class Scheduler:
         kept = which or self.kept[-1]
         if kept in self.kept:
             self.kept.remove(kept)
-            for page in kept.pages:
+            for page in reversed(kept.pages):
                 self.pool.drop(page)
             kept.pages = []
         return True
@@ -382,7 +382,7 @@ class _Slots:
         self.min_p[slot] = how.min_p
         self.truncated[slot] = is_truncated(how)
         self.ignore_eos[slot] = how.ignore_eos
-        self.watched[slot] = bool(how.stop_tokens or how.stop_strings)
+        self.watched[slot] = len(how.stop_tokens) > 0 or len(how.stop_strings) > 0
         self.steered[slot] = is_steered(how)
         self.shared[slot] = sequence.shared
         pages = np.asarray(sequence.pages, np.int64)

@@ -53,7 +53,8 @@ class Steering:
         bound = [i for i, how in enumerate(hows) if how.allowed_tokens is not None]
         self.allowed[index] = True
         self.allowed[self._tensor(slots[bound])] = False
-        self._mark(self.allowed, slots[bound], [np.array(hows[i].allowed_tokens) for i in bound])
+        allowed = [np.array([*how.allowed_tokens], np.int64) for how in hows if how.allowed_tokens is not None]
+        self._mark(self.allowed, slots[bound], allowed)
         places, values = np.zeros((len(hows), self.width), np.int64), np.zeros((len(hows), self.width), np.float32)
         for row, how in enumerate(hows):
             for i, (token, bias) in enumerate((how.logit_bias or {}).items()):
