@@ -90,6 +90,18 @@ def test_a_run_cut_short_is_a_difference(plain, tmp_path):
     assert found is not None and (found.step, found.how) == (last, "only the first run has the step")
 
 
+def test_a_shorter_run_differs_in_the_step_it_lacks_and_not_in_the_evaluation_at_its_end(tmp_path):
+    def written(name, *records):
+        (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+        return tmp_path / name
+
+    steps = [{"step": step, "loss": 0.5} for step in (1, 2)]
+    (found,) = diff._metrics(written("long", *steps), written("short", steps[0], {"step": 1, "eval/accuracy": 0.25}))
+    assert (found.step, found.tensor) == (2, "all")
+    one, other = ({"step": 1, "eval/accuracy": x} for x in (0.25, 0.5))
+    assert [d.tensor for d in diff._metrics(written("a", one), written("b", other))] == ["eval/accuracy"]
+
+
 def test_a_section_that_one_run_alone_has_is_told_whichever_run_it_is():
     without, with_one = (Config.model_validate(given) for given in ({}, {"environment": {"name": "nim"}}))
     for pair in ((without, with_one), (with_one, without)):

@@ -17,6 +17,7 @@ from tidemill.observe.dump import FOLDER, file_of
 from tidemill.run import RunFolder
 
 NOT_COMPUTED = ("time/", "idle/", "seconds/")  # metrics of the machine's speed, which differ between any two runs
+LOOKED = "eval/"  # what evaluations measure
 SPEED = frozenset({"tokens_per_s", "memory_gib", "mfu"})
 LEARNED = ("gradient", "weight")  # what a dump has of each update
 NAMES = frozenset({"name", "folder", "about"})  # settings that change nothing
@@ -94,6 +95,8 @@ def _metrics(a: Path, b: Path) -> Iterator[Difference]:
             )
             continue
         for name in sorted(one[step].keys() | other[step].keys()):
+            if name.startswith(LOOKED) and (name not in one[step] or name not in other[step]):
+                continue  # one run looked and the other did not, as a shorter one does at its end
             values = one[step].get(name, "nothing"), other[step].get(name, "nothing")
             is_speed = name.startswith(NOT_COMPUTED) or name in SPEED or name.endswith("_s")
             if not is_speed and values[0] != values[1]:
