@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.faults.test_resume import RECIPE
-from tidemill import launch
-from tidemill.cli import app, explain
+from tidemill import doctor, launch
+from tidemill.cli import app, explain, main
 from tidemill.config import TinyModel
 from tidemill.errors import ConfigError, DataError, ModelError, RewardError, TidemillError
 from tidemill.flow.loop import Watcher
@@ -223,6 +223,25 @@ def test_no_command_shows_a_traceback(
     assert explain(result.exception) == 1
     shown = capsys.readouterr().err
     assert shown.startswith("error:") and len(shown.splitlines()) <= 6 and "Traceback" not in shown
+
+
+@pytest.mark.parametrize("words", [["trian"], ["diff"], ["diff", "--nope", "a", "b"]], ids=str)
+def test_words_that_no_command_knows_are_told_in_a_few_lines(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tidemill", *words])
+    with pytest.raises(SystemExit) as left:
+        main()
+    shown = capsys.readouterr().err
+    assert left.value.code == 2 and "Usage: tidemill" in shown and len(shown.splitlines()) <= 8
+
+
+def test_what_a_command_ends_with_is_the_programs_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "is_healthy", lambda _: False)
+    monkeypatch.setattr(sys, "argv", ["tidemill", "doctor"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 1
 
 
 def test_help_is_complete_everywhere() -> None:

@@ -109,3 +109,17 @@ def test_a_run_without_adapters_says_so(tmp_path: Path) -> None:
     launch.train({**RECIPE, "folder": str(tmp_path), "train": {**RECIPE["train"], "steps": 1}})
     with pytest.raises(ConfigError, match="no adapters"):
         export_adapter(tmp_path / "small", tmp_path / "adapter")
+
+
+def test_adapters_of_a_reward_model_are_exported_merged_and_not_alone(tmp_path: Path) -> None:
+    """peft would find no module of their names, and its folder has no place for the head."""
+    data = {"source": "reversal", "args": {"pairs": True}, "max_prompt_tokens": 16}
+    train, learn = {**RECIPE["train"], "steps": 1}, {"lr": 1e-2, "lora_rank": 2, "ema": 0.5}
+    launch.train(
+        {**RECIPE, "folder": str(tmp_path), "data": data, "train": train, "learn": learn, "algorithm": "reward_model"}
+        | {"eval": {"size": 0}, "rewards": "exact"}
+    )
+    with pytest.raises(ConfigError, match="reward model"):
+        export_adapter(tmp_path / "small", tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+    assert export(tmp_path / "small", tmp_path / "merged").reward_head is not None

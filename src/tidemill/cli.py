@@ -337,22 +337,23 @@ def _reshard() -> None:
 def main() -> None:
     """Errors a user can mend are a few lines; anything else keeps its traceback, because it is our mistake."""
     try:
-        app(standalone_mode=False, prog_name="tidemill")
+        status = app(standalone_mode=False, prog_name="tidemill")
     except typer.Exit as leave:
-        sys.exit(leave.exit_code)
+        status = leave.exit_code
     except Exception as error:
-        sys.exit(explain(error))
+        status = explain(error)
+    sys.exit(status)  # commands give nothing; one that raised typer.Exit gives its status, caught on the way
 
 
 def explain(error: BaseException) -> int:
-    import click
-
-    if isinstance(error, click.exceptions.Abort | KeyboardInterrupt):
+    if isinstance(error, typer.Abort | KeyboardInterrupt):
         errors.print("stopped")
         return 130
-    if isinstance(error, click.ClickException):
-        error.show()
-        return error.exit_code
+    # A word that no command knows. Whose class it is depends on typer's version: click's, or that of its own copy.
+    show = getattr(error, "show", None)
+    if callable(show) and isinstance(status := getattr(error, "exit_code", None), int):
+        show()
+        return status
     if isinstance(error, TidemillError):
         errors.print(f"[red]error:[/] {error.message}", soft_wrap=True)
         if error.remedy:

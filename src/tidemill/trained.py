@@ -126,6 +126,11 @@ def export_adapter(where: str | Path, folder: Path, *, raw: bool = False) -> tup
     own, is_mean = adapters_of(tensors, raw)
     if not own:
         raise ConfigError(f"{run.path} learned all weights: it has no adapters", "export without --adapter")
+    if any(name.startswith("decoder.") for name in own):  # of `learn.critic.ValueModel`
+        raise ConfigError(
+            f"{run.path} learned a reward model, of which a folder of peft would lack the head",
+            "export without --adapter",
+        )
     _check_free(folder)
     learn = run.config.learn
     base = run.config.model.path or str(run.path / "warm_start" / "model")

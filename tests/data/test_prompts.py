@@ -38,6 +38,14 @@ def test_a_pair_ends_with_the_end_token() -> None:
     assert (decoded(prompt), decoded(response)) == ("7+5=", "12[E]")
 
 
+def test_an_empty_response_is_the_end_token_or_refused() -> None:
+    made, example = tokenizer(), Example("7+5=", "12", "", where="file:3")
+    assert decoded(PromptTokens(made, Data()).encode_pair(example)[1]) == "[E]"
+    made.eos_token = None
+    with pytest.raises(DataError, match="file:3: the response is empty"):
+        PromptTokens(made, Data()).encode_pair(example)
+
+
 def test_chat_models_get_system_and_user_messages() -> None:
     tokens = PromptTokens(tokenizer(chat=True), Data(system="be brief")).encode(Example("hi"))
     assert decoded(tokens) == "<system>be brief\n<user>hi\n<assistant>"

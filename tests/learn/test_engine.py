@@ -15,11 +15,12 @@ from tidemill.algorithms.registry import get
 from tidemill.batch import Batch, Column
 from tidemill.config import Config, TinyModel
 from tidemill.errors import DataError
+from tidemill.flow.feed import given_rows
 from tidemill.learn import chunks
 from tidemill.learn.engine import Learner, score
 from tidemill.learn.logprob import reference_logprobs, token_logprobs
 from tidemill.learn.optimizer import learning_rate
-from tidemill.learn.packing import microbatches
+from tidemill.learn.packing import fill, microbatches
 from tidemill.models.load import make_tiny
 
 SHAPE = TinyModel(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, window=64)
@@ -257,6 +258,26 @@ def test_microbatches_hold_every_sample_once_within_the_budget(share: bool) -> N
             prompts = part.values("prompt_length")
             total += prompts[first].sum() - prompts.sum()
         assert total <= 50 or len(np.unique(part.values("group"))) == 1
+
+
+@pytest.mark.parametrize("attention", ["blocks", "auto"])
+def test_a_sample_without_a_response_changes_no_other(attention: str) -> None:
+    pairs = [([3, 4, 5], [6, 7]), ([3, 4, 5], []), ([8], []), ([8], [5, 4, 4]), ([8], [9])]
+    batch = given_rows(np.arange(5), np.array([0, 0, 1, 1, 1]), 0, pairs)
+    model = make_tiny(SHAPE, torch.float32, 0, CPU).model
+    shared, alone = (
+        score(model, batch, config(learn={"share_prompts": share, "attention": attention})) for share in (True, False)
+    )
+    np.testing.assert_allclose(shared.values, alone.values, atol=1e-5)
+    assert [len(row) for row in shared] == [2, 0, 0, 3, 1]
+
+
+def test_a_unit_over_the_budget_parts_none_of_the_others() -> None:
+    """A pair may be twice as long as the longest sample, which alone is sure to fit."""
+    bins = fill([(60, [0]), *((10, [row]) for row in range(1, 41))], 50)
+    assert sorted(row for _, rows in bins for row in rows) == list(range(41))
+    assert all(tokens <= 50 for tokens, rows in bins if rows != [0])
+    assert len(bins) <= 10  # 9 would be the fewest
 
 
 class TeachesAll:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.learn.parallel.models import model as mixture
 from tests.learn.test_engine import CPU, SHAPE, assert_same, config, gradients, samples
 from tidemill.algorithms.registry import get
 from tidemill.config import TinyModel
@@ -22,6 +23,8 @@ from tidemill.models import lora
 from tidemill.models.load import make_tiny
 from tidemill.models.packed import Packed
 from tidemill.models.varlen import FlashPacked, FlashShared, Spans
+from tidemill.rollout import hf
+from tidemill.rollout.native.runner import PlainRunner
 
 GROUPS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 
@@ -63,6 +66,35 @@ def kept_bytes(learn: dict[str, Any], tokens: int = 512) -> int:
         )
     assert out.last_hidden_state.requires_grad
     return sum(size for at, size in kept.items() if at not in weights)
+
+
+def served_in_training(made: Any) -> bool:
+    """Whether a layer is in training mode while the model serves rollout."""
+    seen: list[bool] = []
+    hook = layers.layers_of(made)[1].register_forward_pre_hook(lambda m, _: seen.append(m.training))
+    at = torch.arange(3)
+    with torch.no_grad():
+        PlainRunner(made).forward(at, at, Packed([3], CPU), None)
+    hook.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("engine", ["none", "hf", "native"])
+def test_recomputed_layers_neither_drop_nor_shake_anything(engine: str) -> None:
+    """transformers recomputes in training mode, in which some models draw dropout or a router's noise."""
+    found = []
+    for recompute in ("none", "full"):
+        made = mixture("mixtral", router_jitter_noise=0.5, attention_dropout=0.5)
+        learner = Learner(made, config(learn={"recompute": recompute}), get("grpo"), 1)
+        if engine == "hf":  # whose own mode is another; afterwards all is as before
+            with hf._plain(made):
+                assert not any(m.training for m in made.modules())
+        if engine == "native":
+            assert not served_in_training(made)
+        assert any(m.training for m in layers.layers_of(made)) == (recompute == "full")
+        learner.accumulate(samples())
+        found.append(({n: p.grad / learner._whole for n, p in made.named_parameters()}, learner.update()))
+    assert_same(*found)
 
 
 def test_each_kind_of_recompute_keeps_less_than_the_one_before() -> None:
@@ -252,6 +284,19 @@ def test_stochastic_rounding_keeps_the_mean() -> None:
     rounded = stochastic_bfloat16(x, seed=1).float()
     assert set(rounded.unique().tolist()) == {1.0, 1.0 + 2**-7}
     assert rounded.mean().item() == pytest.approx(1.0 + 2**-10, abs=2e-4)
+
+
+def test_the_runs_seed_decides_how_weights_are_rounded_by_chance() -> None:
+    def learned(seed: int) -> list[torch.Tensor]:
+        settings = config(seed=seed, learn={"lr": 1e-4, "master": "stochastic"})
+        learner = Learner(make_tiny(SHAPE, torch.bfloat16, 0, CPU).model, settings, get("grpo"), 1)
+        learner.accumulate(samples())
+        learner.update()
+        return list(learner.model.parameters())
+
+    first, again, other = learned(1), learned(1), learned(2)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True) if a.ndim > 1)
 
 
 def test_a_restored_learner_with_eight_bit_moments_goes_on_as_if_it_had_never_stopped() -> None:

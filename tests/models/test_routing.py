@@ -15,6 +15,7 @@ from tidemill.environment.api import Task
 from tidemill.environment.speech import Speech
 from tidemill.errors import DataError, ModelError
 from tidemill.flow.weights import OwnCopy
+from tidemill.learn.critic import ValueLearner, ValueModel
 from tidemill.learn.engine import Learner, freeze, score
 from tidemill.learn.packing import input_places, pack
 from tidemill.models import routing
@@ -185,6 +186,13 @@ def test_the_auxiliary_loss_has_the_gradient_of_its_formula():
     torch.testing.assert_close(found, gate.weight.grad, atol=1e-6, rtol=1e-4)
 
 
+def test_rows_without_an_advantage_are_balanced_by_the_auxiliary_loss_too():
+    batch = samples().merge({"advantages": np.zeros(9, np.float32)})
+    learner = Learner(model("mixtral"), config(learn={"moe": {"balance": "aux_loss", "coef": 0.5}}), get("grpo"), 1)
+    learner.accumulate(batch)
+    assert all(gate.weight.grad is not None and gate.weight.grad.any() for gate in learner.routers.gates)
+
+
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
 def test_the_bias_evens_the_load_out(name):
     made = model(name)
@@ -269,6 +277,18 @@ def test_recomputed_layers_count_their_tokens_once(recompute):
     torch.testing.assert_close(*loads)
 
 
+def test_forgotten_tokens_count_in_no_load():
+    settings, found = config(learn={"moe": {"balance": "bias"}}), []
+    for forgotten in ([], [samples(seed=1)]):
+        learner = Learner(model("qwen3-moe"), settings, get("grpo"), 1)
+        for batch in forgotten:
+            learner.accumulate(batch)
+            learner.forget()
+        learner.accumulate(samples())
+        found.append(learner.update())
+    assert found[0] == found[1]
+
+
 def test_asking_the_model_without_its_adapters_hooks_no_router_twice():
     batch = batch_of(rollout(model("qwen3-moe")))
     settings = config(learn={"lora_rank": 2, "moe": {"replay": True, "balance": "aux_loss", "coef": 0.5}})
@@ -282,6 +302,34 @@ def test_asking_the_model_without_its_adapters_hooks_no_router_twice():
         found.append({name: p.grad for name, p in learner.model.named_parameters() if p.grad is not None})
     for name, grad in found[0].items():
         torch.testing.assert_close(found[1][name], grad, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
+def test_the_model_without_its_adapters_chooses_experts_as_it_did_before_the_bias_moved(name):
+    settings = config(learn={"lr": 0.0, "lora_rank": 2, "moe": {"balance": "bias", "bias_rate": 0.3}})
+    learner = Learner(model(name), settings, get("grpo"), 2)
+    reference = freeze(learner.model)
+    before = score(reference, samples(), settings).values
+    learner.accumulate(samples(groups=8))
+    learner.update()
+    moved = learner.logprobs(samples()).values
+    np.testing.assert_array_equal(score(reference, samples(), settings).values, before)
+    assert np.abs(moved - before).max() > 1e-3
+    np.testing.assert_array_equal(learner.logprobs(samples()).values, moved)  # the policy has its bias back
+
+
+def test_a_critic_that_shares_the_trunk_leaves_its_routers_to_the_policy():
+    batch = batch_of(rollout(model("qwen3-moe")))
+    settings = config(algorithm={"name": "ppo", "critic": {"trunk": "shared"}}, learn={"moe": {"replay": True}})
+    agreed = []
+    for has_critic in (False, True):
+        made = model("qwen3-moe", seed=1)
+        critic = ValueLearner(ValueModel(made, True), settings, get("ppo"), 1) if has_critic else None
+        learner = Learner(made, settings, get("ppo"), 1)
+        learner.accumulate(batch)
+        agreed.append(learner.update()["moe_replay_agreement"])
+        assert critic is None or critic.routers is None
+    assert agreed[0] == agreed[1] < 1
 
 
 def test_what_cannot_be_routed_is_refused():

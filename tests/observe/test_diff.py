@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 from tidemill import launch
 from tidemill.cli import app
+from tidemill.config import Config
+from tidemill.errors import TidemillError
 from tidemill.learn import checkpoint
 from tidemill.observe import diff
 from tidemill.observe.dump import file_of
@@ -88,6 +90,25 @@ def test_a_run_cut_short_is_a_difference(plain, tmp_path):
     assert found is not None and (found.step, found.how) == (last, "only the first run has the step")
 
 
+def test_a_shorter_run_differs_in_the_step_it_lacks_and_not_in_the_evaluation_at_its_end(tmp_path):
+    def written(name, *records):
+        (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+        return tmp_path / name
+
+    steps = [{"step": step, "loss": 0.5} for step in (1, 2)]
+    (found,) = diff._metrics(written("long", *steps), written("short", steps[0], {"step": 1, "eval/accuracy": 0.25}))
+    assert (found.step, found.tensor) == (2, "all")
+    one, other = ({"step": 1, "eval/accuracy": x} for x in (0.25, 0.5))
+    assert [d.tensor for d in diff._metrics(written("a", one), written("b", other))] == ["eval/accuracy"]
+
+
+def test_a_section_that_one_run_alone_has_is_told_whichever_run_it_is():
+    without, with_one = (Config.model_validate(given) for given in ({}, {"environment": {"name": "nim"}}))
+    for pair in ((without, with_one), (with_one, without)):
+        assert any(line.startswith("environment.name: ") and "'nim'" in line for line in diff._settings(*pair))
+    assert not list(diff._settings(with_one, with_one))
+
+
 @pytest.mark.parametrize(("has_more", "which"), [("a", "first"), ("b", "second")])
 def test_a_tensor_that_one_checkpoint_alone_has_is_named(tmp_path, has_more, which):
     for run_name in ("a", "b"):
@@ -116,6 +137,13 @@ def altered(run: Path, to: Path, *names: str) -> Path:
         tensors[name] = tensors[name] + 1
     save_file(tensors, path, told)
     return to
+
+
+def test_a_dump_cut_short_is_named(plain, tmp_path):
+    other = altered(plain, tmp_path / "short")
+    file_of(other, 1).write_bytes(file_of(plain, 1).read_bytes()[:500])
+    with pytest.raises(TidemillError, match=r"step-000001.safetensors cannot be read"):
+        diff.compare(plain, other)
 
 
 def test_of_several_updates_in_a_step_the_first_that_differs_is_named(plain, tmp_path):

@@ -5,9 +5,21 @@ import torch
 from tests.settings.test_estimate import make
 
 from tidemill import recipe
-from tidemill.config import Learn, Model, TinyModel
+from tidemill.algorithms.registry import get
+from tidemill.config import Config, Learn, Model, TinyModel
+from tidemill.learn.critic import ValueLearner, ValueModel
+from tidemill.learn.engine import Learner
+from tidemill.models.load import make_tiny
 from tidemill.settings import estimate
-from tidemill.settings.memory import Memory, activation_bytes, host_bytes, memory, optimizer_bytes, update_bytes
+from tidemill.settings.memory import (
+    Memory,
+    activation_bytes,
+    checkpoint_bytes,
+    host_bytes,
+    memory,
+    optimizer_bytes,
+    update_bytes,
+)
 
 QWEN_1_5B = estimate.Shape(1536, 28, 12, 2, 128, 8960, 151936, 32768, 1_543_714_304)
 QWEN_7B = estimate.Shape(3584, 28, 28, 4, 128, 18944, 152064, 32768, 7_615_616_512)
@@ -140,6 +152,7 @@ def test_a_reference_model_and_a_critic_are_counted():
     assert needed("algorithm.kl.coef=0.1", "learn.lora_rank=4").reference == 0  # the same model, adapters off
     assert needed().critic == 0
     assert needed("algorithm=ppo").critic == 4 * needed().weights
+    assert needed("algorithm=reward_model").critic == needed().weights  # beside the model that it began as
 
 
 def test_what_leaves_the_device_is_counted_on_the_host():
@@ -176,3 +189,29 @@ def test_a_separated_rollout_has_its_own_weights_and_the_next_ones_beside_them()
     shape = estimate.shape_of(plain.model)
     assert memory(apart, shape).copies == 2 * memory(plain, shape).weights
     assert memory(plain, shape).copies == 0
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize(
+    "learn",
+    [
+        {},
+        {"master": "float32"},
+        {"moments": "int8", "master": "stochastic"},
+        {"optimizer": "muon", "ema": 0.9},
+        {"lora_rank": 4},
+        {"lora_rank": 4, "ema": 0.9, "moments": "float32"},
+    ],
+    ids=str,
+)
+def test_the_estimate_of_a_checkpoint_is_near_what_is_saved(algorithm, learn):
+    tiny = TinyModel(hidden=64, layers=3, heads=4, kv_heads=2, intermediate=192, window=64)
+    given = {"algorithm": algorithm, "learn": learn, "model": {"tiny": tiny.model_dump(), "dtype": "bfloat16"}}
+    config = Config.model_validate(given)
+    model = make_tiny(tiny, torch.bfloat16, 0, torch.device("cpu")).model
+    learners = [ValueLearner(ValueModel(model), config, get("ppo"), 1)] if algorithm == "ppo" else []
+    saved = 0
+    for learner in [*learners, Learner(model, config, get(algorithm), 1)]:
+        learner.update()
+        saved += sum(tensor.nbytes for tensor in learner.state()[0].values())
+    assert checkpoint_bytes(config, estimate.shape_of(config.model)) == pytest.approx(saved, rel=0.1)

@@ -70,6 +70,15 @@ def test_settings_that_need_whole_tensors_are_refused_on_several_ranks() -> None
         assert found({"fsdp": 2}, **fits) == ""
 
 
+@pytest.mark.parametrize("moe", [{"replay": True}, {"balance": "aux_loss"}], ids=str)
+def test_mlps_computed_again_in_a_pipeline_are_refused_where_routes_come_with_the_micro_batch(
+    moe: dict[str, Any],
+) -> None:
+    mixture = {"tiny": {**TINY, "architecture": "qwen3_moe"}}
+    assert "learn.recompute=full would do" in found({"pp": 2}, mixture, recompute="mlp", moe=moe)
+    assert found({"pp": 2}, mixture, recompute="full", moe=moe) == found({"fsdp": 2}, mixture, recompute="mlp", moe=moe)
+
+
 def test_a_narrow_reference_is_refused_on_several_ranks_in_place_of_being_kept_whole() -> None:
     config = Config.model_validate({"learn": {"parallel": {"fsdp": 2}}, "algorithm": {"kl": {"weights": "int8"}}})
     assert "same would do" in "\n".join(problems(config, Model.model_validate({"tiny": TINY})))

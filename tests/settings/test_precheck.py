@@ -195,6 +195,13 @@ def test_what_works_in_one_process_is_refused_where_a_learner_is_cut_over_severa
     assert f"{key} is set, " in (said := refusal(override, *cut)) and "cluster.executor=local would do" in said
 
 
+@pytest.mark.parametrize("key", ["train.profile", "observe.dump"])
+def test_steps_to_look_into_that_the_run_does_not_have_are_told(key):
+    recipe.check(recipe.load({}, [*FITTING, "train.steps=5", f"{key}=[1,5]"]).config)
+    assert f"{key} names step 6, but steps are 1 to 5" in refusal("train.steps=5", f"{key}=[1,6]")
+    assert f"{key} names step 0, " in refusal("train.steps=5", f"{key}=[0]")
+
+
 def test_dumps_are_of_one_process():
     recipe.check(recipe.load({}, [*FITTING, "observe.dump=[1]"]).config)
     assert "observe.dump needs cluster.executor=local" in refusal("observe.dump=[1]", "cluster.executor=processes")

@@ -103,6 +103,7 @@ def teaches_of(batch: Batch, config: Config) -> Kept:
     together, for its prompt's sake."""
     settings = config.algorithm
     has_other_terms = settings.entropy_coef != 0 or settings.covariance.mode == "kl"
+    has_other_terms |= config.learn.moe.balance == "aux_loss"
     if has_other_terms or ("ref_logprobs" in batch and settings.kl.place == "loss"):
         return np.ones(batch.rows, np.bool_)
     advantages = batch["advantages"]

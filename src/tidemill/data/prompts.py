@@ -54,11 +54,13 @@ class PromptTokens:
                 f"{example.where}: the row has no response to learn from",
                 "name the response's column with data.columns.response",
             )
-        return self.encode(example), self.response_tokens(example.response)
+        return self.encode(example), self.response_tokens(example.response, example.where)
 
-    def response_tokens(self, text: str) -> list[int]:
+    def response_tokens(self, text: str, where: str) -> list[int]:
         tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
         end = self.tokenizer.eos_token_id
+        if not tokens and end is None:
+            raise DataError(f"{where}: the response is empty, and the tokenizer has no end token to learn there")
         return tokens if end is None or (tokens and tokens[-1] == end) else [*tokens, end]
 
     def text(self, example: Example) -> str:

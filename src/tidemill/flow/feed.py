@@ -109,7 +109,7 @@ class PreferenceFeed(Feed):
                 f"{example.where}: the row has no rejected response",
                 "name its column with data.columns.rejected, and the chosen one's with data.columns.response",
             )
-        return prompt, chosen, self.encode.response_tokens(rejected)
+        return prompt, chosen, self.encode.response_tokens(rejected, example.where)
 
     def rows(self, prompts: int | None = None) -> Batch:
         count = prompts or self.config.train.prompts_per_step

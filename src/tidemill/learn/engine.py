@@ -47,7 +47,7 @@ class Learner:
         self.attention = choose(model, attention_of(config))
         self.routers = routing.prepare(model, config.learn.moe)
         self.gradients = Gradients(model.parameters(), wide=config.learn.master == "float32")
-        self.optimizer = make_optimizer(model, config.learn, self.gradients)
+        self.optimizer = make_optimizer(model, config.learn, self.gradients, config.seed)
         self.version = 0  # updates made
         self.skipped = 0  # updates not made because a gradient was not finite
         self.ema = Ema({n: p for n, p in model.named_parameters() if p.requires_grad}, learn.ema) if learn.ema else None
@@ -143,6 +143,8 @@ class Learner:
         """Drop what was accumulated since the last update."""
         self.gradients.clear()
         self._stats, self._whole = [], 0.0
+        if self.routers is not None:
+            self.routers.forget()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything a resumed run needs: tensors, and plain values beside them."""

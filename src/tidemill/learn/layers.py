@@ -72,12 +72,10 @@ def recompute(model: Any, kind: Recompute, every: int = 1) -> None:
 
 def _recompute_whole(model: Any, chosen: list[Any]) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()  # transformers recomputes only in training mode; dropout is off by our attention and below
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
     for layer in layers_of(model):
         layer.gradient_checkpointing = any(layer is one for one in chosen)
+        # transformers recomputes only in training mode; modules inside stay out of it, so none draws dropout or noise.
+        layer.training = layer.gradient_checkpointing
 
 
 def _mlp_again(mlp: Any, *args: Any) -> Any:

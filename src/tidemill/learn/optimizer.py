@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from tidemill.config import Learn
 
 
-def make_optimizer(model: Any, learn: Learn, gradients: Gradients) -> torch.optim.Optimizer:
+def make_optimizer(model: Any, learn: Learn, gradients: Gradients, seed: int = 0) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     inner = {id(p) for layer in layers_of(model) for p in layer.parameters() if p.ndim == 2}
-    return optimizer_of(trained, inner, learn, gradients.of)
+    return optimizer_of(trained, inner, learn, gradients.of, seed=seed)
 
 
 def optimizer_of(
@@ -30,9 +30,10 @@ def optimizer_of(
     learn: Learn,
     gradient: Gradient,
     muon: Callable[..., Muon] = Muon,
+    seed: int = 0,
 ) -> torch.optim.Optimizer:
     """Vectors (norms, biases) are not decayed: pulling a norm's gain to zero only hurts. `inner`: ids of the layers'
-    matrices, which are `muon`'s."""
+    matrices, which are `muon`'s. `seed`: of rounding by chance."""
     is_muon = learn.optimizer == "muon"
     matrices = [p for p in trained if is_muon and id(p) in inner]
     others = [p for p in trained if p.ndim >= 2 and not (is_muon and id(p) in inner)]
@@ -53,6 +54,7 @@ def optimizer_of(
         master=learn.master,
         moments="int8" if learn.moments == "int8" else "float32",
         on_host=learn.optimizer_on_host,
+        seed=seed,
     )
 
 

@@ -47,7 +47,9 @@ def units(batch: Batch, budget: int, share_prompts: bool, whole_groups: bool) ->
 
 
 def fill(found: list[Unit], budget: int, multiple: int = 1, at_least: int = 1) -> list[Unit]:
-    """Units in bins within the budget, loads as even as they come out; a multiple of `multiple` bins, some empty."""
+    """Units in bins within the budget, loads as even as they come out; a multiple of `multiple` bins, some empty. One
+    that is over the budget has a bin to itself."""
+    over = [rows for tokens, rows in found if tokens > budget]
     per_round = -(-sum(tokens for tokens, _ in found) // budget)
     rounds = max(at_least, -(-per_round // multiple))
     while True:
@@ -56,7 +58,7 @@ def fill(found: list[Unit], budget: int, multiple: int = 1, at_least: int = 1) -
         for tokens, rows in sorted(found, key=lambda unit: -unit[0]):
             lightest = min(range(count), key=lambda i: bins[i][0])
             bins[lightest] = (bins[lightest][0] + tokens, bins[lightest][1] + rows)
-        if count >= len(found) or max(load for load, _ in bins) <= budget:
+        if count >= len(found) or all(load <= budget or rows in over for load, rows in bins):
             return bins
         rounds += 1
 
@@ -130,7 +132,7 @@ def _pack_shared(batch: Batch, device: torch.device, attention: Attention) -> Pa
     lengths = np.array([prompts[rows[0]] for rows in groups])
     prompt_ends = np.cumsum(lengths)
     responses = tokens.lengths - prompts
-    inputs = responses - 1
+    inputs = np.maximum(responses - 1, 0)  # a sample may have no response
     split = int(prompt_ends[-1])
     starts = split + np.concatenate([[0], np.cumsum(inputs)[:-1]])
     within, row = _ranges(responses), np.repeat(np.arange(batch.rows), responses)
@@ -169,7 +171,7 @@ def input_places(batch: Batch, share_prompts: bool) -> tuple[Ints, Ints]:
     if not _has_groups(batch, share_prompts):
         return np.repeat(np.arange(batch.rows), totals - 1), _ranges(totals - 1)
     first = np.array([rows[0] for rows in group_rows(batch.values("group"))])
-    inputs = totals - prompts - 1
+    inputs = np.maximum(totals - prompts - 1, 0)
     row = np.concatenate([np.repeat(first, prompts[first]), np.repeat(np.arange(batch.rows), inputs)])
     own = np.repeat(prompts, inputs) + _ranges(inputs)
     return row, np.concatenate([_ranges(prompts[first]), own])

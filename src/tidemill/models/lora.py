@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tidemill.errors import ModelError
+from tidemill.models.buffers import persistent
 from tidemill.models.experts import STACKS, is_known, plug
 
 Json = dict[str, Any]
@@ -209,10 +210,12 @@ def _peft_stack(tensor: Tensor, kind: str) -> Tensor:
 
 
 class Reference:
-    """The same model with its adapters off: the policy that learning started from, at no cost of memory."""
+    """The same model with its adapters off: the policy that learning started from, at no cost of memory but for the
+    buffers, which learning moves as well (the bias of a mixture's routers)."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.first = {name: buffer.clone() for name, buffer in persistent(model).items()}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -224,11 +227,20 @@ def without(model: Any) -> Iterator[None]:
     if not isinstance(model, Reference):
         yield
         return
+    moved = {name: buffer.clone() for name, buffer in persistent(model).items()} if model.first else {}
     _switch(model, False)
+    _place(model, model.first)
     try:
         yield
     finally:
         _switch(model, True)
+        _place(model, moved)
+
+
+@torch.no_grad()
+def _place(model: Any, values: Mapping[str, Tensor]) -> None:
+    for name, buffer in persistent(model).items() if values else ():
+        buffer.copy_(values[name])
 
 
 def _switch(model: Any, on: bool) -> None:

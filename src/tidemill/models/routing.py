@@ -160,9 +160,13 @@ class Routers:
         if float(self.replayed[0]):
             found["moe_replay_agreement"] = float(self.replayed[1] / self.replayed[0])
         self.load = load
+        self.forget()
+        return found
+
+    def forget(self) -> None:
+        """What was counted since the last update."""
         for x in self.sums():
             x.zero_()
-        return found
 
     @torch.no_grad()
     def _move(self, steps: Tensor) -> None:
@@ -198,6 +202,8 @@ def of(model: Any, device: torch.device | None = None) -> Routers | None:
     """The model's routers; None if it has none of the known kinds. `device`: where the model will be, if not yet."""
     if isinstance(model, Reference):  # the policy itself: hooked once more, its routers would choose twice
         model = model.model
+    if getattr(model, "shares_trunk", False):  # a critic's: the layers are the policy's, whose learner sees to them
+        return None
     if "tide_routers" not in model.__dict__:
         has_some = any(_gate(layer) is not None for layer in model.get_decoder().layers)
         device = device or next(model.parameters()).device

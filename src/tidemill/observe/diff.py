@@ -12,10 +12,12 @@ import numpy as np
 
 from tidemill import recipe
 from tidemill.config import Config
+from tidemill.errors import TidemillError
 from tidemill.observe.dump import FOLDER, file_of
 from tidemill.run import RunFolder
 
 NOT_COMPUTED = ("time/", "idle/", "seconds/")  # metrics of the machine's speed, which differ between any two runs
+LOOKED = "eval/"  # what evaluations measure
 SPEED = frozenset({"tokens_per_s", "memory_gib", "mfu"})
 LEARNED = ("gradient", "weight")  # what a dump has of each update
 NAMES = frozenset({"name", "folder", "about"})  # settings that change nothing
@@ -78,10 +80,10 @@ def render(found: Comparison) -> str:
 
 
 def _settings(a: Config, b: Config) -> Iterator[str]:
-    other = dict(recipe.leaves(b))
-    for key, value in recipe.leaves(a):
-        if key not in NAMES and other.get(key) != value:
-            yield f"{key}: {value!r} and {other.get(key)!r}"
+    one, other = dict(recipe.leaves(a)), dict(recipe.leaves(b))
+    for key in dict.fromkeys([*one, *other]):  # a section that is none in one run has keys in the other alone
+        if key not in NAMES and one.get(key) != other.get(key):
+            yield f"{key}: {one.get(key)!r} and {other.get(key)!r}"
 
 
 def _metrics(a: Path, b: Path) -> Iterator[Difference]:
@@ -93,6 +95,8 @@ def _metrics(a: Path, b: Path) -> Iterator[Difference]:
             )
             continue
         for name in sorted(one[step].keys() | other[step].keys()):
+            if name.startswith(LOOKED) and (name not in one[step] or name not in other[step]):
+                continue  # one run looked and the other did not, as a shorter one does at its end
             values = one[step].get(name, "nothing"), other[step].get(name, "nothing")
             is_speed = name.startswith(NOT_COMPUTED) or name in SPEED or name.endswith("_s")
             if not is_speed and values[0] != values[1]:
@@ -161,12 +165,17 @@ def _unlike(a: Any, b: Any) -> str:
 
 
 def _tensors(path: Path) -> tuple[dict[str, Any], list[str]]:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(path, "pt") as file:
-        told = file.metadata() or {}
-        came = told["names"].split("\n") if told.get("names") else sorted(file.keys())
-        return {name: _array(file.get_tensor(name)) for name in came}, told.get("stages", "").split(",")
+    try:
+        with safe_open(path, "pt") as file:
+            told = file.metadata() or {}
+            came = told["names"].split("\n") if told.get("names") else sorted(file.keys())
+            return {name: _array(file.get_tensor(name)) for name in came}, told.get("stages", "").split(",")
+    except SafetensorError as error:
+        raise TidemillError(
+            f"{path} cannot be read: {error}", "the run was killed while it wrote the dump; take the file away"
+        ) from error
 
 
 def _array(tensor: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from tidemill.models.modes import at_rest
 from tidemill.rollout.engine import Completion, Finish, Partial, Request, load_part, token_limit, told
 from tidemill.rollout.native.check import Limits, find_problem, refused
 from tidemill.rollout.native.sampling import Draw, draw, is_steered, is_truncated, steer, stream_key
@@ -130,11 +131,10 @@ class HFEngine:
 @contextmanager
 def _plain(model: Any) -> Iterator[None]:
     """transformers' own attention and no dropout, whatever the model is otherwise used for."""
-    attention, training = model.config._attn_implementation, model.training
+    attention = model.config._attn_implementation
     model.set_attn_implementation("eager")
-    model.eval()
     try:
-        yield
+        with at_rest(model.modules()):
+            yield
     finally:
         model.set_attn_implementation(attention)
-        model.train(training)

@@ -164,13 +164,6 @@ def cache_tokens(config: Config) -> int:
     return at_once * math.ceil(longest(config) / page) * page
 
 
-def checkpoint_bytes(config: Config, parameters: int) -> int:
-    """Weights, AdamW's two moments and, where it is kept, the running mean in float32 (or what adapters' come to)."""
-    learn, width = config.learn, BYTES[config.model.dtype]
-    mean = 0 if not learn.ema else width if learn.lora_rank else 4
-    return parameters * (3 * width + mean)
-
-
 def checkpoints_kept(config: Config) -> int:
     return config.checkpoint.keep + 1
 

@@ -14,6 +14,7 @@ from tidemill.learn.chunks import words_at_once
 from tidemill.settings.estimate import BYTES, Shape, cache_tokens, microbatch_tokens, shape_of, tokens_computed
 
 CRITICS = frozenset({"ppo"})  # algorithms that train a second model of the same size
+VALUES = frozenset({"reward_model"})  # those that learn a value model and nothing else
 REFERENCED = frozenset({"dpo", "ipo", "kto"})  # those that need the frozen reference whatever kl.coef is
 INT8_MOMENT = 1 + 4 / 256  # a byte each, and a float32 scale per block of 256
 INT8_TEMPORARY, STOCHASTIC_TEMPORARY = 16, 8  # bytes per weight at work: decoded moments, codes, noise
@@ -61,6 +62,9 @@ def memory(
     frozen = (algorithm.kl.coef > 0 or algorithm.name in REFERENCED) and not adapters
     held = width if algorithm.kl.weights == "same" else 1  # the head and the embeddings, which stay, are not told apart
     has_critic = algorithm.name in CRITICS and algorithm.critic.trunk == "own"
+    critic = count * width + trained * width + optimizer if has_critic else 0
+    if algorithm.name in VALUES:  # beside the model that it began as, whose gradients and optimizer it has
+        critic = count * width
     tokens, responses = microbatch_tokens(config)
     is_compiled = learn.compile == "on" or (learn.compile == "auto" and on_accelerator)
     activations = activation_bytes(shape, tokens, width, learn, is_compiled) + shared_bytes(
@@ -79,7 +83,7 @@ def memory(
         weights=(count + adapters) * width,
         gradients=gradients,
         optimizer=0 if learn.optimizer_on_host else optimizer,
-        critic=count * width + trained * width + optimizer if has_critic else 0,
+        critic=critic,
         reference=frozen * count * held + _teacher_parameters(config, count) * width,
         activations=activations,
         logits=logits,
@@ -118,6 +122,17 @@ def host_bytes(config: Config, shape: Shape, parameters: int | None = None) -> i
         return state
     kept = learn.model_copy(update={"offload": "none"})
     return state + activation_bytes(shape, microbatch_tokens(config)[0], width, kept, is_compiled=True)
+
+
+def checkpoint_bytes(config: Config, shape: Shape, parameters: int | None = None) -> int:
+    """On disk: weights, the optimizer's state, the critic's own, a running mean, a reference that moves."""
+    learn, algorithm, width = config.learn, config.algorithm, BYTES[config.model.dtype]
+    count, adapters = parameters or shape.parameters or 0, adapter_parameters(shape, learn)
+    trained = adapters or count
+    one = (count + adapters) * width + int(trained * optimizer_bytes(learn, width))
+    has_critic = algorithm.name in CRITICS and algorithm.critic.trunk == "own"
+    mean = 4 * trained + (count * width if adapters else 0)  # of adapters also what weights come to with it
+    return (1 + has_critic) * one + bool(learn.ema) * mean + bool(algorithm.kl.reset_every) * count * width
 
 
 def adapter_parameters(shape: Shape, learn: Learn) -> int:

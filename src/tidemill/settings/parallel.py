@@ -225,6 +225,11 @@ def _pairs(config: Config) -> Iterator[str]:
         yield "rollout.batch_invariant is set, which one rank alone can promise; false would do"
     if learn.dora and parallel.tp > 1:
         yield f"learn.dora is set, whose norms need whole rows, but learn.parallel.tp is {parallel.tp}; 1 would do"
+    if parallel.pp > 1 and learn.recompute == "mlp" and (learn.moe.replay or learn.moe.balance == "aux_loss"):
+        yield (
+            f"learn.recompute is mlp, but with learn.parallel.pp {parallel.pp} other micro-batches come in between, "
+            "and learn.moe would route and weigh as their tokens say; learn.recompute=full would do"
+        )
     critic = config.algorithm.critic
     if config.algorithm.name in CRITICS and critic.trunk == "shared":
         yield "algorithm.critic.trunk is shared, but over ranks a critic has a decoder of its own; own would do"

@@ -7,7 +7,6 @@ import math
 from tidemill.config import Config, Model
 from tidemill.settings.estimate import (
     Shape,
-    checkpoint_bytes,
     checkpoints_kept,
     human,
     longest,
@@ -15,7 +14,7 @@ from tidemill.settings.estimate import (
     shape_of,
     tokens_per_step,
 )
-from tidemill.settings.memory import memory
+from tidemill.settings.memory import checkpoint_bytes, memory
 
 
 def plan(config: Config, model: Model, parameters: int | None = None) -> list[tuple[str, str, str]]:
@@ -48,10 +47,10 @@ def plan(config: Config, model: Model, parameters: int | None = None) -> list[tu
 def _size_rows(config: Config, shape: Shape | None, parameters: int | None) -> list[tuple[str, str, str]]:
     needed = memory(config, shape, parameters) if shape else None
     count = parameters or (shape.parameters if shape else None)
-    if needed is None or count is None:
+    if shape is None or needed is None or count is None:
         return []
     parts = " + ".join(f"{name} {human(n)}" for name, n in needed.parts() if n)
-    each = checkpoint_bytes(config, count)
+    each = checkpoint_bytes(config, shape, count)
     kept = checkpoints_kept(config)
     return [
         ("parameters", f"{count:,}", f"{config.model.dtype}"),

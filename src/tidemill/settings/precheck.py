@@ -12,6 +12,7 @@ from tidemill.errors import TidemillError, did_you_mean
 from tidemill.settings import algorithm, estimate, parallel, turns
 from tidemill.settings.estimate import human, longest
 from tidemill.settings.folder import folder_problems
+from tidemill.settings.memory import checkpoint_bytes
 
 # Algorithms whose advantage compares the samples of one prompt with each other: one sample says nothing.
 GROUP_ALGORITHMS = frozenset({"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp_baseline"})
@@ -21,7 +22,7 @@ LONGEST_NAME = 200  # bytes; file systems stop at 255, and runs moved aside get 
 def problems(config: Config, model: Model) -> list[str]:
     """`model` is the one that will be trained (a warm start's own)."""
     checks: tuple[Callable[[Config, Model], Iterator[str]], ...] = (
-        _name, _cluster, _batch, _flow, _reference, _routes, _lengths, _rollout, _rollout_ranks, _adapters,
+        _name, _cluster, _batch, _steps, _flow, _reference, _routes, _lengths, _rollout, _rollout_ranks, _adapters,
         _model_folder, _data, _functions, _environment, _device, _disk, _in_one_process, parallel.problems,
         algorithm.problems,
     )  # fmt: skip
@@ -76,6 +77,14 @@ def _batch(config: Config, _: Model) -> Iterator[str]:
             f"train.samples_per_prompt is {train.samples_per_prompt}, but {config.algorithm.name} compares the samples "
             "of one prompt; 2 or more would do, 8 is usual"
         )
+
+
+def _steps(config: Config, _: Model) -> Iterator[str]:
+    """Steps to look into."""
+    for key, asked in (("train.profile", config.train.profile), ("observe.dump", config.observe.dump)):
+        none = [step for step in asked if not 1 <= step <= config.train.steps]
+        if none:
+            yield f"{key} names step {none[0]}, but steps are 1 to {config.train.steps}; one of these would do"
 
 
 def _in_one_process(config: Config, _: Model) -> Iterator[str]:
@@ -333,7 +342,7 @@ def _disk(config: Config, model: Model) -> Iterator[str]:
     if shape is None or shape.parameters is None:
         return
     # One more than is kept: a checkpoint is written aside before the oldest goes.
-    needed = estimate.checkpoint_bytes(config, shape.parameters) * (estimate.checkpoints_kept(config) + 1)
+    needed = checkpoint_bytes(config, shape) * (estimate.checkpoints_kept(config) + 1)
     place = Path(config.folder).expanduser().resolve()
     while not place.exists():
         place = place.parent

@@ -92,9 +92,8 @@ class ParallelLearner(ParallelModel):
             over, layout = holders(self.meshes, self.flight), self.layout()
             matrices = {id(self.own[name]): matrix(layout.by_name[name][0], over) for name in names}
             kind = partial(ShardedMuon, over=over, matrices=matrices) if over.size > 1 else Muon
-        return optimizer_of(
-            list(self.own.values()), inner, learn, lambda p: self.gradients.of(self._name_of[id(p)]), kind
-        )
+        own, seed = list(self.own.values()), self.config.seed
+        return optimizer_of(own, inner, learn, lambda p: self.gradients.of(self._name_of[id(p)]), kind, seed)
 
     # Learning
 
@@ -206,6 +205,8 @@ class ParallelLearner(ParallelModel):
         """Drop what was accumulated since the last update, on this rank; all ranks do so together."""
         self.gradients.clear()
         self._stats, self._whole, self._own_whole = [], 0.0, 0.0
+        if self.routers is not None:
+            self.routers.forget()
 
     def _step(self) -> None:
         for name, p in self.own.items():

@@ -7,12 +7,15 @@ weights with fewer operations for the common family. A test holds the two togeth
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from typing import Any, Protocol, cast
 
 from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tidemill.errors import ModelError
 from tidemill.models.attention import Context
+from tidemill.models.modes import at_rest
 from tidemill.rollout.native import lean
 from tidemill.rollout.native.kernels import Kernels
 
@@ -27,13 +30,13 @@ class PlainRunner:
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        # Of layers that are computed again the first is always one: so it tells of all of them.
+        self.first = next((m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)), model)
 
     def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
         options: dict[str, Any] = {} if keep is None else {"logits_to_keep": keep}
-        training = self.model.training
-        if training:  # dropout is the learner's business
-            self.model.eval()
-        try:
+        # Computing layers again is the learner's business.
+        with at_rest(self.model.modules()) if self.first.training else nullcontext():
             out = self.model(
                 input_ids=ids.unsqueeze(0),
                 position_ids=positions.unsqueeze(0),
@@ -41,9 +44,6 @@ class PlainRunner:
                 tide=context,
                 **options,
             )
-        finally:
-            if training:
-                self.model.train()
         return cast(Tensor, out.logits[0])
 
 
