@@ -52,6 +52,11 @@ def test_each_sign_is_told_in_words_with_a_remedy(sign, change, words) -> None:
     assert "Try" in found.sentence or "Mend" in found.sentence
 
 
+def test_a_run_that_learns_from_examples_may_become_sure_of_them() -> None:
+    steps = [{"loss": value, "nll": value, "entropy": value} for value in (4.5, 4.0, 3.0, 2.0, 1.0, *[0.01] * 20)]
+    assert warnings(steps) == []
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [

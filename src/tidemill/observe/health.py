@@ -70,11 +70,13 @@ def truncation(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warning
 def entropy_fall(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warning | None:
     now, begin = mean(recent, "entropy"), mean(history[:WINDOW], "entropy")
     accuracy = mean(recent, "accuracy")
-    if now is None or begin is None or begin < 0.05 or now > 0.1 * begin or (accuracy or 0.0) > 0.9:
+    if accuracy is None:
+        return None  # nothing is tried and rewarded: it learns from examples, and is to become sure of them
+    if now is None or begin is None or begin < 0.05 or now > 0.1 * begin or accuracy > 0.9:
         return None
     return Warning(
         "entropy",
-        f"Entropy has fallen from {begin:.2g} to {now:.2g} while accuracy is {accuracy or 0:.0%}: the policy tries "
+        f"Entropy has fallen from {begin:.2g} to {now:.2g} while accuracy is {accuracy:.0%}: the policy tries "
         "nothing new. Try algorithm.clip_high=0.28, algorithm.entropy_coef=1e-3, algorithm.covariance.mode=kl, or a "
         "lower learn.lr.",
     )
