@@ -37,6 +37,8 @@ MEASURED = [
     (64, 12288, [ALONE, MLP, CHUNK], 17.6),
     (64, 12288, [ALONE, MLP, CHUNK, *EIGHT_BITS], 14.8),
     (64, 8192, [ALONE, MLP, CHUNK], 15.7),
+    (64, 8192, [ALONE, MLP, "learn.logprob_chunk=2048"], 16.5),
+    (64, 8192, [ALONE, "learn.recompute=selective"], 25.5),
     (64, 8192, [ALONE, MLP, CHUNK, *EIGHT_BITS], 12.8),
     (64, 16384, [ALONE, FULL, CHUNK], 14.7),
     (64, 8192, [ALONE, FULL, CHUNK], 13.6),
