@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.learn.grouped import grouped
+from tests.learn.plain import written_out
 from tidemill.algorithms.registry import get
 from tidemill.batch import Batch, Column
 from tidemill.config import Config, TinyModel
@@ -123,21 +124,11 @@ def test_the_gradient_equals_that_of_the_plain_model() -> None:
     """Of the GRPO loss written out over unpacked samples, through transformers' own attention."""
     batch, settings = samples(), config(algorithm={"name": "grpo", "aggregation": "sample_mean"})
     model = make_tiny(SHAPE, torch.float32, 0, CPU).model
-    plain = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), attn_implementation="eager")
-    plain.load_state_dict(model.state_dict())
-    loss = torch.zeros(())
-    for row in range(batch.rows):
-        tokens = torch.from_numpy(batch["tokens"][row].astype(np.int64))
-        start = int(batch.values("prompt_length")[row])
-        logp = plain(tokens[None]).logits[0].log_softmax(-1)[start - 1 : -1].gather(1, tokens[start:, None])[:, 0]
-        ratio = (logp - torch.from_numpy(batch["logprobs"][row].copy())).exp()
-        advantage = float(batch.values("advantages")[row])
-        loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean() / batch.rows
-    loss.backward()
+    loss, wanted = written_out(model, batch)
     grads, metrics = gradients(batch, settings)
-    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
-    for name, p in plain.named_parameters():
-        torch.testing.assert_close(grads[name], p.grad, atol=1e-5, rtol=1e-4)
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
+    for name, grad in wanted.items():
+        torch.testing.assert_close(grads[name], grad, atol=1e-5, rtol=1e-4)
 
 
 def test_with_learning_rate_zero_every_ratio_is_one_and_nothing_is_clipped() -> None:

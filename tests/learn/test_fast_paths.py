@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.learn.parallel.models import model as mixture
+from tests.learn.plain import by_the_chain_rule
 from tests.learn.test_engine import CPU, SHAPE, assert_same, config, gradients, samples
 from tidemill.algorithms.registry import get
 from tidemill.config import TinyModel
@@ -359,13 +360,8 @@ def test_adapter_gradients_are_the_plain_paths_by_the_chain_rule(dora: bool, lea
     for name, m in model.named_modules():
         if not isinstance(m, lora.LoraLinear):
             continue
-        whole = wanted[f"{name}.weight"]  # of the merged weight m V / norm, or V
-        if m.lora_m is not None:
-            direction = (m.weight + m.factor * m.lora_b @ m.lora_a) / m.row_norms()[:, None]
-            close(m.lora_m.grad, (whole * direction).sum(1))
-            whole = whole * (m.lora_m / m.row_norms())[:, None]  # the norm counts as a constant
-        close(m.lora_a.grad, m.factor * m.lora_b.t() @ whole)
-        close(m.lora_b.grad, m.factor * whole @ m.lora_a.t())
+        for p, whole in by_the_chain_rule(m, wanted[f"{name}.weight"]):
+            close(p.grad, whole)
 
 
 def gradients_of(model: Any, batch: Any) -> dict[str, torch.Tensor]:

@@ -63,6 +63,18 @@ def tiny_model(name: str, seed: int = 0) -> torch.nn.Module:
     return model.eval()
 
 
+def kept_chances(p: np.ndarray, cut: dict[str, Any]) -> np.ndarray:
+    """The chances that are left of `p` when it is truncated, as a distribution."""
+    order = np.argsort(-p)
+    q = p[order].copy()
+    q[int(cut.get("top_k", len(q))) :] = 0
+    q[(np.cumsum(q) - q) >= cut.get("top_p", 2.0) * q.sum()] = 0
+    q[q < cut.get("min_p", 0.0) * q[0]] = 0
+    kept = np.zeros_like(p)
+    kept[order] = q / q.sum()
+    return kept
+
+
 def as_batch(done: list[Completion]) -> Batch:
     """Samples as the learner gets them."""
     return Batch(

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.rollout.tiny import roll, tiny_model
+from tests.rollout.tiny import kept_chances, roll, tiny_model
 
 from tidemill.rollout.engine import Request, Sampling
 from tidemill.rollout.native.engine import NativeEngine
@@ -50,13 +50,7 @@ def test_truncated_tokens_follow_the_kept_part_and_its_mass_is_recorded(cut: dic
     torch.manual_seed(1)
     logits = torch.randn(50) * 2
     p = torch.softmax(logits, -1).double().numpy()
-    order = np.argsort(-p)
-    q = p[order].copy()
-    q[int(cut.get("top_k", 50)) :] = 0
-    q[(np.cumsum(q) - q) >= cut.get("top_p", 2.0) * q.sum()] = 0
-    q[q < cut.get("min_p", 0.0) * q[0]] = 0
-    wanted = np.zeros(50)
-    wanted[order] = q / q.sum()
+    wanted = kept_chances(p, cut)
     counts, _, kept = draw_many(
         logits,
         truncated=torch.arange(ROWS),
@@ -67,7 +61,7 @@ def test_truncated_tokens_follow_the_kept_part_and_its_mass_is_recorded(cut: dic
     assert counts[wanted == 0].sum() == 0
     assert chi_square_excess(counts, wanted) < 4
     assert kept is not None
-    np.testing.assert_allclose(kept.numpy(), math.log(q.sum()), atol=1e-5)
+    np.testing.assert_allclose(kept.numpy(), math.log(p[wanted > 0].sum()), atol=1e-5)
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.4}, {"min_p": 1.0}], ids=str)
