@@ -177,12 +177,15 @@ class Killer:
                 self.kills[kind] += 1
 
     def _victim(self, kind: str) -> int:
-        server = self.workers.server
+        from tidemill.errors import DockError
+
         if kind in ("ledger", "warehouse"):
-            if server is None:  # between two docks
-                return 0
+            server = self.workers.meeting.server
             keeper = server.ledger if kind == "ledger" else next(iter(server.warehouses.values()))
-            return int(keeper.pid)
+            try:
+                return int(keeper.pid)
+            except DockError:  # between two docks
+                return 0
         role = self.rng.choice(("rollout", "learner")) if kind == "hang" else kind
         found = [m.pid for m in list(self.workers.crew.members.values()) if m.post.group.name == role and m.pid]
         ready = [m.pid for m in list(self.workers.crew.members.values()) if m.pid in found and m.state == "ready"]

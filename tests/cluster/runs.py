@@ -90,10 +90,8 @@ def worker(name: str) -> Callable[[RemoteWorkers], int]:
 
 
 def ledger(workers: RemoteWorkers) -> int:
-    assert workers.server is not None
-    return workers.server.ledger.pid
+    return workers.meeting.server.ledger.pid
 
 
 def warehouse(workers: RemoteWorkers) -> int:
-    assert workers.server is not None
-    return next(iter(workers.server.warehouses.values())).pid
+    return next(iter(workers.meeting.server.warehouses.values())).pid

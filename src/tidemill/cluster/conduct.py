@@ -122,8 +122,7 @@ class Conductor:
 
     def _until(self, is_over: Callable[[DockState], bool], stop: Callable[[], bool]) -> None:
         pause = LOOK_S[0]
-        dock = self.workers.dock
-        assert dock is not None
+        dock = self.workers.meeting.dock
         while True:
             self.workers.check_learners()
             if self._broken:
@@ -191,8 +190,7 @@ class Conductor:
 
     def _publish(self) -> None:
         version = self.workers.publisher.publish()
-        assert self.workers.dock is not None
-        self.workers.dock.advance(version)
+        self.workers.meeting.dock.advance(version)
 
     def _begin_again(self) -> None:
         self._is_fed, self.refeed = False, True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import tempfile
 import time
@@ -24,15 +23,12 @@ from tidemill.cluster.crew import Crew, Member
 from tidemill.cluster.forks import Forks
 from tidemill.cluster.handle import Starter, WorkerLost
 from tidemill.cluster.logs import LogStream
+from tidemill.cluster.meeting import Meeting
 from tidemill.cluster.placement import LEARNER, ROLLOUT, Placement, Post
 from tidemill.cluster.publish import Publisher
 from tidemill.config import Config
 from tidemill.dock import DockState
-from tidemill.dock.client import RemoteDock
-from tidemill.dock.server import DockServer
-from tidemill.dock.setup import DockSetup
 from tidemill.errors import TidemillError
-from tidemill.flow.ahead import staleness_limit
 from tidemill.flow.records import Evaluation
 from tidemill.flow.tally import Counted, together
 from tidemill.flow.workers import Rewound
@@ -117,8 +113,6 @@ class RemoteWorkers:
         self.crew.check = self.check_learners
         self.crew.examine = lambda why: f" (stacks: {stall.report(self.crew, self.logs.folder, [why])})"
         self.publisher = Publisher(self.crew, config.cluster.collective_s, config.reshard.verify, self.check_learners)
-        self.server: DockServer | None = None
-        self.dock: RemoteDock | None = None
         self.parameters = self.bad_rows = self.stalls = 0
         self.kl_coef: float | None = None  # where it is steered: whoever comes (back) is told
         self._looked, self._told_step = 0.0, 0
@@ -129,8 +123,7 @@ class RemoteWorkers:
         self._is_up = False
         self._lost_learner = ""
         self._end_stacks: Callable[[], None] = lambda: None
-        self._background = ThreadPoolExecutor(1, "dock")
-        self._dock_future: Future[None] = self._background.submit(self._open_dock)
+        self.meeting = Meeting(config, graph, self.path / "dock", starter)
         self.conductor = Conductor(self)
 
     def note(self, text: str) -> None:
@@ -179,36 +172,16 @@ class RemoteWorkers:
         times = [m.report.first_token_s for m in self.crew.members.values() if m.report is not None]
         return min((t for t in times if t is not None), default=None)
 
-    def _open_dock(self) -> None:
-        """A dock of its own: nothing of an earlier one is left in it."""
-        folder = self.path / "dock"
-        shutil.rmtree(folder, ignore_errors=True)
-        cluster = self.config.cluster
-        node, host = self.starter.home
-        setup = DockSetup(
-            stages=self.graph.stages,
-            source=self.graph.source,
-            lease_s=cluster.lease_s,
-            max_staleness=staleness_limit(self.config),
-            stale="requeue",
-            replicas=cluster.replicas,
-            memory_bytes=None if cluster.memory_mb is None else cluster.memory_mb << 20,
-        )
-        self.server = DockServer(setup, folder, host, nodes=(node,))
-        self.dock = RemoteDock(self.server.address, node)
-
     def _equip(self, member: Member) -> Future[Any]:
         from tidemill.cluster.task import Assignment
 
-        self._dock_future.result()
-        assert self.server is not None and member.handle is not None
-        memory = self.config.cluster.memory_mb
-        self.starter.store(member.node, member.host, self.server.address, memory)
+        assert member.handle is not None
+        self.meeting.store(member)
         task = Assignment(
             post=member.post,
             config=self.config,
             model_path=None if self.model_path is None else self.model_path.resolve(),
-            dock=self.server.address,
+            dock=self.meeting.server.address,
             node=member.node,
             host=member.host,
             logs=self.crew.logs,
@@ -226,9 +199,10 @@ class RemoteWorkers:
     # Losing and coming back
 
     def _on_ready(self, member: Member) -> None:
-        if self.server is not None and member.dock != self.server.address.ledger:
-            member.dock = self.server.address.ledger  # it came up while the others went to another dock
-            self.crew.send(member, "connect", self.server.address)
+        address = self.meeting.server.address
+        if member.dock != address.ledger:  # it came up while the others went to another dock
+            member.dock = address.ledger
+            self.crew.send(member, "connect", address)
         if self._is_up:
             self.conductor.welcome(member)
 
@@ -327,41 +301,28 @@ class RemoteWorkers:
         """A node's warehouse is gone, with what lay in it: the dock hears of it at once, and who is left there gets
         another."""
         for node in self.starter.lost_stores():
-            assert self.server is not None
             self.note(f"the warehouse of node {node[:8]} is lost")
-            self.server.lose(node)
+            self.meeting.server.lose(node)
             there = [m for m in self.crew.ready if m.node == node]
             if there:
                 with contextlib.suppress(TidemillError):  # the node itself is gone: its workers will be missed too
-                    memory = self.config.cluster.memory_mb
-                    self.starter.store(node, there[0].host, self.server.address, memory)
+                    self.meeting.store(there[0])
 
     def new_dock(self) -> None:
         """Leave the dock with all that is in it, and meet at another."""
         for member in self.crew.ready:
             if member.handle is not None:
                 member.handle.call("leave", member.dock)
-        self._close_dock()
-        self._dock_future = self._background.submit(self._open_dock)
-        self._dock_future.result()
-        assert self.server is not None
-        address = self.server.address
+        address = self.meeting.renew()
         for member in self.crew.ready:
             if member.post.group.name == LEARNER and not self._is_up:
                 continue
-            self.starter.store(member.node, member.host, address, self.config.cluster.memory_mb)
+            self.meeting.store(member)
             member.dock = address.ledger
             try:
                 self.crew.call(member, "connect", address)
             except WorkerLost as lost:
                 self.crew.lose(member, str(lost))
-
-    def _close_dock(self) -> None:
-        if self.dock is not None:
-            self.dock.close()
-        if self.server is not None:
-            self.server.close()
-        self.dock = self.server = None
 
     # What the loop asks
 
@@ -372,8 +333,7 @@ class RemoteWorkers:
     def measure(self) -> dict[str, float]:
         told = self._from_all("measure")
         self._shown = {name: ids for name, (_, ids) in told.items()}
-        assert self.dock is not None
-        of_samples = Counted.of_samples(self.dock.counted())
+        of_samples = Counted.of_samples(self.meeting.dock.counted())
         measured = together([*(counted for counted, _ in told.values()), of_samples])
         heard, self.crew.received_bytes = self.crew.received_bytes, 0
         own = {"workers_lost": float(self.crew.lost_total), "driver_bytes": float(heard)}
@@ -506,7 +466,4 @@ class RemoteWorkers:
         self.crew.close()
         self._end_stacks()
         self.logs.close()
-        with contextlib.suppress(Exception):  # it may be what failed
-            self._dock_future.result()
-        self._close_dock()
-        self._background.shutdown(wait=False)
+        self.meeting.close()
