@@ -53,6 +53,7 @@ def attached(token: str, rank: int, size: int, deadline: float) -> mmap.mmap:
     path = _path(token, rank)
     while True:
         with contextlib.suppress(FileNotFoundError):
+            _check_owner(path, path.lstat())  # of a link itself; what is opened is looked at again
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 _check_owner(path, os.fstat(descriptor))
