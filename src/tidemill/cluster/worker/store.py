@@ -132,6 +132,8 @@ class StoreServer:
     def close(self) -> None:
         """Whoever waits for something here is told, or finds nobody."""
         with self._changed:
+            if self._is_closed:
+                return
             self._is_closed = True
             self._changed.notify_all()
             self._rouse()
@@ -307,8 +309,10 @@ class _Line:
 
     def _is_gone(self) -> bool:
         while self._events.poll(0):
-            is_there = recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            self._lost = None if is_there else time.monotonic()
+            if recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._lost = None
+            elif self._lost is None:
+                self._lost = time.monotonic()
         return self._lost is not None and time.monotonic() - self._lost > GONE_S
 
     def _close(self) -> None:
