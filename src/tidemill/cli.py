@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from tidemill.cli_models import models
 from tidemill.errors import ReshardError, TidemillError
 
 app = typer.Typer(
@@ -25,7 +26,7 @@ errors = Console(stderr=True, highlight=False)
 Recipe = Annotated[str, typer.Argument(help="a recipe's name (see `tidemill recipes`) or the path of a YAML file")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings over the recipe's: key.sub=value …")]
 Run = Annotated[Path, typer.Argument(help="a run's folder, for example runs/quickstart")]
-Where = Annotated[Path, typer.Argument(help="a run's folder, or a Hugging Face folder")]
+Where = Annotated[Path, typer.Argument(help="a run's folder, a Hugging Face folder, a known model's name, or org/name")]
 Raw = Annotated[bool, typer.Option("--raw", help="the weights themselves, where a run keeps their running mean")]
 MEAN = ": the running mean of the weights (learn.ema), as evaluations see it; --raw gives the weights themselves"
 
@@ -96,7 +97,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="of sampling", min=0)] = 0,
     raw: Raw = False,
 ) -> None:
-    """Prompt in, text out. WHERE is a run or a Hugging Face folder."""
+    """Prompt in, text out. WHERE is a run, a Hugging Face folder, a known model's name, or org/name on the hub."""
     from tidemill.rollout.engine import Sampling
     from tidemill.trained import Speaker, open_trained
 
@@ -281,6 +282,7 @@ def _folder_of(run: Path) -> Path:
 
 reshard = typer.Typer(help="The weight flow, from the learner's layout to the rollout's.", no_args_is_help=True)
 app.add_typer(reshard, name="reshard")
+app.add_typer(models, name="models")
 
 
 @reshard.command()

@@ -16,6 +16,7 @@ from tidemill import device, recipe
 from tidemill.config import Config
 from tidemill.device import hints, host
 from tidemill.errors import TidemillError
+from tidemill.models.box import find
 from tidemill.recipe import Loaded
 from tidemill.settings import estimate, parallel, precheck, published, ranks_memory, turns
 from tidemill.settings.estimate import human
@@ -139,7 +140,7 @@ def _extras() -> Iterator[Finding]:
 
 
 def _recipe(config: Config) -> Iterator[Finding]:
-    if published.find(config.model) is not None and not Path(config.model.path or "").expanduser().is_dir():
+    if published.find(config.model) is not None and not find.look(config.model.path or "").is_dir():
         yield from _on_paper(config)
         return
     try:

@@ -18,6 +18,7 @@ from tidemill.errors import CheckpointError, ConfigError, ModelError
 from tidemill.learn import checkpoint
 from tidemill.learn.ema import adapters_of, weights_of
 from tidemill.models import attention, lora, routing
+from tidemill.models.box import find
 from tidemill.models.load import DTYPES, Loaded, open_folder, save_folder, wrap
 from tidemill.reward import model as reward_model
 from tidemill.rollout.engine import Completion, Request, Sampling
@@ -50,6 +51,8 @@ def open_trained(where: str | Path, device: str = "auto", *, raw: bool = False) 
     folder = Path(where).expanduser()
     if (folder / "config.json").exists():
         return Trained(open_folder(folder, settings.Model(path=str(folder)), place), Config(), None)
+    if not folder.exists() and find.is_fetchable(where):
+        return open_trained(find.resolve(where), device)
     try:
         run = RunFolder.open(where, exclusive=False)
     except ConfigError as error:
@@ -133,7 +136,7 @@ def export_adapter(where: str | Path, folder: Path, *, raw: bool = False) -> tup
         )
     _check_free(folder)
     learn = run.config.learn
-    base = run.config.model.path or str(run.path / "warm_start" / "model")
+    base = find.for_others(run.config.model.path or str(run.path / "warm_start" / "model"))
     tensors, about = lora.peft_files(own, learn.lora_rank, learn.lora_alpha, base)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.config import Config, Model, TinyModel
+from tidemill.models.box import find
 
 BYTES = {"float32": 4, "bfloat16": 2}
 SPECIAL_TOKENS = 3  # of a small model's tokenizer: padding, end, unknown
@@ -44,7 +45,7 @@ def shape_of(model: Model) -> Shape | None:
         return None
     if model.path is None:
         return _tiny_shape(model.tiny or TinyModel())
-    folder = Path(model.path).expanduser()
+    folder = find.look(model.path)
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

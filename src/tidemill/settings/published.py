@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.config import Model
+from tidemill.models.box.find import look
 from tidemill.settings.estimate import Shape
 from tidemill.settings.parallel import Cuttable
 from tidemill.settings.ranks_memory import Sizes
@@ -58,7 +59,7 @@ def of_folder(model: Model) -> Sizes | None:
     if model.path is None:
         return None
     try:
-        raw = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        raw = json.loads((look(model.path) / "config.json").read_text(encoding="utf-8"))
         return sizes(from_settings(raw.get("text_config", raw)), bool(raw.get("tie_word_embeddings", False)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

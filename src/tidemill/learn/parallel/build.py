@@ -18,6 +18,7 @@ from tidemill.learn.parallel.learner import ParallelLearner
 from tidemill.learn.parallel.model import ParallelModel
 from tidemill.learn.parallel.stored import HuggingFace
 from tidemill.learn.parallel.values import ParallelValueLearner
+from tidemill.models.box import find
 from tidemill.models.load import DTYPES, make_tiny
 
 
@@ -79,7 +80,7 @@ def _cut_by(config: Config, sizes: Parallel | None) -> Config:
 
 
 def _folder(config: Config, path: Path | None) -> Path | None:
-    return path or (Path(config.model.path).expanduser() if config.model.path else None)
+    return path or (find.resolve(config.model.path) if config.model.path else None)
 
 
 def _tiny(config: Config, place: Place) -> Any:
