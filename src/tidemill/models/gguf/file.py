@@ -60,7 +60,7 @@ def open_file(path: Path) -> Opened:
         reader = GGUFReader(path)
     except ValueError as error:
         if "GGMLQuantizationType" in str(error):
-            number = str(error).split()[0]
+            number = "".join(filter(str.isdigit, str(error).split()[0].rpartition("(")[2]))
             raise _unknown_quantisation(path, [f"number {number}"]) from error
         raise _cut_short(path) from error
     except (IndexError, KeyError, OSError, OverflowError, UnicodeDecodeError) as error:

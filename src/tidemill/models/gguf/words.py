@@ -73,7 +73,7 @@ def tokenizer_of(opened: Opened) -> Any:
             f"{' and '.join(BUILDERS)} are; --tokenizer FOLDER takes one from elsewhere",
         )
     backend = BUILDERS[kind](opened, words)
-    _add_special(backend, words)
+    _add_special(backend, words, _swallows_space(opened))
     _add_begin_and_end(opened, backend, words)
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend,
@@ -174,15 +174,23 @@ def _words(opened: Opened) -> list[tuple[str, Kind]]:
     return [(text, Kind(kind)) for text, kind in zip(texts, kinds)]
 
 
-def _add_special(backend: Tokenizer, words: list[tuple[str, Kind]]) -> None:
+def _add_special(backend: Tokenizer, words: list[tuple[str, Kind]], swallow_space: frozenset[str]) -> None:
     """Found in text before anything is split. In the file's order, so that ids stay."""
     backend.add_tokens(
         [
-            AddedToken(text, normalized=False, special=kind is not Kind.USER_DEFINED)
+            AddedToken(text, normalized=False, special=kind is not Kind.USER_DEFINED, rstrip=text in swallow_space)
             for text, kind in words
             if kind in (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED)
         ]
     )
+
+
+def _swallows_space(opened: Opened) -> frozenset[str]:
+    """Special tokens that take the white space behind them. Phi-3's do; llama.cpp knows it, the file does not say it."""
+    if opened.architecture != "phi3" or opened.metadata.get("tokenizer.ggml.model") != "llama":
+        return frozenset()
+    special = {text for text, kind in _words(opened) if kind is Kind.CONTROL}
+    return frozenset(special - {"<unk>", "<s>", "<|endoftext|>"})
 
 
 def _add_begin_and_end(opened: Opened, backend: Tokenizer, words: list[tuple[str, Kind]]) -> None:
