@@ -58,9 +58,9 @@ def import_(
 @models.command()
 def show(folder: Annotated[str, typer.Argument(help="a Hugging Face folder, a known name, or org/name")]) -> None:
     """Show a model's architecture, its parameters, and the memory to roll it out and to train it."""
+    from tidemill.estimate import needs
+    from tidemill.estimate.run import human
     from tidemill.models.box import find
-    from tidemill.settings import needs
-    from tidemill.settings.estimate import human
 
     found = needs.describe(find.resolve(folder))
     shape = found.shape

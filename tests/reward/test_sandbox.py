@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tidemill.reward.api import Sample
-from tidemill.reward.sandbox.limits import Limits
+from tidemill.reward.sandbox.limits import SandboxLimits
 from tidemill.reward.sandbox.run import Sandbox, SandboxError
 
 if sys.platform != "linux":
@@ -17,7 +17,7 @@ if sys.platform != "linux":
 
 @pytest.fixture(scope="module")
 def box():
-    with Sandbox(Limits(wall_s=1.0, cpu_s=2, memory_mb=128, scratch_mb=2, files=16)) as made:
+    with Sandbox(SandboxLimits(wall_s=1.0, cpu_s=2, memory_mb=128, scratch_mb=2, files=16)) as made:
         try:
             made.run("pass")
         except SandboxError as error:
@@ -150,7 +150,7 @@ def test_other_files_cannot_be_read(box, path) -> None:
 
 def test_the_parents_environment_cannot_be_read(box, monkeypatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
-    with Sandbox(Limits(wall_s=1.0)) as fresh:
+    with Sandbox(SandboxLimits(wall_s=1.0)) as fresh:
         own = fresh.run("import os; print(dict(os.environ))").output
         assert "hunter2" not in own
         for pid in ("self", os.getpid(), os.getppid()):
@@ -273,7 +273,7 @@ def test_open_files_are_bounded(box) -> None:
 
 
 def test_nothing_is_left_behind_when_it_is_closed() -> None:
-    made = Sandbox(Limits(wall_s=30.0))
+    made = Sandbox(SandboxLimits(wall_s=30.0))
     made.run("pass")
     process, folder = made._process, made._folder.name
     made.close()
@@ -296,8 +296,8 @@ def test_the_code_reward_counts_tests() -> None:
 
 
 def test_generated_code_tasks_are_solved_by_their_own_solutions() -> None:
-    from tidemill.config import Data
     from tidemill.data.source import open_source
+    from tidemill.recipe.config import Data
     from tidemill.reward.code import code
 
     train, _ = open_source(Data(source="code"), seed=0)

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from tidemill.config import Rewards
 from tidemill.errors import ConfigError, RewardError
+from tidemill.recipe.config import Rewards
 from tidemill.reward.api import Sample
 from tidemill.reward.score import Scorer
 
@@ -125,7 +125,7 @@ def test_workers_do_not_load_torch(functions) -> None:
 
 def test_quick_rewards_start_no_process() -> None:
     code = (
-        "import sys; from tidemill.config import Rewards; from tidemill.reward.score import Scorer\n"
+        "import sys; from tidemill.recipe.config import Rewards; from tidemill.reward.score import Scorer\n"
         "from tidemill.reward.api import Sample\n"
         "s = Scorer(Rewards(functions='last_number')); s.score([Sample('', '1', '1')]); s.close()\n"
         "assert s._pool is None and 'torch' not in sys.modules"

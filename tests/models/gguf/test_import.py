@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.gguf.written import write
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tests.models.gguf.written import write
-from tidemill.config import Model
 from tidemill.errors import ConfigError, ModelError
 from tidemill.models.gguf import convert
 from tidemill.models.gguf.convert import import_file
 from tidemill.models.gguf.families import llama3_divisors
 from tidemill.models.gguf.file import open_file
 from tidemill.models.load import open_folder
+from tidemill.recipe.config import ModelSettings
 
 gguf = pytest.importorskip("gguf")
 
@@ -184,7 +184,7 @@ def test_every_quantisation_is_undone_as_the_gguf_package_undoes_it(tmp_path: Pa
 
 def test_an_imported_folder_can_be_trained_from(tmp_path: Path) -> None:
     import_file(write(tmp_path / "m.gguf", "qwen3", made("qwen3", head_dim=16)), tmp_path / "folder")
-    loaded = open_folder(tmp_path / "folder", Model(path=str(tmp_path / "folder")), torch.device("cpu"))
+    loaded = open_folder(tmp_path / "folder", ModelSettings(path=str(tmp_path / "folder")), torch.device("cpu"))
     assert loaded.eos_ids == (0,) and loaded.window == 256
     assert loaded.tokenizer.pad_token == "<end>" and len(loaded.tokenizer) == 258  # without what only fills it up
 
@@ -264,9 +264,7 @@ def test_a_quantisation_that_cannot_be_undone_is_refused(tmp_path: Path, number:
 def test_a_missing_or_foreign_tensor_is_refused_by_its_name(tmp_path: Path) -> None:
     original = made("llama")
     del original.model.layers[1].mlp.up_proj
-    assert "layers.1.mlp.up_proj.weight is missing" in refused(
-        write(tmp_path / "n.gguf", "llama", original), tmp_path
-    )
+    assert "layers.1.mlp.up_proj.weight is missing" in refused(write(tmp_path / "n.gguf", "llama", original), tmp_path)
 
     def foreign(writer: Any) -> None:
         import numpy as np
@@ -287,9 +285,7 @@ def test_rotary_frequencies_of_an_unknown_scaling_are_refused(tmp_path: Path) ->
 
 
 def test_a_part_of_a_split_file_is_refused(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "m.gguf", "llama", made("llama"), more=lambda writer: writer.add_uint16("split.count", 3)
-    )
+    path = write(tmp_path / "m.gguf", "llama", made("llama"), more=lambda writer: writer.add_uint16("split.count", 3))
     assert "one of 3 parts" in refused(path, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Write small GGUF files as llama.cpp's converter does: names and keys by the gguf package, layouts by its conventions."""
+"""Write small GGUF files as llama.cpp's converter does: names and keys by the gguf package, layouts as there."""
 
 from __future__ import annotations
 

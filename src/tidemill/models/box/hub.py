@@ -96,7 +96,7 @@ def _explained(name: str, doing: str, causes: list[BaseException]) -> ModelError
         return ModelError(f"{doing}: {causes[0]}", "write org/name")
     first = (str(causes[-1]).strip().splitlines() or [type(causes[-1]).__name__])[0][:200]
     return ModelError(
-        f"{doing}: there is no folder {repo} here, it is not in the hub's cache, and the hub cannot be reached ({first})",
+        f"{doing}: it is neither a folder here nor in the hub's cache, and the hub cannot be reached ({first})",
         f"where there is a network: `hf download {repo} --local-dir FOLDER`, then copy FOLDER here and set "
         "model.path=FOLDER; HF_ENDPOINT names a mirror",
     )

@@ -186,7 +186,7 @@ def _add_special(backend: Tokenizer, words: list[tuple[str, Kind]], swallow_spac
 
 
 def _swallows_space(opened: Opened) -> frozenset[str]:
-    """Special tokens that take the white space behind them. Phi-3's do; llama.cpp knows it, the file does not say it."""
+    """Special tokens that take the white space behind them. Phi-3's do, which llama.cpp knows and no file says."""
     if opened.architecture != "phi3" or opened.metadata.get("tokenizer.ggml.model") != "llama":
         return frozenset()
     special = {text for text, kind in _words(opened) if kind is Kind.CONTROL}

@@ -18,8 +18,8 @@ from types import TracebackType
 
 from tidemill.errors import TidemillError
 from tidemill.reward.sandbox.checks import read
-from tidemill.reward.sandbox.limits import Limits, Result
-from tidemill.reward.wire import Wire
+from tidemill.reward.sandbox.limits import Result, SandboxLimits
+from tidemill.reward.wire import JsonSocket
 
 GRACE_S = 5.0  # beyond the program's own wall limit, before the zygote itself counts as stuck
 START_S = 60.0
@@ -32,11 +32,11 @@ class SandboxError(TidemillError):
 class Sandbox:
     """Starts its process with the first program, and again after anything went wrong with it."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, limits: SandboxLimits | None = None) -> None:
+        self.limits = limits or SandboxLimits()
         self.has_scratch = False  # known once started
         self._process: subprocess.Popen[bytes] | None = None
-        self._wire: Wire | None = None
+        self._wire: JsonSocket | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, code: str, checks: Sequence[str] = (), input: str = "") -> Result:
@@ -54,7 +54,7 @@ class Sandbox:
         answers = message.pop("answers")
         return Result(**message, passed=sum(check.is_met(answer) for check, answer in zip(asked, answers)))
 
-    def _start(self) -> Wire:
+    def _start(self) -> JsonSocket:
         if sys.platform != "linux":
             raise SandboxError("code can be run safely only on Linux", "use another reward here")
         self._folder = tempfile.TemporaryDirectory(prefix="tidemill-sandbox-", ignore_cleanup_errors=True)
@@ -72,7 +72,7 @@ class Sandbox:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )
-        self._wire = Wire(ours)
+        self._wire = JsonSocket(ours)
         try:
             self._wire.send(asdict(self.limits))
             message = self._wire.receive(START_S)

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tidemill.reward.sandbox import files, filter
-from tidemill.reward.wire import Wire
+from tidemill.reward.wire import JsonSocket
 
 PR_SET_PDEATHSIG = 1
 CHUNK = 65536
@@ -31,7 +31,7 @@ LONGEST_VALUE, LONGEST_VERDICT = 4000, 60_000  # characters; a pipe holds 64 KiB
 
 def main(socket: int, scratch: str, own_path: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    wire = Wire.at(socket)
+    wire = JsonSocket.at(socket)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     limits = SimpleNamespace(**wire.receive())
     try:
@@ -77,7 +77,7 @@ def clear(place: str) -> None:
             continue
 
 
-def run(libc: ctypes.CDLL, wire: Wire, message: dict[str, Any], limits: SimpleNamespace) -> dict[str, Any]:
+def run(libc: ctypes.CDLL, wire: JsonSocket, message: dict[str, Any], limits: SimpleNamespace) -> dict[str, Any]:
     """One program in a copy of this process, watched until it ends."""
     out_read, out_write = os.pipe()
     verdict_read, verdict_write = os.pipe()
