@@ -101,7 +101,7 @@ def test_settings_that_work_pass():
             "does not steer; cluster.placement.reference=colocated would do",
         ),
         ("model.warm_start=warm", "model.warm_start: there is no recipe 'warm'"),
-        ("model.path=Org/ModelSettings-1B", "hf download Org/ModelSettings-1B --local-dir models/ModelSettings-1B"),
+        ("model.path=Org/Model-1B", "`tidemill models get Org/Model-1B`"),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_would_do(override, words):
