@@ -129,7 +129,9 @@ def _ask() -> str:
 @app.command()
 def export(
     run: Where,
-    to: Annotated[Path, typer.Option("--to", help="the new folder")],
+    to: Annotated[Path | None, typer.Option("--to", help="the new folder")] = None,
+    push: Annotated[str | None, typer.Option("--push", help="org/name: upload it to the Hugging Face hub")] = None,
+    private: Annotated[bool, typer.Option("--private", help="a repository that --push makes is private")] = False,
     adapter: Annotated[bool, typer.Option("--adapter", help="the low-rank adapters alone, as peft opens them")] = False,
     raw: Raw = False,
     without_bias: Annotated[
@@ -137,16 +139,23 @@ def export(
     ] = False,
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face folder that AutoModelForCausalLM.from_pretrained opens."""
+    from tidemill.models.box import hub
     from tidemill.run.trained import export as write
     from tidemill.run.trained import export_adapter
 
-    if adapter:
-        step, is_mean = export_adapter(run, to, raw=raw)
-        console.print(f"the adapters of step {step} of {run} are now {to}{MEAN if is_mean else ''}")
-        return
-    trained = write(run, to, raw=raw, without_bias=without_bias)
-    size = f"{trained.loaded.parameters:,} parameters"
-    console.print(f"step {trained.step} of {run} is now {to} ({size}){MEAN if trained.is_mean else ''}")
+    with hub.folder_to_push(to, push) as folder:
+        if adapter:
+            step, is_mean = export_adapter(run, folder, raw=raw)
+            made = f"the adapters of step {step} of {run} are now"
+        else:
+            trained = write(run, folder, raw=raw, without_bias=without_bias)
+            is_mean, size = trained.is_mean, f"{trained.loaded.parameters:,} parameters"
+            made = f"step {trained.step} of {run} ({size}) is now"
+        if to is not None:
+            console.print(f"{made} {to}{MEAN if is_mean else ''}")
+        if push is not None:
+            address = hub.push(folder, push, message=f"{made} here", private=private)
+            console.print(f"{made} {address}{MEAN if is_mean else ''}")
 
 
 @app.command()

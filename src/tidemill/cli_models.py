@@ -11,6 +11,7 @@ from rich.table import Table
 
 models = typer.Typer(help="Models to train: known ones, GGUF files, what a folder holds.", no_args_is_help=True)
 console = Console(highlight=False)
+progress = Console(stderr=True, highlight=False)
 
 Name = Annotated[str, typer.Argument(help="a known model's name (`tidemill models list`), or org/name on the hub")]
 
@@ -33,6 +34,8 @@ def get(name: Name) -> None:
     """Fetch a model, once, and say where its folder is. `model.path` and `tidemill generate` then take its name."""
     from tidemill.models.box import find
 
+    if not find.look(name).exists():
+        progress.print(f"{name} is not here yet: fetching it", style="dim")
     print(find.get(name))
 
 
@@ -56,13 +59,17 @@ def import_(
 
 
 @models.command()
-def show(folder: Annotated[str, typer.Argument(help="a Hugging Face folder, a known name, or org/name")]) -> None:
+def show(
+    folder: Annotated[str, typer.Argument(help="a Hugging Face folder, a known name, or org/name")],
+    tokens: Annotated[int, typer.Option(help="of a sample, prompt and response", min=8)] = 1024,
+    samples: Annotated[int, typer.Option(help="rolled out at once", min=1)] = 16,
+) -> None:
     """Show a model's architecture, its parameters, and the memory to roll it out and to train it."""
     from tidemill.estimate import needs
     from tidemill.estimate.run import human
     from tidemill.models.box import find
 
-    found = needs.describe(find.resolve(folder))
+    found = needs.describe(find.resolve(folder), tokens=tokens, samples=samples)
     shape = found.shape
     console.print(f"{found.architecture}, {shape.parameters:,} parameters")
     heads = f"{shape.heads} heads of {shape.head_dim} over {shape.kv_heads} of keys and values"
@@ -78,7 +85,7 @@ def show(folder: Annotated[str, typer.Argument(help="a Hugging Face folder, a kn
         table.add_row(label, *(human(getattr(need, field)) for need in found.needs.values()))
     console.print(table)
     console.print(
-        f"by estimate, with default settings: samples of {found.tokens} tokens, micro-batches of "
-        f"{found.tokens_per_microbatch:,}; `tidemill doctor --recipe RECIPE` judges a recipe",
+        f"by estimate: {samples} samples of {tokens} tokens at once in rollout, one at a time in learning; "
+        "`tidemill doctor --recipe RECIPE` judges a recipe",
         style="dim",
     )

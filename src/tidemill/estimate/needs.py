@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from tidemill.errors import ModelError
 from tidemill.estimate.memory import MemoryEstimate, memory
-from tidemill.estimate.run import Shape, longest, shape_of
-from tidemill.recipe.config import Config
+from tidemill.estimate.run import Shape, shape_of
+from tidemill.recipe.config import Config, ModelSettings
 
 DType = Literal["float32", "bfloat16"]
 LORA_RANK = 16
@@ -18,7 +18,7 @@ LORA_RANK = 16
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes on the device, with the default recipe's batches."""
+    """Bytes on the device."""
 
     roll_out: int  # weights and cache
     learn_lora: int
@@ -30,14 +30,12 @@ class Description:
     architecture: str
     shape: Shape
     needs: dict[DType, Needs]
-    tokens: int  # a sample has at most, in this estimate
-    tokens_per_microbatch: int
 
 
-def describe(folder: Path) -> Description:
-    """From config.json and the weights' headers; nothing is loaded."""
-    config = Config.model_validate({"model": {"path": str(folder)}})
-    shape = shape_of(config.model)
+def describe(folder: Path, *, tokens: int, samples: int) -> Description:
+    """From config.json and the weights' headers; nothing is loaded. `samples` of `tokens` are rolled out at once, one
+    is learnt from at a time."""
+    shape = shape_of(ModelSettings(path=str(folder)))
     if shape is None or shape.parameters is None:
         raise ModelError(
             f"{folder} does not tell what model it holds", "give a folder with config.json and *.safetensors"
@@ -47,18 +45,20 @@ def describe(folder: Path) -> Description:
     return Description(
         str(named[0]),
         shape,
-        {dtype: _needs(folder, dtype, shape) for dtype in get_args(DType)},
-        longest(config),
-        config.train.tokens_per_microbatch,
+        {dtype: _needs(folder, dtype, shape, tokens, samples) for dtype in get_args(DType)},
     )
 
 
-def _needs(folder: Path, dtype: DType, shape: Shape) -> Needs:
+def _needs(folder: Path, dtype: DType, shape: Shape, tokens: int, samples: int) -> Needs:
+    prompt = tokens // 4
+    batches: dict[str, Any] = {
+        "model": {"path": str(folder), "dtype": dtype},
+        "data": {"max_prompt_tokens": prompt},
+        "rollout": {"max_new_tokens": tokens - prompt, "concurrent": samples},
+        "train": {"tokens_per_microbatch": tokens},
+    }
     lora, whole = (
-        memory(
-            Config.model_validate({"model": {"path": str(folder), "dtype": dtype}, "learn": {"lora_rank": rank}}), shape
-        )
-        for rank in (LORA_RANK, 0)
+        memory(Config.model_validate(batches | {"learn": {"lora_rank": rank}}), shape) for rank in (LORA_RANK, 0)
     )
     assert lora is not None and whole is not None  # the parameters are known
     return Needs(whole.weights + whole.cache, _learning(lora), _learning(whole))

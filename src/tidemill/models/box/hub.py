@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tidemill.errors import ModelError
+from tidemill.errors import ConfigError, ModelError
+from tidemill.models.box.find import HUB_ID
 
 # What a folder that can be trained consists of; weights in other forms, pictures and logs stay where they are.
 FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
@@ -33,6 +35,20 @@ def fetch(name: str) -> Path:
     repo, revision = _parts(name)
     with _in_words(name, f"fetching {name}"):
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(FILES)))
+
+
+@contextmanager
+def folder_to_push(to: Path | None, repo: str | None) -> Iterator[Path]:
+    """Where to write what goes to `repo`, to the folder `to`, or to both; without `to`, a folder that does not stay."""
+    if repo is not None and HUB_ID.fullmatch(repo) is None:
+        raise ConfigError(f"--push {repo} is no repository of the hub", "write org/name")
+    if to is not None:
+        yield to
+        return
+    if repo is None:
+        raise ConfigError("export to where?", "--to FOLDER writes a folder, --push org/name uploads to the hub")
+    with tempfile.TemporaryDirectory(prefix="tidemill-push-") as scratch:
+        yield Path(scratch) / "model"
 
 
 def push(folder: Path, repo: str, *, message: str, private: bool = False, api: Any = None) -> str:
