@@ -52,10 +52,8 @@ GPT4O = f"{_BEFORE}{_UPPER}*{_LOWER}+{_ENDINGS}?|{_BEFORE}{_UPPER}+{_LOWER}*{_EN
 SPLITS = {
     "gpt-2": Split(None),
     "smollm": Split(None, has_lone_digits=True),
-    "starcoder": Split(None, has_lone_digits=True),
     "llama-bpe": Split(LLAMA3, ignores_merges=True, begins=True),
     "qwen2": Split(QWEN2, is_composed=True),
-    "deepseek-r1-qwen": Split(QWEN2, is_composed=True),
     "tekken": Split(TEKKEN, ignores_merges=True, begins=True),
     "gpt-4o": Split(GPT4O),
 }
