@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tidemill.data import conversations
 from tidemill.data.prompts import template_columns
 from tidemill.data.source import Example, FileRows, Message
 from tidemill.errors import ConfigError, DataError, MissingExtra, did_you_mean
@@ -18,7 +19,7 @@ from tidemill.errors import ConfigError, DataError, MissingExtra, did_you_mean
 if TYPE_CHECKING:
     from tidemill.recipe.config import Data
 
-OUR_COLUMNS = ("prompt", "messages", "answer", "response")
+OUR_COLUMNS = ("prompt", *conversations.COLUMNS, "answer", "response")
 KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 
 
@@ -256,7 +257,8 @@ def needed_columns(data: Data) -> list[tuple[str, set[str]]]:
     if data.template is not None:
         names = [name for name in template_columns(data.template) if name not in (*data.columns, "answer")]
         return needed + [("data.template", {name}) for name in names]
-    return needed if {"prompt", "messages"} & {*data.columns} else [*needed, ("", {"prompt", "messages"})]
+    own = {"prompt", *conversations.COLUMNS}
+    return needed if own & {*data.columns} else [*needed, ("", own)]
 
 
 def missing_column(where: str, row: Mapping[str, Any], needed: list[tuple[str, set[str]]]) -> DataError | None:
@@ -268,7 +270,7 @@ def missing_column(where: str, row: Mapping[str, Any], needed: list[tuple[str, s
             message = f"{where}: {key} names column {name!r}, which the row does not have{did_you_mean(name, row)}"
             return DataError(message, f"its columns are {', '.join(row)}")
         near = did_you_mean("prompt", row) or did_you_mean("question", row)
-        message = f"{where}: there is no column 'prompt' or 'messages'{near}"
+        message = f"{where}: there is no column 'prompt', 'messages' or 'conversations'{near}"
         return DataError(message, f"name it with data.columns.prompt; the row's columns are {', '.join(row)}")
     return None
 
@@ -289,10 +291,11 @@ def to_example(where: str, row: Mapping[str, Any], data: Data, pattern: re.Patte
     named = {**row, **{ours: row.get(theirs) for ours, theirs in data.columns.items()}}
     meta = {name: value for name, value in named.items() if name not in OUR_COLUMNS}
     prompt, response = named.get("prompt"), named.get("response")
-    if prompt is None and isinstance(named.get("messages"), list):
-        messages = named["messages"]
-        if why := wrong_messages(messages):
-            return BadRow(where, why)
+    try:
+        messages = conversations.messages_of(named) if prompt is None else None
+    except conversations.NoConversation as wrong:
+        return BadRow(where, str(wrong))
+    if messages is not None:
         if messages[-1]["role"] == "assistant":
             prompt, response = messages[:-1], messages[-1]["content"] if response is None else response
         else:
@@ -312,7 +315,7 @@ def to_example(where: str, row: Mapping[str, Any], data: Data, pattern: re.Patte
         if found is None:
             return BadRow(where, f"has an answer that data.answer_pattern does not match: {answer[:60]!r}")
         answer = found[1].strip()
-    return Example(prompt or "", answer, None if response is None else as_text(response), meta, where)
+    return Example(prompt or "", answer, None if response is None else as_text(response), meta, where, messages)
 
 
 def wrong_messages(messages: list[Message]) -> str | None:

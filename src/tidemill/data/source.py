@@ -31,6 +31,7 @@ class Example:
     response: str | None = None  # what a good answer looks like, for supervised training
     meta: Mapping[str, Any] = field(default_factory=dict)  # the row's other columns
     where: str = ""
+    messages: list[Message] | None = None  # the whole conversation, where the row is one
 
 
 class Source(Protocol):

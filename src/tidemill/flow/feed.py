@@ -88,14 +88,14 @@ class PairFeed(Feed):
     """Prompts with given responses, to learn from examples: every row is its own group and enters ready to learn."""
 
     def _tokens(self, example: Example) -> Any:
-        return self.encode.encode_pair(example)
+        return self.encode.encode_taught(example)
 
     def rows(self, prompts: int | None = None) -> Batch:
         count = prompts or self.config.train.prompts_per_step
-        pairs = [pair for _, pair in self.examples(count)]
+        taught = [each for _, each in self.examples(count)]
         ids = np.arange(self.groups, self.groups + count, dtype=np.int64)
         self.groups += count
-        return given_rows(ids, ids, 1, pairs)
+        return given_rows(ids, ids, 1, [(p, r) for p, r, _ in taught], [learned for *_, learned in taught])
 
 
 class PreferenceFeed(Feed):
@@ -140,8 +140,15 @@ class JudgedFeed(PreferenceFeed):
         return given_rows(ids, groups, 4, own + strange).merge({"chosen": chosen, "mismatched": mismatched})
 
 
-def given_rows(ids: Any, groups: Any, group_size: int, pairs: list[tuple[list[int], list[int]]]) -> Batch:
-    """Rows that come with their responses."""
+def given_rows(
+    ids: Any,
+    groups: Any,
+    group_size: int,
+    pairs: list[tuple[list[int], list[int]]],
+    learned: list[list[bool]] | None = None,
+) -> Batch:
+    """Rows that come with their responses, of which all tokens are learned unless `learned` says which."""
+    masks = [np.ones(len(r)) for _, r in pairs] if learned is None else learned
     return Batch(
         {
             ID: ids,
@@ -150,7 +157,7 @@ def given_rows(ids: Any, groups: Any, group_size: int, pairs: list[tuple[list[in
             LENGTH: np.array([len(p) + len(r) for p, r in pairs], np.int32),
             "tokens": Column.jagged([[*p, *r] for p, r in pairs], np.int32),
             "prompt_length": np.array([len(p) for p, _ in pairs], np.int32),
-            "mask": Column.jagged([np.ones(len(r)) for _, r in pairs], np.uint8),
+            "mask": Column.jagged(masks, np.uint8),
         }
     )
 

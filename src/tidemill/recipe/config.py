@@ -89,6 +89,9 @@ class Data(Section):
     chat: Literal["auto", "on", "off"] = Field(
         "auto", description="use the tokenizer's chat template; auto: when it has one"
     )
+    learn_turns: Literal["last", "all"] = Field(
+        "last", description="what sft learns of a conversation: the assistant's last turn, or every one of its turns"
+    )
     max_prompt_tokens: int = Field(1024, ge=1, description="a longer prompt is a bad row")
     on_bad_row: Literal["fail", "skip"] = Field("fail", description="what a row that cannot be used does to the run")
     shuffle: bool = Field(True, description="new order each pass over the data")
