@@ -34,6 +34,11 @@ class PromptTokens:
 
     def encode(self, example: Example) -> list[int]:
         """The prompt's tokens. A prompt that is empty or too long is a DataError that names the row."""
+        if example.text is not None:
+            raise DataError(
+                f"{example.where}: the row is a document, not a prompt",
+                "algorithm sft learns from documents; set eval.size=0, since there is nothing to ask of them",
+            )
         if self.is_chat:
             tools = conversations.tools_of(example.meta)
             text = conversations.render(self.tokenizer, self._messages(example), tools, example.where, asks=True)
@@ -65,6 +70,19 @@ class PromptTokens:
             return tokens[:first], tokens[first:], said[first:]
         prompt, response = self.encode_pair(example)
         return prompt, response, [True] * len(response)
+
+    def encode_text(self, example: Example, longest: int) -> list[tuple[list[int], list[int], list[bool]]]:
+        """A document as pieces of at most `longest` tokens, its end token last. A piece begins with the last token of
+        the one before, so that every token but the document's first is learned once."""
+        tokens = list(self.tokenizer.encode(example.text))
+        end = self.tokenizer.eos_token_id
+        if end is not None and tokens and tokens[-1] != end:
+            tokens.append(end)
+        if len(tokens) < 2:
+            raise DataError(f"{example.where}: the text has {len(tokens)} tokens: none has another before it")
+        step = max(1, longest - 1)
+        pieces = [tokens[at : at + step + 1] for at in range(0, len(tokens) - 1, step)]
+        return [(piece[:1], piece[1:], [True] * (len(piece) - 1)) for piece in pieces]
 
     def encode_pair(self, example: Example) -> tuple[list[int], list[int]]:
         """Prompt and response for supervised training; the response ends with the model's end token."""
