@@ -37,7 +37,7 @@ class NoConversation(ValueError):
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message] | None:
-    """The row's conversation as a list of role and content, whichever form it has; None where it has none."""
+    """Give the row's conversation as a list of role and content, whichever form it has; None where it has none."""
     name = next((column for column in COLUMNS if isinstance(row.get(column), list)), None)
     if name is None:
         return None
@@ -66,7 +66,7 @@ def _message(turn: Any) -> Message:
 
 
 def _text(content: Any) -> Any:
-    """OpenAI's list of parts as one text; parts that are no text are left for the template to take or refuse."""
+    """Join OpenAI's list of parts to one text; parts that are no text are left for the template to take or refuse."""
     if content is None:
         return ""
     if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
@@ -75,7 +75,7 @@ def _text(content: Any) -> Any:
 
 
 def tools_of(meta: Mapping[str, Any]) -> list[Any] | None:
-    """Tools that the row offers: a list, or the same as JSON text."""
+    """Give the tools that the row offers, as a list or as JSON text."""
     tools = meta.get("tools")
     if isinstance(tools, str):
         try:
@@ -88,8 +88,7 @@ def tools_of(meta: Mapping[str, Any]) -> list[Any] | None:
 def render(
     tokenizer: Any, messages: list[Message], tools: list[Any] | None, where: str, *, asks: bool, **options: Any
 ) -> Any:
-    """Through the chat template; `asks` ends with the head of an assistant's turn. A template that refuses is the row's
-    mistake."""
+    """Apply the chat template; `asks` ends with the head of an assistant's turn. A template may refuse a row."""
     try:
         return tokenizer.apply_chat_template(
             messages, tools=tools, add_generation_prompt=asks, **({"tokenize": False} | options)
@@ -106,7 +105,7 @@ def render(
 def spoken(
     tokenizer: Any, messages: list[Message], tools: list[Any] | None, where: str
 ) -> tuple[list[int], list[bool]]:
-    """All tokens of a conversation, and whether an assistant said each: its words and the end token behind them."""
+    """Give all tokens of a conversation, and whether an assistant said each: its words and the end token behind."""
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(f"{where}: the conversation has no assistant's turn to learn from", LEAVE_OUT)
     if any(mark in tokenizer.chat_template for mark in GENERATION):
@@ -147,7 +146,7 @@ def _by_turns(
 
 
 def _end_at(said: list[bool], is_end: list[bool]) -> None:
-    """Of each turn, what a template writes behind its last end token is no one's words."""
+    """Unmark what a template writes behind a turn's last end token: it is no one's words."""
     start = 0
     while start < len(said):
         stop = next((i for i in range(start, len(said)) if said[i] != said[start]), len(said))

@@ -59,8 +59,8 @@ class PromptTokens:
             )
 
     def encode_taught(self, example: Example) -> tuple[list[int], list[int], list[bool]]:
-        """Prompt, response and which of the response's tokens are learned: all of them, or with `data.learn_turns=all`
-        what an assistant said in any turn of a conversation."""
+        """Encode prompt, response and which of the response's tokens are learned: all of them, or with
+        `data.learn_turns=all` what an assistant said in any turn of a conversation."""
         if self.data.learn_turns == "all" and self.is_chat and example.messages and self.data.template is None:
             messages = self._with_system(list(example.messages))
             tools = conversations.tools_of(example.meta)
@@ -72,8 +72,8 @@ class PromptTokens:
         return prompt, response, [True] * len(response)
 
     def encode_text(self, example: Example, longest: int) -> list[tuple[list[int], list[int], list[bool]]]:
-        """A document as pieces of at most `longest` tokens, its end token last. A piece begins with the last token of
-        the one before, so that every token but the document's first is learned once."""
+        """Cut a document into pieces of at most `longest` tokens, its end token last. A piece begins with the last token
+        of the one before, so that every token but the document's first is learned once."""
         tokens = list(self.tokenizer.encode(example.text))
         end = self.tokenizer.eos_token_id
         if end is not None and tokens and tokens[-1] != end:

@@ -69,7 +69,7 @@ class CurriculumSettings(Section):
 class Data(Section):
     source: str = Field(
         "arithmetic",
-        description="a file (.jsonl .json .csv .tsv .parquet .txt), a Hugging Face dataset folder, or a generator's name",
+        description="a file (.jsonl .json .csv .tsv .parquet .txt), a Hugging Face dataset folder, a generator's name",
     )
     args: dict[str, Any] = Field({}, description="the generator's own settings")
     curriculum: CurriculumSettings | None = Field(None, description="problems that grow harder with measured accuracy")

@@ -64,6 +64,7 @@ def test_a_folder_is_itself_and_leaves_the_machine_alone(tmp_path: Path, monkeyp
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert find.resolve("org/name") == Path("org/name")  # a folder of that name is here: it is meant
     assert find.resolve("./none") == Path("none")
+    assert find.resolve("models/other") == Path("models/other")  # nobody means a stranger's repository by this
     assert find.resolve("org/other") == Path("org/other")  # `org` is a folder here, so this is a path with a slip in it
 
 
