@@ -72,8 +72,8 @@ class PromptTokens:
         return prompt, response, [True] * len(response)
 
     def encode_text(self, example: Example, longest: int) -> list[tuple[list[int], list[int], list[bool]]]:
-        """Cut a document into pieces of at most `longest` tokens, its end token last. A piece begins with the last token
-        of the one before, so that every token but the document's first is learned once."""
+        """Cut a document into pieces of at most `longest` tokens, its end token last. A piece begins with the last
+        token of the one before, so that every token but the document's first is learned once."""
         tokens = list(self.tokenizer.encode(example.text))
         end = self.tokenizer.eos_token_id
         if end is not None and tokens and tokens[-1] != end:
