@@ -116,14 +116,14 @@ def seconds(work: Callable[[], Any], times: int = 3, warm: int = 1) -> float:
 def settings(
     micro: int, groups: int = 64, each: int = EACH, lengths: tuple[int, int] = (PROMPT, RESPONSE), **learn: Any
 ) -> Any:
-    from tidemill.config import Algorithm, Config, Data, Learn, Model, Rollout, Train
+    from tidemill.recipe.config import AlgorithmSettings, Config, Data, Learn, ModelSettings, Rollout, Train
 
     return Config(
-        algorithm=Algorithm(name="grpo", aggregation="sample_mean"),
+        algorithm=AlgorithmSettings(name="grpo", aggregation="sample_mean"),
         data=Data(max_prompt_tokens=lengths[0]),
         rollout=Rollout(max_new_tokens=lengths[1]),
         train=Train(tokens_per_microbatch=micro, prompts_per_step=groups, samples_per_prompt=each),
-        model=Model(dtype="bfloat16"),
+        model=ModelSettings(dtype="bfloat16"),
         learn=Learn(lr=1e-6, **learn),
     )
 
@@ -132,7 +132,7 @@ def model_of(shape: str, window: int = 4096) -> Any:
     """Random bfloat16 weights, made on the device."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from tidemill.models import attention
+    from tidemill.models.attention import registry as attention
 
     vocabulary, hidden, intermediate, layers, heads, kv_heads, dim, tied = SIZES[shape]
     config = Qwen2Config(
@@ -149,8 +149,8 @@ def model_of(shape: str, window: int = 4096) -> Any:
 
 def predicted_gib(model: Any, config: Any, parameters: int) -> float:
     """What `tidemill doctor` would say, without the rollout's cache: there is none here."""
-    from tidemill.settings.estimate import Shape
-    from tidemill.settings.memory import memory
+    from tidemill.estimate.memory import memory
+    from tidemill.estimate.run import Shape
 
     c = model.config
     shape = Shape(

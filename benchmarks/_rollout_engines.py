@@ -50,7 +50,7 @@ class Shape:
     def model(self) -> Any:
         from transformers import AutoModelForCausalLM
 
-        import tidemill.models.attention  # noqa: F401  registers the attention
+        import tidemill.models.attention.registry  # noqa: F401  registers the attention
 
         torch.manual_seed(0)
         with torch.device(self.device):

@@ -48,10 +48,10 @@ def recipe(job: dict[str, Any], folder: str, dtype: str) -> dict[str, Any]:
 def train(job: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from tidemill import launch
     from tidemill.device import mapped
-    from tidemill.flow.loop import Watcher
     from tidemill.reward.registry import BUILT_IN, BuiltIn
+    from tidemill.run import start as launch
+    from tidemill.run.loop import Watcher
 
     BUILT_IN["noise"] = BuiltIn("benchmarks._step_ours:noise", True)
     on_device = torch.accelerator.is_available()

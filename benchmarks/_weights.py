@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tidemill.reshard.layout import Box, Layout, Piece, extents
+from tidemill.reshard.layout import Box, Layout, LayoutPiece, extents
 from tidemill.reshard.pack import region
 from tidemill.reshard.plan import Spot, cut
 
@@ -51,7 +51,7 @@ def _expected(layout: Layout, rank: int, tensors: dict[str, torch.Tensor]) -> It
                 yield from _chunks(piece, number, tensors)
 
 
-def _chunks(piece: Piece, number: int, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:
+def _chunks(piece: LayoutPiece, number: int, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:
     from tidemill.reshard.layout import shift, volume
 
     for box in cut(piece.box, max(1, volume(piece.box) // CHUNK)):

@@ -19,7 +19,7 @@ HEADS, KEY_HEADS = 8, 4
 
 def run(options: Mapping[str, Any]) -> dict[str, Any]:
     """`tokens` is what one rank can hold; the ranks get a sequence that many times longer."""
-    from tidemill.cluster.ranks import Ranks
+    from tidemill.cluster.start.ranks import Ranks
 
     count, short = int(options["ranks"]), int(options["tokens"])
     shape = (int(options["hidden"]), int(options["layers"]))
@@ -45,8 +45,8 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def textbook(form: str, ranks: int, tokens: int, hidden: int, layers: int) -> float:
     """Bytes that a rank must send in an update, float32: those of attention, and of weights that lie in pieces."""
-    from tidemill.settings.estimate import shape_of
-    from tidemill.settings.ranks_memory import Sizes, sent
+    from tidemill.estimate.ranks_memory import Sizes, sent
+    from tidemill.estimate.run import shape_of
 
     config = recipe({"cp": ranks, "cp_form": form}, hidden, layers, tokens)
     shape = shape_of(config.model)
@@ -110,7 +110,7 @@ def _update(learner: Any, batch: Any) -> None:
 
 
 def recipe(parallel: Mapping[str, Any], hidden: int, layers: int, tokens: int) -> Any:
-    from tidemill.config import Config
+    from tidemill.recipe.config import Config
 
     letters = "".join(chr(0x4E00 + i) for i in range(VOCABULARY - 3))
     tiny = {

@@ -45,10 +45,10 @@ from dock_payload import (
 from tidemill.batch import Batch, Column
 from tidemill.dock import Want
 from tidemill.dock.address import Address
-from tidemill.dock.buffer import PackedBuffer
 from tidemill.dock.client import RemoteDock
 from tidemill.dock.server import DockServer
 from tidemill.dock.setup import DockSetup
+from tidemill.dock.store.buffer import PackedBuffer
 from tidemill.graph import Stage
 
 ABOUT = "put, get and take of the dock, in GB/s, rows/s and ms; peers: transferqueue, ray_put, central_actor"

@@ -90,8 +90,8 @@ def train(
     folder: Path, steps: int, options: Mapping[str, Any], killer: Killer | None, watch: Any = None
 ) -> dict[str, Any]:
     """One run; what it came to."""
-    from tidemill import launch
-    from tidemill.flow.loop import Watcher
+    from tidemill.run import start as launch
+    from tidemill.run.loop import Watcher
 
     seen: dict[str, Any] = {"workers": None}
 
@@ -197,7 +197,7 @@ class Killer:
 
 def recoveries(options: Mapping[str, Any]) -> dict[str, float]:
     """Seconds from each kind of kill to the end of the next step, less what a step takes undisturbed."""
-    from tidemill.flow.loop import Watcher
+    from tidemill.run.loop import Watcher
 
     found: dict[str, float] = {}
 

@@ -109,8 +109,8 @@ def watched(phases: Phases) -> Iterator[None]:
 
 def train(choice: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """One choice, in this process."""
-    from tidemill import launch
     from tidemill.reward.registry import BUILT_IN, BuiltIn
+    from tidemill.run import start as launch
 
     BUILT_IN["noise"] = BuiltIn("benchmarks.gpu_handover:noise", True)
     phases = Phases()

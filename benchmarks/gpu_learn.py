@@ -80,7 +80,7 @@ def gap(ours: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 
 
 def check_attention() -> None:
-    from tidemill.models.contexts import KINDS
+    from tidemill.models.attention.contexts import KINDS
 
     prompts, responses, group = [40, 3, 130, 77], [100, 1, 0, 260, 15, 33, 200, 129, 64], [0, 0, 1, 1, 2, 2, 3, 3, 0]
     lengths = [300, 1, 17, 128, 255, 64, 2]
@@ -108,7 +108,7 @@ def check_attention() -> None:
 
 
 def time_attention() -> None:
-    from tidemill.models.contexts import KINDS
+    from tidemill.models.attention.contexts import KINDS
 
     groups = 4
     for shared in (False, True):

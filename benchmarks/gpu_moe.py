@@ -26,10 +26,11 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from tidemill.learn.parallel.collectives import world
 from tidemill.learn.parallel.context import Shares, Ulysses
 from tidemill.learn.parallel.flight import Flight
-from tidemill.learn.parallel.ring import Ring
-from tidemill.models import attention, experts
-from tidemill.models.contexts import KINDS
-from tidemill.models.flex import Sight
+from tidemill.learn.parallel.ring import AttentionRing
+from tidemill.models import experts
+from tidemill.models.attention import registry as attention
+from tidemill.models.attention.contexts import KINDS
+from tidemill.models.attention.flex import Sight
 
 REPEATS = 5
 
@@ -118,7 +119,7 @@ def context_attention(device: torch.device, dtype: torch.dtype, small: bool) -> 
     over = world(Flight(_get_default_store(), 0, 60.0))
     base = KINDS["blocks" if device.type == "cpu" else "flash"].packed(lengths, device)
     forms = {"kernel": base, "ulysses": Ulysses(base, shares, over, device)}
-    forms |= {f"ring_{t}": Ring(sight, shares, over, device, tile=t) for t in (256, 1024)}
+    forms |= {f"ring_{t}": AttentionRing(sight, shares, over, device, tile=t) for t in (256, 1024)}
     torch.manual_seed(0)
     q, k, v = (
         torch.randn(length * each, h, dim, device=device, dtype=dtype).requires_grad_()
@@ -149,8 +150,8 @@ def learning_step(device: torch.device, dtype: torch.dtype, small: bool) -> dict
 
     from tidemill.algorithms.registry import get
     from tidemill.batch import Batch, Column
-    from tidemill.config import Config
     from tidemill.learn.engine import Learner
+    from tidemill.recipe.config import Config
 
     width, inner, count, k, layers, rows, length = (64, 32, 8, 2, 2, 8, 24) if small else (1024, 512, 64, 8, 8, 64, 512)
     model_config = Qwen3MoeConfig(

@@ -42,7 +42,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
 def products() -> dict[str, Any]:
     from tests.learn.parallel.products import Case, product
 
-    from tidemill.cluster.ranks import Ranks
+    from tidemill.cluster.start.ranks import Ranks
 
     worst, failed, began = 0.0, [], time.perf_counter()
     ranks = Ranks(8, timeout_s=60.0, preload=["tests.learn.parallel.products"])

@@ -83,7 +83,7 @@ def check_attention() -> None:
 
 
 def check_draw() -> None:
-    from tidemill.rollout.native.sampling import Draw, draw, stream_key
+    from tidemill.rollout.native.draw.sampling import Draw, draw, stream_key
     from tidemill.rollout.native.triton_kernels import TritonKernels
 
     rows, vocab = 256, 151936
@@ -184,7 +184,7 @@ def tiny(kind: str) -> Any:
     import transformers
     from transformers import AutoModelForCausalLM
 
-    import tidemill.models.attention  # noqa: F401
+    import tidemill.models.attention.registry  # noqa: F401
 
     config = getattr(transformers, kind)(
         vocab_size=500, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,

@@ -77,8 +77,8 @@ def speculation(setup: Setup) -> None:
 
 def learner_logprobs(setup: Setup, done: list[Any], budget: int, share: bool = True) -> np.ndarray:
     from tidemill.batch import Batch, Column
-    from tidemill.config import Config
     from tidemill.learn.engine import score
+    from tidemill.recipe.config import Config
 
     batch = Batch(
         {

@@ -41,7 +41,7 @@ def steered(vocab: int) -> dict[str, dict[str, Any]]:
 
 
 def state_of(rows: int, device: str, hows: list[dict[str, Any]]) -> SimpleNamespace:
-    from tidemill.rollout.native.sampling import stream_key
+    from tidemill.rollout.native.draw.sampling import stream_key
 
     def column(name: str, off: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([hows[i % len(hows)].get(name, off) for i in range(rows)], dtype=dtype, device=device)
@@ -59,7 +59,7 @@ def state_of(rows: int, device: str, hows: list[dict[str, Any]]) -> SimpleNamesp
 
 
 def eager(logits: torch.Tensor, position: torch.Tensor, state: SimpleNamespace) -> Any:
-    from tidemill.rollout.native.sampling import Draw, draw
+    from tidemill.rollout.native.draw.sampling import Draw, draw
 
     rows = torch.arange(len(logits), device=logits.device)
     how = Draw(
@@ -71,7 +71,7 @@ def eager(logits: torch.Tensor, position: torch.Tensor, state: SimpleNamespace) 
 
 def kernels(setup: Setup) -> None:
     """The draw alone: against the torch one, and how long each takes."""
-    from tidemill.rollout.native import triton_draw
+    from tidemill.rollout.native.draw import triton_draw
 
     rows, vocab = 512, 151936
     index = torch.arange(rows, dtype=torch.int32, device=setup.device)

@@ -36,7 +36,7 @@ def check(name: str, is_good: bool, figure: str) -> None:
 def small_model(device: str, is_tied: bool) -> Any:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    import tidemill.models.attention  # noqa: F401  registers the attention
+    import tidemill.models.attention.registry  # noqa: F401  registers the attention
 
     config = Qwen2Config(
         vocab_size=2000, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,

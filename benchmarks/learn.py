@@ -104,9 +104,9 @@ def batch_of(job: Mapping[str, Any]) -> Any:
 
 def ours(job: Mapping[str, Any]) -> dict[str, float]:
     from tidemill.algorithms.registry import get
-    from tidemill.config import Config
     from tidemill.learn.engine import Learner
-    from tidemill.models import attention
+    from tidemill.models.attention import registry as attention
+    from tidemill.recipe.config import Config
 
     settings = Config.model_validate(
         {

@@ -81,7 +81,7 @@ class Bench:
         """A folder with the trained model, made when first asked for."""
         key = f"{which}-{seed}" if seed else which
         if key not in self.models:
-            from tidemill import trained
+            from tidemill.run import trained
 
             more = [] if which == "warm-start" else [f"model.path={self.model('warm-start')}"]
             recipe, chosen = ("grpo", 100) if which == "teacher" else (which, seed)
@@ -110,7 +110,7 @@ def explained(metrics: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def samples_per_step(name: str) -> int:
-    from tidemill import recipe
+    from tidemill.recipe import load as recipe
 
     train = recipe.load(f"cpu/{name}").config.train
     return train.prompts_per_step * train.samples_per_prompt

@@ -85,8 +85,8 @@ def common(seed: int, folder: Path, options: Mapping[str, Any]) -> list[str]:
 
 
 def warm_start(seed: int, folder: Path, options: Mapping[str, Any]) -> Path:
-    from tidemill import launch
-    from tidemill.trained import export
+    from tidemill.run import start as launch
+    from tidemill.run.trained import export
 
     words = ["name=warm", "eval.before=false", "eval.after=false", *common(seed, folder, options)]
     with contextlib.redirect_stdout(sys.stderr):
@@ -96,8 +96,8 @@ def warm_start(seed: int, folder: Path, options: Mapping[str, Any]) -> Path:
 
 
 def learn(name: str, seed: int, model: Path, folder: Path, options: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    from tidemill import launch
     from tidemill.learn import checkpoint
+    from tidemill.run import start as launch
 
     words = [
         f"name={name}", f"model.path={model}", f"train.steps={options['steps']}", f"eval.size={options['size']}",

@@ -43,7 +43,7 @@ LENGTH, PROMPT = 257, 32  # of a sample: its last token is only predicted
 
 
 def run(options: Mapping[str, Any]) -> dict[str, Any]:
-    from tidemill.cluster.ranks import Ranks
+    from tidemill.cluster.start.ranks import Ranks
 
     result: dict[str, Any] = {}
     with Ranks(4, preload=["benchmarks.parallel", "benchmarks._traffic"]) as ranks:
@@ -81,7 +81,7 @@ def _worst(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def recipe(parallel: Mapping[str, int], hidden: int, layers: int) -> Any:
-    from tidemill.config import Config
+    from tidemill.recipe.config import Config
 
     letters = "".join(chr(0x4E00 + i) for i in range(VOCABULARY - 3))
     tiny = {
@@ -130,8 +130,8 @@ def make(parallel: Mapping[str, int], hidden: int, layers: int) -> Any:
 
 def measure(parallel: Mapping[str, int], hidden: int, layers: int, repeats: int) -> dict[str, Any]:
     from benchmarks._traffic import Peak, Traffic
-    from tidemill.settings.estimate import shape_of
-    from tidemill.settings.ranks_memory import Sizes, per_rank, sent
+    from tidemill.estimate.ranks_memory import Sizes, per_rank, sent
+    from tidemill.estimate.run import shape_of
 
     learner = make(parallel, hidden, layers)
     sizes = Sizes.dense(shape_of(learner.config.model))
@@ -228,7 +228,7 @@ def learning(
 ) -> dict[str, Any]:
     """Accuracy on the quickstart's task after GRPO on each layout, from one warm start."""
     import tidemill
-    from tidemill.trained import export
+    from tidemill.run.trained import export
 
     quiet = ["observe.progress=off", "observe.tensorboard=false", "threads=1", "device=cpu"]
     found: dict[str, Any] = {}

@@ -91,7 +91,7 @@ def _one_process(name: str) -> int:
 def _bench(rank: int, ranks: int, words: Mapping[str, Any]) -> dict[str, Any]:
     from benchmarks import _weights
     from tidemill.reshard import parallel, shapes
-    from tidemill.reshard.move import GroupWire, Job, Moved, Ring, move
+    from tidemill.reshard.move import BufferRing, GroupWire, Job, Moved, move
     from tidemill.reshard.plan import plan
     from tidemill.reshard.shared import SharedWire
 
@@ -120,7 +120,7 @@ def _bench(rank: int, ranks: int, words: Mapping[str, Any]) -> dict[str, Any]:
 
     makers: list[tuple[str, Callable[[], Any]]] = [
         ("", shared),
-        ("group_", lambda: GroupWire(Ring(depth, bucket), timeout_s=300, all_gather=True)),
+        ("group_", lambda: GroupWire(BufferRing(depth, bucket), timeout_s=300, all_gather=True)),
     ]
     for prefix, maker in makers:
         _clear(targets)
@@ -190,7 +190,7 @@ def _grid(rank: int, ranks: int, words: Mapping[str, Any]) -> dict[str, Any]:
     """Every learner with every engine, on small models: is all where it should be?"""
     from benchmarks import _weights
     from tidemill.reshard import parallel
-    from tidemill.reshard.move import GroupWire, Job, Ring, move
+    from tidemill.reshard.move import BufferRing, GroupWire, Job, move
     from tidemill.reshard.plan import Topology, plan
 
     common: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 8, "head_dim": 4, "ffn": 48, "dtype": "float32"}
@@ -199,7 +199,7 @@ def _grid(rank: int, ranks: int, words: Mapping[str, Any]) -> dict[str, Any]:
     grid = [(dense, a, b) for a in GRID_LEARNERS for b in GRID_ENGINES]
     both = GRID_LEARNERS + GRID_EXPERT_LEARNERS, GRID_ENGINES + GRID_EXPERT_ENGINES
     grid += [(mixture, a, b) for a in both[0] for b in both[1]]
-    wire, right = GroupWire(Ring(2, 1 << 16), timeout_s=120), []
+    wire, right = GroupWire(BufferRing(2, 1 << 16), timeout_s=120), []
     for version, (model, learner, engine) in enumerate(grid, 1):
         source = parallel.learner(model, parallel.parse(learner))
         target = parallel.engine(model, parallel.parse(engine))

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from tidemill.bench import repeat
-from tidemill.config import Rewards
+from tidemill.recipe.config import Rewards
 from tidemill.reward.api import Sample
 from tidemill.reward.score import Scorer
 

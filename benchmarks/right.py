@@ -53,11 +53,11 @@ def gradient_gap(learn: dict[str, Any]) -> dict[str, float]:
     from tests.learn.plain import by_the_chain_rule, written_out
 
     from tidemill.algorithms.registry import get
-    from tidemill.config import Config, TinyModel
     from tidemill.learn import layers
     from tidemill.learn.engine import Learner
     from tidemill.models import lora
     from tidemill.models.load import make_tiny
+    from tidemill.recipe.config import Config, TinyModel
 
     layers.OFFLOAD_BYTES = 0  # everything of a model this small
     batch = grouped(np.random.default_rng(0), 5, 4, words=40, logprob=-3.0)

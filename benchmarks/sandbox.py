@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tidemill.bench import repeat
-from tidemill.reward.sandbox.limits import Limits
+from tidemill.reward.sandbox.limits import SandboxLimits
 from tidemill.reward.sandbox.run import Sandbox
 
 ABOUT = "small programs per second in a warm pool of sandboxes, and escapes that were not contained"
@@ -48,7 +48,7 @@ CHECKS = {"equal to everything": ["assert f() == 7"], "change the counting": ["a
 
 def run(options: Mapping[str, Any]) -> dict[str, Any]:
     count, boxes = int(options["programs"]), int(options["sandboxes"]) or os.cpu_count() or 1
-    sandboxes = [Sandbox(Limits(wall_s=1.0)) for _ in range(boxes)]
+    sandboxes = [Sandbox(SandboxLimits(wall_s=1.0)) for _ in range(boxes)]
     try:
         for box in sandboxes:
             box.run("pass")

@@ -118,9 +118,9 @@ def lengths(request: Any, long_every: int) -> Sequence[int]:
 
 
 def speed(job: Mapping[str, Any]) -> dict[str, float]:
-    from tidemill import launch
-    from tidemill.cluster import local
-    from tidemill.flow.loop import Watcher
+    from tidemill.cluster.start import local
+    from tidemill.run import start as launch
+    from tidemill.run.loop import Watcher
 
     make = local.make_engine
 
@@ -214,7 +214,7 @@ def both(job: Mapping[str, Any]) -> dict[str, float]:
 
 
 def accuracy(job: Mapping[str, Any]) -> dict[str, float]:
-    from tidemill import launch
+    from tidemill.run import start as launch
 
     run = f"{job['schedule']}-{job['seed']}"
     made = Path(job["folder"]) / f"sync-{job['seed']}" / "warm_start" / "model"  # by the first, used by both

@@ -25,8 +25,8 @@ OPTIONS: dict[str, Any] = {"executors": ["local", "processes", "ray"], "learners
 CODE = """
 import json, sys, time
 began, folder, cluster = float(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-from tidemill import launch
-from tidemill.flow.loop import Watcher
+from tidemill.run import start as launch
+from tidemill.run.loop import Watcher
 
 found = {}
 

@@ -78,7 +78,7 @@ def make_model(name: str, folder: Path, options: Mapping[str, Any]) -> Path:
     """Warmed up just enough that responses have their natural lengths; both systems load the same folder."""
     code = (
         "import sys, json; from pathlib import Path\n"
-        "from tidemill import launch; from tidemill.trained import export\n"
+        "from tidemill import launch; from tidemill.run.trained import export\n"
         "folder, overrides = sys.argv[1], json.loads(sys.argv[2])\n"
         "launch.train('quickstart-worked', overrides)\n"
         "export(folder + '/sft', Path(folder) / 'model')\n"
@@ -124,8 +124,8 @@ def measured(laps: list[tuple[float, float, float]], warmup: int) -> dict[str, f
 
 
 def ours(job: Mapping[str, Any]) -> dict[str, float]:
-    from tidemill import launch
-    from tidemill.flow.loop import Watcher
+    from tidemill.run import start as launch
+    from tidemill.run.loop import Watcher
 
     laps: list[tuple[float, float, float]] = []
 
@@ -169,8 +169,8 @@ def trl(job: Mapping[str, Any]) -> dict[str, float]:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from tidemill import recipe
     from tidemill.data.source import open_source
+    from tidemill.recipe import load as recipe
     from tidemill.reward.answers import last_number
     from tidemill.reward.api import Sample
 

@@ -13,11 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.faults.test_resume import RECIPE
-from tidemill import doctor, launch
+from tidemill import doctor
 from tidemill.cli import app, explain, main
-from tidemill.config import TinyModel
 from tidemill.errors import ConfigError, DataError, ModelError, RewardError, TidemillError
-from tidemill.flow.loop import Watcher
+from tidemill.recipe.config import TinyModel
+from tidemill.run import start as launch
+from tidemill.run.loop import Watcher
 
 
 def attempt(folder: Path, **over: Any) -> Any:

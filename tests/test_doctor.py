@@ -6,9 +6,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tidemill import doctor, recipe
+from tidemill import doctor
 from tidemill.device import hints
-from tidemill.settings import estimate, ranks_memory
+from tidemill.estimate import ranks_memory
+from tidemill.estimate import run as estimate
+from tidemill.recipe import load as recipe
 
 FITTING = ["data.max_prompt_tokens=64", "rollout.max_new_tokens=64", "device=cpu"]
 

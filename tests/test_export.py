@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from tests.faults.test_resume import RECIPE
-from tidemill import launch
 from tidemill.cli import app
-from tidemill.config import TinyModel
 from tidemill.errors import ConfigError
 from tidemill.learn import checkpoint
 from tidemill.models.load import make_tiny, save_folder
-from tidemill.trained import export, export_adapter, open_trained
+from tidemill.recipe.config import TinyModel
+from tidemill.run import start as launch
+from tidemill.run.trained import export, export_adapter, open_trained
 
 
 def test_an_exported_run_opens_with_transformers_and_generates_with_a_cache(tmp_path: Path) -> None:

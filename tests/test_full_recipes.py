@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 
 from tests.faults.test_resume import RECIPE
-from tidemill import doctor, launch, recipe
-from tidemill.settings import precheck, published
+from tidemill import doctor
+from tidemill.check import precheck
+from tidemill.estimate import published
+from tidemill.recipe import load as recipe
+from tidemill.run import start as launch
 
 NAMES = [name for name, _ in recipe.listing() if name.startswith("full/")]
 DEVICES = {"a2": (8, 64), "a3": (16, 64), "h100": (8, 80), "h200": (8, 141)}  # of a node, and their gigabytes

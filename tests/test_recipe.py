@@ -6,10 +6,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tidemill import recipe
-from tidemill.config import Config
 from tidemill.errors import ConfigError
-from tidemill.settings import dialect, schema
+from tidemill.recipe import dialect, schema
+from tidemill.recipe import load as recipe
+from tidemill.recipe.config import Config
 
 
 @pytest.fixture
@@ -236,5 +236,5 @@ def test_every_default_satisfies_its_own_checks():
 
 
 def test_loading_recipes_needs_no_torch():
-    code = "import sys, tidemill.recipe as r; r.plan(r.load({}).config); r.listing(); assert 'torch' not in sys.modules"
+    code = "import sys, tidemill.recipe.load as r\nr.plan(r.load({}).config)\nr.listing()\nassert 'torch' not in sys.modules"  # noqa: E501
     subprocess.run([sys.executable, "-c", code], check=True)

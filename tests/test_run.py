@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tidemill import recipe
 from tidemill.errors import ConfigError, TidemillError
-from tidemill.run import RunFolder
+from tidemill.recipe import load as recipe
+from tidemill.run.folder import RunFolder
 
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(recipe.__file__).resolve().parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(recipe.__file__).resolve().parents[2]))
     monkeypatch.chdir(tmp_path)
 
 
@@ -75,7 +75,7 @@ def test_two_writers_of_one_run_are_refused_but_a_reader_is_not():
 
 def test_a_killed_writer_blocks_nobody():
     code = (
-        "import os, signal; from tidemill import recipe; from tidemill.run import RunFolder\n"
+        "import os, signal; from tidemill.recipe import load as recipe; from tidemill.run.folder import RunFolder\n"
         "run = RunFolder.create(recipe.load({'name': 'x'}).config)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -86,7 +86,8 @@ def test_a_killed_writer_blocks_nobody():
 
 def test_a_killed_writers_orphan_blocks_nobody():
     code = (
-        "import os, signal, time; from tidemill import recipe; from tidemill.run import RunFolder\n"
+        "import os, signal, time\n"
+        "from tidemill.recipe import load as recipe; from tidemill.run.folder import RunFolder\n"
         "run = RunFolder.create(recipe.load({'name': 'x'}).config)\n"
         "child = os.fork()\n"
         "if child == 0:\n    time.sleep(60)\n"
@@ -134,4 +135,6 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
 
 
 def test_run_folders_need_no_torch():
-    subprocess.run([sys.executable, "-c", "import sys, tidemill.run; assert 'torch' not in sys.modules"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", "import sys, tidemill.run.folder; assert 'torch' not in sys.modules"], check=True
+    )

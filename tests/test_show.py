@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from tidemill import doctor, recipe, show
+from tidemill import doctor, show
+from tidemill.recipe import load as recipe
 
 
 @dataclass

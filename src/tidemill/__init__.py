@@ -19,8 +19,8 @@ if not OPENMP.keys() & os.environ.keys():
     os.environ.update(OPENMP)
 
 if TYPE_CHECKING:
-    from tidemill.config import Config
-    from tidemill.flow.loop import Summary
+    from tidemill.recipe.config import Config
+    from tidemill.run.loop import Summary
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "resume", "train"]
@@ -28,13 +28,13 @@ __all__ = ["__version__", "resume", "train"]
 
 def train(recipe: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str] = ()) -> Summary:
     """Run a recipe (a name, a path, a mapping or a Config) to its end and say what it came to."""
-    from tidemill.launch import train as launch
+    from tidemill.run.start import train as launch
 
     return launch(recipe, overrides)
 
 
 def resume(run: str | Path) -> Summary:
     """Go on with a run that was stopped or killed."""
-    from tidemill.launch import resume as launch
+    from tidemill.run.start import resume as launch
 
     return launch(run)

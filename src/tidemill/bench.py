@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidemill import OPENMP
-from tidemill import run as run_folder
 from tidemill.device import host
 from tidemill.errors import ConfigError, did_you_mean
-from tidemill.settings import dialect
+from tidemill.recipe import dialect
+from tidemill.run import folder as run_folder
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -33,8 +33,9 @@ MEAN = ": the running mean of the weights (learn.ema), as evaluations see it; --
 @app.command()
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
     """Run a recipe: a model learns by the recipe's algorithm. Everything it makes lands in runs/NAME."""
-    from tidemill import launch, show
-    from tidemill import recipe as recipe_files
+    from tidemill import show
+    from tidemill.recipe import load as recipe_files
+    from tidemill.run import start as launch
 
     loaded = recipe_files.load(recipe, overrides or ())
     watch = show.RunWatcher(console, loaded.config)
@@ -52,8 +53,9 @@ def sft(recipe: Recipe = "quickstart-sft", overrides: Overrides = None) -> None:
 @app.command()
 def resume(run: Run) -> None:
     """Go on with a run that was stopped or killed, from its last good checkpoint."""
-    from tidemill import launch, show
-    from tidemill.run import RunFolder
+    from tidemill import show
+    from tidemill.run import start as launch
+    from tidemill.run.folder import RunFolder
 
     config = RunFolder.open(run, exclusive=False).config
     watch = show.RunWatcher(console, config)
@@ -75,7 +77,8 @@ def evaluate(
     """Measure a run or a Hugging Face folder on held-out problems: greedy accuracy, pass@1 and pass@k."""
     import json
 
-    from tidemill import launch, show
+    from tidemill import show
+    from tidemill.run import start as launch
 
     evaluation = launch.evaluate(where, recipe, overrides or (), samples=samples, size=size, raw=raw)
     if as_json:
@@ -98,7 +101,7 @@ def generate(
 ) -> None:
     """Prompt in, text out. WHERE is a run or a Hugging Face folder."""
     from tidemill.rollout.engine import Sampling
-    from tidemill.trained import Speaker, open_trained
+    from tidemill.run.trained import Speaker, open_trained
 
     trained = open_trained(where, raw=raw)
     room = trained.loaded.window - 1
@@ -133,8 +136,8 @@ def export(
     ] = False,
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face folder that AutoModelForCausalLM.from_pretrained opens."""
-    from tidemill.trained import export as write
-    from tidemill.trained import export_adapter
+    from tidemill.run.trained import export as write
+    from tidemill.run.trained import export_adapter
 
     if adapter:
         step, is_mean = export_adapter(run, to, raw=raw)
@@ -160,8 +163,8 @@ def config(
     as_yaml: Annotated[bool, typer.Option("--yaml", help="as YAML that can be run")] = False,
 ) -> None:
     """Show every setting: key, value, where it came from, help. Checks the recipe too."""
-    from tidemill import recipe as recipe_files
     from tidemill import show
+    from tidemill.recipe import load as recipe_files
 
     loaded = recipe_files.load(recipe if recipe is not None else {}, overrides or ())
     if as_yaml:
@@ -180,8 +183,8 @@ def doctor(
 ) -> None:
     """Examine this machine: devices, versions, memory, disk; what would work, what would not, and the remedy."""
     from tidemill import doctor as examination
-    from tidemill import recipe as recipe_files
     from tidemill import show
+    from tidemill.recipe import load as recipe_files
 
     findings = examination.examine(recipe_files.load(recipe, overrides or ()) if recipe else None)
     console.print(show.doctor_table(findings))
@@ -248,7 +251,7 @@ def status(
     """What a run on a cluster is doing: every worker, every stage, who waits for whom and since when."""
     import json
 
-    from tidemill.cluster import status as statuses
+    from tidemill.cluster.driver import status as statuses
 
     found = statuses.read(_folder_of(run))
     print(json.dumps(statuses.as_plain(found)) if as_json else statuses.render(found))
@@ -257,7 +260,7 @@ def status(
 @app.command()
 def stacks(run: Run) -> None:
     """What every worker of a run on a cluster is at, line by line: by py-spy where it is installed."""
-    from tidemill.cluster import status as statuses
+    from tidemill.cluster.driver import status as statuses
 
     folder = _folder_of(run)
     for who, text in statuses.all_stacks(folder, statuses.read(folder)):
@@ -267,14 +270,14 @@ def stacks(run: Run) -> None:
 @app.command()
 def scale(run: Run, rollouts: Annotated[int, typer.Option(help="rollout workers from now on", min=1)]) -> None:
     """Let rollout workers join or leave a run on a cluster while it goes on."""
-    from tidemill.cluster import status as statuses
+    from tidemill.cluster.driver import status as statuses
 
     statuses.want_rollouts(_folder_of(run), rollouts)
     console.print(f"{run} will have {rollouts} rollout workers within seconds; `tidemill status {run}` shows them")
 
 
 def _folder_of(run: Path) -> Path:
-    from tidemill.run import RunFolder
+    from tidemill.run.folder import RunFolder
 
     return RunFolder.open(run, exclusive=False).path
 
@@ -301,7 +304,7 @@ def plan(
     """What moving a model's weights would cost, without devices: bytes, memory, seconds, who sends to whom."""
     import json
 
-    from tidemill import recipe as recipe_files
+    from tidemill.recipe import load as recipe_files
     from tidemill.reshard import recipe as of_recipe
     from tidemill.reshard import show as reshard_show
     from tidemill.reshard.parallel import parse

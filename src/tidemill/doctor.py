@@ -12,14 +12,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from tidemill import device, recipe
-from tidemill.config import Config
+from tidemill import device
+from tidemill.check import parallel, precheck
 from tidemill.device import hints, host
 from tidemill.errors import TidemillError
-from tidemill.recipe import Loaded
-from tidemill.settings import estimate, parallel, precheck, published, ranks_memory, turns
-from tidemill.settings.estimate import human
-from tidemill.settings.memory import Memory, host_bytes, memory
+from tidemill.estimate import handover as turns
+from tidemill.estimate import published, ranks_memory
+from tidemill.estimate import run as estimate
+from tidemill.estimate.memory import MemoryEstimate, host_bytes, memory
+from tidemill.estimate.run import human
+from tidemill.recipe import load as recipe
+from tidemill.recipe.config import Config
+from tidemill.recipe.load import LoadedRecipe
 
 Status = Literal["ok", "note", "warn", "bad"]  # bad: will fail; warn: will fail sometimes or be slow; note: not needed
 
@@ -55,7 +59,7 @@ class Finding:
     remedy: str = ""
 
 
-def examine(loaded: Loaded | None = None) -> list[Finding]:
+def examine(loaded: LoadedRecipe | None = None) -> list[Finding]:
     found = [*_machine(loaded.config.folder if loaded else "runs"), *_packages(), *_devices(), *_extras()]
     if loaded is not None:
         found += _recipe(loaded.config)
@@ -277,7 +281,7 @@ def _rank_savings(config: Config, sizes: ranks_memory.Sizes, needed: ranks_memor
     return list(dict.fromkeys(words))
 
 
-def _savings(config: Config, needed: Memory) -> Iterator[str]:
+def _savings(config: Config, needed: MemoryEstimate) -> Iterator[str]:
     """What would help, the largest part first."""
     learn = config.learn
     advice = {

@@ -10,16 +10,16 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tidemill import recipe
-from tidemill.config import Config
 from tidemill.observe import curve
 from tidemill.observe.progress import Progress, clock_text, percent
+from tidemill.recipe import load as recipe
+from tidemill.recipe.config import Config
 
 if TYPE_CHECKING:
     from tidemill.doctor import Finding
-    from tidemill.flow.loop import Summary, Watcher
     from tidemill.flow.records import Answered, Evaluation
     from tidemill.flow.workers import Workers
+    from tidemill.run.loop import Summary, Watcher
 else:
     Watcher = object  # the loop brings torch; drawing does not need it
 
@@ -31,7 +31,7 @@ LONGEST_TEXT = 160
 # Tables
 
 
-def config_table(loaded: recipe.Loaded) -> RenderableType:
+def config_table(loaded: recipe.LoadedRecipe) -> RenderableType:
     """Every key, its value, where it came from, its help; what was set stands out."""
     table = _table("key", "value", "from", "help")
     for key, value, source, help in recipe.describe(loaded):

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tidemill.algorithms.registry import get
-from tidemill.config import Config
+from tidemill.recipe.config import Config
 
 TABLE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 CELLS = re.findall(r"^\| ([^|]+) \| `(\{name: [^`]+\})` \|", TABLE, re.MULTILINE)

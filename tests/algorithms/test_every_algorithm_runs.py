@@ -42,10 +42,10 @@ def teacher(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("teacher")
     import torch
 
-    from tidemill.config import Model
     from tidemill.models.load import load, save_folder
+    from tidemill.recipe.config import ModelSettings
 
-    loaded = load(Model(tiny=TINY), seed=7, device=torch.device("cpu"))
+    loaded = load(ModelSettings(tiny=TINY), seed=7, device=torch.device("cpu"))
     save_folder(loaded.model, loaded.tokenizer, folder / "model")
     return str(folder / "model")
 
@@ -142,8 +142,8 @@ def test_a_reset_reference_is_where_the_policy_is(tmp_path) -> None:
 
 
 def test_problems_grow_harder_once_they_are_solved(tmp_path) -> None:
-    from tidemill.config import Curriculum as Settings
     from tidemill.data.curriculum import open_curriculum
+    from tidemill.recipe.config import CurriculumSettings as Settings
 
     source = open_curriculum("chain", {"max_value": 4}, Settings(setting="terms", values=(2, 3, 4), window=100), seed=0)
     terms = lambda: {source.example(i).meta["terms"] for i in range(20)}  # noqa: E731

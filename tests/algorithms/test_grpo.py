@@ -11,9 +11,9 @@ from tidemill.algorithms.advantages import group_advantages
 from tidemill.algorithms.aggregate import local_weights, whole
 from tidemill.algorithms.api import TokenBatch, total
 from tidemill.batch import Batch, Column
-from tidemill.config import Algorithm, Config
 from tidemill.errors import ConfigError
 from tidemill.graph import Graph, GraphError, Stage
+from tidemill.recipe.config import AlgorithmSettings, Config
 
 
 def tokens_of(logprobs, old, advantages, weights, **more) -> TokenBatch:
@@ -127,9 +127,9 @@ def test_an_unknown_algorithm_shows_the_nearest_names() -> None:
 
 
 def test_the_papers_choice_is_the_default_and_the_recipes_wins() -> None:
-    assert Algorithm(name="grpo").aggregation == "sample_mean"
+    assert AlgorithmSettings(name="grpo").aggregation == "sample_mean"
     assert Config().algorithm.aggregation == "sample_mean"
-    assert Algorithm(name="grpo", aggregation="constant").aggregation == "constant"
+    assert AlgorithmSettings(name="grpo", aggregation="constant").aggregation == "constant"
 
 
 def test_responses_cut_off_are_left_out_where_the_recipe_says_so() -> None:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tidemill.algorithms.registry import ALGORITHMS, ONLINE, get
-from tidemill.config import PAPER, Algorithm, Config
 from tidemill.models.load import load, save_folder
+from tidemill.recipe.config import PAPER, AlgorithmSettings, Config
 
 EVERYTHING = {"old_logprobs": "recompute", "kl": {"coef": 0.1, "place": "reward"}, "covariance": {"mode": "kl"}}
 
@@ -23,7 +23,7 @@ def test_every_table_fits_together_and_ends_in_learning(name: str, settings: dic
 def test_every_algorithm_says_what_it_is_and_what_its_paper_chose(name: str) -> None:
     assert get(name).about and "\n" not in get(name).about
     assert name in PAPER
-    assert Algorithm(name=name).name == name
+    assert AlgorithmSettings(name=name).name == name
 
 
 @pytest.mark.parametrize("name", [a.name for a in ONLINE])
@@ -45,7 +45,7 @@ def test_all_that_an_algorithm_reads_is_written(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_every_algorithm_has_a_small_recipe_that_passes_the_checks(name: str, tmp_path: Path) -> None:
-    from tidemill import recipe
+    from tidemill.recipe import load as recipe
 
     config = recipe.load(f"cpu/{name}", [f"algorithm.teacher={tmp_path}"] if name == "distill" else []).config
     if name == "distill":

@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from tidemill.cluster.hold import KeptLease
-from tidemill.cluster.role import NAME
+from tidemill.cluster.worker.host import NAME
+from tidemill.cluster.worker.lease_keeper import KeptLease
 
 FATAL, MARK = "TIDEMILL_TEST_FATAL", "TIDEMILL_TEST_FATAL_MARK"  # in the environment: who dies, and the file it leaves
 commit = KeptLease.commit

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.faults.test_resume import RECIPE, numbers
-from tidemill import launch
-from tidemill.cluster.remote import RemoteWorkers
-from tidemill.flow.loop import Summary, Watcher
+from tidemill.cluster.driver.remote import RemoteWorkers
+from tidemill.run import start as launch
+from tidemill.run.loop import Summary, Watcher
 
 STEPS = 4
 CLUSTER = {"executor": "processes", "lease_s": 1.5, "collective_s": 20.0, "stall_s": 60.0, "memory_mb": 256}

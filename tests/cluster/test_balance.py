@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tidemill import recipe
 from tidemill.batch import Batch, Column
-from tidemill.cluster.hold import KeptDock
-from tidemill.config import Config
+from tidemill.cluster.worker.lease_keeper import KeptDock
 from tidemill.dock import LocalDock
-from tidemill.dock.late import LEAST_ENDED
+from tidemill.dock.ledger.stragglers import LEAST_ENDED
 from tidemill.flow.rolling import RolloutWorker
 from tidemill.flow.tally import Tally
 from tidemill.graph import Stage
+from tidemill.recipe import load as recipe
+from tidemill.recipe.config import Config
 from tidemill.rollout.engine import Completion, Request
 
 WRITES = ("tokens", "prompt_length", "logprobs", "versions", "mask", "finish", "version", "length")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tidemill.cluster.cut import KEPT_CALLS, Calls
-from tidemill.cluster.orders import Orders
+from tidemill.cluster.worker.commands import Orders
+from tidemill.cluster.worker.cut import KEPT_CALLS, Calls
 from tidemill.errors import CollectiveError
 
 _dist: Any = dist

@@ -12,15 +12,15 @@ import pytest
 
 from tidemill import device
 from tidemill.algorithms.registry import get
-from tidemill.cluster import crew as crews
-from tidemill.cluster import remote, stall, status
-from tidemill.cluster.crew import Crew, Member
-from tidemill.cluster.placement import PlacementError, Post, check, place
-from tidemill.cluster.processes import ProcessStarter
-from tidemill.cluster.publish import Publisher
-from tidemill.cluster.remote import RemoteWorkers
-from tidemill.cluster.report import Answer, Ready, Report
-from tidemill.config import Config
+from tidemill.cluster.driver import remote, stall, status
+from tidemill.cluster.driver import worker_pool as crews
+from tidemill.cluster.driver.placement import PlacementError, Post, check, place
+from tidemill.cluster.driver.publish import Publisher
+from tidemill.cluster.driver.remote import RemoteWorkers
+from tidemill.cluster.driver.worker_pool import Member, WorkerPool
+from tidemill.cluster.report import Answer, WorkerReady, WorkerReport
+from tidemill.cluster.start.processes import ProcessStarter
+from tidemill.recipe.config import Config
 
 
 class Handle:
@@ -61,16 +61,16 @@ def placed(tp: int = 1, **cluster: Any) -> Any:
     return config, place(config, get("grpo").graph(config))
 
 
-def crew_of(tmp_path: Path, tp: int = 1, **cluster: Any) -> Crew:
+def crew_of(tmp_path: Path, tp: int = 1, **cluster: Any) -> WorkerPool:
     config, placement = placed(tp, **cluster)
 
     def equip(member: Member) -> Future[Any]:
         done: Future[Any] = Future()
-        done.set_result(Answer(Ready(member.incarnation, "here")))
+        done.set_result(Answer(WorkerReady(member.incarnation, "here")))
         return done
 
     starter: Any = Starter()
-    crew = Crew(config.cluster, placement, starter, tmp_path, print, equip, lambda m: None, lambda m, why: True)
+    crew = WorkerPool(config.cluster, placement, starter, tmp_path, print, equip, lambda m: None, lambda m, why: True)
     crew.start(crew.members)
     crew.wait_ready(list(crew.members))
     return crew
@@ -132,7 +132,7 @@ def test_a_worker_without_a_place_is_given_up_while_others_are_waited_for(tmp_pa
     assert [m.name for m in crew.of("rollout")] == ["rollout-0", "rollout-1"]
 
 
-def driver(crew: Crew, stall_s: float) -> RemoteWorkers:
+def driver(crew: WorkerPool, stall_s: float) -> RemoteWorkers:
     made = RemoteWorkers.__new__(RemoteWorkers)
     made.crew, made._lost_learner = crew, ""
     cluster = SimpleNamespace(stall_s=stall_s)
@@ -171,7 +171,7 @@ def test_the_last_rank_of_an_engine_gives_its_place_on_ray_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
-    from tidemill.cluster import ray
+    from tidemill.cluster.start import ray
 
     given_back: list[Any] = []
     monkeypatch.setattr(ray, "placement_group", lambda bundles, strategy: SimpleNamespace(bundle_specs=bundles))
@@ -204,7 +204,7 @@ def test_an_evaluation_may_take_long_but_not_stand_still(tmp_path: Path) -> None
     def pump(_: float) -> None:
         time.sleep(0.01)
         late = time.monotonic() - began
-        member.report = Report("rollout-0", 0, "evaluate", late, moves=int(min(late, 0.8) * 20))
+        member.report = WorkerReport("rollout-0", 0, "evaluate", late, moves=int(min(late, 0.8) * 20))
 
     crew.pump = pump  # type: ignore[method-assign]
     with pytest.raises(remote.WorkerLost):
@@ -217,7 +217,7 @@ def test_ranks_of_an_engine_wait_for_one_another_and_not_for_learners(tmp_path: 
     crew = crew_of(tmp_path, tp=2)
     for name, operation in (("rollout-0", "a step"), ("rollout-1", ""), ("learner-0", "")):
         member = crew.members[name]
-        member.report = Report(name, 0, "rollout", 1.0, 0, operation=operation, operation_s=9.0)
+        member.report = WorkerReport(name, 0, "rollout", 1.0, 0, operation=operation, operation_s=9.0)
     told = status.who_waits([status.of_member(m) for m in crew.members.values()], {})
     assert told == ["rollout-0 waits in a step for rollout-1"]
     assert stall.blame(list(crew.members.values()), 5.0)[0] == "rollout-1"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.cluster.runs import Disturb, assert_same, assert_same_learning, measured, recipe, train, worker
-from tidemill import launch
-from tidemill.cluster.remote import RemoteWorkers
+from tidemill.cluster.driver.remote import RemoteWorkers
+from tidemill.run import start as launch
 
 pytest.importorskip("zmq")
 

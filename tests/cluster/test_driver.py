@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.runs import assert_same, measured, train
-from tidemill import launch
-from tidemill.cluster import status
+from tidemill.cluster.driver import status
 from tidemill.observe.lock import lives
+from tidemill.run import start as launch
 
 pytest.importorskip("zmq")
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 from tests.cluster.runs import recipe
 from tests.faults.test_resume import KillAfter
-from tidemill import launch
+from tidemill.run import start as launch
 launch.train(recipe(Path(sys.argv[1]), cluster={"executor": sys.argv[2], "rollouts": 2}), watch=KillAfter(2))
 """
 

@@ -13,14 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.cluster.runs import Disturb, assert_same, assert_same_learning, measured, train, worker
-from tidemill.cluster.engine_ranks import ORDER, Follower, LeadEngine, Notes
-from tidemill.cluster.learners import World
-from tidemill.cluster.remote import RemoteWorkers
-from tidemill.cluster.weights import open_store
+from tidemill.cluster.driver.remote import RemoteWorkers
+from tidemill.cluster.worker.engine_ranks import ORDER, Follower, LeadEngine, Notes
+from tidemill.cluster.worker.learners import World
+from tidemill.cluster.worker.weights import open_store
 from tidemill.errors import CollectiveError
-from tidemill.flow.loop import Watcher
 from tidemill.models.load import make_tiny, save_folder
-from tidemill.trained import open_trained
+from tidemill.run.loop import Watcher
+from tidemill.run.trained import open_trained
 
 pytest.importorskip("zmq")
 
@@ -144,7 +144,7 @@ class KeepModel(Watcher):
 @pytest.mark.slow
 def test_a_model_from_a_folder_is_never_whole_anywhere_and_is_written_whole(tmp_path: Path) -> None:
     from tests.faults.test_resume import RECIPE
-    from tidemill.config import TinyModel
+    from tidemill.recipe.config import TinyModel
 
     shape = TinyModel(**RECIPE["model"]["tiny"], architecture="qwen2")
     loaded = make_tiny(shape, torch.float32, 3, torch.device("cpu"))

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.cluster import forks
-from tidemill.cluster.forks import Forks
-from tidemill.cluster.handle import WorkerLost
+from tidemill.cluster.start import forkserver as forks
+from tidemill.cluster.start.forkserver import Forks
+from tidemill.cluster.start.handle import WorkerLost
 from tidemill.errors import TidemillError
 
 
 def preload(names: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the process that workers come from imports, in place of torch and all that."""
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(f"import tidemill.cluster.forks as f\nf.PRELOAD = {names!r}\n")
+    (folder / "sitecustomize.py").write_text(f"import tidemill.cluster.start.forkserver as f\nf.PRELOAD = {names!r}\n")
     monkeypatch.setattr(forks, "environment", lambda: {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])})
 
 

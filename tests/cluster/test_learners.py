@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from tidemill import recipe
 from tidemill.batch import Batch, Column
-from tidemill.cluster.hold import KeptDock
-from tidemill.cluster.learners import RankLearnWorker, World
+from tidemill.cluster.worker.learners import RankLearnWorker, World
+from tidemill.cluster.worker.lease_keeper import KeptDock
 from tidemill.dock import LocalDock
 from tidemill.flow.tally import Tally
 from tidemill.graph import Stage
+from tidemill.recipe import load as recipe
 
 READS = ("id", "group", "tokens")
 STAGES = (Stage("learn_values", "critic", READS, scope="group"), Stage("learn", "actor", READS, scope="group"))

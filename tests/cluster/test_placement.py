@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tidemill.algorithms.registry import get
-from tidemill.cluster.placement import PlacementError, accelerator_of, check, place, shortage
-from tidemill.config import Config
+from tidemill.cluster.driver.placement import PlacementError, accelerator_of, check, place, shortage
+from tidemill.recipe.config import Config
 
 
 def placed(accelerator: str | None = None, algorithm: dict[str, object] | None = None, **cluster: object):

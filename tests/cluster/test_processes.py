@@ -21,8 +21,9 @@ from tests.cluster.runs import (
     worker,
 )
 from tests.faults.test_resume import RECIPE, KillAfter, numbers
-from tidemill import launch, trained
 from tidemill.errors import TidemillError
+from tidemill.run import start as launch
+from tidemill.run import trained
 
 pytest.importorskip("zmq")
 

@@ -20,9 +20,9 @@ import pytest
 
 from tests.cluster.runs import Disturb, assert_same, assert_same_learning, measured, train, worker
 from tests.cluster.test_cut import OF_RANKS
-from tidemill.cluster import status
-from tidemill.cluster.placement import PlacementError
-from tidemill.cluster.remote import RemoteWorkers
+from tidemill.cluster.driver import status
+from tidemill.cluster.driver.placement import PlacementError
+from tidemill.cluster.driver.remote import RemoteWorkers
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'tidemill[cluster]'")
 pytest.importorskip("zmq")
@@ -110,7 +110,7 @@ def test_two_nodes_compute_the_same_and_a_killed_worker_is_made_up_for(
     assert any("rollout-1 is lost" in said for said in watch.said)
     assert len(stacks) == 6 and "gone" in stacks[-1][0] and "cannot be reached" in stacks[-1][1]
     for who, text in stacks[:-1]:
-        assert "10.9.9." in who and "role.py" in text, (who, text)
+        assert "10.9.9." in who and "host.py" in text, (who, text)
 
 
 def seen_from_afar(run: Path) -> list[tuple[str, str]]:

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from tests.cluster.runs import Disturb, assert_same_learning, measured, train, worker
 from tidemill.cli import app
-from tidemill.cluster import status
-from tidemill.cluster.logs import LogStream
-from tidemill.cluster.remote import RemoteWorkers
+from tidemill.cluster.driver import status
+from tidemill.cluster.driver.logs import LogStream
+from tidemill.cluster.driver.remote import RemoteWorkers
 from tidemill.errors import ConfigError, TidemillError
 
 pytest.importorskip("zmq")
@@ -116,7 +116,7 @@ def test_status_and_stacks_show_every_worker_of_a_run(tmp_path: Path, monkeypatc
 
     train(tmp_path, Look(worker("rollout-0")))
     assert len(unaided) == 4 and "train_loop" in unaided[0]  # the driver's own
-    assert all("role.py" in text for text in unaided[1:])
+    assert all("host.py" in text for text in unaided[1:])
     assert "rollout" in told[0].split("stage", 1)[1]  # a table of stages, however short the steps are
     assert "step 4 of 4, all steps are made" in CliRunner().invoke(app, ["status", str(run)]).stdout
     assert "has ended, and all workers with it" in CliRunner().invoke(app, ["stacks", str(run)]).stdout
@@ -125,7 +125,7 @@ def test_status_and_stacks_show_every_worker_of_a_run(tmp_path: Path, monkeypatc
     for name in ("learner-0", "rollout-0", "reward-0"):
         assert name in told[0] and name in told[1]
     assert "step 1 of 4, running" in told[0]
-    assert told[1].count("role.py") >= 3  # every worker's own thread
+    assert told[1].count("host.py") >= 3  # every worker's own thread
     assert "its driver has ended" not in told[0]
 
 

@@ -1,8 +1,8 @@
 import pytest
 
-from tidemill.config import Data
 from tidemill.data.source import Order, open_source
 from tidemill.errors import DataError
+from tidemill.recipe.config import Data
 
 
 def test_chain_works_every_step_out_and_ends_with_the_answer() -> None:

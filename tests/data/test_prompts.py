@@ -2,10 +2,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tidemill.config import Data
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Example
 from tidemill.errors import ConfigError, DataError
+from tidemill.recipe.config import Data
 
 ALPHABET = "0123456789+-= abcdefghijklmnopqrstuvwxyz<>|\n:?"
 CHAT = (

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from tidemill.config import Data
 from tidemill.data.source import open_source
 from tidemill.errors import ConfigError, DataError
+from tidemill.recipe.config import Data
 
 
 def jsonl(path, rows) -> str:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tidemill.dock.compact import pack, unpack
+from tidemill.dock.net.compact import pack, unpack
 
 
 @given(arrays.arrays(st.sampled_from([np.int64, np.int32]), st.integers(0, 40), elements=st.integers(-3, 3)))

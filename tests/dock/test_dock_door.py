@@ -18,13 +18,13 @@ from tests.dock.test_dock_remote import LEARN, rows
 
 from tidemill.batch import Batch
 from tidemill.dock import LeaseExpired, Want
-from tidemill.dock import door as doors
-from tidemill.dock import messages as m
 from tidemill.dock.client import RemoteDock
-from tidemill.dock.door import HEAD, HELLO_BYTES, MAX_STRANGERS, Door, DoorCaller, door_name, find_door
+from tidemill.dock.net import door as doors
+from tidemill.dock.net import messages as m
+from tidemill.dock.net.door import HEAD, HELLO_BYTES, MAX_STRANGERS, Door, DoorCaller, door_name, find_door
+from tidemill.dock.net.wire import MAX_MESSAGE_BYTES, SEQ, Caller, listening_socket
 from tidemill.dock.server import DockServer
 from tidemill.dock.setup import DockSetup
-from tidemill.dock.wire import MAX_MESSAGE_BYTES, SEQ, Caller, listening_socket
 from tidemill.errors import DockError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets")

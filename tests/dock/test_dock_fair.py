@@ -5,10 +5,10 @@ import pytest
 from tests.dock.test_dock_remote import LEARN
 
 from tidemill.dock import LocalDock, Want
-from tidemill.dock import messages as m
-from tidemill.dock.ledger_server import LedgerServer
+from tidemill.dock.net import messages as m
+from tidemill.dock.net.ledger_server import LedgerServer
+from tidemill.dock.net.wire import SEQ
 from tidemill.dock.setup import DockSetup
-from tidemill.dock.wire import SEQ
 from tidemill.errors import DockError
 
 

@@ -16,14 +16,14 @@ from tests.dock.test_dock_remote import LEARN, rows
 
 from tidemill.batch import Batch
 from tidemill.dock import LeaseExpired, Want, join
-from tidemill.dock import chunk as chunks
-from tidemill.dock import messages as m
 from tidemill.dock.client import RemoteDock
-from tidemill.dock.ledger_server import LedgerServer
-from tidemill.dock.records import split
+from tidemill.dock.ledger.records import split
+from tidemill.dock.net import messages as m
+from tidemill.dock.net.ledger_server import LedgerServer
+from tidemill.dock.net.wire import SEQ
 from tidemill.dock.server import DockServer
 from tidemill.dock.setup import DockSetup
-from tidemill.dock.wire import SEQ
+from tidemill.dock.store import chunk as chunks
 from tidemill.errors import DockError
 from tidemill.graph import Stage
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.batch import Batch, Column
-from tidemill.dock.buffer import PackedBuffer
-from tidemill.dock.gather import assemble, assemble_plainly
-from tidemill.dock.records import Grant, Piece
+from tidemill.dock.ledger.records import Grant, Piece
+from tidemill.dock.store.buffer import PackedBuffer
+from tidemill.dock.store.gather import assemble, assemble_plainly
 from tidemill.errors import DockError
 
 

@@ -12,12 +12,12 @@ import zmq
 from tests.dock.test_dock_remote import LEARN, rows
 
 from tidemill.dock import Want
-from tidemill.dock import messages as m
 from tidemill.dock.address import Address
+from tidemill.dock.net import messages as m
+from tidemill.dock.net.stream import greet
+from tidemill.dock.net.wire import MAX_MESSAGE_BYTES, SEQ, Caller, calling_socket, new_identity
 from tidemill.dock.server import DockServer
 from tidemill.dock.setup import DockSetup
-from tidemill.dock.stream import greet
-from tidemill.dock.wire import MAX_MESSAGE_BYTES, SEQ, Caller, calling_socket, new_identity
 
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 

@@ -7,10 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tidemill.dock import Counts, LeaseExpired, Want, again, snapshot
-from tidemill.dock.ledger import Ledger
-from tidemill.dock.records import Written
-from tidemill.dock.table import LIVE
+from tidemill.dock import Counts, LeaseExpired, Want
+from tidemill.dock.ledger import requeue as again
+from tidemill.dock.ledger import snapshot
+from tidemill.dock.ledger.ledger import Ledger
+from tidemill.dock.ledger.records import Written
+from tidemill.dock.ledger.table import LIVE
 from tidemill.graph import Stage
 
 STAGES = (

@@ -4,15 +4,17 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.dock import Want, again, snapshot
-from tidemill.dock import segment as seg
-from tidemill.dock.arena import Arena
-from tidemill.dock.catalog import ORDERS_AT_ONCE, Catalog
-from tidemill.dock.ended import EndedIds
-from tidemill.dock.ledger import Ledger
-from tidemill.dock.messages import Announce, Copy
-from tidemill.dock.records import Written
-from tidemill.dock.segment import Views
+from tidemill.dock import Want
+from tidemill.dock.ledger import requeue as again
+from tidemill.dock.ledger import snapshot
+from tidemill.dock.ledger.ended import EndedIds
+from tidemill.dock.ledger.ledger import Ledger
+from tidemill.dock.ledger.records import Written
+from tidemill.dock.net.messages import Announce, Copy
+from tidemill.dock.store import segment as seg
+from tidemill.dock.store.arena import Arena
+from tidemill.dock.store.catalog import ORDERS_AT_ONCE, Catalog
+from tidemill.dock.store.segment import Views
 from tidemill.graph import Stage
 
 STAGES = (Stage("make", "r", ("prompt",), ("tokens",)), Stage("learn", "r", ("tokens",)))

@@ -9,10 +9,10 @@ from tests.dock.test_dock_local import STAGES, advantages, prompts, rewards, rol
 
 from tidemill.batch import Batch
 from tidemill.dock import LeaseExpired, Want, join
-from tidemill.dock.buffer import PackedBuffer
 from tidemill.dock.client import RemoteDock, connect
 from tidemill.dock.server import DockServer
 from tidemill.dock.setup import DockSetup
+from tidemill.dock.store.buffer import PackedBuffer
 from tidemill.errors import DockError
 from tidemill.graph import Stage
 

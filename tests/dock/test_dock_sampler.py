@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tidemill.batch import Batch
 from tidemill.dock import LocalDock, Want
-from tidemill.dock.sampler import Units, balance, differing, longest_first, prefix, shuffle
+from tidemill.dock.ledger.sampler import Units, balance, differing, longest_first, prefix, shuffle
 from tidemill.errors import DockError
 from tidemill.graph import Stage
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from tidemill.dock import messages as m
 from tidemill.dock import server as servers
+from tidemill.dock.net import messages as m
 from tidemill.dock.server import DockServer, Keeper, _tell_if_lost
 from tidemill.dock.setup import DockSetup
 from tidemill.errors import DockError
@@ -36,7 +36,7 @@ def test_a_starting_process_that_ends_is_counted_once_and_nothing_is_up_until_th
 
 
 def test_a_process_whose_starter_ended_before_it_could_watch_it_ends_too(tmp_path):
-    command = [sys.executable, "-m", "tidemill.dock.process"]
+    command = [sys.executable, "-m", "tidemill.dock.net.process"]
     ended = subprocess.run([*command, "0", "ledger", str(tmp_path), "127.0.0.1", "0"], capture_output=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, b"")
 

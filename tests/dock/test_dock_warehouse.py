@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 
 from tidemill.batch import Batch, Column
-from tidemill.dock import chunk, stream
-from tidemill.dock import segment as seg
-from tidemill.dock.arena import NUMBERS, Arena, choose_place, claim, remove_orphans, spill_name
-from tidemill.dock.messages import ChunkAt, Copy, Lent
-from tidemill.dock.segment import SegmentGone, Views
+from tidemill.dock.net import stream
+from tidemill.dock.net.messages import ChunkAt, Copy, Lent
+from tidemill.dock.net.warehouse_server import WarehouseServer, _claim_identity, _identity
 from tidemill.dock.setup import DockSetup
-from tidemill.dock.warehouse_server import WarehouseServer, _claim_identity, _identity
-from tidemill.dock.writer import Writer
+from tidemill.dock.store import chunk
+from tidemill.dock.store import segment as seg
+from tidemill.dock.store.arena import NUMBERS, Arena, choose_place, claim, remove_orphans, spill_name
+from tidemill.dock.store.segment import SegmentGone, Views
+from tidemill.dock.store.writer import Writer
 from tidemill.errors import DockError
 
 SIZE = 1 << 20

@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
-from tidemill.dock import messages as m
-from tidemill.dock.node import Node
-from tidemill.dock.wire import Caller
+from tidemill.dock.net import messages as m
+from tidemill.dock.net.wire import Caller
+from tidemill.dock.store.node import Node
 
 NOWHERE = "tcp://127.0.0.1:1"
 

@@ -5,13 +5,13 @@ import random
 import pytest
 
 import tidemill
-from tidemill import recipe
 from tidemill.data.nim import nim, reply
 from tidemill.environment import registry
 from tidemill.environment.api import Task
 from tidemill.environment.nim import Nim
 from tidemill.environment.tools import Tools, calculator
 from tidemill.errors import ConfigError
+from tidemill.recipe import load as recipe
 
 
 def double(text: str) -> str:

@@ -7,10 +7,10 @@ from collections import deque
 
 import pytest
 
-from tidemill.config import Environment
 from tidemill.environment.api import Task, Turn, last_said
 from tidemill.environment.speech import Speech
 from tidemill.errors import PlayError
+from tidemill.recipe.config import EnvironmentSettings
 from tidemill.rollout.engine import Completion, Partial, Request, Sampling
 from tidemill.rollout.turns import TurnsEngine
 
@@ -115,7 +115,7 @@ class Slow(Echo):
 
 
 def engine(inner, kind=Echo, **settings) -> TurnsEngine:
-    made = TurnsEngine(inner, Environment(name="nim", **settings), Speech(Words(), is_chat=False), [EOS])
+    made = TurnsEngine(inner, EnvironmentSettings(name="nim", **settings), Speech(Words(), is_chat=False), [EOS])
     made.make = lambda task, **args: kind(task, **args)
     return made
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from tidemill import launch
 from tidemill.errors import TidemillError
-from tidemill.flow.loop import Watcher
+from tidemill.run import start as launch
+from tidemill.run.loop import Watcher
 
 STEPS = 6
 RECIPE: dict[str, Any] = {

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tidemill.batch import Batch
-from tidemill.config import Config
 from tidemill.flow.ahead import Ahead, staleness_limit
 from tidemill.flow.tally import idle
+from tidemill.recipe.config import Config
 
 
 class Rows:

@@ -17,10 +17,10 @@ import torch
 from tests.faults.test_resume import FORK, RECIPE, KillAfter, in_child, numbers, resume_until_done
 from tests.flow.test_schedules import run
 
-from tidemill import launch
 from tidemill.errors import TidemillError
 from tidemill.flow.learning import LearnWorker
 from tidemill.flow.rolling import RolloutWorker
+from tidemill.run import start as launch
 
 LONG = {"rollout": {"max_new_tokens": 40}, "data": {"max_prompt_tokens": 16}}
 
@@ -80,7 +80,7 @@ def test_samples_run_across_versions_and_never_get_older_than_allowed(
 
 def test_half_made_samples_may_go_on_with_the_keys_they_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_down(monkeypatch.setattr)
-    flow = {"schedule": "async", "max_staleness": 1, "half_made": "continue"}
+    flow = {"schedule": "async", "max_staleness": 1, "unfinished_samples": "keep_kv"}
     measured = lines(run(tmp_path, train={"steps": 5, "updates_per_step": 1}, flow=flow, **LONG))
     assert len(measured) == 5 and max(line["staleness_max"] for line in measured) == 1
 

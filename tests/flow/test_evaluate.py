@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tidemill.config import Rewards
 from tidemill.data.source import Example
 from tidemill.flow import evaluate
+from tidemill.recipe.config import Rewards
 from tidemill.reward.api import Sample, batched
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import Completion, Request, Sampling

@@ -10,11 +10,12 @@ import pytest
 import torch
 from tests.faults.test_resume import RECIPE, numbers
 
-from tidemill import launch, recipe
-from tidemill.cluster.local import Workers, start
+from tidemill.cluster.start.local import LocalWorkers, start
 from tidemill.flow.handover import Handover
 from tidemill.flow.tally import Tally
 from tidemill.learn import checkpoint
+from tidemill.recipe import load as recipe
+from tidemill.run import start as launch
 
 PPO = {"name": "ppo", "old_logprobs": "recompute", "kl": {"coef": 0.1, "reset_every": 2}}
 
@@ -71,14 +72,14 @@ def test_whatever_learns_comes_back_as_it_went(tmp_path: Path, kind: str) -> Non
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Workers:
+def small(tmp_path: Path) -> LocalWorkers:
     made = {**RECIPE, "folder": str(tmp_path), "flow": {"hand_over": "all"}, "algorithm": PPO}
     workers = start(recipe.load(made).config)
     yield workers  # type: ignore[misc]
     workers.close()
 
 
-def test_each_has_the_memory_only_while_it_works(small: Workers) -> None:
+def test_each_has_the_memory_only_while_it_works(small: LocalWorkers) -> None:
     """Moments, critic and reference are gone while tokens are made; the cache's pages are while gradients are."""
     engine, learner = small.engine, small.learner
     seen: dict[str, list[int]] = {"moments at rollout": [], "critic at rollout": [], "cache at learning": []}

@@ -11,12 +11,13 @@ from tests.faults.test_resume import RECIPE, numbers
 from tests.learn.parallel.models import model
 from transformers import AutoModelForCausalLM
 
-from tidemill import launch, trained
 from tidemill.errors import ConfigError, TidemillError
 from tidemill.learn import checkpoint
 from tidemill.models import routing
 from tidemill.models.load import save_folder
 from tidemill.models.tiny import make_tokenizer
+from tidemill.run import start as launch
+from tidemill.run import trained
 
 
 def run(folder: Path, schedule: str, **over: Any) -> list[dict[str, Any]]:

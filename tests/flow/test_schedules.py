@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tests.faults.test_resume import RECIPE, numbers
 
-from tidemill import launch
 from tidemill.flow.evaluate import pass_at_k, powers_up_to
 from tidemill.flow.tally import Tally, together
+from tidemill.run import start as launch
 
 
 def run(folder: Path, **over: Any) -> Path:

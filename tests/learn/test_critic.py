@@ -9,11 +9,11 @@ import torch
 
 from tests.faults.test_resume import RECIPE, numbers
 from tests.learn.test_engine import CPU, SHAPE, config, samples
-from tidemill import launch
 from tidemill.algorithms.registry import get
 from tidemill.batch import Batch, Column
 from tidemill.learn.critic import ValueLearner, ValueModel
 from tidemill.models.load import make_tiny
+from tidemill.run import start as launch
 
 
 def returns_to_learn() -> Batch:

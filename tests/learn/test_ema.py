@@ -7,7 +7,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.faults.test_resume import RECIPE, KillAfter, numbers
 from tests.learn.test_engine import CPU, SHAPE, config, samples
-from tidemill import launch
 from tidemill.algorithms.registry import get
 from tidemill.flow.evaluate import averaged
 from tidemill.learn import checkpoint
@@ -18,6 +17,7 @@ from tidemill.models import lora
 from tidemill.models.load import make_tiny
 from tidemill.rollout.engine import Request, Sampling
 from tidemill.rollout.native.engine import NativeEngine
+from tidemill.run import start as launch
 
 
 def test_the_mean_follows_its_formula_and_is_swapped_in_and_out():

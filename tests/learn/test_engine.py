@@ -14,7 +14,6 @@ from tests.learn.grouped import grouped
 from tests.learn.plain import written_out
 from tidemill.algorithms.registry import get
 from tidemill.batch import Batch, Column
-from tidemill.config import Config, TinyModel
 from tidemill.errors import DataError
 from tidemill.flow.feed import given_rows
 from tidemill.learn import chunks
@@ -23,6 +22,7 @@ from tidemill.learn.logprob import reference_logprobs, token_logprobs
 from tidemill.learn.optimizer import learning_rate
 from tidemill.learn.packing import fill, microbatches
 from tidemill.models.load import make_tiny
+from tidemill.recipe.config import Config, TinyModel
 
 SHAPE = TinyModel(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, window=64)
 CPU = torch.device("cpu")

@@ -12,7 +12,6 @@ from tests.learn.parallel.models import model as mixture
 from tests.learn.plain import by_the_chain_rule
 from tests.learn.test_engine import CPU, SHAPE, assert_same, config, gradients, samples
 from tidemill.algorithms.registry import get
-from tidemill.config import TinyModel
 from tidemill.errors import ModelError
 from tidemill.learn import layers
 from tidemill.learn.adam import Adam, _encode, decode, stochastic_bfloat16
@@ -21,11 +20,12 @@ from tidemill.learn.layers import compile_layers
 from tidemill.learn.muon import Muon, orthogonal
 from tidemill.learn.pinned import Pinned
 from tidemill.models import lora
+from tidemill.models.attention.packed import Packed
+from tidemill.models.attention.varlen import FlashPacked, FlashShared, Spans
 from tidemill.models.load import make_tiny
-from tidemill.models.packed import Packed
-from tidemill.models.varlen import FlashPacked, FlashShared, Spans
+from tidemill.recipe.config import TinyModel
 from tidemill.rollout import hf
-from tidemill.rollout.native.runner import PlainRunner
+from tidemill.rollout.native.forward.runner import PlainRunner
 
 GROUPS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 

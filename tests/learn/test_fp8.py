@@ -7,12 +7,12 @@ from torch._dynamo.backends.common import aot_autograd
 
 from tests.learn.test_engine import CPU, config, samples
 from tidemill.algorithms.registry import get
-from tidemill.config import TinyModel
 from tidemill.errors import ModelError
 from tidemill.learn import fp8, layers
 from tidemill.learn.engine import Learner, freeze, score
 from tidemill.learn.fp8 import FINE, WIDE, fp8_linear, product, quantized
 from tidemill.models.load import make_tiny
+from tidemill.recipe.config import TinyModel
 
 SHAPE = TinyModel(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96, window=64)
 

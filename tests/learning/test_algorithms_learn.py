@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import tidemill
-from tidemill import recipe, trained
 from tidemill.algorithms.registry import OFFLINE, ONLINE
+from tidemill.recipe import load as recipe
+from tidemill.run import trained
 
 SEEDS = range(int(os.environ.get("TIDEMILL_SEEDS", "1")))
 BELOW, ABOVE = 0.4, 0.75

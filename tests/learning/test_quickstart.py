@@ -27,6 +27,6 @@ def test_grpo_teaches_a_guessing_model_to_work_sums_out(tmp_path: Path) -> None:
 
 
 def export(run: Path, folder: Path) -> None:
-    from tidemill.trained import export as write
+    from tidemill.run.trained import export as write
 
     write(run, folder)

@@ -22,11 +22,11 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-from tidemill.config import TinyModel
 from tidemill.learn.layers import recompute
 from tidemill.models import family, fused, lora
-from tidemill.models.contexts import KINDS
+from tidemill.models.attention.contexts import KINDS
 from tidemill.models.load import make_tiny
+from tidemill.recipe.config import TinyModel
 
 pytestmark = pytest.mark.skipif(fused.code() is None, reason="no C compiler here")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.models.test_packed_contexts import attended
 
-from tidemill.models import fusion
-from tidemill.models.contexts import KINDS
+from tidemill.models.attention import ascend as fusion
+from tidemill.models.attention.contexts import KINDS
 
 CPU = torch.device("cpu")
 PROMPTS, RESPONSES, GROUP, LENGTHS = [5, 3], [4, 0, 9, 7], [0, 1, 1, 0], [7, 1, 12]

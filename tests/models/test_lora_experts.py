@@ -10,15 +10,15 @@ from tests.learn.parallel.models import config, gradients, model, samples
 from transformers import AutoModelForCausalLM
 
 from tidemill.algorithms.registry import get
-from tidemill.config import Learn, Model, TinyModel
 from tidemill.errors import ModelError
+from tidemill.estimate.memory import adapter_parameters
+from tidemill.estimate.run import shape_of
 from tidemill.flow.weights import OwnCopy
 from tidemill.learn.engine import Learner, freeze, score
 from tidemill.models import experts, lora
 from tidemill.models.load import make_tiny
+from tidemill.recipe.config import Learn, ModelSettings, TinyModel
 from tidemill.rollout.native.engine import NativeEngine
-from tidemill.settings.estimate import shape_of
-from tidemill.settings.memory import adapter_parameters
 
 STACK = "model.layers.1.mlp.experts.down_proj"
 MIXTURES = ["qwen3-moe", "mixtral", "deepseek-v3"]
@@ -138,6 +138,6 @@ def test_the_estimate_counts_every_adapter(architecture, experts_too):
     tiny = TinyModel(architecture=architecture, hidden=32, layers=2, heads=4, kv_heads=2, intermediate=24, experts=4)
     made = make_tiny(tiny, torch.float32, 0, torch.device("cpu")).model
     lora.attach(made, 4, 8.0, experts=experts_too)
-    shape = shape_of(Model(tiny=tiny))
+    shape = shape_of(ModelSettings(tiny=tiny))
     counted = adapter_parameters(shape, Learn(lora_rank=4, lora_experts=experts_too))
     assert counted == sum(tensor.numel() for tensor in lora.adapters(made).values())

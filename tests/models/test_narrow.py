@@ -5,10 +5,10 @@ from tests.learn.parallel import models
 from tests.learn.test_engine import CPU, SHAPE, config, samples
 
 from tidemill.algorithms.registry import get
-from tidemill.config import KL
 from tidemill.learn.engine import Learner, freeze, score
 from tidemill.models.load import make_tiny
 from tidemill.models.narrow import NarrowLinear, encode
+from tidemill.recipe.config import KL
 
 
 @pytest.mark.parametrize(("weights", "most"), [("int8", 1 / 254), ("fp8", 1 / 16)])

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.models import varlen
-from tidemill.models.contexts import KINDS, choose
-from tidemill.models.flex import BLOCK, Sight, block_table
+from tidemill.models.attention import varlen
+from tidemill.models.attention.contexts import KINDS, choose
+from tidemill.models.attention.flex import BLOCK, Sight, block_table
 
 CPU = torch.device("cpu")
 PROMPTS, RESPONSES, GROUP = [5, 3, 300], [4, 0, 130, 7, 400], [0, 1, 2, 1, 2]
@@ -72,9 +72,9 @@ def test_rows_taken_many_times_get_all_their_gradients() -> None:
 def test_the_cpu_gets_the_one_for_short_sequences_and_the_plain_one_without_a_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tidemill.config import TinyModel
-    from tidemill.models import short
+    from tidemill.models.attention import short
     from tidemill.models.load import make_tiny
+    from tidemill.recipe.config import TinyModel
 
     model = make_tiny(TinyModel(hidden=16, layers=1, heads=2, kv_heads=1, intermediate=16), torch.float32, 0, CPU).model
     monkeypatch.setattr(short, "_library", object)

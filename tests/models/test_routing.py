@@ -10,7 +10,6 @@ from tests.learn.parallel.models import config, gradients, model, samples
 
 from tidemill.algorithms.registry import get
 from tidemill.batch import Column
-from tidemill.config import Environment
 from tidemill.environment.api import Task
 from tidemill.environment.speech import Speech
 from tidemill.errors import DataError, ModelError
@@ -19,7 +18,8 @@ from tidemill.learn.critic import ValueLearner, ValueModel
 from tidemill.learn.engine import Learner, freeze, score
 from tidemill.learn.packing import input_places, pack
 from tidemill.models import routing
-from tidemill.models.packed import Packed
+from tidemill.models.attention.packed import Packed
+from tidemill.recipe.config import EnvironmentSettings
 from tidemill.rollout.engine import Request, Sampling
 from tidemill.rollout.native.engine import NativeEngine
 from tidemill.rollout.turns import TurnsEngine
@@ -354,7 +354,9 @@ def test_the_reference_keeps_routers_of_its_own():
 def test_a_conversation_has_the_routes_of_all_its_turns():
     made = model("qwen3-moe")
     inner = NativeEngine(made, eos_ids=[9], max_seqs=8, max_len=64, page_size=4, record_routes=True)
-    playing = TurnsEngine(inner, Environment(name="nim", max_turn_tokens=5), Speech(Words(), is_chat=False), [9])
+    playing = TurnsEngine(
+        inner, EnvironmentSettings(name="nim", max_turn_tokens=5), Speech(Words(), is_chat=False), [9]
+    )
     playing.make = lambda task, **args: Echo(task, turns=3)
     playing.submit(Request(1, [3, 1, 2, 5], Sampling(max_tokens=40), n=2, task=Task()))
     done = []

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.models import short
-from tidemill.models.packed import Packed, SharedPrompt
+from tidemill.models.attention import short
+from tidemill.models.attention.packed import Packed, SharedPrompt
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(short._library() is None, reason="no C compiler here")

@@ -14,11 +14,11 @@ from tests.learn.grouped import grouped
 from tests.rollout.tiny import MODELS, VOCAB, tiny_model
 from transformers import AutoModelForCausalLM
 
-from tidemill.config import Config
+from tidemill.check.model_folder import folder_problems
 from tidemill.errors import ModelError
 from tidemill.learn.engine import score
 from tidemill.models.trial import plain_attention, try_out
-from tidemill.settings.folder import folder_problems
+from tidemill.recipe.config import Config
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,

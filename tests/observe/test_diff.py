@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from tests.faults.test_resume import RECIPE
 from typer.testing import CliRunner
 
-from tidemill import launch
 from tidemill.cli import app
-from tidemill.config import Config
 from tidemill.errors import TidemillError
 from tidemill.learn import checkpoint
 from tidemill.observe import diff
 from tidemill.observe.dump import file_of
+from tidemill.recipe.config import Config
+from tidemill.run import start as launch
 
 
 def run(folder: Path, **over: Any) -> Path:

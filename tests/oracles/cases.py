@@ -12,7 +12,7 @@ from torch import Tensor
 from tidemill.algorithms.aggregate import local_weights, whole
 from tidemill.algorithms.api import Algorithm, TokenBatch
 from tidemill.batch import Batch, Column
-from tidemill.config import Config
+from tidemill.recipe.config import Config
 
 LONGEST = 12
 JAGGED = ("old", "ref", "teacher", "rollout", "values")

@@ -157,7 +157,7 @@ PAIR_SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("preference", PAIR_SETTINGS)
-@pytest.mark.parametrize("name", [a.name for a in OFFLINE if a.food == "pairs"])
+@pytest.mark.parametrize("name", [a.name for a in OFFLINE if a.input_kind == "pairs"])
 def test_loss_and_gradient_of_pairs(name: str, preference: dict[str, Any]) -> None:
     algorithm, config = get(name), config_of(name, preference=preference)
     samples = random_samples(3, pairs=True)

@@ -33,8 +33,8 @@ def case(name: str, seed: int):
     """A random step, through the stage `advantage`."""
     name = name.removesuffix(" critic")
     algorithm = get(name)
-    config = config_of(name, **({} if algorithm.food != "prompts" else MORE))
-    everything = random_samples(seed, pairs=algorithm.food == "pairs")
+    config = config_of(name, **({} if algorithm.input_kind != "prompts" else MORE))
+    everything = random_samples(seed, pairs=algorithm.input_kind == "pairs")
     samples, batch = prepared(algorithm, everything, config)
     return algorithm, config, samples, batch
 
@@ -63,7 +63,7 @@ def test_cutting_and_reordering_a_step_change_nothing(name: str, seed: int) -> N
     if not samples:
         return
     rng = random.Random(seed)
-    together = algorithm.food == "pairs" or config.algorithm.aggregation == "group_mean"
+    together = algorithm.input_kind == "pairs" or config.algorithm.aggregation == "group_mean"
     units = sorted({s["group"] for s in samples}) if together else list(range(len(samples)))
     rng.shuffle(units)
     cuts = sorted(rng.sample(range(1, len(units)), min(len(units) - 1, 2))) if len(units) > 1 else []

@@ -8,7 +8,7 @@ from tests.reshard.ranks import DENSE
 from tidemill.errors import ReshardError
 from tidemill.reshard import parallel
 from tidemill.reshard.delta import Base, decode, encode, move_delta, remember
-from tidemill.reshard.move import GroupWire, Job, Ring, move
+from tidemill.reshard.move import BufferRing, GroupWire, Job, move
 from tidemill.reshard.plan import plan
 from tidemill.reshard.serve import Serving, joining, shared
 
@@ -63,7 +63,7 @@ def follow(rank, size, say, port):
     full = ranks.whole(DENSE)
     sources = ranks.cut(SOURCE, rank, full)
     served, following = ranks.empty(TARGET, rank), ranks.empty(TARGET, rank)
-    first = move(Job(made, rank, sources, served, 1, "all"), GroupWire(Ring(2, 1 << 16), timeout_s=30))
+    first = move(Job(made, rank, sources, served, 1, "all"), GroupWire(BufferRing(2, 1 << 16), timeout_s=30))
     sent = remember(1, sources)
     for name in ("model.norm.weight", "model.layers.1.self_attn.k_proj.weight"):
         full[name] = full[name] * 1.5
@@ -95,7 +95,7 @@ def join_late(rank, size, say, port):
     source = parallel.learner(DENSE, parallel.parse("dp1"))
     serving = parallel.engine(DENSE, parallel.parse("dp2"), first=1)
     newcomer = parallel.engine(DENSE, parallel.parse("dp1"), first=3)
-    wire = GroupWire(Ring(2, 1 << 14), timeout_s=30)
+    wire = GroupWire(BufferRing(2, 1 << 14), timeout_s=30)
     engine = Serving(ranks.empty(serving, rank), 0, "device")
     engine.receive(Job(plan(source, serving), rank, ranks.cut(source, rank, full), {}, 7, "all"), wire)
     engine.flip()

@@ -11,7 +11,7 @@ from tests.reshard import ranks
 from tidemill.reshard import parallel
 from tidemill.reshard.dtensor import from_tensors, local_tensors
 from tidemill.reshard.layout import merge
-from tidemill.reshard.move import GroupWire, Job, Ring, move
+from tidemill.reshard.move import BufferRing, GroupWire, Job, move
 from tidemill.reshard.plan import plan
 
 MODEL = parallel.decoder(
@@ -46,7 +46,7 @@ def learn_and_publish(rank, size, say, port):
     target = type(wanted)(tuple(e for e in wanted.entries if ".mlp." in e.name))
     targets = ranks.empty(target, rank)
     made = plan(source, target)
-    move(Job(made, rank, local_tensors(tensors), targets, 1, "all"), GroupWire(Ring(2, 1 << 14), timeout_s=30))
+    move(Job(made, rank, local_tensors(tensors), targets, 1, "all"), GroupWire(BufferRing(2, 1 << 14), timeout_s=30))
     places = [str(p) for p in tensors["model.layers.0.mlp.up_proj.weight"].placements]
     say((ranks.same(targets, ranks.cut(target, rank, full)), places, sorted(targets)))
 

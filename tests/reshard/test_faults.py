@@ -10,7 +10,7 @@ from tests.reshard import ranks
 from tests.reshard.ranks import DENSE
 from tidemill.errors import ReshardError
 from tidemill.reshard import parallel
-from tidemill.reshard.move import GroupWire, Job, Ring
+from tidemill.reshard.move import BufferRing, GroupWire, Job
 from tidemill.reshard.plan import plan
 from tidemill.reshard.serve import TORN, Serving
 from tidemill.reshard.shared import SharedWire
@@ -24,7 +24,7 @@ RANKS = 4
 def open_wire(kind, rank, port, tamper=None):
     if kind == "group":
         ranks.join(rank, RANKS, port, TIMEOUT_S)
-        return GroupWire(Ring(2, 1 << 12), timeout_s=TIMEOUT_S, tamper=tamper)
+        return GroupWire(BufferRing(2, 1 << 12), timeout_s=TIMEOUT_S, tamper=tamper)
     return SharedWire(f"fault-{port}", rank, RANKS, bucket_bytes=1 << 12, timeout_s=TIMEOUT_S, tamper=tamper)
 
 

@@ -4,9 +4,9 @@ import torch
 from tests.reshard import ranks
 from tests.reshard.ranks import DENSE, MIXTURE
 from tidemill.reshard import gather, pack, parallel
-from tidemill.reshard.layout import Entry, Layout, Replicate, Shard, mesh
-from tidemill.reshard.move import GroupWire, Job, Ring, move
-from tidemill.reshard.pack import Merge
+from tidemill.reshard.layout import Layout, LayoutEntry, Replicate, Shard, mesh
+from tidemill.reshard.move import BufferRing, GroupWire, Job, move
+from tidemill.reshard.pack import BlockMerge
 from tidemill.reshard.plan import Topology, plan
 from tidemill.reshard.schedule import rounds
 from tidemill.reshard.shared import SharedWire
@@ -22,7 +22,7 @@ GRID += [(MIXTURE, a, b) for a in LEARNERS + EXPERT_LEARNERS for b in ENGINES + 
 def all_pairs(rank, size, say, port):
     """Every pair of the grid, over the group (as if nodes had two ranks: bytes are passed on) and over memory."""
     ranks.join(rank, size, port)
-    group_wire = GroupWire(Ring(3, 1 << 15), timeout_s=60, all_gather=True)
+    group_wire = GroupWire(BufferRing(3, 1 << 15), timeout_s=60, all_gather=True)
     shared_wire = SharedWire(f"test-{port}", rank, size, bucket_bytes=1 << 14, timeout_s=60)
     full = {id(m): ranks.whole(m) for m in (DENSE, MIXTURE)}
     for version, (model, learner, engine) in enumerate(GRID, 1):
@@ -58,7 +58,7 @@ def some_pairs(rank, size, say, port):
     made = plan(source, target)
     sources, wanted = ranks.cut(source, rank, full), ranks.cut(target, rank, full)
     for bucket in (1 << 11, 1 << 20):
-        ring = Ring(2, bucket)
+        ring = BufferRing(2, bucket)
         targets = ranks.empty(target, rank)
         moved = move(Job(made, rank, sources, targets, 1, "off"), GroupWire(ring, timeout_s=30))
         say((bucket, ranks.same(targets, wanted), moved.rounds, moved.received_bytes, made.ingress[rank]))
@@ -97,8 +97,8 @@ def test_no_round_holds_more_than_half_a_buffer_and_nothing_is_passed_on_before_
 
 
 def test_blocks_are_cut_small_and_lose_nothing():
-    source = Layout((Entry("w", (3, 50, 7), "float32", mesh(fsdp=2), (Shard(1),)),))
-    target = Layout((Entry("w", (3, 50, 7), "float32", mesh(2, dp=1), (Replicate(),)),))
+    source = Layout((LayoutEntry("w", (3, 50, 7), "float32", mesh(fsdp=2), (Shard(1),)),))
+    target = Layout((LayoutEntry("w", (3, 50, 7), "float32", mesh(2, dp=1), (Replicate(),)),))
     for transfer in plan(source, target).transfers:
         blocks = list(pack.pieces_of(transfer, 64))
         assert all(b.nbytes <= 64 for b in blocks)
@@ -140,12 +140,12 @@ class Nobody:
 
 def test_a_low_rank_addition_is_merged_on_the_way():
     shape = (12, 8)
-    source = Layout((Entry("w", shape, "float32", mesh(dp=1), (Replicate(),)),))
+    source = Layout((LayoutEntry("w", shape, "float32", mesh(dp=1), (Replicate(),)),))
     torch.manual_seed(0)
     weight, up, down = torch.randn(shape), torch.randn(12, 2), torch.randn(2, 8)
     targets = {"w": torch.empty(shape, dtype=torch.bfloat16)}
     job = Job(
-        plan(source, source.astype("bfloat16")), 0, {"w": weight}, targets, 1, changes={"w": Merge(down, up, 0.5)}
+        plan(source, source.astype("bfloat16")), 0, {"w": weight}, targets, 1, changes={"w": BlockMerge(down, up, 0.5)}
     )
     move(job, Nobody())
     assert torch.allclose(targets["w"].float(), (weight + 0.5 * up @ down).bfloat16().float(), rtol=1e-2)
@@ -171,7 +171,7 @@ def gathers_and_messages(rank, size, say, port):
         made = plan(source, target)
         found = []
         for all_gather in (True, False):
-            wire = GroupWire(Ring(2, 1 << 14), timeout_s=60, all_gather=all_gather)
+            wire = GroupWire(BufferRing(2, 1 << 14), timeout_s=60, all_gather=all_gather)
             targets = ranks.empty(target, rank)
             moved = move(Job(made, rank, sources, targets, 1, "all"), wire)
             is_right = ranks.same(targets, wanted) and moved.received_bytes >= made.ingress.get(rank, 0)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tidemill.errors import ReshardError
 from tidemill.reshard import parallel
-from tidemill.reshard.layout import ITEM_BYTES, Entry, Layout, Mesh, Replicate, Shard, mesh
+from tidemill.reshard.layout import ITEM_BYTES, Layout, LayoutEntry, Mesh, Replicate, Shard, mesh
 from tidemill.reshard.plan import Topology, plan
 
 SHAPES = [(7,), (12, 5), (16, 8), (3, 1, 4), (1, 1), (9, 6)]
@@ -31,7 +31,7 @@ def layouts(draw, shapes, most_ranks=6):
         order = tuple(draw(st.permutations(range(len(size)))))
         axes = tuple("ab"[: len(size)])
         dtype = draw(st.sampled_from(["float32", "bfloat16"]))
-        entries.append(Entry(f"t{i}", shape, dtype, Mesh(axes, size, tuple(ranks)), places, order=order))
+        entries.append(LayoutEntry(f"t{i}", shape, dtype, Mesh(axes, size, tuple(ranks)), places, order=order))
     return Layout(tuple(entries))
 
 
@@ -144,8 +144,8 @@ def test_sends_are_spread_over_all_ranks_that_hold_the_bytes():
 
 
 def test_the_nearest_holder_sends():
-    source = Layout((Entry("w", (8, 8), "float32", mesh(dp=4), (Replicate(),)),))
-    target = Layout((Entry("w", (8, 8), "float32", mesh([4, 5], dp=2), (Replicate(),)),))
+    source = Layout((LayoutEntry("w", (8, 8), "float32", mesh(dp=4), (Replicate(),)),))
+    target = Layout((LayoutEntry("w", (8, 8), "float32", mesh([4, 5], dp=2), (Replicate(),)),))
     made = plan(source, target, Topology(per_node=2, devices=(0, 1, 2, 3, 2, 1)))
     assert {(t.sender, t.receiver) for t in made.transfers} == {(2, 4), (1, 5)}  # those on the same devices
     assert made.by_distance["same device"] == made.bytes == 2 * 8 * 8 * 4
@@ -153,8 +153,8 @@ def test_the_nearest_holder_sends():
 
 def test_what_a_node_lacks_crosses_the_slow_link_once():
     shape = (1024, 256)
-    source = Layout((Entry("w", shape, "float32", mesh(fsdp=4), (Shard(0),)),))
-    target = Layout((Entry("w", shape, "float32", mesh(4, dp=4), (Replicate(),)),))
+    source = Layout((LayoutEntry("w", shape, "float32", mesh(fsdp=4), (Shard(0),)),))
+    target = Layout((LayoutEntry("w", shape, "float32", mesh(4, dp=4), (Replicate(),)),))
     made = plan(source, target, Topology(per_node=4))
     size = 4 * math.prod(shape)
     assert made.by_distance["other node"] == size
@@ -164,8 +164,8 @@ def test_what_a_node_lacks_crosses_the_slow_link_once():
 
 def test_one_source_does_not_send_the_same_bytes_to_everyone_itself():
     shape = (1024, 256)
-    source = Layout((Entry("w", shape, "float32", mesh(one=1), (Replicate(),)),))
-    target = Layout((Entry("w", shape, "float32", mesh(1, dp=4), (Replicate(),)),))
+    source = Layout((LayoutEntry("w", shape, "float32", mesh(one=1), (Replicate(),)),))
+    target = Layout((LayoutEntry("w", shape, "float32", mesh(1, dp=4), (Replicate(),)),))
     made = plan(source, target)
     assert made.egress[0] == 4 * math.prod(shape)
     assert plan(source, target, direct=True).egress[0] == 4 * 4 * math.prod(shape)
@@ -185,15 +185,15 @@ def test_a_fused_target_is_not_the_source_itself():
 
 
 def test_a_tensor_that_nobody_holds_is_named():
-    source = Layout((Entry("model.norm.weight", (4,), "float32", mesh(dp=1), (Replicate(),)),))
-    target = Layout((Entry("model.norms.weight", (4,), "float32", mesh(dp=1), (Replicate(),)),))
+    source = Layout((LayoutEntry("model.norm.weight", (4,), "float32", mesh(dp=1), (Replicate(),)),))
+    target = Layout((LayoutEntry("model.norms.weight", (4,), "float32", mesh(dp=1), (Replicate(),)),))
     with pytest.raises(ReshardError, match=r"model\.norms\.weight.*did you mean model\.norm\.weight"):
         plan(source, target)
 
 
 def test_bytes_that_went_with_a_dead_rank_are_missed():
-    layout = Layout((Entry("w", (8,), "float32", mesh(fsdp=2), (Shard(0),)),))
-    target = Layout((Entry("w", (8,), "float32", mesh(2, dp=1), (Replicate(),)),))
+    layout = Layout((LayoutEntry("w", (8,), "float32", mesh(fsdp=2), (Shard(0),)),))
+    target = Layout((LayoutEntry("w", (8,), "float32", mesh(2, dp=1), (Replicate(),)),))
     with pytest.raises(ReshardError, match="no source rank holds all of w"):
         plan(layout.without([1]), target)
 

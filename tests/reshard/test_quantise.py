@@ -4,10 +4,10 @@ import torch
 from tests.reshard import ranks
 from tidemill.errors import ReshardError
 from tidemill.reshard import parallel
-from tidemill.reshard.layout import Entry, Layout, Replicate, Shard, mesh
-from tidemill.reshard.move import GroupWire, Job, Ring, move
+from tidemill.reshard.layout import Layout, LayoutEntry, Replicate, Shard, mesh
+from tidemill.reshard.move import BufferRing, GroupWire, Job, move
 from tidemill.reshard.one import OneProcessWire
-from tidemill.reshard.pack import Merge
+from tidemill.reshard.pack import BlockMerge
 from tidemill.reshard.plan import Topology, plan
 from tidemill.reshard.quantise import LARGEST, SCALE, dequantised, quantised
 
@@ -36,7 +36,7 @@ def plainly(weight, dtype, group):
 def test_values_and_scales_are_those_of_a_plain_loop(dtype, columns):
     weight = torch.randn(6, columns)
     weight[2, 4:8] = 0
-    entry = Entry("w", (6, columns), "float32", mesh(x=1), (Replicate(),))
+    entry = LayoutEntry("w", (6, columns), "float32", mesh(x=1), (Replicate(),))
     source, target, changes = quantised(Layout((entry,)), Layout((entry,)), ["w"], dtype=dtype, group=GROUP)
     targets = ranks.empty(target, 0, fill=1.0)
     move(Job(plan(source, target), 0, {"w": weight}, targets, 1, "all", changes), OneProcessWire())
@@ -51,7 +51,7 @@ def quantised_pairs(rank, size, say, port):
     """However the learner is cut, the engine's tensors are those that one rank would have made."""
     ranks.join(rank, size, port)
     full = ranks.whole(MODEL)
-    wire = GroupWire(Ring(3, 1 << 13), timeout_s=60)
+    wire = GroupWire(BufferRing(3, 1 << 13), timeout_s=60)
     version = 0
     for dtype in ("int8", "float8_e4m3fn"):
         for engine in ("tp2,dp2", "tp4"):
@@ -76,25 +76,31 @@ def test_the_cut_of_the_learner_does_not_show():
 
 
 def test_eight_bits_and_their_scales_travel():
-    held = Entry("w", (64, 256), "bfloat16", mesh(fsdp=2), (Shard(0),))
-    wanted = Entry("w", (64, 256), "bfloat16", mesh(dp=2), (Replicate(),))
+    held = LayoutEntry("w", (64, 256), "bfloat16", mesh(fsdp=2), (Shard(0),))
+    wanted = LayoutEntry("w", (64, 256), "bfloat16", mesh(dp=2), (Replicate(),))
     source, target, _ = quantised(Layout((held,)), Layout((wanted,)), ["w"], group=128)
     assert plan(Layout((held,)), Layout((wanted,))).bytes == 2 * 64 * 256
     assert plan(source, target).bytes == 64 * 256 + 4 * 64 * 2
 
 
 def test_a_cut_through_a_group_is_refused():
-    entry = Entry("w", (4, 24), "float32", mesh(tp=2), (Shard(1),))
+    entry = LayoutEntry("w", (4, 24), "float32", mesh(tp=2), (Shard(1),))
     with pytest.raises(ReshardError, match="24 columns in 2 parts hold no whole groups of 8"):
         quantised(Layout((entry,)), Layout((entry,)), ["w"], group=8)
 
 
 def test_an_adapter_is_merged_with_the_magnitudes_of_its_rows():
     weight, down, up, rows = torch.randn(6, 8), torch.randn(2, 8), torch.randn(6, 2), torch.rand(6)
-    entry = Entry("w", (6, 8), "float32", mesh(x=1), (Replicate(),))
+    entry = LayoutEntry("w", (6, 8), "float32", mesh(x=1), (Replicate(),))
     targets = {"w": torch.zeros(6, 8)}
     job = Job(
-        plan(Layout((entry,)), Layout((entry,))), 0, {"w": weight}, targets, 1, "all", {"w": Merge(down, up, 0.5, rows)}
+        plan(Layout((entry,)), Layout((entry,))),
+        0,
+        {"w": weight},
+        targets,
+        1,
+        "all",
+        {"w": BlockMerge(down, up, 0.5, rows)},
     )
     move(job, OneProcessWire(64))
     assert torch.allclose(targets["w"], (weight + 0.5 * up @ down) * rows[:, None], atol=1e-6)

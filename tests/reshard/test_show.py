@@ -58,7 +58,7 @@ def test_every_model_on_file_has_shapes():
 
 
 def test_a_recipe_says_its_layouts(tmp_path):
-    from tidemill import recipe as recipes
+    from tidemill.recipe import load as recipes
     from tidemill.reshard import recipe as of_recipe
 
     config = recipes.load(
@@ -80,16 +80,16 @@ def test_a_recipe_says_its_layouts(tmp_path):
 def test_a_small_model_and_its_folder_are_planned_with_the_tensors_they_have(tmp_path, architecture):
     import torch
 
-    from tidemill.config import Model, TinyModel
     from tidemill.models.load import make_tiny, save_folder
+    from tidemill.recipe.config import ModelSettings, TinyModel
     from tidemill.reshard import recipe as of_recipe
 
     tiny = TinyModel(architecture=architecture, hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48)
     made = make_tiny(tiny, torch.float32, 0, torch.device("cpu"))
     own = {name: tuple(p.shape) for name, p in made.model.named_parameters()}
-    assert of_recipe.model_of(Model(tiny=tiny)).shapes == own
+    assert of_recipe.model_of(ModelSettings(tiny=tiny)).shapes == own
     save_folder(made.model, made.tokenizer, tmp_path / "saved")
-    found = of_recipe.model_of(Model(path=str(tmp_path / "saved")))
+    found = of_recipe.model_of(ModelSettings(path=str(tmp_path / "saved")))
     assert found.shapes == own and (found.heads, found.kv_heads, found.tied) == (4, 2, True)
 
 

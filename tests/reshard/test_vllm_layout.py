@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.reshard.parallel import Model, Parallel, decoder, engine
+from tidemill.reshard.parallel import Model, ParallelSizes, decoder, engine
 from tidemill.reshard.shapes import published
 
 TINY: dict[str, Any] = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocabulary": 512}
@@ -27,7 +27,7 @@ def mixture() -> Model:
 
 def tensors(model: Model, expert_module: str = "") -> dict[str, tuple[int, ...]]:
     """Each local tensor of one rank that holds everything, with its shape."""
-    layout = engine(model, Parallel(), expert_module=expert_module)
+    layout = engine(model, ParallelSizes(), expert_module=expert_module)
     ends: dict[str, list[int]] = {}
     for name in layout.by_name:
         for piece in layout.pieces(name):
@@ -45,7 +45,7 @@ def test_the_layout_has_the_tensors_that_vllm_makes(kind: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
-    import tidemill.models.attention  # noqa: F401  registers the attention
+    import tidemill.models.attention.registry  # noqa: F401  registers the attention
     from tidemill.rollout.vllm import start
 
     shape = {

@@ -4,9 +4,9 @@ import pytest
 
 pytest.importorskip("reasoning_gym")
 
-from tidemill.config import Data, Rewards
 from tidemill.data.source import open_source
 from tidemill.errors import DataError
+from tidemill.recipe.config import Data, Rewards
 from tidemill.reward.api import Sample
 from tidemill.reward.gym import reasoning_gym
 from tidemill.reward.score import Scorer

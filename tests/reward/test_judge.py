@@ -4,8 +4,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from tidemill.config import Rewards
 from tidemill.errors import RewardError
+from tidemill.recipe.config import Rewards
 from tidemill.reward.api import Sample
 from tidemill.reward.judge import judge
 from tidemill.reward.score import Scorer

@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("math_verify")
 
-from tidemill.config import Rewards
+from tidemill.recipe.config import Rewards
 from tidemill.reward.api import Sample
 from tidemill.reward.math_answers import at_once, by_algebra, math, same, warm_up
 from tidemill.reward.score import Scorer

@@ -7,17 +7,18 @@ import pytest
 import torch
 
 import tidemill
-from tidemill import recipe, trained
-from tidemill.config import Rewards
 from tidemill.errors import ConfigError
 from tidemill.flow.feed import given_rows
 from tidemill.learn import checkpoint
 from tidemill.learn.critic import ValueModel, values_at
 from tidemill.learn.packing import pack
-from tidemill.models.contexts import KINDS
+from tidemill.models.attention.contexts import KINDS
+from tidemill.recipe import load as recipe
+from tidemill.recipe.config import Rewards
 from tidemill.reward.api import Sample, batched
-from tidemill.reward.model import RewardModel
+from tidemill.reward.model import LoadedRewardModel
 from tidemill.reward.score import Scorer
+from tidemill.run import trained
 
 SHAPE = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 64, "window": 32}
 
@@ -57,7 +58,7 @@ def test_it_gives_the_number_that_training_saw(run: Path) -> None:
     with torch.no_grad():
         seen = values_at(value, pack(batch, torch.device("cpu"), False, KINDS["blocks"]))
     ends = np.cumsum([len(r) for _, r in ROWS]) - 1
-    exported = RewardModel(str(run / "exported"))
+    exported = LoadedRewardModel(str(run / "exported"))
     for budget in (1, 12, 1000):  # however it is cut, and whatever is padded
         found = exported.rewards([[*p, *r] for p, r in ROWS], budget)
         assert found == pytest.approx(seen[ends].tolist(), abs=1e-5)
@@ -65,7 +66,7 @@ def test_it_gives_the_number_that_training_saw(run: Path) -> None:
 
 def test_the_scorer_asks_once_for_all_samples_and_adds_it_with_its_weight(run: Path) -> None:
     samples = [Sample("", "", id=i, tokens=[*p, *r]) for i, (p, r) in enumerate(ROWS)]
-    plain = RewardModel(str(run / "exported")).rewards([s.tokens for s in samples], 100)
+    plain = LoadedRewardModel(str(run / "exported")).rewards([s.tokens for s in samples], 100)
     spec = {"function": "model", "weight": 2.0, "args": {"path": str(run / "exported"), "centre": 0.5}}
     with Scorer(Rewards(functions=[spec])) as scorer:
         assert [s.value for s in scorer.score(samples)] == pytest.approx([2 * (v - 0.5) for v in plain], abs=1e-5)

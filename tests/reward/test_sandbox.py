@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tidemill.reward.api import Sample
-from tidemill.reward.sandbox.limits import Limits
+from tidemill.reward.sandbox.limits import SandboxLimits
 from tidemill.reward.sandbox.run import Sandbox, SandboxError
 
 if sys.platform != "linux":
@@ -18,7 +18,7 @@ if sys.platform != "linux":
 
 @pytest.fixture(scope="module")
 def box():
-    with Sandbox(Limits(wall_s=1.0, cpu_s=2, memory_mb=128, scratch_mb=2, files=16)) as made:
+    with Sandbox(SandboxLimits(wall_s=1.0, cpu_s=2, memory_mb=128, scratch_mb=2, files=16)) as made:
         try:
             made.run("pass")
         except SandboxError as error:
@@ -243,7 +243,7 @@ except OSError:
 
 @pytest.mark.parametrize(("depth", "mode"), [(14, "0o700"), (64, "0o700"), (1, "0o000"), (8, "0o300")])
 def test_folders_deeper_than_a_path_can_say_are_gone_for_the_next(box, depth, mode) -> None:
-    with Sandbox(Limits(wall_s=1.0, files=64)) as fresh:
+    with Sandbox(SandboxLimits(wall_s=1.0, files=64)) as fresh:
         fresh.run("pass")
         if not fresh.has_scratch:
             pytest.skip("no scratch folder on this machine")
@@ -349,7 +349,7 @@ def test_other_files_cannot_be_read(box, path) -> None:
 
 def test_the_parents_environment_cannot_be_read(box, monkeypatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
-    with Sandbox(Limits(wall_s=1.0)) as fresh:
+    with Sandbox(SandboxLimits(wall_s=1.0)) as fresh:
         own = fresh.run("import os; print(dict(os.environ))").output
         assert "hunter2" not in own
         for pid in ("self", os.getpid(), os.getppid()):
@@ -472,7 +472,7 @@ def test_open_files_are_bounded(box) -> None:
 
 
 def test_nothing_is_left_behind_when_it_is_closed() -> None:
-    made = Sandbox(Limits(wall_s=30.0))
+    made = Sandbox(SandboxLimits(wall_s=30.0))
     made.run("pass")
     _, _, (process, _, folder), _ = made._end.peek()
     made.close()
@@ -513,8 +513,8 @@ def test_the_code_reward_counts_tests() -> None:
 
 
 def test_generated_code_tasks_are_solved_by_their_own_solutions() -> None:
-    from tidemill.config import Data
     from tidemill.data.source import open_source
+    from tidemill.recipe.config import Data
     from tidemill.reward.code import code
 
     train, _ = open_source(Data(source="code"), seed=0)

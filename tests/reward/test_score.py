@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from tidemill.config import Rewards
 from tidemill.errors import ConfigError, RewardError
+from tidemill.recipe.config import Rewards
 from tidemill.reward.api import Sample
 from tidemill.reward.registry import missing_columns
 from tidemill.reward.score import Scorer, workers
@@ -126,7 +126,7 @@ def test_workers_do_not_load_torch(functions) -> None:
 
 def test_quick_rewards_start_no_process() -> None:
     code = (
-        "import sys; from tidemill.config import Rewards; from tidemill.reward.score import Scorer\n"
+        "import sys; from tidemill.recipe.config import Rewards; from tidemill.reward.score import Scorer\n"
         "from tidemill.reward.api import Sample\n"
         "s = Scorer(Rewards(functions='last_number')); s.score([Sample('', '1', '1')]); s.close()\n"
         "assert s._pool is None and 'torch' not in sys.modules"
@@ -229,7 +229,7 @@ def test_a_users_reward_declares_what_it_reads(tmp_path) -> None:
 
 def test_every_built_in_reward_is_checked_without_torch() -> None:
     code = (
-        "import sys; from tidemill.config import Rewards\n"
+        "import sys; from tidemill.recipe.config import Rewards\n"
         "from tidemill.reward.registry import BUILT_IN, missing_columns\n"
         "missing_columns(Rewards(functions=list(BUILT_IN)), {})\nassert 'torch' not in sys.modules"
     )

@@ -11,10 +11,10 @@ import torch
 from tests.learn.test_meter import run
 from tests.rollout.tiny import VOCAB, as_batch, roll, tiny_model
 
-from tidemill.config import Config
 from tidemill.device import compiled
 from tidemill.learn.engine import score
 from tidemill.models import rowwise
+from tidemill.recipe.config import Config
 from tidemill.rollout.engine import Completion, Request, Sampling
 from tidemill.rollout.native.engine import NativeEngine
 
@@ -82,7 +82,7 @@ def test_the_product_is_the_plain_one_and_each_row_its_own(rows: int, k: int, n:
 def test_gradients_are_those_of_the_ordinary_mode() -> None:
     from tidemill.learn.engine import attention_of, forward
     from tidemill.learn.packing import pack
-    from tidemill.models.contexts import choose
+    from tidemill.models.attention.contexts import choose
 
     model = tiny_model("qwen3")
     done = completions(model, Sampling(max_tokens=6, seed=1))

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tests.rollout.tiny import VOCAB, as_batch, roll, tiny_model
 
-from tidemill.config import Config
 from tidemill.learn.engine import score
+from tidemill.recipe.config import Config
 from tidemill.rollout.engine import Completion, Request, Sampling
 from tidemill.rollout.hf import _plain
 from tidemill.rollout.mismatch import measure

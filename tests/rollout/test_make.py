@@ -8,10 +8,10 @@ import pytest
 from tests.environment.test_turns import EOS, Echo, Words
 from tests.rollout.tiny import tiny_model
 
-from tidemill.config import Config, Environment
 from tidemill.environment.api import Task
 from tidemill.environment.speech import Speech
-from tidemill.models.load import Loaded
+from tidemill.models.load import LoadedModel
+from tidemill.recipe.config import Config, EnvironmentSettings
 from tidemill.rollout.engine import Request, Sampling
 from tidemill.rollout.make import make_plain
 from tidemill.rollout.native.engine import NativeEngine
@@ -21,7 +21,7 @@ from tidemill.rollout.turns import TurnsEngine
 @pytest.mark.parametrize("environment", [None, {"name": "nim"}])
 def test_turns_are_read_once_where_there_are_some(environment: dict[str, str] | None) -> None:
     config = Config(environment=environment)  # type: ignore[arg-type]
-    engine = make_plain(Loaded(tiny_model("qwen2"), None, (2,), 256), config)
+    engine = make_plain(LoadedModel(tiny_model("qwen2"), None, (2,), 256), config)
     assert isinstance(engine, NativeEngine) and engine.reuse_prefix == (environment is not None)
 
 
@@ -36,7 +36,9 @@ def test_each_turn_reads_only_what_is_new() -> None:
         return readings
 
     inner.scheduler.admit = noted  # type: ignore[method-assign]
-    playing = TurnsEngine(inner, Environment(name="nim", max_turn_tokens=6), Speech(Words(), is_chat=False), [EOS])
+    playing = TurnsEngine(
+        inner, EnvironmentSettings(name="nim", max_turn_tokens=6), Speech(Words(), is_chat=False), [EOS]
+    )
     playing.make = lambda task, **args: Echo(task, **args)
     playing.submit(Request(5, list(range(20, 70)), Sampling(max_tokens=80, ignore_eos=True), task=Task("answer")))
     while playing.has_work:

@@ -32,7 +32,7 @@ ROUNDING = 1e-4
 
 
 def small_model(is_tied: bool) -> Any:
-    import tidemill.models.attention  # noqa: F401  registers the attention
+    import tidemill.models.attention.registry  # noqa: F401  registers the attention
 
     config = Qwen2Config(
         vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,

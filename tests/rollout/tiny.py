@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-import tidemill.models.attention  # noqa: F401  registers the attention
+import tidemill.models.attention.registry  # noqa: F401  registers the attention
 from tidemill.batch import Batch, Column
 from tidemill.rollout.engine import Completion, Request, RolloutEngine
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.batch import GROUP, Batch
-from tidemill.config import Config
+from tidemill.recipe.config import Config
 
 Floats = npt.NDArray[np.float32]
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tidemill.batch import Batch
-from tidemill.config import Config
 from tidemill.graph import Graph
+from tidemill.recipe.config import Config
 
 Kept = npt.NDArray[np.bool_]
 Reduce = Literal["mean", "sum", "max", "min"]
@@ -65,7 +65,7 @@ class Algorithm(Protocol):
 
     name: str
     about: str  # one line, for lists
-    food: Food = "prompts"
+    input_kind: Food = "prompts"
     has_critic: bool = False  # a value model is learned beside the policy, with `value_loss`
     learns_values: bool = False  # the model learned is itself a value model: `loss` reads `tokens.values`
     greedy_rows: int = 0  # samples of each group decoded greedily, to compare the others with

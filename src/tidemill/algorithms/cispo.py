@@ -10,7 +10,7 @@ from torch import Tensor
 from tidemill.algorithms import policy
 from tidemill.algorithms.api import Stats, TokenBatch
 from tidemill.algorithms.losses import finish, held_back, log_ratio_of, ratio_stats
-from tidemill.config import Config
+from tidemill.recipe.config import Config
 
 
 class CISPO(policy.GroupPolicy):

@@ -15,8 +15,8 @@ from tidemill.algorithms import policy, tables
 from tidemill.algorithms.api import Algorithm, Kept, Stats, TokenBatch
 from tidemill.algorithms.shaping import token_kl
 from tidemill.batch import GROUP, LENGTH, Batch, Column
-from tidemill.config import Config
 from tidemill.graph import Graph, Stage
+from tidemill.recipe.config import Config
 
 
 class Distill(Algorithm):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tidemill.algorithms.preference import PairPolicy
-from tidemill.config import Preference
+from tidemill.recipe.config import Preference
 
 
 class IPO(PairPolicy):

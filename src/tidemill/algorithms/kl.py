@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tidemill.config import KL
+from tidemill.recipe.config import KL
 
 
 def estimate(logprobs: Tensor, ref_logprobs: Tensor, kl: KL) -> Tensor:

@@ -16,8 +16,8 @@ from torch import Tensor
 from tidemill.algorithms import preference, tables
 from tidemill.algorithms.api import Algorithm, Kept, Stat, Stats, TokenBatch, segment_sum
 from tidemill.batch import GROUP, ID, Batch
-from tidemill.config import Config
 from tidemill.graph import Graph, Stage
+from tidemill.recipe.config import Config
 
 JUDGED = (*tables.OFFLINE, "chosen", "mismatched")
 
@@ -25,7 +25,7 @@ JUDGED = (*tables.OFFLINE, "chosen", "mismatched")
 class KTO(Algorithm):
     name = "kto"
     about = "learns from single responses judged good or bad"
-    food = "judged"
+    input_kind = "judged"
 
     def graph(self, config: Config) -> Graph:
         advantage_reads = (ID, GROUP, "mask", "old_logprobs", "ref_logprobs", "mismatched")

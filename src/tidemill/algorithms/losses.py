@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tidemill.algorithms import kl
 from tidemill.algorithms.api import Stat, Stats, TokenBatch, segment_sum
-from tidemill.config import Algorithm
+from tidemill.recipe.config import AlgorithmSettings
 
 
 def log_ratio_of(tokens: TokenBatch) -> Tensor:
@@ -28,7 +28,7 @@ def row_lengths(tokens: TokenBatch) -> Tensor:
     return segment_sum(tokens.mask, tokens.row, tokens.rows)
 
 
-def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, settings: Algorithm) -> Tensor:
+def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, settings: AlgorithmSettings) -> Tensor:
     """PPO's objective (Schulman et al. 2017, eq. 7) per token, with two optional bounds against huge ratios.
 
     `dual_clip` c (Ye et al. 2020): at least c·A where A < 0. `ratio_cap` δ: the free ratio counts as at most δ.
@@ -43,7 +43,7 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, settings: Algorithm
     return objective
 
 
-def rollout_correction(tokens: TokenBatch, settings: Algorithm) -> Tensor | None:
+def rollout_correction(tokens: TokenBatch, settings: AlgorithmSettings) -> Tensor | None:
     """Importance weights w = π_old / π_rollout for recomputed old log-probabilities, per token or per response; no
     gradient. Truncated: min(w, cap). Masked: w inside [floor, cap], else 0.
 
@@ -62,7 +62,7 @@ def rollout_correction(tokens: TokenBatch, settings: Algorithm) -> Tensor | None
     return torch.where(is_inside, weight, torch.zeros_like(weight))
 
 
-def held_back(per_token: Tensor, log_ratio: Tensor, tokens: TokenBatch, settings: Algorithm) -> Tensor:
+def held_back(per_token: Tensor, log_ratio: Tensor, tokens: TokenBatch, settings: AlgorithmSettings) -> Tensor:
     """Clip-cov and KL-cov (Cui et al. 2025): marked tokens give no gradient, or pay |log ratio|."""
     marked = tokens.columns.get("held_back")
     if settings.covariance.mode == "none" or marked is None:
@@ -72,7 +72,7 @@ def held_back(per_token: Tensor, log_ratio: Tensor, tokens: TokenBatch, settings
     return per_token + settings.covariance.kl_coef * marked * log_ratio.abs()
 
 
-def finish(per_token: Tensor, tokens: TokenBatch, settings: Algorithm, stats: Stats) -> tuple[Tensor, Stats]:
+def finish(per_token: Tensor, tokens: TokenBatch, settings: AlgorithmSettings, stats: Stats) -> tuple[Tensor, Stats]:
     """The terms every policy loss shares (rollout correction, KL, entropy bonus), and the weighted sum."""
     correction = rollout_correction(tokens, settings)
     if correction is not None:
@@ -98,7 +98,7 @@ def finish(per_token: Tensor, tokens: TokenBatch, settings: Algorithm, stats: St
     return (tokens.weights * per_token).sum(), stats
 
 
-def ratio_stats(log_ratio: Tensor, tokens: TokenBatch, settings: Algorithm) -> Stats:
+def ratio_stats(log_ratio: Tensor, tokens: TokenBatch, settings: AlgorithmSettings) -> Stats:
     """How far the policy has moved from the one that made the samples, and how much of it the clip stopped."""
     with torch.no_grad():
         ratio = log_ratio.exp()

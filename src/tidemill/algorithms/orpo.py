@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.algorithms.preference import PairPolicy
-from tidemill.config import Preference
+from tidemill.recipe.config import Preference
 
 
 class ORPO(PairPolicy):

@@ -22,8 +22,8 @@ from tidemill.algorithms.losses import (
 from tidemill.algorithms.shaping import sample_rewards, token_rows
 from tidemill.algorithms.tables import FINISH, old_column
 from tidemill.batch import GROUP, ID, Batch, Column
-from tidemill.config import Config
 from tidemill.graph import Graph
+from tidemill.recipe.config import Config
 
 Floats = npt.NDArray[np.float64]
 

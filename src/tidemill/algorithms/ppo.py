@@ -16,8 +16,8 @@ from tidemill.algorithms.api import Stat, Stats, TokenBatch
 from tidemill.algorithms.losses import mean_stat
 from tidemill.algorithms.shaping import token_rewards
 from tidemill.batch import GROUP, ID, LENGTH, Batch, Column
-from tidemill.config import Config, Critic
 from tidemill.graph import Graph, Stage
+from tidemill.recipe.config import Config, Critic
 
 
 class PPO(policy.GroupPolicy):

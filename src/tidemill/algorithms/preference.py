@@ -16,8 +16,8 @@ from tidemill.algorithms import tables
 from tidemill.algorithms.api import Algorithm, Stat, Stats, TokenBatch, segment_sum
 from tidemill.algorithms.losses import row_lengths
 from tidemill.batch import Batch
-from tidemill.config import Config, Preference
 from tidemill.graph import Graph, Stage
+from tidemill.recipe.config import Config, Preference
 
 PAIRS = (*tables.OFFLINE, "chosen")
 
@@ -86,7 +86,7 @@ class PairPolicy(Algorithm):
     """A response's implied reward is β times its log-probability, less the reference's where there is one. What an
     algorithm adds is a loss of the two rewards of a pair."""
 
-    food = "pairs"
+    input_kind = "pairs"
     has_reference = False
     per_token = True  # log-probabilities are means over a response's tokens, not sums
 

@@ -12,7 +12,7 @@ from tidemill.algorithms import policy
 from tidemill.algorithms.advantages import group_advantages, rewards_to_go, whitened
 from tidemill.algorithms.shaping import sample_rewards, token_rewards, token_rows
 from tidemill.batch import GROUP, Batch, Column
-from tidemill.config import Config
+from tidemill.recipe.config import Config
 
 
 class ReinforcePP(policy.GroupPolicy):

@@ -15,8 +15,8 @@ from tidemill.algorithms.api import Algorithm, Kept, Stats, TokenBatch
 from tidemill.algorithms.losses import finish
 from tidemill.algorithms.shaping import task_rewards
 from tidemill.batch import GROUP, ID, Batch, Column
-from tidemill.config import Config
 from tidemill.graph import Graph
+from tidemill.recipe.config import Config
 
 
 class Rejection(Algorithm):

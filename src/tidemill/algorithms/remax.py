@@ -13,8 +13,8 @@ from tidemill.algorithms.advantages import group_index
 from tidemill.algorithms.api import Kept
 from tidemill.algorithms.shaping import sample_rewards
 from tidemill.batch import GROUP, Batch, Column
-from tidemill.config import Config
 from tidemill.graph import Graph
+from tidemill.recipe.config import Config
 
 
 class ReMax(policy.GroupPolicy):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tidemill.algorithms import preference
 from tidemill.algorithms.api import Stats, TokenBatch
-from tidemill.config import Config
+from tidemill.recipe.config import Config
 
 
 class RewardModel(preference.PairPolicy):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tidemill.algorithms import policy
 from tidemill.algorithms.api import Stats, TokenBatch
-from tidemill.config import Config
+from tidemill.recipe.config import Config
 
 
 class RLOO(policy.GroupPolicy):

@@ -9,14 +9,14 @@ from tidemill.algorithms import tables
 from tidemill.algorithms.api import Algorithm, Stats, TokenBatch
 from tidemill.algorithms.losses import mean_stat
 from tidemill.batch import Batch
-from tidemill.config import Config
 from tidemill.graph import Graph, Stage
+from tidemill.recipe.config import Config
 
 
 class SFT(Algorithm):
     name = "sft"
     about = "imitates given responses"
-    food = "responses"
+    input_kind = "responses"
 
     def graph(self, config: Config) -> Graph:
         return Graph(self.name, tables.OFFLINE, (Stage("learn", "actor", tables.OFFLINE, scope="group"),))

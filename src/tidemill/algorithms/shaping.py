@@ -9,7 +9,7 @@ import torch
 from tidemill.algorithms import kl
 from tidemill.algorithms.tables import old_column
 from tidemill.batch import Batch
-from tidemill.config import Config
+from tidemill.recipe.config import Config
 
 Floats = npt.NDArray[np.float64]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tidemill.batch import GROUP, ID, LENGTH, VERSION
-from tidemill.config import Config
 from tidemill.graph import Graph, Stage
+from tidemill.recipe.config import Config
 
 # What each row has when it enters: prompt tokens (int32, jagged) and the text columns of its example.
 SOURCE = (ID, GROUP, "prompt", "answer", "meta", "where")

@@ -61,7 +61,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class WorkerReport:
     """How a worker stands."""
 
     name: str
@@ -80,7 +80,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class WorkerReady:
     """A worker has its equipment."""
 
     pid: int

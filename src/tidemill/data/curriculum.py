@@ -14,7 +14,7 @@ from tidemill.data.source import Example
 from tidemill.errors import DataError
 
 if TYPE_CHECKING:
-    from tidemill.config import Curriculum as Settings
+    from tidemill.recipe.config import CurriculumSettings as Settings
 
 
 class Curriculum:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidemill.data.source import Example, Message, Rows, Source
+from tidemill.data.source import Example, FileRows, Message, Source
 from tidemill.errors import DataError, did_you_mean
 from tidemill.imports import built_in, check_arguments, is_import_path, load
 
@@ -117,7 +117,7 @@ class Generated:
         )
 
 
-def held_out(name: str, make: Generator, args: Mapping[str, Any], size: int) -> Rows:
+def held_out(name: str, make: Generator, args: Mapping[str, Any], size: int) -> FileRows:
     """Different problems that training never sees, the same ones for every seed."""
     called = f"{name} (held out)"
     examples: list[Example] = []
@@ -138,7 +138,7 @@ def held_out(name: str, make: Generator, args: Mapping[str, Any], size: int) -> 
             f"generator {name!r} makes no problem that could be held out: it makes too few different ones",
             "widen data.args, name held-out data with data.eval_source, or set data.held_out=0",
         )
-    return Rows(called, tuple(examples))
+    return FileRows(called, tuple(examples))
 
 
 def as_example(problem: Problem, where: str) -> Example:

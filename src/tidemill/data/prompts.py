@@ -9,7 +9,7 @@ from tidemill.data.source import Example, Message
 from tidemill.errors import ConfigError, DataError, did_you_mean
 
 if TYPE_CHECKING:
-    from tidemill.config import Data
+    from tidemill.recipe.config import Data
 
 
 class PromptTokens:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidemill.data.prompts import template_columns
-from tidemill.data.source import Example, Message, Rows
+from tidemill.data.source import Example, FileRows, Message
 from tidemill.errors import ConfigError, DataError, MissingExtra, did_you_mean
 
 if TYPE_CHECKING:
-    from tidemill.config import Data
+    from tidemill.recipe.config import Data
 
 OUR_COLUMNS = ("prompt", "messages", "answer", "response")
 KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
@@ -31,7 +31,7 @@ class BadRow:
 Row = tuple[str, dict[str, Any]] | BadRow
 
 
-def read(path: str, data: Data, split: str | None = None) -> Rows:
+def read(path: str, data: Data, split: str | None = None) -> FileRows:
     """All usable rows of a file or folder."""
     file = Path(path).expanduser()
     if not file.exists():
@@ -42,7 +42,7 @@ def read(path: str, data: Data, split: str | None = None) -> Rows:
         raise DataError(
             f"{path} has no usable row: {bad[0].where}: {bad[0].why}" if bad else f"{path} is empty: it has no rows"
         )
-    return Rows(path, tuple(examples), len(bad))
+    return FileRows(path, tuple(examples), len(bad))
 
 
 def missing(path: str) -> DataError:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tidemill.errors import DataError
 
 if TYPE_CHECKING:
-    from tidemill.config import Data
+    from tidemill.recipe.config import Data
 
 Message = dict[str, Any]
 
@@ -78,7 +78,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class FileRows:
     """A fixed list of examples."""
 
     name: str
@@ -129,7 +129,7 @@ def open_generated(data: Data, seed: int) -> tuple[Source, Source]:
     return train, generators.open_pair(data.eval_source or data.source, args, data.held_out, seed)[1]
 
 
-def without(rows: Rows, aside: Rows) -> Rows:
+def without(rows: FileRows, aside: FileRows) -> FileRows:
     """The rows whose prompt is not held out."""
     prompts = {repr(example.prompt) for example in aside.examples}
     kept = tuple(example for example in rows.examples if repr(example.prompt) not in prompts)
@@ -137,10 +137,10 @@ def without(rows: Rows, aside: Rows) -> Rows:
         raise DataError(
             f"every prompt of {rows.name} is also in the held-out data {aside.name}: none is left to train on"
         )
-    return Rows(rows.name, kept, rows.bad_rows)
+    return FileRows(rows.name, kept, rows.bad_rows)
 
 
-def split(rows: Rows, held_out: int, seed: int) -> tuple[Rows, Rows]:
+def split(rows: FileRows, held_out: int, seed: int) -> tuple[FileRows, FileRows]:
     """Keep `held_out` rows aside, the same ones for the same seed. Rows with the same prompt stay on one side."""
     prompts: dict[str, list[Example]] = {}
     for example in rows.examples:
@@ -162,4 +162,4 @@ def split(rows: Rows, held_out: int, seed: int) -> tuple[Rows, Rows]:
         )
     kept = [example for example in rows.examples if repr(example.prompt) not in aside]
     out = [example for example in rows.examples if repr(example.prompt) in aside]
-    return Rows(rows.name, tuple(kept), rows.bad_rows), Rows(f"{rows.name} (held out)", tuple(out), 0)
+    return FileRows(rows.name, tuple(kept), rows.bad_rows), FileRows(f"{rows.name} (held out)", tuple(out), 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 
-from tidemill.device.api import Device, Memory
+from tidemill.device.api import Device, DeviceMemory
 from tidemill.errors import ConfigError, did_you_mean
 
 KINDS = ("cpu", "cuda", "npu")
@@ -19,7 +19,8 @@ TRITON = ("cuda",)  # kinds that Triton compiles our kernels for
 BEFORE_FORK = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 __all__ = [
-    "BEFORE_FORK", "KINDS", "RESOURCES", "VISIBLE", "Device", "Memory", "available", "count", "has_triton", "pick",
+    "BEFORE_FORK", "KINDS", "RESOURCES", "VISIBLE", "Device", "DeviceMemory", "available", "count", "has_triton",
+    "pick",
 ]  # fmt: skip
 
 

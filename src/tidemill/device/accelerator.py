@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tidemill.device.api import Memory, Peak
+from tidemill.device.api import DeviceMemory, Peak
 
 POWER_TIMEOUT_S = 10.0
 
@@ -32,9 +32,9 @@ class Accelerator:
     def name(self) -> str:
         return str(self.backend.get_device_name(self.index))
 
-    def memory(self) -> Memory:
+    def memory(self) -> DeviceMemory:
         free, total = self.backend.mem_get_info(self.index)
-        return Memory(free=free, total=total, reserved=self.backend.memory_reserved(self.index))
+        return DeviceMemory(free=free, total=total, reserved=self.backend.memory_reserved(self.index))
 
     def synchronize(self) -> None:
         self.backend.synchronize(self.index)

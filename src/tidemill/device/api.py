@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class DeviceMemory:
     """Bytes. `reserved` is what this process holds, in use or not."""
 
     free: int
@@ -41,7 +41,7 @@ class Device(Protocol):
     def name(self) -> str:
         """What it is, for people: 'NVIDIA H200'."""
 
-    def memory(self) -> Memory: ...
+    def memory(self) -> DeviceMemory: ...
 
     def synchronize(self) -> None:
         """Wait until everything asked of the device is done, so that a clock read now is honest."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tidemill.device import host
-from tidemill.device.api import Memory, Peak
+from tidemill.device.api import DeviceMemory, Peak
 from tidemill.errors import ConfigError
 
 
@@ -24,7 +24,7 @@ class Cpu:
     def name(self) -> str:
         return f"{host.processor()}, {host.cores()} cores"
 
-    def memory(self) -> Memory:
+    def memory(self) -> DeviceMemory:
         return host.memory()
 
     def synchronize(self) -> None:

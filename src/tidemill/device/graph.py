@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-class Graph:
+class CapturedGraph:
     """`work` reads and writes the same tensors at every replay; `result` is what it gave. Graphs that share a `pool`
     share their scratch memory, so only one of them may run at a time."""
 

@@ -9,7 +9,7 @@ import resource
 import sys
 from pathlib import Path
 
-from tidemill.device.api import Memory
+from tidemill.device.api import DeviceMemory
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -23,13 +23,13 @@ def cores() -> int:
     return allowed
 
 
-def memory() -> Memory:
+def memory() -> DeviceMemory:
     total, free = _system_memory()
     limit, used = _read(CGROUP / "memory.max"), _read(CGROUP / "memory.current")
     if limit.isdigit() and used.isdigit():
         total = min(total, int(limit))
         free = min(free, max(0, int(limit) - int(used)))
-    return Memory(free=free, total=total, reserved=_resident())
+    return DeviceMemory(free=free, total=total, reserved=_resident())
 
 
 def processor() -> str:

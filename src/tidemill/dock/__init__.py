@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from tidemill.dock.address import Address
 from tidemill.dock.api import Dock, DockState, Lease, LeaseExpired, StageCounts, Want
-from tidemill.dock.buffer import PackedBuffer
-from tidemill.dock.counts import Counts, Tallied
+from tidemill.dock.ledger.counts import Counts, Tallied
 from tidemill.dock.local import LocalDock
+from tidemill.dock.store.buffer import PackedBuffer
 from tidemill.errors import MissingExtra
 
 if TYPE_CHECKING:

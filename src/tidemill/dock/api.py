@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tidemill.batch import Batch
-from tidemill.dock.counts import Counts, Tallied
+from tidemill.dock.ledger.counts import Counts, Tallied
 from tidemill.errors import DockError
 
 

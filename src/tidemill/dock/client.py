@@ -14,18 +14,18 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch
-from tidemill.dock import chunk as chunks
-from tidemill.dock import messages as m
 from tidemill.dock.address import Address
 from tidemill.dock.api import DockState, LeaseExpired, Want
-from tidemill.dock.compact import unpack
-from tidemill.dock.counts import Counts, Tallied
-from tidemill.dock.door import DoorCaller, find_door
 from tidemill.dock.lease import TakenLease
-from tidemill.dock.node import Node
-from tidemill.dock.records import Grant, Piece, Written, entry, split
-from tidemill.dock.segment import SegmentGone
-from tidemill.dock.wire import Caller, new_owner
+from tidemill.dock.ledger.counts import Counts, Tallied
+from tidemill.dock.ledger.records import Grant, Piece, Written, entry, split
+from tidemill.dock.net import messages as m
+from tidemill.dock.net.compact import unpack
+from tidemill.dock.net.door import DoorCaller, find_door
+from tidemill.dock.net.wire import Caller, new_owner
+from tidemill.dock.store import chunk as chunks
+from tidemill.dock.store.node import Node
+from tidemill.dock.store.segment import SegmentGone
 from tidemill.errors import DockError
 from tidemill.graph import Stage
 
@@ -89,7 +89,7 @@ class RemoteDock:
         return record
 
     def counted(self) -> Tallied:
-        answer: m.Counted = self._ask(m.AskCounted(self._heard))
+        answer: m.CountedReply = self._ask(m.AskCounted(self._heard))
         self._heard = answer.number
         return Tallied(answer.number, answer.sums, answer.means)
 
@@ -239,7 +239,7 @@ _PACKED: dict[str, tuple[str, type]] = {
 }
 
 
-def _piece(piece: m.Piece, n: int) -> Piece:
+def _piece(piece: m.WirePiece, n: int) -> Piece:
     if isinstance(piece.chunks, int) or isinstance(piece.places, int):
         return Piece(piece.part, int(piece.chunks), int(piece.places))
     return Piece(piece.part, unpack(piece.chunks, np.int64, n), unpack(piece.places, np.int32, n))

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.batch import Batch
-from tidemill.dock.buffer import PackedBuffer
-from tidemill.dock.counts import Counts
-from tidemill.dock.gather import Stored, assemble
-from tidemill.dock.records import Grant
+from tidemill.dock.ledger.counts import Counts
+from tidemill.dock.ledger.records import Grant
+from tidemill.dock.store.buffer import PackedBuffer
+from tidemill.dock.store.gather import StoredColumns, assemble
 from tidemill.errors import DockError
 
 
@@ -28,7 +28,7 @@ class Giver(Protocol):
 
 
 class TakenLease:
-    def __init__(self, giver: Giver, grant: Grant, stored: Mapping[int, Stored]) -> None:
+    def __init__(self, giver: Giver, grant: Grant, stored: Mapping[int, StoredColumns]) -> None:
         self._giver, self._grant, self._stored = giver, grant, stored
 
     @cached_property

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.batch import Batch, Column
-from tidemill.dock import snapshot
 from tidemill.dock.api import DockState, Want
-from tidemill.dock.counts import Counts, Tallied
 from tidemill.dock.lease import TakenLease
-from tidemill.dock.ledger import Ledger
-from tidemill.dock.records import Grant, Written, entry, split
-from tidemill.dock.waiters import Waiter, Waiters
+from tidemill.dock.ledger import snapshot
+from tidemill.dock.ledger.counts import Counts, Tallied
+from tidemill.dock.ledger.ledger import Ledger
+from tidemill.dock.ledger.records import Grant, Written, entry, split
+from tidemill.dock.ledger.waiters import Waiter, Waiters
 from tidemill.errors import DockError
 from tidemill.graph import Stage
 

@@ -17,12 +17,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tidemill.dock import messages as m
 from tidemill.dock.address import Address
 from tidemill.dock.client import RemoteDock
-from tidemill.dock.process import SETUP_FILE, TOKEN_FILE
+from tidemill.dock.net import messages as m
+from tidemill.dock.net.process import SETUP_FILE, TOKEN_FILE
+from tidemill.dock.net.wire import Caller, check_host
 from tidemill.dock.setup import DockSetup
-from tidemill.dock.wire import Caller, check_host
 from tidemill.errors import DockError
 from tidemill.graph import Stage
 
@@ -297,7 +297,7 @@ def _tell_if_lost(ask: Callable[[m.Message], Any], hello: m.Announce | None) -> 
 
 
 def _command(kind: str, folder: Path, host: str, *rest: str) -> list[str]:
-    return [sys.executable, "-m", "tidemill.dock.process", str(os.getpid()), kind, str(folder), host, *rest]
+    return [sys.executable, "-m", "tidemill.dock.net.process", str(os.getpid()), kind, str(folder), host, *rest]
 
 
 def _token(path: Path, token: str | None = None) -> str:

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from tidemill.dock.ledger import Ledger
+from tidemill.dock.ledger.ledger import Ledger
 from tidemill.graph import Stage
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tidemill.config import Config
 from tidemill.dock import Dock
 from tidemill.flow.feed import Feed
+from tidemill.recipe.config import Config
 
 
 @dataclass(slots=True)

@@ -8,13 +8,13 @@ from dataclasses import replace
 from math import comb
 from typing import Any
 
-from tidemill.config import Config
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Example, Source
 from tidemill.environment.api import Task, last_said
 from tidemill.errors import DataError
 from tidemill.flow.records import Answered, Evaluation
 from tidemill.flow.rolling import sampling_of
+from tidemill.recipe.config import Config
 from tidemill.reward.api import Sample
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from tidemill.batch import GROUP, ID, LENGTH, Batch, Column
-from tidemill.config import Config
 from tidemill.data.curriculum import Curriculum
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Example, Order, Source
 from tidemill.errors import DataError
+from tidemill.recipe.config import Config
 
 
 class Feed:

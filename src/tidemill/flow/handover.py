@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tidemill.device import Device
+from tidemill.estimate.handover import HandedOver
 from tidemill.flow.learning import LearnWorker
 from tidemill.flow.rolling import RolloutWorker
 from tidemill.flow.scoring import ScoreWorker, ValueWorker
@@ -23,7 +24,6 @@ from tidemill.learn.engine import Learner
 from tidemill.learn.parallel.learner import ParallelLearner
 from tidemill.reshard.swap import Swap, learner_tensors
 from tidemill.rollout.engine import RolloutEngine
-from tidemill.settings.turns import HandedOver
 
 
 class Away(Protocol):

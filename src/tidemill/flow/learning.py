@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from tidemill.batch import GROUP, ID, Batch
-from tidemill.config import Config
 from tidemill.dock import Dock, Lease, Want
 from tidemill.flow.stage import at_any_time, rows_of
 from tidemill.flow.tally import Tally
 from tidemill.learn.api import LearnEngine
 from tidemill.learn.critic import critic_passes
+from tidemill.recipe.config import Config
 
 
 class LearnWorker:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from tidemill.algorithms.kl import adapted
-from tidemill.config import Config
 from tidemill.errors import ConfigError
 from tidemill.flow.learning import LearnWorker
 from tidemill.flow.scoring import AdvantageWorker, ScoreWorker
 from tidemill.flow.stage import Worker
 from tidemill.learn.engine import Learner
 from tidemill.learn.parallel.learner import ParallelLearner
+from tidemill.recipe.config import Config
 
 Holder = AdvantageWorker | Learner | ParallelLearner
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from tidemill.batch import GROUP, LENGTH, VERSION, Batch, Column
-from tidemill.config import Config
 from tidemill.dock import Counts, Dock, Lease, Want
 from tidemill.environment.api import Played, Task
 from tidemill.errors import TidemillError
 from tidemill.flow.stage import at_any_time, committed
 from tidemill.flow.tally import Tally
 from tidemill.flow.weights import OwnCopy
+from tidemill.recipe.config import Config
 from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
 
 GREEDY_ID = 1 << 46  # request ids of greedy rows: apart from every group's own

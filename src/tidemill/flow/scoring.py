@@ -11,13 +11,13 @@ from torch import Tensor
 
 from tidemill.algorithms.api import Algorithm
 from tidemill.batch import GROUP, ID, Batch
-from tidemill.config import Config
 from tidemill.dock import Counts, Dock, Lease, Want
 from tidemill.flow.stage import at_any_time, committed, rows_of
 from tidemill.flow.tally import Tally
-from tidemill.learn.api import Scores, Values
+from tidemill.learn.api import GivesLogprobs, Values
 from tidemill.learn.engine import score
 from tidemill.models.buffers import carried
+from tidemill.recipe.config import Config
 
 
 class AdvantageWorker:
@@ -125,7 +125,7 @@ class ScoreWorker:
             return False
         self.my_turn()
         with self.tally.time(self.name):
-            over_ranks = isinstance(self.model, Scores)
+            over_ranks = isinstance(self.model, GivesLogprobs)
             found = self.model.logprobs(lease.batch) if over_ranks else score(self.model, lease.batch, self.config)
             committed(lease, Batch({self.column: found}))
         return True

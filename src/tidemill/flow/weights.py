@@ -14,21 +14,26 @@ from tidemill.models.buffers import carried, persistent
 from tidemill.reshard.dtensor import from_tensors
 from tidemill.reshard.move import Job, Verify
 from tidemill.reshard.one import OneProcessWire
-from tidemill.reshard.pack import Merge
+from tidemill.reshard.pack import BlockMerge
 from tidemill.reshard.plan import plan
 from tidemill.reshard.serve import Aside, Serving
 from tidemill.rollout.engine import RolloutEngine
 
-HalfMade = Literal["reread", "continue"]
+Unfinished = Literal["recompute_kv", "keep_kv"]
 
 
 class OwnCopy:
     """`publish` is the learner's, `take_up` the rollout thread's."""
 
     def __init__(
-        self, learner: Any, served: Any, engine: RolloutEngine, half_made: HalfMade = "reread", verify: Verify = "off"
+        self,
+        learner: Any,
+        served: Any,
+        engine: RolloutEngine,
+        unfinished: Unfinished = "recompute_kv",
+        verify: Verify = "off",
     ) -> None:
-        self.learner, self.engine, self.half_made, self.verify = learner, engine, half_made, verify
+        self.learner, self.engine, self.unfinished, self.verify = learner, engine, unfinished, verify
         tensors = carried(served)
         on_host = next(iter(tensors.values())).device.type == "cpu"
         # An accelerator's engine has its tensors' addresses in captured graphs: there they are written, not exchanged.
@@ -53,7 +58,7 @@ class OwnCopy:
         }
         for name, m, stack in lora.adapted_stacks(self.learner):
             a, b = (getattr(m, f"{stack}_lora_{side}").detach() for side in "ab")
-            merges[name] = Merge(a, b, m.lora_factor)
+            merges[name] = BlockMerge(a, b, m.lora_factor)
         job = Job(self.plan, 0, self._sources(), {}, version, self.verify, merges or None)
         with self._lock:
             self.serving.receive(job, self.wire)
@@ -62,7 +67,7 @@ class OwnCopy:
         """Between two tokens: serve what arrived. Gives how many half-made samples go on under it."""
         if self.serving.arrived is None:
             return 0
-        partials = self.engine.pause() if self.half_made == "reread" else []
+        partials = self.engine.pause() if self.unfinished == "recompute_kv" else []
         with self._lock:
             version = self.serving.flip()
         self.engine.load(None, version)
@@ -70,7 +75,7 @@ class OwnCopy:
         return sum(bool(p.tokens) for p in partials)
 
 
-def adapter_of(linear: lora.LoraLinear) -> Merge:
+def adapter_of(linear: lora.LoraLinear) -> BlockMerge:
     """What makes of a frozen weight the one that the learner computes with."""
     rows = None if linear.lora_m is None else linear.lora_m.detach() / linear.row_norms().to(linear.lora_m.dtype)
-    return Merge(linear.lora_a.detach(), linear.lora_b.detach(), linear.factor, rows)
+    return BlockMerge(linear.lora_a.detach(), linear.lora_b.detach(), linear.factor, rows)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from tidemill.config import Config
 from tidemill.errors import TidemillError
 from tidemill.flow.records import Evaluation
 from tidemill.observe.metrics import MetricsWriter
+from tidemill.recipe.config import Config
 
 
 class Stopped(Exception):

@@ -8,7 +8,7 @@ from tidemill.batch import Batch, Column
 
 
 @runtime_checkable
-class Scores(Protocol):
+class GivesLogprobs(Protocol):
     """Gives log-probabilities by itself; a plain model is scored by `learn.engine.score`."""
 
     def logprobs(self, batch: Batch) -> Column: ...

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidemill.errors import CheckpointError
-from tidemill.settings.estimate import human
+from tidemill.estimate.run import human
 
 if TYPE_CHECKING:
     import torch

@@ -12,9 +12,9 @@ from torch import Tensor
 from tidemill.algorithms.api import Algorithm, Kept, Stats
 from tidemill.algorithms.ppo import explained_variance
 from tidemill.batch import Batch, Column
-from tidemill.config import Config, Mixture
 from tidemill.learn.engine import Learner, token_batch
 from tidemill.learn.packing import PackedBatch, microbatches, pack, response_column
+from tidemill.recipe.config import Config, Mixture
 
 SUMS = ("return_square", "value_error_mean", "value_error_square", "value_tokens")  # only to work others out
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from tidemill.algorithms.aggregate import local_weights, whole
 from tidemill.algorithms.api import Algorithm, Kept, Stat, Stats, TokenBatch, total
 from tidemill.batch import Batch, Column
-from tidemill.config import Config
 from tidemill.learn.ema import MERGED_MEAN, Ema
 from tidemill.learn.gradients import Gradients
 from tidemill.learn.layers import kept_activations, layers_of, prepare
@@ -26,10 +25,11 @@ from tidemill.learn.optimizer import learning_rate, make_optimizer, restored
 from tidemill.learn.packing import PackedBatch, microbatches, pack, response_column
 from tidemill.learn.routes import routed
 from tidemill.models import logits, lora, routing, rowwise
+from tidemill.models.attention.contexts import choose
 from tidemill.models.buffers import persistent
-from tidemill.models.contexts import choose
 from tidemill.models.narrow import narrow
 from tidemill.models.upload import upload
+from tidemill.recipe.config import Config
 
 Scores = tuple[Tensor, Tensor]
 Show = Callable[[str, Mapping[str, Tensor]], None]
@@ -74,7 +74,7 @@ class Learner:
 
     def _learn(self, batch: Batch) -> None:
         learn = self.config.learn
-        together = self.algorithm.food == "pairs"
+        together = self.algorithm.input_kind == "pairs"
         for rows in microbatches(batch, self.config.train.tokens_per_microbatch, learn.share_prompts, together):
             with kept_activations(learn, self.model):
                 loss, stats = self._loss(batch.gather(rows))

@@ -17,11 +17,11 @@ from transformers import AttentionInterface
 from tidemill.errors import ModelError
 from tidemill.learn import fp8
 from tidemill.learn.logprob import can_fuse
-from tidemill.models import attention
+from tidemill.models.attention import registry as attention
 from tidemill.models.family import fuse
 
 if TYPE_CHECKING:
-    from tidemill.config import Learn
+    from tidemill.recipe.config import Learn
 
 Recompute = Literal["selective", "mlp", "full"]
 GATED = {"gate_proj", "up_proj", "down_proj"}  # children of an MLP whose activation can be computed again by itself

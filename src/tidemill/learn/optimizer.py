@@ -15,7 +15,7 @@ from tidemill.learn.layers import layers_of
 from tidemill.learn.muon import Muon
 
 if TYPE_CHECKING:
-    from tidemill.config import Learn
+    from tidemill.recipe.config import Learn
 
 
 def make_optimizer(model: Any, learn: Learn, gradients: Gradients, seed: int = 0) -> torch.optim.Optimizer:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tidemill.batch import Batch, Column
 from tidemill.errors import DataError
-from tidemill.models.attention import Context
-from tidemill.models.contexts import KINDS, Attention
+from tidemill.models.attention.contexts import KINDS, Attention
+from tidemill.models.attention.registry import Context
 from tidemill.models.upload import upload
 
 Ints = npt.NDArray[np.int64]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tidemill.models import fused
-from tidemill.models.attention import NAME, Context, attention_window
+from tidemill.models.attention.registry import NAME, Context, attention_window
 from tidemill.models.fused import Fork, Placed, added, gated, has_hooks, is_plain, through
 
 CLOSE = 1e-5  # how far a fused module may be from the plain one

@@ -10,11 +10,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
-from tidemill import config as settings
 from tidemill.errors import ModelError
-from tidemill.models import attention, experts, lora, routing, tiny
+from tidemill.models import experts, lora, routing, tiny
+from tidemill.models.attention import registry as attention
 from tidemill.models.buffers import persistent
 from tidemill.models.trial import try_out
+from tidemill.recipe import config as settings
 
 hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # of shards being read and written: a run has its own display
 
@@ -22,7 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(slots=True)
-class Loaded:
+class LoadedModel:
     model: Any  # a transformers causal language model whose attention is ours
     tokenizer: Any
     eos_ids: tuple[int, ...]
@@ -33,7 +34,9 @@ class Loaded:
         return sum(p.numel() for p in self.model.parameters())
 
 
-def load(model: settings.Model, *, seed: int, device: torch.device, path: str | Path | None = None) -> Loaded:
+def load(
+    model: settings.ModelSettings, *, seed: int, device: torch.device, path: str | Path | None = None
+) -> LoadedModel:
     """`path` (a finished warm start) goes before `model.path`, which goes before `model.tiny`."""
     folder = path or model.path
     if folder is not None:
@@ -41,7 +44,7 @@ def load(model: settings.Model, *, seed: int, device: torch.device, path: str | 
     return make_tiny(model.tiny or settings.TinyModel(), DTYPES[model.dtype], seed, device)
 
 
-def load_tokenizer(model: settings.Model, path: str | Path | None = None) -> Any:
+def load_tokenizer(model: settings.ModelSettings, path: str | Path | None = None) -> Any:
     """The tokenizer alone, for who only turns text into tokens or back."""
     folder = path or model.path
     if folder is None:
@@ -49,7 +52,7 @@ def load_tokenizer(model: settings.Model, path: str | Path | None = None) -> Any
     return open_tokenizer(Path(folder), model)
 
 
-def make_tiny(shape: settings.TinyModel, dtype: torch.dtype, seed: int, device: torch.device) -> Loaded:
+def make_tiny(shape: settings.TinyModel, dtype: torch.dtype, seed: int, device: torch.device) -> LoadedModel:
     tokenizer = tiny.make_tokenizer(shape.alphabet)
     config = tiny.make_config(shape, len(tokenizer))
     with torch.random.fork_rng():
@@ -58,7 +61,7 @@ def make_tiny(shape: settings.TinyModel, dtype: torch.dtype, seed: int, device: 
     return wrap(module.to(dtype=dtype, device=device), tokenizer, shape.window)
 
 
-def open_folder(folder: Path, model: settings.Model, device: torch.device) -> Loaded:
+def open_folder(folder: Path, model: settings.ModelSettings, device: torch.device) -> LoadedModel:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
         module: Any = AutoModelForCausalLM.from_pretrained(
@@ -80,7 +83,7 @@ def open_folder(folder: Path, model: settings.Model, device: torch.device) -> Lo
     return loaded
 
 
-def open_tokenizer(folder: Path, model: settings.Model) -> Any:
+def open_tokenizer(folder: Path, model: settings.ModelSettings) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     except Exception as error:
@@ -98,7 +101,7 @@ def save_folder(model: Any, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def wrap(module: Any, tokenizer: Any, window: int) -> Loaded:
+def wrap(module: Any, tokenizer: Any, window: int) -> LoadedModel:
     """Ready to roll out and to learn."""
     experts.plug(module)
     routing.widen(module)
@@ -109,7 +112,7 @@ def wrap(module: Any, tokenizer: Any, window: int) -> Loaded:
         ids.append(tokenizer.eos_token_id)
     if not ids:
         raise ModelError("the model has no end-of-sequence token", "set eos_token in tokenizer_config.json")
-    return Loaded(module, tokenizer, tuple(ids), window)
+    return LoadedModel(module, tokenizer, tuple(ids), window)
 
 
 def _first_line(error: Exception) -> str:

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tidemill.config import Mixture
 from tidemill.errors import ModelError
-from tidemill.models.attention import Context
+from tidemill.models.attention.registry import Context
 from tidemill.models.lora import Reference
+from tidemill.recipe.config import Mixture
 
 PLACE = "e_score_correction_bias"
 GIVEN = "tide_bias"
@@ -36,7 +36,7 @@ TINY = 1e-20  # added by routers with a place of their own to the sum that they 
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class RouterKind:
     """A router that gives (logits, weights of the chosen, chosen)."""
 
     sums_to_one: bool | None = (
@@ -46,8 +46,8 @@ class Kind:
 
 
 KINDS = {
-    "MixtralTopKRouter": Kind(sums_to_one=True),
-    **dict.fromkeys(("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "OlmoeTopKRouter"), Kind()),
+    "MixtralTopKRouter": RouterKind(sums_to_one=True),
+    **dict.fromkeys(("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "OlmoeTopKRouter"), RouterKind()),
     **dict.fromkeys(
         (
             "DeepseekV3TopkRouter",
@@ -58,7 +58,7 @@ KINDS = {
             "ExaoneMoeTopkRouter",
             "SolarOpenTopkRouter",
         ),
-        Kind(has_place=True),
+        RouterKind(has_place=True),
     ),
 }
 
@@ -264,7 +264,7 @@ def _gate(layer: Any) -> Any:
     return block.gate if block is not None and type(block.gate).__name__ in KINDS else None
 
 
-def _kind(gate: Any) -> Kind:
+def _kind(gate: Any) -> RouterKind:
     return KINDS[type(gate).__name__]
 
 

@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 from tidemill.batch import Array
 from tidemill.device.compiled import library, over_rows
 from tidemill.errors import ConfigError
-from tidemill.models.attention import Context
-from tidemill.models.packed import Packed, SharedPrompt
+from tidemill.models.attention.packed import Packed, SharedPrompt
+from tidemill.models.attention.registry import Context
 
 SOURCE = Path(__file__).with_name("rowwise.c")
 # torch works on this many elements in one thread, and on vectors of at most this many.

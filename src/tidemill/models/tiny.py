@@ -15,7 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tidemill.config import TinyModel
+from tidemill.recipe.config import TinyModel
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 CONFIGS: dict[str, Any] = {

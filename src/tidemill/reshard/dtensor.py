@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from tidemill.errors import ReshardError
-from tidemill.reshard.layout import Entry, Layout, Mesh, Part, Place, Replicate, Shard
+from tidemill.reshard.layout import Layout, LayoutEntry, Mesh, Part, Place, Replicate, Shard
 
 EXPERT = re.compile(r"^(?P<before>.*\.experts)\.(?P<index>\d+)\.(?P<after>.+)$")
 
@@ -35,16 +35,16 @@ def local_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     return {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
 
 
-def _entry(name: str, tensor: torch.Tensor, rank: int) -> Entry:
+def _entry(name: str, tensor: torch.Tensor, rank: int) -> LayoutEntry:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if not isinstance(tensor, DTensor):
-        return Entry(name, tuple(tensor.shape), dtype, Mesh(("rank",), (1,), (rank,)), (Replicate(),))
+        return LayoutEntry(name, tuple(tensor.shape), dtype, Mesh(("rank",), (1,), (rank,)), (Replicate(),))
     grid = tensor.device_mesh
     names = grid.mesh_dim_names or tuple(f"axis{i}" for i in range(grid.ndim))
     ranks = tuple(int(r) for r in grid.mesh.flatten().tolist())
     mesh = Mesh(tuple(names), tuple(grid.mesh.shape), ranks)
     places = tuple(_place(name, p) for p in tensor.placements)
-    return Entry(name, tuple(tensor.shape), dtype, mesh, places, order=_order(tensor.placements))
+    return LayoutEntry(name, tuple(tensor.shape), dtype, mesh, places, order=_order(tensor.placements))
 
 
 def _place(name: str, placement: Placement) -> Place:
@@ -66,13 +66,13 @@ def _order(placements: tuple[Placement, ...]) -> tuple[int, ...]:
     return (*(i for i in range(len(placements)) if i not in strided), *reversed(strided))
 
 
-def _with_expert(entry: Entry, experts: int) -> Entry:
+def _with_expert(entry: LayoutEntry, experts: int) -> LayoutEntry:
     found = EXPERT.match(entry.name)
     if found is None or not experts:
         return entry
     index, shape = int(found["index"]), entry.shape
     part = Part((index, *(0 for _ in shape)), (1, *shape), (0,) * len(shape), shape)
-    return Entry(
+    return LayoutEntry(
         f"{found['before']}.{found['after']}", (experts, *shape), entry.dtype, entry.mesh, entry.places,
         entry.name, entry.order, part,
     )  # fmt: skip

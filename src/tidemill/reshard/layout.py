@@ -95,7 +95,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LayoutEntry:
     """One logical tensor in one home. `places` cut the home, one per axis of the mesh, in `order` of axes."""
 
     name: str
@@ -134,7 +134,7 @@ class Entry:
                 box[place.dim] = place.cut(*box[place.dim], coordinate[axis], self.mesh.shape[axis])
         return tuple(box)
 
-    def piece(self, coordinate: Shape, rank: int) -> Piece | None:
+    def piece(self, coordinate: Shape, rank: int) -> LayoutPiece | None:
         held = self.home_box(coordinate)
         part = self.part or Part((0,) * len(self.shape), self.shape, (0,) * len(self.shape), self.shape)
         extent = fit(part.extent, len(part.whole))
@@ -149,11 +149,11 @@ class Entry:
         box = tuple((low + s, high + s) for (low, high), s in zip(moved, part.start))
         ahead = self.ahead or (0,) * len(held)
         at = tuple(low - first + skip for (low, _), (first, _), skip in zip(common, held, ahead))
-        return Piece(rank, box, self.local, at)
+        return LayoutPiece(rank, box, self.local, at)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LayoutPiece:
     """`box` of a logical tensor lies on `rank`, in the local tensor `home`, from `at` on."""
 
     rank: int
@@ -166,7 +166,7 @@ class Piece:
 class Layout:
     """All tensors of one side. A name may have several entries: the same bytes on other ranks or in other homes."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[LayoutEntry, ...]
     absent: frozenset[int] = frozenset()  # ranks that are not there any more, and what they held with them
 
     def __post_init__(self) -> None:
@@ -175,8 +175,8 @@ class Layout:
                 raise ReshardError(f"{name} has more than one shape or dtype in a layout")
 
     @cached_property
-    def by_name(self) -> dict[str, list[Entry]]:
-        found: dict[str, list[Entry]] = {}
+    def by_name(self) -> dict[str, list[LayoutEntry]]:
+        found: dict[str, list[LayoutEntry]] = {}
         for entry in self.entries:
             found.setdefault(entry.name, []).append(entry)
         return found
@@ -190,7 +190,7 @@ class Layout:
         """Of one whole model."""
         return sum(math.prod(e[0].shape) * ITEM_BYTES[e[0].dtype] for e in self.by_name.values())
 
-    def pieces(self, name: str) -> list[Piece]:
+    def pieces(self, name: str) -> list[LayoutPiece]:
         found = (e.piece(place, rank) for e in self.by_name.get(name, ()) for place, rank in e.mesh.coordinates())
         return [p for p in found if p is not None and volume(p.box) and p.rank not in self.absent]
 

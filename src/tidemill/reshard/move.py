@@ -22,7 +22,7 @@ from tidemill.reshard import gather, pack
 from tidemill.reshard.layout import extents
 from tidemill.reshard.pack import CHECK_BYTES, Changes, Tensors
 from tidemill.reshard.plan import Plan, Transfer
-from tidemill.reshard.schedule import Message, Page, Round, rounds
+from tidemill.reshard.schedule import Page, Round, RoundMessage, rounds
 
 Verify = Literal["off", "sample", "all"]
 CHECK_EVERY: Mapping[str, int] = {"off": 0, "sample": 16, "all": 1}
@@ -63,7 +63,7 @@ class Job:
         return self.targets if transfer.hop else self.sources
 
 
-class Wire(Protocol):
+class WeightWire(Protocol):
     """How bytes get from rank to rank."""
 
     def carry(self, job: Job, moved: Moved) -> None:
@@ -75,7 +75,7 @@ class Wire(Protocol):
     def close(self) -> None: ...
 
 
-def move(job: Job, wire: Wire) -> Moved:
+def move(job: Job, wire: WeightWire) -> Moved:
     """Bring `job.targets` to the version in `job.sources`, over all ranks of the plan at once.
 
     When it returns, every rank has everything. When it raises, no rank has returned: the targets are worthless, the
@@ -98,7 +98,7 @@ def move(job: Job, wire: Wire) -> Moved:
     return moved
 
 
-def confirm(wire: Wire, job: Job, moved: Moved, checks: Checks) -> None:
+def confirm(wire: WeightWire, job: Job, moved: Moved, checks: Checks) -> None:
     """The end of a transfer: every rank found every block whole, or all of them raise."""
     failure = checks.failure()
     moved.checked = len(checks.of)
@@ -109,7 +109,7 @@ def confirm(wire: Wire, job: Job, moved: Moved, checks: Checks) -> None:
         )
 
 
-class Ring:
+class BufferRing:
     """`depth` buffers of `bucket_bytes` each, allocated once."""
 
     def __init__(
@@ -171,7 +171,7 @@ class GroupWire:
 
     def __init__(
         self,
-        ring: Ring,
+        ring: BufferRing,
         group: dist.ProcessGroup | None = None,
         *,
         timeout_s: float = TIMEOUT_S,
@@ -289,7 +289,9 @@ def _longest(pages: list[Page]) -> int:
     return max(page.nbytes for page in pages)
 
 
-def _laid_out(messages: Mapping[int, Message], buffer: torch.Tensor) -> list[tuple[int, Message, torch.Tensor]]:
+def _laid_out(
+    messages: Mapping[int, RoundMessage], buffer: torch.Tensor
+) -> list[tuple[int, RoundMessage, torch.Tensor]]:
     """Messages one after the other in a buffer."""
     found, at = [], 0
     for peer, message in messages.items():
@@ -298,7 +300,7 @@ def _laid_out(messages: Mapping[int, Message], buffer: torch.Tensor) -> list[tup
     return found
 
 
-def _fill(message: Message, part: torch.Tensor, job: Job) -> None:
+def _fill(message: RoundMessage, part: torch.Tensor, job: Job) -> None:
     for slot in message.slots:
         lay(slot.transfer, job, part, slot.at, slot.check_at)
 

@@ -19,7 +19,7 @@ ROW_WORDS = 1024  # of a checksum: position matters by row and by column
 
 
 @dataclass(frozen=True, slots=True)
-class Merge:
+class BlockMerge:
     """A low-rank addition to a weight, merged as it is read: `scale` × `up` (out, r) @ `down` (r, in), or stacks of
     both for a stack of weights. `rows` (out,): a factor of each row of the sum, for adapters with magnitudes of their
     own."""
@@ -30,7 +30,7 @@ class Merge:
     rows: torch.Tensor | None = None
 
 
-Changes = Mapping[str, Merge | Quantise]  # by logical name: what happens to a tensor as it is read
+Changes = Mapping[str, BlockMerge | Quantise]  # by logical name: what happens to a tensor as it is read
 
 
 def region(tensors: Tensors, spot: Spot, extent: Shape) -> torch.Tensor:

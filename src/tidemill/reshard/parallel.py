@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tidemill.errors import ReshardError, did_you_mean
-from tidemill.reshard.layout import Entry, Layout, Mesh, Place, Replicate, Shape, Shard
+from tidemill.reshard.layout import Layout, LayoutEntry, Mesh, Place, Replicate, Shape, Shard
 
 AXES = ("pp", "dp", "fsdp", "tp", "ep")
 VOCABULARY_STEP = 64  # engines pad the vocabulary to a multiple of this before cutting it
@@ -34,7 +34,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Parallel:
+class ParallelSizes:
     """How many ranks share out what. `ep` lies over the other axes' ranks and multiplies nothing."""
 
     pp: int = 1
@@ -55,7 +55,7 @@ class Parallel:
         return "·".join(f"{a}{n}" for a in AXES if (n := getattr(self, a)) > 1) or "one rank"
 
 
-def parse(word: str) -> Parallel:
+def parse(word: str) -> ParallelSizes:
     """`tp8,dp2` or `pp2·tp2`; an axis that is not said is 1."""
     found: dict[str, int] = {}
     for part in filter(None, re.split(r"[,·x\s]+", word.strip().lower())):
@@ -69,7 +69,7 @@ def parse(word: str) -> Parallel:
         if axis in found:
             raise ReshardError(f"layout {word!r} says {axis} twice")
         found[axis] = int(digits)
-    parallel = Parallel(**found)
+    parallel = ParallelSizes(**found)
     if parallel.stage_size % parallel.ep:
         raise ReshardError(
             f"layout {word!r}: ep{parallel.ep} does not divide the {parallel.stage_size} ranks of a stage",
@@ -78,7 +78,7 @@ def parse(word: str) -> Parallel:
     return parallel
 
 
-def learner(model: Model, parallel: Parallel, *, first: int = 0, dtype: str = "") -> Layout:
+def learner(model: Model, parallel: ParallelSizes, *, first: int = 0, dtype: str = "") -> Layout:
     """FSDP cuts the first dimension after tensor parallelism has cut its own; stages own runs of layers; the output
     layer of a tied model lies with the last stage too."""
     _check(model, parallel)
@@ -90,13 +90,19 @@ def learner(model: Model, parallel: Parallel, *, first: int = 0, dtype: str = ""
 
 
 def engine(
-    model: Model, parallel: Parallel, *, first: int = 0, dtype: str = "", fused: bool = True, expert_module: str = ""
+    model: Model,
+    parallel: ParallelSizes,
+    *,
+    first: int = 0,
+    dtype: str = "",
+    fused: bool = True,
+    expert_module: str = "",
 ) -> Layout:
     """An inference engine's tensors as vLLM names and fuses them: `qkv_proj`, `gate_up_proj`, `fused_qkv_a_proj`, and
     stacked experts `w13_weight` and `w2_weight`, cut first and fused after. `expert_module`: a module inside `experts`
     that holds those; newer vLLM has `routed_experts`."""
     _check(model, parallel)
-    entries: list[Entry] = []
+    entries: list[LayoutEntry] = []
     for name, shape in model.shapes.items():
         for stage in _stages(model, name, parallel.pp):
             ranks = _stage_ranks(parallel, stage, first)
@@ -108,30 +114,32 @@ def engine(
 # Cuts
 
 
-def _learner_entry(model: Model, parallel: Parallel, name: str, shape: Shape, ranks: Sequence[int]) -> Entry:
+def _learner_entry(model: Model, parallel: ParallelSizes, name: str, shape: Shape, ranks: Sequence[int]) -> LayoutEntry:
     if is_expert(name):
         rest = len(ranks) // parallel.ep
         grid = Mesh(("efsdp", "ep"), (rest, parallel.ep), tuple(ranks))
         # Experts go round the expert ranks; what is left of the ranks cuts each expert's rows, or copies them.
         outer: Place = Shard(1) if parallel.fsdp > 1 and rest > 1 else Replicate()
-        return Entry(name, shape, model.dtype, grid, (outer, Shard(0)))
+        return LayoutEntry(name, shape, model.dtype, grid, (outer, Shard(0)))
     grid = _grid(parallel, ranks)
     sharded: Place = Shard(0) if parallel.fsdp > 1 else Replicate()
     tensor = _tensor_cut(model, name, parallel.tp) if parallel.tp > 1 else Replicate()
-    return Entry(name, shape, model.dtype, grid, (Replicate(), sharded, tensor), order=(0, 2, 1))
+    return LayoutEntry(name, shape, model.dtype, grid, (Replicate(), sharded, tensor), order=(0, 2, 1))
 
 
-def _engine_entry(model: Model, parallel: Parallel, name: str, shape: Shape, ranks: Sequence[int]) -> Entry:
+def _engine_entry(model: Model, parallel: ParallelSizes, name: str, shape: Shape, ranks: Sequence[int]) -> LayoutEntry:
     if is_expert(name) and parallel.ep > 1:
         # An engine's expert group is tp wide at least; inside it experts are whole.
         grid = Mesh(("replica", "ep"), (len(ranks) // parallel.ep, parallel.ep), tuple(ranks))
-        return Entry(name, shape, model.dtype, grid, (Replicate(), Shard(0)))
+        return LayoutEntry(name, shape, model.dtype, grid, (Replicate(), Shard(0)))
     sharded: Place = Shard(0) if parallel.fsdp > 1 else Replicate()
     tensor = _tensor_cut(model, name, parallel.tp, padded=True) if parallel.tp > 1 else Replicate()
-    return Entry(name, shape, model.dtype, _grid(parallel, ranks), (Replicate(), sharded, tensor), order=(0, 2, 1))
+    return LayoutEntry(
+        name, shape, model.dtype, _grid(parallel, ranks), (Replicate(), sharded, tensor), order=(0, 2, 1)
+    )
 
 
-def _grid(parallel: Parallel, ranks: Sequence[int]) -> Mesh:
+def _grid(parallel: ParallelSizes, ranks: Sequence[int]) -> Mesh:
     return Mesh(("dp", "fsdp", "tp"), (parallel.dp, parallel.fsdp, parallel.tp), tuple(ranks))
 
 
@@ -171,7 +179,7 @@ FUSED: dict[str, tuple[str, ...]] = {
 STACKED = {"gate_proj": "w13_weight", "up_proj": "w13_weight", "down_proj": "w2_weight"}
 
 
-def _fuse(entry: Entry, shapes: Mapping[str, Shape], expert_module: str = "") -> Entry:
+def _fuse(entry: LayoutEntry, shapes: Mapping[str, Shape], expert_module: str = "") -> LayoutEntry:
     place, _, kind = entry.name.rpartition(".")
     before, _, module = place.rpartition(".")
     if is_expert(entry.name):
@@ -186,12 +194,12 @@ def _fuse(entry: Entry, shapes: Mapping[str, Shape], expert_module: str = "") ->
     return entry
 
 
-def _local_rows(entry: Entry, dim: int) -> int:
+def _local_rows(entry: LayoutEntry, dim: int) -> int:
     low, high = entry.home_box((0,) * len(entry.mesh.shape))[dim]
     return high - low
 
 
-def _sibling_rows(entry: Entry, shape: Shape, module: str) -> int:
+def _sibling_rows(entry: LayoutEntry, shape: Shape, module: str) -> int:
     """Rows that a sibling ahead has on each rank: cut as this one, except that key heads may be held by several."""
     places = tuple(replace(p, parts=0) if isinstance(p, Shard) and module == "q_proj" else p for p in entry.places)
     return _local_rows(replace(entry, shape=shape, places=places), 0)
@@ -200,7 +208,7 @@ def _sibling_rows(entry: Entry, shape: Shape, module: str) -> int:
 # Stages and ranks
 
 
-def _stage_ranks(parallel: Parallel, stage: int, first: int) -> range:
+def _stage_ranks(parallel: ParallelSizes, stage: int, first: int) -> range:
     begin = first + stage * parallel.stage_size
     return range(begin, begin + parallel.stage_size)
 
@@ -215,7 +223,7 @@ def _stages(model: Model, name: str, pp: int) -> list[int]:
     return [pp - 1]
 
 
-def _check(model: Model, parallel: Parallel) -> None:
+def _check(model: Model, parallel: ParallelSizes) -> None:
     def refuse(what: str, size: int, axis: str) -> None:
         raise ReshardError(f"{model.name}: {what} {size} cannot be cut by {axis}{getattr(parallel, axis)}")
 

@@ -18,9 +18,9 @@ from tidemill.errors import ReshardError, did_you_mean
 from tidemill.reshard.layout import (
     ITEM_BYTES,
     Box,
-    Entry,
     Layout,
-    Piece,
+    LayoutEntry,
+    LayoutPiece,
     Shape,
     extents,
     intersect,
@@ -74,8 +74,8 @@ class Transfer(NamedTuple):
     dtype: str
     sender: int
     receiver: int
-    held: Piece
-    wanted: tuple[Piece, ...]
+    held: LayoutPiece
+    wanted: tuple[LayoutPiece, ...]
     nbytes: int
     hop: int = 0
 
@@ -180,8 +180,8 @@ class Need:
     name: str
     dtype: str
     box: Box
-    holders: dict[int, Piece]
-    takers: dict[int, tuple[Piece, ...]]
+    holders: dict[int, LayoutPiece]
+    takers: dict[int, tuple[LayoutPiece, ...]]
 
     @property
     def nbytes(self) -> int:
@@ -190,7 +190,7 @@ class Need:
 
 def _needs(source: Layout, target: Layout) -> list[Need]:
     # Layers look alike: the geometry of one serves all that are cut the same way.
-    known: dict[tuple[tuple[Entry, ...], tuple[Entry, ...]], list[_Cell]] = {}
+    known: dict[tuple[tuple[LayoutEntry, ...], tuple[LayoutEntry, ...]], list[_Cell]] = {}
     needs = []
     for name, wanted in target.by_name.items():
         held = source.by_name.get(name)
@@ -212,24 +212,24 @@ def _needs(source: Layout, target: Layout) -> list[Need]:
 
 
 _ANY = "any"
-_Cell = tuple[Box, list[Piece], list[Piece]]  # box, who holds it, who wants it
+_Cell = tuple[Box, list[LayoutPiece], list[LayoutPiece]]  # box, who holds it, who wants it
 
 
-def _form(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+def _form(entries: Sequence[LayoutEntry]) -> tuple[LayoutEntry, ...]:
     """The entries without their names: homes are numbered."""
     return tuple(replace(e, name=_ANY, home=str(i)) for i, e in enumerate(entries))
 
 
-def _named(cell: _Cell, name: str, dtype: str, held: Sequence[Entry], wanted: Sequence[Entry]) -> Need:
+def _named(cell: _Cell, name: str, dtype: str, held: Sequence[LayoutEntry], wanted: Sequence[LayoutEntry]) -> Need:
     box, holders, takers = cell
-    targets: dict[int, tuple[Piece, ...]] = {}
+    targets: dict[int, tuple[LayoutPiece, ...]] = {}
     for p in takers:
         targets[p.rank] = (*targets.get(p.rank, ()), replace(p, home=wanted[int(p.home)].local))
     sources = {p.rank: replace(p, home=held[int(p.home)].local) for p in reversed(holders)}
     return Need(name, dtype, box, sources, targets)
 
 
-def _cells(held: list[Piece], wanted: list[Piece], name: str) -> list[_Cell]:
+def _cells(held: list[LayoutPiece], wanted: list[LayoutPiece], name: str) -> list[_Cell]:
     """Cut what is wanted by what is held, so that each box has the same holders and takers all over."""
     sources, targets = _disjoint(held), _disjoint(wanted)
     cells = []
@@ -245,15 +245,15 @@ def _cells(held: list[Piece], wanted: list[Piece], name: str) -> list[_Cell]:
     return cells
 
 
-def _disjoint(pieces: Iterable[Piece]) -> dict[Box, list[Piece]]:
+def _disjoint(pieces: Iterable[LayoutPiece]) -> dict[Box, list[LayoutPiece]]:
     """Pieces by box. Boxes that overlap in part are cut at each other's borders."""
-    boxes: dict[Box, list[Piece]] = {}
+    boxes: dict[Box, list[LayoutPiece]] = {}
     for piece in pieces:
         boxes.setdefault(piece.box, []).append(piece)
     if sum(map(volume, boxes)) == _covered(boxes):
         return boxes
     grid = [sorted({edge for box in boxes for edge in box[d]}) for d in range(len(next(iter(boxes))))]
-    cells: dict[Box, list[Piece]] = {}
+    cells: dict[Box, list[LayoutPiece]] = {}
     for cell in itertools.product(*(list(itertools.pairwise(edges)) for edges in grid)):
         inside = [p for box, ps in boxes.items() if intersect(box, cell) is not None for p in ps]
         if inside:

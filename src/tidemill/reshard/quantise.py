@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from tidemill.errors import ReshardError
-from tidemill.reshard.layout import Box, Entry, Layout, Part, Piece, Shape, Shard, extents, shift
+from tidemill.reshard.layout import Box, Layout, LayoutEntry, LayoutPiece, Part, Shape, Shard, extents, shift
 from tidemill.reshard.plan import Spot, Transfer
 
 SCALE = "::scale"
@@ -54,7 +54,7 @@ class Quantise:
         low, high = box[-1]
         return (*box[:-1], (low * self.group, min(high * self.group, self.columns)))
 
-    def _weight(self, scales: Piece) -> Piece:
+    def _weight(self, scales: LayoutPiece) -> LayoutPiece:
         home = scales.home.removesuffix(SCALE)
         at = (*scales.at[:-1], scales.at[-1] * self.group)
         return replace(scales, home=home, at=at, box=self._columns(scales.box))
@@ -90,7 +90,7 @@ def dequantised(values: torch.Tensor, scale: torch.Tensor, group: int = GROUP) -
     return values.float() * scale.repeat_interleave(group, -1)[..., : values.shape[-1]]
 
 
-def _scales(entry: Entry, group: int) -> Entry:
+def _scales(entry: LayoutEntry, group: int) -> LayoutEntry:
     """The entry of a tensor's scales: cut as the tensor, its last dimension `group` times shorter."""
     last = len(entry.whole) - 1
     for place, size in zip(entry.places, entry.mesh.shape):
@@ -113,7 +113,7 @@ def _scales(entry: Entry, group: int) -> Entry:
     )  # fmt: skip
 
 
-def _region(tensors: Mapping[str, torch.Tensor], held: Piece, box: Box) -> torch.Tensor:
+def _region(tensors: Mapping[str, torch.Tensor], held: LayoutPiece, box: Box) -> torch.Tensor:
     from tidemill.reshard.pack import region
 
     return region(tensors, Spot(held.home, shift(held.at, held.box, box)), extents(box))

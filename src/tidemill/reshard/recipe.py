@@ -6,33 +6,33 @@ import json
 import re
 from pathlib import Path
 
-from tidemill import config as settings
 from tidemill.errors import ReshardError
+from tidemill.estimate.run import shape_of
+from tidemill.recipe import config as settings
 from tidemill.reshard.layout import Shape
-from tidemill.reshard.parallel import Model, Parallel, decoder
-from tidemill.settings.estimate import shape_of
+from tidemill.reshard.parallel import Model, ParallelSizes, decoder
 
 EXPERT = re.compile(r"^(?P<before>.*\.experts)\.(?P<index>\d+)\.(?P<after>.+)$")
 
 
-def learner_of(config: settings.Config) -> Parallel:
+def learner_of(config: settings.Config) -> ParallelSizes:
     """Weights are sharded over fsdp × cp: ranks of both add their gradients up."""
     p = config.learn.parallel
     if p.ranks == 1:
-        return Parallel(dp=config.cluster.learners)
-    return Parallel(pp=p.pp, dp=p.replicate, fsdp=p.fsdp * p.cp, tp=p.tp, ep=p.ep)
+        return ParallelSizes(dp=config.cluster.learners)
+    return ParallelSizes(pp=p.pp, dp=p.replicate, fsdp=p.fsdp * p.cp, tp=p.tp, ep=p.ep)
 
 
-def engine_of(config: settings.Config) -> tuple[Parallel, bool]:
+def engine_of(config: settings.Config) -> tuple[ParallelSizes, bool]:
     """Rollout replicas, each whole, and whether they have devices of their own."""
     if config.cluster.executor == "local":
-        return Parallel(), False
+        return ParallelSizes(), False
     if config.cluster.placement.rollout == "colocated":
-        return Parallel(dp=learner_of(config).size), False
-    return Parallel(dp=config.cluster.rollouts), True
+        return ParallelSizes(dp=learner_of(config).size), False
+    return ParallelSizes(dp=config.cluster.rollouts), True
 
 
-def model_of(model: settings.Model) -> Model:
+def model_of(model: settings.ModelSettings) -> Model:
     """The tensors of a recipe's model, from its folder's headers or a small model's settings; no weight is read."""
     shape = shape_of(model)
     if shape is None:

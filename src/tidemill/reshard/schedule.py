@@ -26,7 +26,7 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Message:
+class RoundMessage:
     """What one rank sends another in one round; in a shared ring, what it lays out for all."""
 
     slots: list[Slot] = field(default_factory=list)
@@ -44,8 +44,8 @@ class Message:
 class Round:
     """One rank's part in a round: messages by peer."""
 
-    out: dict[int, Message] = field(default_factory=dict)
-    into: dict[int, Message] = field(default_factory=dict)
+    out: dict[int, RoundMessage] = field(default_factory=dict)
+    into: dict[int, RoundMessage] = field(default_factory=dict)
 
 
 def rounds(plan: Plan, rank: int, *, half_bytes: int, depth: int, check_every: int, version: int) -> list[Round]:
@@ -71,9 +71,9 @@ def rounds(plan: Plan, rank: int, *, half_bytes: int, depth: int, check_every: i
             while len(mine) <= at:
                 mine.append(Round())
             if piece.sender == rank:
-                mine[at].out.setdefault(piece.receiver, Message()).add(piece, checked)
+                mine[at].out.setdefault(piece.receiver, RoundMessage()).add(piece, checked)
             if piece.receiver == rank:
-                mine[at].into.setdefault(piece.sender, Message()).add(piece, checked)
+                mine[at].into.setdefault(piece.sender, RoundMessage()).add(piece, checked)
     return mine
 
 

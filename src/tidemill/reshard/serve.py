@@ -15,7 +15,7 @@ import torch
 
 from tidemill.errors import ReshardError
 from tidemill.reshard.layout import Layout
-from tidemill.reshard.move import Job, Moved, Wire, move
+from tidemill.reshard.move import Job, Moved, WeightWire, move
 from tidemill.reshard.pack import Tensors
 from tidemill.reshard.plan import Plan, Topology, plan
 
@@ -35,7 +35,7 @@ class Serving:
         self.aside = aside
         self._back: Tensors = tensors if aside == "none" else {n: _aside(t, aside) for n, t in tensors.items()}
 
-    def receive(self, job: Job, wire: Wire) -> Moved:
+    def receive(self, job: Job, wire: WeightWire) -> Moved:
         """Bring a new version in, whole or not at all. `job.targets` is chosen here."""
         if job.version <= self.version:
             raise ReshardError(f"version {job.version} is not newer than version {self.version}, which is served")

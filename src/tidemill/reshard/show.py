@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from tidemill.errors import ReshardError
 from tidemill.reshard.move import BUCKET_BYTES, DEPTH
-from tidemill.reshard.parallel import Model, Parallel, count, engine, learner, parse
+from tidemill.reshard.parallel import Model, ParallelSizes, count, engine, learner, parse
 from tidemill.reshard.plan import Plan, Topology, plan
 from tidemill.reshard.shapes import published
 
@@ -25,7 +25,7 @@ SHADES = " ·░▒▓█"
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class PlanReport:
     """A dry plan in numbers. Bytes unless it says otherwise; `most_` is of the busiest rank."""
 
     title: str
@@ -63,7 +63,7 @@ def dry_plan(
     dtype: str = "bfloat16",
     depth: int = DEPTH,
     bucket_bytes: int = BUCKET_BYTES,
-) -> Report:
+) -> PlanReport:
     """The plan of a published model from one layout word to another. `apart`: the engine's devices come after the
     learner's; else both have the same. `devices` 0: as many as the words say."""
     wide, narrow = parse(source), parse(target)
@@ -71,20 +71,20 @@ def dry_plan(
     return planned(published(model), wide, narrow, per_node, apart, dtype, depth, bucket_bytes)
 
 
-def on_paper() -> list[Report]:
+def on_paper() -> list[PlanReport]:
     return [dry_plan(model, source, target, devices=devices) for model, source, target, devices in ON_PAPER]
 
 
 def planned(
     shapes: Model,
-    wide: Parallel,
-    narrow: Parallel,
+    wide: ParallelSizes,
+    narrow: ParallelSizes,
     per_node: int = 8,
     apart: bool = False,
     dtype: str = "",
     depth: int = DEPTH,
     bucket_bytes: int = BUCKET_BYTES,
-) -> Report:
+) -> PlanReport:
     held = learner(shapes, wide, dtype=dtype)
     wanted = engine(shapes, narrow, first=wide.size if apart else 0, dtype=dtype)
     made = plan(held, wanted, Topology(per_node))
@@ -103,7 +103,7 @@ def _check_devices(source: str, wide: int, target: str, narrow: int, devices: in
         )
 
 
-def report(made: Plan, title: str, parameters: int, *, ring_bytes: int, bucket_bytes: int) -> Report:
+def report(made: Plan, title: str, parameters: int, *, ring_bytes: int, bucket_bytes: int) -> PlanReport:
     model_bytes = made.target.nbytes
     # What a switch that gathers everything needs: each rank gets all that it does not hold, and has room for all.
     least_held = min(_held_bytes(made).values())
@@ -112,7 +112,7 @@ def report(made: Plan, title: str, parameters: int, *, ring_bytes: int, bucket_b
     def at(nbytes: int) -> dict[str, float]:
         return {f"{rate:g}": nbytes / (rate * 1e9) for rate in LINKS_GB_PER_S}
 
-    return Report(
+    return PlanReport(
         title=title,
         parameters=parameters,
         model_bytes=model_bytes,
@@ -150,7 +150,7 @@ def _held_bytes(made: Plan) -> dict[int, int]:
     return found
 
 
-def render(found: Report) -> str:
+def render(found: PlanReport) -> str:
     """The report as text, one screen."""
     moved = found.bytes / found.lower_bound_bytes if found.lower_bound_bytes else 1.0
     lines = [

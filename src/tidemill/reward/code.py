@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from tidemill.reward.api import Reward, Sample
-from tidemill.reward.sandbox.limits import Limits
+from tidemill.reward.sandbox.limits import SandboxLimits
 from tidemill.reward.sandbox.run import Sandbox
 
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
@@ -56,4 +56,4 @@ def trimmed(lines: list[str]) -> list[str]:
 @lru_cache(maxsize=4)
 def sandbox(wall_s: float, cpu_s: int, memory_mb: int) -> Sandbox:
     """One per worker and set of limits, warm from the first program on."""
-    return Sandbox(Limits(wall_s=wall_s, cpu_s=cpu_s, memory_mb=memory_mb))
+    return Sandbox(SandboxLimits(wall_s=wall_s, cpu_s=cpu_s, memory_mb=memory_mb))

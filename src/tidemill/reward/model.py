@@ -40,7 +40,7 @@ def model(
     return [scale * (value - centre) for value in judge.rewards(rows, tokens_per_batch)]
 
 
-class RewardModel:
+class LoadedRewardModel:
     def __init__(self, path: str, device: str = "auto") -> None:
         check(path)
         try:
@@ -89,8 +89,8 @@ class RewardModel:
 
 
 @lru_cache(maxsize=4)
-def opened(path: str, device: str = "auto") -> RewardModel:
-    return RewardModel(path, device)
+def opened(path: str, device: str = "auto") -> LoadedRewardModel:
+    return LoadedRewardModel(path, device)
 
 
 def close_all() -> None:

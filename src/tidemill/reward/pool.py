@@ -20,7 +20,7 @@ from typing import Any
 
 from tidemill.reward.api import Sample
 from tidemill.reward.outcome import Outcome
-from tidemill.reward.wire import Wire
+from tidemill.reward.wire import JsonSocket
 
 START_S = 120.0  # a worker may import a user's large module; no sample's clock runs meanwhile
 MOST_PER_MESSAGE = 32  # units sent at once: saves round trips, keeps lanes even
@@ -85,7 +85,7 @@ class Lane:
         self.thread = threading.Thread(target=self._run, name=f"reward-{number}", daemon=True)
         self.is_closing = False
         self.process: subprocess.Popen[bytes] | None = None
-        self.wire: Wire | None = None
+        self.wire: JsonSocket | None = None
         self._lock = threading.Lock()
 
     def _run(self) -> None:
@@ -123,7 +123,7 @@ class Lane:
         if self.process is not None:
             return None
         ours, theirs = socket.socketpair()
-        self.wire = Wire(ours)
+        self.wire = JsonSocket(ours)
         with theirs, self._lock:
             if self.is_closing:
                 return "the scorer was closed"

@@ -11,7 +11,7 @@ from tidemill.imports import built_in, check_arguments, is_import_path, load
 from tidemill.reward.api import RewardFunction
 
 if TYPE_CHECKING:
-    from tidemill.config import Rewards
+    from tidemill.recipe.config import Rewards
 
 
 Reads = Callable[[Mapping[str, Any]], Sequence[str]]

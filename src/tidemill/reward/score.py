@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from tidemill.config import Rewards
 from tidemill.device import host
 from tidemill.errors import ConfigError, RewardError
+from tidemill.recipe.config import Rewards
 from tidemill.reward.api import RewardFunction, Sample, Scored, is_batched
 from tidemill.reward.outcome import Outcome, judge, judge_many
 from tidemill.reward.pool import Pool, Unit
@@ -89,7 +89,7 @@ class Scorer:
 
     def submit(self, samples: list[Sample]) -> Future[list[Scored]]:
         """Judge samples in the background."""
-        task = Task(self, samples)
+        task = ScoringTask(self, samples)
         slow = [(i, k, c) for k, c in enumerate(self.components) if c.slot is not None for i in range(len(samples))]
         if self._pool is not None and slow:
             self._pool.submit([Unit(c.slot or 0, samples[i], task.setter(i, k)) for i, k, c in slow])
@@ -100,7 +100,7 @@ class Scorer:
         """Judge samples and wait."""
         return self.submit(samples).result()
 
-    def _judge_here(self, task: Task, samples: list[Sample]) -> None:
+    def _judge_here(self, task: ScoringTask, samples: list[Sample]) -> None:
         for k, component in enumerate(self.components):
             if component.slot is not None:
                 continue
@@ -151,7 +151,7 @@ class Scorer:
         self.close()
 
 
-class Task:
+class ScoringTask:
     """One call of submit: collects outcomes from several threads and resolves the future once all are there."""
 
     def __init__(self, scorer: Scorer, samples: list[Sample]) -> None:

@@ -12,16 +12,16 @@ from typing import Any
 HEADER = struct.Struct("=I")
 
 
-class Wire:
+class JsonSocket:
     """One end. The standard library's Connection would do as well, but takes 100 modules along into every process."""
 
     def __init__(self, end: socket.socket) -> None:
         self.end = end
 
     @staticmethod
-    def at(handle: int) -> Wire:
+    def at(handle: int) -> JsonSocket:
         """The end that this process was started with."""
-        return Wire(socket.socket(fileno=handle))
+        return JsonSocket(socket.socket(fileno=handle))
 
     def send(self, message: Any) -> None:
         data = json.dumps(message).encode()

@@ -16,13 +16,13 @@ from tidemill.errors import TidemillError
 from tidemill.reward.api import RewardFunction, Sample
 from tidemill.reward.outcome import Outcome, judge
 from tidemill.reward.registry import find
-from tidemill.reward.wire import Wire
+from tidemill.reward.wire import JsonSocket
 
 PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    wire = Wire.at(int(sys.argv[1]))
+    wire = JsonSocket.at(int(sys.argv[1]))
     die_with_parent()
     os.dup2(2, 1)
     try:

@@ -15,8 +15,8 @@ from transformers import DynamicCache
 
 from tidemill.models.modes import at_rest
 from tidemill.rollout.engine import Completion, Finish, Partial, Request, load_part, token_limit, told
-from tidemill.rollout.native.check import Limits, find_problem, refused
-from tidemill.rollout.native.sampling import Draw, draw, is_steered, is_truncated, steer, stream_key
+from tidemill.rollout.native.check import RequestLimits, find_problem, refused
+from tidemill.rollout.native.draw.sampling import Draw, draw, is_steered, is_truncated, steer, stream_key
 
 
 class HFEngine:
@@ -29,7 +29,7 @@ class HFEngine:
         self.tokenizer = tokenizer
         self.version = 0
         vocab = int(model.get_output_embeddings().weight.shape[0])
-        self.limits = Limits(vocab, max_len, 1 << 62, tokenizer is not None)
+        self.limits = RequestLimits(vocab, max_len, 1 << 62, tokenizer is not None)
         self.waiting: deque[tuple[Request, list[Partial]]] = deque()
         self.ended: list[Completion] = []  # refused or cancelled: what the next step gives
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from tidemill.config import Config
-from tidemill.models.load import Loaded
+from tidemill.models.load import LoadedModel
+from tidemill.recipe.config import Config
 from tidemill.rollout.engine import RolloutEngine
 
 
-def make_engine(loaded: Loaded, config: Config) -> RolloutEngine:
+def make_engine(loaded: LoadedModel, config: Config) -> RolloutEngine:
     return with_turns(make_plain(loaded, config), loaded, config)
 
 
-def with_turns(engine: RolloutEngine, loaded: Loaded, config: Config) -> RolloutEngine:
+def with_turns(engine: RolloutEngine, loaded: LoadedModel, config: Config) -> RolloutEngine:
     """As it is, or with the recipe's environment talking to it."""
     if config.environment is None:
         return engine
@@ -26,7 +26,7 @@ def with_turns(engine: RolloutEngine, loaded: Loaded, config: Config) -> Rollout
     )
 
 
-def make_plain(loaded: Loaded, config: Config, group: Any = None) -> RolloutEngine:
+def make_plain(loaded: LoadedModel, config: Config, group: Any = None) -> RolloutEngine:
     """An engine whose samples are one turn each. `group`: ranks that share the work (native engine)."""
     rollout = config.rollout
     max_len = min(loaded.window, config.data.max_prompt_tokens + rollout.max_new_tokens)

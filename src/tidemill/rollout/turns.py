@@ -15,16 +15,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tidemill.batch import Array
-from tidemill.config import Environment as Settings
 from tidemill.environment.api import Closes, Environment, Interrupts, Maker, Played, Task, Turn
 from tidemill.environment.registry import find
 from tidemill.environment.speech import Speech
 from tidemill.errors import PlayError
+from tidemill.recipe.config import EnvironmentSettings as Settings
 from tidemill.rollout.engine import Completion, Finish, Partial, Request, RolloutEngine, token_limit, told
-from tidemill.rollout.native.check import Limits, find_problem
+from tidemill.rollout.native.check import RequestLimits, find_problem
 
 PATIENCE_S = 0.05  # between looks at environments that think, when no model works
-ANY = Limits(vocab=1 << 31, max_len=1 << 62, cache_tokens=1 << 62, has_tokenizer=True)  # no engine's: what nobody takes
+ANY = RequestLimits(
+    vocab=1 << 31, max_len=1 << 62, cache_tokens=1 << 62, has_tokenizer=True
+)  # no engine's: what nobody takes
 
 
 @dataclass(slots=True, eq=False)

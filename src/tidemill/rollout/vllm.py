@@ -26,8 +26,8 @@ from tidemill.models.buffers import persistent
 from tidemill.rollout.engine import Completion, Finish, Partial, Request, Sampling, token_limit, told
 from tidemill.rollout.hf import _plain
 from tidemill.rollout.mismatch import Mismatch, measure
-from tidemill.rollout.native.check import Limits, find_problem, refused
-from tidemill.rollout.native.sampling import is_steered, is_truncated
+from tidemill.rollout.native.check import RequestLimits, find_problem, refused
+from tidemill.rollout.native.draw.sampling import is_steered, is_truncated
 from tidemill.rollout.stops import ends_by_string
 from tidemill.rollout.vllm_kept import NAME, KeptMass, processor
 
@@ -65,7 +65,7 @@ class VLLMEngine:
         self.version = 0
         self.parity: Mismatch | None = None  # of the latest load
         vocab = int(model.get_output_embeddings().weight.shape[0])
-        self.limits = Limits(vocab, max_len, 1 << 62, tokenizer is not None)
+        self.limits = RequestLimits(vocab, max_len, 1 << 62, tokenizer is not None)
         self._make_params = make_params
         self._running: dict[str, Partial] = {}
         self._before: dict[str, int] = {}  # tokens a sample had when it was given to vLLM

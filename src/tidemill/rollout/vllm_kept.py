@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tidemill.rollout.engine import Sampling
-from tidemill.rollout.native.sampling import Draw, is_truncated, threshold
+from tidemill.rollout.native.draw.sampling import Draw, is_truncated, threshold
 
 # Where a request's own settings carry its name, from which the processor knows it.
 NAME = "tidemill"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tidemill.cluster.ranks import Ranks
+from tidemill.cluster.start.ranks import Ranks
 
 MOST = 8
 TESTS = 6  # that one set serves: every mesh leaves threads of its groups behind, and hundreds of them slow all others

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 import tidemill.learn.engine  # noqa: F401  imported once, before ranks are forked
 from tests.learn.grouped import grouped
 from tidemill.batch import Batch
-from tidemill.config import Config
-from tidemill.learn.parallel.collectives import Link, world
+from tidemill.learn.parallel.collectives import MeshLink, world
 from tidemill.learn.parallel.flight import Flight
+from tidemill.recipe.config import Config
 
 VOCABULARY = 96
 _BASE: dict[str, Any] = {
@@ -59,7 +59,7 @@ def config(**over: Any) -> Config:
     return Config.model_validate({"algorithm": "grpo", "train": {"tokens_per_microbatch": 4096}, **over})
 
 
-def over_all() -> Link:
+def over_all() -> MeshLink:
     """All ranks of the world."""
     return world(Flight(_get_default_store(), dist.get_rank(), 60.0))
 

@@ -25,9 +25,10 @@ from transformers import (
 from tests.learn.grouped import grouped
 from tidemill.algorithms.registry import get
 from tidemill.batch import Batch, Column
-from tidemill.config import Config
 from tidemill.learn.engine import Learner
-from tidemill.models import attention, lora
+from tidemill.models import lora
+from tidemill.models.attention import registry as attention
+from tidemill.recipe.config import Config
 
 COMMON: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 4,

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.learn.parallel.products import gathered, make_model, recipe, samples
 from tidemill.algorithms.registry import get
-from tidemill.cluster.ranks import RankError, Ranks
+from tidemill.cluster.start.ranks import RankError, Ranks
 from tidemill.errors import CheckpointError
 from tidemill.learn import checkpoint as plain
 from tidemill.learn.engine import Learner

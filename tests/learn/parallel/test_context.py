@@ -13,9 +13,9 @@ from tidemill.learn.engine import forward, token_batch
 from tidemill.learn.packing import pack
 from tidemill.learn.parallel import context
 from tidemill.learn.parallel.context import Shares, check, cut, key_heads, parallel
-from tidemill.learn.parallel.ring import Ring, make_plan, within
-from tidemill.models.contexts import KINDS
-from tidemill.models.flex import Sight
+from tidemill.learn.parallel.ring import AttentionRing, make_plan, within
+from tidemill.models.attention.contexts import KINDS
+from tidemill.models.attention.flex import Sight
 
 CPU = torch.device("cpu")
 LENGTHS = [7, 30, 1, 12, 3]
@@ -50,7 +50,7 @@ def rank_attention(cases):
         sight = sights()[kind]
         shares = Shares.of(len(sight.start), over.size)
         if form == "ring":
-            here = Ring(sight, shares, over, CPU, tile=4)  # small tiles: some empty, some full, some cut
+            here = AttentionRing(sight, shares, over, CPU, tile=4)  # small tiles: some empty, some full, some cut
         else:
             here = context.Ulysses(base(kind), shares, over, CPU)
         own = torch.from_numpy(shares.tokens(over.rank))
@@ -90,7 +90,7 @@ def test_attention_over_ranks_equals_that_of_one(ranks, count):
 
 def loss_of(made, batch, settings, attention, share):
     packed = pack(batch, CPU, share, attention)
-    if isinstance(packed.context, context.Ulysses | Ring):
+    if isinstance(packed.context, context.Ulysses | AttentionRing):
         part = cut(packed)
         scores = tuple(part.whole(x) for x in forward(made, part.packed, settings))
     else:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from benchmarks.context import measure
 
-from tidemill.cluster.ranks import Ranks
+from tidemill.cluster.start.ranks import Ranks
 
 SHARE, RANKS = 256, 8
 SHAPE = (64, 2)  # width, layers

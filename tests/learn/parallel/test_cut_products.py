@@ -6,7 +6,7 @@ import pytest
 
 from tests.learn.parallel.products import Case, product
 from tests.learn.parallel.test_products import CLOSE
-from tidemill.cluster.ranks import Ranks
+from tidemill.cluster.start.ranks import Ranks
 
 PLAIN = {"name": ["whole_prompts"], "learn": {"share_prompts": False}}
 SMALL = {"name": ["many"], "train": {"tokens_per_microbatch": 24}}

@@ -12,7 +12,7 @@ from tests.learn.parallel.products import Case, make_model, product, recipe, sam
 from tests.learn.parallel.test_checkpoint import learner_of
 from tests.learn.parallel.test_products import CLOSE
 from tidemill.algorithms.registry import get
-from tidemill.cluster.ranks import Ranks
+from tidemill.cluster.start.ranks import Ranks
 from tidemill.learn import checkpoint as plain
 from tidemill.learn.engine import Learner
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.learn.parallel.products import Case, make_model, product, recipe, samples
 from tidemill.algorithms.registry import get
-from tidemill.cluster.ranks import Ranks
+from tidemill.cluster.start.ranks import Ranks
 from tidemill.learn.engine import Learner
 
 CLOSE = 1e-5  # float32

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.learn.parallel.products import make_model, recipe, samples
 from tidemill.algorithms.registry import get
 from tidemill.batch import Batch, Column
-from tidemill.cluster.ranks import Ranks
+from tidemill.cluster.start.ranks import Ranks
 from tidemill.learn.critic import ValueLearner, ValueModel
 from tidemill.learn.engine import score
 
@@ -113,8 +113,8 @@ def refer(parallel: dict[str, Any]) -> Any:
 
 
 def test_the_reference_stays_as_it_was_on_sizes_of_its_own(ranks: Ranks) -> None:
-    from tidemill.config import TinyModel
     from tidemill.models.load import make_tiny
+    from tidemill.recipe.config import TinyModel
 
     config = recipe({}, {})
     before, after, tp = ranks.call(refer, {"tp": 2, "fsdp": 2}, on=4)[0]

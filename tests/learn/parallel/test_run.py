@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import tidemill
-from tidemill.cluster.ranked import check_here
+from tidemill.cluster.start.ranked import check_here
 from tidemill.errors import ConfigError
-from tidemill.launch import resume
-from tidemill.reward.model import RewardModel
-from tidemill.trained import export, open_trained
+from tidemill.reward.model import LoadedRewardModel
+from tidemill.run.start import resume
+from tidemill.run.trained import export, open_trained
 
 pytestmark = pytest.mark.slow
 
@@ -101,7 +101,7 @@ def test_a_reward_model_on_ranks_is_one_ranks_and_can_be_exported(tmp_path: Path
     scores = []
     for name in ("one", "many"):
         export(tmp_path / name, tmp_path / f"{name}-exported")
-        scores.append(RewardModel(str(tmp_path / f"{name}-exported")).rewards(rows, 100))
+        scores.append(LoadedRewardModel(str(tmp_path / f"{name}-exported")).rewards(rows, 100))
     assert scores[1] == pytest.approx(scores[0], abs=1e-5) and scores[0] != [0.0, 0.0]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tidemill.cluster.ranks import Ranks
+from tidemill.cluster.start.ranks import Ranks
 from tidemill.learn.logprob import token_logprobs
 
 WORDS, WIDTH, TOKENS = 13, 6, 10  # of 13 words, four ranks have 4, 4, 4 and 1

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.learn.parallel.products import make_model, recipe, samples
 from tidemill.algorithms.registry import get
-from tidemill.cluster.ranks import RankError, Ranks
+from tidemill.cluster.start.ranks import RankError, Ranks
 from tidemill.learn.parallel.flight import CollectiveError
 
 pytestmark = pytest.mark.slow

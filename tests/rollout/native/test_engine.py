@@ -14,7 +14,7 @@ from tidemill.errors import ModelError
 from tidemill.rollout.engine import Completion, Request, Sampling
 from tidemill.rollout.hf import HFEngine
 from tidemill.rollout.native.engine import NativeEngine
-from tidemill.rollout.native.lean import LeanRunner
+from tidemill.rollout.native.forward.lean import LeanRunner
 
 
 @pytest.fixture(scope="module")

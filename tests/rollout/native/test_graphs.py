@@ -16,11 +16,11 @@ from torch import Tensor
 
 from tidemill.device.mapped import MappedMemory
 from tidemill.rollout.engine import Completion, Request, Sampling
-from tidemill.rollout.native import graphs
 from tidemill.rollout.native.attention import causal_attention
+from tidemill.rollout.native.draw.sampling import Draw, draw
 from tidemill.rollout.native.engine import NativeEngine
-from tidemill.rollout.native.fused import FusedRunner
-from tidemill.rollout.native.sampling import Draw, draw
+from tidemill.rollout.native.forward import graphs
+from tidemill.rollout.native.forward.fused import FusedRunner
 from tidemill.rollout.native.speculate import MOST, ON_ACCELERATOR, Speculator
 
 HAS_DEVICE = torch.accelerator.is_available()
@@ -116,7 +116,7 @@ class AgainEachTime:
 def ahead(monkeypatch: pytest.MonkeyPatch, model: Any, **options: Any) -> NativeEngine:
     engine = NativeEngine(model, max_seqs=6, max_len=64, page_size=16, step_tokens=40, **options)
     if not HAS_DEVICE:
-        monkeypatch.setattr(graphs, "Graph", AgainEachTime)
+        monkeypatch.setattr(graphs, "CapturedGraph", AgainEachTime)
         engine.kernels = None
         engine.runner = FusedRunner(model, 64, TorchKernels())
         engine.decoder = graphs.GraphDecoder(engine.runner, engine.store, engine.scheduler.slots, engine.vocab)

@@ -64,7 +64,7 @@ def fused_infer(
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The library as if it were here, for float32 too, so that tokens can be compared exactly."""
     chosen = paged.KINDS[request.param]
-    here = paged.Kind(chosen.decode, lambda _: True, 16, chosen.most_dim, chosen.has_window, chosen.is_first)
+    here = paged.PagedAttention(chosen.decode, lambda _: True, 16, chosen.most_dim, chosen.has_window, chosen.is_first)
     monkeypatch.setattr(paged, "KINDS", {request.param: here})
     monkeypatch.setattr(paged, "SIXTEEN_BITS", (torch.float32,))
     monkeypatch.setattr(paged, "_varlen_attn", lambda: varlen_attn)

@@ -16,7 +16,7 @@ from tests.rollout.tiny import roll, tiny_model
 from tidemill.errors import ModelError
 from tidemill.rollout.engine import Request, Sampling
 from tidemill.rollout.native.engine import NativeEngine
-from tidemill.rollout.native.parallel import check_divides, cut, gathered, layout
+from tidemill.rollout.native.forward.parallel import check_divides, cut, gathered, layout
 
 Samples = dict[tuple[int, int], tuple[list[int], list[float]]]
 

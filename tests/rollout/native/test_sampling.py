@@ -10,8 +10,8 @@ import torch
 from tests.rollout.tiny import kept_chances, roll, tiny_model
 
 from tidemill.rollout.engine import Request, Sampling
+from tidemill.rollout.native.draw.sampling import Draw, draw, stream_key
 from tidemill.rollout.native.engine import NativeEngine
-from tidemill.rollout.native.sampling import Draw, draw, stream_key
 
 ROWS = 40_000
 

@@ -17,7 +17,7 @@ if not HAS_DEVICE:
 pytest.importorskip("triton")
 
 from tidemill.rollout.native.attention import causal_attention  # noqa: E402
-from tidemill.rollout.native.sampling import Draw, draw, stream_key  # noqa: E402
+from tidemill.rollout.native.draw.sampling import Draw, draw, stream_key  # noqa: E402
 from tidemill.rollout.native.triton_kernels import TritonKernels  # noqa: E402
 
 DEVICE = torch.accelerator.current_accelerator() if HAS_DEVICE else torch.device("cpu")
@@ -104,7 +104,7 @@ def assert_drawn_alike(tokens: torch.Tensor, logprobs: torch.Tensor, wanted: Any
 
 
 def test_draw_equals_the_torch_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidemill.rollout.native.triton_draw.VOCAB_BLOCK", 64)
+    monkeypatch.setattr("tidemill.rollout.native.draw.triton_draw.VOCAB_BLOCK", 64)
     torch.manual_seed(1)
     rows, vocab = 40, 300
     logits = randn(rows // 2, vocab) * 3
@@ -127,8 +127,8 @@ CUTS = [(7, 2.0, 0.0), (40, 2.0, 0.0), (250, 0.8, 0.0), (300, 0.5, 0.0), (300, 0
 @pytest.mark.parametrize("room", [16, 512], ids=["narrowed down", "at once"])
 @pytest.mark.parametrize("spread", [0.05, 1.0, 4.0], ids=["flat", "wide", "peaked"])
 def test_truncated_draw_equals_the_torch_draw(monkeypatch: pytest.MonkeyPatch, spread: float, room: int) -> None:
-    monkeypatch.setattr("tidemill.rollout.native.triton_draw.CUT_BLOCK", 64)
-    monkeypatch.setattr("tidemill.rollout.native.triton_draw.ROOM", room)
+    monkeypatch.setattr("tidemill.rollout.native.draw.triton_draw.CUT_BLOCK", 64)
+    monkeypatch.setattr("tidemill.rollout.native.draw.triton_draw.ROOM", room)
     torch.manual_seed(2)
     rows, vocab = 4 * len(CUTS), 300
     logits = randn(rows, vocab) * spread
@@ -150,9 +150,9 @@ def test_truncated_draw_equals_the_torch_draw(monkeypatch: pytest.MonkeyPatch, s
 
 def test_steered_draw_equals_the_torch_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of which most tokens are not allowed, whole blocks of them, with and without truncation."""
-    from tidemill.rollout.native.steering import NEVER
+    from tidemill.rollout.native.draw.steering import NEVER
 
-    monkeypatch.setattr("tidemill.rollout.native.triton_draw.CUT_BLOCK", 64)
+    monkeypatch.setattr("tidemill.rollout.native.draw.triton_draw.CUT_BLOCK", 64)
     torch.manual_seed(3)
     rows, vocab = 30, 300
     logits = randn(rows // 2, vocab) * 2
@@ -181,8 +181,8 @@ def test_steered_draw_equals_the_torch_draw(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_truncated_draw_keeps_equals_together_and_takes_bad_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """More equals than the search has room for, and a row of NaN, whose log-probability says so."""
-    monkeypatch.setattr("tidemill.rollout.native.triton_draw.CUT_BLOCK", 64)
-    monkeypatch.setattr("tidemill.rollout.native.triton_draw.ROOM", 16)
+    monkeypatch.setattr("tidemill.rollout.native.draw.triton_draw.CUT_BLOCK", 64)
+    monkeypatch.setattr("tidemill.rollout.native.draw.triton_draw.ROOM", 16)
     logits = torch.zeros(3, 300, device=DEVICE)
     logits[:, 100:140] = 1.0
     logits[:, 7] = 3.0

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tidemill.config import Learn
 from tidemill.learn.parallel.cuts import local
 from tidemill.models import lora
+from tidemill.recipe.config import Learn
 
 
 def attach(model: Any, learn: Learn, seed: int) -> dict[str, Tensor]:

@@ -10,7 +10,6 @@ import torch
 
 from tidemill.algorithms.api import Algorithm
 from tidemill.algorithms.registry import get
-from tidemill.config import Config, Parallel, TinyModel
 from tidemill.learn.critic import ValueModel
 from tidemill.learn.parallel import mesh
 from tidemill.learn.parallel.folder import empty_model
@@ -19,20 +18,21 @@ from tidemill.learn.parallel.model import ParallelModel
 from tidemill.learn.parallel.stored import HuggingFace
 from tidemill.learn.parallel.values import ParallelValueLearner
 from tidemill.models.load import DTYPES, make_tiny
+from tidemill.recipe.config import Config, ParallelSettings, TinyModel
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """Where this rank computes."""
 
     kind: str = "cpu"  # of the device: cpu, cuda, npu
     device: torch.device = torch.device("cpu")  # noqa: RUF009  (immutable)
 
 
-HERE = Place()
+HERE = RankPlace()
 
 
-def learner(config: Config, updates: int, path: Path | None = None, place: Place = HERE) -> ParallelLearner:
+def learner(config: Config, updates: int, path: Path | None = None, place: RankPlace = HERE) -> ParallelLearner:
     """On every rank of a torch.distributed world of `config.learn.parallel.ranks`. `path`: a finished warm start."""
     meshes = mesh.build(config.learn.parallel, place.kind)
     algorithm: Algorithm = get(config.algorithm.name)
@@ -46,7 +46,7 @@ def learner(config: Config, updates: int, path: Path | None = None, place: Place
         return ParallelLearner(model, config, algorithm, updates, meshes, source, place.device)
 
 
-def reference(config: Config, path: Path | None = None, place: Place = HERE) -> ParallelModel:
+def reference(config: Config, path: Path | None = None, place: RankPlace = HERE) -> ParallelModel:
     """The frozen policy on the same ranks, cut as the learner is or by sizes of its own (`algorithm.kl.parallel`)."""
     config = _cut_by(config, config.algorithm.kl.parallel)
     meshes = mesh.build(config.learn.parallel, place.kind)
@@ -58,7 +58,7 @@ def reference(config: Config, path: Path | None = None, place: Place = HERE) -> 
         return ParallelModel(model, config, meshes, source, place.device)
 
 
-def critic(config: Config, updates: int, path: Path | None = None, place: Place = HERE) -> ParallelValueLearner:
+def critic(config: Config, updates: int, path: Path | None = None, place: RankPlace = HERE) -> ParallelValueLearner:
     """The value model on the same ranks, cut as the learner is or by sizes of its own (`algorithm.critic.parallel`)."""
     config = _cut_by(config, config.algorithm.critic.parallel)
     meshes = mesh.build(config.learn.parallel, place.kind)
@@ -72,7 +72,7 @@ def critic(config: Config, updates: int, path: Path | None = None, place: Place 
         return ParallelValueLearner(ValueModel(policy), config, algorithm, updates, meshes, source, place.device)
 
 
-def _cut_by(config: Config, sizes: Parallel | None) -> Config:
+def _cut_by(config: Config, sizes: ParallelSettings | None) -> Config:
     if sizes is None:
         return config
     return config.model_copy(update={"learn": config.learn.model_copy(update={"parallel": sizes})})
@@ -82,6 +82,6 @@ def _folder(config: Config, path: Path | None) -> Path | None:
     return path or (Path(config.model.path).expanduser() if config.model.path else None)
 
 
-def _tiny(config: Config, place: Place) -> Any:
+def _tiny(config: Config, place: RankPlace) -> Any:
     shape = config.model.tiny or TinyModel()
     return make_tiny(shape, DTYPES[config.model.dtype], config.seed, place.device).model

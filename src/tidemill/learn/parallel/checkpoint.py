@@ -31,9 +31,9 @@ from torch import Tensor
 from tidemill.errors import CheckpointError
 from tidemill.learn import checkpoint as plain
 from tidemill.learn.adam import SCALE, decode
-from tidemill.learn.parallel.stored import Source, from_manifest
+from tidemill.learn.parallel.stored import StoredSource, from_manifest
 from tidemill.learn.tensor_file import Form, form, head, in_order, raw
-from tidemill.reshard.layout import Box, Entry, Layout, volume
+from tidemill.reshard.layout import Box, Layout, LayoutEntry, volume
 
 OF = re.compile(r"^(?P<role>critic\.)?(?P<kind>model|adapter|ema|averaged|optimizer)\.(?P<name>.+)$")
 Pieces = dict[str, list[tuple[str, str, Box]]]  # tensor → file, key, box
@@ -105,7 +105,7 @@ def _own_box(name: str, tensor: Tensor, layout: Layout, rank: int) -> Box | None
     return mine if rank == holders[sum(map(ord, name)) % len(holders)] else None  # each writes some
 
 
-def _entry(name: str, layout: Layout) -> Entry | None:
+def _entry(name: str, layout: Layout) -> LayoutEntry | None:
     """Of `model.NAME` (or `adapter`, `ema`, `averaged`) or `optimizer.NAME.KEY`, perhaps another role's:
     `critic.model.NAME`. A reference has weights alone, `reference.NAME`, which the layout calls so too."""
     if name in layout.by_name:
@@ -282,7 +282,7 @@ def _finish(job: _Job, parts: list[dict[str, Any]]) -> dict[str, Any]:
 # Reading
 
 
-def open_checkpoint(path: Path) -> tuple[Source, dict[str, Any]]:
+def open_checkpoint(path: Path) -> tuple[StoredSource, dict[str, Any]]:
     """Its tensors, to be read by box, and its state."""
     manifest = plain.read_manifest(path)
     state: dict[str, Any] = json.loads((path / plain.STATE).read_text(encoding="utf-8"))
@@ -291,7 +291,7 @@ def open_checkpoint(path: Path) -> tuple[Source, dict[str, Any]]:
     return from_manifest(path, manifest), state
 
 
-def _whole_tensors(path: Path, manifest: Mapping[str, Any]) -> Source:
+def _whole_tensors(path: Path, manifest: Mapping[str, Any]) -> StoredSource:
     """A checkpoint that one rank wrote."""
     from safetensors import safe_open
 
@@ -306,7 +306,7 @@ def _whole_tensors(path: Path, manifest: Mapping[str, Any]) -> Source:
 
 
 @torch.no_grad()
-def read_own(source: Source, targets: Mapping[str, Tensor], layout: Layout, rank: int, prefix: str = "") -> None:
+def read_own(source: StoredSource, targets: Mapping[str, Tensor], layout: Layout, rank: int, prefix: str = "") -> None:
     """Fill this rank's tensors, whatever layout wrote them. `prefix`: what their names lack in comparison with a
     checkpoint's (`model.` for a plain model folder)."""
     for name, target in targets.items():
@@ -323,7 +323,7 @@ def held_box(name: str, own: Tensor, layout: Layout, rank: int) -> Box:
 
 
 def read_states(
-    source: Source, own: Mapping[str, Tensor], layout: Layout, rank: int, role: str = ""
+    source: StoredSource, own: Mapping[str, Tensor], layout: Layout, rank: int, role: str = ""
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """The optimizer's state of each parameter's piece, as far as the checkpoint has it."""
     start, keys = f"{role}optimizer.", dict[str, list[str]]()
@@ -335,7 +335,7 @@ def read_states(
         yield name, {key: _read_state(source, f"{start}{name}", key, own[name], layout, rank) for key in found}
 
 
-def _read_state(source: Source, at: str, key: str, own: Tensor, layout: Layout, rank: int) -> Tensor:
+def _read_state(source: StoredSource, at: str, key: str, own: Tensor, layout: Layout, rank: int) -> Tensor:
     name = f"{at}.{key}"
     if f"{name}{SCALE}" in source:  # one rank's blocks: other cuts of the tensor have other blocks
         entry = _entry(name, layout)

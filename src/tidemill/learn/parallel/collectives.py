@@ -28,7 +28,7 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class MeshLink:
     """The ranks along one dimension, as this one sees them."""
 
     name: str
@@ -91,19 +91,21 @@ class Link:
         return x.chunk(self.size, dim)[self.rank]
 
 
-def link(mesh: DeviceMesh, flight: Flight) -> Link:
+def link(mesh: DeviceMesh, flight: Flight) -> MeshLink:
     """Of a mesh with one dimension."""
     name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "ranks"
-    return Link(name, mesh.get_group(), [int(r) for r in mesh.mesh.flatten().tolist()], mesh.get_local_rank(), flight)
+    return MeshLink(
+        name, mesh.get_group(), [int(r) for r in mesh.mesh.flatten().tolist()], mesh.get_local_rank(), flight
+    )
 
 
-def world(flight: Flight) -> Link:
-    return Link("world", dist.group.WORLD, range(dist.get_world_size()), dist.get_rank(), flight)
+def world(flight: Flight) -> MeshLink:
+    return MeshLink("world", dist.group.WORLD, range(dist.get_world_size()), dist.get_rank(), flight)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, over: Link, sums: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, over: MeshLink, sums: bool) -> Tensor:
         ctx.over, ctx.sums = over, sums
         return over.all_gather(x)
 
@@ -114,7 +116,7 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, over: Link, sums: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, over: MeshLink, sums: bool) -> Tensor:
         ctx.over = over
         return over.reduce_scatter(x) if sums else over.chunk(x).clone()
 
@@ -123,19 +125,19 @@ class _Scatter(torch.autograd.Function):
         return ctx.over.all_gather(grad), None, None
 
 
-def gather_tokens(x: Tensor, over: Link) -> Tensor:
+def gather_tokens(x: Tensor, over: MeshLink) -> Tensor:
     """(own tokens, …) → (tokens, …)."""
     return _Gather.apply(x, over, True)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def copy_tokens(x: Tensor, over: Link) -> Tensor:
+def copy_tokens(x: Tensor, over: MeshLink) -> Tensor:
     return _Gather.apply(x, over, False)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def scatter_tokens(x: Tensor, over: Link) -> Tensor:
+def scatter_tokens(x: Tensor, over: MeshLink) -> Tensor:
     """(tokens, …), a part of a sum → (own tokens, …), the sum."""
     return _Scatter.apply(x, over, True)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def keep_tokens(x: Tensor, over: Link) -> Tensor:
+def keep_tokens(x: Tensor, over: MeshLink) -> Tensor:
     return _Scatter.apply(x, over, False)  # type: ignore[no-any-return, no-untyped-call]

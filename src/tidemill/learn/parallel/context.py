@@ -23,11 +23,11 @@ from torch import Tensor
 
 from tidemill.errors import ConfigError
 from tidemill.learn.packing import PackedBatch
-from tidemill.learn.parallel.collectives import Link
-from tidemill.learn.parallel.ring import Ring
-from tidemill.models.attention import Context
-from tidemill.models.contexts import Attention
-from tidemill.models.flex import Sight
+from tidemill.learn.parallel.collectives import MeshLink
+from tidemill.learn.parallel.ring import AttentionRing
+from tidemill.models.attention.contexts import Attention
+from tidemill.models.attention.flex import Sight
+from tidemill.models.attention.registry import Context
 from tidemill.models.upload import upload
 
 FORMS = ("auto", "ulysses", "ring")
@@ -57,14 +57,14 @@ class Shares:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TokenCut:
     """One rank's part of a packed row, and the way back to the whole row's targets."""
 
     packed: PackedBatch
     own: Tensor  # (own tokens,) where each lies in the row
     places: Tensor  # (own targets,) where each lies among all targets
     targets: int  # of the whole row
-    over: Link
+    over: MeshLink
 
     def whole(self, x: Tensor) -> Tensor:
         """(own targets,) → (targets,) on every rank. Its gradient is the own part of what comes back: every rank
@@ -73,10 +73,10 @@ class Cut:
         return joined
 
 
-def cut(packed: PackedBatch) -> Cut:
+def cut(packed: PackedBatch) -> TokenCut:
     """This rank's part of a row whose context was made by `parallel`."""
     context = packed.context
-    assert isinstance(context, Ulysses | Ring)
+    assert isinstance(context, Ulysses | AttentionRing)
     device = packed.tokens.device
     own = upload(context.shares.tokens(context.over.rank), device)
     place = torch.full_like(packed.tokens, -1)  # of each token of the row, on this rank
@@ -93,17 +93,17 @@ def cut(packed: PackedBatch) -> Cut:
         targets=packed.targets[places],
         row=packed.row[places],
     )
-    return Cut(part, own, places, len(packed.targets), context.over)
+    return TokenCut(part, own, places, len(packed.targets), context.over)
 
 
-def parallel(attention: Attention, over: Link, form: str, heads: int) -> Attention:
+def parallel(attention: Attention, over: MeshLink, form: str, heads: int) -> Attention:
     """The registry's entry `attention`, for rows shared out over these ranks. `heads`: query heads on this rank."""
     form = check(form, heads, over.size)
 
     def make(whole: Any, sight: Sight, device: torch.device) -> Context:
         shares = Shares.of(len(sight.start), over.size)
         if form == "ring":
-            return Ring(sight, shares, over, device)
+            return AttentionRing(sight, shares, over, device)
         return Ulysses(whole(), shares, over, device)
 
     def packed(lengths: Sequence[int], device: torch.device) -> Context:
@@ -133,7 +133,7 @@ def check(form: str, heads: int, ranks: int) -> str:
 class Ulysses:
     """All tokens of the row with a share of the heads, for the attention product alone."""
 
-    def __init__(self, whole: Context, shares: Shares, over: Link, device: torch.device) -> None:
+    def __init__(self, whole: Context, shares: Shares, over: MeshLink, device: torch.device) -> None:
         self.inner, self.shares, self.over = whole, shares, over
         self.rank, self.ranks = over.rank, over.size
         order = np.concatenate([shares.tokens(r) for r in range(self.ranks)])
@@ -178,7 +178,7 @@ def key_heads(heads: int, kv_heads: int, ranks: int) -> list[int]:
     return [h // per_key for h in range(heads)]  # no even split: one for each query head
 
 
-def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], over: Link) -> Tensor:
+def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], over: MeshLink) -> Tensor:
     """send[r] rows to rank r, receive[r] rows from it, in the order of ranks. The gradient goes the other way."""
     came: Tensor = _Exchange.apply(rows, list(send), list(receive), over)  # type: ignore[no-untyped-call]
     return came
@@ -186,7 +186,7 @@ def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], over: Li
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], over: Link) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], over: MeshLink) -> Tensor:
         ctx.splits, ctx.over = (send, receive), over
         return over.all_to_all(rows, send, receive)
 
@@ -198,7 +198,7 @@ class _Exchange(torch.autograd.Function):
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor, count: int, over: Link) -> Tensor:
+    def forward(ctx: Any, x: Tensor, places: Tensor, count: int, over: MeshLink) -> Tensor:
         ctx.save_for_backward(places)
         whole = x.new_zeros(count).index_copy_(0, places, x)
         return over.all_reduce(whole)  # one rank has each number, the others add 0

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from tidemill.learn.parallel.mesh import EFSDP, EP, SHARD, Meshes
 from tidemill.models.buffers import persistent
-from tidemill.reshard.layout import Entry, Layout, Mesh, Place, Replicate, Shape, Shard
+from tidemill.reshard.layout import Layout, LayoutEntry, Mesh, Place, Replicate, Shape, Shard
 
 Adds = Literal["", "tp", "kv", "ends"]
 WHOLE = Replicate()
@@ -72,7 +72,7 @@ def copies(cut: Cut, meshes: Meshes) -> int:
     return 2 * held if cut.adds == "ends" else held  # a tied weight lies on the first and on the last stage
 
 
-def entry(name: str, cut: Cut, dtype: torch.dtype, meshes: Meshes) -> Entry:
+def entry(name: str, cut: Cut, dtype: torch.dtype, meshes: Meshes) -> LayoutEntry:
     """One parameter as the weight flow and checkpoints speak of it."""
     if cut.is_expert:
         grid = meshes.experts["replicate", EFSDP, EP, "tp"]
@@ -83,7 +83,7 @@ def entry(name: str, cut: Cut, dtype: torch.dtype, meshes: Meshes) -> Entry:
         places, order = (Replicate(), Shard(cut.shard_dim), cut.place), (0, 2, 1)
     assert grid.mesh_dim_names is not None
     mesh = Mesh(tuple(grid.mesh_dim_names), tuple(grid.mesh.shape), tuple(int(r) for r in grid.mesh.flatten().tolist()))
-    return Entry(name, cut.shape, str(dtype).removeprefix("torch."), mesh, places, order=order)
+    return LayoutEntry(name, cut.shape, str(dtype).removeprefix("torch."), mesh, places, order=order)
 
 
 def layout(model: Any, cuts: Mapping[str, Cut], meshes: Meshes) -> Layout:
@@ -92,7 +92,7 @@ def layout(model: Any, cuts: Mapping[str, Cut], meshes: Meshes) -> Layout:
     return Layout((*own, *(_everywhere(name, buffer, meshes) for name, buffer in persistent(model).items())))
 
 
-def _everywhere(name: str, buffer: Tensor, meshes: Meshes) -> Entry:
+def _everywhere(name: str, buffer: Tensor, meshes: Meshes) -> LayoutEntry:
     """What every rank has whole."""
     one = entry(name, Cut(tuple(buffer.shape)), buffer.dtype, meshes)
     return replace(one, places=(WHOLE,) * len(one.places))

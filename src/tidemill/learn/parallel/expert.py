@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tidemill.errors import ModelError
-from tidemill.learn.parallel.collectives import Link
+from tidemill.learn.parallel.collectives import MeshLink
 from tidemill.learn.parallel.context import exchange
 from tidemill.learn.parallel.cuts import Cuts, narrow, replace_parameter
 from tidemill.models import experts
@@ -26,10 +26,10 @@ from tidemill.reshard.layout import Shard
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ExpertPlace:
     """Which experts lie where: `count` on each rank of `ep` and tensor-parallel rank, in that order of cutting."""
 
-    over: Link  # ep
+    over: MeshLink  # ep
     count: int
     tp_rank: int = 0
     tp_size: int = 1
@@ -47,7 +47,7 @@ class Place:
         return index % self.count
 
 
-def apply(model: Any, cuts: Cuts, over: Link, tp_rank: int = 0, tp_size: int = 1) -> Cuts:
+def apply(model: Any, cuts: Cuts, over: MeshLink, tp_rank: int = 0, tp_size: int = 1) -> Cuts:
     """Cut the experts of `model` in place; tensor parallelism, if any, cuts what is left of them after."""
     names = {id(p): name for name, p in model.named_parameters()}
     done, found = dict(cuts), False
@@ -61,7 +61,7 @@ def apply(model: Any, cuts: Cuts, over: Link, tp_rank: int = 0, tp_size: int = 1
             new = replace_parameter(module, name, narrow(old, Shard(0), over.rank, over.size))
             names[id(new)] = full
             done[full] = replace(done[full], is_expert=True)
-        module.place = Place(over, total // over.size // tp_size, tp_rank, tp_size)
+        module.place = ExpertPlace(over, total // over.size // tp_size, tp_rank, tp_size)
         module.forward = functools.partial(forward, module)
     if not found:
         raise ModelError(
@@ -72,7 +72,7 @@ def apply(model: Any, cuts: Cuts, over: Link, tp_rank: int = 0, tp_size: int = 1
 
 def forward(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """As `models.experts.forward`, with this rank's tokens and experts that lie on all ranks of the module's place."""
-    place: Place = module.place
+    place: ExpertPlace = module.place
     k = index.shape[1]
     chosen = index.reshape(-1)
     rows = torch.nonzero(place.own(chosen))[:, 0] if place.tp_size > 1 else None
@@ -88,7 +88,7 @@ def forward(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tens
     return back.view(-1, k, made.shape[1]).sum(1).to(hidden.dtype)
 
 
-def _counts(wanted: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+def _counts(wanted: Tensor, place: ExpertPlace) -> tuple[Tensor, Tensor]:
     """(ranks, experts of each): rows that go from here to each expert, and that come from each rank to those here."""
     number = place.home(wanted) * place.count + place.local(wanted)
     ranks = place.over.size

@@ -14,25 +14,25 @@ from typing import Any
 
 import torch
 
-from tidemill import config as settings
 from tidemill.errors import ModelError
 from tidemill.learn.checkpoint import STATE
 from tidemill.learn.ema import MEAN, MERGED_MEAN
 from tidemill.learn.parallel.checkpoint import open_checkpoint
-from tidemill.learn.parallel.stored import INDEX, SINGLE, Source
+from tidemill.learn.parallel.stored import INDEX, SINGLE, StoredSource
 from tidemill.learn.tensor_file import Form, head, raw
 from tidemill.models.routing import GIVEN
+from tidemill.recipe import config as settings
 
 FILE_BYTES = 4_000_000_000
 # Their folders hold experts one by one, where the module has them stacked.
 UNSTACKED = frozenset({"qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe", "glm4_moe"})
 
 
-def empty_model(folder: Path, model: settings.Model) -> Any:
+def empty_model(folder: Path, model: settings.ModelSettings) -> Any:
     """The module of a folder, on the meta device, with our attention plugged in."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tidemill.models import attention
+    from tidemill.models.attention import registry as attention
     from tidemill.models.load import DTYPES as MODEL_DTYPES
 
     try:
@@ -122,7 +122,7 @@ def export(
                 (folder / file.name).write_bytes(file.read_bytes())
 
 
-def outgoing(source: Source, model_type: str, raw_weights: bool = False) -> Iterator[Outgoing]:
+def outgoing(source: StoredSource, model_type: str, raw_weights: bool = False) -> Iterator[Outgoing]:
     for full in sorted(source.pieces):
         if not full.startswith("model."):
             continue
@@ -163,7 +163,7 @@ def _names(count: int) -> list[str]:
     return [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def _write_file(path: Path, outs: list[Outgoing], source: Source) -> None:
+def _write_file(path: Path, outs: list[Outgoing], source: StoredSource) -> None:
     """Front to back, one tensor in memory at a time."""
     with path.open("wb") as file:
         file.write(head({out.key: out.form for out in outs}))

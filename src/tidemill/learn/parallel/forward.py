@@ -7,23 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tidemill.config import Config
 from tidemill.learn.critic import ValueModel
 from tidemill.learn.engine import Scores
 from tidemill.learn.logprob import token_logprobs
 from tidemill.learn.packing import PackedBatch
-from tidemill.learn.parallel.collectives import Link, copy_tokens, gather_tokens
+from tidemill.learn.parallel.collectives import MeshLink, copy_tokens, gather_tokens
 from tidemill.learn.parallel.cuts import Cuts
 from tidemill.learn.parallel.pipeline import Stages
 from tidemill.learn.parallel.tensor import first_word
 from tidemill.learn.parallel.vocabulary import vocabulary_logprobs
 from tidemill.models import logits
+from tidemill.recipe.config import Config
 
 
-class Root(torch.nn.Module):
+class ForwardRoot(torch.nn.Module):
     """`over`: the ranks among which tokens and words are dealt out, if any. `stages`: this rank's, of a pipeline."""
 
-    def __init__(self, model: Any, cuts: Cuts, over: Link | None, config: Config, stages: Stages | None = None) -> None:
+    def __init__(
+        self, model: Any, cuts: Cuts, over: MeshLink | None, config: Config, stages: Stages | None = None
+    ) -> None:
         super().__init__()
         self.model, self.over, self.config, self.stages = model, over, config, stages
         weight = getattr(model.get_output_embeddings(), "weight", None)

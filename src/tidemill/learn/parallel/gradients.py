@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tidemill.learn.parallel.collectives import Link
+from tidemill.learn.parallel.collectives import MeshLink
 from tidemill.learn.parallel.cuts import Cut, copies, local
 from tidemill.learn.parallel.mesh import Meshes
 
@@ -23,7 +23,7 @@ class ShardedGradients:
         named: Mapping[str, Parameter],
         cuts: Mapping[str, Cut],
         meshes: Meshes,
-        links: Mapping[str, Link],
+        links: Mapping[str, MeshLink],
         wide: bool,
     ) -> None:
         self.named = {name: p for name, p in named.items() if p.requires_grad}

@@ -23,7 +23,6 @@ from torch.nn import Parameter
 from tidemill.algorithms.aggregate import local_weights, whole
 from tidemill.algorithms.api import Algorithm, Kept, Stat, Stats, total
 from tidemill.batch import Batch
-from tidemill.config import Config
 from tidemill.learn.ema import MERGED_MEAN, Ema
 from tidemill.learn.engine import Scores, on_host, token_batch
 from tidemill.learn.layers import kept_activations, layers_of
@@ -39,8 +38,9 @@ from tidemill.learn.parallel.gradients import ShardedGradients
 from tidemill.learn.parallel.mesh import Meshes
 from tidemill.learn.parallel.model import ParallelModel, Row, nothing, pieces_of
 from tidemill.learn.parallel.muon import ShardedMuon, holders, matrix
-from tidemill.learn.parallel.pace import Pace
-from tidemill.learn.parallel.stored import Source
+from tidemill.learn.parallel.pace import RankPace
+from tidemill.learn.parallel.stored import StoredSource
+from tidemill.recipe.config import Config
 from tidemill.reshard.layout import merge
 
 CRITIC = "critic."  # before its names in a checkpoint
@@ -57,7 +57,7 @@ class ParallelLearner(ParallelModel):
         algorithm: Algorithm,
         updates: int,
         meshes: Meshes,
-        source: Source | None = None,
+        source: StoredSource | None = None,
         device: torch.device | None = None,
         begins: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
@@ -67,7 +67,7 @@ class ParallelLearner(ParallelModel):
         if source is not None:
             adapters.begin_magnitudes(model)
         self.algorithm, self.updates = algorithm, updates
-        self.pace = Pace(self.flight)
+        self.pace = RankPace(self.flight)
         self.saver = default_saver(config.learn.parallel.timeout_s)
         named = dict(model.named_parameters())
         self.gradients = ShardedGradients(named, self.cuts, meshes, self.links, wide=config.learn.master == "float32")
@@ -125,7 +125,7 @@ class ParallelLearner(ParallelModel):
     def _own_parts(self, batch: Batch | None) -> list[Batch | None]:
         """This rank's micro-batches, and fillers up to the number that the rank with most of them has."""
         budget, share = self.config.train.tokens_per_microbatch, self.config.learn.share_prompts
-        whole_groups = self.algorithm.food == "pairs"
+        whole_groups = self.algorithm.input_kind == "pairs"
         rows = microbatches(batch, budget, share, whole_groups) if batch is not None else []
         most = self.links["dp"].all_reduce(torch.tensor(len(rows)), dist.ReduceOp.MAX)
         parts: list[Batch | None] = [batch.gather(r) for r in rows] if batch is not None else []
@@ -143,7 +143,7 @@ class ParallelLearner(ParallelModel):
             self.meshes.dp_size,
             self.config.train.tokens_per_microbatch,
             self.config.learn.share_prompts,
-            self.algorithm.food == "pairs",
+            self.algorithm.input_kind == "pairs",
         )
         self._play([batch.gather(rows) if len(rows) else None for rows in dealt[self.meshes.dp_rank]])
 
@@ -315,7 +315,7 @@ class ParallelLearner(ParallelModel):
                 torch.set_rng_state(source.read("rng"))
         return state
 
-    def _take_up(self, source: Source, counts: Mapping[str, Any], role: str = "") -> None:
+    def _take_up(self, source: StoredSource, counts: Mapping[str, Any], role: str = "") -> None:
         """What is not learned stays as it was loaded: with adapters, a checkpoint's weights have them in them."""
         layout, rank = renamed(self.layout(), role), dist.get_rank()
         named, targets = dict(self.model.named_parameters()), {}

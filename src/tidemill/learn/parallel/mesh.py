@@ -24,9 +24,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tidemill.config import Parallel
+from tidemill.check.parallel import world_problem
 from tidemill.errors import ConfigError
-from tidemill.settings.parallel import world_problem
+from tidemill.recipe.config import ParallelSettings
 
 DIMENSIONS = ("pp", "replicate", "fsdp", "cp", "tp")
 SHARD, EFSDP, EP, DP = "shard", "efsdp", "ep", "dp"
@@ -36,7 +36,7 @@ SHARD, EFSDP, EP, DP = "shard", "efsdp", "ep", "dp"
 class Meshes:
     """A sub-mesh is None where its dimension has one rank: nothing is cut, so nothing need be said."""
 
-    parallel: Parallel
+    parallel: ParallelSettings
     mesh: DeviceMesh  # of all ranks, DIMENSIONS
     sharded: DeviceMesh  # of all ranks: pp, replicate, shard, tp
     experts: DeviceMesh  # of all ranks: pp, replicate, efsdp, ep, tp
@@ -125,7 +125,7 @@ class Meshes:
         return " × ".join(f"{name} {n}" for name, n in sizes.items() if n > 1) or "one rank"
 
 
-def build(parallel: Parallel, device_type: str = "cpu") -> Meshes:
+def build(parallel: ParallelSettings, device_type: str = "cpu") -> Meshes:
     """For a rank of a torch.distributed world that is up; every rank of it calls this, with the same `parallel`.
 
     Models of the same sizes share one mesh: each of its groups has threads, connections and buffers of its own."""
@@ -163,7 +163,7 @@ def key_holders(meshes: Meshes, kv_heads: int) -> DeviceMesh:
     return _made.key_holders[key]
 
 
-def _make(parallel: Parallel, device_type: str) -> Meshes:
+def _make(parallel: ParallelSettings, device_type: str) -> Meshes:
     sizes = tuple(getattr(parallel, name) for name in DIMENSIONS)
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=DIMENSIONS)
     shard = parallel.fsdp * parallel.cp

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tidemill.batch import Batch, Column
-from tidemill.config import Config
 from tidemill.learn.engine import Scores
 from tidemill.learn.layers import kept_activations, prepare
 from tidemill.learn.packing import Ints, PackedBatch, microbatches, pack, response_column
@@ -25,19 +24,20 @@ from tidemill.learn.parallel import context, expert, pipeline, shard, tensor
 from tidemill.learn.parallel import cuts as cutting
 from tidemill.learn.parallel.batches import shares
 from tidemill.learn.parallel.checkpoint import held_box, read_own
-from tidemill.learn.parallel.collectives import Link, link, world
+from tidemill.learn.parallel.collectives import MeshLink, link, world
 from tidemill.learn.parallel.cuts import Cuts, local
 from tidemill.learn.parallel.flight import Flight
 from tidemill.learn.parallel.folder import materialise
-from tidemill.learn.parallel.forward import Root
+from tidemill.learn.parallel.forward import ForwardRoot
 from tidemill.learn.parallel.mesh import Meshes, key_holders
 from tidemill.learn.parallel.padding import filler, padded
-from tidemill.learn.parallel.stored import Source
+from tidemill.learn.parallel.stored import StoredSource
 from tidemill.learn.routes import routed
 from tidemill.models import experts, lora, routing
+from tidemill.models.attention.contexts import Attention, choose
 from tidemill.models.buffers import persistent
-from tidemill.models.contexts import Attention, choose
 from tidemill.models.family import fuse
+from tidemill.recipe.config import Config
 from tidemill.reshard.layout import Layout
 
 
@@ -49,7 +49,7 @@ class ParallelModel:
         model: Any,
         config: Config,
         meshes: Meshes,
-        source: Source | None = None,
+        source: StoredSource | None = None,
         device: torch.device | None = None,
         begins: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
@@ -71,7 +71,7 @@ class ParallelModel:
         prepare(model, config.learn)
 
     @torch.no_grad()
-    def _read(self, source: Source, begins: Mapping[str, Tensor]) -> None:
+    def _read(self, source: StoredSource, begins: Mapping[str, Tensor]) -> None:
         own, layout, rank = pieces_of(self.model), self.layout(), dist.get_rank()
         for given in (t for name, t in own.items() if name.endswith(f".{routing.GIVEN}")):
             given.zero_()
@@ -97,7 +97,7 @@ class ParallelModel:
             cuts = expert.apply(self.model, cuts, self.links["ep"], *tp)
         if over is not None:
             cuts = tensor.apply(self.model, cuts, over)
-        self.root = Root(self.model, cuts, over, self.config, self._stages())
+        self.root = ForwardRoot(self.model, cuts, over, self.config, self._stages())
         self.pipeline = self._pipeline()
         if self.config.learn.fp8 == "none" and self.config.learn.compile != "on":
             fuse(self.model)  # each form is tried on whole weights, which FSDP leaves nowhere
@@ -112,7 +112,7 @@ class ParallelModel:
         cuts = {name: cuts[name] for name, _ in self.model.named_parameters()}
         if is_tied and (pair := pipeline.ends(pp.group)) is not None:
             members = dist.get_process_group_ranks(pair)
-            self.links["ends"] = Link("ends", pair, members, members.index(dist.get_rank()), self.flight)
+            self.links["ends"] = MeshLink("ends", pair, members, members.index(dist.get_rank()), self.flight)
             weight = self.model.get_input_embeddings().weight
             name = next(name for name, p in self.model.named_parameters() if p is weight)
             cuts[name] = replace(cuts[name], adds="ends")
@@ -220,7 +220,7 @@ class Row:
 
     part: Batch | None
     packed: PackedBatch | None
-    cut: context.Cut | None
+    cut: context.TokenCut | None
     own: PackedBatch
 
     def whole(self, scores: Scores) -> Scores:
@@ -233,7 +233,7 @@ def pieces_of(model: Any) -> dict[str, Tensor]:
     return {name: local(p.detach()) for name, p in model.named_parameters()} | persistent(model)
 
 
-def make_links(meshes: Meshes, flight: Flight, kv_heads: int) -> dict[str, Link]:
+def make_links(meshes: Meshes, flight: Flight, kv_heads: int) -> dict[str, MeshLink]:
     """By name: the dimensions over which this rank exchanges something itself. FSDP has its own."""
     links = {"world": world(flight), "dp": link(meshes.dp, flight)}
     for name, mesh in (("cp", meshes.cp), ("ep", meshes.ep), ("pp", meshes.pp)):

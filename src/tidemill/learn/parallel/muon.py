@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tidemill.learn.muon import Moving, Muon, orthogonal
-from tidemill.learn.parallel.collectives import Link
+from tidemill.learn.parallel.collectives import MeshLink
 from tidemill.learn.parallel.flight import Flight
 from tidemill.learn.parallel.mesh import Meshes
-from tidemill.reshard.layout import Box, Entry, Shape, extents, volume
+from tidemill.reshard.layout import Box, LayoutEntry, Shape, extents, volume
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Matrix:
         return torch.cat([whole[_inside(box)].reshape(-1) for box in self.boxes])
 
 
-def matrix(entry: Entry, over: Link) -> Matrix:
+def matrix(entry: LayoutEntry, over: MeshLink) -> Matrix:
     held = {rank: entry.home_box(place) for place, rank in entry.mesh.coordinates()}
     return Matrix(entry.shape, [held[rank] for rank in over.ranks])
 
@@ -55,20 +55,20 @@ def _inside(box: Box) -> tuple[slice, ...]:
     return tuple(slice(low, high) for low, high in box)
 
 
-def holders(meshes: Meshes, flight: Flight) -> Link:
+def holders(meshes: Meshes, flight: Flight) -> MeshLink:
     """The ranks that together have each matrix once or more: those of this pipeline stage and copy. All ranks call."""
     grid = meshes.sharded.mesh  # pp, replicate, shard, tp
     groups = [[int(r) for r in row] for row in grid.reshape(grid.shape[0] * grid.shape[1], -1).tolist()]
     timeout = timedelta(seconds=meshes.parallel.timeout_s)
     group, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)  # type: ignore[no-untyped-call]
     own = next(members for members in groups if dist.get_rank() in members)
-    return Link("matrices", group, own, own.index(dist.get_rank()), flight)
+    return MeshLink("matrices", group, own, own.index(dist.get_rank()), flight)
 
 
 class ShardedMuon(Muon):
     """`matrices`: by the id of this rank's piece. Ranks of `over` call `step` together."""
 
-    def __init__(self, groups: Any, *, over: Link, matrices: Mapping[int, Matrix], **settings: Any) -> None:
+    def __init__(self, groups: Any, *, over: MeshLink, matrices: Mapping[int, Matrix], **settings: Any) -> None:
         super().__init__(groups, **settings)
         self.over, self.matrices = over, matrices
 

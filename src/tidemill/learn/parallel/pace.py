@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tidemill.learn.parallel.collectives import Link
+from tidemill.learn.parallel.collectives import MeshLink
 from tidemill.learn.parallel.flight import Flight
 
 
-class Pace:
+class RankPace:
     """Of one rank, since the last report."""
 
     def __init__(self, flight: Flight) -> None:
@@ -28,7 +28,7 @@ class Pace:
         yield
         self.seconds += time.monotonic() - began - (sum(self.flight.seconds.values()) - waited)
 
-    def report(self, world: Link) -> dict[str, float]:
+    def report(self, world: MeshLink) -> dict[str, float]:
         """On every rank the same: the slowest, and how much longer it computes than the one in the middle."""
         own, self.seconds = self.seconds, 0.0
         if world.size == 1:

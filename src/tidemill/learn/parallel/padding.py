@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tidemill.learn.packing import PackedBatch
-from tidemill.models.attention import Context
+from tidemill.models.attention.registry import Context
 
 
 class Padded:

@@ -20,7 +20,7 @@ from torch.nn import Module, ModuleList
 
 from tidemill.errors import ModelError
 from tidemill.learn.packing import PackedBatch
-from tidemill.learn.parallel.collectives import Link
+from tidemill.learn.parallel.collectives import MeshLink
 from tidemill.learn.parallel.schedule import Action, Timetable, forward_only, timetable
 
 Group = Any
@@ -151,7 +151,7 @@ class Pipeline:
     """
 
     def __init__(
-        self, over: Link, chunks: int, call: Call, wire: Wire, dtype: torch.dtype, device: torch.device
+        self, over: MeshLink, chunks: int, call: Call, wire: Wire, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.over, self.chunks, self.call, self.wire = over, chunks, call, wire
         self.dtype, self.device = dtype, device

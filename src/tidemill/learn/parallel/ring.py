@@ -17,8 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidemill.learn.parallel.collectives import Link
-from tidemill.models.flex import Sight
+from tidemill.learn.parallel.collectives import MeshLink
+from tidemill.models.attention.flex import Sight
 from tidemill.models.upload import upload
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RingPlan:
     """What a rank computes when each block comes by, and the intervals that its queries see."""
 
     tiles: tuple[tuple[Tile, ...], ...]  # by the rank whose block it is
@@ -60,13 +60,15 @@ class Plan:
         return ((start <= k) & (k <= at)) | ((first <= k) & (k < last))
 
 
-class Ring:
+class AttentionRing:
     """The attention context of a row that is shared out over these ranks."""
 
-    def __init__(self, sight: Sight, shares: Shares, over: Link, device: torch.device, tile: int | None = None) -> None:
+    def __init__(
+        self, sight: Sight, shares: Shares, over: MeshLink, device: torch.device, tile: int | None = None
+    ) -> None:
         self.sight, self.shares, self.over, self.device = sight, shares, over, device
         self.tile = tile or (TILE if device.type == "cpu" else ACCELERATOR_TILE)
-        self._plans: dict[int | None, Plan] = {}
+        self._plans: dict[int | None, RingPlan] = {}
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
@@ -93,7 +95,7 @@ def within(sight: Sight, window: int) -> Sight:
     )
 
 
-def make_plan(sight: Sight, shares: Shares, rank: int, device: torch.device, side: int) -> Plan:
+def make_plan(sight: Sight, shares: Shares, rank: int, device: torch.device, side: int) -> RingPlan:
     own = shares.tokens(rank)
     queries = list(_runs(shares.slices[rank], side))
     tiles = tuple(
@@ -106,7 +108,7 @@ def make_plan(sight: Sight, shares: Shares, rank: int, device: torch.device, sid
         for parts in shares.slices
     )
     intervals = (upload(x[own], device) for x in (sight.start, sight.prompt_start, sight.prompt_end))
-    return Plan(tiles, tuple(shares.counts), upload(own, device), *intervals)
+    return RingPlan(tiles, tuple(shares.counts), upload(own, device), *intervals)
 
 
 def _runs(parts: tuple[range, range], side: int) -> Iterator[tuple[int, range]]:
@@ -138,11 +140,11 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, over: Link, scale: float, softcap: float | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, over: MeshLink, scale: float, softcap: float | None
     ) -> Tensor:
-        scores = Scores(plan, scale, softcap)
+        scores = RingScores(plan, scale, softcap)
         queries = _by_key_head(q, k.shape[1])  # (kv_heads, repeats, tokens, dim)
-        merge = Merge(queries, v.shape[-1])
+        merge = RingMerge(queries, v.shape[-1])
         rank, ranks = over.rank, over.size
         block = torch.cat([k, v], -1)
         for step in range(ranks):
@@ -162,7 +164,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_z = ctx.saved_tensors
         plan, over = ctx.plan, ctx.over
-        scores = Scores(plan, *ctx.settings)
+        scores = RingScores(plan, *ctx.settings)
         queries, grad_out = _by_key_head(q, k.shape[1]), _by_key_head(grad, k.shape[1])
         delta = _by_key_head((grad.float() * out).sum(-1, keepdim=True), k.shape[1])
         grad_q = torch.zeros_like(queries, dtype=torch.float32)
@@ -198,10 +200,10 @@ class _RingAttention(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class RingScores:
     """Scaled, capped and masked scores of a tile, (kv_heads, repeats · queries, keys) in float32."""
 
-    plan: Plan
+    plan: RingPlan
     scale: float
     softcap: float | None
 
@@ -221,7 +223,7 @@ class Scores:
         return self.scale * (1 - (s.clamp(min=-self.softcap) / self.softcap) ** 2)  # masked scores are -inf
 
 
-class Merge:
+class RingMerge:
     """The online softmax: what was seen so far, relative to the largest score so far."""
 
     def __init__(self, queries: Tensor, dim: int) -> None:
@@ -273,7 +275,7 @@ class _Coming:
     block: Tensor
     sent: Tensor  # kept until it has gone
     works: list[Any]
-    over: Link
+    over: MeshLink
 
     def arrived(self) -> Tensor:
         if self.works:
@@ -281,7 +283,7 @@ class _Coming:
         return self.block
 
 
-def _pass_on(block: Tensor, rows: int, over: Link) -> _Coming:
+def _pass_on(block: Tensor, rows: int, over: MeshLink) -> _Coming:
     """Send a block to the next rank and begin to receive one of `rows` from the rank before."""
     if over.size == 1:
         return _Coming(block, block, [], over)

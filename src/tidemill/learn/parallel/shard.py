@@ -16,12 +16,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard as TorchShard
 from torch.nn import Parameter
 
-from tidemill.config import Learn
 from tidemill.learn.layers import layers_of
 from tidemill.learn.parallel.collectives import Group, all_gather, reduce_scatter
 from tidemill.learn.parallel.cuts import Cuts
 from tidemill.learn.parallel.flight import Flight
 from tidemill.learn.parallel.mesh import Meshes
+from tidemill.recipe.config import Learn
 
 DTYPES = {"same": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 AHEAD = 1  # layers gathered before their turn

@@ -27,7 +27,7 @@ EXPERT = re.compile(r"^(?P<before>.*\.experts)\.(?P<index>\d+)\.(?P<kind>gate|up
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """`box` of a logical tensor is the tensor `key` of `file`, whose leading dimensions of size 1 may be missing."""
 
     file: str
@@ -35,15 +35,15 @@ class Stored:
     box: Box
 
 
-class Source:
+class StoredSource:
     """Logical tensors of one folder. A context manager: files stay open while it is used."""
 
-    def __init__(self, folder: Path, pieces: Mapping[str, list[Stored]]) -> None:
+    def __init__(self, folder: Path, pieces: Mapping[str, list[StoredTensor]]) -> None:
         self.folder, self.pieces = folder, pieces
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
 
-    def __enter__(self) -> Source:
+    def __enter__(self) -> StoredSource:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -53,10 +53,10 @@ class Source:
     def __contains__(self, name: str) -> bool:
         return name in self.pieces
 
-    def renamed(self, before: str, after: str) -> Source:
+    def renamed(self, before: str, after: str) -> StoredSource:
         """Those of its tensors whose names begin with `before`, under names that begin with `after`."""
         kept = {n: found for n, found in self.pieces.items() if n.startswith(before)}
-        return Source(self.folder, {f"{after}{n.removeprefix(before)}": found for n, found in kept.items()})
+        return StoredSource(self.folder, {f"{after}{n.removeprefix(before)}": found for n, found in kept.items()})
 
     def shape(self, name: str) -> Shape:
         boxes = [p.box for p in self.pieces[name]]
@@ -89,7 +89,7 @@ class Source:
         self.read_into(out, name, tuple((0, n) for n in out.shape))
         return out
 
-    def _read(self, piece: Stored, common: Box) -> Tensor:
+    def _read(self, piece: StoredTensor, common: Box) -> Tensor:
         stored = self._file(piece.file).get_slice(piece.key)
         inside = [slice(low - b0, high - b0) for (low, high), (b0, _) in zip(common, piece.box)]
         inside = inside[len(inside) - len(stored.get_shape()) :]
@@ -105,25 +105,25 @@ class Source:
         return self._open[name]
 
 
-def from_manifest(folder: Path, manifest: Mapping[str, Any]) -> Source:
+def from_manifest(folder: Path, manifest: Mapping[str, Any]) -> StoredSource:
     """A checkpoint that ranks wrote."""
     pieces = {
-        name: [Stored(file, key, tuple((int(a), int(b)) for a, b in box)) for file, key, box in found]
+        name: [StoredTensor(file, key, tuple((int(a), int(b)) for a, b in box)) for file, key, box in found]
         for name, found in manifest["tensors"].items()
     }
-    return Source(folder, pieces)
+    return StoredSource(folder, pieces)
 
 
-class HuggingFace(Source):
+class HuggingFace(StoredSource):
     """A model folder. Experts that lie there one by one are parts of the stacked tensor that the module has."""
 
     def __init__(self, folder: Path) -> None:
-        found: dict[str, list[Stored]] = {}
+        found: dict[str, list[StoredTensor]] = {}
         super().__init__(folder, found)
         for key, file in _keys(folder).items():
             shape = tuple(self._file(file).get_slice(key).get_shape())
             name, box = logical(key, shape)
-            found.setdefault(name, []).append(Stored(file, key, box))
+            found.setdefault(name, []).append(StoredTensor(file, key, box))
 
 
 def logical(key: str, shape: Shape) -> tuple[str, Box]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tidemill.errors import ModelError
 from tidemill.learn.layers import layers_of
-from tidemill.learn.parallel.collectives import Link, copy_tokens, gather_tokens, keep_tokens, scatter_tokens
+from tidemill.learn.parallel.collectives import MeshLink, copy_tokens, gather_tokens, keep_tokens, scatter_tokens
 from tidemill.learn.parallel.cuts import Cut, Cuts, narrow, replace_parameter
 from tidemill.models import experts
 from tidemill.models.lora import LoraLinear
@@ -34,7 +34,7 @@ KNOWN = frozenset({COLUMNS, ROWS, WHOLE, EXPERTS, "packed_colwise"})
 KEYS = ("k_proj", "v_proj")
 
 
-def apply(model: Any, cuts: Cuts, over: Link) -> Cuts:
+def apply(model: Any, cuts: Cuts, over: MeshLink) -> Cuts:
     """Cut `model` in place; gives the table with what became of each parameter."""
     plan = {f"{k}": v for k, v in (getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}).items()}
     if not plan:
@@ -66,7 +66,9 @@ def _styles(plan: dict[str, str], at: str, child: Any) -> Iterator[tuple[str, st
                 yield name, style
 
 
-def _cut_child(child: Any, styles: dict[str, str], names: dict[int, str], cuts: Cuts, over: Link, model: Any) -> None:
+def _cut_child(
+    child: Any, styles: dict[str, str], names: dict[int, str], cuts: Cuts, over: MeshLink, model: Any
+) -> None:
     own = list(child.parameters())
     if not own:
         return
@@ -86,7 +88,9 @@ def _cut_child(child: Any, styles: dict[str, str], names: dict[int, str], cuts: 
     _summed_block(child, over)
 
 
-def _cut_linear(module: Any, name: str, style: str, names: dict[int, str], cuts: Cuts, over: Link, model: Any) -> None:
+def _cut_linear(
+    module: Any, name: str, style: str, names: dict[int, str], cuts: Cuts, over: MeshLink, model: Any
+) -> None:
     kv_heads = getattr(model.config.get_text_config(), "num_key_value_heads", over.size)
     parts = kv_heads if name in KEYS and kv_heads < over.size else 0
     place = Shard(0, parts=parts) if style == COLUMNS else Shard(1)
@@ -112,7 +116,7 @@ def _cut_linear(module: Any, name: str, style: str, names: dict[int, str], cuts:
 
 
 def _cut_parameter(
-    module: Any, name: str, place: Shard, adds: Any, names: dict[int, str], cuts: Cuts, over: Link
+    module: Any, name: str, place: Shard, adds: Any, names: dict[int, str], cuts: Cuts, over: MeshLink
 ) -> None:
     old = getattr(module, name)
     full = names[id(old)]
@@ -121,7 +125,7 @@ def _cut_parameter(
     cuts[full] = replace(cuts[full], place=place, adds=adds)
 
 
-def _cut_experts(module: Any, names: dict[int, str], cuts: Cuts, over: Link) -> None:
+def _cut_experts(module: Any, names: dict[int, str], cuts: Cuts, over: MeshLink) -> None:
     if not {"gate_up_proj", "down_proj"} <= {n for n, _ in module.named_parameters(recurse=False)}:
         raise ModelError(f"experts of {type(module).__name__} are of an unknown form", "set learn.parallel.tp to 1")
     for name, _ in list(module.named_parameters(recurse=False)):
@@ -153,24 +157,24 @@ def run_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> 
 # Blocks: what happens to tokens on their way in and out
 
 
-def _summed_block(block: Any, over: Link) -> None:
+def _summed_block(block: Any, over: MeshLink) -> None:
     block.register_forward_pre_hook(lambda _, args, kwargs: _enter(args, kwargs, over, gather_tokens), with_kwargs=True)
     block.register_forward_hook(lambda _, args, out: _leave(out, over, scatter_tokens))
 
 
-def _whole_block(block: Any, over: Link) -> None:
+def _whole_block(block: Any, over: MeshLink) -> None:
     block.register_forward_pre_hook(lambda _, args, kwargs: _enter(args, kwargs, over, copy_tokens), with_kwargs=True)
     block.register_forward_hook(lambda _, args, out: _leave(out, over, keep_tokens))
 
 
-def _enter(args: Any, kwargs: Any, over: Link, gather: Any) -> tuple[Any, Any]:
+def _enter(args: Any, kwargs: Any, over: MeshLink, gather: Any) -> tuple[Any, Any]:
     """A block's first argument is the stream: (1, own tokens, width) → (1, tokens, width)."""
     if args:
         return (gather(args[0][0], over)[None], *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": gather(kwargs["hidden_states"][0], over)[None]}
 
 
-def _leave(out: Any, over: Link, scatter: Any) -> Any:
+def _leave(out: Any, over: MeshLink, scatter: Any) -> Any:
     if isinstance(out, tuple):
         return (scatter(out[0][0], over)[None], *out[1:])
     return scatter(out[0], over)[None]
@@ -195,7 +199,7 @@ def _is_vector(module: Any) -> bool:
     return bool(own) and all(p.ndim == 1 for p in own)
 
 
-def _cut_embedding(model: Any, names: dict[int, str], cuts: Cuts, over: Link) -> None:
+def _cut_embedding(model: Any, names: dict[int, str], cuts: Cuts, over: MeshLink) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     embeds, predicts = (getattr(m, "weight", None) is not None for m in (embedding, head))  # or another stage does
     tied = embeds and predicts and head.weight is embedding.weight
@@ -226,7 +230,7 @@ def _cut_embedding(model: Any, names: dict[int, str], cuts: Cuts, over: Link) ->
     embedding.forward = embed
 
 
-def first_word(cut: Cut, over: Link) -> int:
+def first_word(cut: Cut, over: MeshLink) -> int:
     """Of this rank's rows of the vocabulary."""
     if isinstance(cut.place, Replicate):
         return 0

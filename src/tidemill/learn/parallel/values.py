@@ -10,13 +10,13 @@ from torch import Tensor
 
 from tidemill.algorithms.api import Algorithm, Kept, Stats
 from tidemill.batch import Batch, Column
-from tidemill.config import Config
 from tidemill.learn.critic import ValueModel, of_value, value_metrics, value_updates
 from tidemill.learn.engine import Scores, token_batch
 from tidemill.learn.packing import PackedBatch
 from tidemill.learn.parallel.learner import ParallelLearner
 from tidemill.learn.parallel.mesh import Meshes
-from tidemill.learn.parallel.stored import Source
+from tidemill.learn.parallel.stored import StoredSource
+from tidemill.recipe.config import Config
 
 
 class ParallelValueLearner(ParallelLearner):
@@ -29,7 +29,7 @@ class ParallelValueLearner(ParallelLearner):
         algorithm: Algorithm,
         updates: int,
         meshes: Meshes,
-        source: Source | None = None,
+        source: StoredSource | None = None,
         device: torch.device | None = None,
     ) -> None:
         rate = config.algorithm.critic.lr

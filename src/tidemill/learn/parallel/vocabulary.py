@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tidemill.learn.logprob import Words, bounded, can_fuse, scored
-from tidemill.learn.parallel.collectives import Link
+from tidemill.learn.parallel.collectives import MeshLink
 
 
 def vocabulary_logprobs(
@@ -21,7 +21,7 @@ def vocabulary_logprobs(
     head: Tensor,
     targets: Tensor,
     first: int,
-    over: Link,
+    over: MeshLink,
     *,
     temperature: float = 1.0,
     softcap: float | None = None,
@@ -40,7 +40,7 @@ def vocabulary_logprobs(
 class OwnWords(Words):
     """This rank's of the vocabulary. The gradient of their logits is as if there were no others."""
 
-    over: Link = field(kw_only=True)
+    over: MeshLink = field(kw_only=True)
 
     def statistics(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits, targets = bounded(logits, self.temperature, self.softcap), targets - self.first

@@ -10,7 +10,7 @@ Status = Literal["ok", "failed", "timeout", "output", "killed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SandboxLimits:
     wall_s: float = 5.0
     cpu_s: int = 5
     memory_mb: int = 256

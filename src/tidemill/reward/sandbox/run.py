@@ -19,8 +19,8 @@ from typing import Any
 
 from tidemill.errors import TidemillError
 from tidemill.reward.sandbox.checks import read
-from tidemill.reward.sandbox.limits import Limits, Result
-from tidemill.reward.wire import Wire
+from tidemill.reward.sandbox.limits import Result, SandboxLimits
+from tidemill.reward.wire import JsonSocket
 
 GRACE_S = 5.0  # beyond the program's own wall limit, before the zygote itself counts as stuck
 START_S = 60.0
@@ -33,10 +33,10 @@ class SandboxError(TidemillError):
 class Sandbox:
     """Starts its process with the first program, and again after anything went wrong with it."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, limits: SandboxLimits | None = None) -> None:
+        self.limits = limits or SandboxLimits()
         self.has_scratch = False  # known once started
-        self._wire: Wire | None = None
+        self._wire: JsonSocket | None = None
         self._end: Callable[[], Any] = lambda: None  # ends the process; called by close, or when Python exits
 
     def run(self, code: str, checks: Sequence[str] = (), input: str = "") -> Result:
@@ -56,7 +56,7 @@ class Sandbox:
             self.close()  # the next program gets a sandbox in which nothing is left of this one
         return Result(**message, passed=sum(check.is_met(answer) for check, answer in zip(asked, answers)))
 
-    def _start(self) -> Wire:
+    def _start(self) -> JsonSocket:
         if sys.platform != "linux":
             raise SandboxError("code can be run safely only on Linux", "use another reward here")
         folder = tempfile.mkdtemp(prefix="tidemill-sandbox-")
@@ -75,7 +75,7 @@ class Sandbox:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # the terminal's Ctrl-C is for the run, which ends its sandboxes itself
             )
-        self._wire = Wire(ours)
+        self._wire = JsonSocket(ours)
         self._end = weakref.finalize(self, end, process, self._wire, folder)
         try:
             self._wire.send(asdict(self.limits))
@@ -100,7 +100,7 @@ class Sandbox:
         self.close()
 
 
-def end(process: subprocess.Popen[bytes], wire: Wire, folder: str) -> None:
+def end(process: subprocess.Popen[bytes], wire: JsonSocket, folder: str) -> None:
     process.kill()
     process.wait()
     wire.close()

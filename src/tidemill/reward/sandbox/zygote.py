@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from tidemill.reward.sandbox import files, filter, root
 from tidemill.reward.sandbox.values import encoded
-from tidemill.reward.wire import Wire
+from tidemill.reward.wire import JsonSocket
 
 PR_SET_PDEATHSIG = 1
 CHUNK = 65536
@@ -43,12 +43,12 @@ class Verdict(NamedTuple):
 
 def main(socket: int, folder: str, own_path: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    wire = Wire.at(socket)
+    wire = JsonSocket.at(socket)
     with contextlib.suppress(EOFError, ConnectionError):  # the process that asks is gone
         serve(libc, wire, folder, own_path)
 
 
-def serve(libc: ctypes.CDLL, wire: Wire, folder: str, own_path: str) -> None:
+def serve(libc: ctypes.CDLL, wire: JsonSocket, folder: str, own_path: str) -> None:
     limits = SimpleNamespace(**wire.receive())
     try:
         place = prepare(libc, folder, limits)
@@ -89,7 +89,7 @@ def is_cleared(place: int | None) -> bool:
 
 
 def run(
-    libc: ctypes.CDLL, wire: Wire, place: int | None, message: dict[str, Any], limits: SimpleNamespace
+    libc: ctypes.CDLL, wire: JsonSocket, place: int | None, message: dict[str, Any], limits: SimpleNamespace
 ) -> dict[str, Any]:
     """One program in a copy of this process, watched until it ends."""
     out_read, out_write = os.pipe()

@@ -19,7 +19,7 @@ from torch import Tensor
 from tidemill.batch import Array
 from tidemill.rollout.native.cache import PageStore
 from tidemill.rollout.native.kernels import Kernels
-from tidemill.rollout.native.paged import Kind, Queries
+from tidemill.rollout.native.paged import PagedAttention, Queries
 
 warnings.filterwarnings("ignore", message=r"index_reduce\(\) is in beta")
 
@@ -34,7 +34,7 @@ class Walk:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PageChunk:
     """Some consecutive tokens of one prompt: rows `first:last` of the batch, after `context` tokens already cached."""
 
     first: int
@@ -71,10 +71,10 @@ class Paged:
     page: Tensor  # (tokens,) where each token's key and value go
     offset: Tensor
     rows: DecodeRows
-    chunks: list[Chunk]
+    chunks: list[PageChunk]
     kernels: Kernels | None = None  # used for decoding where there are some
     has_drafts: bool = False  # some rows are of the same sequence, one token after another
-    library: Kind | None = None  # decodes instead of walking the pages; the store is then a `TokenStore`
+    library: PagedAttention | None = None  # decodes instead of walking the pages; the store is then a `TokenStore`
     _bias: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     def attend(
@@ -166,7 +166,7 @@ class Paged:
         k: Tensor,
         v: Tensor,
         rows: Tensor | slice,
-        chunks: list[Chunk],
+        chunks: list[PageChunk],
         scale: float,
         window: int | None,
         softcap: float | None,
@@ -240,15 +240,15 @@ def _page_bias(walk: Walk, lengths: Tensor, page_size: int, window: int | None) 
     return bias.view(entries, 1, owners, 1, page_size)
 
 
-def _by_shape(chunks: list[Chunk]) -> list[tuple[Tensor | slice, list[Chunk]]]:
+def _by_shape(chunks: list[PageChunk]) -> list[tuple[Tensor | slice, list[PageChunk]]]:
     """Chunks of equal length and context together, with their rows of the batch."""
-    shapes: dict[tuple[int, int], list[Chunk]] = {}
+    shapes: dict[tuple[int, int], list[PageChunk]] = {}
     for chunk in chunks:
         shapes.setdefault((chunk.last - chunk.first, chunk.context), []).append(chunk)
     return [(_rows(group), group) for group in shapes.values()]
 
 
-def _rows(chunks: list[Chunk]) -> Tensor | slice:
+def _rows(chunks: list[PageChunk]) -> Tensor | slice:
     joined = all(a.last == b.first for a, b in pairwise(chunks))
     if joined:
         return slice(chunks[0].first, chunks[-1].last)

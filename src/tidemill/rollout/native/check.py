@@ -20,7 +20,7 @@ MOST_SAMPLES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """What an engine can take."""
 
     vocab: int
@@ -29,7 +29,7 @@ class Limits:
     has_tokenizer: bool
 
 
-def find_problem(request: Request, limits: Limits) -> str | None:
+def find_problem(request: Request, limits: RequestLimits) -> str | None:
     """One line on the first thing that cannot work, or None."""
     how = request.sampling
     return (
@@ -69,7 +69,7 @@ def _problem_of_counts(request: Request) -> str | None:
     return None
 
 
-def _problem_of_prompt(request: Request, limits: Limits) -> str | None:
+def _problem_of_prompt(request: Request, limits: RequestLimits) -> str | None:
     try:
         prompt = np.asarray(request.prompt)
     except (TypeError, ValueError):  # lists of unequal lengths
@@ -108,7 +108,7 @@ def _problem_of_numbers(how: Sampling) -> str | None:
     return None
 
 
-def _problem_of_tokens(how: Sampling, limits: Limits) -> str | None:
+def _problem_of_tokens(how: Sampling, limits: RequestLimits) -> str | None:
     if how.logit_bias is not None and not isinstance(how.logit_bias, Mapping):
         return f"logit_bias is {how.logit_bias!r:.40}; it maps tokens to numbers"
     named = {
@@ -133,7 +133,7 @@ def _problem_of_tokens(how: Sampling, limits: Limits) -> str | None:
     return None
 
 
-def _problem_of_strings(how: Sampling, limits: Limits) -> str | None:
+def _problem_of_strings(how: Sampling, limits: RequestLimits) -> str | None:
     if isinstance(how.stop_strings, str) or not isinstance(how.stop_strings, Collection):
         return f"stop_strings is {how.stop_strings!r:.40}; it must be a list of strings"
     if how.stop_strings and not limits.has_tokenizer:

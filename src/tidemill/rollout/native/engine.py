@@ -17,24 +17,24 @@ from torch import Tensor
 from tidemill.batch import Array
 from tidemill.device import has_triton, mapped
 from tidemill.errors import ConfigError
-from tidemill.models.attention import Context
+from tidemill.models.attention.registry import Context
 from tidemill.rollout.engine import Completion, Finish, Partial, Request, load_part, token_limit, told
 from tidemill.rollout.native import paged
 from tidemill.rollout.native.attention import Paged
 from tidemill.rollout.native.cache import PagePool, PageStore, TokenStore
-from tidemill.rollout.native.check import Limits, find_problem, refused
-from tidemill.rollout.native.drawing import draw_rows
-from tidemill.rollout.native.fused import FusedRunner
-from tidemill.rollout.native.graphs import GraphDecoder
+from tidemill.rollout.native.check import RequestLimits, find_problem, refused
+from tidemill.rollout.native.draw.drawing import draw_rows
+from tidemill.rollout.native.draw.sampling import Drawn
+from tidemill.rollout.native.forward.fused import FusedRunner
+from tidemill.rollout.native.forward.graphs import GraphDecoder
+from tidemill.rollout.native.forward.invariant import RowwisePaged, RowwiseRunner
+from tidemill.rollout.native.forward.routes import RouteRecorder
+from tidemill.rollout.native.forward.runner import PlainRunner, Runner, has_fused, make_runner
 from tidemill.rollout.native.inputs import inputs_of
-from tidemill.rollout.native.invariant import RowwisePaged, RowwiseRunner
 from tidemill.rollout.native.kernels import LANES, Kernels
 from tidemill.rollout.native.kernels import load as load_kernels
 from tidemill.rollout.native.pending import Fetch, Pending
-from tidemill.rollout.native.routes import RouteRecorder
-from tidemill.rollout.native.rows import Rows
-from tidemill.rollout.native.runner import PlainRunner, Runner, has_fused, make_runner
-from tidemill.rollout.native.sampling import Drawn
+from tidemill.rollout.native.rows import RunningRows
 from tidemill.rollout.native.scheduler import Kept, Reading, Scheduler, Sequence, Trunk
 from tidemill.rollout.native.speculate import When, speculator_for
 from tidemill.rollout.stops import ends_by_string
@@ -112,10 +112,10 @@ class NativeEngine:
         # One page more than can be given out: captured decoding writes its padding there.
         self.store = make_store(pages + 1, page_size, self.device, kind)
         self.routes = RouteRecorder(model, self.store) if record_routes else None
-        self.limits = Limits(self.vocab, max_len, pages * page_size, tokenizer is not None)
+        self.limits = RequestLimits(self.vocab, max_len, pages * page_size, tokenizer is not None)
         step_tokens = step_tokens or (STEP_TOKENS if self.device.type == "cpu" else ACCELERATOR_STEP_TOKENS)
         self.scheduler = Scheduler(self.pool, max_seqs, max_len, max(step_tokens, max_seqs + page_size))
-        self.rows = Rows(self.scheduler, self.device)
+        self.rows = RunningRows(self.scheduler, self.device)
         self.kernels = self._kernels(parameter) if kernels and not batch_invariant else None
         self.runner: Runner = (
             RowwiseRunner(model)

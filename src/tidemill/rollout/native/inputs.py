@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tidemill.batch import Array
-from tidemill.rollout.native.attention import Chunk
+from tidemill.rollout.native.attention import PageChunk
 from tidemill.rollout.native.scheduler import Reading, Scheduler
 
 
@@ -20,7 +20,7 @@ class Inputs:
     position: Tensor
     page: Tensor  # where each token's key and value go
     offset: Tensor
-    chunks: list[Chunk]
+    chunks: list[PageChunk]
     keep: Tensor | None  # tokens whose logits are wanted; None: all
     seen: Array  # (rows,) tokens that each running row sees, itself included
 
@@ -37,7 +37,7 @@ def inputs_of(
     at = slots.length[rows] + ahead
     ids, positions = [newest], [at]
     pages = [slots.table[rows, at // size]]
-    chunks: list[Chunk] = []
+    chunks: list[PageChunk] = []
     keep = list(range(len(rows)))
     first = len(rows)
     for reading in readings:
@@ -47,7 +47,7 @@ def inputs_of(
         positions.append(where)
         pages.append(table[where // size])
         last = first + len(where)
-        chunks.append(Chunk(first, last, reading.first, tensor(table[: -(-reading.last // size)])))
+        chunks.append(PageChunk(first, last, reading.first, tensor(table[: -(-reading.last // size)])))
         if reading.last == len(trunk.tokens):
             keep.append(last - 1)
         first = last

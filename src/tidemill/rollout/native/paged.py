@@ -40,7 +40,7 @@ Decode = Callable[[Tensor, Tensor, Tensor, Queries], Tensor]  # q (rows, heads, 
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class PagedAttention:
     decode: Decode
     works: Callable[[torch.device], bool]
     page_size: int
@@ -100,15 +100,15 @@ def _has_fused_infer(device: torch.device) -> bool:
 
 
 # Page sizes are what the kernels are made for: 256 is the smallest that every flash kernel takes.
-KINDS: dict[str, Kind] = {
-    "fused_infer": Kind(
+KINDS: dict[str, PagedAttention] = {
+    "fused_infer": PagedAttention(
         decode_fused_infer, _has_fused_infer, page_size=128, most_dim=512, has_window=False, is_first=True
     ),
-    "varlen": Kind(decode_varlen, _has_varlen, page_size=256, most_dim=256, has_window=True, is_first=False),
+    "varlen": PagedAttention(decode_varlen, _has_varlen, page_size=256, most_dim=256, has_window=True, is_first=False),
 }
 
 
-def choose(model: Any, device: torch.device, dtype: torch.dtype) -> Kind | None:
+def choose(model: Any, device: torch.device, dtype: torch.dtype) -> PagedAttention | None:
     """The first kind that can serve the model here; None: walk the pages."""
     settings = model.config.get_text_config()
     if dtype not in SIXTEEN_BITS or getattr(settings, "attn_logit_softcapping", None) is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tidemill.batch import Array
-from tidemill.rollout.native.sampling import Drawn
+from tidemill.rollout.native.draw.sampling import Drawn
 
 # Waits for the device and gives tokens, log-probabilities and, where something was truncated, the log of the mass kept.
 Fetch = Callable[[], tuple[Array, Array, Array | None]]

@@ -18,7 +18,7 @@ DENSE_SHARE = 0.6
 NOWHERE = 1 << 40
 
 
-class Rows:
+class RunningRows:
     """Implements `attention.DecodeRows`. One object serves all steps: what only changes when sequences come and go is
     worked out again only then."""
 
@@ -33,7 +33,7 @@ class Rows:
         self._tables: tuple[Tensor, Tensor, int] | None = None
         self._shared: Walk | None = None
 
-    def of(self, slot: Array, length: Array) -> Rows:
+    def of(self, slot: Array, length: Array) -> RunningRows:
         """The rows of the next pass: their slots, and how many tokens each sees."""
         self.count, self.slot, self.length = len(slot), slot, length
         self._walks = self._lengths = self._tables = None

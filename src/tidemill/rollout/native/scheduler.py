@@ -17,7 +17,7 @@ from torch import Tensor
 from tidemill.batch import Array
 from tidemill.rollout.engine import Completion, Finish, Partial, Request, token_limit
 from tidemill.rollout.native.cache import PagePool
-from tidemill.rollout.native.sampling import is_steered, is_truncated, stream_key
+from tidemill.rollout.native.draw.sampling import is_steered, is_truncated, stream_key
 
 OFF = 1 << 40  # a top-k that is more than any vocabulary
 

@@ -16,8 +16,8 @@ import numpy as np
 from tidemill.batch import Array
 from tidemill.errors import ConfigError
 from tidemill.rollout.engine import Request
+from tidemill.rollout.native.draw.sampling import Drawn
 from tidemill.rollout.native.pending import Pending
-from tidemill.rollout.native.sampling import Drawn
 from tidemill.rollout.native.scheduler import Scheduler, Sequence
 
 When = Literal["auto", "on", "off"]

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tidemill.rollout.native import triton_draw
+from tidemill.rollout.native.draw import triton_draw
 
 # Programs wanted before a sequence is split over several, and the most parts it is split into.
 PROGRAMS_WANTED = 4 * 132

@@ -1,0 +1,356 @@
+"""The driver's side of the workers: start them, hear from them, replace those that are lost.
+
+The driver is one thread. Whatever it waits for, it waits in `pump`: reports come in, lost workers are started again
+after a pause that grows, and a worker that cannot be started ends the run with its own last error.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from tidemill.cluster.driver.placement import LEARNER, Placement, Post
+from tidemill.cluster.report import Answer, Failure, WorkerReady, WorkerReport
+from tidemill.cluster.start.handle import Handle, Starter, WorkerLost
+from tidemill.errors import TidemillError
+from tidemill.recipe.config import Cluster
+
+WATCH_S = 2.0  # a worker reports at least this often
+SILENCE_S = 15.0  # at least this long without a report before a worker counts as lost: busy machines are slow
+FAILED_STARTS = 3  # in a row that end the run
+PAUSE_S = (0.2, 15.0)  # before a lost worker is started again: at first, at most
+TAIL = 12  # lines of a log that tell why a worker ended
+State = Literal["starting", "ready", "lost", "gone"]
+
+
+@dataclass(slots=True)
+class Member:
+    post: Post
+    state: State = "starting"
+    handle: Handle | None = None
+    incarnation: int = 0
+    node: str = ""
+    host: str = ""
+    pid: int = 0
+    report: WorkerReport | None = None
+    heard: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.monotonic)  # of its state
+    failed_starts: int = 0
+    losses: int = 0  # since the last step
+    restarts: int = 0
+    not_before: float = 0.0
+    last_error: str = ""
+    dock: str = ""  # where it was sent to meet the others
+
+    @property
+    def name(self) -> str:
+        return self.post.name
+
+    def become(self, state: State) -> None:
+        self.state, self.since = state, time.monotonic()
+
+
+class WorkerPool:
+    """`equip` makes a started process a worker (gives the future of its readiness); `on_ready` is told of each that
+    comes up; `on_lost` of each that goes, and says whether it is to be started again."""
+
+    def __init__(
+        self,
+        settings: Cluster,
+        placement: Placement,
+        starter: Starter,
+        logs: Path,
+        note: Callable[[str], None],
+        equip: Callable[[Member], Future[Any]],
+        on_ready: Callable[[Member], None],
+        on_lost: Callable[[Member, str], bool],
+    ) -> None:
+        self.settings, self.placement, self.starter, self.logs, self.note = settings, placement, starter, logs, note
+        self.members = {post.name: Member(post) for post in placement.posts}
+        self.spent = 0  # workers made up for since the last step
+        self.lost_total = 0
+        self._spawned = 0
+        self.received_bytes = 0  # of all answers, as they travel
+        self._equip, self._on_ready, self._on_lost = equip, on_ready, on_lost
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.is_closing = False
+        self.check: Callable[[], None] = lambda: None  # raises when waiting for an answer has become pointless
+        self.examine: Callable[[str], str] = lambda why: ""  # leaves the stacks of all somewhere, and says where
+
+    # Who is there
+
+    def of(self, group: str, *, ready: bool = True) -> list[Member]:
+        return [m for m in self.members.values() if m.post.group.name == group and (m.state == "ready" or not ready)]
+
+    @property
+    def ready(self) -> list[Member]:
+        return [m for m in self.members.values() if m.state == "ready"]
+
+    def learners(self) -> list[Member]:
+        return [m for m in self.members.values() if m.post.group.name == LEARNER]
+
+    def mates(self, member: Member) -> list[Member]:
+        """Who shares an engine with it, the member itself included, first rank first."""
+        post = member.post
+        return [m for m in self.of(post.group.name, ready=False) if m.post.engine == post.engine]
+
+    def engines(self, group: str) -> list[Member]:
+        """First ranks of the engines whose ranks are all there."""
+        leaders = [m for m in self.of(group) if m.post.leads]
+        return [m for m in leaders if self.is_complete(m)]
+
+    def is_complete(self, member: Member) -> bool:
+        mates = self.mates(member)
+        return len(mates) == member.post.group.engine_ranks and all(m.state == "ready" for m in mates)
+
+    # Starting
+
+    def start(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._spawn(self.members[name])
+
+    def wait_ready(self, names: Sequence[str]) -> None:
+        """Of those that are still members: one that finds no place, and is not needed, is given up meanwhile."""
+        deadline = time.monotonic() + self.settings.start_s
+        while late := [n for n in names if n in self.members and self.members[n].state != "ready"]:
+            if time.monotonic() > deadline and not self._do_without(late):
+                raise TidemillError(
+                    f"{', '.join(late)} did not start within {self.settings.start_s:g} s",
+                    f"see {self.logs}; raise cluster.start_s if the model is large",
+                )
+            self.pump(0.5)
+
+    def _do_without(self, names: Sequence[str]) -> bool:
+        """Whether all of these could be given up, for others do the same work."""
+        for name in names:
+            member = self.members.get(name)
+            if member is not None and self._is_spare(member):
+                self._give_up(member)
+        return not any(name in self.members for name in names)
+
+    def _give_up(self, member: Member) -> None:
+        for mate in self.mates(member):
+            self.note(f"{mate.name} finds no place; the run goes on without it")
+            self.remove(mate.name)
+
+    def add(self, post: Post) -> Member:
+        """One more worker, while the run goes on."""
+        member = self.members[post.name] = Member(post)
+        self._spawn(member)
+        return member
+
+    def remove(self, name: str) -> None:
+        """A worker leaves for good: what it holds goes to others."""
+        member = self.members.pop(name)
+        member.become("gone")
+        if member.handle is not None:
+            member.handle.kill()
+        self.starter.release(member.post)
+
+    def _spawn(self, member: Member) -> None:
+        member.become("starting")
+        self._spawned += 1
+        member.incarnation = self._spawned  # of all workers: one that comes under an old name is not taken for it
+        member.node = ""
+        member.report, member.heard = None, time.monotonic()
+        member.handle = self.starter.spawn(member.post, self.logs)
+        self._then(member, member.handle.call("where"), lambda place: self._placed(member, place))
+
+    def _placed(self, member: Member, place: tuple[str, str]) -> None:
+        member.node, member.host = place
+        self._then(member, self._equip(member), lambda ready: self._is_ready(member, ready))
+
+    def _is_ready(self, member: Member, ready: WorkerReady) -> None:
+        member.pid, member.failed_starts, member.heard = ready.pid, 0, time.monotonic()
+        member.become("ready")
+        self._watch(member)
+        self._on_ready(member)
+
+    def _watch(self, member: Member) -> None:
+        assert member.handle is not None
+        seen = member.report.serial if member.report is not None else 0
+        self._then(member, member.handle.call("watch", seen, WATCH_S), lambda report: self._heard(member, report))
+
+    def _heard(self, member: Member, report: WorkerReport) -> None:
+        member.report, member.heard = report, time.monotonic()
+        if report.failure is not None:
+            self._failed(member, report.failure)
+        elif member.state == "ready":
+            self._watch(member)
+
+    # Losing
+
+    def step_made(self) -> None:
+        """The budget of losses, and the pauses after them, begin anew."""
+        self.spent = 0
+        for member in self.members.values():
+            member.losses = 0
+
+    def lose(self, member: Member, why: str) -> None:
+        """Count a worker as lost, and end what is left of it."""
+        if member.state in ("lost", "gone") or self.is_closing:
+            return
+        if member.state == "starting":
+            member.failed_starts += 1
+        member.last_error = why
+        member.become("lost")
+        self.lost_total += 1
+        if member.handle is not None:
+            member.handle.kill()
+        self.note(f"{member.name} is lost: {why.splitlines()[0] if why else 'no reason given'}")
+        if member.failed_starts >= FAILED_STARTS:
+            raise TidemillError(
+                f"{member.name} dies at every start ({member.failed_starts} times): {self._own_words(member)}",
+                f"its log is {self.logs / member.name}.log",
+            )
+        self.spent += 1
+        member.losses += 1
+        if self.spent > self.settings.restarts:
+            raise TidemillError(
+                f"{self.spent} workers were lost without a step made in between, the last {member.name}: "
+                f"{self._own_words(member)}",
+                f"its log is {self.logs / member.name}.log; cluster.restarts is the limit",
+            )
+        member.not_before = time.monotonic() + min(PAUSE_S[1], PAUSE_S[0] * 2 ** (member.losses - 1))
+        if not self._on_lost(member, why):
+            member.not_before = float("inf")  # others decide when
+        if member.post.group.name != LEARNER:  # of learners all start again, whoever is lost
+            for mate in self.mates(member):
+                self._lose_with(mate, member)
+
+    def _lose_with(self, mate: Member, lost: Member) -> None:
+        """The ranks of an engine have no use without one another. Counted once."""
+        if mate.state == "ready":
+            mate.last_error = f"{lost.name}, which shares its engine, is lost"
+            mate.become("lost")
+            mate.not_before = lost.not_before
+            if mate.handle is not None:
+                mate.handle.kill()
+
+    def again(self, member: Member) -> None:
+        """Start a lost worker anew."""
+        member.restarts += 1
+        self.starter.release(member.post)
+        self._spawn(member)
+
+    def _failed(self, member: Member, failure: Failure) -> None:
+        if failure.is_users:
+            raise failure.raised(member.name)
+        self.lose(member, f"{failure.message}\n{failure.trace}")
+
+    def _own_words(self, member: Member) -> str:
+        """The worker's own last error: what it said, or the end of its log."""
+        log = self.logs / f"{member.name}.log"
+        lines = log.read_text(errors="replace").splitlines()[-TAIL:] if log.exists() else []
+        return "\n".join([member.last_error.splitlines()[0] if member.last_error else "", *lines]).strip()
+
+    # Hearing
+
+    def pump(self, wait_s: float) -> None:
+        """Let things happen for at most `wait_s`: until something did."""
+        self._look()
+        try:
+            event = self._events.get(timeout=wait_s) if wait_s > 0 else self._events.get_nowait()
+            while True:
+                if event is not None:
+                    event()
+                event = self._events.get_nowait()
+        except queue.Empty:
+            return
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        silence_s = WATCH_S + max(SILENCE_S, 2 * self.settings.lease_s)
+        for member in list(self.members.values()):
+            if member.state == "gone":
+                continue
+            if member.state == "lost" and now >= member.not_before:
+                self.again(member)
+            elif member.state == "ready" and now - member.heard > silence_s:
+                seen = self.examine(f"{member.name} has been silent for {now - member.heard:.0f} s")
+                self.lose(member, f"silent for {now - member.heard:.0f} s: it hangs, or its node does{seen}")
+            elif member.state == "starting" and now - member.since > self.settings.start_s:
+                if self._is_spare(member):
+                    self._give_up(member)
+                    continue
+                self.lose(member, f"not ready after {self.settings.start_s:g} s")
+
+    def _is_spare(self, member: Member) -> bool:
+        """Never placed, as after the loss of its node, while others do the same work."""
+        group = member.post.group.name
+        is_needed = group == LEARNER or member.post.feeds
+        return not member.node and not is_needed and bool(self.engines(group))
+
+    def call(self, member: Member, method: str, *args: Any, within_s: float = 600.0) -> Any:
+        return self.call_all([member], method, lambda _: args, within_s)[member.name]
+
+    def call_all(
+        self, members: Sequence[Member], method: str, args: Callable[[Member], tuple[Any, ...]], within_s: float = 600.0
+    ) -> dict[str, Any]:
+        """What each answers. `WorkerLost` when one is lost or late, `Failure` raised when one could not."""
+        futures = {m.name: self.send(m, method, *args(m)) for m in members}
+        deadline = time.monotonic() + within_s
+        while not all(f.done() for f in futures.values()):
+            if any(f.done() and (f.exception() or f.result().failure) for f in futures.values()):
+                break
+            self.check()
+            if time.monotonic() > deadline:
+                late = [name for name, f in futures.items() if not f.done()]
+                raise WorkerLost(f"{', '.join(late)} did not finish {method!r} within {within_s:g} s")
+            self.pump(0.2)
+        done = sorted(futures.items(), key=lambda pair: pair[1].exception() is None if pair[1].done() else True)
+        return {name: self.unwrap(name, f) for name, f in done if f.done()}
+
+    def send(self, member: Member, method: str, *args: Any) -> Future[Any]:
+        """Without waiting; the driver wakes when it is done."""
+        if member.handle is None or member.state != "ready":
+            gone: Future[Any] = Future()
+            gone.set_exception(WorkerLost(f"{member.name} is not there"))
+            return gone
+        future = member.handle.call(method, *args)
+        future.add_done_callback(lambda _: self._events.put(None))
+        return future
+
+    def unwrap(self, name: str, future: Future[Any]) -> Any:
+        answer: Answer = future.result()
+        self.received_bytes += len(pickle.dumps(answer.value))
+        if answer.failure is None:
+            return answer.value
+        if answer.failure.is_users:
+            raise answer.failure.raised(name)
+        raise WorkerLost(f"{name}: {answer.failure.message}")
+
+    def _then(self, member: Member, future: Future[Any], follow: Callable[[Any], None]) -> None:
+        """Go on with the answer, on the driver's thread, if it is still the same process that answers."""
+        incarnation = member.incarnation
+
+        def event() -> None:
+            if member.incarnation != incarnation or self.is_closing:
+                return
+            try:
+                answer = future.result()
+            except WorkerLost as lost:
+                self.lose(member, str(lost))
+                return
+            if isinstance(answer, Answer):
+                if answer.failure is not None:
+                    self._failed(member, answer.failure)
+                    return
+                answer = answer.value
+                self.received_bytes += len(pickle.dumps(answer))
+            follow(answer)
+
+        future.add_done_callback(lambda _: self._events.put(event))
+
+    def close(self) -> None:
+        self.is_closing = True
+        for member in self.members.values():
+            if member.handle is not None:
+                member.handle.kill()
+        self.starter.close()

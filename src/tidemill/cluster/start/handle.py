@@ -1,0 +1,56 @@
+"""Handles: how the driver reaches a worker's process, whoever started it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+from tidemill.cluster.driver.placement import Placement, Post, Resources
+from tidemill.dock.address import Address
+
+
+class WorkerLost(Exception):
+    """The process is gone, or does not answer any more."""
+
+
+class Handle(Protocol):
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        """An `Answer` to come; `WorkerLost` when the process ends first."""
+
+    def kill(self) -> None:
+        """End it at once, without asking it."""
+
+
+class Starter(Protocol):
+    """Places and starts processes; watching and restarting them is the crew's."""
+
+    def nodes(self) -> Sequence[Resources]:
+        """What each node has, all of it, whether in use or not."""
+
+    def reserve(self, placement: Placement) -> None:
+        """Set the placement's resources aside, or say why not."""
+
+    def spawn(self, post: Post, logs: Path) -> Handle: ...
+
+    def release(self, post: Post) -> None:
+        """The process of a post has ended for good, or is about to be started anew."""
+
+    def store(self, node: str, host: str, dock: Address, memory_mb: int | None) -> bool:
+        """See that a warehouse of the dock runs on this node; whether it is a new one."""
+
+    def lost_stores(self) -> list[str]:
+        """Nodes whose warehouse has ended since this was last asked."""
+
+    @property
+    def home(self) -> tuple[str, str]:
+        """This process's own node, and its address."""
+
+    @property
+    def address(self) -> str:
+        """Of the Ray that places processes; "" where there is none."""
+
+    def describe(self) -> str: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,65 @@
+"""Workers as plain processes of this machine, forked from one that has imported everything: a start takes no second."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tidemill import device
+from tidemill.cluster.driver.placement import Placement, Post, Resources
+from tidemill.cluster.start.forkserver import ForkedHandle, Forks
+from tidemill.device import host as machine
+from tidemill.dock.address import Address
+
+PLENTY = 64.0  # processes of one machine share its cores as they can, and its device where it has only one
+
+
+class ProcessStarter:
+    home = ("node0", "127.0.0.1")
+    address = ""
+
+    def __init__(self, forks: Forks) -> None:
+        self._forks = forks
+        self._kind, self._devices = "cpu", 0
+        self._own: dict[str, int] = {}  # whose device is which
+
+    def nodes(self) -> Sequence[Resources]:
+        self._kind, self._devices = device.count()
+        found = {"CPU": max(PLENTY, float(machine.cores()))}
+        if self._devices:
+            found[device.RESOURCES[self._kind]] = float(self._devices) if self._devices > 1 else PLENTY
+        return [found]
+
+    def reserve(self, placement: Placement) -> None:
+        for post in placement.posts:
+            self._device_of(post)
+
+    def spawn(self, post: Post, logs: Path) -> ForkedHandle:
+        return self._forks.spawn(post.name, logs, self._device_of(post))
+
+    def _device_of(self, post: Post) -> dict[str, str]:
+        """A device of its own, as its environment says it. One that joins when none is free shares another's."""
+        if not self._devices or device.RESOURCES[self._kind] not in dict(post.group.needs):
+            return {}
+        if post.name not in self._own:
+            taken = list(self._own.values())
+            self._own[post.name] = min(range(self._devices), key=taken.count)
+        name = device.VISIBLE[self._kind]
+        seen = os.environ.get(name, "").split(",") if os.environ.get(name) else [str(i) for i in range(self._devices)]
+        return {name: seen[self._own[post.name]]}
+
+    def release(self, post: Post) -> None:
+        """It keeps its device: it is about to come back, or its place is taken by one of the same name."""
+
+    def store(self, node: str, host: str, dock: Address, memory_mb: int | None) -> bool:
+        return False  # the dock's own process on this machine
+
+    def lost_stores(self) -> list[str]:
+        return []
+
+    def describe(self) -> str:
+        return "processes of this machine"
+
+    def close(self) -> None:
+        self._forks.close()

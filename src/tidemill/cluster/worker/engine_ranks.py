@@ -1,0 +1,256 @@
+"""One rollout engine over several ranks: the first takes requests and gives samples, the others do the same steps.
+
+What the first rank's engine is told, it writes down in a list in the ranks' store; the others read it and tell their
+own. A thread of theirs does so, so that a rank which also learns never waits for the one while the other waits for it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tidemill.cluster.worker.learners import World
+from tidemill.errors import CollectiveError
+from tidemill.rollout.engine import Completion, Partial, Request, RolloutEngine
+from tidemill.rollout.native.forward import parallel
+
+STEP, ORDER, GATHER, SLEEP = "step", "order", "gather", "sleep"
+KEPT_NOTES = 64  # in the store: every step waits for all ranks, so none is as far behind
+IDLE = timedelta(days=1)  # a first rank without work writes nothing; one that ends closes the store
+Call = tuple[Any, ...]
+
+
+class Notes:
+    """The list, in a store that the first rank's process keeps, or that of the ranks' whole world."""
+
+    def __init__(self, host: str, port: int, engine: int, followers: int, wait_s: float) -> None:
+        stores: Any = dist
+        self.wait_s, self._followers = wait_s, followers
+        self._store = stores.PrefixStore(f"engine-{engine}", stores.TCPStore(host, port, is_master=False, timeout=IDLE))
+        self._number = 0
+
+    def write(self, calls: Sequence[Call]) -> None:
+        self._store.set(str(self._number), pickle.dumps(calls))
+        if self._number >= KEPT_NOTES:
+            self._store.delete_key(str(self._number - KEPT_NOTES))
+        self._number += 1
+
+    def read(self) -> list[Call]:
+        """The next ones; waits for them."""
+        found: list[Call] = pickle.loads(self._store.get(str(self._number)))
+        self._number += 1
+        return found
+
+    def confirm(self) -> None:
+        """What was read last is done by one more of those that follow."""
+        if self._store.add(f"done-{self._number}", 1) == self._followers:
+            self._store.set(f"all-{self._number}", b"")
+
+    def await_all(self) -> None:
+        """Until all have done what was written last."""
+        try:
+            self._store.wait([f"all-{self._number}"], timedelta(seconds=self.wait_s))
+        except dist.DistError as error:
+            raise CollectiveError(f"the other ranks of an engine did not sleep within {self.wait_s:g} s") from error
+        for key in ("done", "all"):
+            self._store.delete_key(f"{key}-{self._number}")
+
+
+class LeadEngine:
+    """Implements `RolloutEngine` on the first rank. Until the ranks have joined it has no work and takes none."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._engine: RolloutEngine | None = None
+        self._notes: Notes | None = None
+        self._unsaid: list[Call] = []
+        self._made = 0  # checksum of what the step before finished: other ranks must have made the same
+
+    def join(self, engine: RolloutEngine, notes: Notes) -> None:
+        self._engine, self._notes = engine, notes
+
+    @property
+    def engine(self) -> RolloutEngine:
+        if self._engine is None:
+            raise CollectiveError("the ranks of this engine have not met yet")
+        return self._engine
+
+    @property
+    def version(self) -> int:
+        return self._engine.version if self._engine is not None else -1
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine is not None and self._engine.has_work
+
+    def submit(self, request: Request) -> None:
+        self._say("submit", replace(request, on_done=None, user=None, task=None))
+        self.engine.submit(request)
+
+    def step(self) -> list[Completion]:
+        self._say(STEP, self._made)
+        with self.world.within("a step of an engine's ranks"):
+            self._write()
+            done = self.engine.step()
+        self._made = checksum(done)
+        return done
+
+    def pause(self) -> list[Partial]:
+        if self._engine is None:
+            return []
+        self._say("pause")
+        return self.engine.pause()
+
+    def resume(self, partials: Sequence[Partial]) -> None:
+        if partials:
+            self._say("resume", [(p.request.id, p.index) for p in partials])
+            self.engine.resume(partials)
+
+    def cancel(self, request_id: int) -> None:
+        self._say("cancel", request_id)
+        self.engine.cancel(request_id)
+
+    def load(self, weights: Any, version: int) -> None:
+        self._say("load", None, version)
+        self.engine.load(weights, version)
+
+    def sleep(self) -> None:
+        """When it comes back the other ranks' memory is free too: learning may need it next."""
+        self._say(SLEEP)
+        self._write()
+        self.engine.sleep()
+        if self._notes is not None:
+            with self.world.within("waiting for an engine's ranks to sleep"):
+                self._notes.await_all()
+
+    def wake(self) -> None:
+        self._say("wake")
+        self.engine.wake()
+
+    def order(self) -> None:
+        """What the driver tells all ranks has its place here among the steps."""
+        self._say(ORDER)
+        self._write()
+
+    def gathered(self, model: Any, group: Any) -> dict[str, Tensor]:
+        """The whole model, in the host's memory."""
+        self._say(GATHER)
+        self._write()
+        return parallel.gathered(model, group)
+
+    def _say(self, *call: Any) -> None:
+        self._unsaid.append(call)
+
+    def _write(self) -> None:
+        if self._notes is not None and self._unsaid:
+            said, self._unsaid = self._unsaid, []
+            self._notes.write(said)
+
+
+class Follower:
+    """Another rank's engine, told what the first rank's was told."""
+
+    def __init__(self, engine: Any, notes: Notes, model: Any, group: Any, device: torch.device) -> None:
+        self.engine, self.notes, self.model, self.group, self.device = engine, notes, model, group, device
+        self.error: BaseException | None = None
+        self.operation: tuple[str, float] | None = None
+        self._paused: dict[tuple[int, int], Partial] = {}
+        self._made = 0
+        self._changed = threading.Condition()
+        self._is_ordered = False  # the first rank has come to an order, and nothing moves here until it is done
+        self._is_at_order = False  # and so has this rank
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def at_order(self, wait_s: float) -> Iterator[None]:
+        """Inside, the first rank is at the same order and the engine stands still."""
+        with self._changed:
+            is_there = self._changed.wait_for(lambda: self._is_ordered or self.error is not None, wait_s)
+            self._is_at_order = self._is_ordered
+        self.check()
+        if not is_there:
+            raise CollectiveError(f"the engine's first rank did not come to the same order within {wait_s:g} s")
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_ordered = self._is_at_order = False
+                self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise what the thread met."""
+        if self.error is not None:
+            raise CollectiveError(f"this rank's engine stopped: {self.error}") from self.error
+
+    def _run(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(self.device.index or 0)  # each thread has its own
+        try:
+            while True:
+                for name, *args in self.notes.read():
+                    self._do(name, args)
+        except BaseException as error:
+            with self._changed:
+                self.error = error
+                self._changed.notify_all()
+
+    def _do(self, name: str, args: list[Any]) -> None:
+        if name == STEP:
+            self._step(*args)
+        elif name == ORDER:
+            self._stand_still()
+        elif name == GATHER:
+            parallel.gathered(self.model, self.group)
+        elif name == SLEEP:
+            self.engine.sleep()
+            self.notes.confirm()
+        elif name == "pause":
+            self._paused = {(p.request.id, p.index): p for p in self.engine.pause()}
+        elif name == "resume":
+            self.engine.resume([self._paused.pop(key) for key in args[0]])
+        else:
+            getattr(self.engine, name)(*args)
+
+    def _step(self, made: int) -> None:
+        if made != self._made:
+            raise CollectiveError("the ranks of an engine made different tokens")
+        self.operation = ("a step of an engine's ranks", time.monotonic())
+        self._made = checksum(self.engine.step())
+        self.operation = None
+
+    def _stand_still(self) -> None:
+        with self._changed:
+            self._is_ordered = True
+            self._changed.notify_all()
+            wait_s = self.notes.wait_s
+            if not self._changed.wait_for(lambda: self._is_at_order or not self._is_ordered, wait_s):
+                self._is_ordered = False
+                raise CollectiveError(f"the engine's first rank is at an order that never came here ({wait_s:g} s)")
+            self._changed.wait_for(lambda: not self._is_ordered)  # the order's own work has deadlines
+
+
+def checksum(done: Sequence[Completion]) -> int:
+    found = 0
+    for completion in done:
+        found = zlib.crc32(repr((completion.request.id, completion.index, completion.tokens)).encode(), found)
+    return found
+
+
+def engine_groups(kind: str, ranks: int, parts: int, timeout_s: float) -> Any:
+    """Of a world whose neighbours share engines: this rank's group. All ranks call it."""
+    groups: Any = dist  # its types say nothing of this
+    listed = [list(range(first, first + parts)) for first in range(0, ranks, parts)]
+    own, _ = groups.new_subgroups_by_enumeration(listed, timeout=timedelta(seconds=timeout_s), backend=kind)
+    return own

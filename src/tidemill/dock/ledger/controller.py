@@ -1,0 +1,192 @@
+"""Controllers: the ledger's view for one stage, with its ready queue and its sampler's choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tidemill.dock.api import Want
+from tidemill.dock.ledger import sampler
+from tidemill.dock.ledger.ready import EMPTY, ReadyQueue
+from tidemill.dock.ledger.records import META, Ints, Written
+from tidemill.dock.ledger.stragglers import ConsumerPace
+from tidemill.errors import DockError, did_you_mean
+from tidemill.graph import Stage
+
+if TYPE_CHECKING:
+    from tidemill.dock.ledger.ledger import Ledger
+
+MAX_BITS = 64  # stages, and columns that stages read: one bit each in a row's masks
+SHUFFLE_WINDOW = 1024
+GONE = -2  # no version, no tag
+
+
+class Controller:
+    def __init__(self, ledger: Ledger, index: int, stage: Stage, reads: int, group_index: int) -> None:
+        self.ledger = ledger
+        self.index = index
+        self.stage = stage
+        self.bit = np.uint64(1 << index)
+        self.reads = np.uint64(reads)
+        self.group_index = group_index  # among the stages of scope `group`; -1 for the others
+        self.is_group = stage.scope == "group"
+        self.ready = ReadyQueue({"version": self._versions, "tag": self._tags}, changing=("version",))
+        self.leased = self.done = 0  # rows
+        self.turn = 0  # decisions made
+        self.pace = ConsumerPace()
+        self.parts: dict[int, list[int]] = {}  # rank -> leases decided for it and not yet fetched
+
+    def wanted(self, want: Want) -> tuple[str, ...]:
+        if want.columns is None:
+            return self.stage.reads
+        for column in want.columns:
+            if column not in self.stage.reads and column not in META:
+                hint = did_you_mean(column, self.stage.reads)
+                raise DockError(f"stage {self.stage.name!r} does not read column {column!r}{hint}", "add it to `reads`")
+        return want.columns
+
+    def check_outputs(self, what: Written) -> None:
+        missing = [c for c in self.stage.writes if c not in what.columns]
+        if missing and what.columns:
+            got = ", ".join(what.columns)
+            raise DockError(f"stage {self.stage.name!r} writes {', '.join(missing)}, but its outputs have only {got}")
+        for column in what.columns:
+            if column not in self.stage.writes and column not in META:
+                hint = did_you_mean(column, self.stage.writes)
+                raise DockError(f"stage {self.stage.name!r} does not write {column!r}{hint}", "add it to `writes`")
+
+    # -- choosing ----------------------------------------------------------------------------------------------------
+
+    def choose(self, want: Want) -> tuple[Ints | None, Ints]:
+        """The units that `want` gets (None: too few are ready yet), and units found dull on the way, to be dropped."""
+        least = max(want.at_least, want.ranks)
+        limit = want.groups if self.is_group else want.rows
+        if limit is not None and limit < least:
+            what = "groups" if self.is_group else "rows"
+            raise DockError(
+                f"a want of at most {limit} {what} can never have at_least {want.at_least} for {want.ranks} ranks",
+                f"raise want.{what} to {least} or more",
+            )
+        if self.ready.count < least:
+            return None, EMPTY
+        look = max(least, min(limit or 64, self.ready.count))
+        if want.sampler == "shuffle":
+            look = max(look, SHUFFLE_WINDOW)
+        all_dull = EMPTY
+        while True:
+            units = self._candidates(want, look)
+            is_all = len(units) < look
+            if want.sampler == "differing":
+                units, all_dull = self._set_dull_aside(units)
+            if self.is_group or want.tokens is not None:
+                n = sampler.prefix(self.describe(units), want, self.is_group)
+            else:  # the same without arrays: one row each, no budget
+                n = min(len(units), want.rows or len(units))
+            if is_all or n < len(units):  # else everything seen fits, and more may
+                break
+            if limit is not None and n >= limit:
+                break
+            look *= 2
+        if n < least and (n == len(units) or want.tokens is None):
+            return None, all_dull
+        self.turn += 1
+        return units[:n], all_dull
+
+    def _candidates(self, want: Want, k: int) -> Ints:
+        """The first k ready units in the sampler's order."""
+        if want.tag is not None:
+            code = self.ledger.tag_code(want.tag)
+            if want.sampler == "oldest":
+                units = self.ready.first_of("tag", code, self.ready.count)
+                return units[np.argsort(self._versions(units), kind="stable")][:k]
+            units = self.ready.first_of("tag", code, k)
+        elif want.sampler == "oldest":
+            return self._oldest(k)
+        else:
+            units = self.ready.first(k)
+        if want.sampler == "shuffle":
+            units = units[sampler.shuffle(len(units), want.seed, self.turn)]
+        return units
+
+    def _oldest(self, k: int) -> Ints:
+        found = EMPTY
+        for version in self.ready.known_keys("version"):
+            found = np.concatenate([found, self.ready.first_of("version", version, k - len(found))])
+            if len(found) >= k:
+                break
+        return found
+
+    def _set_dull_aside(self, units: Ints) -> tuple[Ints, Ints]:
+        if not self.is_group:
+            raise DockError(
+                f"sampler 'differing' compares the rewards of a group; stage {self.stage.name!r} reads single samples",
+                "give the stage scope='group', or use another sampler",
+            )
+        keep = sampler.differing(self.describe(units))
+        return units[keep], units[~keep]
+
+    # -- looking at units --------------------------------------------------------------------------------------------
+
+    def slots(self, units: Ints) -> Ints:
+        """The rows that units stand for."""
+        if not self.is_group:
+            return units
+        members = [slot for group in self.ledger.groups.at(units.tolist()) for slot in group.members]
+        return np.array(members, np.int64)
+
+    def ready_rows(self) -> int:
+        return len(self.slots(self.ready.all())) if self.is_group else self.ready.count
+
+    def describe(self, units: Ints) -> sampler.Units:
+        rows = self.ledger.rows
+        if not self.is_group:
+            n = len(units)
+            return sampler.Units(np.ones(n, np.int64), rows.length[units].astype(np.int64), np.full(n, np.nan))
+        members, starts, counts = self._members(units)
+        if not len(units):
+            return sampler.Units(counts, counts, np.empty(0))
+        score = rows.score[members].astype(np.float64)
+        spread = np.maximum.reduceat(score, starts) - np.minimum.reduceat(score, starts)
+        return sampler.Units(counts, np.add.reduceat(rows.length[members].astype(np.int64), starts), spread)
+
+    def _members(self, units: Ints) -> tuple[Ints, Ints, Ints]:
+        groups = self.ledger.groups.at(units.tolist())
+        counts = np.array([len(group.members) for group in groups], np.int64)
+        return self.slots(units), np.cumsum(counts) - counts, counts
+
+    def _versions(self, units: Ints) -> npt.NDArray[Any]:
+        """Of a group: the version of its oldest row."""
+        versions = self.ledger.rows.version
+        if not self.is_group:
+            return versions[units]
+        return self._of_groups(units, lambda members: int(versions[members].min()))
+
+    def _tags(self, units: Ints) -> npt.NDArray[Any]:
+        tags = self.ledger.rows.tag
+        if not self.is_group:
+            return tags[units]
+        return self._of_groups(units, lambda members: int(tags[members[0]]))
+
+    def _of_groups(self, units: Ints, value: Callable[[list[int]], int]) -> Ints:
+        """`units` may name groups that are gone (dead queue entries); they get the value GONE."""
+        groups = [self.ledger.groups.get(handle) for handle in units.tolist()]
+        return np.array([value(g.members) if g is not None and g.members else GONE for g in groups], np.int64)
+
+
+def make_controllers(stages: Sequence[Stage], ledger: Ledger) -> tuple[list[Controller], dict[str, int]]:
+    """One per stage, and the bit of every column that a stage reads."""
+    columns = dict.fromkeys([*META, *(column for stage in stages for column in stage.reads)])
+    for what, n in (("stages", len(stages)), ("columns that stages read", len(columns))):
+        if n > MAX_BITS:
+            raise DockError(f"a dock serves at most {MAX_BITS} {what}, got {n}")
+    bits = {column: 1 << i for i, column in enumerate(columns)}
+    controllers: list[Controller] = []
+    groups = 0
+    for index, stage in enumerate(stages):
+        reads = sum(bits[column] for column in dict.fromkeys(stage.reads))
+        controllers.append(Controller(ledger, index, stage, reads, groups if stage.scope == "group" else -1))
+        groups += stage.scope == "group"
+    return controllers, bits

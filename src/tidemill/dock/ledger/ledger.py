@@ -1,0 +1,355 @@
+"""The ledger: which sample is where and who may have it. Metadata only, no input or output, no clock of its own.
+
+It is a state machine: every method is one atomic step, the caller gives the time and serialises the calls. The same
+class serves the in-process dock and the ledger process. It promises: a stage consumes a row once; a row is leased to
+one consumer of a stage at a time; a group stage gets groups whole; what no stage needs any more is freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from tidemill.batch import GROUP, ID, LENGTH, VERSION
+from tidemill.dock.api import DockState, LeaseExpired, StageCounts, Want
+from tidemill.dock.ledger import life, sampler
+from tidemill.dock.ledger import requeue as again
+from tidemill.dock.ledger.columns import Columns
+from tidemill.dock.ledger.controller import Controller, make_controllers
+from tidemill.dock.ledger.counts import CountBook, Tallied
+from tidemill.dock.ledger.credit import Chunks, CreditedChunk
+from tidemill.dock.ledger.ended import EndedIds
+from tidemill.dock.ledger.groups import Groups
+from tidemill.dock.ledger.leases import Leases
+from tidemill.dock.ledger.records import Grant, HeldLease, Ints, Piece, Written
+from tidemill.dock.ledger.stragglers import latest
+from tidemill.dock.ledger.table import LIVE, RowTable
+from tidemill.dock.net.compact import is_range, span
+from tidemill.errors import DockError, did_you_mean
+from tidemill.graph import Stage
+
+
+class Ledger:
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        *,
+        lease_s: float = 600.0,
+        max_staleness: int | None = None,
+        stale: Literal["requeue", "drop"] = "drop",
+        group_size: int | None = None,
+        max_rows: int | None = None,
+        max_bytes: int | None = None,
+        watch: str = "reward",
+        epoch: int = 1,
+    ) -> None:
+        if stale not in ("requeue", "drop"):
+            raise DockError(f"stale must be 'requeue' or 'drop', got {stale!r}")
+        self.lease_s, self.max_staleness, self.stale_policy = lease_s, max_staleness, stale
+        self.watch = watch  # the column whose values samplers may compare
+        self.version = 0
+        self.touched: set[str] = set()  # stages that got ready rows since the caller last looked
+        self.effects: list[tuple[Any, ...]] | None = None  # what happened, for a journal; None: nobody keeps one
+        self.dropped = self.expired = self.stale = self.ended = self.lost = self.reissued = 0
+        self.missing: list[int] = []  # ids whose bytes are lost: only their producer can bring them back
+        self.gone: set[int] = set()  # chunks whose bytes are lost
+        self.controllers, bits = make_controllers(stages, self)
+        self.columns = Columns(self.controllers, bits)
+        self.highest_id = -(1 << 63)
+        self.chunks = Chunks(max_rows, max_bytes)
+        self.counts = CountBook()
+        self.rows = RowTable(parts=len(stages) + 1)
+        self._by_name = {c.stage.name: c for c in self.controllers}
+        self.group_stages = [c for c in self.controllers if c.is_group]
+        self.group_bits = np.uint64(sum(int(c.bit) for c in self.group_stages))
+        self.all_stages = np.uint64((1 << len(stages)) - 1)
+        self.groups = Groups(len(self.group_stages), group_size)
+        self.slot_of: dict[int, int] = {}
+        self.ended_ids = EndedIds()
+        self._tag_codes: dict[str, int] = {"": 0}
+        self.tags = [""]
+        self.leases = Leases(epoch)
+        self.committed: dict[int, None] = {}
+        self.serial = 0
+
+    # -- producing ---------------------------------------------------------------------------------------------------
+
+    def put(self, ids: Ints, group: Ints, sizes: Ints | None, what: Written, tag: str, now: float) -> int:
+        """Enter rows; those known already are left as they are. Returns how many were new."""
+        fresh = life.fresh(self, ids.tolist())
+        n = len(fresh)
+        if n == 0:
+            self.chunks.add(what.chunk, CreditedChunk(what.columns, what.nbytes, 0, tag))
+            return 0
+        if self.group_stages:
+            keys, known = group[fresh].tolist(), None if sizes is None else sizes[fresh].tolist()
+            self.groups.check_room(keys, known)
+        if self.effects is not None:
+            self.effects.append(("put", ids, group, sizes, what, tag, now))
+        slots = life.enter(self, ids[fresh], group[fresh], what, fresh, tag, now)
+        if self.group_stages:
+            for i, slot in enumerate(slots.tolist()):
+                self.groups.join(keys[i], slot, known[i] if known else None)
+        written = self.columns.mask(what.columns)
+        for c in self.controllers:
+            if written & c.reads == c.reads:
+                life.make_ready(self, c, slots)
+        again.sift(self, slots)
+        return n
+
+    def advance(self, version: int) -> None:
+        """The weights are now `version`; what got too old meanwhile and is not in work is dropped or queued again."""
+        self.version = version
+        if self.effects is not None:
+            self.effects.append(("advance", version))
+        again.sift(self, self.rows.live())
+
+    def drop(self, ids: Iterable[int]) -> int:
+        """End rows wherever they are. Returns how many were still here."""
+        slots = self.slots_of(ids)
+        life.end(self, slots)
+        return len(slots)
+
+    # -- consuming ---------------------------------------------------------------------------------------------------
+
+    def take(self, stage: str, want: Want, now: float, owner: bytes = b"") -> Grant | None:
+        """A lease on what `want` asks for, or None when not enough is ready."""
+        c = self.controller(stage)
+        sampler.check(want)
+        if c.is_group and self.groups.size is None and want.group_size is not None:
+            for group in self.groups.learn_size(want.group_size):
+                for other in self.group_stages:
+                    life.queue_if_complete(self, other, group.key)
+        if c.is_group and self.groups.has_unsized:
+            raise DockError(
+                f"stage {stage!r} takes whole groups, but nobody said how many rows a group has",
+                "put a column `group_size`, or give group_size to the dock or to the want",
+            )
+        columns = c.wanted(want)
+        if want.ranks > 1:
+            return self._take_part(c, want, columns, now, owner)
+        units = self._choose(c, want)
+        if units is None:
+            return self._second(c, columns, now, owner) if want.late else None
+        return self._grant(self._lease(c, c.slots(units), columns, now, owner))
+
+    def commit(self, lease: int, what: Written, drop: Iterable[int], now: float) -> None:
+        """Write the outputs and consume the rows, in one step. Refused when the lease is no longer held."""
+        if lease in self.committed:  # the answer to the first was lost on its way
+            self.chunks.add(what.chunk, CreditedChunk((), 0, 0, ""))
+            return
+        held = self._held_lease(lease, now)
+        c, slots = self.controllers[held.stage], held.slots
+        c.check_outputs(what)
+        if what.counts is not None:
+            what.counts.check(len(slots))
+        self.leases.pop(lease)
+        if held.twin:
+            self.leases.pop(held.twin)
+        c.pace.add(now - held.since)
+        c.leased -= len(slots)
+        self.rows.leased[slots] &= ~c.bit
+        keep = self.rows.state[slots] == LIVE
+        ended = set(drop)
+        if ended:
+            keep &= ~np.isin(self.rows.id[slots], np.fromiter(ended, np.int64, len(ended)))
+        places = np.flatnonzero(keep)
+        ids = self.rows.id[slots]
+        if self.effects is not None:
+            self.effects.append(("commit", lease, c.stage.name, ids[places], places, what, ids[~keep]))
+        life.count(self, ids, what)
+        life.finish(self, c, lease, slots[places], places, what, slots[~keep])
+        again.sift(self, slots[places])
+
+    def renew(self, lease: int, now: float) -> float:
+        held = self._held_lease(lease, now)
+        held.deadline = now + self.lease_s
+        return held.deadline
+
+    def lease_rows(self, lease: int, now: float) -> int:
+        """How many rows a lease holds; refused when it is no longer held."""
+        return len(self._held_lease(lease, now).slots)
+
+    def abandon(self, lease: int) -> None:
+        """Give the rows back. A lease that is gone already has given them back."""
+        if lease in self.leases:
+            self._give_back(self.leases.pop(lease))
+
+    def release(self, owner: bytes) -> int:
+        """The owner's process has ended: its leases end now, without waiting for their deadlines."""
+        return self._end_leases(self.leases.of(owner))
+
+    def expire(self, now: float) -> int:
+        """Give back what every overdue lease holds. Returns how many there were."""
+        return self._end_leases(self.leases.overdue(now))
+
+    def tell(self, heard: int) -> Tallied:
+        """What was counted of rows that have left. `heard`: the number of the last telling that came through."""
+        if self.effects is not None:
+            self.effects.append(("tell", heard))
+        return self.counts.tell(heard)
+
+    def _end_leases(self, keys: list[int]) -> int:
+        for key in keys:
+            self._give_back(self.leases.pop(key))
+        self.expired += len(keys)
+        return len(keys)
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    def controller(self, stage: str) -> Controller:
+        if stage not in self._by_name:
+            known = ", ".join(self._by_name)
+            raise DockError(f"no stage {stage!r}{did_you_mean(stage, self._by_name)}", f"this dock serves: {known}")
+        return self._by_name[stage]
+
+    def slots_of(self, ids: Iterable[int]) -> Ints:
+        return np.array([self.slot_of[i] for i in ids if i in self.slot_of], np.int64)
+
+    def tag_code(self, tag: str) -> int:
+        return self._tag_codes.get(tag, -1)
+
+    def learn_tag(self, tag: str) -> None:
+        if tag not in self._tag_codes:
+            self._tag_codes[tag] = len(self.tags)
+            self.tags.append(tag)
+
+    @property
+    def has_groups(self) -> bool:
+        return bool(self.group_stages)
+
+    def state(self, now: float) -> DockState:
+        return DockState(
+            rows=len(self.slot_of),
+            bytes=self.chunks.nbytes,
+            version=self.version,
+            stages={c.stage.name: self._counts(c, now) for c in self.controllers},
+            dropped=self.dropped,
+            expired=self.expired,
+            stale=self.stale,
+            ended=self.ended,
+            lost=self.lost,
+            reissued=self.reissued,
+            tags={tag: held.rows for tag, held in self.chunks.held().items() if held.rows},
+        )
+
+    def _counts(self, c: Controller, now: float) -> StageCounts:
+        head = c.slots(c.ready.first(1))
+        # The clock may have started anew with the machine since the rows came.
+        oldest_s = max(0.0, float(now - self.rows.born[head].min())) if len(head) else 0.0
+        return StageCounts(ready=c.ready_rows(), leased=c.leased, done=c.done, oldest_s=oldest_s)
+
+    # -- choosing and leasing ----------------------------------------------------------------------------------------
+
+    def _choose(self, c: Controller, want: Want) -> Ints | None:
+        """Units for `want`, taken out of the ready queue; None when too few are ready."""
+        chosen, dull = c.choose(want)
+        if len(dull):
+            life.end(self, c.slots(dull))
+        if chosen is not None:
+            c.ready.take_out(chosen)
+        return chosen
+
+    def _take_part(self, c: Controller, want: Want, columns: tuple[str, ...], now: float, owner: bytes) -> Grant | None:
+        """Rank-aware: the first rank to ask decides for all; the others find their part waiting, already leased."""
+        if not self._waiting_parts(c, want.rank):
+            units = self._choose(c, want)
+            if units is None:
+                return None
+            for rank, part in enumerate(sampler.balance(c.describe(units).tokens, want.ranks)):
+                self._waiting_parts(c, rank).append(self._lease(c, c.slots(units[part]), columns, now))
+        lease = c.parts[want.rank].pop(0)
+        held = self.leases[lease]
+        held.deadline, held.owner = now + self.lease_s, owner
+        return self._grant(lease)
+
+    def _waiting_parts(self, c: Controller, rank: int) -> list[int]:
+        """Leases decided for a rank that it has not fetched; those that ran out before it came are forgotten."""
+        c.parts[rank] = [lease for lease in c.parts.get(rank, ()) if lease in self.leases]
+        return c.parts[rank]
+
+    def _lease(self, c: Controller, slots: Ints, columns: tuple[str, ...], now: float, owner: bytes = b"") -> int:
+        where = span(slots)
+        if isinstance(where, slice):
+            held = self.rows.leased[where]  # a view; `leased[where] |= bit` would copy it onto itself once more
+            held |= c.bit
+        else:
+            self.rows.leased[where] |= c.bit
+        c.leased += len(slots)
+        return self.leases.add(HeldLease(c.index, slots, now + self.lease_s, columns, owner, now, where))
+
+    def _second(self, c: Controller, columns: tuple[str, ...], now: float, owner: bytes) -> Grant | None:
+        """A second lease on the rows of a straggler, if there is one."""
+        limit_s = c.pace.limit_s
+        first = None if limit_s is None else latest(self.leases.at(c.index), limit_s, now, owner)
+        if first is None or (self.rows.state[self.leases[first].slots] != LIVE).any():
+            return None
+        held = self.leases[first]
+        until = now + self.lease_s
+        held.twin = self.leases.add(HeldLease(c.index, held.slots, until, columns, owner, now, held.where, first))
+        self.reissued += 1
+        return self._grant(held.twin)
+
+    def _grant(self, key: int) -> Grant:
+        lease, rows = self.leases[key], self.rows
+        slots = lease.where
+        assert slots is not None
+        pieces = []
+        for part in self.columns.parts_with(lease.columns) if len(lease.slots) else ():
+            piece = _piece(part, rows.chunk[part, slots], rows.place[part, slots])
+            if piece is not None:
+                pieces.append(piece)
+        return Grant(
+            lease=key,
+            deadline=lease.deadline,
+            columns=lease.columns,
+            rows=len(lease.slots),
+            meta={
+                ID: rows.id[slots],
+                GROUP: rows.group[slots],
+                VERSION: rows.version[slots],
+                LENGTH: rows.length[slots],
+            },
+            pieces=pieces,
+        )
+
+    def _held_lease(self, key: int, now: float) -> HeldLease:
+        self.expire(now)
+        if key not in self.leases:
+            raise LeaseExpired(
+                "this lease is no longer held: its rows were given out again",
+                "discard the work and take again; renew() during long work, or raise lease_s",
+            )
+        return self.leases[key]
+
+    def _give_back(self, lease: HeldLease) -> None:
+        if lease.twin:  # the rows are another's as well
+            self.leases[lease.twin].twin = 0
+            return
+        c, rows, slots = self.controllers[lease.stage], self.rows, lease.slots
+        c.leased -= len(slots)
+        rows.leased[slots] &= ~c.bit
+        live = rows.state[slots] == LIVE
+        ending, slots = slots[~live], slots[live]
+        life.free_rows(self, ending[rows.leased[ending] == 0])
+        if c.is_group:
+            for key in dict.fromkeys(rows.group[slots].tolist()):
+                life.queue_if_complete(self, c, key, front=True)
+        else:
+            c.ready.add(slots, front=True)
+        self.touched.add(c.stage.name)
+        again.sift(self, slots)
+
+
+def _piece(part: int, chunks: Ints, places: npt.NDArray[np.int32]) -> Piece | None:
+    """None where no row has the part."""
+    first, raw = int(chunks[0]), chunks.tobytes()
+    if raw[8:] == raw[:-8]:  # one chunk, or none
+        if first < 0:
+            return None
+        if is_range(places):
+            return Piece(part, first, int(places[0]))
+    return Piece(part, chunks.copy(), places.copy())

@@ -1,0 +1,227 @@
+"""The life of a row: entered, made ready, consumed, ended, freed. Each function is one thing that a step of the ledger
+does to rows of its table; none decides anything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tidemill.dock.ledger.controller import Controller
+from tidemill.dock.ledger.credit import CreditedChunk
+from tidemill.dock.ledger.records import NO_VERSION, Ints, Written
+from tidemill.dock.ledger.table import ENDING, LIVE
+
+if TYPE_CHECKING:
+    from tidemill.dock.ledger.ledger import Ledger
+
+REMEMBERED_COMMITS = 1 << 13  # a commit repeated because its answer was lost is recognised this long
+
+
+def fresh(ledger: Ledger, keys: list[int]) -> Ints:
+    """Positions of ids never seen before; an id twice in one put counts once."""
+    low, high = min(keys, default=0), max(keys, default=0)
+    if low > ledger.highest_id and len(set(keys)) == len(keys):  # the usual case: producers count upwards
+        ledger.highest_id = high
+        return np.arange(len(keys))
+    ledger.highest_id = max(ledger.highest_id, high)
+    known, ended = ledger.slot_of, ledger.ended_ids
+    first: dict[int, int] = {}
+    for i, key in enumerate(keys):
+        if key not in known and key not in ended:
+            first.setdefault(key, i)
+    return np.fromiter(first.values(), np.int64, len(first))
+
+
+def enter(ledger: Ledger, ids: Ints, group: Ints, what: Written, places: Ints, tag: str, now: float) -> Ints:
+    rows, n = ledger.rows, len(ids)
+    slots = rows.allocate(n)
+    for c in ledger.controllers:
+        c.ready.ensure(len(rows.id))
+    ledger.slot_of.update(zip(ids.tolist(), slots.tolist()))
+    ledger.learn_tag(tag)
+    rows.id[slots], rows.group[slots], rows.born[slots] = ids, group, now
+    rows.version[slots] = NO_VERSION if what.version is None else what.version[places]
+    rows.length[slots] = 0 if what.length is None else what.length[places]
+    rows.score[slots] = np.nan if what.score is None else what.score[places]
+    rows.tag[slots], rows.state[slots] = ledger.tag_code(tag), LIVE
+    rows.serial[slots] = np.arange(ledger.serial, ledger.serial + n)
+    ledger.serial += n
+    ledger.columns.learn_source(what.columns)
+    rows.written[slots] = rows.source[slots] = ledger.columns.mask(what.columns)
+    rows.pending[slots], rows.leased[slots] = ledger.all_stages, 0
+    rows.chunk[:, slots] = -1
+    _place(ledger, 0, slots, what, places, tag)
+    ledger.chunks.count_rows(tag, n)
+    return slots
+
+
+def finish(ledger: Ledger, c: Controller, lease: int, kept: Ints, places: Ints, what: Written, gone: Ints) -> None:
+    """The one step of a commit: `kept` rows (at `places` in the outputs) are consumed, `gone` ones end."""
+    rows = ledger.rows
+    ledger.committed[lease] = None
+    if len(ledger.committed) > REMEMBERED_COMMITS:
+        del ledger.committed[next(iter(ledger.committed))]
+    c.done += len(kept)
+    if c.is_group:
+        for key in rows.group[kept].tolist():
+            ledger.groups[key].ready[c.group_index] -= 1
+            ledger.groups[key].consumed[c.group_index] += 1
+    end(ledger, gone)
+    free_rows(ledger, gone[(rows.state[gone] == ENDING) & (rows.leased[gone] == 0)])
+    rows.pending[kept] &= ~c.bit
+    if what.version is not None:
+        rows.version[kept] = what.version[places]
+    if what.length is not None:
+        rows.length[kept] = what.length[places]
+    if what.score is not None:
+        rows.score[kept] = what.score[places]
+    tag = ledger.tags[rows.tag[kept[0]]] if len(kept) else ""
+    _place(ledger, c.index + 1, kept, what, places, tag)
+    _spread_news(ledger, kept, what)
+    _let_go(ledger, kept)
+
+
+def count(ledger: Ledger, ids: Ints, what: Written) -> None:
+    """What a commit counted of its rows, dropped ones too. Of those that were ended meanwhile it stands at once."""
+    if what.counts is None:
+        return
+    here, state = ledger.slot_of, ledger.rows.state
+    ledger.counts.note(ids, what.counts)
+    ledger.counts.leave(ids[[i not in here or bool(state[here[i]] != LIVE) for i in ids.tolist()]])
+
+
+def _place(ledger: Ledger, part: int, slots: Ints, what: Written, places: Ints, tag: str) -> None:
+    if what.chunk >= 0:
+        ledger.chunks.add(what.chunk, CreditedChunk(what.columns, what.nbytes, len(slots), tag))
+        ledger.rows.chunk[part, slots], ledger.rows.place[part, slots] = what.chunk, places
+
+
+def _spread_news(ledger: Ledger, slots: Ints, what: Written) -> None:
+    """Columns were written: stages that waited for them get their rows."""
+    if not len(slots):
+        return
+    rows, news = ledger.rows, ledger.columns.mask(what.columns)
+    before = rows.written[slots]
+    rows.written[slots] = now = before | news
+    for c in ledger.controllers:
+        if what.version is not None:
+            c.ready.rekey(units(ledger, c, slots))
+        if news & c.reads:
+            became = (now & c.reads == c.reads) & (before & c.reads != c.reads)
+            make_ready(ledger, c, slots[became & (rows.pending[slots] & c.bit != 0)])
+
+
+def make_ready(ledger: Ledger, c: Controller, slots: Ints) -> None:
+    if not len(slots):
+        return
+    if not c.is_group:
+        c.ready.add(slots)
+        ledger.touched.add(c.stage.name)
+        return
+    for key in ledger.rows.group[slots].tolist():
+        ledger.groups[key].ready[c.group_index] += 1
+        queue_if_complete(ledger, c, key)
+    if ledger.groups.has_unsized:  # who waits is told that it waits for nothing
+        ledger.touched.add(c.stage.name)
+
+
+def queue_if_complete(ledger: Ledger, c: Controller, key: int, front: bool = False) -> None:
+    group = ledger.groups[key]
+    handle = np.array([group.handle])
+    if group.is_complete(c.group_index) and not c.ready.has(handle)[0]:
+        c.ready.add(handle, front)
+        ledger.touched.add(c.stage.name)
+
+
+def _let_go(ledger: Ledger, slots: Ints) -> None:
+    """Free the parts that no pending stage reads, and the rows that went through all stages."""
+    rows = ledger.rows
+    is_through = (rows.pending[slots] | rows.leased[slots]) == 0
+    free_rows(ledger, slots[is_through])
+    rest = slots[~is_through]
+    if not len(rest):
+        return
+    first = 1 if ledger.stale_policy == "requeue" else 0  # what is made again is made from part 0
+    for part in range(first, len(rows.chunk)):
+        unref(ledger, part, rest[(rows.pending[rest] & ledger.columns.readers[part]) == 0])
+
+
+def unref(ledger: Ledger, part: int, slots: Ints) -> None:
+    slots = slots[ledger.rows.chunk[part, slots] >= 0]
+    if len(slots):
+        ledger.chunks.unref(ledger.rows.chunk[part, slots].tolist())
+        ledger.rows.chunk[part, slots] = -1
+
+
+def end(ledger: Ledger, slots: Ints) -> None:
+    """Rows stop here: dropped by a consumer, a sampler or staleness. Leased ones are freed as their leases end."""
+    rows = ledger.rows
+    slots = slots[rows.state[slots] == LIVE]
+    if not len(slots):
+        return
+    ledger.dropped += len(slots)
+    if ledger.effects is not None:
+        ledger.effects.append(("end", rows.id[slots]))
+    rows.state[slots] = ENDING
+    ledger.counts.leave(rows.id[slots])
+    for c in ledger.controllers:
+        if not c.is_group:
+            c.ready.remove(slots)
+    if ledger.group_stages:
+        _leave_groups(ledger, slots)
+    free_rows(ledger, slots[rows.leased[slots] == 0])
+
+
+def _leave_groups(ledger: Ledger, slots: Ints) -> None:
+    """Dropped rows are no longer expected: what is left of their groups may be complete now, or nothing."""
+    rows = ledger.rows
+    touched = {}
+    for slot in slots.tolist():
+        group = ledger.groups[int(rows.group[slot])]
+        touched[group.key] = group
+        for c in ledger.group_stages:
+            if not rows.pending[slot] & c.bit:
+                group.consumed[c.group_index] -= 1
+            elif rows.written[slot] & c.reads == c.reads:
+                group.ready[c.group_index] -= 1
+        ledger.groups.left(group.key, slot, dropped=True)
+    for group in touched.values():
+        for c in ledger.group_stages:
+            if not group.is_complete(c.group_index):
+                c.ready.remove(np.array([group.handle]))
+            elif not (rows.leased[group.members] & c.bit).any():
+                queue_if_complete(ledger, c, group.key)
+
+
+def free_rows(ledger: Ledger, slots: Ints) -> None:
+    if not len(slots):
+        return
+    rows = ledger.rows
+    ledger.ended_ids.add(rows.id[slots])
+    ledger.counts.leave(rows.id[slots])
+    ledger.ended += len(slots)
+    if ledger.group_stages:
+        for slot in slots[rows.state[slots] == LIVE].tolist():
+            ledger.groups.left(int(rows.group[slot]), slot, dropped=False)
+    clear(ledger, slots)
+
+
+def clear(ledger: Ledger, slots: Ints) -> None:
+    """Take rows out of the table, whatever the reason."""
+    rows = ledger.rows
+    held = rows.chunk[:, slots]
+    ledger.chunks.unref(held[held >= 0].tolist())
+    for i in rows.id[slots].tolist():
+        del ledger.slot_of[i]
+    for tag, n in Counter(rows.tag[slots].tolist()).items():
+        ledger.chunks.count_rows(ledger.tags[tag], -n)
+    rows.release(slots)
+
+
+def units(ledger: Ledger, c: Controller, slots: Ints) -> Ints:
+    if not c.is_group:
+        return slots
+    keys = dict.fromkeys(ledger.rows.group[slots].tolist())
+    return np.array([ledger.groups[key].handle for key in keys], np.int64)

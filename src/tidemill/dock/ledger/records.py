@@ -1,0 +1,135 @@
+"""The ledger's records: what was written, what was granted, what is held."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch
+from tidemill.dock.ledger.counts import Counts
+from tidemill.dock.net.compact import distinct
+from tidemill.errors import DockError
+
+Ints = npt.NDArray[np.int64]
+
+GROUP_SIZE = "group_size"  # optional int32 column of a put: how many rows the group will have
+META = (ID, GROUP, VERSION, LENGTH)  # columns that live in the ledger and come with every lease
+NO_VERSION = -1  # no weights have made anything of the row yet: it cannot be stale
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a put or a commit wrote: the columns' names, the chunk that holds them, and what the ledger keeps itself."""
+
+    columns: tuple[str, ...] = ()
+    chunk: int = -1  # -1: no bytes
+    nbytes: int = 0
+    version: npt.NDArray[np.int32] | None = None
+    length: npt.NDArray[np.int32] | None = None
+    score: npt.NDArray[np.float32] | None = None  # the watched column
+    counts: Counts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where rows have one part of theirs: each row's chunk (-1: none) and its place there. Where all lie side by side
+    in one chunk, as one put or commit wrote them, both are single numbers: that chunk, and the first row's place."""
+
+    part: int
+    chunks: Ints | int
+    places: npt.NDArray[np.int32] | int
+
+    @property
+    def keys(self) -> list[int]:
+        """The chunks that occur."""
+        if isinstance(self.chunks, int):
+            return [self.chunks]
+        return [key for key in distinct(self.chunks) if key >= 0]
+
+    def of_rows(self, rows: int) -> tuple[Ints, npt.NDArray[Any]]:
+        """Both for each row."""
+        if isinstance(self.chunks, int):
+            first = int(self.places)
+            return np.full(rows, self.chunks), np.arange(first, first + rows, dtype=np.int32)
+        assert not isinstance(self.places, int)
+        return self.chunks, self.places
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A lease as its taker gets it, good until the ledger's next step unless `owned`. Where two pieces hold the same
+    column of a row, the later one is the newer."""
+
+    lease: int
+    deadline: float
+    columns: tuple[str, ...]
+    rows: int
+    meta: Mapping[str, npt.NDArray[Any]]  # what the ledger itself keeps of each row: id, group, version, length
+    pieces: list[Piece]
+
+    def owned(self) -> Grant:
+        """The same, whatever happens to the ledger's table: as it comes, its arrays may be views of it."""
+        return replace(self, meta={name: array.copy() for name, array in self.meta.items()})
+
+    @property
+    def ids(self) -> Ints:
+        return self.meta[ID]
+
+    @property
+    def group(self) -> Ints:
+        return self.meta[GROUP]
+
+
+@dataclass(slots=True)
+class HeldLease:
+    stage: int
+    slots: Ints
+    deadline: float
+    columns: tuple[str, ...]
+    owner: bytes = b""  # who holds it, where it would be noticed that its process ended
+    since: float = 0.0
+    where: slice | Ints | None = None  # the same rows, as a slice of the table where they are one
+    twin: int = 0  # another lease on the same rows, of whoever makes up for a straggler
+
+
+def split(rows: Batch, read_somewhere: Collection[str], watch: str) -> tuple[Written, Batch]:
+    """What the ledger must know of `rows`, and what of them is to be stored: columns that some stage reads."""
+    stored = rows.select(name for name in rows if name in read_somewhere and name not in META)
+    names = tuple(name for name in rows if name != GROUP_SIZE)
+    score = rows[watch].values if watch in rows and _is_scalar(rows, watch) else None
+    return (
+        Written(
+            columns=names,
+            nbytes=stored.nbytes,
+            version=_whole(rows, VERSION, np.int32),
+            length=_whole(rows, LENGTH, np.int32),
+            score=None if score is None else score.astype(np.float32),
+        ),
+        stored,
+    )
+
+
+def entry(rows: Batch, source: Collection[str]) -> tuple[Ints, Ints, Ints | None]:
+    """The ids, groups and group sizes of a put, checked."""
+    missing = [name for name in (ID, GROUP, *source) if name not in rows]
+    if missing:
+        raise DockError(f"rows put into the dock lack {', '.join(missing)}; they have {', '.join(rows) or 'nothing'}")
+    ids, group = _whole(rows, ID, np.int64), _whole(rows, GROUP, np.int64)
+    assert ids is not None and group is not None
+    return ids, group, _whole(rows, GROUP_SIZE, np.int64)
+
+
+def _whole(rows: Batch, name: str, dtype: type) -> npt.NDArray[Any] | None:
+    if name not in rows:
+        return None
+    if not _is_scalar(rows, name) or not np.issubdtype(rows[name].values.dtype, np.integer):
+        raise DockError(f"column {name!r} must hold one whole number per row, got {rows[name].values.dtype}")
+    return rows[name].values.astype(dtype)
+
+
+def _is_scalar(rows: Batch, name: str) -> bool:
+    return rows[name].offsets is None and rows[name].values.ndim == 1

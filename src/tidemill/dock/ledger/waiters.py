@@ -1,0 +1,78 @@
+"""Parked takes: who waits for what, served first come first served, none held up by another that cannot be served."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from tidemill.dock.api import Want
+from tidemill.dock.ledger.ledger import Ledger
+from tidemill.dock.ledger.records import Grant
+from tidemill.errors import DockError
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    stage: str
+    want: Want
+    deadline: float
+    answer: Callable[[Grant | DockError | None], None]  # called once; None: the deadline passed
+    client: bytes = b""  # the connection that waits
+    owner: bytes = b""  # of the lease to come
+    since: float = 0.0  # who has waited longest is served first
+
+
+class Waiters:
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._parked: dict[str, list[Waiter]] = {}
+
+    def park(self, waiter: Waiter) -> None:
+        insort(self._parked.setdefault(waiter.stage, []), waiter, key=lambda w: w.since)
+
+    def remove(self, waiter: Waiter) -> None:
+        parked = self._parked.get(waiter.stage, [])
+        if waiter in parked:
+            parked.remove(waiter)
+
+    def forget(self, client: bytes) -> None:
+        """It has gone: nothing may be leased to it."""
+        for stage, parked in self._parked.items():
+            self._parked[stage] = [waiter for waiter in parked if waiter.client != client]
+
+    def serve(self, now: float) -> None:
+        """After any step: give what became ready to those who wait for it."""
+        touched, self._ledger.touched = self._ledger.touched, set()
+        for stage in touched:
+            self._serve(stage, now)
+
+    def expire(self, now: float) -> None:
+        for parked in self._parked.values():
+            for waiter in [w for w in parked if w.deadline <= now]:
+                parked.remove(waiter)
+                waiter.answer(None)
+
+    def next_deadline(self) -> float | None:
+        return min((w.deadline for w in self.all()), default=None)
+
+    def count(self, stage: str) -> int:
+        return len(self._parked.get(stage, ()))
+
+    def all(self) -> Iterable[Waiter]:
+        return (waiter for parked in self._parked.values() for waiter in parked)
+
+    def _serve(self, stage: str, now: float) -> None:
+        ready, groups = self._ledger.controller(stage).ready, self._ledger.groups
+        for waiter in list(self._parked.get(stage, ())):
+            if not ready.count and waiter.want.ranks == 1 and not groups.has_unsized:
+                continue  # of hundreds who wait, most are looked at in vain
+            try:
+                answer: Grant | DockError | None = self._ledger.take(stage, waiter.want, now, waiter.owner)
+            except DockError as error:  # the waiter's mistake, not of whoever's step woke it
+                answer = error
+            except Exception as error:
+                answer = DockError(f"this take cannot be served: {error}", "look at what it wants")
+            if answer is not None:
+                self._parked[stage].remove(waiter)
+                waiter.answer(answer)

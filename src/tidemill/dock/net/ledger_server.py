@@ -1,0 +1,474 @@
+"""The ledger's process: one loop that receives, steps the ledger, journals, and only then answers.
+
+Blocked takes and puts are parked here and served by the step that makes room or rows for them; nobody else waits for
+them. A request that comes twice (its answer was lost) gets the first answer again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from bisect import insort
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from tidemill.batch import GROUP, ID, LENGTH, VERSION
+from tidemill.dock.api import LeaseExpired
+from tidemill.dock.ledger import requeue as again
+from tidemill.dock.ledger import snapshot
+from tidemill.dock.ledger.counts import Counts
+from tidemill.dock.ledger.records import Grant, Written
+from tidemill.dock.ledger.waiters import Waiter, Waiters
+from tidemill.dock.local import with_waiting
+from tidemill.dock.net import messages as m
+from tidemill.dock.net.arrivals import Arrivals, Events
+from tidemill.dock.net.compact import pack
+from tidemill.dock.net.door import Door, open_door
+from tidemill.dock.net.journal import Journal
+from tidemill.dock.net.wire import OWNER_BYTES, SEQ, Doorkeeper, Gate, bound_address, check_host, listening_socket
+from tidemill.dock.setup import DockSetup
+from tidemill.dock.store.catalog import Catalog
+from tidemill.dock.store.segment import SegmentGone
+from tidemill.errors import DockError
+
+log = logging.getLogger("tidemill.dock")
+
+TICK_S = 0.05  # how late an expiry may be noticed
+AT_ONCE = 256  # messages handled before the loop journals and answers
+# A journal of this many records, and of more than an eighth of the rows, is replaced by a snapshot: a restart reads
+# about 8,000 records a second and has two seconds for everything; a snapshot costs about a microsecond per row.
+SNAPSHOT_RECORDS, ROWS_PER_RECORD = 2000, 8
+REMEMBERED_CLIENTS = 1 << 14
+PAUSE_S = 1.0
+# What a peer that has the token but speaks nonsense may cause.
+NONSENSE = (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError, OverflowError)
+CATALOG = "catalog"
+
+
+@dataclass(slots=True)
+class ParkedPut:
+    client: bytes
+    seq: bytes
+    message: m.Put
+    asked: float
+    deadline: float
+    since: float  # who has waited longest is let in first
+
+
+class LedgerServer:
+    def __init__(self, setup: DockSetup, folder: Path, token: str, host: str, port: int = 0) -> None:
+        self._setup = setup
+        self._journal = Journal(folder)
+        self.epoch = _next_epoch(folder)
+        self._ledger = setup.ledger(self.epoch)
+        self._catalog = Catalog(setup.replicas)
+        self._recover()
+        self._waiters = Waiters(self._ledger)
+        self._parked_puts: list[ParkedPut] = []
+        self._last: dict[bytes, tuple[bytes, bytes | None]] = {}  # client -> its last request and the answer to it
+        self._outbox: list[tuple[bytes, bytes, bytes]] = []
+        self._warehouse_clients: dict[int, bytes] = {}
+        self._put_wait_s = 0.0
+        self._refused = 0
+        self._started = self._ticked = time.monotonic()
+        self._awaited = self._catalog.holders()  # known from before a restart and not heard of since
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._doorkeeper = Doorkeeper(self._context, token)
+        self._socket = listening_socket(self._context, token)
+        self._gate = Gate(self._socket)
+        self._socket.bind(f"tcp://{check_host(host)}:{port or '*'}")
+        self.address = bound_address(self._socket)
+        self._door = open_door(token, self.address)
+        self._arrivals = Arrivals(self._door, (self._socket, self._doorkeeper.socket))
+        self.is_stopping = False
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        ticked = 0.0
+        while not self.is_stopping:
+            events, has_network = self._arrivals.wait(TICK_S)
+            now = time.monotonic()
+            if events and self._door is not None:
+                self._receive_at_door(self._door, events, now)
+            if has_network:
+                self._doorkeeper.answer_all()
+                self._receive(now)
+            if now - ticked >= TICK_S:
+                ticked = now
+                self._tick(now)
+            self._settle(now)
+            self._flush()
+        self._journal.rotate(self._snapshot())
+        self._journal.close()
+        if self._door is not None:
+            self._door.close()
+        self._socket.disable_monitor()
+        self._context.destroy(linger=200)
+
+    def _receive(self, now: float) -> None:
+        self._arrivals.is_network_used = True
+        for _ in range(AT_ONCE):
+            try:
+                client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 2 or len(frames[0]) != SEQ.size:
+                self._refused += 1
+                continue
+            self._handle(client, frames[0], frames[1], now)
+
+    def _receive_at_door(self, door: Door, events: Events, now: float) -> None:
+        letters = door.receive(now, events)
+        self._note_who_left(door)  # first: one that came back has asked again, in one of these letters
+        for client, seq, body in letters:
+            self._handle(client, seq, body, now)
+
+    def _note_who_left(self, door: Door) -> None:
+        """When the last connection of a process ends, the process has: its leases are given back at once."""
+        for client in door.left:
+            self._forget(client)
+            if not door.has_owner(client[:OWNER_BYTES]):
+                self._ledger.release(client[:OWNER_BYTES])
+        door.left.clear()
+
+    def _forget(self, client: bytes) -> None:
+        """It hung up: what it waits for is not given to it. Should it come back, it asks again."""
+        last = self._last.pop(client, None)
+        if last is not None and last[1] is None:
+            self._waiters.forget(client)
+            self._parked_puts = [put for put in self._parked_puts if put.client != client]
+
+    def _handle(self, client: bytes, seq: bytes, body: bytes, now: float) -> None:
+        last = self._last.get(client)
+        if last is not None and last[0] == seq:
+            if last[1] is not None:
+                self._outbox.append((client, seq, last[1]))
+            return  # else it is parked, and will be answered
+        self._last[client] = (seq, None)
+        if len(self._last) > REMEMBERED_CLIENTS:
+            del self._last[next(iter(self._last))]
+        try:
+            message = m.decode_for_ledger(body)
+            answer = self._step(client, seq, message, now)
+        except DockError as error:
+            answer = _refusal(error)
+        except NONSENSE as error:
+            # The peer has the token but speaks nonsense: say so, count it, and go on serving the others.
+            self._refused += 1
+            answer = _refusal(error)
+        if answer is not None:
+            self._answer(client, seq, answer)
+
+    def _answer(self, client: bytes, seq: bytes, answer: m.Message) -> None:
+        body = m.encode(answer)
+        if self._last.get(client, (b"",))[0] == seq:
+            self._last[client] = (seq, body)
+        self._outbox.append((client, seq, body))
+
+    def _settle(self, now: float) -> None:
+        """What the steps of this round made possible."""
+        self._waiters.serve(now)
+        while self._admit_parked(now):
+            self._waiters.serve(now)
+        freed, self._ledger.chunks.freed = self._ledger.chunks.freed, []
+        self._ledger.gone.difference_update(freed)
+        for warehouse, notice in self._catalog.free(key for key in freed if key >= 0):
+            self._tell(warehouse, notice)
+
+    def _flush(self) -> None:
+        """First the journal, then the answers: what was answered is never forgotten."""
+        effects = (self._catalog.effects or []) + (self._ledger.effects or [])
+        if effects:
+            self._journal.append(effects)
+            self._catalog.effects, self._ledger.effects = [], []
+        for client, seq, body in self._outbox:
+            if self._door is None or not self._door.send(client, seq, body):
+                self._socket.send_multipart((client, seq, body))
+                self._arrivals.is_network_used = True
+        self._outbox.clear()
+        if self._journal.records > max(SNAPSHOT_RECORDS, len(self._ledger.slot_of) // ROWS_PER_RECORD):
+            self._journal.rotate(self._snapshot())
+
+    def _tick(self, now: float) -> None:
+        self._gate.watch(now)
+        if self._door is not None:
+            self._door.sweep(now)
+            self._note_who_left(self._door)
+        self._ledger.expire(now)
+        self._waiters.expire(now)
+        while self._parked_puts and any(p.deadline <= now for p in self._parked_puts):
+            put = next(p for p in self._parked_puts if p.deadline <= now)
+            self._parked_puts.remove(put)
+            self._put_wait_s += now - put.asked
+            self._answer(put.client, put.seq, m.Nothing())
+        self._watch_warehouses(now)
+        for warehouse, chunk in self._catalog.orders(now):
+            self._tell(warehouse, m.Hold(chunk, self._streams()))
+
+    # -- the steps ---------------------------------------------------------------------------------------------------
+
+    def _step(self, client: bytes, seq: bytes, message: m.ToLedger, now: float) -> m.Message | None:
+        match message:
+            case m.Put():
+                return self._put(client, seq, message, now)
+            case m.Take():
+                return self._take(client, seq, message, now)
+            case m.Commit():
+                return self._commit(message, now)
+            case m.Renew(lease):
+                self._ledger.renew(lease, now)
+                return m.Done()
+            case m.Abandon(lease):
+                self._ledger.abandon(lease)
+                return m.Done()
+            case m.Advance(version):
+                self._ledger.advance(version)
+                return m.Done()
+            case m.AskState():
+                return m.State(self._state(now))
+            case m.AskCounted(heard):
+                told = self._ledger.tell(heard)
+                return m.CountedReply(told.number, told.sums, told.means)
+            case m.AskSetup():
+                return self._setup_message()
+            case m.Missing():
+                missing, self._ledger.missing = self._ledger.missing, []
+                return m.Ids(np.array(missing, np.int64).tobytes())
+            case _:
+                return self._warehouse_step(client, message, now)
+
+    def _put(self, client: bytes, seq: bytes, message: m.Put, now: float) -> m.Message | None:
+        rows = len(_ints(message.ids))
+        if len(_ints(message.group)) != rows or (message.sizes is not None and len(_ints(message.sizes)) != rows):
+            raise DockError(f"a put of {rows} ids must come with as many groups and sizes")
+        if not self._ledger.chunks.has_room(message.tag, rows, message.outputs.nbytes):
+            parked = ParkedPut(client, seq, message, now, now + message.wait_s, now - max(0.0, message.waited_s))
+            insort(self._parked_puts, parked, key=lambda put: put.since)
+            return None
+        return self._admit(message, now)
+
+    def _admit(self, message: m.Put, now: float) -> m.Message:
+        ids, group = _ints(message.ids), _ints(message.group)
+        sizes = None if message.sizes is None else _ints(message.sizes)
+        written = self._written(message.outputs, len(ids))
+        try:
+            return m.Done(self._ledger.put(ids, group, sizes, written, message.tag, now))
+        except (DockError, *NONSENSE):
+            self._ledger.chunks.freed.append(written.chunk)
+            raise
+
+    def _admit_parked(self, now: float) -> bool:
+        """The put that has waited longest, of those that fit now. One that needs more room than there is holds up
+        nobody: the rows behind it may be what a consumer of whole groups waits for."""
+        for put in self._parked_puts:
+            if self._ledger.chunks.has_room(put.message.tag, len(put.message.ids) // 8, put.message.outputs.nbytes):
+                self._parked_puts.remove(put)
+                self._put_wait_s += now - put.asked
+                try:
+                    self._answer(put.client, put.seq, self._admit(put.message, now))
+                except (DockError, *NONSENSE) as error:
+                    self._answer(put.client, put.seq, _refusal(error))
+                return True
+        return False
+
+    def _take(self, client: bytes, seq: bytes, message: m.Take, now: float) -> m.Message | None:
+        want = message.want
+        self._ledger.expire(now)
+        grant = self._ledger.take(message.stage, want, now, client[:OWNER_BYTES])
+        if grant is not None:
+            return self._granted(grant, now)
+        if message.wait_s <= 0:
+            return m.Nothing()
+
+        def answer(given: Grant | DockError | None) -> None:
+            if isinstance(given, DockError):
+                self._answer(client, seq, _refusal(given))
+            else:
+                self._answer(client, seq, m.Nothing() if given is None else self._granted(given, time.monotonic()))
+
+        since = now - max(0.0, message.waited_s)
+        owner = client[:OWNER_BYTES]
+        self._waiters.park(Waiter(message.stage, want, now + message.wait_s, answer, client, owner, since))
+        return None
+
+    def _commit(self, message: m.Commit, now: float) -> m.Message:
+        if message.lease in self._ledger.committed:
+            return m.Done()
+        rows = self._ledger.lease_rows(message.lease, now)
+        written = self._written(message.outputs, rows, message.counts)
+        try:
+            self._ledger.commit(message.lease, written, _ints(message.drop).tolist(), now)
+        except (DockError, *NONSENSE):
+            self._ledger.chunks.freed.append(written.chunk)
+            raise
+        return m.Done()
+
+    def _written(self, outputs: m.Outputs, rows: int, counts: Counts | None = None) -> Written:
+        version, length = _of_rows(outputs.version, np.int32, rows), _of_rows(outputs.length, np.int32, rows)
+        score = _of_rows(outputs.score, np.float32, rows)
+        chunk = -1
+        if outputs.copies:
+            chunk = self._catalog.add(outputs.nbytes, self._catalog.usable(outputs.copies))
+        return Written(outputs.columns, chunk, outputs.nbytes, version, length, score, counts)
+
+    def _granted(self, grant: Grant, now: float) -> m.Granted:
+        keys: dict[int, None] = {}
+        pieces = []
+        for piece in grant.pieces:
+            keys.update(dict.fromkeys(piece.keys))
+            where = [at if isinstance(at, int) else pack(at) for at in (piece.chunks, piece.places)]
+            pieces.append(m.WirePiece(piece.part, *where))
+        return m.Granted(
+            rows=grant.rows,
+            lease=grant.lease,
+            lease_s=grant.deadline - now,
+            columns=grant.columns,
+            ids=pack(grant.meta[ID]),
+            group=pack(grant.meta[GROUP]),
+            version=pack(grant.meta[VERSION]),
+            length=pack(grant.meta[LENGTH]),
+            pieces=tuple(pieces),
+            chunks=tuple(self._catalog.at(key) for key in keys),
+        )
+
+    # -- warehouses --------------------------------------------------------------------------------------------------
+
+    def _warehouse_step(self, client: bytes, message: m.ToLedger, now: float) -> m.Message | None:
+        match message:
+            case m.Announce():
+                if message.warehouse in self._catalog.lost_warehouses:
+                    raise DockError("this warehouse was given up as lost", "start it with an empty arena")
+                self._warehouse_clients[message.warehouse] = client
+                self._awaited.discard(message.warehouse)
+                self._lose_chunks(self._catalog.announce(message, now))
+                return m.Epoch(self.epoch)
+            case m.StateReport(warehouse, figures):
+                known = self._catalog.warehouses.get(warehouse)
+                if known is None or self._warehouse_clients.get(warehouse) != client:
+                    return m.Epoch(-1)  # unknown here: announce yourself
+                known.heard, known.figures = now, figures
+                return m.Epoch(self.epoch)
+            case m.HeldPieces(chunk, copy):
+                if not self._catalog.add_copy(chunk, copy):
+                    self._tell(copy.warehouse, m.Empty(copy.segment, copy.generation))
+                return m.Done()
+            case m.Retire(warehouse, segments):
+                return m.Retired(self._catalog.retire(warehouse, segments))
+            case m.Lost(warehouse):
+                self._lose_chunks(self._catalog.lose(warehouse))
+                return m.Done()
+            case _:
+                raise DockError(f"the ledger has no use for {type(message).__name__}")
+
+    def _lose_chunks(self, chunks: list[int]) -> None:
+        if chunks:
+            log.warning("the bytes of %d chunks are lost; their rows are made or put again", len(chunks))
+            again.lose(self._ledger, chunks)
+
+    def _watch_warehouses(self, now: float) -> None:
+        """A warehouse that has long been silent is given up. Time in which this process itself stood still (a paused
+        machine, say) does not count: what the warehouses sent meanwhile lies unread."""
+        paused_s, self._ticked = now - self._ticked, now
+        if paused_s > PAUSE_S:
+            for warehouse in self._catalog.warehouses.values():
+                warehouse.heard += paused_s
+        if self._awaited and now - self._started > self._setup.warehouse_timeout_s:
+            log.warning("%d warehouses have not come back after a restart", len(self._awaited))
+            for key in self._awaited:
+                self._lose_chunks(self._catalog.lose(key))
+            self._awaited.clear()
+        for key, warehouse in list(self._catalog.warehouses.items()):
+            if now - warehouse.heard > self._setup.warehouse_timeout_s:
+                log.warning("warehouse %x on %s has been silent for too long", key, warehouse.hello.node)
+                self._lose_chunks(self._catalog.lose(key))
+
+    def _tell(self, warehouse: int, notice: m.Message) -> None:
+        client = self._warehouse_clients.get(warehouse)
+        if client is not None:
+            self._outbox.append((client, SEQ.pack(0), m.encode(notice)))
+
+    def _streams(self) -> dict[int, str]:
+        return {key: w.hello.data for key, w in self._catalog.warehouses.items()}
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def _state(self, now: float) -> dict[str, Any]:
+        state = with_waiting(self._ledger.state(now), self._waiters, len(self._parked_puts), self._put_wait_s)
+        record = asdict(state)
+        record["refused"] = self._refused + self._gate.refused + (self._door.refused if self._door else 0)
+        record["warehouses"] = {w.hello.node: w.figures for w in self._catalog.warehouses.values()}
+        record["short_of_copies"] = self._catalog.short_of_copies()
+        record["epoch"] = self.epoch
+        record["oldest_lease"], record["last_lease"] = self._ledger.leases.span()
+        return record
+
+    def _setup_message(self) -> m.Setup:
+        return m.Setup(
+            epoch=self.epoch,
+            stages=tuple((s.name, s.role, s.reads, s.writes, s.scope) for s in self._setup.stages),
+            source=self._setup.source,
+            watch=self._setup.watch,
+            replicas=self._setup.replicas,
+            warehouses=tuple(w.hello for w in self._catalog.warehouses.values()),
+        )
+
+    def _snapshot(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+        record, arrays = snapshot.dump(self._ledger)
+        record[CATALOG] = self._catalog.dump()
+        return record, arrays
+
+    def _recover(self) -> None:
+        saved, effects = self._journal.recover()
+        limit, self._ledger.max_staleness = self._ledger.max_staleness, None
+        if saved is not None:
+            snapshot.load(self._ledger, *saved)
+            self._catalog.load(saved[0][CATALOG])
+        for effect in effects:
+            if effect[0] in ("chunk", "copy", "lost"):
+                self._catalog.redo(effect)
+            else:
+                again.redo(self._ledger, effect)
+        self._ledger.chunks.freed.clear()
+        self._catalog.keep_only(self._ledger.chunks)
+        self._ledger.max_staleness = limit
+        self._ledger.effects, self._catalog.effects = [], []
+        self._journal.open()
+
+
+def _refusal(error: Exception) -> m.Refused:
+    if not isinstance(error, DockError):
+        return m.Refused("error", f"the ledger cannot read this message: {error}", "use matching versions")
+    kind = "lease" if isinstance(error, LeaseExpired) else "gone" if isinstance(error, SegmentGone) else "error"
+    return m.Refused(kind, error.message, error.remedy)
+
+
+def _next_epoch(folder: Path) -> int:
+    """Raised with every start: leases and answers from before are told apart."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = folder / "epoch"
+    epoch = int(path.read_text()) + 1 if path.exists() else 1
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(str(epoch))
+    os.replace(scratch, path)
+    return epoch
+
+
+def _ints(raw: bytes) -> npt.NDArray[np.int64]:
+    return np.frombuffer(raw, np.int64)
+
+
+def _of_rows(raw: bytes | None, dtype: Any, rows: int) -> npt.NDArray[Any] | None:
+    if raw is None:
+        return None
+    array = np.frombuffer(raw, dtype)
+    if len(array) != rows:
+        raise DockError(f"{len(array)} values came for {rows} rows")
+    return array

@@ -1,0 +1,295 @@
+"""Messages between dock processes: msgspec structures in MessagePack, never pickles. Arrays travel as their bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tidemill.dock.api import Want
+from tidemill.dock.ledger.counts import Counts
+
+
+class Message(msgspec.Struct, array_like=True, tag=True):
+    """One request or answer; on the wire its name, then its fields."""
+
+
+class Copy(msgspec.Struct, array_like=True, frozen=True):
+    """Where one copy of a chunk lies."""
+
+    warehouse: int
+    segment: int
+    generation: int
+    offset: int
+
+
+class WirePiece(msgspec.Struct, array_like=True, frozen=True):
+    """As records.Piece: for each row its chunk (int64) and its place there (int32), or of all rows the one chunk and
+    the first place."""
+
+    part: int
+    chunks: bytes | int
+    places: bytes | int
+
+
+class ChunkAt(msgspec.Struct, array_like=True, frozen=True):
+    key: int
+    nbytes: int
+    copies: tuple[Copy, ...]
+
+
+class Outputs(msgspec.Struct, array_like=True, frozen=True):
+    """What a put or a commit wrote. Arrays travel as their bytes."""
+
+    columns: tuple[str, ...] = ()
+    nbytes: int = 0
+    copies: tuple[Copy, ...] = ()
+    version: bytes | None = None  # int32
+    length: bytes | None = None  # int32
+    score: bytes | None = None  # float32
+
+
+# -- to the ledger ----------------------------------------------------------------------------------------------------
+
+
+class Put(Message):
+    ids: bytes  # int64
+    group: bytes  # int64
+    sizes: bytes | None
+    outputs: Outputs
+    tag: str
+    wait_s: float
+    waited_s: float = 0.0  # already, in earlier pieces of the same wait: it keeps its place
+
+
+class Take(Message):
+    stage: str
+    want: Want
+    wait_s: float
+    waited_s: float = 0.0
+
+
+class Commit(Message):
+    lease: int
+    outputs: Outputs
+    drop: bytes  # int64
+    counts: Counts | None = None
+
+
+class Renew(Message):
+    lease: int
+
+
+class Abandon(Message):
+    lease: int
+
+
+class Advance(Message):
+    version: int
+
+
+class AskState(Message):
+    pass
+
+
+class AskCounted(Message):
+    heard: int  # the number of the last answer that came through
+
+
+class AskSetup(Message):
+    pass
+
+
+class Missing(Message):
+    """Ids whose bytes were lost and that nobody can make again from what is here."""
+
+    wait_s: float = 0.0
+
+
+class Announce(Message):
+    """A warehouse says who it is and what it holds; sent at its start and whenever the ledger restarted."""
+
+    warehouse: int
+    node: str
+    arena: str
+    control: str  # where its control socket listens
+    data: str  # host:port of its byte stream
+    segments: dict[int, int]  # number -> generation
+    next_segment: int  # numbers from here on were not given yet
+
+
+class StateReport(Message):
+    """A warehouse's heartbeat: its figures."""
+
+    warehouse: int
+    figures: dict[str, int]
+
+
+class HeldPieces(Message):
+    """A warehouse pulled a copy of a chunk."""
+
+    chunk: int
+    copy: Copy
+
+
+class Retire(Message):
+    """A warehouse asks which of these segments nobody needs; from then on nothing may be sealed in those."""
+
+    warehouse: int
+    segments: dict[int, int]
+
+
+class Lost(Message):
+    """A warehouse is gone with its bytes (said by whoever watches the process)."""
+
+    warehouse: int
+
+
+# -- to a warehouse ---------------------------------------------------------------------------------------------------
+
+
+class Lend(Message):
+    """A writer asks for a segment with room for this much."""
+
+    nbytes: int
+
+
+class Close(Message):
+    """A writer is done with a segment."""
+
+    segment: int
+    generation: int
+
+
+class Fetch(Message):
+    """A reader asks for a chunk that lies elsewhere; it is pulled once however many ask."""
+
+    chunk: ChunkAt
+    sources: dict[int, str]  # warehouse -> host:port of its byte stream
+
+
+class AskFigures(Message):
+    pass
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+class Done(Message):
+    count: int = 0
+
+
+class Nothing(Message):
+    """Not enough was ready, or the dock was full, for as long as the caller would wait."""
+
+
+class Refused(Message):
+    kind: str  # lease, gone, error
+    message: str
+    remedy: str
+
+
+class Granted(Message):
+    """Arrays in the form of `compact.pack`."""
+
+    rows: int
+    lease: int
+    lease_s: float
+    columns: tuple[str, ...]
+    ids: bytes
+    group: bytes
+    version: bytes
+    length: bytes
+    pieces: tuple[WirePiece, ...]
+    chunks: tuple[ChunkAt, ...]
+
+
+class Ids(Message):
+    ids: bytes
+
+
+class State(Message):
+    state: dict[str, Any]
+
+
+class CountedReply(Message):
+    number: int
+    sums: dict[str, float]
+    means: dict[str, tuple[float, int]]
+
+
+class Setup(Message):
+    """What a client must know to speak for itself."""
+
+    epoch: int
+    stages: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], str], ...]
+    source: tuple[str, ...]
+    watch: str
+    replicas: int
+    warehouses: tuple[Announce, ...]
+
+
+class Epoch(Message):
+    epoch: int
+
+
+class Retired(Message):
+    segments: tuple[int, ...]
+
+
+class Lent(Message):
+    segment: int
+    generation: int
+    nbytes: int
+
+
+class Fetched(Message):
+    copy: Copy
+
+
+class Figures(Message):
+    figures: dict[str, int]
+
+
+# -- from the ledger to a warehouse, unasked ---------------------------------------------------------------------------
+
+
+class Empty(Message):
+    """Nobody needs anything of this segment any more."""
+
+    segment: int
+    generation: int
+
+
+class Hold(Message):
+    """Pull a copy of this chunk: it has fewer than it should."""
+
+    chunk: ChunkAt
+    sources: dict[int, str]
+
+
+FromClient = Put | Take | Commit | Renew | Abandon | Advance | AskState | AskCounted | AskSetup | Missing
+ToLedger = FromClient | Announce | StateReport | HeldPieces | Retire | Lost
+ToWarehouse = Lend | Close | Fetch | AskFigures
+Answer = (
+    Done
+    | Nothing
+    | Refused
+    | Granted
+    | Ids
+    | State
+    | CountedReply
+    | Setup
+    | Epoch
+    | Retired
+    | Lent
+    | Fetched
+    | Figures
+    | Empty
+    | Hold
+)
+
+encode = msgspec.msgpack.Encoder().encode
+decode_for_ledger = msgspec.msgpack.Decoder(ToLedger).decode
+decode_for_warehouse = msgspec.msgpack.Decoder(ToWarehouse).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode

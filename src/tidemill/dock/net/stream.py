@@ -1,0 +1,238 @@
+"""The byte stream between warehouses: the reader's side pulls ranges of a segment straight into its own.
+
+The sender sends from its mapped segment, the receiver reads into its own: no byte passes through Python. Both sides
+prove that they have the token, each by a keyed hash over both sides' random numbers, before a request is read.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from tidemill.dock.net.messages import ChunkAt, Copy
+from tidemill.dock.net.wire import check_host
+from tidemill.dock.store import segment as seg
+
+NONCE_BYTES = 32
+HANDSHAKE_S = 5.0
+IDLE_S = 60.0
+STREAM_BYTES = 8 << 20  # each stream carries at least this much of a chunk: below, one stream is as fast
+SOCKET_BUFFER = 4 << 20
+MAX_STREAMS = 4  # each keeps a core busy on both sides: with two cores, a second one only gets in the first one's way
+MAX_CONNECTIONS = 256
+ACCEPT_AGAIN_S = 0.1
+_REQUEST = struct.Struct("<QQQQ")  # segment, generation, offset, bytes
+_OK, _GONE = b"\x01", b"\x00"
+
+
+class StreamServer:
+    """Serves this warehouse's bytes to others. One thread per connection: sending blocks without the interpreter."""
+
+    def __init__(self, arena: Path, warehouse: int, token: str, host: str, views: seg.Views) -> None:
+        self._arena, self._warehouse, self._token, self._views = arena, warehouse, token, views
+        self._listener = socket.create_server((check_host(host), 0), backlog=64)
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self.refused = 0
+        self.sent_bytes = 0
+        self._connections = threading.Semaphore(MAX_CONNECTIONS)
+        threading.Thread(target=self._accept, daemon=True, name="stream-accept").start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if self._listener.fileno() < 0 or error.errno in (errno.EBADF, errno.EINVAL):
+                    return  # closed
+                time.sleep(ACCEPT_AGAIN_S)  # out of files, say: that passes
+                continue
+            if not self._connections.acquire(blocking=False):
+                self.refused += 1
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), daemon=True, name="stream-serve").start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        is_known = False
+        try:
+            with connection:
+                connection.settimeout(HANDSHAKE_S)
+                is_known = greet(connection, self._token, b"server")
+                if not is_known:
+                    return
+                _tune(connection)
+                connection.settimeout(IDLE_S)
+                while (request := _receive(connection, _REQUEST.size)) is not None:
+                    self._answer(connection, *_REQUEST.unpack(request))
+        except OSError:
+            pass  # the other side went away; its pull fails there and is tried from another copy
+        finally:
+            self.refused += not is_known
+            self._connections.release()
+
+    def _answer(self, connection: socket.socket, number: int, generation: int, offset: int, nbytes: int) -> None:
+        try:
+            held = self._views.read(self._arena, number, generation, offset, nbytes)
+        except (seg.SegmentGone, ValueError, OverflowError):
+            connection.sendall(_GONE)
+            return
+        connection.sendall(_OK)
+        _send(connection, held.data)
+        self.sent_bytes += nbytes
+
+
+class Puller:
+    """Fetches chunks from other warehouses, over a few connections to each."""
+
+    def __init__(self, token: str, streams: int | None = None) -> None:
+        self._token, self._streams = token, streams or max(1, min(MAX_STREAMS, (os.cpu_count() or 1) // 2))
+        self._idle: dict[str, list[socket.socket]] = {}
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(max_workers=8, thread_name_prefix="stream-pull")
+        self._parts = ThreadPoolExecutor(max_workers=8, thread_name_prefix="stream-part")
+        self.pulled_bytes = 0
+
+    def submit(self, job: Any, *arguments: Any) -> Any:
+        return self._pool.submit(job, *arguments)
+
+    def pull(self, chunk: ChunkAt, sources: dict[int, str], into: memoryview) -> None:
+        """Bytes of `chunk` from the first copy that can be had."""
+        failures = []
+        self._close_idle_except(sources.values())
+        for copy in chunk.copies:
+            address = sources.get(copy.warehouse)
+            if address is None:
+                continue
+            try:
+                self._pull_from(address, copy, into)
+            except (OSError, seg.SegmentGone) as error:
+                failures.append(f"{address}: {error}")
+                continue
+            self.pulled_bytes += len(into)
+            return
+        why = "; ".join(failures) or "no holder known"
+        raise seg.SegmentGone(f"no copy of chunk {chunk.key} can be pulled ({why})")
+
+    def _close_idle_except(self, addresses: Collection[str]) -> None:
+        """Warehouses that went left connections behind."""
+        with self._lock:
+            for address in [address for address in self._idle if address not in addresses]:
+                for connection in self._idle.pop(address):
+                    connection.close()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._parts.shutdown(wait=False, cancel_futures=True)
+
+    def _pull_from(self, address: str, copy: Copy, into: memoryview) -> None:
+        n = max(1, min(self._streams, len(into) // STREAM_BYTES))
+        bounds = [len(into) * i // n for i in range(n + 1)]
+        jobs = [
+            self._parts.submit(self._pull_range, address, copy, bounds[i], into[bounds[i] : bounds[i + 1]])
+            for i in range(1, n)
+        ]
+        try:
+            self._pull_range(address, copy, 0, into[: bounds[1]])
+        finally:
+            wait(jobs)  # whatever failed: nobody may write here after this
+        for job in jobs:
+            job.result()
+
+    def _pull_range(self, address: str, copy: Copy, start: int, into: memoryview) -> None:
+        connection, is_reused = self._connection(address)
+        request = _REQUEST.pack(copy.segment, copy.generation, copy.offset + start, len(into))
+        try:
+            connection.sendall(request)
+            status = _receive(connection, 1)
+            if status is None and is_reused:  # closed while idle; a fresh one tells whether the other side lives
+                connection.close()
+                connection, _ = self._connection(address, fresh=True)
+                connection.sendall(request)
+                status = _receive(connection, 1)
+            if status is None:
+                raise ConnectionError("closed the stream")
+            if status != _OK:
+                raise seg.SegmentGone("no longer holds it")
+            _receive_into(connection, into)
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            self._idle.setdefault(address, []).append(connection)
+
+    def _connection(self, address: str, fresh: bool = False) -> tuple[socket.socket, bool]:
+        with self._lock:
+            idle = self._idle.get(address)
+            if idle and not fresh:
+                return idle.pop(), True
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host, int(port)), timeout=HANDSHAKE_S)
+        try:
+            if not greet(connection, self._token, b"client"):
+                raise ConnectionError("does not know the dock's token")
+            _tune(connection)
+            connection.settimeout(IDLE_S)
+        except BaseException:
+            connection.close()
+            raise
+        return connection, False
+
+
+def greet(connection: socket.socket, token: str, side: bytes) -> bool:
+    """Both sides show that they know the token, without showing it."""
+    mine = os.urandom(NONCE_BYTES)
+    connection.sendall(mine)
+    theirs = _receive(connection, NONCE_BYTES)
+    if theirs is None or theirs == mine:
+        return False
+    other = b"client" if side == b"server" else b"server"
+    connection.sendall(_proof(token, side, mine, theirs))
+    proof = _receive(connection, 32)
+    return proof is not None and hmac.compare_digest(proof, _proof(token, other, theirs, mine))
+
+
+def _proof(token: str, side: bytes, own: bytes, others: bytes) -> bytes:
+    return hmac.digest(token.encode(), side + own + others, "sha256")
+
+
+def _tune(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER)
+
+
+def _send(connection: socket.socket, view: memoryview) -> None:
+    """From the mapped segment: sendfile, page by page, reaches two thirds of this over loopback."""
+    connection.settimeout(None)  # a timeout of Python's would be for all bytes together; the kernel's is for progress
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(IDLE_S), 0))
+    connection.sendall(view)
+    connection.settimeout(IDLE_S)
+
+
+def _receive(connection: socket.socket, nbytes: int) -> bytes | None:
+    buffer = bytearray(nbytes)
+    try:
+        _receive_into(connection, memoryview(buffer))
+    except ConnectionError:
+        return None
+    return bytes(buffer)
+
+
+def _receive_into(connection: socket.socket, view: memoryview) -> None:
+    while len(view):
+        n = connection.recv_into(view)
+        if n == 0:
+            raise ConnectionError("the other side closed the stream")
+        view = view[n:]

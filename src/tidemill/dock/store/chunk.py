@@ -1,0 +1,141 @@
+"""Chunk: one batch as one run of bytes that describes itself. It can lie anywhere, so it is moved without being read.
+
+    [magic][header length][header: name, dtype, shape, places][pad] [column values][pad] [offsets][pad] ...
+
+Every array starts at a multiple of 64 bytes from the chunk's start. Nothing is padded but to that.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tidemill.batch import Batch, Column
+from tidemill.errors import DockError
+
+ALIGN = 64
+_PREFIX = struct.Struct("<II")
+_MAGIC = 0x74_6D_63_31
+_OFFSET = np.dtype(np.int64)
+_KINDS = "biufc"  # bool, whole, unsigned, float, complex: what a raw byte copy can carry
+
+
+class ColumnPlace(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+    dtype: str
+    tail: tuple[int, ...]  # shape of one value
+    is_text: bool
+    count: int  # values
+    at: int  # of the values, from the end of the header's page
+    offsets_at: int  # -1: one value per row
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    header: bytes
+    places: list[ColumnPlace]
+    body_at: int
+    nbytes: int
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_header = msgspec.msgpack.Decoder(list[ColumnPlace]).decode
+
+
+def plan(batch: Batch) -> ChunkPlan:
+    """Where everything goes, before a byte is written."""
+    return _plan(tuple((n, c.values.dtype, c.values.shape, c.is_text, _row_count(c)) for n, c in batch.items()))
+
+
+def _row_count(column: Column) -> int:
+    return -1 if column.offsets is None else len(column.offsets) - 1
+
+
+@lru_cache(maxsize=256)  # small puts mostly have the same shape as the last
+def _plan(shapes: tuple[tuple[str, np.dtype[Any], tuple[int, ...], bool, int], ...]) -> ChunkPlan:
+    places = []
+    at = 0
+    for name, dtype, shape, is_text, jagged_rows in shapes:
+        if dtype.kind not in _KINDS or not dtype.isnative:
+            raise DockError(f"column {name!r} has dtype {dtype}, which cannot be stored", "use numbers")
+        start, at = at, _aligned(at + math.prod(shape) * dtype.itemsize)
+        offsets_at = -1
+        if jagged_rows >= 0:
+            offsets_at, at = at, _aligned(at + 8 * (jagged_rows + 1))
+        rows = shape[0] if jagged_rows < 0 else jagged_rows
+        places.append(ColumnPlace(name, dtype.str, shape[1:], is_text, shape[0], start, offsets_at, rows))
+    header = _encode(places)
+    body_at = _aligned(_PREFIX.size + len(header))
+    return ChunkPlan(header, places, body_at, body_at + at)
+
+
+def write(batch: Batch, plan: ChunkPlan, out: npt.NDArray[np.uint8]) -> None:
+    """One copy per column, straight to its place."""
+    out.data[: _PREFIX.size + len(plan.header)] = _PREFIX.pack(_MAGIC, len(plan.header)) + plan.header
+    for place in plan.places:
+        column = batch[place.name]
+        _put(out, plan.body_at + place.at, column.values)
+        if column.offsets is not None:
+            _put(out, plan.body_at + place.offsets_at, column.offsets)
+
+
+def read(raw: npt.NDArray[np.uint8]) -> Batch:
+    """The batch as views of `raw`."""
+    stored = StoredChunk(raw)
+    return Batch({name: stored[name] for name in stored})
+
+
+class StoredChunk(Mapping[str, Column]):
+    """A chunk where it lies. A column is made when it is asked for: most takes want each once, and some not all."""
+
+    __slots__ = ("_body_at", "_columns", "_raw", "rows")
+
+    def __init__(self, raw: npt.NDArray[np.uint8]) -> None:
+        magic, length = _PREFIX.unpack_from(raw.data)
+        if magic != _MAGIC or length > len(raw):
+            raise DockError("these bytes are not a chunk")
+        self._raw, self._body_at = raw, _aligned(_PREFIX.size + length)
+        self.rows, self._columns = _shapes(raw.data[_PREFIX.size : _PREFIX.size + length].tobytes())
+
+    def __getitem__(self, name: str) -> Column:
+        dtype, shape, at, offsets_at, is_text = self._columns[name]
+        values: npt.NDArray[Any] = np.ndarray(shape, dtype, self._raw, self._body_at + at)
+        if offsets_at < 0:
+            return Column(values, None, is_text)
+        return Column(values, np.ndarray(self.rows + 1, _OFFSET, self._raw, self._body_at + offsets_at), is_text)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
+Shape = tuple[np.dtype[Any], tuple[int, ...], int, int, bool]  # dtype, shape, place of values and offsets, is it text
+
+
+@lru_cache(maxsize=256)  # shapes repeat
+def _shapes(header: bytes) -> tuple[int, dict[str, Shape]]:
+    places = _decode_header(header)
+    shapes = {p.name: (np.dtype(p.dtype), (p.count, *p.tail), p.at, p.offsets_at, p.is_text) for p in places}
+    return places[0].rows if places else 0, shapes
+
+
+def _put(out: npt.NDArray[np.uint8], at: int, array: npt.NDArray[Any]) -> None:
+    np.copyto(out[at : at + array.nbytes].view(array.dtype).reshape(array.shape), array)
+
+
+def _aligned(n: int) -> int:
+    return -(-n // ALIGN) * ALIGN

@@ -1,0 +1,56 @@
+"""Packed attention through Ascend's fused operator, in its layout of tokens one after another (TND).
+
+The operator takes where each sequence ends, for queries and for keys, and one upper triangle as the mask of them all:
+mode 3 lines queries and keys up at their ends, mode 4 lets a query see so many keys before it. Its arguments are held
+by a test with a stand-in; the operator itself has not been run by this project.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tidemill.models.attention.varlen import Spans
+
+OPERATOR = "npu::npu_fusion_attention"
+TRIANGLE = 2048  # the mask's side that modes 2 to 4 ask for, whatever the lengths
+CAUSAL, BAND = 3, 4
+EVERYTHING = 2**31 - 1
+
+
+def works_on(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the vendor's package brought the operator for this device, and the operator takes this dtype."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    try:
+        key = torch._C._dispatch_key_for_device(device.type)
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(OPERATOR, key))
+    except RuntimeError:
+        return False  # no such operator here
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, queries: Spans, keys: Spans, scale: float, window: int | None) -> Tensor:
+    """q (tokens, heads, dim), k and v (keys, kv_heads, dim); the last query of a sequence sees its last key."""
+    found = operator()(
+        q, k, v, q.shape[1], "TND",
+        atten_mask=_triangle(q.device), scale=scale, keep_prob=1.0,
+        pre_tockens=EVERYTHING if window is None else window - 1, next_tockens=0,
+        sparse_mode=CAUSAL if window is None else BAND,
+        actual_seq_qlen=list(queries.host), actual_seq_kvlen=list(keys.host),
+    )  # fmt: skip
+    out: Tensor = found[0]
+    return out
+
+
+def operator() -> Any:
+    namespace, _, name = OPERATOR.partition("::")
+    return getattr(getattr(torch.ops, namespace), name)
+
+
+@functools.cache
+def _triangle(device: torch.device) -> Tensor:
+    """True where nothing may be seen."""
+    return torch.ones(TRIANGLE, TRIANGLE, dtype=torch.bool, device=device).triu_(1)

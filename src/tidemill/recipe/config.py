@@ -1,0 +1,629 @@
+"""Every setting of a recipe, with its default and one line of help. Cross-checks that need no model live here too."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+DType = Literal["float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+
+class TinyModel(Section):
+    """A small decoder made on the spot, with random weights and a character tokenizer."""
+
+    architecture: Literal["qwen2", "qwen3", "llama", "qwen3_moe", "mixtral"] = Field(
+        "qwen3", description="transformers architecture"
+    )
+    hidden: int = Field(128, ge=8, description="width of the residual stream")
+    layers: int = Field(4, ge=1, description="decoder layers")
+    heads: int = Field(4, ge=1, description="attention heads")
+    kv_heads: int = Field(2, ge=1, description="key/value heads; divides heads")
+    intermediate: int = Field(384, ge=8, description="width inside the MLP, or inside each expert")
+    experts: int = Field(8, ge=1, description="of qwen3_moe and mixtral, in each layer")
+    experts_per_token: int = Field(2, ge=1, description="how many of them a token goes through")
+    window: int = Field(256, ge=8, description="longest sequence, prompt and response")
+    alphabet: str = Field(
+        "0123456789+-*/=()<>.,:;?! \nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ'\"[]{}_#$%&@^|~`\\",
+        description="characters the tokenizer knows, one token each",
+    )
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> TinyModel:
+        if self.heads % self.kv_heads or self.hidden % self.heads:
+            raise ValueError(
+                f"heads ({self.heads}) must divide hidden ({self.hidden}) and be a multiple of kv_heads"
+                f" ({self.kv_heads})"
+            )
+        if self.experts_per_token > self.experts:
+            raise ValueError(f"experts_per_token ({self.experts_per_token}) is more than experts ({self.experts})")
+        return self
+
+
+class ModelSettings(Section):
+    path: str | None = Field(None, description="a Hugging Face folder (config.json, safetensors, tokenizer)")
+    warm_start: str | None = Field(None, description="recipe that makes the model first, when path is not given")
+    tiny: TinyModel | None = Field(
+        None, description="a small model made on the spot, when neither path nor warm_start is given"
+    )
+    dtype: DType = Field("float32", description="of the weights")
+    trust_remote_code: bool = Field(False, description="run Python code found in the model folder")
+
+
+class CurriculumSettings(Section):
+    """Harder problems once the easier ones are mostly solved."""
+
+    setting: str = Field("level", description="which of data.args takes one value after the other")
+    values: tuple[Any, ...] = Field(min_length=1, description="its values, easiest first")
+    rise_above: float = Field(0.8, ge=0, le=1, description="accuracy from which the next value is used")
+    fall_below: float = Field(0.1, ge=0, le=1, description="accuracy below which the value before is used again")
+    window: int = Field(256, ge=1, description="samples over which accuracy is measured")
+
+
+class Data(Section):
+    source: str = Field(
+        "arithmetic",
+        description="a file (.jsonl .json .csv .tsv .parquet), a Hugging Face dataset folder, or a generator's name",
+    )
+    args: dict[str, Any] = Field({}, description="the generator's own settings")
+    curriculum: CurriculumSettings | None = Field(None, description="problems that grow harder with measured accuracy")
+    eval_source: str | None = Field(None, description="held-out data; without it, held_out rows of source")
+    eval_args: dict[str, Any] | None = Field(None, description="the held-out generator's settings; without it, args")
+    held_out: int = Field(200, ge=0, description="rows kept from source for evaluation, never trained on")
+    columns: dict[str, str] = Field(
+        {}, description="our name: the file's name, for prompt, answer, response, messages, …"
+    )
+    split: str | None = Field(None, description="split of a dataset folder; none: train")
+    eval_split: str | None = Field(None, description="split of eval_source (or of source) used as held-out data")
+    answer_pattern: str | None = Field(
+        None, description="regular expression whose first group is the answer inside the column answer"
+    )
+    template: str | None = Field(None, description="prompt text with {column} places, in stead of the column prompt")
+    system: str | None = Field(None, description="system message, for chat models")
+    chat: Literal["auto", "on", "off"] = Field(
+        "auto", description="use the tokenizer's chat template; auto: when it has one"
+    )
+    max_prompt_tokens: int = Field(1024, ge=1, description="a longer prompt is a bad row")
+    on_bad_row: Literal["fail", "skip"] = Field("fail", description="what a row that cannot be used does to the run")
+    shuffle: bool = Field(True, description="new order each pass over the data")
+
+
+class Train(Section):
+    steps: int = Field(100, ge=1, description="steps of the whole run")
+    prompts_per_step: int = Field(16, ge=1, description="prompts that enter each step")
+    samples_per_prompt: int = Field(8, ge=1, description="responses made of each prompt (a group)")
+    updates_per_step: int = Field(1, ge=1, description="optimizer updates made of one step's samples")
+    tokens_per_microbatch: int = Field(16384, ge=1, description="most tokens in one forward and backward pass")
+    passes_per_step: int = Field(1, ge=1, description="times each sample is learned from (inner epochs)")
+    stop_at_accuracy: float | None = Field(
+        None, ge=0, le=1, description="end early once held-out accuracy reaches this"
+    )
+    profile: tuple[int, ...] = Field((), description="steps whose time is written in detail, as Chrome traces")
+
+
+class VLLM(Section):
+    memory_share: float = Field(
+        0.5, gt=0, le=1, description="of the device's memory that vLLM may take; the learner has the rest"
+    )
+    sleep_level: Literal[1, 2] = Field(
+        1, description="asleep, vLLM keeps its weights in host memory (1) or drops them until the next update (2)"
+    )
+
+
+class Rollout(Section):
+    engine: Literal["native", "hf", "vllm"] = Field("native", description="what makes the tokens")
+    max_new_tokens: int = Field(256, ge=1, description="longest response")
+    temperature: float = Field(1.0, ge=0, description="of sampling; 0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus of sampling")
+    top_k: int = Field(0, ge=0, description="most likely tokens kept; 0: all")
+    min_p: float = Field(0.0, ge=0, le=1, description="least probability kept, relative to the most likely token's")
+    stop: tuple[str, ...] = Field((), description="strings that end a response")
+    tp: int = Field(
+        1, ge=1, description="ranks, one device each, that share one engine (tensor parallel); of cluster.rollouts each"
+    )
+    concurrent: int = Field(256, ge=1, description="most sequences decoded at once")
+    page_size: int | None = Field(
+        None, ge=1, description="tokens per page of the key/value cache; none: what the engine measured best"
+    )
+    cache_tokens: int | None = Field(
+        None, ge=1, description="size of the key/value cache; none: what concurrent sequences need"
+    )
+    cache_dtype: Literal["auto", "int8", "fp8"] = Field(
+        "auto", description="an element of the key/value cache: the model's own type, or one byte with scales"
+    )
+    speculate: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="draft tokens by looking up what followed before (native engine); auto: on a CPU, where it pays",
+    )
+    batch_invariant: bool = Field(
+        False, description="native engine on a CPU: rollout and learner agree bit for bit, at a third of the speed"
+    )
+    vllm: VLLM = VLLM()
+
+
+class RewardSpec(Section):
+    function: str = Field(description="a built-in reward's name, or package.module:function")
+    weight: float = Field(1.0, description="factor in the total")
+    args: dict[str, Any] = Field({}, description="keyword arguments of the function")
+    label: str | None = Field(None, description="name of its value in metrics; none: the function's name")
+
+
+class Rewards(Section):
+    functions: tuple[RewardSpec, ...] = Field(
+        (RewardSpec(function="exact"),), description="rewards, added with their weights"
+    )
+    timeout_s: float = Field(10.0, gt=0, description="longest one sample's reward may take")
+    on_error: Literal["zero", "drop", "fail"] = Field(
+        "zero",
+        description="a reward that raises, hangs or is not finite: counts as 0, drops its group, or ends the run",
+    )
+    correct_above: float = Field(0.5, description="a sample counts as correct when its first reward exceeds this")
+    workers: int | Literal["auto"] = Field(
+        "auto", description="processes for rewards that do not run in this one; auto: one per core, at most 32"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_forms(cls, value: Any) -> Any:
+        """`rewards: exact` and `rewards: [exact, {function: …}]` are short for the long form."""
+        if isinstance(value, str):
+            value = [value]
+        if isinstance(value, list | tuple):
+            value = {"functions": value}
+        if isinstance(value, dict) and isinstance(value.get("functions"), list | tuple | str):
+            given = value["functions"]
+            given = [given] if isinstance(given, str) else given
+            value = {**value, "functions": [{"function": f} if isinstance(f, str) else f for f in given]}
+        return value
+
+    @field_validator("workers", mode="plain")
+    @classmethod
+    def _auto_or_some(cls, value: Any) -> Any:
+        if value == "auto" or (type(value) is int and value >= 1):
+            return value
+        raise ValueError("auto, or a number of processes from 1")
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Folders of trained reward models."""
+        return tuple(str(spec.args.get("path")) for spec in self.functions if spec.function == "model")
+
+    @model_validator(mode="after")
+    def _some(self) -> Rewards:
+        if not self.functions:
+            raise ValueError("name at least one reward function")
+        return self
+
+
+class EnvironmentSettings(Section):
+    """Whom the model talks to: each sample is a conversation of several turns."""
+
+    name: str = Field(description="nim, tools, gymnasium:GAME, textarena:GAME, or package.module:Class")
+    args: dict[str, Any] = Field({}, description="the environment's own settings")
+    max_turns: int = Field(8, ge=1, description="most times the model speaks in one conversation")
+    max_turn_tokens: int | None = Field(
+        None, ge=1, description="most tokens the model says at once; none: what rollout.max_new_tokens leaves"
+    )
+    role: Literal["user", "tool"] = Field("user", description="whose message an answer is, for chat models")
+    workers: int = Field(0, ge=0, description="threads for environments that take time to answer; 0: none")
+    timeout_s: float = Field(60.0, gt=0, description="longest an environment may think in a thread")
+    on_error: Literal["end", "fail"] = Field(
+        "end", description="an environment that raises or takes too long: ends the conversation, or the run"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class ParallelSettings(Section):
+    """Over how many ranks the learner is cut, and how. The ranks are replicate × fsdp × cp × tp × pp; ep lies over the
+    ranks of fsdp and cp together and multiplies nothing."""
+
+    replicate: int = Field(1, ge=1, description="copies of the sharded model, each with its own samples (hybrid shard)")
+    fsdp: int = Field(1, ge=1, description="ranks over which weights, gradients and optimizer are sharded (FSDP2)")
+    tp: int = Field(1, ge=1, description="ranks that share each layer's heads and widths (tensor parallel)")
+    cp: int = Field(1, ge=1, description="ranks that share each sequence (context parallel)")
+    ep: int = Field(1, ge=1, description="ranks that share the experts, out of fsdp × cp (expert parallel)")
+    pp: int = Field(1, ge=1, description="ranks that each hold a run of layers (pipeline parallel)")
+    cp_form: Literal["auto", "ulysses", "ring"] = Field(
+        "auto",
+        description="context parallel by exchanging heads or by passing keys round; auto: heads where they divide",
+    )
+    pp_schedule: Literal["1f1b", "interleaved"] = Field("1f1b", description="order of a pipeline's micro-batches")
+    pp_chunks: int = Field(1, ge=1, description="runs of layers per pipeline rank; more than 1 with interleaved")
+    timeout_s: float = Field(
+        600.0, gt=0, description="longest wait for another rank before the run says who is missing"
+    )
+    device_gb: float | None = Field(None, gt=0, description="memory of one device, for the estimate; none: as here")
+
+    @property
+    def ranks(self) -> int:
+        return self.replicate * self.fsdp * self.cp * self.tp * self.pp
+
+
+class KL(Section):
+    coef: float = Field(
+        0.0, ge=0, description="weight of the divergence from the frozen reference; 0: no reference model"
+    )
+    estimator: Literal["k1", "k2", "k3", "abs"] = Field(
+        "k3", description="k1: log ratio, k2: half its square, k3: unbiased and positive, abs: the log ratio's size"
+    )
+    place: Literal["loss", "reward"] = Field("loss", description="a term of the loss, or taken from the reward")
+    clamp_log_ratio: float | None = Field(
+        None, gt=0, description="bound on the log ratio inside the estimator; none: no bound"
+    )
+    clamp: float | None = Field(None, gt=0, description="bound on the estimate itself; none: no bound")
+    target: float | None = Field(
+        None, gt=0, description="divergence that an adaptive coef steers towards; none: coef is fixed"
+    )
+    horizon: int = Field(10000, ge=1, description="samples over which the adaptive coef reacts")
+    reset_every: int = Field(0, ge=0, description="steps after which the reference becomes the policy; 0: never")
+    parallel: ParallelSettings | None = Field(
+        None, description="sizes by which the reference is cut over the learner's ranks; none: as the learner"
+    )
+    weights: Literal["same", "int8", "fp8"] = Field(
+        "same", description="of the reference's layers: the policy's dtype, or 8 bits with a scale per row"
+    )
+
+    @model_validator(mode="after")
+    def _adaptive(self) -> KL:
+        if self.target is not None and self.coef == 0:
+            raise ValueError("an adaptive coefficient (target) needs a coef above 0 to begin with")
+        if self.reset_every and self.weights != "same":
+            raise ValueError(f"a reference that moves (reset_every) cannot have weights: {self.weights}; use same")
+        return self
+
+
+class Critic(Section):
+    """The value model of PPO, and how advantages are made of its values."""
+
+    gamma: float = Field(1.0, gt=0, le=1, description="discount of later rewards")
+    lam: float = Field(0.95, ge=0, le=1, description="λ of generalised advantage estimation, for the policy")
+    value_lam: float | None = Field(None, ge=0, le=1, description="λ of the critic's targets; none: lam")
+    length_alpha: float | None = Field(
+        None, gt=0, description="length-adaptive λ = 1 - 1/(this · tokens of the response); none: lam for all"
+    )
+    value_clip: float | None = Field(0.2, gt=0, description="most a value may move in one step; none: no bound")
+    value_coef: float = Field(0.5, ge=0, description="factor of the critic's squared error")
+    whiten: bool = Field(True, description="advantages of a step to mean 0 and standard deviation 1")
+    warmup_steps: int = Field(0, ge=0, description="steps in which only the critic learns")
+    passes: int | None = Field(
+        None, ge=1, description="times the critic learns from each sample; none: train.passes_per_step"
+    )
+    trunk: Literal["own", "shared"] = Field(
+        "own", description="the critic's decoder: a copy that learns, or the policy's own, with only a head learned"
+    )
+    lr: float | None = Field(None, ge=0, description="the critic's learning rate; none: learn.lr")
+    parallel: ParallelSettings | None = Field(
+        None, description="sizes by which the critic is cut over the learner's ranks; none: as the learner"
+    )
+
+
+class Preference(Section):
+    """Learning from pairs or judged responses."""
+
+    beta: float = Field(0.1, gt=0, description="inverse temperature of the implied reward")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of pairs taken to be labelled the wrong way")
+    margin: float = Field(0.0, description="by how much a chosen response must win (SimPO's γ)")
+    sft_coef: float = Field(0.0, ge=0, description="weight of imitating the chosen response")
+    good_weight: float = Field(1.0, ge=0, description="weight of good responses (KTO)")
+    bad_weight: float = Field(1.0, ge=0, description="weight of bad responses (KTO)")
+    centre_coef: float = Field(0.0, ge=0, description="pull of a reward model's outputs towards 0")
+
+
+class Overlong(Section):
+    """What happens to responses that come near the longest length."""
+
+    buffer: int = Field(0, ge=0, description="last tokens before max_new_tokens over which the penalty grows; 0: none")
+    penalty: float = Field(1.0, ge=0, description="taken from the reward at full length")
+    drop_truncated: bool = Field(False, description="responses cut off at the longest length are not learned from")
+
+
+class Covariance(Section):
+    """Holding back the few tokens that collapse entropy (clip-cov and KL-cov)."""
+
+    mode: Literal["none", "clip", "kl"] = Field("none", description="detach such tokens, or hold them by a KL penalty")
+    share: float = Field(2e-4, gt=0, lt=1, description="share of tokens held back")
+    low: float = Field(1.0, description="clip: least covariance of a token that may be held back")
+    high: float = Field(5.0, description="clip: largest such covariance")
+    kl_coef: float = Field(1.0, ge=0, description="kl: weight of the penalty")
+
+
+# What each algorithm's paper chooses where it differs from the defaults below; a recipe's own keys win.
+PAPER: dict[str, dict[str, Any]] = {
+    "grpo": {"aggregation": "sample_mean"},
+    "dr_grpo": {"aggregation": "constant", "advantage_scale": "none"},
+    "dapo": {"aggregation": "token_mean", "clip_high": 0.28, "dynamic_sampling": True},
+    "gspo": {"aggregation": "sample_mean", "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
+    "rloo": {"aggregation": "sample_mean", "baseline": "leave_one_out", "advantage_scale": "none"},
+    "reinforce_pp": {"aggregation": "token_mean", "baseline": "none", "advantage_scale": "batch_std"},
+    "reinforce_pp_baseline": {"aggregation": "token_mean", "baseline": "mean", "advantage_scale": "batch_std"},
+    "remax": {"aggregation": "constant", "constant_length": 1, "advantage_scale": "none"},
+    "ppo": {"aggregation": "token_mean"},
+    "distill": {"aggregation": "token_mean"},
+    "rejection": {"aggregation": "token_mean"},
+    "sft": {"aggregation": "token_mean"},
+    "dpo": {"aggregation": "group_mean", "preference": {"beta": 0.1}},
+    "ipo": {"aggregation": "group_mean", "preference": {"beta": 0.1}},
+    "kto": {"aggregation": "sample_mean", "old_logprobs": "recompute", "preference": {"beta": 0.1}},
+    "orpo": {"aggregation": "group_mean", "preference": {"beta": 0.1, "sft_coef": 1.0}},
+    "simpo": {"aggregation": "group_mean", "preference": {"beta": 2.0, "margin": 1.0}},
+    "reward_model": {"aggregation": "group_mean"},
+}
+
+
+class AlgorithmSettings(Section):
+    """Settings that several algorithms share; each algorithm's own choice of them is in PAPER."""
+
+    name: str = Field("grpo", description="one of the files in algorithms/, or package.module:name")
+    clip_low: float = Field(0.2, ge=0, description="ratio may fall to 1 - this before it is clipped")
+    clip_high: float = Field(0.2, ge=0, description="ratio may rise to 1 + this before it is clipped")
+    dual_clip: float | None = Field(None, gt=1, description="bound on the loss of negative advantages; none: no bound")
+    ratio_cap: float | None = Field(None, gt=1, description="bound on the unclipped ratio itself; none: no bound")
+    baseline: Literal["mean", "leave_one_out", "none"] = Field(
+        "mean", description="taken from each reward: its group's mean, the mean of the others, or nothing"
+    )
+    advantage_scale: Literal["std", "batch_std", "none"] = Field(
+        "std", description="divide advantages by the standard deviation of their group, or of the whole step"
+    )
+    std_bias: Literal["sample", "population"] = Field("sample", description="n-1 or n in the standard deviation")
+    std_eps: float = Field(1e-4, ge=0, description="added to the standard deviation")
+    group_of_one: Literal["zero", "reward"] = Field(
+        "zero", description="advantage of a sample without others to compare with"
+    )
+    aggregation: Literal["token_mean", "sample_mean", "group_mean", "constant"] = Field(
+        "token_mean", description="what the loss is a mean over"
+    )
+    constant_length: int | None = Field(
+        None, ge=1, description="divisor of aggregation constant; none: rollout.max_new_tokens"
+    )
+    entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
+    old_logprobs: Literal["rollout", "recompute"] = Field(
+        "rollout",
+        description="the old policy's log-probabilities: the rollout engine's own, or computed again by the learner",
+    )
+    rollout_correction: Literal["none", "token", "sequence"] = Field(
+        "none", description="importance weight for the gap between rollout and recomputed old log-probabilities"
+    )
+    rollout_correction_cap: float = Field(2.0, gt=0, description="largest weight of rollout_correction")
+    rollout_correction_floor: float = Field(
+        0.0, ge=0, description="smallest weight of rollout_correction that a mask lets through"
+    )
+    rollout_correction_outside: Literal["truncate", "mask"] = Field(
+        "truncate",
+        description="weights above the cap: count as the cap, or (also below the floor) are not learned from",
+    )
+    dynamic_sampling: bool = Field(
+        False, description="groups whose rewards are all equal are dropped and replaced by new prompts"
+    )
+    dynamic_sampling_rounds: int = Field(
+        8, ge=0, description="most prompts tried in place of dropped groups, as a multiple of prompts_per_step"
+    )
+    keep_best: int | None = Field(
+        None, ge=1, description="rejection sampling: best responses kept of each group; none: all correct ones"
+    )
+    teacher: str | None = Field(None, description="model folder whose log-probabilities distillation learns from")
+    kl: KL = KL()
+    critic: Critic = Critic()
+    preference: Preference = Preference()
+    overlong: Overlong = Overlong()
+    covariance: Covariance = Covariance()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _paper_defaults(cls, value: Any) -> Any:
+        value = {"name": value} if isinstance(value, str) else value
+        if not isinstance(value, dict):
+            return value
+        paper = PAPER.get(str(value.get("name", "grpo")), {})
+        merged = {**paper, **value}
+        for key, own in paper.items():
+            if isinstance(own, dict) and isinstance(value.get(key), dict):
+                merged[key] = {**own, **value[key]}
+        return merged
+
+
+class Mixture(Section):
+    """Models with experts."""
+
+    balance: Literal["none", "aux_loss", "bias"] = Field(
+        "none", description="keep experts evenly loaded: by a loss, or by a bias on their choice"
+    )
+    coef: float = Field(1e-3, ge=0, description="with balance aux_loss: its factor")
+    bias_rate: float = Field(1e-3, ge=0, description="with balance bias: how far the bias moves after each update")
+    replay: bool = Field(False, description="route tokens in learning as rollout routed them; native engine")
+
+
+class Learn(Section):
+    lr: float = Field(1e-6, ge=0, description="learning rate")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="of the learning rate after warm-up"
+    )
+    warmup_steps: int = Field(0, ge=0, description="updates over which the learning rate rises from 0")
+    min_lr_share: float = Field(0.0, ge=0, le=1, description="share of lr that linear and cosine end at")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: orthogonal steps for the layers' matrices, AdamW for the rest"
+    )
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's two decays")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")
+    clip_norm: float | None = Field(1.0, gt=0, description="largest gradient norm; none: no clipping")
+    recompute: Literal["none", "selective", "mlp", "full"] = Field(
+        "none",
+        description="what the backward pass computes again to save memory: the MLPs' activations, the MLPs, or all",
+    )
+    recompute_every: int = Field(1, ge=1, description="with recompute: of this many layers one is computed again")
+    offload: Literal["none", "activations"] = Field(
+        "none", description="activations wait for the backward pass in the host's memory"
+    )
+    share_prompts: bool = Field(True, description="compute a group's prompt once and let its responses attend to it")
+    logprob_chunk: int = Field(4096, ge=1, description="as many logits exist at once as so many tokens have")
+    attention: Literal["auto", "blocks", "short", "flash", "fusion", "flex"] = Field(
+        "auto", description="attention over packed samples; auto: what suits device, dtype and model"
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto", description="compile the decoder's layers; auto: on accelerators. The first step takes longer"
+    )
+    master: Literal["none", "float32", "stochastic"] = Field(
+        "none", description="for bfloat16 weights: none, a float32 copy with float32 gradients, or stochastic rounding"
+    )
+    moments: Literal["same", "float32", "int8"] = Field(
+        "same", description="AdamW's moments: the weights' dtype, float32, or 8 bits with a scale per block"
+    )
+    lora_rank: int = Field(
+        0, ge=0, description="learn low-rank changes of the layers' matrices, of this rank; 0: all weights"
+    )
+    lora_experts: bool = Field(True, description="with lora_rank: each of a mixture's stacked experts has adapters too")
+    lora_alpha: float = Field(32.0, gt=0, description="with lora_rank: their factor is this over the rank")
+    ema: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="evaluate and export a running mean of the weights that keeps this share each update; 0: none",
+    )
+    dora: bool = Field(False, description="with lora_rank: learn each row's magnitude apart from its direction")
+    fp8: Literal["none", "tensorwise", "rowwise"] = Field(
+        "none", description="products of the layers in 8-bit floating point, with a scale per tensor or per row"
+    )
+    optimizer_on_host: bool = Field(False, description="the optimizer's state lives in the host's memory")
+    reduce_dtype: Literal["same", "float32", "bfloat16"] = Field(
+        "float32", description="in which gradients are added up over ranks; same: the weights' own"
+    )
+    parallel: ParallelSettings = ParallelSettings()
+    moe: Mixture = Mixture()
+
+
+class Flow(Section):
+    schedule: Literal["sync", "streamed", "async"] = Field(
+        "sync", description="stages one after the other, each on what is ready, or rollout ahead of learning as well"
+    )
+    max_staleness: int = Field(
+        1, ge=0, description="async: most steps that the oldest token of a sample may be behind the weights it teaches"
+    )
+    placement: Literal["auto", "colocated", "separated"] = Field(
+        "auto",
+        description="separated: rollout works beside the others with its own copy of the weights; auto: for async",
+    )
+    unfinished_samples: Literal["recompute_kv", "keep_kv"] = Field(
+        "recompute_kv",
+        description="unfinished samples when new weights come: recompute their KV cache, or keep the one they have",
+    )
+    hand_over: Literal["auto", "never", "cache", "all"] = Field(
+        "auto",
+        description="colocated and sync: what leaves the device while others work there: nothing, rollout's cache, or "
+        "also optimizer, critic and reference while rollout does; auto: as the memory estimate asks",
+    )
+    lease_s: float = Field(600.0, gt=0, description="longest a stage may hold samples before they are given out again")
+
+    @property
+    def is_separated(self) -> bool:
+        return self.placement == "separated" or (self.placement == "auto" and self.schedule == "async")
+
+
+class Reshard(Section):
+    """How weights get from the learner to the rollout."""
+
+    verify: Literal["off", "sample", "all"] = Field(
+        "sample", description="checksums of what arrived: of no block, of one in sixteen, of every one"
+    )
+
+
+class Eval(Section):
+    every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after")
+    size: int = Field(200, ge=0, description="held-out problems used; 0: no evaluation")
+    samples: int = Field(1, ge=1, description="sampled answers per problem, for pass@k")
+    temperature: float = Field(1.0, ge=0, description="of the sampled answers")
+    before: bool = Field(True, description="evaluate before the first step")
+    after: bool = Field(True, description="evaluate after the last step")
+
+
+class Checkpoint(Section):
+    every: int = Field(10, ge=0, description="steps between checkpoints; 0: only at the end")
+    keep: int = Field(2, ge=1, description="newest checkpoints kept; the best is kept too")
+
+
+class Observe(Section):
+    dump: tuple[int, ...] = Field((), description="steps whose columns, gradients and weights `tidemill diff` compares")
+    tensorboard: bool = Field(True, description="write TensorBoard events")
+    samples_per_step: int = Field(8, ge=0, description="samples written to samples.jsonl each step")
+    progress: Literal["auto", "rich", "plain", "off"] = Field(
+        "auto", description="what the terminal shows while it runs"
+    )
+
+
+class PlacementSettings(Section):
+    """Which roles share processes with the learner (`colocated`), and which have processes of their own."""
+
+    rollout: Literal["separated", "colocated"] = Field("separated", description="colocated: as many as learners")
+    reward: Literal["separated", "colocated"] = Field("separated", description="feed, rewards and advantages")
+    reference: Literal["separated", "colocated"] = Field("colocated", description="the frozen policy, if there is one")
+    reward_model: Literal["separated", "colocated"] = Field(
+        "separated",
+        description="rewards, where a trained model is among them: on a device each, or the learners'",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_for_all(cls, value: Any) -> Any:
+        """`placement: colocated` says it for every role."""
+        return dict.fromkeys(cls.model_fields, value) if isinstance(value, str) else value
+
+
+class Cluster(Section):
+    """Where the roles run. Nothing of it is used while executor is local."""
+
+    executor: Literal["local", "processes", "ray"] = Field(
+        "local", description="this process, processes of this machine, or a Ray cluster"
+    )
+    address: str = Field(
+        "local", description="of Ray: local starts one for this run alone; auto, host:port or ray://… use one that runs"
+    )
+    learners: int = Field(
+        1, ge=1, description="ranks that learn together, with whole models each; learn.parallel gives its own number"
+    )
+    rollouts: int = Field(1, ge=1, description="rollout engines, where they are separated")
+    rewards: int = Field(1, ge=1, description="reward workers, where they are separated")
+    reward_models: int = Field(1, ge=1, description="workers with a trained reward model, where they are separated")
+    placement: PlacementSettings = PlacementSettings()
+    spread: bool = Field(False, description="put rollout workers on different nodes where there are several")
+    cpus: float = Field(1.0, gt=0, description="CPUs that each worker asks Ray for")
+    memory_mb: int | None = Field(None, ge=1, description="shared memory of each node's warehouse; none: half of it")
+    replicas: int = Field(0, ge=0, description="further nodes that hold a copy of each sample's bytes")
+    lease_s: float = Field(10.0, gt=0, description="silence after which a worker's samples are given to another")
+    start_s: float = Field(180.0, gt=0, description="longest that a worker may take to start")
+    stall_s: float = Field(300.0, gt=0, description="standstill after which the run says who waits for whom")
+    collective_s: float = Field(120.0, gt=0, description="longest that ranks wait for one another in one operation")
+    restarts: int = Field(20, ge=0, description="lost workers made up for without a step made in between")
+
+
+class Config(Section):
+    """A whole run."""
+
+    name: str = Field("run", min_length=1, description="the run's folder under folder")
+    about: str = Field("", description="one line: what this recipe is for")
+    folder: str = Field("runs", description="where runs are kept")
+    seed: int = Field(0, ge=0, description="of data order, sampling and new weights")
+    device: str = Field("auto", description="auto, cpu, or an accelerator's name")
+    deterministic: bool = Field(False, description="two runs give the same bits on one device; slower there")
+    threads: int | None = Field(None, ge=1, description="CPU threads; none: all cores")
+    model: ModelSettings = ModelSettings()
+    data: Data = Data()
+    train: Train = Train()
+    rollout: Rollout = Rollout()
+    environment: EnvironmentSettings | None = Field(None, description="whom the model talks to; none: one turn")
+    rewards: Rewards = Rewards()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    learn: Learn = Learn()
+    flow: Flow = Flow()
+    reshard: Reshard = Reshard()
+    cluster: Cluster = Cluster()
+    eval: Eval = Eval()
+    checkpoint: Checkpoint = Checkpoint()
+    observe: Observe = Observe()

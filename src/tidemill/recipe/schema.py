@@ -1,0 +1,187 @@
+"""The tree of settings as facts: which dotted keys there are, what each one wants, and which one a stranger meant."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic.fields import FieldInfo
+
+from tidemill.recipe.config import Config, Section
+
+# What other tools call our keys. Only for hints: the names themselves are refused like any unknown one.
+WORDS_FROM_ELSEWHERE = {
+    "learning_rate": "learn.lr",
+    "batch_size": "train.prompts_per_step",
+    "train_batch_size": "train.prompts_per_step",
+    "rollout_batch_size": "train.prompts_per_step",
+    "micro_batch_size": "train.tokens_per_microbatch",
+    "num_generations": "train.samples_per_prompt",
+    "group_size": "train.samples_per_prompt",
+    "n_samples_per_prompt": "train.samples_per_prompt",
+    "max_steps": "train.steps",
+    "num_steps": "train.steps",
+    "epochs": "train.passes_per_step",
+    "max_tokens": "rollout.max_new_tokens",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_response_length": "rollout.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "beta": "algorithm.kl.coef",
+    "kl_coef": "algorithm.kl.coef",
+    "max_grad_norm": "learn.clip_norm",
+    "grad_clip": "learn.clip_norm",
+    "gradient_checkpointing": "learn.recompute",
+    "model_name": "model.path",
+    "dataset": "data.source",
+    "reward": "rewards.functions",
+    "output_dir": "folder",
+    "run_name": "name",
+    "save_steps": "checkpoint.every",
+    "eval_steps": "eval.every",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One place in the tree: a setting, or a section of settings."""
+
+    name: str  # dotted
+    field: FieldInfo
+
+    @property
+    def section(self) -> type[Section] | None:
+        return _section_among(_members(self.field.annotation))
+
+    @property
+    def element(self) -> type[Section] | None:
+        """The section a list holds, as `rewards.functions` does."""
+        for member in _members(self.field.annotation):
+            if get_origin(member) in (tuple, list):
+                return _section_among(get_args(member))
+        return None
+
+    @property
+    def is_mapping(self) -> bool:
+        return any(get_origin(m) is dict for m in _members(self.field.annotation))
+
+    @property
+    def is_text(self) -> bool:
+        return str in _members(self.field.annotation)
+
+    @property
+    def allows_none(self) -> bool:
+        return type(None) in _members(self.field.annotation)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return tuple(c for m in _members(self.field.annotation) if get_origin(m) is Literal for c in get_args(m))
+
+    @property
+    def help(self) -> str:
+        return self.field.description or ""
+
+    @property
+    def wants(self) -> str:
+        """What would do, in words: 'a whole number of at least 1, or none'."""
+        kinds = [_in_words(m) for m in _members(self.field.annotation) if m is not type(None)]
+        text = " or ".join(kinds) + _bounds(self.field.metadata)
+        return f"{text}, or none" if self.allows_none else text
+
+
+def fields(section: type[Section], prefix: str = "") -> dict[str, Key]:
+    """The section's own keys by their short names."""
+    return {name: Key(f"{prefix}{name}", field) for name, field in section.model_fields.items()}
+
+
+def walk(section: type[Section] = Config, prefix: str = "") -> Iterator[Key]:
+    """Every key under the section, sections before what they hold."""
+    for key in fields(section, prefix).values():
+        yield key
+        if key.section is not None:
+            yield from walk(key.section, f"{key.name}.")
+
+
+@cache
+def tree() -> dict[str, Key]:
+    return {key.name: key for key in walk()}
+
+
+def keys() -> list[str]:
+    """The dotted names of all settings (not of the sections that hold them)."""
+    return [name for name, key in tree().items() if key.section is None]
+
+
+def nearest_keys(unknown: str, n: int = 3) -> list[str]:
+    """Dotted keys that an unknown one may have meant, best first, from anywhere in the tree."""
+    last = unknown.rsplit(".", 1)[-1]
+    by_last: dict[str, list[str]] = {}
+    for name in tree():
+        by_last.setdefault(name.rsplit(".", 1)[-1], []).append(name)
+
+    def likeness(name: str) -> float:
+        return difflib.SequenceMatcher(None, unknown, name).ratio()
+
+    found = [WORDS_FROM_ELSEWHERE[last]] if last in WORDS_FROM_ELSEWHERE else []
+    found += sorted(by_last.get(last, []), key=likeness, reverse=True)
+    if not found:
+        similar = difflib.get_close_matches(unknown, tree(), n=n, cutoff=0.7)
+        for word in difflib.get_close_matches(last, by_last, n=n, cutoff=0.7):
+            similar += sorted(by_last[word], key=likeness, reverse=True)
+        found = sorted(similar, key=lambda name: _best_likeness(unknown, last, name), reverse=True)
+    return list(dict.fromkeys(found))[:n]
+
+
+def _best_likeness(unknown: str, last: str, name: str) -> float:
+    short = difflib.SequenceMatcher(None, last, name.rsplit(".", 1)[-1]).ratio()
+    return max(difflib.SequenceMatcher(None, unknown, name).ratio(), short)
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return get_args(annotation)
+    return (annotation,)
+
+
+def _section_among(members: tuple[Any, ...]) -> type[Section] | None:
+    for member in members:
+        if isinstance(member, type) and issubclass(member, Section):
+            return member
+    return None
+
+
+def _in_words(annotation: Any) -> str:
+    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Any: "anything"}
+    if annotation in plain:
+        return plain[annotation]
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return "one of " + ", ".join(str(a) for a in args)
+    if origin is dict:
+        return "a mapping (name: value)"
+    if origin in (tuple, list):
+        if (len(args) == 2 and args[1] is Ellipsis) or origin is list:
+            return "a list"
+        return f"a list of {len(args)} ({', '.join(_in_words(a) for a in args)})"
+    return "a section of settings"
+
+
+def _bounds(metadata: list[Any]) -> str:
+    parts = []
+    for rule in metadata:
+        match rule:
+            case Ge(ge=bound):
+                parts.append(f"of at least {bound:g}")
+            case Gt(gt=bound):
+                parts.append(f"above {bound:g}")
+            case Le(le=bound):
+                parts.append(f"of at most {bound:g}")
+            case Lt(lt=bound):
+                parts.append(f"below {bound:g}")
+            case MinLen(min_length=1):
+                parts.append("that is not empty")
+    return (" " + " and ".join(parts)) if parts else ""

@@ -1,0 +1,131 @@
+"""The Llama family's forward pass for an accelerator: joined projections, Triton kernels between them.
+
+The three input projections of attention become one matrix, gate and up another. The module's parameters become views of
+them: no second copy, and what the learner changes in place is what the engine reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tidemill.models.attention.registry import Context, attention_window
+from tidemill.rollout.native.forward.lean import rotary_tables
+
+
+class FusedKernels(Protocol):
+    """What is computed between the matrix products; `triton_kernels.TritonKernels` says what each does."""
+
+    def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def rotate(
+        self, x: Tensor, heads: tuple[int, int], norms: tuple[Tensor, Tensor] | None, cos: Tensor, sin: Tensor,
+        position: Tensor, eps: float,
+    ) -> None: ...  # fmt: skip
+
+    def gate(self, x: Tensor) -> Tensor: ...
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: Tensor,
+        scale: float, window: int | None, softcap: float | None, *, scales: tuple[Tensor, Tensor] | None,
+    ) -> Tensor: ...  # fmt: skip
+
+    def draw(
+        self, logits: Tensor, source: Tensor, slot: Tensor, position: Tensor, state: Any
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    norm_in: Tensor
+    qkv: tuple[Tensor, Tensor | None]
+    out: tuple[Tensor, Tensor | None]
+    norms: tuple[Tensor, Tensor] | None
+    norm_mlp: Tensor
+    gate_up: Tensor
+    down: Tensor
+    window: int | None
+
+
+class FusedRunner:
+    def __init__(self, model: Any, max_len: int, kernels: FusedKernels) -> None:
+        config = model.config
+        self.model = model
+        self.kernels = kernels
+        self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.eps = config.rms_norm_eps
+        self.scale = model.model.layers[0].self_attn.scaling
+        self.layers = [_bind(layer) for layer in model.model.layers]
+        self.embed = model.model.embed_tokens.weight
+        self.norm = model.model.norm.weight
+        self.head = model.lm_head.weight
+        self.cos, self.sin = rotary_tables(model, self.dim, max_len)
+
+    def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
+        x = F.embedding(ids, self.embed)
+        for i, layer in enumerate(self.layers):
+            self._layer(i, layer, x, positions, context)
+        if keep is not None:
+            x = x.index_select(0, keep)
+        return self._logits(self.kernels.rms(x, self.norm, self.eps))
+
+    def _layer(self, i: int, w: _Layer, x: Tensor, positions: Tensor, context: Context) -> None:
+        """Adds the layer's two branches to x, each in the product that ends it."""
+        tokens, dim = x.shape[0], self.dim
+        kernels = self.kernels
+        qkv = F.linear(kernels.rms(x, w.norm_in, self.eps), *w.qkv)
+        kernels.rotate(qkv, (self.heads, self.kv_heads), w.norms, self.cos, self.sin, positions, self.eps)
+        q, k, v = torch.split(qkv.view(tokens, -1, dim), [self.heads, self.kv_heads, self.kv_heads], 1)
+        a = context.attend(i, q, k, v, self.scale, w.window, None).reshape(tokens, -1)
+        x.addmm_(a, w.out[0].t())
+        if w.out[1] is not None:
+            x.add_(w.out[1])
+        h = kernels.rms(x, w.norm_mlp, self.eps)
+        x.addmm_(kernels.gate(F.linear(h, w.gate_up)), w.down.t())
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """In float32: rounding logits to bfloat16 alone would move log-probabilities by hundredths."""
+        if x.dtype == torch.float32 or x.device.type == "cpu":
+            return F.linear(x, self.head)
+        return torch.mm(x, self.head.t(), out_dtype=torch.float32)
+
+
+def _bind(layer: Any) -> _Layer:
+    a, m = layer.self_attn, layer.mlp
+    weight, bias = _join(a.q_proj, a.k_proj, a.v_proj)
+    gate_up, _ = _join(m.gate_proj, m.up_proj)
+    return _Layer(
+        norm_in=layer.input_layernorm.weight,
+        qkv=(weight, bias),
+        out=(a.o_proj.weight, a.o_proj.bias),
+        norms=(a.q_norm.weight, a.k_norm.weight) if hasattr(a, "q_norm") else None,
+        norm_mlp=layer.post_attention_layernorm.weight,
+        gate_up=gate_up,
+        down=m.down_proj.weight,
+        window=attention_window(a),
+    )
+
+
+def _join(*linears: Any) -> tuple[Tensor, Tensor | None]:
+    """One matrix (and bias) whose row blocks are the modules' own parameters from now on."""
+    weight = _joined([linear.weight for linear in linears])
+    bias = None if linears[0].bias is None else _joined([linear.bias for linear in linears])
+    return weight, bias
+
+
+@torch.no_grad()
+def _joined(parameters: list[Tensor]) -> Tensor:
+    first, rows = parameters[0], [p.shape[0] for p in parameters]
+    if first._is_view() or first.untyped_storage().nbytes() == sum(p.nbytes for p in parameters):
+        whole = first.data.as_strided((sum(rows), *first.shape[1:]), first.stride())  # joined by an engine before
+        if all(p.data_ptr() == part.data_ptr() for p, part in zip(parameters, torch.split(whole, rows))):
+            return whole
+    whole = torch.cat([p.data for p in parameters])
+    for parameter, part in zip(parameters, torch.split(whole, rows)):
+        parameter.data = part
+    return whole

@@ -1,0 +1,66 @@
+"""The batch-invariant mode of the native engine: the module itself under `models.rowwise`, and a cache whose tokens lie
+one after another. The learner in the same mode gets the same bits; `tests/rollout/test_batch_invariant.py` holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from tidemill.models import rowwise
+from tidemill.models.attention.registry import Context
+from tidemill.rollout.native.attention import DecodeRows, PageChunk
+from tidemill.rollout.native.cache import TokenStore
+from tidemill.rollout.native.draw.sampling import Draw, Drawn, draw
+from tidemill.rollout.native.forward.runner import PlainRunner
+
+
+class RowwiseRunner(PlainRunner):
+    def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
+        with rowwise.mode(True, ids.device):
+            return super().forward(ids, positions, context, keep)
+
+
+@dataclass(slots=True)
+class RowwisePaged:
+    """Implements `attention.Context`: every token of the pass is a row with its own length, prompt or not."""
+
+    store: TokenStore
+    page: Tensor
+    offset: Tensor
+    table: np.ndarray
+    which: np.ndarray
+    length: np.ndarray
+
+    @classmethod
+    def of(
+        cls, store: TokenStore, page: Tensor, offset: Tensor, rows: DecodeRows, chunks: Sequence[PageChunk]
+    ) -> RowwisePaged:
+        table = np.zeros((rows.count + len(chunks), rows.table.shape[1]), np.int64)
+        table[: rows.count] = rows.table[rows.slot]
+        which, length = [np.arange(rows.count)], [rows.length]
+        for i, chunk in enumerate(chunks, rows.count):
+            table[i, : len(chunk.pages)] = chunk.pages.numpy()
+            count = chunk.last - chunk.first
+            which.append(np.full(count, i))
+            length.append(chunk.context + 1 + np.arange(count))
+        return cls(store, page, offset, table, np.concatenate(which), np.concatenate(length))
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        self.store.write(layer, k, v, self.page, self.offset)
+        keys, values = self.store.keys[layer].flatten(0, 1), self.store.values[layer].flatten(0, 1)
+        return rowwise.attention(
+            q, keys, values, self.table, self.which, self.length, self.store.page_size, scale, window, softcap
+        )
+
+
+def draw_rowwise(logits: Tensor, how: Draw) -> Drawn:
+    """`sampling.draw`, with log-probabilities computed as the learner computes them."""
+    drawn = draw(logits, how)
+    heated = logits if how.temperature is None else logits / how.temperature.unsqueeze(1)
+    chosen = heated.gather(1, drawn.tokens.unsqueeze(1)).squeeze(1)
+    return Drawn(drawn.tokens, chosen - rowwise.logsumexp(heated), drawn.kept)

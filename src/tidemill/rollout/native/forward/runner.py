@@ -1,0 +1,74 @@
+"""One forward pass: token ids, positions and an attention context in, logits of the wanted rows out.
+
+`plain` calls the Hugging Face module itself and works for every decoder; `lean` runs the same
+weights with fewer operations for the common family. A test holds the two together.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import nullcontext
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tidemill.errors import ModelError
+from tidemill.models.attention.registry import Context
+from tidemill.models.modes import at_rest
+from tidemill.rollout.native.forward import lean
+from tidemill.rollout.native.kernels import Kernels
+
+
+class Runner(Protocol):
+    def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
+        """ids, positions (tokens,); `keep`: which rows' logits are wanted, None for all → (kept, vocab)."""
+
+
+class PlainRunner:
+    """The module as it is."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        # Of layers that are computed again the first is always one: so it tells of all of them.
+        self.first = next((m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)), model)
+
+    def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
+        options: dict[str, Any] = {} if keep is None else {"logits_to_keep": keep}
+        # Computing layers again is the learner's business.
+        with at_rest(self.model.modules()) if self.first.training else nullcontext():
+            out = self.model(
+                input_ids=ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+                tide=context,
+                **options,
+            )
+        return cast(Tensor, out.logits[0])
+
+
+def has_fused(model: Any, is_plain: bool) -> bool:
+    """Whether an accelerator's own kernels can run the model."""
+    return not is_plain and lean.supports(model) and importlib.util.find_spec("triton") is not None
+
+
+def make_runner(
+    model: Any, max_len: int, kernels: Kernels | None, is_plain: bool, fused: bool, group: Any = None
+) -> Runner:
+    """`fused`: the model is on an accelerator whose kernels may be used. `group`: ranks that share the work."""
+    if group is not None:
+        if is_plain or not lean.supports(model):
+            raise ModelError(
+                f"{type(model).__name__} cannot be served tensor-parallel", f"this works for {', '.join(lean.FAMILY)}"
+            )
+        from tidemill.rollout.native.forward.parallel import ParallelRunner
+
+        return ParallelRunner(model, max_len, kernels, group)
+    if not is_plain and lean.supports(model):
+        if fused and has_fused(model, is_plain):
+            from tidemill.rollout.native.forward.fused import FusedRunner
+            from tidemill.rollout.native.triton_kernels import TritonKernels
+
+            return FusedRunner(model, max_len, TritonKernels())
+        return lean.LeanRunner(model, max_len, kernels)
+    return PlainRunner(model)

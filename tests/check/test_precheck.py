@@ -1,0 +1,242 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tidemill.check import precheck
+from tidemill.device.api import DeviceMemory
+from tidemill.errors import ConfigError
+from tidemill.estimate import run as estimate
+from tidemill.estimate.memory import memory
+from tidemill.models.load import make_tiny, save_folder
+from tidemill.recipe import load as recipe
+from tidemill.recipe.config import ModelSettings, TinyModel
+
+FITTING = ["data.max_prompt_tokens=64", "rollout.max_new_tokens=64"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TIDEMILL_RECIPES", str(tmp_path))
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        recipe.check(recipe.load({}, [*FITTING, *overrides]).config)
+    return str(caught.value)
+
+
+def test_settings_that_work_pass():
+    recipe.check(recipe.load({}, FITTING).config)
+    recipe.check(recipe.load({}, [*FITTING, "device=cuda:1"]).config)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.updates_per_step=3", "does not divide train.prompts_per_step (16); 1, 2, 4, 8 or 16 would do"),
+        ("train.samples_per_prompt=1", "grpo compares the samples of one prompt; 2 or more would do"),
+        ("train.tokens_per_microbatch=100", "data.max_prompt_tokens (64) + rollout.max_new_tokens (64) = 128"),
+        ("model.tiny.window=100", "model.tiny.window is 100 tokens, less than"),
+        ("data.max_prompt_tokens=250", "data.max_prompt_tokens=192 would do"),
+        ("rollout.cache_tokens=100", "rollout.cache_tokens is 100, but one sample needs"),
+        (
+            "learn.moe.balance=bias & rollout.engine=vllm",
+            "rollout.engine=native would do, or learn.moe.balance=aux_loss",
+        ),
+        ("learn.moe.balance=bias & rollout.tp=2 & cluster.executor=processes", "rollout.tp=1 would do"),
+        ("algorithm.rollout_correction=token", "algorithm.old_logprobs=recompute would do"),
+        ("algorithm.name=rejection & algorithm.clip_high=0.3", "without a ratio; 0.2 would do, or algorithm=grpo"),
+        ("algorithm.name=rejection & algorithm.baseline=none", "there are no advantages; mean would do"),
+        ("algorithm.name=rejection & algorithm.covariance.mode=clip", "there are no advantages; none would do"),
+        (
+            "algorithm.name=rejection & algorithm.kl.coef=0.1 & algorithm.kl.place=reward",
+            "algorithm.kl.place=loss would do",
+        ),
+        ("algorithm.name=rejection & algorithm.overlong.buffer=8", "0 would do, or algorithm.keep_best=1"),
+        ("algorithm.name=distill & algorithm.advantage_scale=batch_std", "from the teacher; std would do"),
+        ("algorithm.name=distill & algorithm.dynamic_sampling=true", "rewards are only measured; false would do"),
+        ("algorithm.name=distill & algorithm.overlong.buffer=8", "rewards are only measured; 0 would do"),
+        ("algorithm.keep_best=2", "which rejection alone uses; algorithm=rejection would do, or none"),
+        ("algorithm.teacher=some/model", "which distill alone uses; algorithm=distill would do, or none"),
+        ("algorithm=distill", "algorithm distill needs a teacher"),
+        ("algorithm.name=distill & algorithm.teacher=some/model", "`hf download some/model --local-dir models/model`"),
+        ("algorithm.name=distill & algorithm.teacher=./none", "algorithm.teacher=./none does not exist"),
+        ("rollout.engine=hf & rollout.speculate=on", "rollout.speculate=on is the native engine's; set it to auto"),
+        ("rollout.engine=vllm & rollout.cache_tokens=4096", "rollout.cache_tokens=4096 is the native engine's"),
+        ("rollout.engine=hf & rollout.page_size=16", "rollout.page_size=16 is the native engine's"),
+        ("rollout.batch_invariant=true & rollout.speculate=on", "rollout.batch_invariant does without"),
+        ("learn.dora=true", "learn.lora_rank=16 would do"),
+        ("name=a/b", "cannot be a folder's name"),
+        ("name=..", "cannot be a folder's name"),
+        ("device=gpu", "device is 'gpu', but can be auto, cpu, cuda or npu"),
+        ("device=cuda:x", "device is 'cuda:x'"),
+        ("device=cuda:1 & cluster.executor=processes", "device=cuda would do, with CUDA_VISIBLE_DEVICES=1"),
+        ("device=npu:0 & cluster.executor=ray", "device=npu would do, with ASCEND_RT_VISIBLE_DEVICES=0"),
+        ("cluster.executor=ray & cluster.spread=true & rollout.tp=2", "false would do, or rollout.tp=1"),
+        ("data.source=missing.jsonl", "data.source=missing.jsonl is neither a file"),
+        ("data.eval_source=./missing", "data.eval_source=./missing is neither a file"),
+        ("data.source=arithmatic", "did you mean arithmetic"),
+        ("data.args.digts=3", "has no argument 'digts'"),
+        ("rewards=exat", "there is no reward 'exat'; did you mean exact"),
+        ("rewards=[{function: exact, args: {ignorecase: true}}]", "did you mean ignore_case"),
+        ("rewards=my_rewards:good", "cannot import 'my_rewards:good'"),
+        ("algorithm=losses", "there is no algorithm 'losses'"),
+        ("algorithm=grop", "there is no algorithm 'grop'; did you mean grpo"),
+        ("cluster.executor=ray & cluster.learners=3 & learn.parallel.fsdp=2", "2 ranks, one worker each; 2 would do"),
+        ("cluster.executor=ray & learn.parallel.fsdp=2 & algorithm=reward_model", "cluster.executor=local would do"),
+        (
+            "cluster.executor=ray & cluster.placement.reference=separated & algorithm.kl.reset_every=5",
+            "cluster.placement.reference=colocated would do",
+        ),
+        ("learn.lora_rank=4 & algorithm.kl.reset_every=5", "0 would do, or learn.lora_rank=0"),
+        (
+            "learn.parallel.fsdp=2 & algorithm.kl.coef=0.1 & algorithm.kl.target=0.1",
+            "algorithm.kl.place=reward would do",
+        ),
+        (
+            "cluster.executor=ray & cluster.placement=separated & algorithm.kl.coef=1 & algorithm.kl.target=1",
+            "does not steer; cluster.placement.reference=colocated would do",
+        ),
+        ("model.warm_start=warm", "model.warm_start: there is no recipe 'warm'"),
+        ("model.path=Org/ModelSettings-1B", "hf download Org/ModelSettings-1B --local-dir models/ModelSettings-1B"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_would_do(override, words):
+    assert words in refusal(*override.split(" & "))
+
+
+@pytest.mark.parametrize("learners", [1, 4])
+def test_a_learner_cut_over_workers_passes(learners):
+    parallel = ["learn.parallel.fsdp=2", "learn.parallel.tp=2", f"cluster.learners={learners}"]
+    recipe.check(recipe.load({}, [*FITTING, "cluster.executor=ray", *parallel]).config)
+
+
+def test_all_problems_come_in_one_message_of_few_lines():
+    message = refusal("train.updates_per_step=3", "train.samples_per_prompt=1", "device=gpu")
+    assert message.startswith("3 things cannot work:")
+    assert len(message.splitlines()) == 4
+
+
+def test_a_single_sample_per_prompt_is_fine_where_nothing_is_compared():
+    recipe.check(recipe.load({}, [*FITTING, "train.samples_per_prompt=1", "algorithm=sft"]).config)
+    one = ["train.samples_per_prompt=1", "algorithm.group_of_one=reward"]
+    recipe.check(recipe.load({}, [*FITTING, *one]).config)
+
+
+def test_an_empty_data_file_and_a_near_name_are_told(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "train.jsonl").write_text("{}")
+    assert "data.source=empty.jsonl is an empty file" in refusal("data.source=empty.jsonl")
+    assert "did you mean train.jsonl" in refusal("data.source=trian.jsonl")
+    (tmp_path / "set").mkdir()
+    assert "is an empty folder" in refusal("data.source=set")
+
+
+def test_each_thing_a_model_folder_lacks_is_named_with_its_remedy(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    message = refusal(f"model.path={folder}")
+    assert "has no config.json" in message
+    assert "has no *.safetensors" in message
+    assert "has no tokenizer; copy tokenizer.json" in message
+    (folder / "pytorch_model.bin").touch()
+    assert "pickled weights" in refusal(f"model.path={folder}")
+
+
+def test_missing_shards_of_a_model_are_counted(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model-1.safetensors").touch()
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "lacks 1 of 2 weight files, the first model-2.safetensors" in refusal(f"model.path={folder}")
+
+
+def test_the_window_of_a_model_folder_counts(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 96}
+    (folder / "config.json").write_text(json.dumps(shape))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    assert f"the window of {folder} is 96 tokens" in refusal(f"model.path={folder}")
+
+
+def test_the_window_of_a_warm_start_is_that_of_its_own_recipe(tmp_path):
+    (tmp_path / "warm.yaml").write_text("model: {tiny: {window: 100}}\n")
+    assert "model.tiny.window is 100" in refusal("model.warm_start=warm")
+
+
+def test_warm_starts_in_a_ring_are_refused(tmp_path):
+    (tmp_path / "warm.yaml").write_text("model: {warm_start: warm}\n")
+    assert "warm starts form a ring" in refusal("model.warm_start=warm")
+
+
+def test_a_disk_too_small_for_the_checkpoints_is_told(monkeypatch):
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(precheck.shutil, "disk_usage", lambda _: usage)
+    assert "folder=runs has 1.0 kB free, but checkpoints may take" in refusal()
+
+
+def test_what_the_batch_invariant_mode_cannot_be_joined_with_is_told():
+    assert "only native has this mode" in refusal("rollout.batch_invariant=true", "rollout.engine=hf")
+    assert "set learn.recompute=none" in refusal("rollout.batch_invariant=true", "learn.recompute=full")
+
+
+@pytest.mark.parametrize("override", ["train.profile=[1]", "learn.ema=0.9", "algorithm.kl.weights=int8"])
+def test_what_works_in_one_process_is_refused_where_a_learner_is_cut_over_several(override):
+    key = override.split("=")[0]
+    recipe.check(recipe.load({}, [*FITTING, override]).config)
+    cut = ("cluster.executor=processes", "learn.parallel.fsdp=2")
+    assert f"{key} is set, " in (said := refusal(override, *cut)) and "cluster.executor=local would do" in said
+
+
+@pytest.mark.parametrize("key", ["train.profile", "observe.dump"])
+def test_steps_to_look_into_that_the_run_does_not_have_are_told(key):
+    recipe.check(recipe.load({}, [*FITTING, "train.steps=5", f"{key}=[1,5]"]).config)
+    assert f"{key} names step 6, but steps are 1 to 5" in refusal("train.steps=5", f"{key}=[1,6]")
+    assert f"{key} names step 0, " in refusal("train.steps=5", f"{key}=[0]")
+
+
+def test_dumps_are_of_one_process():
+    recipe.check(recipe.load({}, [*FITTING, "observe.dump=[1]"]).config)
+    assert "observe.dump needs cluster.executor=local" in refusal("observe.dump=[1]", "cluster.executor=processes")
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that fits, one with another alphabet, one that reads too little."""
+    place = tmp_path_factory.mktemp("teachers")
+    shapes = {"fits": {}, "other": {"alphabet": "+-0123456789 ="}, "short": {"window": 100}}
+    for name, changes in shapes.items():
+        tiny = TinyModel(**{"hidden": 32, "heads": 4, "kv_heads": 2, **changes})
+        made = make_tiny(tiny, torch.float32, 0, torch.device("cpu"))
+        save_folder(made.model, made.tokenizer, place / name)
+    return place
+
+
+def test_a_teacher_is_examined_before_anything_is_loaded(teachers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong_with(name: str) -> str:
+        with pytest.raises(ConfigError) as refused:
+            recipe.check(
+                recipe.load({}, [*FITTING, "algorithm=distill", f"algorithm.teacher={teachers / name}"]).config
+            )
+        return refused.value.message
+
+    recipe.check(recipe.load({}, [*FITTING, "algorithm=distill", f"algorithm.teacher={teachers / 'fits'}"]).config)
+    assert "has another vocabulary" in wrong_with("other") and "one with the policy's tokenizer" in wrong_with("other")
+    assert "reads 100 tokens, but a sample may have 128" in wrong_with("short")
+    monkeypatch.setattr("tidemill.device.cpu.Cpu.memory", lambda self: DeviceMemory(1000, 1000, 0))
+    assert "in all; model.dtype=bfloat16 or a smaller teacher would do" in wrong_with("fits")
+
+
+def test_the_estimate_counts_the_teachers_own_parameters(teachers: Path) -> None:
+    config = recipe.load({}, [*FITTING, "algorithm=distill", f"algorithm.teacher={teachers / 'fits'}"]).config
+    shape, theirs = (estimate.shape_of(m) for m in (config.model, ModelSettings(path=str(teachers / "fits"))))
+    assert theirs.parameters != shape.parameters
+    assert memory(config, shape).reference == 4 * theirs.parameters
