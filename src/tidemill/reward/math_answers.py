@@ -43,6 +43,7 @@ LIST = re.compile(r"[-+]?[\d.]+(?:,\s*[-+]?[\d.]+)+")
 WORD = re.compile(r"(?<![\\a-zA-Z{])(?!(?:sin|cos|tan|log|exp|sqrt|frac|max|min|gcd|lcm|mod|deg|inf)\b)[a-zA-Z]{3,}")
 PRODUCT = re.compile(r"[-+]?[\d.,/]+\s*(?=[a-zA-Z ]*[a-df-hj-zA-DF-HJ-Z])[a-zA-Z][a-zA-Z ]*")
 CURRENCY = re.compile(r"\\?[$€£]")
+FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 # A number in running text, with what may stand around it.
 STATED = re.compile(
     r"(?<![\w.])(?:(?<![\d)}])[-−])?\\?[$€£]?"
@@ -59,7 +60,7 @@ def math(sample: Sample) -> bool:
         return same(given, gold)
     if numbers.read(plain(gold)) is None:
         return same_unmarked(sample.response, gold)
-    stated = stated_number(sample.response)
+    stated = stated_answer(sample.response)
     return stated is not None and same(stated, gold)
 
 
@@ -70,8 +71,8 @@ def marked_answer(text: str) -> str | None:
     return text.rpartition("####")[2].strip() if "####" in text else None
 
 
-def stated_number(response: str) -> str | None:
-    """The number that the response calls its answer, or else its last one."""
+def stated_answer(response: str) -> str | None:
+    """The number that the response calls its answer, or else its last one, with the formula it stands in."""
     at = response.lower().rfind("answer")
     if at >= 0:
         line = response[at : at + 160].partition("\n")[0]
@@ -80,8 +81,13 @@ def stated_number(response: str) -> str | None:
         if found is not None:
             return bare(found[0])
     end = last_digit(response)
+    if end < 0:
+        return None
+    *_, formula = (None, *FORMULA.finditer(response, max(0, end - TAIL), end + TAIL))
+    if formula is not None and formula.end() > end:
+        return formula[formula.lastindex or 0].strip()
     stated = STATED.findall(response, max(0, end - 60), end + 12)
-    return bare(stated[-1]) if end >= 0 and stated else None
+    return bare(stated[-1]) if stated else None
 
 
 def bare(stated: str) -> str:
