@@ -10,6 +10,7 @@ import pytest
 
 from tidemill.reward.api import Sample
 from tidemill.reward.sandbox.limits import SandboxLimits
+from tidemill.reward.sandbox.root import are_open_to_all
 from tidemill.reward.sandbox.run import Sandbox, SandboxError
 
 if sys.platform != "linux":
@@ -287,6 +288,18 @@ def test_a_program_is_not_root(box) -> None:
     if os.getuid() != 0 or not box.has_scratch:
         pytest.skip("only where the sandbox is started by root")
     assert int(box.run("import os; print(os.getuid())").output) >= 2_000_000_000
+
+
+def test_root_keeps_its_user_where_others_cannot_read_python(tmp_path) -> None:
+    file = tmp_path / "os.py"
+    file.touch(0o644)
+    tmp_path.chmod(0o755)
+    assert are_open_to_all([str(tmp_path), str(file)])
+    tmp_path.chmod(0o700)
+    assert not are_open_to_all([str(tmp_path), str(file)])
+    tmp_path.chmod(0o755)
+    file.chmod(0o600)
+    assert not are_open_to_all([str(tmp_path), str(file)])
 
 
 def test_long_input_arrives_whole(box) -> None:

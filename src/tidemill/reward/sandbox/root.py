@@ -9,6 +9,9 @@ from __future__ import annotations
 import ctypes
 import os
 import stat
+import sys
+import sysconfig
+from collections.abc import Iterable
 
 from tidemill.reward.sandbox.files import DEVICES, READABLE, checked
 
@@ -18,13 +21,14 @@ FIRST_ID = 2_000_000_000  # users nobody has: a sandbox of root's runs as this p
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWIPC = 0x20000, 0x10000000, 0x40000000, 0x08000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 0x1000, 0x4000, 0x40000, 2
+PYTHON = (sys.prefix, sys.base_prefix, sysconfig.get_path("purelib"), os.path.dirname(os.__file__), os.__file__)
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 
 def make_root(libc: ctypes.CDLL, folder: str, size_mb: int, files: int) -> bool:
     """Move this process into namespaces of its own, with a new root made in `folder`. False where that is refused."""
-    is_root = os.getuid() == 0
-    user = own_namespaces(libc, FIRST_ID + os.getpid() if is_root else 0)
+    can_change = os.getuid() == 0 and are_open_to_all(PYTHON)
+    user = own_namespaces(libc, FIRST_ID + os.getpid() if can_change else 0)
     if user is None:
         return False
     try:
@@ -38,6 +42,12 @@ def make_root(libc: ctypes.CDLL, folder: str, size_mb: int, files: int) -> bool:
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     return True
+
+
+def are_open_to_all(paths: Iterable[str]) -> bool:
+    """Whether any user may read them: root's own Python may be closed to the user that programs run as."""
+    modes = [os.stat(path).st_mode for path in paths]
+    return all(mode & 0o005 == 0o005 if stat.S_ISDIR(mode) else mode & 0o004 for mode in modes)
 
 
 def own_namespaces(libc: ctypes.CDLL, user: int) -> int | None:
