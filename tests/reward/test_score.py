@@ -242,3 +242,11 @@ def test_workers_are_as_many_as_cores_unless_a_number_is_given(monkeypatch) -> N
     assert workers(Rewards(functions="math", workers=3)) == 3
     monkeypatch.setattr("tidemill.device.host.cores", lambda: 500)
     assert workers(Rewards(functions="math")) == 32
+
+
+def test_no_more_workers_start_than_there_are_samples_for(functions) -> None:
+    with Scorer(Rewards(functions=functions("length"), workers=8)) as scorer:
+        scorer.score(samples("a", "b"))
+        assert sum(lane.thread.is_alive() for lane in scorer._pool._lanes) == 2
+        scorer.score(samples("a", "b", "c"))
+        assert sum(lane.thread.is_alive() for lane in scorer._pool._lanes) == 3
