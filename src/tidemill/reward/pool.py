@@ -1,6 +1,6 @@
 """Worker processes for reward functions that may hang: a worker that misses a sample's deadline is killed.
 
-Only the sample at fault is lost: the ones behind it go to a fresh worker. A worker starts when there are samples for it.
+Only the sample at fault is lost: the ones behind it go to a fresh worker. Workers start as samples come.
 """
 
 from __future__ import annotations
