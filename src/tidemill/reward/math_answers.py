@@ -44,6 +44,8 @@ WORD = re.compile(r"(?<![\\a-zA-Z{])(?!(?:sin|cos|tan|log|exp|sqrt|frac|max|min|
 PRODUCT = re.compile(r"[-+]?[\d.,/]+\s*(?=[a-zA-Z ]*[a-df-hj-zA-DF-HJ-Z])[a-zA-Z][a-zA-Z ]*")
 CURRENCY = re.compile(r"\\?[$€£]")
 FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+# A sum or product in running text that nothing is said to equal: 30 + 20.
+TOTAL = re.compile(r"(?:(?<=[\s=])|^)-?\(?\d[\d.]*(?: ?[-+*/] ?\(?\d[\d.]*(?<!\.)\)?)+(?![\d=]| ?=)")
 # A number in running text, with what may stand around it.
 STATED = re.compile(
     r"(?<![\w.])(?:(?<![\d)}])[-−])?\\?[$€£]?"
@@ -72,20 +74,28 @@ def marked_answer(text: str) -> str | None:
 
 
 def stated_answer(response: str) -> str | None:
-    """The number that the response calls its answer, or else its last one, with the formula it stands in."""
+    """The number that the response calls its answer, or else its last one, with the sum or formula it stands in."""
     at = response.lower().rfind("answer")
     if at >= 0:
         line = response[at : at + 160].partition("\n")[0]
         _, equals, behind = line[:110].rpartition("=")
-        found = STATED.search(behind + line[110:] if equals else line[:70])
+        searched = behind + line[110:] if equals else line[:70]
+        found = STATED.search(searched)
         if found is not None:
-            return bare(found[0])
+            total = TOTAL.search(searched)
+            return total[0] if total and total.start() <= found.start() else bare(found[0])
     end = last_digit(response)
-    if end < 0:
-        return None
+    return None if end < 0 else stated_last(response, end)
+
+
+def stated_last(response: str, end: int) -> str | None:
+    """What has the last digit, which stands at `end`."""
     *_, formula = (None, *FORMULA.finditer(response, max(0, end - TAIL), end + TAIL))
     if formula is not None and formula.end() > end:
         return formula[formula.lastindex or 0].strip()
+    *_, total = (None, *TOTAL.finditer(response, max(0, end - 60), end + 2))
+    if total is not None and total.end() > end:
+        return total[0]
     stated = STATED.findall(response, max(0, end - 60), end + 12)
     return bare(stated[-1]) if stated else None
 
