@@ -123,7 +123,7 @@ def samples(ranks: int, seed: int) -> Any:
 
 
 def make(parallel: Mapping[str, int], hidden: int, layers: int) -> Any:
-    from tidemill.learn.parallel.build import learner
+    from tidemill.learn.build import learner
 
     return learner(recipe(parallel, hidden, layers), 100)
 
