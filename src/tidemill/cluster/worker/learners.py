@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from tidemill.batch import GROUP, Batch
-from tidemill.cluster.worker.lease_keeper import KeptDock
 from tidemill.device.collective import backend
-from tidemill.dock import DockState, Want
+from tidemill.dock import Dock, Progress, Want
 from tidemill.errors import CollectiveError, DockError
 from tidemill.flow.learning import LearnWorker
 from tidemill.flow.stage import committed
@@ -91,7 +90,7 @@ class RankLearnWorker(LearnWorker):
 
     def __init__(
         self,
-        dock: KeptDock,
+        dock: Dock,
         learner: Learner,
         config: Config,
         tally: Tally,
@@ -117,15 +116,15 @@ class RankLearnWorker(LearnWorker):
     def poll(self) -> bool:
         if self.is_done or not (self.team.is_leader or self.has_updated):
             return False
-        state = self.dock.state()
-        moved = self.team.is_leader and self._take(state)
+        before = self._progress()
+        moved = self.team.is_leader and self._take(before)
         if self.has_updated:
             return self._end() or moved
         is_alone = self.own.meshes.computes_alone
         if is_alone and self._has_lost():
             self._drop_held()
             return True
-        if self.calls.is_first and not moved and self._is_all_leased(state) and self._has_critic_ended():
+        if self.calls.is_first and not moved and before.is_all_leased and self._has_critic_ended():
             return self._call("finish")
         if moved and self._fills_microbatch():
             if is_alone:
@@ -147,11 +146,7 @@ class RankLearnWorker(LearnWorker):
 
     def _has_lost(self) -> bool:
         """Whether rows that were held here are someone else's now."""
-        return any(getattr(lease, "is_lost", False) for lease in self.held)
-
-    def _is_all_leased(self, state: DockState) -> bool:
-        counts = state.stages[self.name]
-        return counts.ready == 0 and counts.leased == self._rows(state)
+        return any(lease.is_lost for lease in self.held)
 
     def _has_critic_ended(self) -> bool:
         """Whether the critic, if there is one, has learned from the step. Before that a rank could be at the critic's
@@ -161,20 +156,19 @@ class RankLearnWorker(LearnWorker):
             return True
         return critic.has_updated and critic._end()
 
-    def _rows(self, state: DockState) -> int:
-        """Of the step. Later steps' rows, where there are any, do not come as far as this stage before their turn."""
-        return state.rows if self.tag is None else state.tags.get(self.tag, 0)
+    def _progress(self) -> Progress:
+        """How far this stage is with the step, on all ranks."""
+        return self.dock.progress(self.name, self.tag)
 
-    def _take(self, state: DockState) -> bool:
-        """Whatever is this team's, until nothing more is: decisions made before `state` was asked are then all held."""
+    def _take(self, before: Progress) -> bool:
+        """Take all that is this team's. Decisions made before `before` was asked are then all held."""
         place, shares = self.team.place, self.team.count
         want = Want(groups=MOST_GROUPS, rank=place, ranks=shares, tag=self.tag)
         moved = False
         while (lease := self.dock.take(self.name, want)) is not None:
             self.held.append(lease)
             moved = True
-        counts, rows = state.stages[self.name], self._rows(state)
-        if shares > 1 and place == 0 and counts.ready and counts.ready + counts.leased == rows:
+        if shares > 1 and place == 0 and before.ready and before.ready + before.leased == before.pending:
             # Fewer groups than shares are left, and no more will come: the first team takes them.
             lease = self.dock.take(self.name, Want(groups=MOST_GROUPS, tag=self.tag))
             if lease is not None:
@@ -188,9 +182,9 @@ class RankLearnWorker(LearnWorker):
         if not self.team.is_leader:
             return None
         if not self.calls.is_first:
-            self._take(self.dock.state())
+            self._take(self._progress())
         own = [int(g) for lease in self.held for g in lease.batch.values(GROUP).tolist()]
-        return own, LOST if self._has_lost() else self._rows(self.dock.state())
+        return own, LOST if self._has_lost() else self._progress().pending
 
     def _word_or_loss(self) -> tuple[list[int], int] | None:
         """A rank whose dock is gone still says so: the others would wait for it."""
@@ -284,8 +278,7 @@ class RankLearnWorker(LearnWorker):
         for held in self.held:
             committed(held)  # refused: the rows come again, and are ended then
         self.held = []
-        counts = self.dock.state().stages[self.name]
-        self.is_done = counts.ready + counts.leased == 0
+        self.is_done = self._progress().is_idle
         return self.is_done
 
     def _drop_held(self) -> None:
