@@ -19,8 +19,8 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
 
     import numpy as np
     import torch
-
     from tests.learn.grouped import grouped
+
     from tidemill.algorithms.registry import get
     from tidemill.device import host
     from tidemill.learn.engine import Learner

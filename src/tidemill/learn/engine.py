@@ -44,7 +44,7 @@ from tidemill.learn.parallel.cuts import local, renamed
 from tidemill.learn.parallel.flight import Flight
 from tidemill.learn.parallel.mesh import Meshes
 from tidemill.learn.parallel.pace import RankPace
-from tidemill.learn.tokens import on_host, token_batch
+from tidemill.learn.tokens import on_host, stats_from_plain, stats_to_plain, token_batch
 from tidemill.models import lora
 from tidemill.models.narrow import narrow
 from tidemill.recipe.config import Config
@@ -235,8 +235,12 @@ class Learner(MeshModel):
 
     def _stats_of_all(self) -> list[Stats]:
         """Ranks that share samples have the same numbers, so one of each is asked."""
-        found = [stats for part in self.links["dp"].gather_objects(on_host(self._stats)) for stats in part]
-        return self.links["pp"].gather_objects(found)[-1] if "pp" in self.links else found  # the last stage has them
+        if self.links["world"].size == 1:
+            return on_host(self._stats)
+        found = [stats for part in self.links["dp"].gather_plain(stats_to_plain(self._stats)) for stats in part]
+        if "pp" in self.links:
+            found = self.links["pp"].gather_plain(found)[-1]  # the last stage has them
+        return stats_from_plain(found)
 
     def _loads(self) -> dict[str, float]:
         """Of experts, over all ranks."""
@@ -252,8 +256,8 @@ class Learner(MeshModel):
         names = {id(p): name for name, p in self.model.named_parameters()}
         layers = [{names.get(id(p)) for p in layer.parameters()} for layer in layers_of(self.model)]
         found = [i for i, own in enumerate(layers) if own & set(broken)]
-        last = max(self.links["world"].gather_objects(max(found, default=-1)))
-        learned = {name for part in self.links["world"].gather_objects(list(self.gradients.named)) for name in part}
+        last = max(self.links["world"].gather_plain(max(found, default=-1)))
+        learned = {name for part in self.links["world"].gather_plain(list(self.gradients.named)) for name in part}
         return {
             "not_finite_tensors": float(len(broken)),
             "not_finite_layer": float(last),

@@ -132,7 +132,7 @@ class Gradients:
         names = {p: name for name, p in self.named.items()}
         is_well = torch.isfinite(torch.stack(norms)).tolist() if norms else []
         own = [names[p] for p, well in zip(learned, is_well, strict=True) if not well]
-        return sorted({name for part in self.links["world"].gather_objects(own) for name in part})
+        return sorted({name for part in self.links["world"].gather_plain(own) for name in part})
 
     def clear(self) -> None:
         self._sums.clear()

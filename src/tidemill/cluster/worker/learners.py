@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 from tidemill.batch import GROUP, Batch
+from tidemill.cluster.report import StoreAddress
+from tidemill.cluster.worker.store import KeyedStore
 from tidemill.device.collective import backend
 from tidemill.dock import Dock, Progress, Want
 from tidemill.errors import CollectiveError, DockError
@@ -25,6 +27,7 @@ from tidemill.flow.learning import LearnWorker
 from tidemill.flow.stage import committed
 from tidemill.flow.tally import Tally
 from tidemill.learn.engine import Learner
+from tidemill.learn.parallel import plain
 from tidemill.recipe.config import Config
 
 if TYPE_CHECKING:
@@ -40,28 +43,25 @@ class World:
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
         self.operation: tuple[str, float] | None = None  # what this rank waits in with the others, and since when
-        self.store: Any = None  # of its own: torch's is used by its threads
+        self.store: Any = None
 
-    def join(self, host: str, port: int, device: torch.device, timeout_s: float) -> None:
+    def join(self, where: StoreAddress, device: torch.device, timeout_s: float) -> None:
         """Make the world: every rank calls it. The first rank's process keeps the store."""
         if self.size == 1:
             return
         timeout = timedelta(seconds=timeout_s)
-        stores: Any = dist
-        store, self.store = (stores.TCPStore(host, port, is_master=False, timeout=timeout) for _ in range(2))
+        self.store = KeyedStore(where, timeout)
         with self.within("joining the world"):
             dist.init_process_group(
-                backend(device.type), store=store, rank=self.rank, world_size=self.size, timeout=timeout
+                backend(device.type), store=self.store, rank=self.rank, world_size=self.size, timeout=timeout
             )
 
     def gather(self, own: Any, what: str) -> list[Any]:
-        """Every rank's word."""
+        """Every rank's word, a plain value: see `plain.gather`."""
         if self.size == 1:
             return [own]
-        words: list[Any] = [None] * self.size
         with self.within(what):
-            dist.all_gather_object(words, own)
-        return words
+            return plain.gather(own, self.size)
 
     @contextmanager
     def within(self, operation: str) -> Iterator[None]:

@@ -64,7 +64,7 @@ def scored(
 @dataclass(frozen=True, slots=True)
 class Words:
     """What becomes of a chunk's raw logits (tokens, words), there and back. Here of all words at once; where ranks
-    share them out, `learn.parallel.vocabulary` has its own."""
+    share them out, `learn.logprob.vocabulary` has its own."""
 
     temperature: float
     softcap: float | None
