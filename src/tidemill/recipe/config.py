@@ -45,7 +45,9 @@ class TinyModel(Section):
 
 
 class ModelSettings(Section):
-    path: str | None = Field(None, description="a Hugging Face folder (config.json, safetensors, tokenizer)")
+    path: str | None = Field(
+        None, description="a Hugging Face folder, a name of `tidemill models list`, or org/name on the hub"
+    )
     warm_start: str | None = Field(None, description="recipe that makes the model first, when path is not given")
     tiny: TinyModel | None = Field(
         None, description="a small model made on the spot, when neither path nor warm_start is given"
