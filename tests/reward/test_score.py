@@ -97,8 +97,8 @@ def test_only_the_sample_at_fault_is_lost_and_it_is_named(functions, name, fault
         assert [s.value for s in scored] == [1, 1, 0, 1, 1]
         assert [s.error is not None for s in scored] == [False, False, True, False, False]
         assert words in scored[2].error and "sample 12 (data.jsonl:2)" in scored[2].error and name in scored[2].error
-        assert scorer.errors == {fault: 1}
-        assert scorer.last_error == scored[2].error
+        assert scorer.failures.by_fault == {fault: 1}
+        assert scorer.failures.first is not None and scorer.failures.first.message == scored[2].error
 
 
 @pytest.mark.parametrize(("name", "fault"), [("nan", "not_finite"), ("none", "wrong_type")])
@@ -106,7 +106,7 @@ def test_what_is_no_finite_number_counts_as_zero(functions, name, fault) -> None
     with Scorer(Rewards(functions=functions(name))) as scorer:
         (scored,) = scorer.score(samples("a"))
         assert (scored.value, scored.correct) == (0.0, False)
-        assert scorer.errors == {fault: 1}
+        assert scorer.failures.by_fault == {fault: 1}
 
 
 def test_on_error_fail_ends_with_the_sample_named(functions) -> None:

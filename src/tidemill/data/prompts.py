@@ -13,11 +13,14 @@ if TYPE_CHECKING:
 
 
 class PromptTokens:
-    """Turns examples into token lists with one tokenizer and one set of data settings."""
+    """Turns examples into token lists with one tokenizer and one set of data settings. `longest_response`: of the
+    responses in the data; longer ones are cut, and counted in `cut_responses`."""
 
-    def __init__(self, tokenizer: Any, data: Data) -> None:
+    def __init__(self, tokenizer: Any, data: Data, longest_response: int | None = None) -> None:
         self.tokenizer = tokenizer
         self.data = data
+        self.longest_response = longest_response
+        self.cut_responses = 0
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if data.chat == "on" and not has_template:
             raise ConfigError(
@@ -33,19 +36,31 @@ class PromptTokens:
 
     def encode(self, example: Example) -> list[int]:
         """The prompt's tokens. A prompt that is empty or too long is a DataError that names the row."""
+        tokens = self.prompt(example)
+        limit = self.data.max_prompt_tokens
+        if len(tokens) > limit:
+            raise DataError(
+                f"{example.where}: the prompt has {len(tokens)} tokens, more than data.max_prompt_tokens ({limit})",
+                f"data.max_prompt_tokens={len(tokens)} would do, or data.on_bad_row=skip to leave such rows out",
+            )
+        return tokens
+
+    def prompt(self, example: Example) -> list[int]:
+        """The prompt's tokens, however many."""
         if self.is_chat:
             tokens = self._chat_tokens(self._messages(example))
         else:
             tokens = self._plain_tokens(self.text(example))
         if not tokens:
-            raise DataError(f"{example.where}: the prompt is empty")
-        limit = self.data.max_prompt_tokens
-        if len(tokens) > limit:
-            raise DataError(
-                f"{example.where}: the prompt has {len(tokens)} tokens, more than data.max_prompt_tokens ({limit})",
-                "raise data.max_prompt_tokens, shorten the prompt, or set data.on_bad_row=skip",
-            )
+            raise DataError(f"{example.where}: the prompt is empty", "fill it, or set data.on_bad_row=skip")
         return tokens
+
+    def shown(self, example: Example) -> str:
+        """The prompt as a person would put it: the user's last message, without the chat template around it."""
+        if isinstance(example.prompt, str) or self.data.template is not None:
+            return self.text(example)
+        asked = [str(m["content"]) for m in example.prompt if m["role"] == "user"]
+        return asked[-1] if asked else str(example.prompt[-1]["content"])
 
     def encode_pair(self, example: Example) -> tuple[list[int], list[int]]:
         """Prompt and response for supervised training; the response ends with the model's end token."""
@@ -57,6 +72,14 @@ class PromptTokens:
         return self.encode(example), self.response_tokens(example.response, example.where)
 
     def response_tokens(self, text: str, where: str) -> list[int]:
+        """The response's tokens, cut where the longest response ends."""
+        tokens = self.whole_response(text, where)
+        if self.longest_response is not None and len(tokens) > self.longest_response:
+            self.cut_responses += 1
+            return tokens[: self.longest_response]
+        return tokens
+
+    def whole_response(self, text: str, where: str) -> list[int]:
         tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
         end = self.tokenizer.eos_token_id
         if not tokens and end is None:
@@ -88,7 +111,16 @@ class PromptTokens:
         return messages
 
     def _chat_tokens(self, messages: list[Message]) -> list[int]:
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self.data.chat_args
+            )
+        except Exception as error:  # a template is a program of the model's: it raises what it likes
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"the model's chat template refuses the messages: {first}",
+                "check the messages' roles, data.system and data.chat_args; data.chat=off does without the template",
+            ) from error
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _plain_tokens(self, text: str) -> list[int]:

@@ -297,7 +297,7 @@ def build_worker(task: Assignment, dock: KeptDock) -> WorkerState:
             kit.follows = True
     if post.feeds:
         training, _ = open_source(config.data, config.seed)
-        encode = PromptTokens(kit.tokenizer, config.data)
+        encode = PromptTokens(kit.tokenizer, config.data, config.rollout.max_new_tokens)
         kit.feed = FEEDS[algorithm.input_kind](training, config, encode, algorithm.greedy_rows)
         kit.open_feed()
     if "reward" in post.stages:
