@@ -91,8 +91,8 @@ def test_settings_change_on_resuming_with_a_record_and_unsound_ones_are_refused(
         changes = run.change(["train.steps=6", "learn.lr=1e-4"], step=3)
         assert [str(c) for c in changes] == ["train.steps 3 → 6", "learn.lr 1e-06 → 0.0001"]
         kept = [json.loads(line) for line in (run.path / "changes.jsonl").read_text().splitlines()]
-        assert [(c["after_step"], c["key"], c["from"], c["to"]) for c in kept][0] == (3, "train.steps", 3, 6)
-        with pytest.raises(ConfigError, match="model.path, seed cannot change|seed, model.path cannot change"):
+        assert next((c["after_step"], c["key"], c["from"], c["to"]) for c in kept) == (3, "train.steps", 3, 6)
+        with pytest.raises(ConfigError, match=r"seed, model\.path cannot change"):
             run.change(["model.path=x", "seed=4"], step=3)
     again = RunFolder.open("runs/x", exclusive=False).config
     assert (again.train.steps, again.learn.lr, again.seed) == (6, 1e-4, 0)

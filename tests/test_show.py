@@ -97,7 +97,8 @@ def test_only_changed_settings_are_shown_on_request():
 
 def test_recipes_are_grouped_with_the_quickstart_first():
     lines = shown(show.recipes_table(), width=80).splitlines()
-    assert lines[0] == "start here" and [n for n in (l.split()[0] for l in lines if l[:1].strip()) if n in ("quickstart", "own", "cpu/grpo")] == ["quickstart", "own", "cpu/grpo"]
+    first = [line.split()[0] for line in lines if line[:1].strip()]
+    assert lines[0] == "start here" and first[1:3] == ["quickstart", "own"]
     at = [lines.index(title) for title in ("start here", "algorithms, seconds each on a CPU", "full size")]
     assert at == sorted(at)
     names = [line.split()[0] for line in lines if line and not line.startswith(" ")]

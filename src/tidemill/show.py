@@ -266,7 +266,7 @@ def _curve_of(summary: Summary) -> tuple[str, list[float]]:
 
 
 def plot(runs: Sequence[Path], to: Path, without_metrics: Mapping[str, list[float]] | None = None) -> str:
-    """Draw the curves of runs into one picture; a sentence about it. `without_metrics`: drawn of a run that kept none."""
+    """Draw the curves of runs into one picture; a sentence about it. `without_metrics`: what a run without any has."""
     from tidemill.run.folder import metrics_of
 
     panels: dict[str, list[curve.Line]] = {}

@@ -171,6 +171,11 @@ def powers_up_to(n: int) -> list[int]:
     return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
 
 
+def revealer(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Token ids to the text a person sees: special tokens visible."""
+    return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False))
+
+
 def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
     """Token ids to the text a reward sees: end tokens and other special ones left out."""
     return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)

@@ -43,7 +43,15 @@ class Learner:
         self.device = next(model.parameters()).device
         learn = config.learn
         if learn.lora_rank:
-            lora.attach(model, learn.lora_rank, learn.lora_alpha, config.seed, learn.dora, learn.lora_experts)
+            lora.attach(
+                model,
+                learn.lora_rank,
+                learn.lora_alpha,
+                config.seed,
+                learn.dora,
+                learn.lora_experts,
+                learn.lora_modules,
+            )
         self.attention = choose(model, attention_of(config))
         self.routers = routing.prepare(model, config.learn.moe)
         self.gradients = Gradients(model.parameters(), wide=config.learn.master == "float32")

@@ -29,7 +29,7 @@ def fitted(config: Config, sources: Mapping[str, str], note: Callable[[str], Non
     if sources.get("data.source", recipes.DEFAULT).startswith(recipes.DEFAULT):
         raise ConfigError("data.source is missing: what shall it learn from?", USAGE)
     fit = _Fit(config, sources)
-    recipes.check(fit.config(), fetch=True)  # folder, file and names, before any of them is opened
+    recipes.check(fit.without_sizes(), fetch=True)  # folder, file and names, before any of them is opened
     fit.columns()
     fit.rows()
     fit.lengths()
@@ -113,6 +113,13 @@ class _Fit:
             response = config.rollout.max_new_tokens
         self.set("rollout.max_new_tokens", response)
         self.set("train.tokens_per_microbatch", max(self.base.train.tokens_per_microbatch, prompt + response))
+
+    def without_sizes(self) -> Config:
+        """The config with the smallest of every size that is still to be chosen."""
+        small = _Fit(self.base, self.sources)
+        for key in ("data.max_prompt_tokens", "rollout.max_new_tokens"):
+            small.set(key, 1)
+        return small.config()
 
     def _with(self, **data: Any) -> Config:
         now = self.config()

@@ -33,10 +33,11 @@ def warm_start(config: Config, folder: RunFolder, watch: Watcher) -> Path | None
     made, kept = folder.path / "warm_start" / "model", cache() / "warm_starts" / key(own) / "model"
     if (made / "config.json").exists():
         return made
+    if made.is_symlink():  # to a cache that was cleared since
+        made.unlink()
     if (kept / "config.json").exists():
         watch.noted(f"warm start: {own.about or own.name} (trained before; kept in {kept.parent})")
         made.parent.mkdir(parents=True, exist_ok=True)
-        made.unlink(missing_ok=True)  # a link to a cache that was cleared
         made.symlink_to(kept.resolve())
         return made
     watch.noted(f"warm start: {own.about or own.name}")

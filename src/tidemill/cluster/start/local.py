@@ -30,7 +30,7 @@ from tidemill.errors import ConfigError
 from tidemill.estimate import handover as turns
 from tidemill.flow.ahead import Ahead, OpenStep, staleness_limit
 from tidemill.flow.beside import Beside, EveryStep
-from tidemill.flow.evaluate import averaged, decoder, evaluate
+from tidemill.flow.evaluate import averaged, decoder, evaluate, revealer
 from tidemill.flow.feed import FEEDS, Feed
 from tidemill.flow.handover import Away, Handover, state_of, take_turns
 from tidemill.flow.learning import LearnWorker
@@ -342,7 +342,9 @@ def start(config: Config, model_path: Path | None = None) -> LocalWorkers:
 
         makers: dict[str, Callable[[], Worker]] = {
             "rollout": rollout,
-            "reward": lambda: RewardWorker(dock, scorer, decoder(loaded.tokenizer), tally, kept.append),
+            "reward": lambda: RewardWorker(
+                dock, scorer, decoder(loaded.tokenizer), tally, kept.append, revealer(loaded.tokenizer)
+            ),
             "old_logprobs": lambda: ScoreWorker("old_logprobs", "old_logprobs", dock, policy, config, tally),
             "teacher": lambda: ScoreWorker(
                 "teacher", "teacher_logprobs", dock, teacher(config, device.torch_device), config, tally
