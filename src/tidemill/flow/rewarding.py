@@ -115,13 +115,13 @@ class RewardWorker:
         for i, (sample, result) in enumerate(zip(samples, scored)):
             start, group = starts[i], groups[i]
             if group not in prompts:
-                prompts[group] = self.show(sample.tokens[:start])
+                prompts[group] = self.show(list(sample.tokens[:start]))
             self.keep_samples(
                 {
                     "id": sample.id,
                     "group": group,
                     "prompt": prompts[group],
-                    "response": self.show(sample.tokens[start:]),
+                    "response": self.show(list(sample.tokens[start:])),
                     "answer": sample.answer,
                     "reward": result.value,
                     "rewards": dict(result.parts),
