@@ -60,6 +60,7 @@ def measure(examples: Sequence[Example], encode: PromptTokens, config: Config) -
     """Tokenise the rows. A prompt over the limit is a DataError that says which limit would do, unless such rows are
     skipped."""
     limit, most = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    examples = [example for example in examples if example.text is None]  # documents are cut into samples as they come
     usable = examples if config.data.on_bad_row == "fail" else [e for e in examples if _is_usable(e, encode)]
     examples, prompts = usable, [len(encode.prompt(example)) for example in usable]
     long = [i for i, n in enumerate(prompts) if n > limit]
@@ -114,6 +115,8 @@ def unread(examples: Sequence[Example], config: Config) -> DataError | None:
 
 
 def _has(example: Example, name: str) -> bool:
+    if example.text is not None or (name == "response" and example.messages is not None):
+        return True
     return isinstance(example.response if name == "response" else example.meta.get(name), str)
 
 

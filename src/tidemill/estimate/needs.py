@@ -33,8 +33,8 @@ class Description:
 
 
 def describe(folder: Path, *, tokens: int, samples: int) -> Description:
-    """From config.json and the weights' headers; nothing is loaded. `samples` of `tokens` are rolled out at once, one
-    is learnt from at a time."""
+    """Read config.json and the weights' headers; nothing is loaded. `samples` of `tokens` are rolled out at once, one
+    is learned from at a time."""
     shape = shape_of(ModelSettings(path=str(folder)))
     if shape is None or shape.parameters is None:
         raise ModelError(

@@ -83,7 +83,7 @@ class CurriculumSettings(Section):
 class Data(Section):
     source: str = Field(
         "arithmetic",
-        description="a file (.jsonl .json .csv .tsv .parquet), a Hugging Face dataset folder, or a generator's name",
+        description="a file (.jsonl .json .csv .tsv .parquet .txt), a Hugging Face dataset folder, a generator's name",
     )
     args: dict[str, Any] = Field({}, description="the generator's own settings")
     curriculum: CurriculumSettings | None = Field(None, description="problems that grow harder with measured accuracy")
@@ -104,6 +104,9 @@ class Data(Section):
         "auto", description="use the tokenizer's chat template; auto: when it has one"
     )
     chat_args: dict[str, Any] = Field({}, description="what the chat template is told, such as enable_thinking: false")
+    learn_turns: Literal["last", "all"] = Field(
+        "last", description="what sft learns of a conversation: the assistant's last turn, or every one of its turns"
+    )
     max_prompt_tokens: int = Field(1024, ge=1, description="a longer prompt is a bad row")
     on_bad_row: Literal["fail", "skip"] = Field("fail", description="what a row that cannot be used does to the run")
     shuffle: bool = Field(True, description="new order each pass over the data")
@@ -185,7 +188,9 @@ class Rewards(Section):
         description="a reward that raises, hangs or is not finite: counts as 0, drops its group, or ends the run",
     )
     correct_above: float = Field(0.5, description="a sample counts as correct when its first reward exceeds this")
-    workers: int = Field(1, ge=1, description="processes for rewards that do not run in this one")
+    workers: int | Literal["auto"] = Field(
+        "auto", description="processes for rewards that do not run in this one; auto: one per core, at most 32"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -200,6 +205,13 @@ class Rewards(Section):
             given = [given] if isinstance(given, str) else given
             value = {**value, "functions": [{"function": f} if isinstance(f, str) else f for f in given]}
         return value
+
+    @field_validator("workers", mode="plain")
+    @classmethod
+    def _auto_or_some(cls, value: Any) -> Any:
+        if value == "auto" or (type(value) is int and value >= 1):
+            return value
+        raise ValueError("auto, or a number of processes from 1")
 
     @property
     def models(self) -> tuple[str, ...]:

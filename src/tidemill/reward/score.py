@@ -14,12 +14,15 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from tidemill.device import host
 from tidemill.errors import ConfigError, RewardError
 from tidemill.recipe.config import Rewards
 from tidemill.reward.api import RewardFunction, Sample, Scored, is_batched
 from tidemill.reward.outcome import Outcome, judge, judge_many
 from tidemill.reward.pool import Pool, Unit
 from tidemill.reward.registry import check_args, find, is_quick, wants_device
+
+MOST_WORKERS = 32  # with rewards.workers auto: each takes a second to start and some 100 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ class Scorer:
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "reward")
         slow = [(c.name, c.args) for c in self.components if c.slot is not None]
-        self._pool = Pool(slow, rewards.workers, rewards.timeout_s) if slow else None
+        self._pool = Pool(slow, workers(rewards), rewards.timeout_s) if slow else None
 
     @property
     def labels(self) -> list[str]:
@@ -208,6 +211,10 @@ def components(rewards: Rewards, device: str = "auto") -> tuple[Component, ...]:
         made.append(Component(label, spec.function, args, spec.weight, function, None if is_here else slots))
         slots += not is_here
     return tuple(made)
+
+
+def workers(rewards: Rewards) -> int:
+    return min(host.cores(), MOST_WORKERS) if rewards.workers == "auto" else rewards.workers
 
 
 def failure(component: Component, sample: Sample, outcome: Outcome) -> Failure:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ def test_a_folder_is_itself_and_leaves_the_machine_alone(tmp_path: Path, monkeyp
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert find.resolve("org/name") == Path("org/name")  # a folder of that name is here: it is meant
     assert find.resolve("./none") == Path("none")
+    assert find.resolve("models/other") == Path("models/other")  # nobody means a stranger's repository by this
     assert find.resolve("org/other") == Path("org/other")  # `org` is a folder here, so this is a path with a slip in it
 
 
@@ -77,6 +79,17 @@ def test_a_known_model_is_converted_once_and_then_found_at_once(
     monkeypatch.setattr(subprocess, "run", never)
     assert find.resolve("mini") == find.look("mini") == folder
     assert not list(cache.glob(".fetch-*")), "nothing is left beside it"
+
+
+def test_two_who_want_a_model_at_once_get_one_conversion(
+    small_known: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    make = known._make
+    monkeypatch.setattr(known, "_make", lambda name: (made.append(name), make(name))[1])
+    with ThreadPoolExecutor(2) as both:
+        folders = set(both.map(known.get, ["mini", "mini"]))
+    assert folders == {cache / "models" / "mini"} and made == ["mini"]
 
 
 def test_a_known_name_can_be_loaded_measured_and_talked_to(small_known: Path) -> None:

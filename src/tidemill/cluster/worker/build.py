@@ -17,12 +17,12 @@ from tidemill.algorithms.registry import get as get_algorithm
 from tidemill.batch import Batch
 from tidemill.cluster.assignment import Assignment
 from tidemill.cluster.driver.placement import LEARNER
+from tidemill.cluster.report import StoreAddress
 from tidemill.cluster.start.local import check_window, needs_values, teacher
 from tidemill.cluster.worker.cut import Calls, CutLearnWorker, CutScoreWorker, Team
 from tidemill.cluster.worker.engine_ranks import Follower, LeadEngine, Notes, engine_groups
 from tidemill.cluster.worker.kept_tally import KeptTally
 from tidemill.cluster.worker.learners import RankLearnWorker, World
-from tidemill.cluster.worker.lease_keeper import KeptDock
 from tidemill.cluster.worker.state import others, restore_others
 from tidemill.cluster.worker.weights import Follow
 from tidemill.data.prompts import PromptTokens
@@ -31,6 +31,7 @@ from tidemill.device import determinism
 from tidemill.device.collective import backend
 from tidemill.dock import Dock
 from tidemill.dock.address import Address
+from tidemill.dock.client import RemoteDock
 from tidemill.errors import ConfigError
 from tidemill.estimate import handover as turns
 from tidemill.estimate.handover import HandedOver
@@ -108,7 +109,7 @@ class WorkerState:
     stages: tuple[str, ...]
     config: Config
     algorithm: Algorithm
-    dock: KeptDock
+    dock: RemoteDock
     tally: KeptTally
     world: World
     device: torch.device
@@ -221,7 +222,7 @@ class WorkerState:
         self.learner.restore(tensors, state["learner"])
         restore_others(self.critic, self.keeper, tensors, state)
 
-    def reconnect(self, dock: KeptDock, tally: KeptTally) -> None:
+    def reconnect(self, dock: RemoteDock, tally: KeptTally) -> None:
         """The same models and engine at another dock: nothing is held, nothing counted."""
         self.dock.close()
         self.tally.close()
@@ -258,7 +259,7 @@ def counts_of(task: Assignment, dock: Address) -> KeptTally:
     return KeptTally(task.logs / f"{task.post.name}.counts", dock.ledger)
 
 
-def build_worker(task: Assignment, dock: KeptDock) -> WorkerState:
+def build_worker(task: Assignment, dock: RemoteDock) -> WorkerState:
     config, post = task.config, task.post
     torch.set_num_threads(config.threads or 1)  # several processes share the node's cores
     if config.deterministic:
@@ -325,7 +326,7 @@ def share_of_model(task: Assignment, device: torch.device) -> LoadedModel:
     return wrap(module, load_tokenizer(model, folder), window)
 
 
-def share_engine(kit: WorkerState, task: Assignment, host: str, port: int) -> None:
+def share_engine(kit: WorkerState, task: Assignment, where: StoreAddress) -> None:
     """Once the ranks are in one world: they make one engine of their shares, and follow its first rank."""
     config, post = kit.config, task.post
     assert kit.loaded is not None
@@ -334,7 +335,7 @@ def share_engine(kit: WorkerState, task: Assignment, host: str, port: int) -> No
         kit.engine_group = engine_groups(kind, post.group.ranks, ranks, config.cluster.collective_s)
     else:
         kit.engine_group = dist.group.WORLD
-    notes = Notes(host, port, post.engine, ranks - 1, config.cluster.collective_s)
+    notes = Notes(where, post.engine, ranks - 1, config.cluster.collective_s)
     engine = make_plain(kit.loaded, config, kit.engine_group)
     if kit.lead is not None:
         kit.lead.join(engine, notes)
@@ -354,14 +355,14 @@ def cut(kit: WorkerState, task: Assignment) -> None:
     learner = cut_learner(config, updates_of(config), task.model_path, place)
     reference = cut_reference(config, task.model_path, place) if "reference" in kit.stages else None
     critic = cut_critic(config, updates_of(config), task.model_path, place) if kit.algorithm.has_critic else None
-    known = world.gather(learner.cuts, "counting the model's tensors")
+    known = world.gather({name: cut.shape for name, cut in learner.cuts.items()}, "counting the model's tensors")
     timeout_s = config.learn.parallel.timeout_s
     kit.cut = CutLearner(
         learner,
         reference,
         Calls(world.store, world.rank),
         Team(learner.meshes, timeout_s),
-        elements({name: cut for part in known for name, cut in part.items()}),
+        elements({name: shape for part in known for name, shape in part.items()}),
         critic,
         Team(critic.meshes, timeout_s) if critic is not None else None,
         Team(reference.meshes, timeout_s) if reference is not None else None,

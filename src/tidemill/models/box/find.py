@@ -11,11 +11,13 @@ from pathlib import Path
 
 from tidemill.errors import ModelError, did_you_mean
 
+# First parts of paths that people give to folders of their own: one that is missing is a slip, not a wish to download.
+OWN_FOLDERS = frozenset({"models", "model", "runs", "checkpoints", "outputs", "data"})
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
 def look(path: str | Path) -> Path:
-    """The model's folder, as far as it is on this machine. What is not here is given back as the folder it would be."""
+    """Find the model's folder on this machine. What is not here is given back as the folder it would be."""
     name, folder = str(path), Path(path).expanduser()
     if folder.exists():
         return folder
@@ -23,7 +25,7 @@ def look(path: str | Path) -> Path:
 
 
 def resolve(path: str | Path) -> Path:
-    """The model's folder. A known model and one of the hub are fetched first, where they are not here yet."""
+    """Find the model's folder; fetch a known model or one of the hub first, where it is not here yet."""
     name, folder = str(path), look(path)
     if folder.exists() or not is_fetchable(name):
         return folder
@@ -33,7 +35,7 @@ def resolve(path: str | Path) -> Path:
 
 
 def get(name: str) -> Path:
-    """As `resolve`, of a name: anything else is refused."""
+    """Resolve a name, and refuse anything else."""
     from tidemill.models.box import known
 
     if not is_fetchable(name):
@@ -45,22 +47,25 @@ def get(name: str) -> Path:
 
 
 def for_others(path: str) -> str:
-    """What other programs open under `path`: our own names mean nothing to them."""
+    """Give what other programs can open: our own names mean nothing to them."""
     from tidemill.models.box.known import KNOWN
 
     return str(look(path)) if path in KNOWN else path
 
 
 def is_fetchable(path: str | Path) -> bool:
-    """Whether this names a model that can be fetched. `models/x` does not where there is a folder `models`."""
+    """Tell whether this names a model that can be fetched. `org/x` does not where there is a folder `org` here."""
     from tidemill.models.box.known import KNOWN
 
     name = str(path)
-    return name in KNOWN or (HUB_ID.fullmatch(name) is not None and not Path(Path(name).parts[0]).is_dir())
+    if name in KNOWN or HUB_ID.fullmatch(name) is None:
+        return name in KNOWN
+    first = Path(name).parts[0]
+    return first not in OWN_FOLDERS and not Path(first).is_dir()
 
 
 def not_here(key: str, path: str) -> str:
-    """What is wrong with a setting that names a model which is still to be fetched."""
+    """Say what is wrong with a setting that names a model which is still to be fetched."""
     return f"{key}={path} does not exist here yet; `tidemill models get {path}` fetches it, and so does training"
 
 

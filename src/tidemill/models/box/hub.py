@@ -17,7 +17,7 @@ TOKEN_REMEDY = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 def here(name: str) -> Path | None:
-    """The model's folder in the hub's cache, if it is there whole."""
+    """Find the model's folder in the hub's cache, if it is there whole."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -39,7 +39,7 @@ def fetch(name: str) -> Path:
 
 @contextmanager
 def folder_to_push(to: Path | None, repo: str | None) -> Iterator[Path]:
-    """Where to write what goes to `repo`, to the folder `to`, or to both; without `to`, a folder that does not stay."""
+    """Give the folder to write before it goes to `repo`: `to`, or one that does not stay."""
     if repo is not None and HUB_ID.fullmatch(repo) is None:
         raise ConfigError(f"--push {repo} is no repository of the hub", "write org/name")
     if to is not None:
@@ -52,7 +52,7 @@ def folder_to_push(to: Path | None, repo: str | None) -> Iterator[Path]:
 
 
 def push(folder: Path, repo: str, *, message: str, private: bool = False, api: Any = None) -> str:
-    """A folder to a repository of the hub, which is made if need be. `api`: an `HfApi`. The address it has now."""
+    """Upload a folder to a repository of the hub, made if need be, and return its address. `api`: an `HfApi`."""
     if api is None:
         from huggingface_hub import HfApi
 
@@ -86,7 +86,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _explained(name: str, doing: str, causes: list[BaseException]) -> ModelError:
-    """The deepest cause that is known; huggingface_hub wraps a refusal in a file that was not found."""
+    """Name the cause that is known; huggingface_hub wraps a refusal in a file that was not found."""
     from huggingface_hub import errors
 
     repo, revision = _parts(name)

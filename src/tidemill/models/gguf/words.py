@@ -60,7 +60,7 @@ SPLITS = {
 
 
 def tokenizer_of(opened: Opened) -> Any:
-    """A fast tokenizer of transformers, special tokens and chat template in place."""
+    """Build a fast tokenizer of transformers, special tokens and chat template in place."""
     from transformers import PreTrainedTokenizerFast
 
     words = _words(opened)
@@ -84,8 +84,8 @@ def tokenizer_of(opened: Opened) -> Any:
 
 
 def end_ids(opened: Opened, tokenizer: Any) -> list[int]:
-    """Tokens at which generation stops: the file's end tokens, and the one that closes an assistant's turn in the chat
-    template, which is often another."""
+    """List the tokens at which generation stops: the file's end tokens, and the one that closes an assistant's turn in
+    the chat template, which is often another."""
     ids = [_role_id(opened, role) for role in ("eos", "eot")]
     found = [i for i in ids if i is not None]
     closing = _closes_turn(tokenizer)
@@ -143,7 +143,7 @@ def _has_bytes(words: list[tuple[str, Kind]]) -> bool:
 
 
 def _merges(opened: Opened, words: list[tuple[str, Kind]]) -> Iterator[tuple[str, str]]:
-    """Every way to make a piece of two others, the best piece first; of equal ones the longer left part."""
+    """List every way to make a piece of two others, the best piece first; of equal ones the longer left part."""
     scores = opened.metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(words):
         raise ModelError(f"{opened.path}: its tokenizer lacks scores", "--tokenizer FOLDER takes one from elsewhere")
@@ -173,7 +173,7 @@ def _words(opened: Opened) -> list[tuple[str, Kind]]:
 
 
 def _add_special(backend: Tokenizer, words: list[tuple[str, Kind]], swallow_space: frozenset[str]) -> None:
-    """Found in text before anything is split. In the file's order, so that ids stay."""
+    """Add what is found in text before anything is split, in the file's order, so that ids stay."""
     backend.add_tokens(
         [
             AddedToken(text, normalized=False, special=kind is not Kind.USER_DEFINED, rstrip=text in swallow_space)
@@ -184,7 +184,7 @@ def _add_special(backend: Tokenizer, words: list[tuple[str, Kind]], swallow_spac
 
 
 def _swallows_space(opened: Opened) -> frozenset[str]:
-    """Special tokens that take the white space behind them. Phi-3's do, which llama.cpp knows and no file says."""
+    """Name special tokens that take the white space behind them: Phi-3's do, which llama.cpp knows and no file says."""
     if opened.architecture != "phi3" or opened.metadata.get("tokenizer.ggml.model") != "llama":
         return frozenset()
     special = {text for text, kind in _words(opened) if kind is Kind.CONTROL}
@@ -209,7 +209,7 @@ def _add_begin_and_end(opened: Opened, backend: Tokenizer, words: list[tuple[str
 
 
 def _roles(opened: Opened, words: list[tuple[str, Kind]]) -> dict[str, str]:
-    """Begin, end, unknown and padding; padding is the end token where the file has none."""
+    """Name begin, end, unknown and padding; padding is the end token where the file has none."""
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     found = {key: words[i][0] for key, role in keys.items() if (i := _role_id(opened, role)) is not None}
     if "eos_token" not in found:
@@ -223,7 +223,7 @@ def _role_id(opened: Opened, role: str) -> int | None:
 
 
 def _closes_turn(tokenizer: Any) -> int | None:
-    """The special token right behind an assistant's words. None where the template refuses two plain messages."""
+    """Find the special token right behind an assistant's words. None where the template refuses two plain messages."""
     if not tokenizer.chat_template:
         return None
     said = "tide mill"
@@ -241,7 +241,7 @@ def _control_ids(tokenizer: Any) -> list[int]:
 
 
 def from_folder(folder: Path) -> Any:
-    """A tokenizer from elsewhere, where the file's own cannot be used."""
+    """Open a tokenizer from elsewhere, where the file's own cannot be used."""
     from transformers import AutoTokenizer
 
     try:
