@@ -65,15 +65,21 @@ def home() -> Path:
     return Path(os.environ.get(ENV_FOLDER, "runs/.launch")).expanduser().resolve()
 
 
-def new_folder(name: str) -> Path:
-    """Claim NAME-1, or the next number that is free, for one job alone."""
+def next_folder(name: str) -> Path:
+    """NAME-1, or the next number that is free."""
     number = 1
+    while (folder := home() / f"{name}-{number}").exists():
+        number += 1
+    return folder
+
+
+def new_folder(name: str) -> Path:
+    """Claim the next free folder for one job alone."""
     while True:
-        folder = home() / f"{name}-{number}"
+        folder = next_folder(name)
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            number += 1
             continue
         return folder
 

@@ -42,7 +42,7 @@ def prepare(
         recipes.check(config)
         _refuse_other_run(config, is_resume)
     archive = snapshot.pack(recipes.dump(config), jobs.home() / SNAPSHOTS, include)
-    folder = jobs.home() / f"{config.name}-N" if is_dry else jobs.new_folder(config.name)
+    folder = jobs.next_folder(config.name) if is_dry else jobs.new_folder(config.name)
     return Job(
         name=folder.name,
         where=where,

@@ -46,10 +46,10 @@ def pack(recipe: str, into: Path, include: Sequence[Path] = (), package: Path = 
 
 
 def tracked(folder: Path) -> list[Path]:
-    """The files git tracks under `folder`; outside a checkout, every file but caches."""
+    """The files under `folder` that git tracks or would add; outside a checkout, every file but caches."""
     try:
         listed = subprocess.run(
-            ["git", "-C", str(folder), "ls-files", "-z", "--", "."], capture_output=True, check=True, text=True
+            ["git", "-C", str(folder), "ls-files", "-z", "-co", "--exclude-standard", "."], capture_output=True, check=True, text=True
         ).stdout
     except (OSError, subprocess.CalledProcessError):
         listed = ""

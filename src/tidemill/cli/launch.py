@@ -1,4 +1,4 @@
-"""`tidemill launch` and `tidemill jobs`: start a recipe somewhere else; share one machine between several runs."""
+"""`tidemill launch`: start a recipe somewhere else, ask how it is, stop it, resume it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-console = Console(highlight=False)
+from tidemill.cli.frame import Overrides, Recipe, app, console, say
+
 START = "start"
 
 
@@ -28,10 +28,8 @@ launch = typer.Typer(
     help="Start a recipe somewhere else: tidemill launch RECIPE --on WHERE. Then status, logs, stop, resume.",
     no_args_is_help=True,
 )
-jobs = typer.Typer(help="A queue of runs for one machine or one Ray cluster.", no_args_is_help=True)
+app.add_typer(launch, name="launch")
 
-Recipe = Annotated[str, typer.Argument(help="a recipe's name or the path of a YAML file")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="settings over the recipe's: key.sub=value …")]
 JobName = Annotated[str, typer.Argument(help="a launched job, as `tidemill launch list` shows it")]
 
 
@@ -54,8 +52,8 @@ def start(
         print(send.show(job))
         return
     job = send.send(job)
-    console.print(f"{job.name} is on {where} ({job.reference or 'written to ' + str(job.folder)}); its run: {job.run}")
-    console.print(f"tidemill launch status {job.name} · logs {job.name} · stop {job.name}", style="dim")
+    say(f"{job.name} is on {where} ({job.reference or 'written to ' + str(job.folder)}); its run: {job.run}")
+    say(f"tidemill launch status {job.name} · logs {job.name} · stop {job.name}", style="dim")
 
 
 @launch.command()
@@ -95,7 +93,7 @@ def status(
     if as_json:
         print(json.dumps({"job": job, "state": now.state, "detail": now.detail, "progress": step, "run": record.run}))
     else:
-        console.print(" · ".join(word for word in (f"{job}: {now.state}", step, now.detail) if word))
+        say(" · ".join(word for word in (f"{job}: {now.state}", step, now.detail) if word))
 
 
 @launch.command()
@@ -112,7 +110,7 @@ def stop(job: JobName) -> None:
     from tidemill.launch import send
 
     now = send.stop(job)
-    console.print(f"{job}: {now.state}{', ' + now.detail if now.detail else ''}")
+    say(f"{job}: {now.state}{', ' + now.detail if now.detail else ''}")
 
 
 @launch.command("resume")
@@ -121,4 +119,4 @@ def resume_(job: JobName) -> None:
     from tidemill.launch import send
 
     found = send.resume(job)
-    console.print(f"{job} is on {found.where} again ({found.reference}), attempt {found.attempt}")
+    say(f"{job} is on {found.where} again ({found.reference}), attempt {found.attempt}")
