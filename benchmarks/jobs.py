@@ -2,9 +2,9 @@
 
 tidemill bench jobs --json
 
-Each job is a shell command that writes a line when it begins and one when it ends. The queue runs as a process of its own and is
-killed with SIGKILL at random moments until all jobs are done. Counted: jobs that ran exactly once to their end, jobs that started
-while one of a higher priority was waiting, and processes that were left.
+Each job is a shell command that writes a line when it begins and one when it ends. The queue runs as a process of its
+own and is killed with SIGKILL at random moments until all jobs are done. Counted: jobs that ran exactly once to their
+end, jobs that started while one of a higher priority was waiting, and processes that were left.
 """
 
 from __future__ import annotations

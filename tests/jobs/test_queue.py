@@ -117,7 +117,12 @@ def test_a_line_cut_short_never_happened_and_the_next_one_stands_alone(tmp_path:
 
 def test_two_queues_on_one_journal_never_give_one_number_twice(tmp_path: Path) -> None:
     one, other = Queue(tmp_path), Queue(tmp_path)
-    assert [one.add(Spec(TRUE)), other.add(Spec(TRUE)), one.add(Spec(("echo", '"event": "add"'))), other.add(Spec(TRUE))]
+    assert [
+        one.add(Spec(TRUE)),
+        other.add(Spec(TRUE)),
+        one.add(Spec(("echo", '"event": "add"'))),
+        other.add(Spec(TRUE)),
+    ]
     assert sorted(Queue(tmp_path).jobs) == [1, 2, 3, 4]
 
 

@@ -26,7 +26,9 @@ def add(
     slots: Annotated[int, typer.Option(help="devices, or parts of the machine, that it needs", min=1)] = 1,
     group: Annotated[str, typer.Option(help="a name whose jobs `run --limit NAME=K` counts together")] = "",
     is_command: Annotated[bool, typer.Option("--command", help="WHAT is a command, not a recipe")] = False,
-    resumable: Annotated[bool, typer.Option(help="with --command: goes on when started again; may be preempted")] = False,
+    resumable: Annotated[
+        bool, typer.Option(help="with --command: goes on when started again; may be preempted")
+    ] = False,
     on_ray: Annotated[bool, typer.Option("--on-ray", help="the recipe runs on the queue's Ray cluster")] = False,
     queue: Folder = QUEUE,
 ) -> None:
@@ -70,7 +72,9 @@ def listing(
 
 
 @jobs.command()
-def cancel(number: Annotated[int, typer.Argument(help="as `tidemill jobs list` shows it")], queue: Folder = QUEUE) -> None:
+def cancel(
+    number: Annotated[int, typer.Argument(help="as `tidemill jobs list` shows it")], queue: Folder = QUEUE
+) -> None:
     """Take a job out of the queue; one that runs is asked to save and end."""
     from tidemill.jobs.queue import Queue
 
@@ -98,7 +102,11 @@ def run(
     held = Queue(queue)
     try:
         held.run(
-            Processes(held.folder / "jobs", env, visible), found, parse_limits(limit or ()), is_drain=drain, grace_s=grace_s
+            Processes(held.folder / "jobs", env, visible),
+            found,
+            parse_limits(limit or ()),
+            is_drain=drain,
+            grace_s=grace_s,
         )
     except KeyboardInterrupt:
         sys.exit(130)

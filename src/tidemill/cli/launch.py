@@ -40,7 +40,9 @@ def start(
     where: Annotated[str, typer.Option("--on", help="`tidemill launch places` lists them")] = "local",
     option: Annotated[list[str] | None, typer.Option("-o", "--option", help="key=value of the place")] = None,
     include: Annotated[list[Path] | None, typer.Option(help="further files and folders that travel along")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show exactly what would be sent, and send nothing")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="show exactly what would be sent, and send nothing")
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="go on with a run that is there already")] = False,
 ) -> None:
     """Send a recipe and the code to a place and start it there."""

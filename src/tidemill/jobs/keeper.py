@@ -1,7 +1,7 @@
 """Keep one attempt of one job: run its command once, write how it ended, leave no process behind.
 
-Started by path, with the standard library alone, in a session of its own: it outlives the queue. The lock says that it lives;
-`started` that the attempt was begun, which happens once whoever starts keepers; `exit` that it is over.
+Started by path, with the standard library alone, in a session of its own: it outlives the queue. The lock says that
+it lives; `started` that the attempt was begun, which happens once whoever starts keepers; `exit` that it is over.
 """
 
 from __future__ import annotations

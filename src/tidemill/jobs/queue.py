@@ -1,7 +1,7 @@
 """The queue: add jobs, look at them, cancel them, and run them in order until told to end.
 
-The journal is all it remembers. It may be killed at any instant and started again: jobs that run go on meanwhile, and the next
-queue finds them by their folders.
+The journal is all it remembers. It may be killed at any instant and started again: jobs that run go on meanwhile, and
+the next queue finds them by their folders.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def _ray_devices(address: str) -> int:
 
     from tidemill import device
 
-    ray.init(address=address, log_to_driver=False, logging_level="error", configure_logging=False)
+    ray.init(address=address, log_to_driver=False, configure_logging=False)
     try:
         found = ray.cluster_resources()  # type: ignore[no-untyped-call]
     finally:

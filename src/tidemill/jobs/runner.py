@@ -42,7 +42,7 @@ class Processes:
         return self._folder / f"{job.id}.{job.attempt}"
 
     def start(self, job: Job) -> None:
-        """Start a keeper. If one that an earlier queue started is on its way too, one of them begins, the other leaves."""
+        """Start a keeper. If an earlier queue started one too, one of them begins and the other leaves."""
         folder = self.attempt(job)
         folder.mkdir(parents=True, exist_ok=True)
         spec = job.spec

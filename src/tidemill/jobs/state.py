@@ -90,8 +90,8 @@ def in_order(jobs: Iterable[Job]) -> list[Job]:
 
 
 def decide(jobs: Jobs, slots: int, limits: Mapping[str, int]) -> list[Start | Preempt]:
-    """What to start and to preempt now. Nothing overtakes the first job that waits for room; a job whose group is at its
-    limit, or that asks for more than there is, is passed by."""
+    """What to start and to preempt now. Nothing overtakes the first job that waits for room; a job whose group is at
+    its limit, or that asks for more than there is, is passed by."""
     running = [job for job in jobs.values() if job.phase == "running"]
     free = sorted(set(range(slots)) - {slot for job in running for slot in job.slots})
     counts = Counter(job.spec.group for job in running)

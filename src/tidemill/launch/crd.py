@@ -62,7 +62,7 @@ POD: Schema = {
     "securityContext": "object",
 }
 TEMPLATE: Schema = {"metadata": {"labels": TEXTS, "annotations": TEXTS}, "spec": POD}
-GROUP: Schema = {"rayStartParams": TEXTS, "template": TEMPLATE, "labels": TEXTS, "resources": {"*": "quantity"}}
+GROUP: Schema = {"rayStartParams": TEXTS, "template": TEMPLATE, "labels": TEXTS, "resources": TEXTS}
 CLUSTER: Schema = {
     "rayVersion": "string",
     "enableInTreeAutoscaling": "boolean",

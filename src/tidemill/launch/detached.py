@@ -9,7 +9,7 @@ import shlex
 
 from tidemill.launch.job import State, Status
 
-STATES: dict[int, State] = {0: "done", 75: "stopped"}
+STATES: dict[int, State] = {0: "done", 75: "stopped", 143: "stopped"}  # 143: asked before it had begun
 # The trap keeps this shell alive while its child ends, so that the exit status is written.
 KEEP = "trap : TERM INT; sh ./job.sh; echo $? >exit.new; mv exit.new exit"
 
@@ -26,7 +26,7 @@ def status(folder: str) -> str:
 
 
 def stop(folder: str) -> str:
-    return f'cd {shlex.quote(folder)} && if ! flock -n lock true; then kill -TERM -- "-$(cat pid)"; fi'
+    return f'cd {shlex.quote(folder)} && if ! flock -n lock true; then kill -TERM "-$(cat pid)"; fi'
 
 
 def logs(folder: str, lines: int) -> str:

@@ -1,7 +1,7 @@
 """Launch on Kubernetes with KubeRay: a RayJob manifest, checked field by field, applied if asked.
 
-The snapshot travels in a ConfigMap beside it where it is small enough, which the package itself is; images hold Ray, torch and the
-other dependencies. Runs are kept on a volume claim, so that a retried job goes on.
+The snapshot travels in a ConfigMap beside it where it is small enough, which the package itself is; images hold Ray,
+torch and the other dependencies. Runs are kept on a volume claim, so that a retried job goes on.
 """
 
 from __future__ import annotations

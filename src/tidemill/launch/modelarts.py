@@ -1,7 +1,8 @@
 """Launch on Huawei Cloud ModelArts: a training job request through the vendor's own SDK, code and runs on OBS.
 
-The request is built as plain data in the API's own field names. Every node of the job starts the same supervisor, which finds
-its place in what ModelArts puts into the environment (VC_TASK_INDEX, VC_WORKER_HOSTS) and joins the job's Ray cluster.
+The request is built as plain data in the API's own field names. Every node of the job starts the same supervisor,
+which finds its place in what ModelArts puts into the environment (VC_TASK_INDEX, VC_WORKER_HOSTS) and joins the job's
+Ray cluster.
 """
 
 from __future__ import annotations
@@ -112,7 +113,12 @@ def body(job: Job, options: ModelArtsOptions) -> dict[str, Any]:
             "working_dir": HOME,
             "environments": {**options.env, place.HEAD_PORT: str(options.port)},
             "outputs": [
-                {"name": "runs", "local_dir": RUNS, "access_method": "env", "remote": {"obs": {"obs_url": f"{base}/runs/"}}}
+                {
+                    "name": "runs",
+                    "local_dir": RUNS,
+                    "access_method": "env",
+                    "remote": {"obs": {"obs_url": f"{base}/runs/"}},
+                }
             ],
         },
         "spec": spec,

@@ -1,7 +1,8 @@
 """Supervise a job on one of its nodes: join the Ray cluster, run the recipe on node 0, resume it when it is killed.
 
-Every target starts this same program on every node. Node 0 starts the Ray head, waits until all nodes have joined, and runs
-`tidemill.launch.entry`, again and again until the run is done. The others keep a Ray node up while the head answers.
+Every target starts this same program on every node. Node 0 starts the Ray head, waits until all nodes have joined,
+and runs `tidemill.launch.entry`, again and again until the run is done. The others keep a Ray node up while the head
+answers.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Stop:
 def supervise(
     command: Sequence[str], restarts: int, stop: Stop, progress: Callable[[], int], pause_s: float = PAUSE_S
 ) -> int:
-    """Run a command until it is done, was stopped or is refused. `restarts` counts tries without progress in between."""
+    """Run a command until it is done, stopped or refused. `restarts` counts tries without progress in between."""
     left, before = restarts, progress()
     while True:
         stop.child = spawn(command)
@@ -113,7 +114,7 @@ def head(here: Place) -> Iterator[None]:
 def wait_for_nodes(here: Place) -> None:
     import ray
 
-    ray.init(address=here.address, log_to_driver=False, logging_level="error", configure_logging=False)
+    ray.init(address=here.address, log_to_driver=False, configure_logging=False)
     try:
         deadline = time.monotonic() + JOIN_S
         while (alive := sum(node["Alive"] for node in ray.nodes())) < here.nodes:  # type: ignore[no-untyped-call]
@@ -186,6 +187,10 @@ def run(here: Place, recipe: str, restarts: int) -> int:
     def progress() -> int:
         return metrics.stat().st_size if metrics.exists() else 0
 
+    if here.nodes > 1 and "RAY_AUTH_MODE" not in os.environ:
+        # Said on every node alike: Ray's default depends on what is in this user's home folder.
+        has_token = place.TOKEN_PATH in os.environ or "RAY_AUTH_TOKEN" in os.environ
+        os.environ["RAY_AUTH_MODE"] = "token" if has_token else "disabled"
     if here.rank > 0:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, lambda *_: None)  # node 0 ends the run, which needs this node until then

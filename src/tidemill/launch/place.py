@@ -10,6 +10,7 @@ from tidemill.errors import ConfigError
 from tidemill.launch import rank_table
 
 PORT = 6379
+TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"  # Ray's own name for the file with a cluster's token
 RANK, NODES, HEAD, HEAD_PORT = "TIDEMILL_NODE_RANK", "TIDEMILL_NODES", "TIDEMILL_HEAD", "TIDEMILL_HEAD_PORT"
 Environment = Mapping[str, str]
 

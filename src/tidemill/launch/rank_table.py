@@ -1,7 +1,7 @@
 """Ascend's rank tables: which devices of which hosts take part, in which order, in which super-node.
 
-Three shapes are read: version 1.0 (`server_list`), version 1.2 with super-nodes (`super_pod_list`), and the older one of
-ModelArts (`group_list`), whose devices are numbered in the order they are listed.
+Three shapes are read: version 1.0 (`server_list`), version 1.2 with super-nodes (`super_pod_list`), and the older one
+of ModelArts (`group_list`), whose devices are numbered in the order they are listed.
 """
 
 from __future__ import annotations

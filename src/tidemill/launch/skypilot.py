@@ -74,7 +74,9 @@ class SkyPilot:
 
 def task(job: Job, options: SkyOptions) -> dict[str, Any]:
     if not options.bucket:
-        raise ConfigError("--on skypilot keeps runs in a bucket, or a recovered job would start anew", "-o bucket=s3://…")
+        raise ConfigError(
+            "--on skypilot keeps runs in a bucket, or a recovered job would start anew", "-o bucket=s3://…"
+        )
     resources: dict[str, Any] = {"use_spot": options.spot}
     for name, value in (("infra", options.infra), ("accelerators", options.accelerators), ("image_id", options.image)):
         if value:

@@ -1,7 +1,8 @@
 """Launch on Slurm: one batch script, Ray inside the allocation, requeue and resume.
 
-A step that is killed is started again inside the allocation. Before the time limit, or when Slurm pre-empts the job, the run
-saves and the job is put back into the queue; a node that fails makes Slurm requeue it. Each time the run goes on.
+A step that is killed is started again inside the allocation. Before the time limit, or when Slurm pre-empts the job,
+the run saves and the job is put back into the queue; a node that fails makes Slurm requeue it. Each time the run goes
+on.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tidemill.launch import place, script
 from tidemill.launch.entry import DONE, REFUSED, STOPPED
 from tidemill.launch.job import Job, State, Status
 from tidemill.launch.options import Options, parse
-from tidemill.launch.steps import Command, File, LaunchError, Step
+from tidemill.launch.steps import Command, File, LaunchError, Step, Token
 
 STATES: dict[str, State] = {
     "PENDING": "waiting",
@@ -61,6 +62,7 @@ class Slurm:
         return [
             Command(("mkdir", "-p", str(code))),
             Command(("tar", "-xzf", str(job.archive), "-C", str(code))),
+            Token(job.folder / "token"),
             File(batch, render(job, options)),
             Command(("sbatch", "--parsable", str(batch))),
         ]
@@ -103,7 +105,7 @@ def _accounted(job: Job) -> Status:
 
 def render(job: Job, options: SlurmOptions) -> str:
     head = [f"#SBATCH {word}" for word in words(job, options)]
-    exported = script.exports({**options.env})
+    exported = script.exports({**options.env, place.TOKEN_PATH: str(job.folder / "token")})
     port = f"export {place.HEAD_PORT}=$((20000 + SLURM_JOB_ID % 20000))"
     lines = ["#!/bin/bash", *head, f"cd {shlex.quote(str(job.folder / 'code'))} || exit 72", *exported, port]
     lines += [options.setup] if options.setup else []

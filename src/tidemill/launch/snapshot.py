@@ -28,8 +28,9 @@ class Snapshot:
         return self.digest[:12]
 
 
-def pack(recipe: str, into: Path, include: Sequence[Path] = (), package: Path = PACKAGE) -> Snapshot:
+def pack(recipe: str, into: Path, include: Sequence[Path] = (), package: Path | None = None) -> Snapshot:
     """Write `into/HASH.tar.gz`: the package under src/, the included files where they lie, and the recipe."""
+    package = package or PACKAGE
     files = {f"src/tidemill/{path.relative_to(package).as_posix()}": path for path in tracked(package)}
     for given in include:
         files |= _included(given)
@@ -40,7 +41,7 @@ def pack(recipe: str, into: Path, include: Sequence[Path] = (), package: Path = 
     into.mkdir(parents=True, exist_ok=True)
     target = into / f"{digest[:12]}.tar.gz"
     aside = target.with_suffix(".tmp")
-    aside.write_bytes(gzip.compress(data, mtime=0))
+    aside.write_bytes(gzip.compress(data, compresslevel=6, mtime=0))
     aside.replace(target)
     return Snapshot(target, digest, len(files) + 1)
 
@@ -49,7 +50,10 @@ def tracked(folder: Path) -> list[Path]:
     """The files under `folder` that git tracks or would add; outside a checkout, every file but caches."""
     try:
         listed = subprocess.run(
-            ["git", "-C", str(folder), "ls-files", "-z", "-co", "--exclude-standard", "."], capture_output=True, check=True, text=True
+            ["git", "-C", str(folder), "ls-files", "-z", "-co", "--exclude-standard", "."],
+            capture_output=True,
+            check=True,
+            text=True,
         ).stdout
     except (OSError, subprocess.CalledProcessError):
         listed = ""

@@ -1,7 +1,7 @@
 """Launch on machines reached by ssh: a hosts file names them, the first is the Ray head and runs the recipe.
 
-A line of the hosts file is `HOST [address=IP]`; HOST is what ssh takes (user@name, or a name of ~/.ssh/config), the address is
-what the other machines reach it by. Lines that begin with # are comments.
+A line of the hosts file is `HOST [address=IP]`; HOST is what ssh takes (user@name, or a name of ~/.ssh/config), the
+address is what the other machines reach it by. Lines that begin with # are comments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tidemill.errors import ConfigError
 from tidemill.launch import detached, place, script
 from tidemill.launch.job import Job, Status
 from tidemill.launch.options import Options, parse
-from tidemill.launch.steps import Command, LaunchError, Step
+from tidemill.launch.steps import Command, LaunchError, Step, Token
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
 
@@ -47,9 +47,10 @@ class Ssh:
         options = parse(SshOptions, job.options, job.where)
         hosts = _hosts(job)
         folder = _folder(job)
-        found: list[Step] = []
+        found: list[Step] = [Token(job.folder / "token")]
         for host in hosts:
             found.append(_on(host, f"mkdir -p {folder}/code && tar -xzf - -C {folder}/code", job.archive))
+            found.append(_on(host, f"umask 077 && cat > {folder}/token", job.folder / "token"))
         for rank, host in enumerate(hosts):
             found.append(_on(host, f"cat > {folder}/job.sh", script.script(options, _variables(options, hosts, rank))))
         return [*found, *(_on(host, detached.start(folder)) for host in hosts)]
@@ -96,6 +97,7 @@ def _host(words: list[str], where: str) -> Host:
 
 def _variables(options: SshOptions, hosts: list[Host], rank: int) -> dict[str, str]:
     told = {place.RANK: str(rank), place.NODES: str(len(hosts))}
+    told[place.TOKEN_PATH] = "../token"  # beside the unpacked code
     return told | {place.HEAD: hosts[0].address, place.HEAD_PORT: str(options.port)}
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import secrets
 import shlex
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +35,24 @@ class File:
     def perform(self) -> str:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(self.text, encoding="utf-8")
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """Write a new random token on this machine, readable by this user alone: what a job's own Ray cluster asks for."""
+
+    path: Path
+
+    def show(self) -> str:
+        return f"# file {self.path}\n(a random token, made when the job is sent)"
+
+    def perform(self) -> str:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # a resumed job keeps its token
+            handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "w") as file:
+                file.write(secrets.token_hex(32))
         return ""
 
 
@@ -81,7 +102,7 @@ class Request:
         return self.send(self.body)
 
 
-Step = File | Command | Request
+Step = File | Token | Command | Request
 
 
 def show(steps: Sequence[Step]) -> str:
