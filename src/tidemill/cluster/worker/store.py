@@ -42,7 +42,7 @@ from tidemill.errors import CollectiveError
 
 KEY_BYTES = 32
 NAME_BYTES = 16
-GONE_S = 5.0  # a store that cannot be reached for so long is given up
+GONE_S = 30.0  # a store that cannot be reached for so long is given up: a busy machine takes seconds to connect
 _dist: Any = dist  # its types do not say what stores it has
 
 
