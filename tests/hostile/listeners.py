@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -39,6 +39,27 @@ class Row:
 def table(page: Path) -> list[Row]:
     lines = re.findall(r"^\| (\w[\w ]*) \| (tcp|unix) \| `([^`]+)` \| ([^|]+) \|", page.read_text(), re.MULTILINE)
     return [Row(process, kind, place, opened_with.strip()) for process, kind, place, opened_with in lines]
+
+
+def files(page: Path) -> dict[str, int]:
+    """Pattern → mode, of the page's other table."""
+    found = re.findall(r"^\| `([^`]+)` \| (0[0-7]{3}) \|", page.read_text(), re.MULTILINE)
+    return {path: int(mode, 8) for path, mode in found}
+
+
+def opened_by_descendants(root: int, under: Sequence[Path]) -> set[Path]:
+    """First entries in these folders that hold a file which a process that comes from `root` has open or mapped."""
+    found: set[str] = set()
+    for pid in _descendants(root):
+        with contextlib.suppress(OSError):
+            found |= set(
+                re.findall(r"^\S+ \S+ \S+ \S+ \d+ +(/.*)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE)
+            )
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    found.add(os.readlink(file))
+    paths = [Path(name) for name in found if name.startswith("/") and not name.endswith("(deleted)")]
+    return {folder / path.relative_to(folder).parts[0] for folder in under for path in paths if folder in path.parents}
 
 
 def of_descendants(root: int) -> set[Listener]:

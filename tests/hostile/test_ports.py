@@ -1,9 +1,13 @@
-"""A run listens where docs/security.md says and nowhere else, on this machine alone, and refuses who has no key."""
+"""A run listens where docs/security.md says and nowhere else, refuses who has no key, and keeps its files to itself."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import stat
+import tempfile
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from tidemill.run.loop import Watcher
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 TABLE = listeners.table(PAGE)
 OWNER, RAYS = "the same user", "Ray's own"
+PUBLIC = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # folders that everybody may write to
 GREETING_BYTES = 64  # a CURVE socket's greeting, or two random numbers: what is said before a key is asked for
 
 # Goes to every place, says what a client without a key can say, and prints how many bytes came back of each.
@@ -62,6 +67,7 @@ class Scan(Watcher):
         self.before = listeners.of_descendants(os.getpid())
         self.answers: dict[Listener, Any] = {}
         self.lost = 0
+        self.files: dict[Path, os.stat_result] = {}
 
     def started(self, workers: Any, first_step: int) -> None:
         self.workers: RemoteWorkers = workers
@@ -73,6 +79,9 @@ class Scan(Watcher):
             said = strangers.told(strangers.start(KNOCK, json.dumps([(x.kind, x.place) for x in asked])))
             self.answers = dict(zip(asked, json.loads(said)))
         self.lost = self.workers.crew.lost_total
+        for path in listeners.opened_by_descendants(os.getpid(), PUBLIC):
+            with contextlib.suppress(FileNotFoundError):
+                self.files[path] = path.lstat()
 
 
 def row_of(found: Listener) -> Row:
@@ -101,21 +110,46 @@ def test_the_page_lists_where_a_run_listens() -> None:
     assert all(row.opened_with for row in TABLE)
 
 
-@pytest.mark.parametrize(
-    "over",
-    [
-        {"rollout": {"tp": 2}},
-        pytest.param({"rollout": {"tp": 2}, "learn": {"parallel": {"fsdp": 2}}}, marks=pytest.mark.slow),
-    ],
-    ids=["engine", "learner"],
-)
-def test_a_run_on_processes_listens_only_where_the_page_says_and_only_here(
-    tmp_path: Path, over: dict[str, Any]
-) -> None:
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Scan, Path]:
+    """A run with an engine of two ranks, on processes, and what was seen of it."""
+    scan, folder = Scan(), tmp_path_factory.mktemp("run")
+    train(folder, scan, train={"steps": 3}, rollout={"tp": 2})
+    return scan, folder
+
+
+def test_a_run_on_processes_listens_only_where_the_page_says_and_only_here(run: tuple[Scan, Path]) -> None:
+    check(run[0], "127.0.0.1")
+    assert not any(row_of(found).opened_with == RAYS for found in run[0].found)
+
+
+def test_a_run_keeps_in_public_folders_only_what_the_page_lists_and_to_itself(run: tuple[Scan, Path]) -> None:
+    scan, folder = run
+    listed = {k.replace("TMP", tempfile.gettempdir()): mode for k, mode in listeners.files(PAGE).items()}
+    own = {p: seen for p, seen in scan.files.items() if p not in folder.parents}
+    assert any(str(p).startswith("/dev/shm/") for p in own) and any(p.name.startswith("tm-") for p in own)
+    for path, seen in own.items():
+        modes = [mode for pattern, mode in listed.items() if fnmatch(str(path), pattern)]
+        assert modes, f"{path} is not in the table of {PAGE.name}"
+        assert stat.S_IMODE(seen.st_mode) in modes and seen.st_uid == os.geteuid(), path
+
+
+def test_the_keys_that_a_run_leaves_are_in_files_of_its_user_alone(run: tuple[Scan, Path]) -> None:
+    for pattern, mode in listeners.files(PAGE).items():
+        if pattern.startswith("RUN/"):
+            path = run[1] / "small" / pattern.removeprefix("RUN/")
+            assert stat.S_IMODE(path.stat().st_mode) == mode, path
+    keys = [(run[1] / "small" / "dock" / "token").read_text()]
+    for file in (run[1] / "small").rglob("*"):
+        if file.is_file() and "dock" not in file.relative_to(run[1]).parts:
+            assert not any(key.encode() in file.read_bytes() for key in keys), f"{file} has a key in it"
+
+
+@pytest.mark.slow
+def test_a_learner_over_ranks_listens_only_where_the_page_says(tmp_path: Path) -> None:
     scan = Scan()
-    train(tmp_path, scan, train={"steps": 3}, **over)
+    train(tmp_path, scan, train={"steps": 3}, learn={"parallel": {"fsdp": 2}})
     check(scan, "127.0.0.1")
-    assert not any(row_of(found).opened_with == RAYS for found in scan.found)
 
 
 @pytest.mark.slow
