@@ -68,6 +68,7 @@ class Scan(Watcher):
         self.answers: dict[Listener, Any] = {}
         self.lost = 0
         self.files: dict[Path, os.stat_result] = {}
+        self.files_before = listeners.opened_by_descendants(os.getpid(), PUBLIC)
 
     def started(self, workers: Any, first_step: int) -> None:
         self.workers: RemoteWorkers = workers
@@ -79,7 +80,7 @@ class Scan(Watcher):
             said = strangers.told(strangers.start(KNOCK, json.dumps([(x.kind, x.place) for x in asked])))
             self.answers = dict(zip(asked, json.loads(said)))
         self.lost = self.workers.crew.lost_total
-        for path in listeners.opened_by_descendants(os.getpid(), PUBLIC):
+        for path in listeners.opened_by_descendants(os.getpid(), PUBLIC) - self.files_before:
             with contextlib.suppress(FileNotFoundError):
                 self.files[path] = path.lstat()
 
