@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -58,6 +57,7 @@ from tidemill.learn.parallel.learner import ParallelLearner
 from tidemill.learn.parallel.model import ParallelModel
 from tidemill.learn.parallel.values import ParallelValueLearner
 from tidemill.models import routing
+from tidemill.models.box import find
 from tidemill.models.load import LoadedModel, load, load_tokenizer, wrap
 from tidemill.recipe.config import Config
 from tidemill.reward.score import Scorer
@@ -311,7 +311,7 @@ def build_worker(task: Assignment, dock: RemoteDock) -> WorkerState:
 def share_of_model(task: Assignment, device: torch.device) -> LoadedModel:
     """What one rank of an engine holds. Its weights come from the learner: none are read here."""
     model, post = task.config.model, task.post
-    folder = task.model_path or (Path(model.path).expanduser() if model.path else None)
+    folder = task.model_path or (find.resolve(model.path) if model.path else None)
     if folder is None:
         loaded = load(model, seed=task.config.seed, device=torch.device("cpu"))
         parallel.cut(loaded.model, post.part, post.group.engine_ranks)
