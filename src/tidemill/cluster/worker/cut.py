@@ -52,11 +52,11 @@ class Calls:
 
     def heard(self) -> str | None:
         """The next one, if it has been made. Never waits: other work may come first."""
-        key = self._key(self.number)
-        if not self.store.check([key]):
+        found = self.store.poll(self._key(self.number))
+        if found is None:
             return None
         self.number += 1
-        return str(self.store.get(key).decode())
+        return str(found.decode())
 
     @staticmethod
     def _key(number: int) -> str:
