@@ -10,6 +10,7 @@ import pytest
 
 from tidemill.cluster.worker.commands import Orders
 from tidemill.cluster.worker.cut import KEPT_CALLS, Calls
+from tidemill.cluster.worker.learners import World
 from tidemill.cluster.worker.store import KeyedStore, StoreServer
 from tidemill.errors import CollectiveError
 
@@ -36,19 +37,25 @@ def rank(store: Any, number: int, wait_s: float = 0.2) -> tuple[Orders, list[str
     made._is_ordered = False
     cluster = SimpleNamespace(collective_s=wait_s)
     made.task = SimpleNamespace(config=SimpleNamespace(cluster=cluster))  # type: ignore[assignment]
-    part = SimpleNamespace(calls=Calls(store, number))
-    made.kit = SimpleNamespace(cut=part, follower=None, workers={"learn": Worker(said)})  # type: ignore[assignment]
+    calls, workers = calls_at(store, number), {"learn": Worker(said)}
+    made.kit = SimpleNamespace(calls=calls, world=calls.world, follower=None, workers=workers)  # type: ignore[assignment]
     return made, said
 
 
+def calls_at(store: Any, number: int) -> Calls:
+    world = World(number, 2)
+    world.store = store
+    return Calls(world)
+
+
 def calls_of(orders: Orders) -> Calls:
-    assert orders.kit.cut is not None
-    return orders.kit.cut.calls
+    assert orders.kit.calls is not None
+    return orders.kit.calls
 
 
 def test_calls_are_heard_once_and_in_their_order() -> None:
     store = open_store()
-    first, other = Calls(store, 0), Calls(store, 1)
+    first, other = calls_at(store, 0), calls_at(store, 1)
     assert other.heard() is None
     heard = []
     for i in range(3 * KEPT_CALLS):
