@@ -21,7 +21,7 @@ from tidemill.cluster.driver.logs import LogStream
 from tidemill.cluster.driver.remote import RemoteWorkers
 from tidemill.errors import ConfigError, TidemillError
 
-pytest.importorskip("zmq")
+pytest.importorskip("msgspec")
 
 
 @pytest.fixture(scope="module")
