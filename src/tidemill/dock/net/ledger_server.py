@@ -20,8 +20,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.batch import GROUP, ID, LENGTH, VERSION
-from tidemill.dock.api import LeaseExpired, Progress
 from tidemill.dock.ledger import requeue as again
 from tidemill.dock.ledger import snapshot
 from tidemill.dock.ledger.counts import Counts
@@ -29,13 +27,12 @@ from tidemill.dock.ledger.records import Grant, Written
 from tidemill.dock.ledger.waiters import ProgressWaiter, Waiter, Waiters
 from tidemill.dock.local import with_waiting
 from tidemill.dock.net import messages as m
-from tidemill.dock.net.compact import pack
+from tidemill.dock.net.answers import granted, ints, of_rows, progress_reply, refusal
 from tidemill.dock.net.journal import Journal
 from tidemill.dock.net.wire import OWNER_BYTES, SEQ
 from tidemill.dock.net.wire_server import WireServer
 from tidemill.dock.setup import DockSetup
 from tidemill.dock.store.catalog import Catalog
-from tidemill.dock.store.segment import SegmentGone
 from tidemill.errors import DockError
 
 log = logging.getLogger("tidemill.dock")
@@ -135,11 +132,11 @@ class LedgerServer:
             message = m.decode_for_ledger(body)
             answer = self._step(client, seq, message, now)
         except DockError as error:
-            answer = _refusal(error)
+            answer = refusal(error)
         except NONSENSE as error:
             # The peer has the token but speaks nonsense: say so, count it, and go on serving the others.
             self._refused += 1
-            answer = _refusal(error)
+            answer = refusal(error)
         if answer is not None:
             self._answer(client, seq, answer)
 
@@ -220,8 +217,8 @@ class LedgerServer:
                 return self._warehouse_step(client, message, now)
 
     def _put(self, client: bytes, seq: bytes, message: m.Put, now: float) -> m.Message | None:
-        rows = len(_ints(message.ids))
-        if len(_ints(message.group)) != rows or (message.sizes is not None and len(_ints(message.sizes)) != rows):
+        rows = len(ints(message.ids))
+        if len(ints(message.group)) != rows or (message.sizes is not None and len(ints(message.sizes)) != rows):
             raise DockError(f"a put of {rows} ids must come with as many groups and sizes")
         if not self._ledger.chunks.has_room(message.tag, rows, message.outputs.nbytes):
             parked = ParkedPut(client, seq, message, now, now + message.wait_s, now - max(0.0, message.waited_s))
@@ -230,8 +227,8 @@ class LedgerServer:
         return self._admit(message, now)
 
     def _admit(self, message: m.Put, now: float) -> m.Message:
-        ids, group = _ints(message.ids), _ints(message.group)
-        sizes = None if message.sizes is None else _ints(message.sizes)
+        ids, group = ints(message.ids), ints(message.group)
+        sizes = None if message.sizes is None else ints(message.sizes)
         written = self._written(message.outputs, len(ids))
         try:
             return m.Done(self._ledger.put(ids, group, sizes, written, message.tag, now))
@@ -249,7 +246,7 @@ class LedgerServer:
                 try:
                     self._answer(put.client, put.seq, self._admit(put.message, now))
                 except (DockError, *NONSENSE) as error:
-                    self._answer(put.client, put.seq, _refusal(error))
+                    self._answer(put.client, put.seq, refusal(error))
                 return True
         return False
 
@@ -258,15 +255,17 @@ class LedgerServer:
         self._ledger.expire(now)
         grant = self._ledger.take(message.stage, want, now, client[:OWNER_BYTES])
         if grant is not None:
-            return self._granted(grant, now)
+            return granted(grant, now, self._catalog)
         if message.wait_s <= 0:
             return m.Nothing()
 
         def answer(given: Grant | DockError | None) -> None:
             if isinstance(given, DockError):
-                self._answer(client, seq, _refusal(given))
+                self._answer(client, seq, refusal(given))
             else:
-                self._answer(client, seq, m.Nothing() if given is None else self._granted(given, time.monotonic()))
+                self._answer(
+                    client, seq, m.Nothing() if given is None else granted(given, time.monotonic(), self._catalog)
+                )
 
         since = now - max(0.0, message.waited_s)
         owner = client[:OWNER_BYTES]
@@ -277,14 +276,14 @@ class LedgerServer:
         self._ledger.expire(now)
         stage, tag, until = message.stage, message.tag, message.until
         if until is None or message.wait_s <= 0 or self._ledger.controller(stage).holds(until, tag):
-            return _progress_reply(self._ledger.progress(stage, tag))
+            return progress_reply(self._ledger.progress(stage, tag))
         self._waiters.watch(
             ProgressWaiter(
                 stage,
                 tag,
                 until,
                 now + message.wait_s,
-                lambda progress: self._answer(client, seq, _progress_reply(progress)),
+                lambda progress: self._answer(client, seq, progress_reply(progress)),
                 client,
             )
         )
@@ -296,39 +295,19 @@ class LedgerServer:
         rows = self._ledger.lease_rows(message.lease, now)
         written = self._written(message.outputs, rows, message.counts)
         try:
-            self._ledger.commit(message.lease, written, _ints(message.drop).tolist(), now)
+            self._ledger.commit(message.lease, written, ints(message.drop).tolist(), now)
         except (DockError, *NONSENSE):
             self._ledger.chunks.freed.append(written.chunk)
             raise
         return m.Done()
 
     def _written(self, outputs: m.Outputs, rows: int, counts: Counts | None = None) -> Written:
-        version, length = _of_rows(outputs.version, np.int32, rows), _of_rows(outputs.length, np.int32, rows)
-        score = _of_rows(outputs.score, np.float32, rows)
+        version, length = of_rows(outputs.version, np.int32, rows), of_rows(outputs.length, np.int32, rows)
+        score = of_rows(outputs.score, np.float32, rows)
         chunk = -1
         if outputs.copies:
             chunk = self._catalog.add(outputs.nbytes, self._catalog.usable(outputs.copies))
         return Written(outputs.columns, chunk, outputs.nbytes, version, length, score, counts)
-
-    def _granted(self, grant: Grant, now: float) -> m.Granted:
-        keys: dict[int, None] = {}
-        pieces = []
-        for piece in grant.pieces:
-            keys.update(dict.fromkeys(piece.keys))
-            where = [at if isinstance(at, int) else pack(at) for at in (piece.chunks, piece.places)]
-            pieces.append(m.WirePiece(piece.part, *where))
-        return m.Granted(
-            rows=grant.rows,
-            lease=grant.lease,
-            lease_s=grant.deadline - now,
-            columns=grant.columns,
-            ids=pack(grant.meta[ID]),
-            group=pack(grant.meta[GROUP]),
-            version=pack(grant.meta[VERSION]),
-            length=pack(grant.meta[LENGTH]),
-            pieces=tuple(pieces),
-            chunks=tuple(self._catalog.at(key) for key in keys),
-        )
 
     # -- warehouses --------------------------------------------------------------------------------------------------
 
@@ -435,17 +414,6 @@ class LedgerServer:
         self._journal.open()
 
 
-def _progress_reply(progress: Progress) -> m.ProgressReply:
-    return m.ProgressReply(progress.pending, progress.ready, progress.leased)
-
-
-def _refusal(error: Exception) -> m.Refused:
-    if not isinstance(error, DockError):
-        return m.Refused("error", f"the ledger cannot read this message: {error}", "use matching versions")
-    kind = "lease" if isinstance(error, LeaseExpired) else "gone" if isinstance(error, SegmentGone) else "error"
-    return m.Refused(kind, error.message, error.remedy)
-
-
 def _next_epoch(folder: Path) -> int:
     """Raised with every start: leases and answers from before are told apart."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -455,16 +423,3 @@ def _next_epoch(folder: Path) -> int:
     scratch.write_text(str(epoch))
     os.replace(scratch, path)
     return epoch
-
-
-def _ints(raw: bytes) -> npt.NDArray[np.int64]:
-    return np.frombuffer(raw, np.int64)
-
-
-def _of_rows(raw: bytes | None, dtype: Any, rows: int) -> npt.NDArray[Any] | None:
-    if raw is None:
-        return None
-    array = np.frombuffer(raw, dtype)
-    if len(array) != rows:
-        raise DockError(f"{len(array)} values came for {rows} rows")
-    return array
