@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -20,11 +21,13 @@ from tidemill.dock.address import Address
 from tidemill.dock.client import RemoteDock
 from tidemill.dock.net import messages as m
 from tidemill.dock.net.caller import Caller
-from tidemill.dock.net.process import SETUP_FILE, TOKEN_FILE
+from tidemill.dock.net.process import LEDGER_FOLDER, SETUP_FILE, TOKEN_FILE
 from tidemill.dock.net.wire import SOCKET_FILE, address_of, check_host, listen, listen_locally
 from tidemill.dock.setup import DockSetup
 from tidemill.errors import DockError
 from tidemill.graph import Stage
+
+log = logging.getLogger("tidemill.dock")
 
 START_S = 60.0
 STOP_S = 5.0
@@ -150,6 +153,12 @@ class DockServer:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         token = _token(self.folder / TOKEN_FILE)
         (self.folder / SETUP_FILE).write_text(setup.to_json())
+        if (self.folder / LEDGER_FOLDER).exists():
+            log.warning(
+                "%s holds a dock from before, and this goes on from it: ids that it has seen are not entered again; "
+                "for a fresh dock, name a fresh folder",
+                self.folder,
+            )
         # Held open here, so that the ledger comes back at the same place whoever else would like to have it.
         self._listeners = listen(host), listen_locally(self.folder)
         self.address = Address(address_of(self._listeners[0]), token, str(self.folder.absolute() / SOCKET_FILE))

@@ -27,7 +27,7 @@ from typing import Any
 
 from tidemill.dock.setup import DockSetup
 
-SETUP_FILE, TOKEN_FILE = "setup.json", "token"
+SETUP_FILE, TOKEN_FILE, LEDGER_FOLDER = "setup.json", "token", "ledger"
 SHORT_LIFE_S, PAUSE_S = 0.5, 0.02  # a child that ends so soon is not followed at once: it may be the first of many
 _PR_SET_PDEATHSIG = 1
 
@@ -99,7 +99,7 @@ def serve(arguments: list[str], ledger_server: ModuleType, warehouse_server: Mod
     server: Any
     if kind == "ledger":
         listeners = [socket.socket(fileno=int(file)) for file in arguments[3].split(",")]
-        server = ledger_server.LedgerServer(setup, folder / "ledger", token, listeners)
+        server = ledger_server.LedgerServer(setup, folder / LEDGER_FOLDER, token, listeners)
     else:
         name, ledger = arguments[3], arguments[4]
         server = warehouse_server.WarehouseServer(setup, name, folder / name, token, host, ledger)
