@@ -19,7 +19,9 @@ from tidemill.device.graph import CapturedGraph
 from tidemill.rollout.native.cache import PageStore
 from tidemill.rollout.native.draw.sampling import Drawn
 from tidemill.rollout.native.draw.steering import Steering
-from tidemill.rollout.native.forward.fused import FusedKernels, FusedRunner
+from tidemill.rollout.native.forward.fused import FusedKernels
+from tidemill.rollout.native.forward.routes import RouteRecorder
+from tidemill.rollout.native.forward.runner import CapturableRunner
 from tidemill.rollout.native.pending import Fetch
 from tidemill.rollout.native.scheduler import Sequence as Tenant
 
@@ -94,16 +96,17 @@ class _Context:
 
     def __init__(self, store: PageStore, kernels: FusedKernels, bucket: Bucket) -> None:
         self.store, self.kernels, self.bucket = store, kernels, bucket
-        if bucket.kind.has_drafts:
-            last = (bucket.length - 1).long()
-            page = bucket.table.gather(1, (last // store.page_size).unsqueeze(1)).squeeze(1)
-            self.place = page.long(), last % store.page_size
+        self.place: tuple[Tensor, Tensor] | None = None
+        if bucket.kind.has_drafts:  # rows of one sequence must see each other, and run at the same time
+            self.place = _place(bucket, store.page_size)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         keys, values = self.store.layer(layer, k, v)
-        if self.bucket.kind.has_drafts:  # rows of one sequence must see each other, and run at the same time
+        if self.place is None and self.kernels.reads_cache(k, v):
+            self.place = _place(self.bucket, self.store.page_size)
+        if self.place is not None:
             self.store.write(layer, k, v, *self.place)
         bucket, scales = self.bucket, self.store.scales.get(layer)
         return self.kernels.attend(
@@ -111,10 +114,19 @@ class _Context:
         )
 
 
+def _place(bucket: Bucket, page_size: int) -> tuple[Tensor, Tensor]:
+    """Page and offset of each row's newest token."""
+    last = (bucket.length - 1).long()
+    page = bucket.table.gather(1, (last // page_size).unsqueeze(1)).squeeze(1)
+    return page.long(), last % page_size
+
+
 class GraphDecoder:
-    def __init__(self, runner: FusedRunner, store: PageStore, slots: Any, vocab: int) -> None:
-        self.runner, self.store, self.slots, self.vocab = runner, store, slots, vocab
-        self.kernels = cast(DrawKernels, runner.kernels)
+    def __init__(
+        self, runner: CapturableRunner, store: PageStore, slots: Any, vocab: int, routes: RouteRecorder | None = None
+    ) -> None:
+        self.runner, self.store, self.slots, self.vocab, self.routes = runner, store, slots, vocab, routes
+        self.kernels = cast(DrawKernels, runner.device_kernels)
         self.device = store.device
         self.most = len(slots.active)
         self.state = SlotState(self.most, self.device)
@@ -258,7 +270,11 @@ class GraphDecoder:
     def _logits(self, bucket: Bucket) -> Tensor:
         ids = bucket.ids.long() if bucket.kind.has_drafts else self.state.latest[bucket.slot.long()]
         context = _Context(self.store, self.kernels, bucket)
-        return self.runner.forward(ids, (bucket.length - 1).long(), context, None)
+        positions = (bucket.length - 1).long()
+        if self.routes is None:
+            return self.runner.forward(ids, positions, context, None)
+        run = lambda routed: self.runner.forward(ids, positions, routed, None)  # noqa: E731
+        return self.routes.forward(run, context, *_place(bucket, self.store.page_size))
 
     def _step(self, bucket: Bucket) -> tuple[Tensor, ...]:
         return self._draw(bucket.kind, self._logits(bucket), bucket.source, bucket.slot, bucket.position)
