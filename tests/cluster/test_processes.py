@@ -25,7 +25,7 @@ from tidemill.errors import TidemillError
 from tidemill.run import start as launch
 from tidemill.run import trained
 
-pytest.importorskip("msgspec")
+pytest.importorskip("zmq")
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from tidemill.cluster.driver.placement import PlacementError
 from tidemill.cluster.driver.remote import RemoteWorkers
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'tidemill[cluster]'")
-pytest.importorskip("msgspec")
+pytest.importorskip("zmq")
 pytestmark = pytest.mark.slow  # every worker imports torch anew
 
 STEPS = {"steps": 3}

@@ -6,7 +6,7 @@ import pytest
 
 from tidemill import bench
 
-pytest.importorskip("msgspec")
+pytest.importorskip("zmq")
 
 
 @pytest.mark.slow

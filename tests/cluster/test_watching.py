@@ -21,7 +21,7 @@ from tidemill.cluster.driver.logs import LogStream
 from tidemill.cluster.driver.remote import RemoteWorkers
 from tidemill.errors import ConfigError, TidemillError
 
-pytest.importorskip("msgspec")
+pytest.importorskip("zmq")
 
 
 @pytest.fixture(scope="module")
