@@ -6,7 +6,7 @@ length, the number of its request, the body; over TCP also a keyed hash over the
 connection, so that nobody on the way can change, repeat or leave out one. Nothing is encrypted. A request that is sent
 again has the same number, and is answered as it was the first time.
 
-A round trip takes 0.012 ms over the Unix socket and 0.022 over loopback TCP. ZeroMQ, which wakes four threads for it,
+A round trip takes 0.018 ms over the Unix socket and 0.028 over loopback TCP. ZeroMQ, which wakes four threads for it,
 took 0.09.
 """
 
