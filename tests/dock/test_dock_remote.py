@@ -271,3 +271,11 @@ def test_a_dock_does_not_listen_to_the_whole_world():
     for host in ("0.0.0.0", "*", ""):
         with pytest.raises(DockError, match="every interface"):
             DockServer(DockSetup(LEARN), host=host)
+
+
+def test_a_memory_smaller_than_a_segment_is_used_all_the_same(tmp_path):
+    with DockServer(DockSetup(LEARN, memory_bytes=8 << 20), tmp_path) as server:
+        dock = server.connect()
+        dock.put(rows([1]))
+        assert dock.take("learn", Want(rows=1), wait=20).batch.values("id").tolist() == [1]
+        dock.close()

@@ -67,7 +67,9 @@ class WarehouseServer:
         self.node = name
         self._is_shared = is_shared
         self.key, place, numbers = _claim_identity(place)
-        self._arena = Arena(place, folder / spill_name(self.key), memory_bytes, setup.segment_bytes, numbers)
+        # A memory smaller than a segment is cut into smaller ones: else no writer would ever get any.
+        segment_bytes = setup.segment_bytes if setup.segment_bytes <= memory_bytes else memory_bytes // 4
+        self._arena = Arena(place, folder / spill_name(self.key), memory_bytes, segment_bytes, numbers)
         if is_shared:
             for orphan in remove_orphans(place.parent):
                 log.warning("removed %s, which no warehouse has used for long", orphan)

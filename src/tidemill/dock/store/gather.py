@@ -1,7 +1,4 @@
-"""From stored chunks to one batch: views where the rows lie together in one chunk, else a single copy.
-
-`assemble` is the fast path; `assemble_plainly` says the same in a few lines and is what tests compare it with.
-"""
+"""From stored chunks to one batch: views where the rows lie together in one chunk, else a single copy."""
 
 from __future__ import annotations
 
@@ -95,19 +92,6 @@ def assemble(grant: Grant, chunks: Mapping[int, StoredColumns], allocate: Alloca
         if parts not in runs:
             runs[parts] = _runs(grant, parts, name, chunks)
         columns[name] = _column(name, runs[parts], chunks, grant.rows, allocate)
-    return Batch(columns)
-
-
-def assemble_plainly(grant: Grant, chunks: Mapping[int, StoredColumns]) -> Batch:
-    columns = meta_columns(grant)
-    pieces = [piece.of_rows(grant.rows) for piece in grant.pieces]
-    for name in (name for name in grant.columns if name not in META):
-        rows = []
-        for i in range(grant.rows):
-            holders = [(c[i], p[i]) for c, p in pieces if c[i] >= 0 and name in chunks[int(c[i])]]
-            chunk, place = holders[-1]
-            rows.append(chunks[int(chunk)][name].gather(np.array([place])))
-        columns[name] = Column.concat(rows)
     return Batch(columns)
 
 
