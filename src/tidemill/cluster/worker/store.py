@@ -29,16 +29,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from tidemill.cluster.report import StoreAddress
-from tidemill.dock.net.wire import (
-    RESEND_S,
-    SEQ,
-    Doorkeeper,
-    bound_address,
-    calling_socket,
-    check_host,
-    listening_socket,
-    new_identity,
-)
+from tidemill.cluster.worker.curve import Doorkeeper, bound_address, calling_socket, listening_socket
+from tidemill.dock.net.caller import RESEND_S
+from tidemill.dock.net.wire import SEQ, check_host
 from tidemill.errors import CollectiveError
 
 KEY_BYTES = 32
@@ -308,7 +301,7 @@ class _Line:
 
     def __init__(self, where: StoreAddress) -> None:
         context: zmq.Context[Any] = zmq.Context.instance()
-        self._socket = calling_socket(context, where.key, new_identity(), where.address)
+        self._socket = calling_socket(context, where.key, b"c" + os.urandom(15), where.address)
         self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._lost: float | None = time.monotonic()  # since when nobody who has the key is at the other end
         self._number, self._asked, self._sent = 0, (b"", b""), 0.0
