@@ -28,7 +28,7 @@ from tidemill.cluster.start.forkserver import Forks
 from tidemill.cluster.start.handle import Starter, WorkerLost
 from tidemill.dock import DockState
 from tidemill.errors import TidemillError
-from tidemill.flow.records import Evaluation
+from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.tally import Counted, together
 from tidemill.flow.workers import Rewound
 from tidemill.graph import Graph
@@ -381,7 +381,10 @@ class RemoteWorkers:
                 with contextlib.suppress(WorkerLost):
                     self.crew.call(member, "write_samples", step, own, self.path / "samples.jsonl")
 
-    def evaluate(self, size: int, samples: int) -> Evaluation:
+    def activity(self) -> Activity | None:
+        return None
+
+    def evaluate(self, size: int, samples: int, tell: Callable[[Activity], None] = lambda activity: None) -> Evaluation:
         # A running mean of the weights is the learner's own.
         group = LEARNER if self.placement.is_colocated or self.config.learn.ema else ROLLOUT
         while True:

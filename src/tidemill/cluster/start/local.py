@@ -29,11 +29,11 @@ from tidemill.errors import ConfigError
 from tidemill.estimate import handover as turns
 from tidemill.flow.ahead import Ahead, OpenStep, staleness_limit
 from tidemill.flow.beside import Beside, EveryStep
-from tidemill.flow.evaluate import averaged, decoder, evaluate
+from tidemill.flow.evaluate import averaged, decoder, evaluate, revealer
 from tidemill.flow.feed import FEEDS, Feed
 from tidemill.flow.handover import Away, Handover, state_of, take_turns
 from tidemill.flow.learning import LearnWorker
-from tidemill.flow.records import Evaluation
+from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.reference import ReferenceKeeper
 from tidemill.flow.rewarding import RewardWorker
 from tidemill.flow.rolling import RolloutWorker
@@ -59,6 +59,12 @@ from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import RolloutEngine
 from tidemill.rollout.make import make_engine
 from tidemill.run.trained import keep_definition
+
+DOING = {  # what a stage is called while it works
+    "reward": "scoring", "reference": "asking the reference", "advantage": "comparing rewards", "learn": "learning",
+    "old_logprobs": "scoring under the old policy", "teacher": "asking the teacher", "values": "asking the critic",
+    "learn_values": "teaching the critic",
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -102,7 +108,9 @@ class LocalWorkers:
 
     def _step(self, number: int, stop: Callable[[], bool]) -> None:
         at_boundary = self.feed.state()
+        self.feed.stop = stop
         self.begin(number)
+        self.feed.stop = lambda: False  # rows that replace dropped groups belong to a step that has begun
         try:
             SCHEDULES[self.config.flow.schedule](self.stages, self.learn, stop, stall_s=2 * self.config.flow.lease_s)
         except Stopped:
@@ -116,11 +124,22 @@ class LocalWorkers:
         return together(counted) | {"version": float(self.learner.version)}
 
     def write_samples(self, step: int, metrics: MetricsWriter) -> None:
-        kept = sorted(self.kept_samples, key=lambda sample: sample["id"])  # not in the order rewards came back
+        # Those on which a reward failed first; not in the order rewards came back.
+        kept = sorted(self.kept_samples, key=lambda sample: ("error" not in sample, sample["id"]))
         metrics.samples(step, kept[: self.config.observe.samples_per_step])
         self.kept_samples.clear()
 
-    def evaluate(self, size: int, samples: int) -> Evaluation:
+    def activity(self) -> Activity | None:
+        state = self.dock.state()
+        rolled = state.stages.get("rollout")
+        if self.learn.has_begun or rolled is None:
+            return Activity("learning", state.stages["learn"].done, state.rows)
+        if rolled.done < state.rows:
+            return Activity("rolling out", rolled.done, state.rows)
+        waiting = next((name for name, c in state.stages.items() if c.ready or c.leased), "learn")
+        return Activity(DOING.get(waiting, waiting), state.stages[waiting].done, state.rows)
+
+    def evaluate(self, size: int, samples: int, tell: Callable[[Activity], None] = lambda activity: None) -> Evaluation:
         self.turns.rolling()
         with averaged(self.learner, self.engine):
             return evaluate(
@@ -132,6 +151,7 @@ class LocalWorkers:
                 self.config,
                 size=size,
                 samples=samples,
+                tell=tell,
             )
 
     def begin(self, step: int) -> OpenStep:
@@ -240,7 +260,7 @@ def start(config: Config, model_path: Path | None = None) -> LocalWorkers:
     check_window(config, loaded)
     with contextlib.ExitStack() as undo:
         scorer = undo.enter_context(Scorer(config.rewards, device=config.device))
-        encode = PromptTokens(loaded.tokenizer, config.data)
+        encode = PromptTokens(loaded.tokenizer, config.data, config.rollout.max_new_tokens)
         feed = FEEDS[algorithm.input_kind](training, config, encode, algorithm.greedy_rows)
         train = config.train
         updates = train.steps * train.updates_per_step * train.passes_per_step
@@ -315,7 +335,9 @@ def start(config: Config, model_path: Path | None = None) -> LocalWorkers:
 
         makers: dict[str, Callable[[], Worker]] = {
             "rollout": rollout,
-            "reward": lambda: RewardWorker(dock, scorer, decoder(loaded.tokenizer), tally, kept.append),
+            "reward": lambda: RewardWorker(
+                dock, scorer, decoder(loaded.tokenizer), tally, kept.append, revealer(loaded.tokenizer)
+            ),
             "old_logprobs": lambda: ScoreWorker("old_logprobs", "old_logprobs", dock, learner, config, tally),
             "teacher": lambda: ScoreWorker(
                 "teacher",
@@ -393,7 +415,14 @@ def check_window(config: Config, loaded: LoadedModel) -> None:
         )
 
 
-def evaluate_trained(loaded: LoadedModel, config: Config, *, size: int, samples: int) -> Evaluation:
+def evaluate_trained(
+    loaded: LoadedModel,
+    config: Config,
+    *,
+    size: int,
+    samples: int,
+    tell: Callable[[Activity], None] = lambda activity: None,
+) -> Evaluation:
     """Measure a model that is not being trained."""
     _, held_out = open_source(config.data, config.seed)
     with Scorer(config.rewards, device=config.device) as scorer:
@@ -406,4 +435,5 @@ def evaluate_trained(loaded: LoadedModel, config: Config, *, size: int, samples:
             config,
             size=size,
             samples=samples,
+            tell=tell,
         )

@@ -35,7 +35,7 @@ from tidemill.errors import ConfigError
 from tidemill.estimate import handover as turns
 from tidemill.estimate.handover import HandedOver
 from tidemill.flow.ahead import Ahead
-from tidemill.flow.evaluate import averaged, decoder, evaluate
+from tidemill.flow.evaluate import averaged, decoder, evaluate, revealer
 from tidemill.flow.feed import FEEDS, Feed
 from tidemill.flow.handover import Handover, state_of, take_turns
 from tidemill.flow.records import Evaluation
@@ -276,7 +276,7 @@ def build_worker(task: Assignment, dock: RemoteDock) -> WorkerState:
             kit.follows = True
     if post.feeds:
         training, _ = open_source(config.data, config.seed)
-        encode = PromptTokens(kit.tokenizer, config.data)
+        encode = PromptTokens(kit.tokenizer, config.data, config.rollout.max_new_tokens)
         kit.feed = FEEDS[algorithm.input_kind](training, config, encode, algorithm.greedy_rows)
         kit.open_feed()
     if "reward" in post.stages:
@@ -405,7 +405,8 @@ def _makers(kit: WorkerState) -> dict[str, Callable[[], Worker]]:
 
     def reward() -> Worker:
         assert kit.scorer is not None
-        return RewardWorker(dock, kit.scorer, decoder(kit.tokenizer), tally, kit.kept_samples.append)
+        texts = decoder(kit.tokenizer)
+        return RewardWorker(dock, kit.scorer, texts, tally, kit.kept_samples.append, revealer(kit.tokenizer))
 
     def rollout() -> Worker:
         assert kit.engine is not None
