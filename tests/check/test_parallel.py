@@ -63,7 +63,8 @@ def test_experts_are_counted_from_the_folder(tmp_path: Path) -> None:
 
 
 def test_settings_that_need_whole_tensors_are_refused_on_several_ranks() -> None:
-    assert "none would do" in found({"fsdp": 2}, fp8="rowwise")
+    assert "learn.fp8=none" in found({"tp": 2}, fp8="rowwise")
+    assert not found({"fsdp": 2}, fp8="rowwise")
     assert "whole rows" in found({"tp": 2}, lora_rank=4, dora=True)
     assert found({"fsdp": 2}, lora_rank=4, dora=True) == ""
     for fits in ({"optimizer": "muon"}, {"moments": "int8"}, {"lora_rank": 4}, {"ema": 0.9}):
