@@ -80,11 +80,6 @@ def test_mlps_computed_again_in_a_pipeline_are_refused_where_routes_come_with_th
     assert found({"pp": 2}, mixture, recompute="full", moe=moe) == found({"fsdp": 2}, mixture, recompute="mlp", moe=moe)
 
 
-def test_a_narrow_reference_is_refused_on_several_ranks_in_place_of_being_kept_whole() -> None:
-    config = Config.model_validate({"learn": {"parallel": {"fsdp": 2}}, "algorithm": {"kl": {"weights": "int8"}}})
-    assert "same would do" in "\n".join(problems(config, ModelSettings.model_validate({"tiny": TINY})))
-
-
 def test_a_critic_is_refused_where_it_cannot_be_cut() -> None:
     def words(sizes: dict[str, int], **critic: Any) -> str:
         own = Config.model_validate({"learn": {"parallel": sizes}, "algorithm": {"name": "ppo", "critic": critic}})
