@@ -37,7 +37,7 @@ from tidemill.learn.meter import mismatch
 from tidemill.learn.model import ALONE, MeshModel, Row, nothing, pieces_of
 from tidemill.learn.optim.make import learning_rate, optimizer_of, plain_state, restored
 from tidemill.learn.optim.muon import MatrixRanks
-from tidemill.learn.packing import PackedBatch
+from tidemill.learn.packing import Ints, PackedBatch
 from tidemill.learn.parallel import adapters
 from tidemill.learn.parallel.collectives import make_links
 from tidemill.learn.parallel.cuts import local, renamed
@@ -118,39 +118,34 @@ class Learner(MeshModel):
 
     def accumulate(self, batch: Batch) -> None:
         """Add the gradient of these samples (complete groups, the same on every rank) to the update's."""
-        batch = batch.merge({"weight": local_weights(batch, self.config)})
         self._whole += whole(batch, self.config)
-        teaches = self._teaches(batch)
-        with self.pace.busy():
-            self._learn(batch.gather(np.flatnonzero(teaches)))
-            with torch.no_grad():  # for the metrics: these rows have no gradient
-                self._learn(batch.gather(np.flatnonzero(~teaches)))
+        self._add(batch, self._dealt)
 
     def accumulate_own(self, batch: Batch | None) -> None:
         """The same where each data-parallel rank has samples (complete groups) of its own, or none at all.
 
         Every rank calls it as often as the others, unless it computes alone; ranks of one tensor, context or pipeline
         group give the same."""
+        self._own_whole += 0.0 if batch is None else whole(batch, self.config)
+        self._add(batch, self._own_rows)
+
+    def _add(self, batch: Batch | None, deal: Callable[[Batch | None, bool], list[Ints]]) -> None:
+        """`deal` gives the rows of this rank's micro-batches. Rows that cannot have a gradient are scored for the
+        metrics and spared the backward pass."""
         if batch is not None:
             batch = batch.merge({"weight": local_weights(batch, self.config)})
-            self._own_whole += whole(batch, self.config)
         teaches = self._teaches(batch) if batch is not None else np.zeros(0, np.bool_)
         with self.pace.busy():
             for is_taught in (True, False):
                 rows = np.flatnonzero(teaches == is_taught)
                 own = batch.gather(rows) if batch is not None and len(rows) else None
                 with torch.set_grad_enabled(is_taught):
-                    self._play(own, self._own_rows(own, self.algorithm.input_kind == "pairs"))
+                    self._play(own, deal(own, self.algorithm.input_kind == "pairs"))
 
     def _teaches(self, batch: Batch) -> Kept:
         return self.algorithm.teaches(batch, self.config)
 
-    def _learn(self, batch: Batch) -> None:
-        """Every rank comes here with the same rows, so all agree on how many micro-batches there are."""
-        if batch.rows:
-            self._play(batch, self._dealt(batch, self.algorithm.input_kind == "pairs"))
-
-    def _play(self, batch: Batch | None, dealt: list[Any]) -> None:
+    def _play(self, batch: Batch | None, dealt: list[Ints]) -> None:
         """Micro-batches one after another, or through the pipeline; one without rows is a filler."""
         parts = (batch.gather(rows) if batch is not None and len(rows) else None for rows in dealt)
         if self.pipeline is not None:
