@@ -420,10 +420,9 @@ class RemoteWorkers:
     ) -> None:
         whole = {"feed": self.feed_state} | state
         learners = self.crew.learners()
-        writers = learners if self.placement.learners.is_cut else learners[:1]
         order = (folder.resolve(), step, whole, best, metric, step >= self.config.train.steps)
         try:
-            self.crew.call_all(writers, "save", lambda _: order)
+            self.crew.call_all(learners, "save", lambda _: order)
         except WorkerLost as lost:
             self.crew.pump(0.5)
             self.check_learners()
@@ -455,7 +454,7 @@ class RemoteWorkers:
 
     def _settle(self) -> None:
         """Whatever ends the run, a checkpoint that is under way is finished."""
-        if self._is_up and self.placement.learners.is_cut and not self._lost_learner:
+        if self._is_up and not self._lost_learner:
             try:
                 self.crew.call_all(self.crew.learners(), "settle", lambda _: (), SETTLE_S)
             except (TidemillError, WorkerLost) as error:
