@@ -63,7 +63,8 @@ def test_experts_are_counted_from_the_folder(tmp_path: Path) -> None:
 
 
 def test_settings_that_need_whole_tensors_are_refused_on_several_ranks() -> None:
-    assert "none would do" in found({"fsdp": 2}, fp8="rowwise")
+    assert "learn.fp8=none" in found({"tp": 2}, fp8="rowwise")
+    assert not found({"fsdp": 2}, fp8="rowwise")
     assert "whole rows" in found({"tp": 2}, lora_rank=4, dora=True)
     assert found({"fsdp": 2}, lora_rank=4, dora=True) == ""
     for fits in ({"optimizer": "muon"}, {"moments": "int8"}, {"lora_rank": 4}, {"ema": 0.9}):
@@ -77,11 +78,6 @@ def test_mlps_computed_again_in_a_pipeline_are_refused_where_routes_come_with_th
     mixture = {"tiny": {**TINY, "architecture": "qwen3_moe"}}
     assert "learn.recompute=full would do" in found({"pp": 2}, mixture, recompute="mlp", moe=moe)
     assert found({"pp": 2}, mixture, recompute="full", moe=moe) == found({"fsdp": 2}, mixture, recompute="mlp", moe=moe)
-
-
-def test_a_narrow_reference_is_refused_on_several_ranks_in_place_of_being_kept_whole() -> None:
-    config = Config.model_validate({"learn": {"parallel": {"fsdp": 2}}, "algorithm": {"kl": {"weights": "int8"}}})
-    assert "same would do" in "\n".join(problems(config, ModelSettings.model_validate({"tiny": TINY})))
 
 
 def test_a_critic_is_refused_where_it_cannot_be_cut() -> None:

@@ -93,10 +93,6 @@ def test_settings_that_work_pass():
         ),
         ("learn.lora_rank=4 & algorithm.kl.reset_every=5", "0 would do, or learn.lora_rank=0"),
         (
-            "learn.parallel.fsdp=2 & algorithm.kl.coef=0.1 & algorithm.kl.target=0.1",
-            "algorithm.kl.place=reward would do",
-        ),
-        (
             "cluster.executor=ray & cluster.placement=separated & algorithm.kl.coef=1 & algorithm.kl.target=1",
             "does not steer; cluster.placement.reference=colocated would do",
         ),

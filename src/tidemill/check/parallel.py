@@ -216,12 +216,10 @@ def _pairs(config: Config) -> Iterator[str]:
         yield "observe.dump is set, but gradients and weights are shown by one rank only; leave it out"
     if config.train.profile:
         yield "train.profile is set, but the trace would show the driver and none of the ranks; leave it out"
-    if learn.fp8 != "none":
-        yield f"learn.fp8 is {learn.fp8}, whose products are one rank's only; none would do"
-    if config.algorithm.kl.weights != "same":
+    if learn.fp8 != "none" and parallel.tp > 1:
         yield (
-            f"algorithm.kl.weights is {config.algorithm.kl.weights}, but over ranks a reference keeps the weights' own "
-            "dtype; same would do"
+            f"learn.fp8 is {learn.fp8}, whose scales need whole factors, but learn.parallel.tp is {parallel.tp}; "
+            "1 would do, or learn.fp8=none"
         )
     if config.rollout.batch_invariant:
         yield "rollout.batch_invariant is set, which one rank alone can promise; false would do"

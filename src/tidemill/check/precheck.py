@@ -137,11 +137,6 @@ def _reference(config: Config, _: ModelSettings) -> Iterator[str]:
             f"algorithm.kl.target is {kl.target}, but a reference apart from the learners does not steer; "
             "cluster.placement.reference=colocated would do"
         )
-    if kl.target is not None and kl.place == "loss" and cluster.executor == "local" and config.learn.parallel.ranks > 1:
-        yield (
-            f"algorithm.kl.target is {kl.target}, which steers a coefficient in the loss of one rank here; "
-            "algorithm.kl.place=reward would do, or cluster.executor=processes"
-        )
     if config.algorithm.kl.reset_every and config.learn.lora_rank:
         yield (
             f"algorithm.kl.reset_every is {config.algorithm.kl.reset_every}, but with learn.lora_rank the reference is "

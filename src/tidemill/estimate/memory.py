@@ -125,13 +125,14 @@ def host_bytes(config: Config, shape: Shape, parameters: int | None = None) -> i
 
 
 def checkpoint_bytes(config: Config, shape: Shape, parameters: int | None = None) -> int:
-    """On disk: weights, the optimizer's state, the critic's own, a running mean, a reference that moves."""
+    """On disk: what is learned (weights, or adapters alone), the optimizer's state, the critic's own, a running mean, a
+    reference that moves."""
     learn, algorithm, width = config.learn, config.algorithm, BYTES[config.model.dtype]
     count, adapters = parameters or shape.parameters or 0, adapter_parameters(shape, learn)
     trained = adapters or count
-    one = (count + adapters) * width + int(trained * optimizer_bytes(learn, width))
+    one = trained * width + int(trained * optimizer_bytes(learn, width))
     has_critic = algorithm.name in CRITICS and algorithm.critic.trunk == "own"
-    mean = 4 * trained + (count * width if adapters else 0)  # of adapters also what weights come to with it
+    mean = 4 * trained
     return (1 + has_critic) * one + bool(learn.ema) * mean + bool(algorithm.kl.reset_every) * count * width
 
 

@@ -328,8 +328,9 @@ def start(config: Config, model_path: Path | None = None) -> LocalWorkers:
         learn = LearnWorker(dock, learner, config, tally, critic=learn_values)
 
         def reference() -> Any:
-            """On the learner's ranks too, unless it moves with the policy, which is done in this process."""
-            if ranked is not None and not config.algorithm.kl.reset_every:
+            """On the learner's ranks too, unless it moves with the policy or is rounded, which is done here."""
+            kl = config.algorithm.kl
+            if ranked is not None and not kl.reset_every and kl.weights == "same":
                 return ranked.reference(model_path)
             return MeshModel(freeze(loaded.model, config.algorithm.kl.weights), config, is_ready=True)
 
