@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.skipif(bool(slurm_cluster.missing()), reason=f"not installed: {', '.join(slurm_cluster.missing())}"),
     pytest.mark.timeout(1500),
 ]
-SRC = str(Path(recipes.__file__).resolve().parents[2] / "src")
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +39,11 @@ def slurm() -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def launched(folder: Path, name: str, nodes: int, steps: int) -> jobs.Job:
+def launched(folder: Path, name: str, nodes: int, steps: int, **more: str) -> jobs.Job:
     recipe = recipes.write(folder)
     # Two nodes on one machine: each offers few cores and a small object store.
     env = {"OMP_NUM_THREADS": "1", "TIDEMILL_NODE_CPUS": "2", "TIDEMILL_NODE_STORE_BYTES": str(80 << 20)}
-    given = {"nodes": nodes, "python": sys.executable, "cpus_per_task": 1, "warn_s": 30, "env": env}
+    given = {"nodes": nodes, "python": sys.executable, "cpus_per_task": 1, "warn_s": 30, "env": env, **more}
     return send.send(send.prepare(str(recipe), [f"name={name}", f"train.steps={steps}"], "slurm", given))
 
 
@@ -97,3 +96,14 @@ def test_a_requeued_job_goes_on_where_it_was(slurm: Path) -> None:
     wait_until(job, lambda: send.status(job.name)[1].state == "done")
     assert steps_of(job) == list(range(1, 61))
     assert "restarted 1 times" in send.status(job.name)[1].detail
+
+
+def test_a_job_near_its_time_limit_saves_and_goes_back_into_the_queue(slurm: Path) -> None:
+    job = launched(slurm, "limited", nodes=1, steps=5000, time="2")
+    wait_until(job, lambda: "restarted 1 times" in send.status(job.name)[1].detail)
+    made = len(steps_of(job))
+    wait_until(job, lambda: len(steps_of(job)) > made)
+    send.stop(job.name)
+    wait_until(job, lambda: send.status(job.name)[1].state == "stopped")
+    assert "the run was stopped and saved" in send.logs(job.name, 200)
+    assert made > 0 and steps_of(job) == list(range(1, len(steps_of(job)) + 1))
