@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from tidemill import doctor
 from tidemill.device import hints
 from tidemill.estimate import ranks_memory
-from tidemill.estimate import run as estimate
+from tidemill.models.shape import shape_of
 from tidemill.recipe import load as recipe
 
 FITTING = ["data.max_prompt_tokens=64", "rollout.max_new_tokens=64", "device=cpu"]
@@ -104,8 +104,8 @@ def test_an_engine_over_several_devices_is_judged_by_its_share() -> None:
     found = {f.area: f for f in alone}["recipe rollout"]
     assert found.status == "ok" and "a share of an engine over 2" in found.what
     settings = recipe.load("quickstart", ["model.warm_start=none", *over]).config
-    shape = estimate.shape_of(settings.model)
+    shape = shape_of(settings.model)
     assert shape is not None
-    sizes = ranks_memory.Sizes.dense(shape)
+    sizes = shape
     (whole, token), (half, less) = (ranks_memory.engine_share(settings, sizes, tp) for tp in (1, 2))
     assert whole == sizes.total * 4 and half == (sizes.total + sizes.embedding) * 2 and less == token // 2

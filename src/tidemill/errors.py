@@ -70,3 +70,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """'; did you mean X or Y?' or nothing."""
     close = nearest(name, known)
     return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def human(size: float) -> str:
+    """Bytes for people: 512 B, 34 kB, 1.2 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size) < 999.5:
+            return f"{size:.0f} {unit}" if size >= 10 or unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

@@ -10,6 +10,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tidemill.algorithms import registry
+from tidemill.estimate import plan as plans
 from tidemill.observe import curve
 from tidemill.observe.progress import Progress, clock_text, percent
 from tidemill.recipe import load as recipe
@@ -72,7 +74,7 @@ def doctor_table(findings: Sequence[Finding]) -> RenderableType:
 def plan_table(config: Config, parameters: int | None = None) -> RenderableType:
     """What the batch settings come to, before training."""
     table = _table("", "", "how")
-    for label, value, how in recipe.plan(config, parameters):
+    for label, value, how in plans.plan(config, parameters):
         table.add_row(Text(label), Text(value, style="bold"), Text(how, style="dim"))
     return table
 
@@ -178,7 +180,7 @@ def ending(console: Console, config: Config, folder: Path, summary: Summary) -> 
 
 def _curve_of(config: Config, summary: Summary) -> tuple[str, list[float]]:
     """The loop keeps a run without rewards as minus its loss."""
-    if config.algorithm.name == "sft":
+    if registry.of(config).input_kind != "prompts":
         return "loss", [-v for v in summary.rewards]
     return "reward", list(summary.rewards)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tidemill.algorithms.kl import adapted
+from tidemill.algorithms.shared.kl import adapted
 from tidemill.errors import ConfigError
 from tidemill.flow.learning import LearnWorker
 from tidemill.flow.scoring import AdvantageWorker, ScoreWorker

@@ -17,8 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tidemill.errors import CheckpointError
-from tidemill.estimate.run import human
+from tidemill.errors import CheckpointError, human
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.algorithms.aggregate import local_weights, whole
 from tidemill.algorithms.api import Algorithm, Kept, Stat, Stats, TokenBatch, total
+from tidemill.algorithms.shared.aggregate import local_weights, whole
 from tidemill.batch import Batch, Column
 from tidemill.learn.ema import MERGED_MEAN, Ema
 from tidemill.learn.gradients import Gradients

@@ -1,7 +1,7 @@
 """Recipes: a whole run as a YAML file, which may extend another, with overrides from the command line.
 
-`load` gives the validated config and where each setting came from; `check` refuses what cannot work before any model
-is loaded. Mappings merge over what they extend; lists and values replace.
+`load` gives the validated config and where each setting came from. Mappings merge over what they extend; lists and
+values replace.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tidemill.check import precheck
 from tidemill.errors import ConfigError, did_you_mean
-from tidemill.estimate import plan as plans
 from tidemill.recipe import dialect, schema
 from tidemill.recipe.config import Config, ModelSettings, Section
 from tidemill.recipe.layer import Given, Layer, flatten, from_one, lay_over, parse_overrides, unflatten
@@ -61,23 +59,6 @@ def load(recipe: str | Path | Mapping[str, Any] | Config | LoadedRecipe, overrid
     if problems or config is None:
         raise ConfigError(as_list(problems), SEE_KEYS)
     return LoadedRecipe(config, _sources(config, given), path)
-
-
-def check(config: Config) -> None:
-    """Refuse, in one message, everything that can be known to fail before a model is loaded."""
-    try:
-        model = model_of(config)
-        problems = []
-    except ConfigError as error:
-        model, problems = config.model, [f"model.warm_start: {error.message}"]
-    problems += precheck.problems(config, model)
-    if problems:
-        raise ConfigError(as_list(problems))
-
-
-def plan(config: Config, parameters: int | None = None) -> list[tuple[str, str, str]]:
-    """What the batch settings come to: label, value, how it is worked out."""
-    return plans.plan(config, model_of(config), parameters)
 
 
 def model_of(config: Config) -> ModelSettings:

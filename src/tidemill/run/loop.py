@@ -206,6 +206,7 @@ def warm_start(config: Config, folder: RunFolder, watch: Watcher) -> Path | None
     made = folder.path / "warm_start" / "model"
     if (made / "config.json").exists():
         return made
+    from tidemill.check import precheck
     from tidemill.recipe import load as recipe
 
     own = recipe.load(
@@ -214,7 +215,7 @@ def warm_start(config: Config, folder: RunFolder, watch: Watcher) -> Path | None
         + ([f"threads={config.threads}"] if config.threads else []),
     ).config
     watch.noted(f"warm start: {own.about or own.name}")
-    recipe.check(own)
+    precheck.check(own)
     with RunFolder.create(own) as inner, closing(start(own, warm_start(own, inner, watch), inner)) as workers:
         summary = train_loop(own, inner, workers, watch, None)
         if summary.is_stopped:

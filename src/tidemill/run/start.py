@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tidemill.check import precheck, rules
 from tidemill.errors import ConfigError, TidemillError
 from tidemill.recipe import load as recipes
 from tidemill.recipe.config import Config
@@ -26,7 +27,10 @@ def train(
     watch: Watcher | None = None,
 ) -> Summary:
     loaded = recipe if isinstance(recipe, recipes.LoadedRecipe) else recipes.load(recipe, overrides)
-    recipes.check(loaded.config)
+    precheck.check(loaded.config)
+    if watch is not None:
+        for line in rules.unread(loaded.config):
+            watch.noted(line)
     with RunFolder.create(loaded.config, loaded.sources) as folder:
         if folder.moved is not None and watch is not None:
             watch.noted(f"an older run of this name is now {folder.moved}")

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from tidemill.algorithms.aggregate import local_weights, whole
 from tidemill.algorithms.api import Algorithm, Kept, Stat, Stats, total
+from tidemill.algorithms.shared.aggregate import local_weights, whole
 from tidemill.batch import Batch
 from tidemill.learn.ema import MERGED_MEAN, Ema
 from tidemill.learn.engine import Scores, on_host, token_batch

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tidemill.models import routing, rowwise
+from tidemill.models import families, routing, rowwise
 from tidemill.models.attention.registry import Context, attention_window
 from tidemill.rollout.native.forward import mixture
 from tidemill.rollout.native.forward.mixture import Mixture
@@ -24,10 +24,7 @@ from tidemill.rollout.native.kernels import Kernels
 FEW_ROWS, LARGE_WEIGHT = 6, 1 << 16
 # Classes whose layer is: norm, attention with rotary positions, norm, gated SiLU. Qwen3 also norms queries and keys.
 # Mixtures of the same form have a router and experts where others have the gated layer.
-FAMILY = (
-    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
-    "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM",
-)  # fmt: skip
+FAMILY = tuple(f"{prefix}ForCausalLM" for prefix in families.llama_forms(mixtures=True).values())
 # Rotary tables that depend on nothing but the position; "dynamic" and "longrope" look at the sequence's length.
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
