@@ -1,6 +1,7 @@
 import importlib.util
 import json
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -109,3 +110,23 @@ def test_an_engine_over_several_devices_is_judged_by_its_share() -> None:
     sizes = shape
     (whole, token), (half, less) = (ranks_memory.engine_share(settings, sizes, tp) for tp in (1, 2))
     assert whole == sizes.total * 4 and half == (sizes.total + sizes.embedding) * 2 and less == token // 2
+
+
+@pytest.mark.parametrize(
+    ("address", "here", "is_told"),
+    [
+        ("auto", ("cpu", 0), True),  # no cluster runs here
+        ("local", ("cuda", 4), True),
+        ("local", ("cuda", 8), False),
+        ("head:6379", ("cpu", 0), False),  # whose devices are not here
+    ],
+)
+def test_a_recipe_for_devices_that_are_not_here_is_said_not_to_work_here(monkeypatch, address, here, is_told):
+    monkeypatch.setattr(doctor.device, "count", lambda: here)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(doctor, "CURRENT_CLUSTER", Path("/none"))
+    found = by_area(doctor.examine(recipe.load("full/qwen3-8b-h100", [f"cluster.address={address}"])))
+    assert ("recipe devices" in found) == is_told
+    if is_told:
+        assert found["recipe devices"].status == "bad" and "it cannot work here" in found["recipe devices"].what
+        assert not doctor.is_healthy(list(found.values()))

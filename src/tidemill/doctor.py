@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import re
 import shutil
@@ -49,6 +50,7 @@ EXTRAS = {
     "dev": ("`make test`", ("pytest", "hypothesis", "ruff", "mypy")),
 }
 ENGINES = {"vllm": "rollout.engine=vllm"}
+CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")  # where Ray notes the one that runs on this machine
 LITTLE_DISK, LITTLE_MEMORY = 2 * 10**9, 2 * 10**9
 
 
@@ -216,7 +218,7 @@ def _on_paper(config: Config, shape: ModelShape) -> Iterator[Finding]:
 
 def _devices_here(config: Config) -> Iterator[Finding]:
     """Whether the devices that the recipe is written for are here, unless it joins a cluster that runs elsewhere."""
-    is_elsewhere = config.cluster.executor == "ray" and config.cluster.address != "local"
+    is_elsewhere = config.cluster.executor == "ray" and _is_cluster_running(config.cluster.address)
     sizes, cluster, kind = config.learn.parallel, config.cluster, config.device.partition(":")[0]
     is_for_cpu = kind == "cpu" or (kind == "auto" and sizes.device_gb is None)
     if is_elsewhere or is_for_cpu:
@@ -233,8 +235,15 @@ def _devices_here(config: Config) -> Iterator[Finding]:
         "recipe devices",
         f"it cannot work here: it is written for {wanted} devices{each}, and this machine has {seen}",
         "bad",
-        "run it where they are; with cluster.executor=ray and cluster.address it joins a cluster",
+        "run it where they are, or name a running cluster with cluster.address=HOST:PORT",
     )
+
+
+def _is_cluster_running(address: str) -> bool:
+    """Whether Ray would join a cluster; `auto` finds the one that this machine is part of."""
+    if address in ("local", "auto"):
+        return address == "auto" and ("RAY_ADDRESS" in os.environ or CURRENT_CLUSTER.exists())
+    return True
 
 
 def _ranks(config: Config, shape: ModelShape) -> Iterator[Finding]:

@@ -58,7 +58,7 @@ class Critic(Section):
     trunk: Literal["own", "shared"] = Field(
         "own", description="the critic's decoder: a copy that learns, or the policy's own, with only a head learned"
     )
-    lr: float | None = Field(None, ge=0, description="the critic's learning rate; none: learn.lr")
+    lr: float | None = Field(None, ge=0, le=10, description="the critic's learning rate; none: learn.lr")
     parallel: ParallelSettings | None = Field(
         None, description="sizes by which the critic is cut over the learner's ranks; none: as the learner"
     )

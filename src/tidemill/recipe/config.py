@@ -7,38 +7,14 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from tidemill.recipe.algorithm import KL, AlgorithmSettings, Covariance, Critic, Overlong, Preference
-from tidemill.recipe.section import ParallelSettings, Section
+from tidemill.recipe.section import ParallelSettings, Places, Rate, Rows, Section, Temperature
 
 __all__ = [
-    "KL",
-    "VLLM",
-    "AlgorithmSettings",
-    "Checkpoint",
-    "Cluster",
-    "Config",
-    "Covariance",
-    "Critic",
-    "CurriculumSettings",
-    "Data",
-    "EnvironmentSettings",
-    "Eval",
-    "Flow",
-    "Learn",
-    "Mixture",
-    "ModelSettings",
-    "Observe",
-    "Overlong",
-    "ParallelSettings",
-    "PlacementSettings",
-    "Preference",
-    "Reshard",
-    "RewardSpec",
-    "Rewards",
-    "Rollout",
-    "Section",
-    "TinyModel",
-    "Train",
-]  # fmt: skip
+    "KL", "VLLM", "AlgorithmSettings", "Checkpoint", "Cluster", "Config", "Covariance", "Critic",
+    "CurriculumSettings", "Data", "EnvironmentSettings", "Eval", "Flow", "Learn", "Mixture", "ModelSettings",
+    "Observe", "Overlong", "ParallelSettings", "PlacementSettings", "Preference", "Reshard", "RewardSpec",
+    "Rewards", "Rollout", "Section", "TinyModel", "Train",
+]  # fmt: skip  # fmt: skip
 DType = Literal["float32", "bfloat16"]
 
 
@@ -112,18 +88,18 @@ class Data(Section):
     chat: Literal["auto", "on", "off"] = Field(
         "auto", description="use the tokenizer's chat template; auto: when it has one"
     )
-    max_prompt_tokens: int = Field(1024, ge=1, description="a longer prompt is a bad row")
+    max_prompt_tokens: Places = Field(1024, description="a longer prompt is a bad row")
     on_bad_row: Literal["fail", "skip"] = Field("fail", description="what a row that cannot be used does to the run")
     shuffle: bool = Field(True, description="new order each pass over the data")
 
 
 class Train(Section):
     steps: int = Field(100, ge=1, description="steps of the whole run")
-    prompts_per_step: int = Field(16, ge=1, description="prompts that enter each step")
-    samples_per_prompt: int = Field(8, ge=1, description="responses made of each prompt (a group)")
-    updates_per_step: int = Field(1, ge=1, description="optimizer updates made of one step's samples")
-    tokens_per_microbatch: int = Field(16384, ge=1, description="most tokens in one forward and backward pass")
-    passes_per_step: int = Field(1, ge=1, description="times each sample is learned from (inner epochs)")
+    prompts_per_step: Rows = Field(16, description="prompts that enter each step")
+    samples_per_prompt: Rows = Field(8, description="responses made of each prompt (a group)")
+    updates_per_step: Rows = Field(1, description="optimizer updates made of one step's samples")
+    tokens_per_microbatch: Places = Field(16384, description="most tokens in one forward and backward pass")
+    passes_per_step: Rows = Field(1, description="times each sample is learned from (inner epochs)")
     stop_at_accuracy: float | None = Field(
         None, ge=0, le=1, description="end early once held-out accuracy reaches this"
     )
@@ -141,8 +117,8 @@ class VLLM(Section):
 
 class Rollout(Section):
     engine: Literal["native", "hf", "vllm"] = Field("native", description="what makes the tokens")
-    max_new_tokens: int = Field(256, ge=1, description="longest response")
-    temperature: float = Field(1.0, ge=0, description="of sampling; 0 is greedy")
+    max_new_tokens: Places = Field(256, description="longest response")
+    temperature: Temperature = Field(1.0, description="of sampling; 0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus of sampling")
     top_k: int = Field(0, ge=0, description="most likely tokens kept; 0: all")
     min_p: float = Field(0.0, ge=0, le=1, description="least probability kept, relative to the most likely token's")
@@ -150,7 +126,7 @@ class Rollout(Section):
     tp: int = Field(
         1, ge=1, description="ranks, one device each, that share one engine (tensor parallel); of cluster.rollouts each"
     )
-    concurrent: int = Field(256, ge=1, description="most sequences decoded at once")
+    concurrent: Rows = Field(256, description="most sequences decoded at once")
     page_size: int | None = Field(
         None, ge=1, description="tokens per page of the key/value cache; none: what the engine measured best"
     )
@@ -243,7 +219,7 @@ class Mixture(Section):
 
 
 class Learn(Section):
-    lr: float = Field(1e-6, ge=0, description="learning rate")
+    lr: Rate = Field(1e-6, description="learning rate")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="of the learning rate after warm-up"
     )
@@ -340,7 +316,7 @@ class Eval(Section):
     every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after")
     size: int = Field(200, ge=0, description="held-out problems used; 0: no evaluation")
     samples: int = Field(1, ge=1, description="sampled answers per problem, for pass@k")
-    temperature: float = Field(1.0, ge=0, description="of the sampled answers")
+    temperature: Temperature = Field(1.0, description="of the sampled answers")
     before: bool = Field(True, description="evaluate before the first step")
     after: bool = Field(True, description="evaluate after the last step")
 

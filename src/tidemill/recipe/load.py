@@ -164,6 +164,7 @@ def _explain(error: Mapping[str, Any], given: Mapping[str, Given]) -> str:
     close = did_you_mean(str(got), key.choices) if key and key.choices and isinstance(got, str) else ""
     quoting = "; put it in quotes" if key and key.is_text and isinstance(got, int | float) else ""
     wants = key.wants if key else error["msg"]
+    wants = wants.replace("a number", "a finite number", 1) if error["type"] == "finite_number" else wants
     return f"{dotted} is {_shown(got)} ({where}), but wants {wants}{close}{quoting}"
 
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+
+def bounded(reason: str, **bounds: float) -> Any:
+    """Say why a number has the bounds that it has."""
+    return Field(**bounds, json_schema_extra={"reason": reason})
+
+
+Rows = Annotated[int, bounded("a step's rows are held in memory: more than a million are several", ge=1, le=10**6)]
+Places = Annotated[int, bounded("places in a sample are 32-bit numbers", ge=1, le=2**31)]
+Rate = Annotated[float, bounded("one update of a larger rate destroys any model", ge=0, le=10)]
+Temperature = Annotated[float, bounded("above it sampling is uniform over the vocabulary", ge=0, le=100)]
 
 
 class ParallelSettings(Section):

@@ -45,11 +45,15 @@ def find(model_type: str) -> Family:
     return replace(_read(max(after, key=len)), name=model_type, llama_form="") if after else Family(model_type)
 
 
-@cache
 def llama_forms(mixtures: bool = False) -> dict[str, str]:
     """Families whose layers are Llama's, with the prefix of their classes; with those that have experts, or without."""
-    known = [one for one in map(_read, names()) if one.llama_form and (mixtures or not one.experts)]
-    return {one.name: one.llama_form for one in known}
+    return _forms(tuple(names()), mixtures)
+
+
+@cache
+def _forms(known: tuple[str, ...], mixtures: bool) -> dict[str, str]:
+    forms = [one for one in map(_read, known) if one.llama_form and (mixtures or not one.experts)]
+    return {one.name: one.llama_form for one in forms}
 
 
 def _read(name: str) -> Family:

@@ -3,5 +3,9 @@
 from tidemill.models.families import Family
 
 FAMILY = Family(
-    name="qwen3_moe", llama_form="Qwen3Moe", has_head_norms=True, experts="num_experts", small={"norm_topk_prob": True}
+    name="qwen3_moe",
+    llama_form="Qwen3Moe",
+    has_head_norms=True,
+    experts="num_experts",
+    small={"norm_topk_prob": True},
 )
