@@ -13,9 +13,9 @@ class Section(BaseModel):
     )
 
 
-def bounded(reason: str, **bounds: float) -> Any:
+def bounded(reason: str, ge: float, le: float) -> Any:
     """Say why a number has the bounds that it has."""
-    return Field(**bounds, json_schema_extra={"reason": reason})
+    return Field(ge=ge, le=le, json_schema_extra={"reason": reason})
 
 
 Rows = Annotated[int, bounded("a step's rows are held in memory: more than a million are several", ge=1, le=10**6)]
