@@ -38,8 +38,7 @@ class Beside:
 
     @property
     def waits(self) -> bool:
-        counts = self.dock.state().stages[self.name]
-        return counts.ready + counts.leased > 0
+        return not self.dock.progress(self.name).is_idle
 
     def poll(self) -> bool:
         if self._thread is None:

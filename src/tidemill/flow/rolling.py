@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,7 +60,6 @@ class RolloutWorker:
         self.peers = 1  # rollout workers that share the work, this one included
         self.my_turn = at_any_time  # called before the engine works
         self.finished = 0  # groups
-        self._renewed = time.monotonic()
 
     def begin(self, first_group: int, tag: str | None) -> None:
         """Makes samples of whatever step's rows are there."""
@@ -77,7 +75,6 @@ class RolloutWorker:
             return moved
         self.my_turn()
         self._take_up_weights()
-        self._renew_leases()
         with self.tally.time(self.name):
             finished = self.engine.step()
         self.take_in(finished)
@@ -115,12 +112,11 @@ class RolloutWorker:
         most = 2 * self.config.rollout.concurrent
         if self.peers == 1 or self._making() >= most:
             return most
-        counts = self.dock.state().stages[self.name]
-        return min(most, -(-(counts.ready + counts.leased) // self.peers))
+        return min(most, -(-self.dock.progress(self.name).pending // self.peers))
 
     def _let_go(self) -> None:
         """What is someone else's now, because it came too late here, is not made any further."""
-        for group in [g for g, rolling in self.rolling.items() if getattr(rolling.lease, "is_lost", False)]:
+        for group in [g for g, rolling in self.rolling.items() if rolling.lease.is_lost]:
             del self.rolling[group]
             for id in (group, GREEDY_ID + group):
                 self.engine.cancel(id)
@@ -130,13 +126,6 @@ class RolloutWorker:
             resumed = self.weights.take_up()
             if resumed:
                 self.tally.add("resumed_samples", float(resumed))
-
-    def _renew_leases(self) -> None:
-        """A long sample may take longer than a lease lasts."""
-        if time.monotonic() - self._renewed > self.config.flow.lease_s / 4:
-            self._renewed = time.monotonic()
-            for rolling in self.rolling.values():
-                rolling.lease.renew()
 
     def _requests(self, group: int, batch: Batch) -> list[Request]:
         """The group's rows; those marked greedy, which others are compared with, apart from the drawn ones."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tidemill.batch import Batch
-from tidemill.dock import Counts, Dock, Lease, LeaseExpired
+from tidemill.dock import Counts, Lease, LeaseExpired
 
 
 class Worker(Protocol):
@@ -41,12 +41,6 @@ def committed(
     except LeaseExpired:
         return False
     return True
-
-
-def rows_of(dock: Dock, tag: str | None) -> int:
-    """Rows of a step that are in the dock, wherever they stand."""
-    state = dock.state()
-    return state.rows if tag is None else state.tags.get(tag, 0)
 
 
 def stacks_of(workers: list[Worker], since: float) -> str:

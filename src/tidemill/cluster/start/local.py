@@ -275,6 +275,7 @@ def start(config: Config, model_path: Path | None = None) -> LocalWorkers:
             lease_s=config.flow.lease_s,
             max_staleness=staleness_limit(config),
             stale="requeue",
+            renews=True,
         )
         dump = None
         if config.observe.dump:

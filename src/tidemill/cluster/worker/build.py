@@ -23,7 +23,6 @@ from tidemill.cluster.worker.cut import Calls, CutLearnWorker, CutScoreWorker, T
 from tidemill.cluster.worker.engine_ranks import Follower, LeadEngine, Notes, engine_groups
 from tidemill.cluster.worker.kept_tally import KeptTally
 from tidemill.cluster.worker.learners import RankLearnWorker, World
-from tidemill.cluster.worker.lease_keeper import KeptDock
 from tidemill.cluster.worker.state import others, restore_others
 from tidemill.cluster.worker.weights import Follow
 from tidemill.data.prompts import PromptTokens
@@ -32,6 +31,7 @@ from tidemill.device import determinism
 from tidemill.device.collective import backend
 from tidemill.dock import Dock
 from tidemill.dock.address import Address
+from tidemill.dock.client import RemoteDock
 from tidemill.errors import ConfigError
 from tidemill.estimate import handover as turns
 from tidemill.estimate.handover import HandedOver
@@ -108,7 +108,7 @@ class WorkerState:
     stages: tuple[str, ...]
     config: Config
     algorithm: Algorithm
-    dock: KeptDock
+    dock: RemoteDock
     tally: KeptTally
     world: World
     device: torch.device
@@ -221,7 +221,7 @@ class WorkerState:
         self.learner.restore(tensors, state["learner"])
         restore_others(self.critic, self.keeper, tensors, state)
 
-    def reconnect(self, dock: KeptDock, tally: KeptTally) -> None:
+    def reconnect(self, dock: RemoteDock, tally: KeptTally) -> None:
         """The same models and engine at another dock: nothing is held, nothing counted."""
         self.dock.close()
         self.tally.close()
@@ -258,7 +258,7 @@ def counts_of(task: Assignment, dock: Address) -> KeptTally:
     return KeptTally(task.logs / f"{task.post.name}.counts", dock.ledger)
 
 
-def build_worker(task: Assignment, dock: KeptDock) -> WorkerState:
+def build_worker(task: Assignment, dock: RemoteDock) -> WorkerState:
     config, post = task.config, task.post
     torch.set_num_threads(config.threads or 1)  # several processes share the node's cores
     if config.deterministic:

@@ -14,7 +14,6 @@ from tidemill.cluster.assignment import Assignment, WeightLink
 from tidemill.cluster.worker import weights
 from tidemill.cluster.worker.build import WorkerState, build_worker, counts_of, cut, share_engine
 from tidemill.cluster.worker.cut import ORDER
-from tidemill.cluster.worker.lease_keeper import KeptDock
 from tidemill.dock.address import Address
 from tidemill.dock.client import RemoteDock
 from tidemill.errors import CollectiveError
@@ -45,9 +44,9 @@ class Orders:
         self._stores: dict[str, Any] = {}
         self.is_leaving = False  # the dock is no longer there, or soon will not be
 
-    def _dock(self, address: Address) -> KeptDock:
-        self._remote, self._ledger = RemoteDock(address, self.task.node), address.ledger
-        return KeptDock(self._remote, self.task.config.cluster.lease_s)
+    def _dock(self, address: Address) -> RemoteDock:
+        self._remote, self._ledger = RemoteDock(address, self.task.node, renews=True), address.ledger
+        return self._remote
 
     # Looking
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from tidemill.batch import GROUP, Batch
 from tidemill.cluster.worker.learners import RankLearnWorker, World
-from tidemill.cluster.worker.lease_keeper import KeptDock
 from tidemill.dock import Dock, Lease, Want
 from tidemill.errors import CollectiveError, DockError
 from tidemill.flow.learning import LearnWorker
@@ -160,7 +159,7 @@ class CutLearnWorker(RankLearnWorker):
 
     def __init__(
         self,
-        dock: KeptDock,
+        dock: Dock,
         learner: ParallelLearner,
         config: Config,
         tally: Tally,
@@ -182,13 +181,13 @@ class CutLearnWorker(RankLearnWorker):
     def poll(self) -> bool:
         if self.is_done or not (self.team.is_leader or self.has_updated):
             return False
-        state = self.dock.state()
-        moved = self.team.is_leader and self._take(state)
+        before = self._progress()
+        moved = self.team.is_leader and self._take(before)
         if self.has_updated:
             return self._end() or moved
         if not self.calls.is_first:
             return moved
-        if not moved and self._is_all_leased(state) and self._has_critic_ended():
+        if not moved and before.is_all_leased and self._has_critic_ended():
             return self._call("finish")
         if moved and self._fills_microbatch():
             self._call("ready")
@@ -208,7 +207,7 @@ class CutLearnWorker(RankLearnWorker):
         if not self.team.is_leader:
             return None
         if not self.calls.is_first:
-            self._take(self.dock.state())
+            self._take(self._progress())
         groups, rows = super()._word() or ([], 0)
         return groups, -1 if self._has_lost() else rows
 
