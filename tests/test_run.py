@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tidemill.errors import ConfigError, TidemillError
+from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe import load as recipe
-from tidemill.run.folder import RunFolder
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,8 @@ def test_two_writers_of_one_run_are_refused_but_a_reader_is_not():
 
 def test_a_killed_writer_blocks_nobody():
     code = (
-        "import os, signal; from tidemill.recipe import load as recipe; from tidemill.run.folder import RunFolder\n"
+        "import os, signal\n"
+        "from tidemill.recipe import load as recipe; from tidemill.observe.run_folder import RunFolder\n"
         "run = RunFolder.create(recipe.load({'name': 'x'}).config)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -87,7 +88,7 @@ def test_a_killed_writer_blocks_nobody():
 def test_a_killed_writers_orphan_blocks_nobody():
     code = (
         "import os, signal, time\n"
-        "from tidemill.recipe import load as recipe; from tidemill.run.folder import RunFolder\n"
+        "from tidemill.recipe import load as recipe; from tidemill.observe.run_folder import RunFolder\n"
         "run = RunFolder.create(recipe.load({'name': 'x'}).config)\n"
         "child = os.fork()\n"
         "if child == 0:\n    time.sleep(60)\n"
@@ -136,5 +137,5 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
 
 def test_run_folders_need_no_torch():
     subprocess.run(
-        [sys.executable, "-c", "import sys, tidemill.run.folder; assert 'torch' not in sys.modules"], check=True
+        [sys.executable, "-c", "import sys, tidemill.observe.run_folder; assert 'torch' not in sys.modules"], check=True
     )

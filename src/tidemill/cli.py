@@ -54,8 +54,8 @@ def sft(recipe: Recipe = "quickstart-sft", overrides: Overrides = None) -> None:
 def resume(run: Run) -> None:
     """Go on with a run that was stopped or killed, from its last good checkpoint."""
     from tidemill import show
+    from tidemill.observe.run_folder import RunFolder
     from tidemill.run import start as launch
-    from tidemill.run.folder import RunFolder
 
     config = RunFolder.open(run, exclusive=False).config
     watch = show.RunWatcher(console, config)
@@ -206,7 +206,7 @@ def diff(
     """Name the first step, stage and tensor in which two runs differ (observe.dump=[steps] keeps what it compares)."""
     import json
 
-    from tidemill.observe import diff as differences
+    from tidemill.run import diff as differences
 
     found = differences.compare(one, other)
     print(json.dumps(found.as_dict()) if as_json else differences.render(found))
@@ -282,7 +282,7 @@ def scale(run: Run, rollouts: Annotated[int, typer.Option(help="rollout workers 
 
 
 def _folder_of(run: Path) -> Path:
-    from tidemill.run.folder import RunFolder
+    from tidemill.observe.run_folder import RunFolder
 
     return RunFolder.open(run, exclusive=False).path
 

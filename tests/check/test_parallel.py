@@ -10,9 +10,9 @@ import pytest
 
 from tidemill.check import parallel as sizes
 from tidemill.check import rules
-from tidemill.check.parallel import world_problem
 from tidemill.check.precheck import problems as all_problems
 from tidemill.recipe.config import Config, ModelSettings, ParallelSettings
+from tidemill.recipe.ranks import world_problem
 
 
 def problems(config: Config, model: ModelSettings) -> list[str]:
@@ -105,11 +105,11 @@ def test_a_critic_is_refused_where_it_cannot_be_cut() -> None:
 
 
 def test_a_world_of_another_size_is_refused_with_the_size_that_fits() -> None:
-    assert world_problem(ParallelSettings(fsdp=2, tp=2), 4) is None
+    assert world_problem(ParallelSettings(fsdp=2, tp=2), 4) == ""
     problem = world_problem(ParallelSettings(fsdp=2, tp=2), 8)
-    assert problem is not None and "learn.parallel.fsdp=4 would do" in problem
+    assert "learn.parallel.fsdp=4 would do" in problem
     problem = world_problem(ParallelSettings(tp=3), 8)
-    assert problem is not None and "must divide 8" in problem
+    assert "must divide 8" in problem
 
 
 def test_the_check_runs_with_all_others() -> None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tidemill.check.sizes import divisors, either, undivided, unfit
+from tidemill.check.sizes import undivided, unfit
+from tidemill.errors import either
 from tidemill.models import families
 from tidemill.models.shape import ModelShape, shape_of
 from tidemill.recipe.config import Config, ModelSettings, ParallelSettings
+from tidemill.recipe.ranks import divisors, folding_problem
 
 
 def problems(config: Config, model: ModelSettings) -> Iterator[str]:
@@ -25,21 +27,6 @@ def problems(config: Config, model: ModelSettings) -> Iterator[str]:
         yield from _engine(config, shape)
 
 
-def world_problem(parallel: ParallelSettings, world: int) -> str | None:
-    """Why these sizes do not make a world of that many ranks, or None."""
-    problem = next(size_problems(parallel, None), None)
-    if problem is not None or parallel.ranks == world:
-        return problem
-    product = " × ".join(f"{name} {getattr(parallel, name)}" for name in ("replicate", "fsdp", "cp", "tp", "pp"))
-    rest = parallel.ranks // parallel.fsdp
-    fit = (
-        f"learn.parallel.fsdp={world // rest} would do"
-        if world % rest == 0
-        else f"the others come to {rest}, which must divide {world}"
-    )
-    return f"learn.parallel needs {parallel.ranks} ranks ({product}), but there are {world}; {fit}"
-
-
 def _beside(key: str, sizes: ParallelSettings, learners: ParallelSettings, shape: ModelShape | None) -> Iterator[str]:
     """Another model on the learner's ranks, by sizes of its own."""
     if sizes.ranks != learners.ranks:
@@ -50,10 +37,8 @@ def _beside(key: str, sizes: ParallelSettings, learners: ParallelSettings, shape
 
 def size_problems(parallel: ParallelSettings, shape: ModelShape | None) -> Iterator[str]:
     """Of the sizes themselves, and against the model where it is known."""
-    shard = parallel.fsdp * parallel.cp
-    if shard % parallel.ep:
-        what = f"fsdp × cp = {shard}, the ranks it lies over"
-        yield undivided("learn.parallel.ep", parallel.ep, what, divisors(shard))
+    if folding := folding_problem(parallel):
+        yield folding
     if shape is None:
         return
     if not shape.is_latent:

@@ -10,8 +10,8 @@ from tidemill import device
 from tidemill.algorithms import registry as algorithms
 from tidemill.check import algorithm, parallel, rules
 from tidemill.check.model_folder import folder_problems
-from tidemill.check.sizes import divisors, either, longest_in_words, undivided, unfit, window_problems
-from tidemill.errors import ConfigError, TidemillError, did_you_mean, human
+from tidemill.check.sizes import longest_in_words, undivided, unfit, window_problems
+from tidemill.errors import ConfigError, TidemillError, did_you_mean, either, human
 from tidemill.estimate import run as estimate
 from tidemill.estimate.memory import checkpoint_bytes
 from tidemill.estimate.run import longest
@@ -19,6 +19,7 @@ from tidemill.models import families
 from tidemill.models.shape import shape_of
 from tidemill.recipe.config import Config, ModelSettings
 from tidemill.recipe.load import as_list, model_of
+from tidemill.recipe.ranks import divisors
 
 LONGEST_NAME = 200  # bytes; file systems stop at 255, and runs moved aside get a suffix
 Check = Callable[[Config, ModelSettings], Iterator[str]]

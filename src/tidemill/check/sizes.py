@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from tidemill.errors import either
 from tidemill.estimate.run import longest
 from tidemill.models.shape import ModelShape
 from tidemill.recipe.config import Config
-
-MOST_SUGGESTED = 256
 
 
 def undivided(key: str, value: int, what: str, fit: Sequence[int] | str) -> str:
@@ -32,14 +31,3 @@ def window_problems(config: Config, whose: str, shape: ModelShape | None) -> Ite
     room = shape.window - config.rollout.max_new_tokens
     fix = f"data.max_prompt_tokens={room} would do" if room > 0 else "lower rollout.max_new_tokens"
     yield f"{whose} {shape.window} tokens, less than a sample may have: {longest_in_words(config)}; {fix}"
-
-
-def divisors(n: int) -> list[int]:
-    return [i for i in range(1, min(n, MOST_SUGGESTED) + 1) if n % i == 0] or [1]
-
-
-def either(values: Sequence[object]) -> str:
-    words = [str(v) for v in values] or ["1"]
-    if len(words) > 8:
-        words = [*words[:4], "…", *words[-3:]]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -19,6 +19,7 @@ from tidemill.recipe import config as settings
 
 hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # of shards being read and written: a run has its own display
 
+DEFINITION = "model"  # in a run's folder: config.json and tokenizer, without weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -99,6 +100,13 @@ def save_folder(model: Any, tokenizer: Any, folder: Path) -> None:
     own = {name: tensor for name, tensor in state.items() if not name.endswith(f".{routing.GIVEN}")}
     model.save_pretrained(folder, state_dict=own)
     tokenizer.save_pretrained(folder)
+
+
+def keep_definition(loaded: LoadedModel, run: Path) -> None:
+    """Keep what a run's checkpoints need to be opened when the model it began with is gone."""
+    loaded.model.config.save_pretrained(run / DEFINITION)
+    loaded.model.generation_config.save_pretrained(run / DEFINITION)
+    loaded.tokenizer.save_pretrained(run / DEFINITION)
 
 
 def wrap(module: Any, tokenizer: Any, window: int) -> LoadedModel:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from tidemill.check import precheck, rules
 from tidemill.errors import ConfigError, TidemillError
+from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe import load as recipes
 from tidemill.recipe.config import Config
-from tidemill.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from tidemill.flow.records import Evaluation

@@ -17,16 +17,15 @@ from tidemill.learn import checkpoint
 from tidemill.learn.ema import adapters_of, weights_of
 from tidemill.models import lora, routing
 from tidemill.models.attention import registry as attention
-from tidemill.models.load import DTYPES, LoadedModel, open_folder, save_folder, wrap
+from tidemill.models.load import DEFINITION, DTYPES, LoadedModel, open_folder, save_folder, wrap
+from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe import config as settings
 from tidemill.recipe.config import Config
 from tidemill.reward import model as reward_model
 from tidemill.rollout.engine import Completion, Request, Sampling
 from tidemill.rollout.native.engine import NativeEngine
-from tidemill.run.folder import RunFolder
 
 CACHE_TOKENS = 1 << 16  # of answering, unless the model's window is longer
-DEFINITION = "model"  # in a run's folder: config.json and tokenizer, without weights
 
 
 @dataclass(slots=True)
@@ -36,13 +35,6 @@ class Trained:
     step: int | None  # of the checkpoint; None for a plain folder
     reward_head: torch.Tensor | None = None  # what a reward model has in place of words
     is_mean: bool = False  # the weights are the running mean that learn.ema keeps
-
-
-def keep_definition(loaded: LoadedModel, run: Path) -> None:
-    """So that a run's checkpoints can be opened without whatever the run started from."""
-    loaded.model.config.save_pretrained(run / DEFINITION)
-    loaded.model.generation_config.save_pretrained(run / DEFINITION)
-    loaded.tokenizer.save_pretrained(run / DEFINITION)
 
 
 def open_trained(where: str | Path, device: str = "auto", *, raw: bool = False) -> Trained:

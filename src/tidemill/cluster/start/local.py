@@ -30,6 +30,7 @@ from tidemill.errors import ConfigError
 from tidemill.estimate import handover as turns
 from tidemill.flow.ahead import Ahead, OpenStep, staleness_limit
 from tidemill.flow.beside import Beside, EveryStep
+from tidemill.flow.dump import Dump, DumpingDock
 from tidemill.flow.evaluate import averaged, decoder, evaluate
 from tidemill.flow.feed import FEEDS, Feed
 from tidemill.flow.handover import Away, Handover, state_of, take_turns
@@ -48,15 +49,13 @@ from tidemill.learn import checkpoint
 from tidemill.learn.critic import ValueLearner, ValueModel
 from tidemill.learn.engine import Learner, freeze
 from tidemill.models import routing
-from tidemill.models.load import LoadedModel, load, save_folder
+from tidemill.models.load import LoadedModel, keep_definition, load, save_folder
 from tidemill.observe import health
-from tidemill.observe.dump import Dump, DumpingDock
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.recipe.config import Config
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import RolloutEngine
 from tidemill.rollout.make import make_engine
-from tidemill.run.trained import keep_definition
 
 
 @dataclass(slots=True)
