@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from tidemill.models.box import find
 from tidemill.models.shape import unknown_layers
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -15,17 +16,13 @@ PICKLED = "it has pickled weights, which can run code: save the model again with
 
 def folder_problems(key: str, path: str) -> Iterator[str]:
     """Of the folder that `key` names."""
-    folder = Path(path).expanduser()
+    folder = find.look(path)
+    if not folder.exists() and find.is_fetchable(path):
+        yield find.not_here(key, path)
+        return
     if not folder.is_dir():
-        looks_like_hub = path.count("/") == 1 and not path.startswith((".", "/", "~"))
-        advice = (
-            f"models are not downloaded on their own: `hf download {path} --local-dir models/{folder.name}`, "
-            f"then {key}=models/{folder.name}"
-            if looks_like_hub
-            else "give a folder with config.json, *.safetensors and a tokenizer"
-        )
         what = "is a file, not a folder" if folder.exists() else "does not exist"
-        yield f"{key}={path} {what}; {advice}"
+        yield f"{key}={path} {what}; give a folder with config.json, *.safetensors and a tokenizer"
         return
     for what, advice in _lacking(folder):
         yield f"{key}={folder} has no {what}; {advice}"

@@ -16,6 +16,7 @@ from tidemill.estimate import run as estimate
 from tidemill.estimate.memory import checkpoint_bytes
 from tidemill.estimate.run import longest
 from tidemill.models import families
+from tidemill.models.box import find
 from tidemill.models.shape import shape_of
 from tidemill.recipe.config import Config, ModelSettings
 from tidemill.recipe.load import as_list, model_of
@@ -25,15 +26,26 @@ LONGEST_NAME = 200  # bytes; file systems stop at 255, and runs moved aside get 
 Check = Callable[[Config, ModelSettings], Iterator[str]]
 
 
-def check(config: Config) -> None:
-    """Refuse, in one message, everything that can be known to fail before a model is loaded."""
-    try:
-        model, found = model_of(config), []
-    except ConfigError as error:
-        model, found = config.model, [f"model.warm_start: {error.message}"]
-    found += problems(config, model)
+def check(config: Config, *, fetch: bool = False) -> None:
+    """Refuse, in one message, everything that can be known to fail before a model is loaded. `fetch`: models that are
+    only named are brought here, once nothing else is wrong."""
+    found = _all_problems(config)
+    named = (("model.path", config.model.path), ("algorithm.teacher", config.algorithm.teacher))
+    waiting = {find.not_here(key, path): path for key, path in named if path is not None}
+    if fetch and found and all(problem in waiting for problem in found):
+        for problem in found:
+            find.resolve(waiting[problem])
+        found = _all_problems(config)
     if found:
         raise ConfigError(as_list(found))
+
+
+def _all_problems(config: Config) -> list[str]:
+    try:
+        model = model_of(config)
+    except ConfigError as error:
+        return [f"model.warm_start: {error.message}", *problems(config, config.model)]
+    return problems(config, model)
 
 
 def problems(config: Config, model: ModelSettings) -> list[str]:

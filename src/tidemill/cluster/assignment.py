@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.cluster.driver.placement import Post
+from tidemill.cluster.report import StoreAddress
 from tidemill.dock.address import Address
 from tidemill.recipe.config import Config
 from tidemill.reshard.layout import Layout
@@ -33,7 +34,7 @@ class WeightLink:
     source: Layout
     target: Layout
     nodes: tuple[int, ...]  # of each rank
-    store: tuple[str, int] | None = None  # where members of several nodes meet
+    store: StoreAddress | None = None  # where members of several nodes meet
     timeout_s: float = 120.0
     verify: Verify = "sample"
 

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 from tidemill.errors import ReshardError, did_you_mean
 from tidemill.models import published as files
+from tidemill.models.box import find
 from tidemill.models.shape import ModelShape, header_shapes, shape_of
 from tidemill.recipe.config import Config, ModelSettings
 from tidemill.reshard.parallel import LAYER, Model, ParallelSizes, decoder
@@ -72,7 +72,7 @@ def model_of(model: ModelSettings) -> Model:
         )
     if model.path is None:
         return tensors("the small model", shape, model.dtype)
-    folder = Path(model.path).expanduser()
+    folder = find.look(model.path)
     found = stacked(header_shapes(folder), shape.experts)
     if not found:
         raise ReshardError(f"{folder} has no *.safetensors", "copy the weights into it")

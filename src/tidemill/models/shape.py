@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.models import families
+from tidemill.models.box import find
 from tidemill.recipe.config import ModelSettings, TinyModel
 
 SPECIAL_TOKENS = 3  # of a small model's tokenizer: padding, end, unknown
@@ -43,6 +44,7 @@ class ModelShape:
     q_rank: int = 0  # multi-head latent attention: of its low-rank projections, and what is rotated of a head
     kv_rank: int = 0
     rotary: int = 0
+    class_name: str = ""  # of transformers
     parameters: int | None = None  # exact, from the headers of the weight files or for a small model
 
     @property
@@ -103,7 +105,7 @@ def shape_of(model: ModelSettings) -> ModelShape | None:
         return None
     if model.path is None:
         return small_shape(model.tiny or TinyModel())
-    folder = Path(model.path).expanduser()
+    folder = find.look(model.path)
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -150,6 +152,7 @@ def parse(raw: Mapping[str, Any]) -> ModelShape | None:
         q_rank=size("q_lora_rank"),
         kv_rank=size("kv_lora_rank"),
         rotary=size("qk_rope_head_dim"),
+        class_name=str((raw.get("architectures") or [family.name or "unknown"])[0]),
     )
 
 

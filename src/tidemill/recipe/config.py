@@ -46,7 +46,9 @@ class TinyModel(Section):
 
 
 class ModelSettings(Section):
-    path: str | None = Field(None, description="a Hugging Face folder (config.json, safetensors, tokenizer)")
+    path: str | None = Field(
+        None, description="a Hugging Face folder, a name of `tidemill models list`, or org/name on the hub"
+    )
     warm_start: str | None = Field(None, description="recipe that makes the model first, when path is not given")
     tiny: TinyModel | None = Field(
         None, description="a small model made on the spot, when neither path nor warm_start is given"
@@ -68,7 +70,7 @@ class CurriculumSettings(Section):
 class Data(Section):
     source: str = Field(
         "arithmetic",
-        description="a file (.jsonl .json .csv .tsv .parquet), a Hugging Face dataset folder, or a generator's name",
+        description="a file (.jsonl .json .csv .tsv .parquet .txt), a Hugging Face dataset folder, a generator's name",
     )
     args: dict[str, Any] = Field({}, description="the generator's own settings")
     curriculum: CurriculumSettings | None = Field(None, description="problems that grow harder with measured accuracy")
@@ -87,6 +89,9 @@ class Data(Section):
     system: str | None = Field(None, description="system message, for chat models")
     chat: Literal["auto", "on", "off"] = Field(
         "auto", description="use the tokenizer's chat template; auto: when it has one"
+    )
+    learn_turns: Literal["last", "all"] = Field(
+        "last", description="what sft learns of a conversation: the assistant's last turn, or every one of its turns"
     )
     max_prompt_tokens: Places = Field(1024, description="a longer prompt is a bad row")
     on_bad_row: Literal["fail", "skip"] = Field("fail", description="what a row that cannot be used does to the run")

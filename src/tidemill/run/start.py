@@ -27,7 +27,7 @@ def train(
     watch: Watcher | None = None,
 ) -> Summary:
     loaded = recipe if isinstance(recipe, recipes.LoadedRecipe) else recipes.load(recipe, overrides)
-    precheck.check(loaded.config)
+    precheck.check(loaded.config, fetch=True)
     if watch is not None:
         for line in rules.unread(loaded.config):
             watch.noted(line)

@@ -93,7 +93,7 @@ class Publisher:
                 continue
             try:
                 at = self.crew.call(leader, "open_store", "engine")
-                self.crew.call_all(mates, "join_engine", lambda _, at=at: at, self.timeout_s + 5)  # type: ignore[misc]
+                self.crew.call_all(mates, "join_engine", lambda _, at=at: (at,), self.timeout_s + 5)  # type: ignore[misc]
             except WorkerLost as lost:  # a process does not join twice: all of them start again
                 self.crew.lose(leader, f"the ranks of its engine did not meet: {lost}")
                 raise
@@ -113,7 +113,7 @@ class Publisher:
         nodes = list(dict.fromkeys(m.node for m in members))
         store = self.crew.call(members[0], "open_store", "link") if len(nodes) > 1 else None
         link = WeightLink(
-            token=secrets.token_hex(8),
+            token=secrets.token_hex(32),
             source=merge(told[name][0] for name in places),
             target=merge(told[name][1] for name in places),
             nodes=tuple(nodes.index(m.node) for m in members),

@@ -192,8 +192,8 @@ class RemoteWorkers:
     def _form_world(self) -> None:
         learners = self.crew.of(LEARNER)
         if len(learners) > 1:
-            host, port = self.crew.call(learners[0], "open_store", "world")
-            self.crew.call_all(learners, "join_world", lambda _: (host, port), self.config.cluster.start_s)
+            where = self.crew.call(learners[0], "open_store", "world")
+            self.crew.call_all(learners, "join_world", lambda _: (where,), self.config.cluster.start_s)
         self.parameters = self.crew.call(learners[0], "count_parameters")
 
     # Losing and coming back

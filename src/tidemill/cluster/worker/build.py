@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,6 +17,7 @@ from tidemill.algorithms.registry import get as get_algorithm
 from tidemill.batch import Batch
 from tidemill.cluster.assignment import Assignment
 from tidemill.cluster.driver.placement import LEARNER
+from tidemill.cluster.report import StoreAddress
 from tidemill.cluster.start.local import check_window, needs_values, teacher
 from tidemill.cluster.worker.cut import Calls, CutLearnWorker, CutScoreWorker, Team
 from tidemill.cluster.worker.engine_ranks import Follower, LeadEngine, Notes, engine_groups
@@ -57,6 +57,7 @@ from tidemill.learn.parallel.learner import ParallelLearner
 from tidemill.learn.parallel.model import ParallelModel
 from tidemill.learn.parallel.values import ParallelValueLearner
 from tidemill.models import routing
+from tidemill.models.box import find
 from tidemill.models.load import LoadedModel, load, load_tokenizer, wrap
 from tidemill.recipe.config import Config
 from tidemill.reward.score import Scorer
@@ -310,7 +311,7 @@ def build_worker(task: Assignment, dock: RemoteDock) -> WorkerState:
 def share_of_model(task: Assignment, device: torch.device) -> LoadedModel:
     """What one rank of an engine holds. Its weights come from the learner: none are read here."""
     model, post = task.config.model, task.post
-    folder = task.model_path or (Path(model.path).expanduser() if model.path else None)
+    folder = task.model_path or (find.resolve(model.path) if model.path else None)
     if folder is None:
         loaded = load(model, seed=task.config.seed, device=torch.device("cpu"))
         parallel.cut(loaded.model, post.part, post.group.engine_ranks)
@@ -325,7 +326,7 @@ def share_of_model(task: Assignment, device: torch.device) -> LoadedModel:
     return wrap(module, load_tokenizer(model, folder), window)
 
 
-def share_engine(kit: WorkerState, task: Assignment, host: str, port: int) -> None:
+def share_engine(kit: WorkerState, task: Assignment, where: StoreAddress) -> None:
     """Once the ranks are in one world: they make one engine of their shares, and follow its first rank."""
     config, post = kit.config, task.post
     assert kit.loaded is not None
@@ -334,7 +335,7 @@ def share_engine(kit: WorkerState, task: Assignment, host: str, port: int) -> No
         kit.engine_group = engine_groups(kind, post.group.ranks, ranks, config.cluster.collective_s)
     else:
         kit.engine_group = dist.group.WORLD
-    notes = Notes(host, port, post.engine, ranks - 1, config.cluster.collective_s)
+    notes = Notes(where, post.engine, ranks - 1, config.cluster.collective_s)
     engine = make_plain(kit.loaded, config, kit.engine_group)
     if kit.lead is not None:
         kit.lead.join(engine, notes)
@@ -354,14 +355,14 @@ def cut(kit: WorkerState, task: Assignment) -> None:
     learner = cut_learner(config, updates_of(config), task.model_path, place)
     reference = cut_reference(config, task.model_path, place) if "reference" in kit.stages else None
     critic = cut_critic(config, updates_of(config), task.model_path, place) if kit.algorithm.has_critic else None
-    known = world.gather(learner.cuts, "counting the model's tensors")
+    known = world.gather({name: cut.shape for name, cut in learner.cuts.items()}, "counting the model's tensors")
     timeout_s = config.learn.parallel.timeout_s
     kit.cut = CutLearner(
         learner,
         reference,
         Calls(world.store, world.rank),
         Team(learner.meshes, timeout_s),
-        elements({name: cut for part in known for name, cut in part.items()}),
+        elements({name: shape for part in known for name, shape in part.items()}),
         critic,
         Team(critic.meshes, timeout_s) if critic is not None else None,
         Team(reference.meshes, timeout_s) if reference is not None else None,

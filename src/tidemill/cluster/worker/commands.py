@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.cluster.assignment import Assignment, WeightLink
+from tidemill.cluster.report import StoreAddress
 from tidemill.cluster.worker import weights
 from tidemill.cluster.worker.build import WorkerState, build_worker, counts_of, cut, share_engine
 from tidemill.cluster.worker.cut import ORDER
+from tidemill.cluster.worker.store import StoreServer
+from tidemill.device import collective
 from tidemill.dock.address import Address
 from tidemill.dock.client import RemoteDock
 from tidemill.errors import CollectiveError
@@ -40,7 +43,8 @@ class Orders:
         self._is_ordered = False  # an order to all ranks is next among the calls
         self.first_token: float | None = None
         self._carrier: weights.Carrier | None = None
-        self._stores: dict[str, Any] = {}
+        self._stores: dict[str, StoreServer] = {}
+        collective.listen_at(task.host)
         self.is_leaving = False  # the dock is no longer there, or soon will not be
 
     def _dock(self, address: Address) -> RemoteDock:
@@ -289,22 +293,24 @@ class Orders:
 
     # Other ranks, and weights
 
-    def open_store(self, purpose: str) -> tuple[str, int]:
+    def open_store(self, purpose: str) -> StoreAddress:
         """Where ranks, or the members of a link, meet: for as long as there is no other for the same purpose."""
-        self._stores[purpose] = weights.open_store(self.task.host, self.task.config.cluster.start_s)
-        return self.task.host, int(self._stores[purpose].port)
+        if purpose in self._stores:
+            self._stores.pop(purpose).close()
+        self._stores[purpose] = StoreServer(self.task.host)
+        return self._stores[purpose].address
 
-    def join_world(self, host: str, port: int) -> None:
-        self.kit.world.join(host, port, self.kit.device, self.task.config.cluster.collective_s)
+    def join_world(self, where: StoreAddress) -> None:
+        self.kit.world.join(where, self.kit.device, self.task.config.cluster.collective_s)
         if self.task.post.group.is_cut:
             cut(self.kit, self.task)
         if self.kit.is_shared:
-            share_engine(self.kit, self.task, host, port)
+            share_engine(self.kit, self.task, where)
 
-    def join_engine(self, host: str, port: int) -> None:
+    def join_engine(self, where: StoreAddress) -> None:
         """The ranks of one engine, in processes of their own, meet."""
-        self.kit.world.join(host, port, self.kit.device, self.task.config.cluster.collective_s)
-        share_engine(self.kit, self.task, host, port)
+        self.kit.world.join(where, self.kit.device, self.task.config.cluster.collective_s)
+        share_engine(self.kit, self.task, where)
 
     def describe(self, rank: int, mates: tuple[int, ...]) -> tuple[Layout, Layout]:
         """How what is sent and what is received lies, for this place in a link; `mates`: those of its engine."""

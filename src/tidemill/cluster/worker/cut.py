@@ -13,17 +13,20 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tidemill.batch import GROUP, Batch
 from tidemill.cluster.worker.learners import RankLearnWorker, World
 from tidemill.dock import Dock, Lease, Want
+from tidemill.dock.store import chunk
 from tidemill.errors import CollectiveError, DockError
 from tidemill.flow.learning import LearnWorker
 from tidemill.flow.scoring import ScoreWorker
 from tidemill.flow.stage import committed
 from tidemill.flow.tally import Tally
+from tidemill.learn.parallel import plain
 from tidemill.learn.parallel.learner import ParallelLearner
 from tidemill.learn.parallel.mesh import Meshes
 from tidemill.learn.parallel.model import ParallelModel
@@ -79,9 +82,9 @@ class Team:
         """The leader's, on all."""
         if self.group is None:
             return batch
-        box = [batch if self.is_leader else None]
-        dist.broadcast_object_list(box, src=self.leader, group=self.group)
-        return box[0]
+        own = chunk.to_bytes(batch) if self.is_leader and batch is not None else None
+        found = plain.broadcast(None if own is None else torch.from_numpy(own), self.leader, self.group)
+        return None if found is None else chunk.read(found.numpy())
 
 
 @contextmanager

@@ -17,12 +17,15 @@ import torch
 import torch.distributed as dist
 
 from tidemill.batch import GROUP, Batch
+from tidemill.cluster.report import StoreAddress
+from tidemill.cluster.worker.store import KeyedStore
 from tidemill.device.collective import backend
 from tidemill.dock import Dock, Progress, Want
 from tidemill.flow.learning import LearnWorker
 from tidemill.flow.stage import committed
 from tidemill.flow.tally import Tally
-from tidemill.learn.engine import Learner, on_host
+from tidemill.learn.engine import Learner, stats_from_plain, stats_to_plain
+from tidemill.learn.parallel import plain
 from tidemill.recipe.config import Config
 
 if TYPE_CHECKING:
@@ -37,28 +40,25 @@ class World:
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
         self.operation: tuple[str, float] | None = None  # what this rank waits in with the others, and since when
-        self.store: Any = None  # of its own: torch's is used by its threads
+        self.store: Any = None
 
-    def join(self, host: str, port: int, device: torch.device, timeout_s: float) -> None:
+    def join(self, where: StoreAddress, device: torch.device, timeout_s: float) -> None:
         """Make the world: every rank calls it. The first rank's process keeps the store."""
         if self.size == 1:
             return
         timeout = timedelta(seconds=timeout_s)
-        stores: Any = dist
-        store, self.store = (stores.TCPStore(host, port, is_master=False, timeout=timeout) for _ in range(2))
+        self.store = KeyedStore(where, timeout)
         with self.within("joining the world"):
             dist.init_process_group(
-                backend(device.type), store=store, rank=self.rank, world_size=self.size, timeout=timeout
+                backend(device.type), store=self.store, rank=self.rank, world_size=self.size, timeout=timeout
             )
 
     def gather(self, own: Any, what: str) -> list[Any]:
-        """Every rank's word."""
+        """Every rank's word, a plain value: see `plain.gather`."""
         if self.size == 1:
             return [own]
-        words: list[Any] = [None] * self.size
         with self.within(what):
-            dist.all_gather_object(words, own)
-        return words
+            return plain.gather(own, self.size)
 
     def update(self, learner: Learner) -> dict[str, float]:
         """One optimizer step from what all ranks accumulated."""
@@ -67,9 +67,9 @@ class World:
         return learner.update()
 
     def _share(self, learner: Learner) -> None:
-        parts = self.gather((learner._whole, on_host(learner._stats)), "gathering of metrics")
+        parts = self.gather((learner._whole, stats_to_plain(learner._stats)), "gathering of metrics")
         learner._whole = sum(whole for whole, _ in parts)
-        learner._stats = [stats for _, listed in parts for stats in listed]
+        learner._stats = [stats for _, listed in parts for stats in stats_from_plain(listed)]
         gradients = learner.gradients
         given = torch.tensor([gradients.of(p) is not None for p in gradients.parameters], dtype=torch.int32)
         with self.within("all-reduce of gradients"):

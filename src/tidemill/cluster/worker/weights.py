@@ -6,7 +6,6 @@ memory, between nodes a process group of its own, apart from the learner's world
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from tidemill.cluster.assignment import WeightLink
 from tidemill.cluster.worker.learners import World
+from tidemill.cluster.worker.store import KeyedStore
 from tidemill.learn.parallel import adapters
 from tidemill.learn.parallel.learner import ParallelLearner
 from tidemill.learn.parallel.model import ParallelModel, pieces_of
@@ -35,6 +35,7 @@ from tidemill.reshard.move import (
 )
 from tidemill.reshard.pack import Tensors
 from tidemill.reshard.plan import Plan, Topology, plan
+from tidemill.reshard.record import from_plain, to_plain
 from tidemill.reshard.schedule import Round
 from tidemill.reshard.serve import Serving
 from tidemill.reshard.shared import SharedWire
@@ -83,10 +84,9 @@ class LooseWire(GroupWire):
     def __init__(self, ring: BufferRing, link: WeightLink, rank: int) -> None:
         super().__init__(ring, timeout_s=link.timeout_s)
         assert link.store is not None
-        host, port = link.store
-        store = _stores.TCPStore(host, port, is_master=False, timeout=self.timeout)
+        self._store = KeyedStore(link.store, self.timeout)
         self._members: Any = dist.ProcessGroupGloo(
-            _stores.PrefixStore(link.token, store), rank, link.ranks, self.timeout
+            _stores.PrefixStore(link.token, self._store), rank, link.ranks, self.timeout
         )
 
     def _least(self, numbers: list[int]) -> list[int]:
@@ -134,8 +134,10 @@ class Follow:
     def __call__(self) -> None:
         """All ranks together."""
         if self._plan is None:
-            told = self.world.gather((self.learner.layout(), self.reference.layout()), "describing two models")
-            self._plan = plan(merge(source for source, _ in told), merge(target for _, target in told))
+            own = [to_plain(side.layout()) for side in (self.learner, self.reference)]
+            told = self.world.gather(own, "describing two models")
+            source, target = (merge(from_plain(side) for side in sides) for sides in zip(*told))
+            self._plan = plan(source, target)
             bucket = min(BUCKET_BYTES, max(LEAST_BUCKET, self.learner.layout().nbytes))
             self._wire = GroupWire(BufferRing(bucket_bytes=bucket, device=self.reference.device))
         assert self._wire is not None
@@ -152,8 +154,3 @@ def served(model: Any) -> dict[str, torch.Tensor]:
 
 def layout_of(tensors: dict[str, Any], rank: int) -> Layout:
     return from_tensors(tensors, rank)
-
-
-def open_store(host: str, timeout_s: float) -> Any:
-    """A store for members to meet in, in this process, on any free port."""
-    return _stores.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
