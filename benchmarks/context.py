@@ -45,7 +45,7 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def textbook(form: str, ranks: int, tokens: int, hidden: int, layers: int) -> float:
     """Bytes that a rank must send in an update, float32: those of attention, and of weights that lie in pieces."""
-    from tidemill.estimate.ranks_memory import sent
+    from benchmarks._sent import sent
     from tidemill.models.shape import shape_of
 
     config = recipe({"cp": ranks, "cp_form": form}, hidden, layers, tokens)

@@ -129,8 +129,9 @@ def make(parallel: Mapping[str, int], hidden: int, layers: int) -> Any:
 
 
 def measure(parallel: Mapping[str, int], hidden: int, layers: int, repeats: int) -> dict[str, Any]:
+    from benchmarks._sent import sent
     from benchmarks._traffic import Peak, Traffic
-    from tidemill.estimate.ranks_memory import per_rank, sent
+    from tidemill.estimate.ranks_memory import per_rank
     from tidemill.models.shape import shape_of
 
     learner = make(parallel, hidden, layers)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from benchmarks._sent import sent
 
 from tidemill import doctor
-from tidemill.estimate.ranks_memory import SHORT, RankMemory, parameters_per_rank, per_rank, sent
+from tidemill.estimate.ranks_memory import SHORT, RankMemory, parameters_per_rank, per_rank
 from tidemill.models import published
 from tidemill.models.shape import shape_of
 from tidemill.recipe import load as recipe

@@ -1,6 +1,6 @@
-"""How much memory one rank of a parallel learner needs, and how much it sends, worked out from sizes alone.
+"""How much memory one rank of a parallel learner needs, worked out from sizes alone.
 
-`benchmarks/parallel.py` holds both against what ranks measure; docs/parallelism.md explains the formulas.
+`benchmarks/parallel.py` holds it against what ranks measure; docs/parallelism.md explains the formulas.
 """
 
 from __future__ import annotations
@@ -147,36 +147,3 @@ def activations(shape: ModelShape, config: Config, tokens: int, width: int, on_a
     else:
         kept = layers * layer * parallel.pp
     return tokens * width * (kept + 4 * h)
-
-
-# What a rank sends in one update, by the textbook's ring algorithms: no exchange of the same kind can send less
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """Bytes that each rank sends in one micro-batch."""
-
-    shard: int  # weights gathered twice, gradients reduce-scattered once
-    replicate: int  # gradients all-reduced between copies
-    tensor: int  # tokens gathered and reduce-scattered round each block, forward and backward
-
-    @property
-    def total(self) -> int:
-        return self.shard + self.replicate + self.tensor
-
-
-def sent(config: Config, shape: ModelShape, tokens: int) -> Sent:
-    """`tokens`: of the micro-batch, filled up to a multiple of tp. Dense models, no pipeline."""
-    learn, parallel, width = config.learn, config.learn.parallel, BYTES[config.model.dtype]
-    shard, tp = parallel.fsdp * parallel.cp, parallel.tp
-    reduce_width = 2 if learn.reduce_dtype == "bfloat16" else 4 if learn.reduce_dtype == "float32" else width
-    held = shape.total // tp
-    fraction = (shard - 1) / shard
-    between = (parallel.replicate - 1) / parallel.replicate
-    # Per layer two blocks, each one gather and one reduce-scatter, forward and backward; embedding and head as a block.
-    exchanges = 8 * shape.layers + 4
-    return Sent(
-        shard=int(fraction * held * (2 * width + reduce_width)),
-        replicate=int(2 * between * held / shard * reduce_width),
-        tensor=int((tp - 1) / tp * exchanges * tokens * shape.hidden * width),
-    )
