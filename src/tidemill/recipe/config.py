@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tidemill.recipe.algorithm import KL, AlgorithmSettings, Covariance, Critic, Overlong, Preference
 from tidemill.recipe.section import ParallelSettings, Places, Rate, Rows, Section, Temperature
@@ -14,7 +14,7 @@ __all__ = [
     "CurriculumSettings", "Data", "EnvironmentSettings", "Eval", "Flow", "Learn", "Mixture", "ModelSettings",
     "Observe", "Overlong", "ParallelSettings", "PlacementSettings", "Preference", "Reshard", "RewardSpec",
     "Rewards", "Rollout", "Section", "TinyModel", "Train",
-]  # fmt: skip  # fmt: skip
+]  # fmt: skip
 DType = Literal["float32", "bfloat16"]
 
 
@@ -168,7 +168,9 @@ class Rewards(Section):
         description="a reward that raises, hangs or is not finite: counts as 0, drops its group, or ends the run",
     )
     correct_above: float = Field(0.5, description="a sample counts as correct when its first reward exceeds this")
-    workers: int = Field(1, ge=1, description="processes for rewards that do not run in this one")
+    workers: int | Literal["auto"] = Field(
+        "auto", description="processes for rewards that do not run in this one; auto: one per core, at most 32"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -183,6 +185,13 @@ class Rewards(Section):
             given = [given] if isinstance(given, str) else given
             value = {**value, "functions": [{"function": f} if isinstance(f, str) else f for f in given]}
         return value
+
+    @field_validator("workers", mode="plain")
+    @classmethod
+    def _auto_or_some(cls, value: Any) -> Any:
+        if value == "auto" or (type(value) is int and value >= 1):
+            return value
+        raise ValueError("auto, or a number of processes from 1")
 
     @property
     def models(self) -> tuple[str, ...]:
