@@ -289,7 +289,8 @@ def _beside_learner(config: Config, shape: ModelShape, learner: ranks_memory.Ran
             key = f"rollout.tp={wider} " if wider != tp else ""
             tokens = f"rollout.cache_tokens={room}" if room < estimate.cache_tokens(config) else ""
             return Finding("recipe rollout", what, "warn", f"{key}{tokens}".strip() + " would fit")
-    no_more = "larger devices" + ("; engines over several serve dense decoders only" if shape.experts else "")
+    widest = parallel.engine_sizes(config, shape)[-1]
+    no_more = f"larger devices; an engine of this model has at most {widest} rank{'s' if widest > 1 else ''}"
     return Finding("recipe rollout", what, "warn", no_more)
 
 
