@@ -14,8 +14,9 @@ from tidemill.estimate.memory import (
     optimizer_bytes,
     update_bytes,
 )
-from tidemill.learn.critic import ValueLearner, ValueModel
+from tidemill.learn.critic import ValueLearner
 from tidemill.learn.engine import Learner
+from tidemill.learn.value_model import ValueModel
 from tidemill.models.load import make_tiny
 from tidemill.models.shape import ModelShape, shape_of
 from tidemill.recipe import load as recipe

@@ -61,6 +61,6 @@ class GRPO(Algorithm):
 
     def loss(self, tokens: TokenBatch, config: Config) -> tuple[torch.Tensor, Stats]:
         settings, log_ratio = config.algorithm, self.log_ratio(tokens)
-        per_token = -clipped_surrogate(log_ratio, tokens.advantages, settings)
+        per_token = -clipped_surrogate(log_ratio, tokens.made(tokens.advantages), settings)
         per_token = held_back(per_token, log_ratio, tokens, settings)
         return finish(per_token, tokens, settings, ratio_stats(log_ratio, tokens, settings))

@@ -44,7 +44,7 @@ def _all_problems(config: Config) -> list[str]:
     try:
         model = model_of(config)
     except ConfigError as error:
-        return [f"model.warm_start: {error.message}", *problems(config, config.model)]
+        return [f"model.warm_start: {error.message}; give a recipe's name or path", *problems(config, config.model)]
     return problems(config, model)
 
 
@@ -140,9 +140,9 @@ def _data_file(source: str, generators: list[str]) -> str:
         close = did_you_mean(source, generators) or did_you_mean(path.name, beside) or "; check the path"
         return f"neither a file, nor a folder, nor a generator{close}"
     if path.is_file() and path.stat().st_size == 0:
-        return "an empty file; it needs at least one row"
+        return "an empty file; write at least one row into it"
     if path.is_dir() and not any(path.iterdir()):
-        return "an empty folder; a dataset folder has .parquet, .arrow, .csv or .jsonl files"
+        return "an empty folder; give one with .parquet, .arrow, .csv or .jsonl files"
     return ""
 
 

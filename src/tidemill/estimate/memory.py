@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tidemill.algorithms import registry
 from tidemill.estimate.run import BYTES, cache_tokens, microbatch_tokens, tokens_computed
-from tidemill.learn.chunks import words_at_once
+from tidemill.learn.logprob.chunks import words_at_once
 from tidemill.models.shape import ModelShape, shape_of
 from tidemill.recipe.config import Config, Learn
 

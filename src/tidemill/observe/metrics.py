@@ -31,6 +31,7 @@ class Places(Protocol):
 class MetricsWriter:
     def __init__(self, run: Places, tensorboard: bool = True, start_step: int = 0) -> None:
         """`start_step` is the step a resumed run goes on from: TensorBoard hides older events past it."""
+        self.first_error = ""  # of a reward, among the samples written so far
         self._metrics = run.metrics_file.open("ab")
         self._samples = run.samples_file.open("ab")
         self._events = EventThread(run.tensorboard, start_step) if tensorboard else None
@@ -42,6 +43,7 @@ class MetricsWriter:
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         for sample in samples:
+            self.first_error = self.first_error or str(sample.get("error", ""))
             _append(self._samples, {"step": step, **sample})
 
     def close(self) -> str | None:

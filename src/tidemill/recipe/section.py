@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 
 class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """train.steps=true is a slip, not one step."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)) and _is_number(annotation):
+            raise PydanticCustomError("not_a_number", "a number is wanted")
+        return value
+
+
+def _is_number(annotation: Any) -> bool:
+    return any(kind in (int, float) for kind in (annotation, *get_args(annotation)))
 
 
 def bounded(reason: str, ge: float, le: float) -> Any:
