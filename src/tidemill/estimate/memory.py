@@ -130,7 +130,9 @@ def checkpoint_bytes(config: Config, shape: ModelShape, parameters: int | None =
     learn, algorithm, width = config.learn, config.algorithm, BYTES[config.model.dtype]
     count, adapters = parameters or shape.parameters or 0, adapter_parameters(shape, learn)
     trained = adapters or count
-    one = trained * width + int(trained * optimizer_bytes(learn, width))
+    # Moments of 8 bits have scales by block; on disk they are plain numbers, which any cut can take up.
+    plain = learn.model_copy(update={"moments": "float32"}) if learn.moments == "int8" else learn
+    one = trained * width + int(trained * optimizer_bytes(plain, width))
     has_critic = "critic" in registry.roles_of(config) and algorithm.critic.trunk == "own"
     mean = 4 * trained
     return (1 + has_critic) * one + bool(learn.ema) * mean + bool(algorithm.kl.reset_every) * count * width
