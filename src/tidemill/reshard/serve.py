@@ -7,17 +7,14 @@ so they are written in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
 import torch
 
 from tidemill.errors import ReshardError
-from tidemill.reshard.layout import Layout
 from tidemill.reshard.move import Job, Moved, WeightWire, move
 from tidemill.reshard.pack import Tensors
-from tidemill.reshard.plan import Plan, Topology, plan
 
 # Where the next version is written. device: beside the one that serves, exchanged with it; copy: the same, but copied
 # into it, for an engine that holds on to its tensors' addresses; host: in host memory.
@@ -68,17 +65,3 @@ def _aside(tensor: torch.Tensor, where: Aside) -> torch.Tensor:
         return torch.empty_like(tensor, requires_grad=False)
     pinned = tensor.device.type != "cpu"
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-
-
-def shared(job: Plan, sources: Tensors, rank: int = 0) -> dict[str, torch.Tensor]:
-    """In one process with one layout nothing moves: the engine's tensors are the learner's own, by other names."""
-    if not job.is_identity:
-        raise ReshardError("the two layouts differ: the tensors cannot be shared", "move them")
-    return {spot.home: sources[t.source.home] for t in job.copies if t.receiver == rank for spot in t.targets}
-
-
-def joining(serving: Layout, alive: Iterable[int], newcomer: Layout, topology: Topology | None = None) -> Plan:
-    """How an engine that comes late gets its weights: from the engines that serve, spread over them. The learner is not
-    asked, and goes on learning."""
-    absent = set(serving.ranks) - set(alive)
-    return plan(serving.without(absent), newcomer, topology)
