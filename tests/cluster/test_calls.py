@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tidemill.cluster.worker.commands import Orders
+from tidemill.cluster.worker.commands import RoleWorker
 from tidemill.cluster.worker.cut import KEPT_CALLS, Calls
 from tidemill.errors import CollectiveError
 
@@ -26,21 +26,21 @@ class Worker:
         self.said.append(f"begin {first_group}")
 
 
-def rank(store: Any, number: int, wait_s: float = 0.2) -> tuple[Orders, list[str]]:
-    """A worker's orders, of a rank that has nothing but its place among the calls."""
+def rank(store: Any, number: int, wait_s: float = 0.2) -> tuple[RoleWorker, list[str]]:
+    """A worker of a rank that has nothing but its place among the calls."""
     said: list[str] = []
-    made = Orders.__new__(Orders)
-    made._is_ordered = False
+    made = RoleWorker.__new__(RoleWorker)
+    made._is_commanded = False
     cluster = SimpleNamespace(collective_s=wait_s)
     made.task = SimpleNamespace(config=SimpleNamespace(cluster=cluster))  # type: ignore[assignment]
     part = SimpleNamespace(calls=Calls(store, number))
-    made.kit = SimpleNamespace(cut=part, follower=None, workers={"learn": Worker(said)})  # type: ignore[assignment]
+    made.state = SimpleNamespace(cut=part, follower=None, workers={"learn": Worker(said)})  # type: ignore[assignment]
     return made, said
 
 
-def calls_of(orders: Orders) -> Calls:
-    assert orders.kit.cut is not None
-    return orders.kit.cut.calls
+def calls_of(worker: RoleWorker) -> Calls:
+    assert worker.state.cut is not None
+    return worker.state.cut.calls
 
 
 def test_calls_are_heard_once_and_in_their_order() -> None:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.cluster.runs import Disturb, assert_same, assert_same_learning, measured, train, worker
-from tidemill.cluster.driver.remote import RemoteWorkers
+from tidemill.cluster.driver.driver import Driver
 from tidemill.cluster.worker.engine_ranks import ORDER, Follower, LeadEngine, Notes
 from tidemill.cluster.worker.learners import World
 from tidemill.cluster.worker.weights import open_store
@@ -95,9 +95,9 @@ def test_two_ranks_of_an_engine_make_the_steps_of_one_process(tmp_path: Path, lo
 def test_a_killed_rank_brings_its_engine_back(tmp_path: Path, local: list[dict[str, Any]], rank: int) -> None:
     watch = Disturb(worker(f"rollout-{rank}"), after_s=0.0)
     found = run(tmp_path, watch, rollout={"tp": 2})
-    assert watch.killed and isinstance(watch.workers, RemoteWorkers)
-    assert {m.restarts for m in watch.workers.crew.of("rollout", ready=False)} == {1}
-    assert watch.workers.crew.lost_total == 1  # an engine's loss counts once
+    assert watch.killed and isinstance(watch.workers, Driver)
+    assert {m.restarts for m in watch.workers.pool.of("rollout", ready=False)} == {1}
+    assert watch.workers.pool.lost_total == 1  # an engine's loss counts once
     assert_same_learning(found, local)
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tidemill.batch import Batch
-from tidemill.flow.ahead import Ahead, staleness_limit
+from tidemill.flow.ahead import Ahead
+from tidemill.flow.schedule import staleness_limit
 from tidemill.flow.tally import idle
 from tidemill.recipe.config import Config
 

@@ -158,4 +158,3 @@ def test_one_process_with_one_layout_copies_no_byte():
     tensors = ranks.cut(layout, 0, ranks.whole(DENSE))
     moved = move(Job(made, 0, tensors, tensors, 1), Nobody())
     assert (moved.sent_bytes, moved.received_bytes, moved.copied_bytes) == (0, 0, 0)
-

@@ -2,14 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-from tidemill.cluster.driver.placement import Post
+from tidemill.cluster.wiring import Post
+from tidemill.dock import Dock
 from tidemill.dock.address import Address
 from tidemill.recipe.config import Config
 from tidemill.reshard.layout import Layout
 from tidemill.reshard.move import Verify
+
+if TYPE_CHECKING:
+    from tidemill.cluster.worker.weights import Sources
+    from tidemill.observe.dump import Dump
+
+
+class DockPlace(Protocol):
+    """Where a run's dock is."""
+
+    @property
+    def ledger(self) -> str:
+        """Names the dock: what was counted at another does not count here."""
+
+    def connect(self, node: str) -> tuple[Dock, Callable[[], None]]:
+        """A worker's way in, and what wakes whoever waits there: for a dock that is about to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedDock:
+    """Implements `DockPlace` for a dock of processes of its own."""
+
+    address: Address
+
+    @property
+    def ledger(self) -> str:
+        return self.address.ledger
+
+    def connect(self, node: str) -> tuple[Dock, Callable[[], None]]:
+        from tidemill.dock.client import RemoteDock
+
+        dock = RemoteDock(self.address, node)
+        return dock, dock.leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,15 +54,26 @@ class Assignment:
     post: Post
     config: Config
     model_path: Path | None
-    dock: Address
+    dock: DockPlace
     node: str  # whose warehouse it uses
     host: str  # the address that others reach this node by
     logs: Path  # where it keeps its log and its counts
+    device: str  # as a recipe names it
+    threads: int  # of its numeric libraries
+    dump: Dump | None = None  # in the driver's process: is shown the learner's tensors
+    dies_alone: bool = True  # without the driver: what it counts of its own work is then kept on file
+
+
+@dataclass(slots=True)
+class OneProcess:
+    """Where a learner and a rollout worker of one process meet: the one leaves word of what the other copies."""
+
+    sources: Callable[[], Sources] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WeightLink:
-    """What every member of a wire is told. Ranks: the learners' first, as in their world, then the rollout workers'."""
+    """What every member of a link is told. Ranks: the learners' first, as in their world, then the rollout workers'."""
 
     token: str
     source: Layout
@@ -36,6 +82,7 @@ class WeightLink:
     store: tuple[str, int] | None = None  # where members of several nodes meet
     timeout_s: float = 120.0
     verify: Verify = "sample"
+    one_process: OneProcess | None = None  # all members share it, and are rank 0
 
     @property
     def ranks(self) -> int:

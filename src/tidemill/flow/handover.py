@@ -15,14 +15,8 @@ from torch import Tensor
 
 from tidemill.device import Device
 from tidemill.estimate.handover import HandedOver
-from tidemill.flow.learning import LearnWorker
-from tidemill.flow.rolling import RolloutWorker
-from tidemill.flow.scoring import ScoreWorker, ValueWorker
-from tidemill.flow.stage import Worker
 from tidemill.flow.tally import Tally
-from tidemill.learn.engine import Learner
-from tidemill.learn.parallel.learner import ParallelLearner
-from tidemill.reshard.swap import Swap, learner_tensors
+from tidemill.reshard.swap import Swap
 from tidemill.rollout.engine import RolloutEngine
 
 
@@ -51,7 +45,7 @@ class LearningState:
 
 
 class Handover:
-    """Whose turn it is. Whoever is about to work says so; who has the device already loses no time by it."""
+    """Whose turn it is. Each worker says so before it works: a no-op if it already owns the device."""
 
     def __init__(
         self, engine: RolloutEngine | None, tally: Tally, device: Device, what: HandedOver, away: Away | None
@@ -119,35 +113,10 @@ def _held(device: Device) -> tuple[int, int]:
     return torch.accelerator.memory_allocated(device.torch_device), memory.total - memory.free
 
 
-def take_turns(workers: Iterable[Worker], turns: Handover) -> None:
-    """Each worker says when it is about to work."""
-    for worker in workers:
-        if isinstance(worker, RolloutWorker):
-            worker.my_turn = turns.rolling
-        elif isinstance(worker, LearnWorker | ScoreWorker | ValueWorker):
-            worker.my_turn = turns.learning
-
-
-def state_of(policy: Any, device: torch.device, workers: Callable[[], Iterable[Worker]]) -> LearningState:
-    """What the workers' learners and models keep on the device, without what rollout reads: the policy."""
-
-    def tensors() -> list[Tensor]:
-        stays = {_storage(t) for t in (*policy.parameters(), *policy.buffers())}
-        found = [t for worker in workers() for t in _kept_by(worker)]
-        return [t for t in found if t.device.type == device.type and _storage(t) not in stays and _is_ours(t)]
-
-    return LearningState(device, tensors)
-
-
-def _kept_by(worker: Worker) -> list[Tensor]:
-    if isinstance(worker, LearnWorker):
-        learner = worker.learner
-        if isinstance(learner, Learner):
-            return learner_tensors(learner.model, learner.optimizer)
-        return optimizer_tensors(learner.optimizer) if isinstance(learner, ParallelLearner) else []
-    if isinstance(worker, ScoreWorker) and isinstance(worker.model, torch.nn.Module):
-        return learner_tensors(worker.model)
-    return []
+def kept_tensors(policy: Any, device: torch.device, found: Iterable[Tensor]) -> list[Tensor]:
+    """Of what learning keeps, all that is on the device and can be freed, without what rollout reads: the policy."""
+    stays = {_storage(t) for t in (*policy.parameters(), *policy.buffers())}
+    return [t for t in found if t.device.type == device.type and _storage(t) not in stays and _is_ours(t)]
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -74,10 +74,10 @@ def read(transfer: Transfer, tensors: Tensors, into: torch.Tensor, changes: Chan
     if merge is not None:
         (rows, columns) = transfer.box[-2:]
         stacked = tuple(slice(*each) for each in transfer.box[: merge.up.dim() - 2])
-        addition = merge.up[(*stacked, slice(*rows))] @ merge.down[(*stacked, slice(None), slice(*columns))]
-        view = view + (merge.scale * addition).view(view.shape)
+        up, down = merge.up[(*stacked, slice(*rows))], merge.down[(*stacked, slice(None), slice(*columns))]
+        view = view.float() + (merge.scale * (up.float() @ down.float())).view(view.shape)
         if merge.rows is not None:
-            view = view * merge.rows[slice(*rows)].unsqueeze(-1).to(view.dtype)
+            view = view * merge.rows[slice(*rows)].unsqueeze(-1)
     into.copy_(view.view(into.shape) if view.dim() != into.dim() and view.is_contiguous() else view.reshape(into.shape))
 
 

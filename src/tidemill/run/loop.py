@@ -151,7 +151,7 @@ def record(
         summary.latest = summary.rewards[-1]
     trouble = workers.after_step(step, measured)
     metrics.write(step, measured)
-    workers.write_samples(step, metrics)
+    workers.write_samples(step)
     watch.stepped(step, measured)
     for sentence in trouble:
         watch.noted(sentence)

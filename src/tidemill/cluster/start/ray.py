@@ -16,11 +16,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from tidemill.cluster.commands import HostCommands, Request
 from tidemill.cluster.driver import status
-from tidemill.cluster.driver.placement import LEARNER, ROLLOUT, Placement, PlacementError, Post, Resources
+from tidemill.cluster.driver.placement import PlacementError
 from tidemill.cluster.report import Answer, Numbers
 from tidemill.cluster.start.forkserver import Forks, environment
-from tidemill.cluster.start.handle import WorkerLost
+from tidemill.cluster.start.handle import Elsewhere, WorkerLost
+from tidemill.cluster.wiring import ROLLOUT, Post, Resources, Wiring
 from tidemill.dock.address import Address
 from tidemill.errors import ConfigError, MissingExtra, TidemillError
 from tidemill.recipe.config import Cluster
@@ -45,12 +47,12 @@ class RayHost:
         self._worker = Forks(Path(forks)).spawn(name, Path(logs))
         self._stacks = Path(logs) / f"{name}.stacks"
 
-    def answer(self, method: str, args: tuple[Any, ...], number: int) -> Answer:
-        if method == "where":
+    def answer(self, request: Request[Any], number: int) -> Answer:
+        if request.name == HostCommands.where.__name__:
             return Answer((ray.get_runtime_context().get_node_id(), own_address()))
-        if method == "look":  # from outside: the worker itself may not be able to answer
+        if request.name == HostCommands.look.__name__:  # from outside: the worker may not be able to answer
             return Answer(status.stacks_of(self._worker.pid, self._stacks))
-        told: Answer = self._worker.pass_on(method, args, number).result()
+        told: Answer = self._worker.pass_on(request, number).result()
         return told
 
 
@@ -71,7 +73,7 @@ class Storehouse:
         threading.Event().wait()
 
 
-class RayStarter:
+class RayStarter(Elsewhere):
     def __init__(
         self, settings: Cluster, name: str, forks: Forks, engine_ranks: int = 1, has_reward_model: bool = False
     ) -> None:
@@ -150,13 +152,13 @@ class RayStarter:
     def describe(self) -> str:
         return f"Ray at {self.address}"
 
-    def reserve(self, placement: Placement) -> None:
-        for group in placement.groups:
+    def reserve(self, wiring: Wiring) -> None:
+        for group in wiring.groups:
             if group.name == ROLLOUT and group.engine_ranks > 1:  # the ranks of an engine close together
                 for post in group.posts:
                     self._place_of(post)
                 continue
-            strategy = "SPREAD" if self.settings.spread and group.name != LEARNER else "PACK"
+            strategy = "SPREAD" if self.settings.spread and not group.learns else "PACK"
             self._groups[group.name] = placement_group([dict(group.needs)] * group.ranks, strategy=strategy)
         for name, reserved in self._groups.items():
             if not reserved.wait(RESERVE_S):
@@ -244,12 +246,12 @@ class RayStarter:
 
 class RayHandle:
     def __init__(self, name: str, actor: Any) -> None:
-        self.name, self._actor, self._orders = name, actor, Numbers()
+        self.name, self._actor, self._numbers = name, actor, Numbers()
 
-    def call(self, method: str, *args: Any) -> Future[Any]:
+    def call(self, request: Request[Any]) -> Future[Any]:
         answered: Future[Any] = Future()
         try:
-            told = self._actor.answer.remote(method, args, self._orders.of(method)).future()
+            told = self._actor.answer.remote(request, self._numbers.next(request.is_direct)).future()
         except Exception as error:
             answered.set_exception(WorkerLost(first_line(error)))
             return answered
