@@ -51,10 +51,12 @@ class Shape:
         from transformers import AutoModelForCausalLM
 
         import tidemill.models.attention.registry  # noqa: F401  registers the attention
+        from tidemill.models import experts
 
         torch.manual_seed(0)
         with torch.device(self.device):
             model = AutoModelForCausalLM.from_config(self.config, attn_implementation="tidemill", dtype=self.dtype)
+        experts.plug(model)
         return model.eval()
 
 

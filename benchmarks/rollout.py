@@ -46,7 +46,12 @@ SHAPES = {
     "0.5b": (896, 24, 14, 2, 64, 4864, 151936, True),
     "1.5b": (1536, 28, 12, 2, 128, 8960, 151936, True),
     "7b": (3584, 28, 28, 4, 128, 18944, 152064, False),
+    "moe64": (2048, 12, 16, 4, 128, 768, 151936, True),
+    "a3b": (2048, 12, 32, 4, 128, 768, 151936, False),  # Qwen3-30B-A3B with a quarter of its layers
+    "moe": (256, 4, 4, 2, 64, 128, 8192, True),
 }
+# Of mixtures: how many experts a layer has, and how many a token uses; "intermediate" above is that of one expert.
+EXPERTS = {"moe64": (64, 8), "a3b": (128, 8), "moe": (16, 4)}
 
 
 @dataclass(frozen=True)
@@ -62,9 +67,13 @@ class Size:
 SIZES = {
     "quickstart": Size(prompts=32, prompt=128, response=128, median=82, longest=512),
     "60m": Size(prompts=8, prompt=128, response=64, median=41, longest=256),
+    "moe": Size(prompts=8, prompt=128, response=64, median=41, longest=256),
 }
-CPU_CASES = ("fixed-quickstart", "tail-quickstart", "fixed-60m", "tail-60m")
-GPU_CASES = ("fixed-0.5b", "tail-0.5b", "fixed-1.5b", "tail-1.5b", "fixed-7b", "tail-7b")
+CPU_CASES = ("fixed-quickstart", "tail-quickstart", "fixed-60m", "tail-60m", "fixed-moe", "tail-moe")
+GPU_CASES = (
+    "fixed-0.5b", "tail-0.5b", "fixed-1.5b", "tail-1.5b", "fixed-7b", "tail-7b",
+    "fixed-moe64", "tail-moe64", "fixed-a3b", "tail-a3b",
+)  # fmt: skip
 TAIL_SIGMA = 0.8
 
 
@@ -299,14 +308,21 @@ def _peak_gib(device: str) -> float:
 
 
 def _shape(name: str, device: str, window: int) -> Shape:
-    from transformers import Qwen2Config, Qwen3Config
+    from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     hidden, layers, heads, kv_heads, dim, inside, vocabulary, tied = SHAPES[name]
-    kind = Qwen3Config if name in SIZES else Qwen2Config
+    kind: Any = Qwen3Config if name in SIZES else Qwen2Config
+    mixture: dict[str, Any] = {}
+    if name in EXPERTS:
+        experts, used = EXPERTS[name]
+        kind = Qwen3MoeConfig
+        mixture = {"num_experts": experts, "num_experts_per_tok": used, "norm_topk_prob": True}
+        mixture["moe_intermediate_size"] = inside
     config = kind(
         vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=dim, intermediate_size=inside, tie_word_embeddings=tied,
         max_position_embeddings=max(window, 4096), bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        **mixture,
     )  # fmt: skip
     return Shape(config, device)
 
@@ -319,11 +335,16 @@ def _floor_ms(shape: Shape, work: Work) -> float:
     layers, heads, kv_heads, dim = (
         config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads, config.head_dim
     )  # fmt: skip
-    weights = sum(p.numel() for p in Shape(config, "meta").model.parameters())
+    named = dict(Shape(config, "meta").model.named_parameters())
+    weights = sum(p.numel() for p in named.values())
+    in_experts = sum(p.numel() for name, p in named.items() if ".experts." in name)
+    used = weights - in_experts  # of the experts a token computes with some, but a step reads all
+    if in_experts:
+        used += in_experts * config.num_experts_per_tok // config.num_experts
     width = shape.dtype.itemsize
     flops_per_s, bytes_per_s = _rates(shape.device, shape.dtype)
     prompt = len(work.prompts[0])
-    total = 2 * weights * prompt * len(work.prompts) / flops_per_s
+    total = 2 * used * prompt * len(work.prompts) / flops_per_s
     per_token = 2 * layers * kv_heads * dim * width
     lengths = work.lengths
     for step in range(int(lengths.max())):
@@ -331,7 +352,7 @@ def _floor_ms(shape: Shape, work: Work) -> float:
         rows = int(running.sum())
         # A group's prompt is read once; each sample reads what it made itself.
         cached = int(running.any(1).sum()) * prompt + rows * step
-        flops = 2 * weights * rows + 4 * layers * heads * dim * rows * (prompt + step)
+        flops = 2 * used * rows + 4 * layers * heads * dim * rows * (prompt + step)
         total += max(flops / flops_per_s, (weights * width + cached * per_token) / bytes_per_s)
     return total * 1e3
 

@@ -75,7 +75,7 @@ def test_two_writers_of_one_run_are_refused_but_a_reader_is_not():
 
 def test_a_killed_writer_blocks_nobody():
     code = (
-        "import os, signal; from tidemill import recipe; from tidemill.run.folder import RunFolder\n"
+        "import os, signal; from tidemill.recipe import load as recipe; from tidemill.run.folder import RunFolder\n"
         "run = RunFolder.create(recipe.load({'name': 'x'}).config)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -86,7 +86,8 @@ def test_a_killed_writer_blocks_nobody():
 
 def test_a_killed_writers_orphan_blocks_nobody():
     code = (
-        "import os, signal, time; from tidemill import recipe; from tidemill.run.folder import RunFolder\n"
+        "import os, signal, time\n"
+        "from tidemill.recipe import load as recipe; from tidemill.run.folder import RunFolder\n"
         "run = RunFolder.create(recipe.load({'name': 'x'}).config)\n"
         "child = os.fork()\n"
         "if child == 0:\n    time.sleep(60)\n"

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from tidemill.cli_models import models
 from tidemill.errors import ReshardError, TidemillError
 
 app = typer.Typer(
@@ -25,7 +26,7 @@ errors = Console(stderr=True, highlight=False)
 Recipe = Annotated[str, typer.Argument(help="a recipe's name (see `tidemill recipes`) or the path of a YAML file")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings over the recipe's: key.sub=value …")]
 Run = Annotated[Path, typer.Argument(help="a run's folder, for example runs/quickstart")]
-Where = Annotated[Path, typer.Argument(help="a run's folder, or a Hugging Face folder")]
+Where = Annotated[Path, typer.Argument(help="a run's folder, a Hugging Face folder, a known model's name, or org/name")]
 Raw = Annotated[bool, typer.Option("--raw", help="the weights themselves, where a run keeps their running mean")]
 MEAN = ": the running mean of the weights (learn.ema), as evaluations see it; --raw gives the weights themselves"
 
@@ -99,7 +100,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="of sampling", min=0)] = 0,
     raw: Raw = False,
 ) -> None:
-    """Prompt in, text out. WHERE is a run or a Hugging Face folder."""
+    """Prompt in, text out. WHERE is a run, a Hugging Face folder, a known model's name, or org/name on the hub."""
     from tidemill.rollout.engine import Sampling
     from tidemill.run.trained import Speaker, open_trained
 
@@ -128,7 +129,9 @@ def _ask() -> str:
 @app.command()
 def export(
     run: Where,
-    to: Annotated[Path, typer.Option("--to", help="the new folder")],
+    to: Annotated[Path | None, typer.Option("--to", help="the new folder")] = None,
+    push: Annotated[str | None, typer.Option("--push", help="org/name: upload it to the Hugging Face hub")] = None,
+    private: Annotated[bool, typer.Option("--private", help="a repository that --push makes is private")] = False,
     adapter: Annotated[bool, typer.Option("--adapter", help="the low-rank adapters alone, as peft opens them")] = False,
     raw: Raw = False,
     without_bias: Annotated[
@@ -136,16 +139,23 @@ def export(
     ] = False,
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face folder that AutoModelForCausalLM.from_pretrained opens."""
+    from tidemill.models.box import hub
     from tidemill.run.trained import export as write
     from tidemill.run.trained import export_adapter
 
-    if adapter:
-        step, is_mean = export_adapter(run, to, raw=raw)
-        console.print(f"the adapters of step {step} of {run} are now {to}{MEAN if is_mean else ''}")
-        return
-    trained = write(run, to, raw=raw, without_bias=without_bias)
-    size = f"{trained.loaded.parameters:,} parameters"
-    console.print(f"step {trained.step} of {run} is now {to} ({size}){MEAN if trained.is_mean else ''}")
+    with hub.folder_to_push(to, push) as folder:
+        if adapter:
+            step, is_mean = export_adapter(run, folder, raw=raw)
+            made = f"the adapters of step {step} of {run} are now"
+        else:
+            trained = write(run, folder, raw=raw, without_bias=without_bias)
+            is_mean, size = trained.is_mean, f"{trained.loaded.parameters:,} parameters"
+            made = f"step {trained.step} of {run} ({size}) is now"
+        if to is not None:
+            console.print(f"{made} {to}{MEAN if is_mean else ''}")
+        if push is not None:
+            address = hub.push(folder, push, message=f"{made} here", private=private)
+            console.print(f"{made} {address}{MEAN if is_mean else ''}")
 
 
 @app.command()
@@ -284,6 +294,7 @@ def _folder_of(run: Path) -> Path:
 
 reshard = typer.Typer(help="The weight flow, from the learner's layout to the rollout's.", no_args_is_help=True)
 app.add_typer(reshard, name="reshard")
+app.add_typer(models, name="models")
 
 
 @reshard.command()

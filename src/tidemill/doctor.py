@@ -21,6 +21,7 @@ from tidemill.estimate import published, ranks_memory
 from tidemill.estimate import run as estimate
 from tidemill.estimate.memory import MemoryEstimate, host_bytes, memory
 from tidemill.estimate.run import human
+from tidemill.models.box import find
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Config
 from tidemill.recipe.load import LoadedRecipe
@@ -42,6 +43,7 @@ NEEDED = {
 EXTRAS = {
     "data": ("Parquet files and dataset folders", ("pyarrow",)),
     "plot": ("the reward curve as PNG", ("matplotlib",)),
+    "gguf": ("GGUF files, and the models that come in them", ("gguf",)),
     "cluster": ("many processes and machines", ("ray", "zmq", "msgspec", "psutil")),
     "rewards": ("mathematics, reasoning tasks, JSON schemas", ("math_verify", "reasoning_gym", "jsonschema")),
     "peers": ("`tidemill bench` beside other trainers", ("trl",)),
@@ -143,7 +145,7 @@ def _extras() -> Iterator[Finding]:
 
 
 def _recipe(config: Config) -> Iterator[Finding]:
-    if published.find(config.model) is not None and not Path(config.model.path or "").expanduser().is_dir():
+    if published.find(config.model) is not None and not find.look(config.model.path or "").is_dir():
         yield from _on_paper(config)
         return
     try:

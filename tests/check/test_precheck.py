@@ -62,7 +62,7 @@ def test_settings_that_work_pass():
         ("algorithm.keep_best=2", "which rejection alone uses; algorithm=rejection would do, or none"),
         ("algorithm.teacher=some/model", "which distill alone uses; algorithm=distill would do, or none"),
         ("algorithm=distill", "algorithm distill needs a teacher"),
-        ("algorithm.name=distill & algorithm.teacher=some/model", "`hf download some/model --local-dir models/model`"),
+        ("algorithm.name=distill & algorithm.teacher=some/model", "`tidemill models get some/model`"),
         ("algorithm.name=distill & algorithm.teacher=./none", "algorithm.teacher=./none does not exist"),
         ("rollout.engine=hf & rollout.speculate=on", "rollout.speculate=on is the native engine's; set it to auto"),
         ("rollout.engine=vllm & rollout.cache_tokens=4096", "rollout.cache_tokens=4096 is the native engine's"),
@@ -101,7 +101,7 @@ def test_settings_that_work_pass():
             "does not steer; cluster.placement.reference=colocated would do",
         ),
         ("model.warm_start=warm", "model.warm_start: there is no recipe 'warm'"),
-        ("model.path=Org/ModelSettings-1B", "hf download Org/ModelSettings-1B --local-dir models/ModelSettings-1B"),
+        ("model.path=Org/Model-1B", "`tidemill models get Org/Model-1B`"),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_would_do(override, words):

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.cluster.worker.host import NAME
-from tidemill.cluster.worker.lease_keeper import KeptLease
+from tidemill.dock.lease import TakenLease
 
 FATAL, MARK = "TIDEMILL_TEST_FATAL", "TIDEMILL_TEST_FATAL_MARK"  # in the environment: who dies, and the file it leaves
-commit = KeptLease.commit
+commit = TakenLease.commit
 
 
-def commit_and_die(lease: KeptLease, *args: Any, **kwargs: Any) -> None:
+def commit_and_die(lease: TakenLease, *args: Any, **kwargs: Any) -> None:
     commit(lease, *args, **kwargs)
     mark = Path(os.environ[MARK])
     if os.environ.get(NAME) == os.environ[FATAL] and not mark.exists():
@@ -23,7 +23,7 @@ def commit_and_die(lease: KeptLease, *args: Any, **kwargs: Any) -> None:
 
 
 if FATAL in os.environ:
-    KeptLease.commit = commit_and_die  # type: ignore[method-assign]
+    TakenLease.commit = commit_and_die  # type: ignore[method-assign]
 
 
 def reward(sample: Any) -> float:

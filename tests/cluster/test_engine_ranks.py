@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.cluster.runs import Disturb, assert_same, assert_same_learning, measured, train, worker
 from tidemill.cluster.driver.driver import Driver
-from tidemill.cluster.worker.engine_ranks import ORDER, Follower, LeadEngine, Notes
+from tidemill.cluster.worker.engine_ranks import Follower, LeadEngine, Notes, Order
 from tidemill.cluster.worker.learners import World
-from tidemill.cluster.worker.weights import open_store
+from tidemill.cluster.worker.store import StoreServer
 from tidemill.errors import CollectiveError
 from tidemill.models.load import make_tiny, save_folder
 from tidemill.run.loop import Watcher
@@ -41,7 +41,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def ordered(wait_s: float) -> Follower:
     """A rank whose first rank has come to an order."""
     said: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    said.put([(ORDER,)])
+    said.put([Order()])
     notes: Any = SimpleNamespace(read=said.get, wait_s=wait_s)
     return Follower(None, notes, None, None, torch.device("cpu"))
 
@@ -62,11 +62,11 @@ def test_an_order_may_take_longer_than_it_was_waited_for() -> None:
 
 
 def test_an_engine_sleeps_when_all_its_ranks_do() -> None:
-    store = open_store("127.0.0.1", 10)
+    store = StoreServer("127.0.0.1")
     asleep: list[int] = []
 
     def notes(wait_s: float = 10.0) -> Notes:
-        return Notes("127.0.0.1", store.port, 0, 2, wait_s)
+        return Notes(store.address, 0, 2, wait_s)
 
     def engine(rank: int) -> Any:
         return SimpleNamespace(sleep=lambda: (time.sleep(0.1 * rank), asleep.append(rank)), wake=lambda: None)
@@ -80,7 +80,7 @@ def test_an_engine_sleeps_when_all_its_ranks_do() -> None:
         assert sorted(asleep) == [0, 1, 2]
         asleep.clear()
         lead.wake()
-    alone = Notes("127.0.0.1", store.port, 1, 2, 0.05)
+    alone = Notes(store.address, 1, 2, 0.05)
     with pytest.raises(CollectiveError, match="did not sleep"):
         alone.await_all()
 

@@ -8,7 +8,6 @@ import numpy as np
 
 from tidemill.batch import Batch, Column
 from tidemill.cluster.worker.learners import RankLearnWorker, World
-from tidemill.cluster.worker.lease_keeper import KeptDock
 from tidemill.dock import LocalDock
 from tidemill.flow.tally import Tally
 from tidemill.graph import Stage
@@ -38,8 +37,7 @@ class Rank(RankLearnWorker):
 def test_a_policy_is_not_finished_before_its_critic() -> None:
     """Else one rank may be at the critic's exchange while another is at the policy's."""
     config: Any = recipe.load("quickstart", ["algorithm=ppo"]).config
-    local = LocalDock(STAGES, lease_s=60.0)
-    dock: Any = KeptDock(local, 60.0)
+    dock = LocalDock(STAGES, lease_s=60.0, renews=True)
     critic = Rank(dock, Model(), config, Tally(), World(), "learn_values")  # type: ignore[arg-type]
     learn = Rank(dock, Model(), config, Tally(), World(), "learn", critic)  # type: ignore[arg-type]
     ids = np.arange(4)
@@ -52,5 +50,5 @@ def test_a_policy_is_not_finished_before_its_critic() -> None:
         critic.poll()
     while not learn.is_done:
         learn.poll()
-    assert (critic.learned, learn.learned, local.state().rows) == (1, 1, 0)
+    assert (critic.learned, learn.learned, dock.state().rows) == (1, 1, 0)
     dock.close()

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from tidemill.dock import LeaseExpired, Want
+from tidemill.dock.ledger.leases import LEAST_ENDED
 from tidemill.dock.ledger.ledger import Ledger
 from tidemill.dock.ledger.records import Written
-from tidemill.dock.ledger.stragglers import LEAST_ENDED
 from tidemill.graph import Stage
 
 STAGES = (Stage("make", "r", ("prompt",), ("tokens",), "group"), Stage("learn", "r", ("tokens",)))

@@ -7,23 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tidemill.models.box import find
+
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 def folder_problems(key: str, path: str) -> Iterator[str]:
     """Of the folder that `key` names."""
-    folder = Path(path).expanduser()
+    folder = find.look(path)
+    if not folder.exists() and find.is_fetchable(path):
+        yield find.not_here(key, path)
+        return
     if not folder.is_dir():
-        looks_like_hub = path.count("/") == 1 and not path.startswith((".", "/", "~"))
-        advice = (
-            f"models are not downloaded on their own: `hf download {path} --local-dir models/{folder.name}`, "
-            f"then {key}=models/{folder.name}"
-            if looks_like_hub
-            else "give a folder with config.json, *.safetensors and a tokenizer"
-        )
         what = "is a file, not a folder" if folder.exists() else "does not exist"
-        yield f"{key}={path} {what}; {advice}"
+        yield f"{key}={path} {what}; give a folder with config.json, *.safetensors and a tokenizer"
         return
     yield from _config(key, folder)
     yield from _weights(key, folder)

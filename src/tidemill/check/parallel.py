@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tidemill.estimate.memory import CRITICS
+from tidemill.models.box import find
 from tidemill.recipe.config import Config, ModelSettings, ParallelSettings, TinyModel
 
 MOST_SUGGESTED = 256
@@ -40,7 +40,7 @@ def cuttable(model: ModelSettings) -> Cuttable | None:
         experts = tiny.experts if tiny.architecture in ("qwen3_moe", "mixtral") else 0
         return Cuttable(tiny.layers, tiny.heads, tiny.kv_heads, tiny.intermediate, experts)
     try:
-        raw = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        raw = json.loads((find.look(model.path) / "config.json").read_text(encoding="utf-8"))
         return from_settings(raw.get("text_config", raw))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -189,7 +189,7 @@ def _architecture(model: ModelSettings) -> str | None:
     if model.path is None:
         return None if model.warm_start is not None else (model.tiny or TinyModel()).architecture
     try:
-        raw = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        raw = json.loads((find.look(model.path) / "config.json").read_text(encoding="utf-8"))
         return str(raw["model_type"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

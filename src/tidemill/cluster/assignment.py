@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from tidemill.cluster.report import StoreAddress
 from tidemill.cluster.wiring import Post
 from tidemill.dock import Dock
 from tidemill.dock.address import Address
@@ -19,6 +20,15 @@ if TYPE_CHECKING:
     from tidemill.observe.dump import Dump
 
 
+@dataclass(frozen=True, slots=True)
+class DockDoor:
+    """A worker's way into the dock, whose leases are renewed while it works."""
+
+    dock: Dock
+    leave: Callable[[], None]  # wakes whoever waits there: for a dock that is about to end
+    leases: Callable[[], int] = lambda: 0  # how many are held
+
+
 class DockPlace(Protocol):
     """Where a run's dock is."""
 
@@ -26,8 +36,7 @@ class DockPlace(Protocol):
     def ledger(self) -> str:
         """Names the dock: what was counted at another does not count here."""
 
-    def connect(self, node: str) -> tuple[Dock, Callable[[], None]]:
-        """A worker's way in, and what wakes whoever waits there: for a dock that is about to end."""
+    def connect(self, node: str) -> DockDoor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +49,11 @@ class ServedDock:
     def ledger(self) -> str:
         return self.address.ledger
 
-    def connect(self, node: str) -> tuple[Dock, Callable[[], None]]:
+    def connect(self, node: str) -> DockDoor:
         from tidemill.dock.client import RemoteDock
 
-        dock = RemoteDock(self.address, node)
-        return dock, dock.leave
+        dock = RemoteDock(self.address, node, renews=True)
+        return DockDoor(dock, dock.leave, lambda: dock.leases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +88,7 @@ class WeightLink:
     source: Layout
     target: Layout
     nodes: tuple[int, ...]  # of each rank
-    store: tuple[str, int] | None = None  # where members of several nodes meet
+    store: StoreAddress | None = None  # where members of several nodes meet
     timeout_s: float = 120.0
     verify: Verify = "sample"
     one_process: OneProcess | None = None  # all members share it, and are rank 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
-from tidemill.cluster.report import MoveReport, WorkerReady, WorkerReport
+from tidemill.cluster.report import MoveReport, StoreAddress, WorkerReady, WorkerReport
 
 if TYPE_CHECKING:
     from tidemill.cluster.assignment import Assignment, DockPlace, WeightLink
@@ -119,13 +119,13 @@ class WorkerCommands(Protocol):
 
     def save_model(self, folder: Path) -> None: ...
 
-    def open_store(self, purpose: str) -> tuple[str, int]:
+    def open_store(self, purpose: str) -> StoreAddress:
         """Where ranks, or the members of a link, meet: until another is opened for the same purpose."""
         ...
 
-    def join_world(self, host: str, port: int) -> None: ...
+    def join_world(self, where: StoreAddress) -> None: ...
 
-    def join_engine(self, host: str, port: int) -> None: ...
+    def join_engine(self, where: StoreAddress) -> None: ...
 
     def describe(self, rank: int, mates: tuple[int, ...]) -> tuple[Layout, Layout]:
         """How what is sent and what is received lies, for this place in a link; `mates`: those of its engine."""

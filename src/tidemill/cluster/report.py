@@ -26,6 +26,14 @@ class Numbers:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """Where ranks meet, and the key that opens it. Whoever has it is let in: hand it over by private means."""
+
+    address: str
+    key: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """An exception, as it can be told in another process."""
 

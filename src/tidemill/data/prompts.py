@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from typing import TYPE_CHECKING, Any
 
+from tidemill.data import conversations
 from tidemill.data.source import Example, Message
 from tidemill.errors import ConfigError, DataError, did_you_mean
 
@@ -33,19 +34,55 @@ class PromptTokens:
 
     def encode(self, example: Example) -> list[int]:
         """The prompt's tokens. A prompt that is empty or too long is a DataError that names the row."""
+        if example.text is not None:
+            raise DataError(
+                f"{example.where}: the row is a document, not a prompt",
+                "algorithm sft learns from documents; set eval.size=0, since there is nothing to ask of them",
+            )
         if self.is_chat:
-            tokens = self._chat_tokens(self._messages(example))
+            tools = conversations.tools_of(example.meta)
+            text = conversations.render(self.tokenizer, self._messages(example), tools, example.where, asks=True)
+            tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
         else:
             tokens = self._plain_tokens(self.text(example))
+        self._check_length(tokens, example.where)
+        return tokens
+
+    def _check_length(self, tokens: list[int], where: str) -> None:
         if not tokens:
-            raise DataError(f"{example.where}: the prompt is empty")
+            raise DataError(f"{where}: the prompt is empty")
         limit = self.data.max_prompt_tokens
         if len(tokens) > limit:
             raise DataError(
-                f"{example.where}: the prompt has {len(tokens)} tokens, more than data.max_prompt_tokens ({limit})",
+                f"{where}: the prompt has {len(tokens)} tokens, more than data.max_prompt_tokens ({limit})",
                 "raise data.max_prompt_tokens, shorten the prompt, or set data.on_bad_row=skip",
             )
-        return tokens
+
+    def encode_taught(self, example: Example) -> tuple[list[int], list[int], list[bool]]:
+        """Encode prompt, response and which of the response's tokens are learned: all of them, or with
+        `data.learn_turns=all` what an assistant said in any turn of a conversation."""
+        if self.data.learn_turns == "all" and self.is_chat and example.messages and self.data.template is None:
+            messages = self._with_system(list(example.messages))
+            tools = conversations.tools_of(example.meta)
+            tokens, said = conversations.spoken(self.tokenizer, messages, tools, example.where)
+            first = said.index(True)
+            self._check_length(tokens[:first], example.where)
+            return tokens[:first], tokens[first:], said[first:]
+        prompt, response = self.encode_pair(example)
+        return prompt, response, [True] * len(response)
+
+    def encode_text(self, example: Example, longest: int) -> list[tuple[list[int], list[int], list[bool]]]:
+        """Cut a document into pieces of at most `longest` tokens, its end token last. A piece begins with the last
+        token of the one before, so that every token but the document's first is learned once."""
+        tokens = list(self.tokenizer.encode(example.text))
+        end = self.tokenizer.eos_token_id
+        if end is not None and tokens and tokens[-1] != end:
+            tokens.append(end)
+        if len(tokens) < 2:
+            raise DataError(f"{example.where}: the text has {len(tokens)} tokens: none has another before it")
+        step = max(1, longest - 1)
+        pieces = [tokens[at : at + step + 1] for at in range(0, len(tokens) - 1, step)]
+        return [(piece[:1], piece[1:], [True] * (len(piece) - 1)) for piece in pieces]
 
     def encode_pair(self, example: Example) -> tuple[list[int], list[int]]:
         """Prompt and response for supervised training; the response ends with the model's end token."""
@@ -81,15 +118,15 @@ class PromptTokens:
             messages = list(example.prompt)
         else:
             messages = [{"role": "user", "content": self.text(example)}]
-        if self.data.system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.data.system}, *messages]
+        messages = self._with_system(messages)
         if not any(str(message["content"]).strip() for message in messages):
             raise DataError(f"{example.where}: the prompt is empty")
         return messages
 
-    def _chat_tokens(self, messages: list[Message]) -> list[int]:
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+    def _with_system(self, messages: list[Message]) -> list[Message]:
+        if not self.data.system or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": self.data.system}, *messages]
 
     def _plain_tokens(self, text: str) -> list[int]:
         tokens = list(self.tokenizer.encode(text)) if text else []

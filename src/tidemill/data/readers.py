@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tidemill.data import conversations
 from tidemill.data.prompts import template_columns
 from tidemill.data.source import Example, FileRows, Message
 from tidemill.errors import ConfigError, DataError, MissingExtra, did_you_mean
@@ -18,8 +19,9 @@ from tidemill.errors import ConfigError, DataError, MissingExtra, did_you_mean
 if TYPE_CHECKING:
     from tidemill.recipe.config import Data
 
-OUR_COLUMNS = ("prompt", "messages", "answer", "response")
-KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+OUR_COLUMNS = ("prompt", *conversations.COLUMNS, "answer", "response")
+KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+TEXT = "text"  # the column of a document to learn from as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ def read_file(file: Path) -> Iterator[Row]:
             return read_parquet(file)
         case ".arrow":
             return read_arrow(file)
+        case ".txt":
+            return read_text(file)
     raise DataError(f"{file}: files that end in {file.suffix or 'nothing'} cannot be read", f"use {' '.join(KINDS)}")
 
 
@@ -107,6 +111,14 @@ def read_json(file: Path) -> Iterator[Row]:
     for number, row in enumerate(content, 1):
         where = f"{file}:row {number}"
         yield (where, row) if isinstance(row, dict) else BadRow(where, f"is a {kind(row)}, not an object")
+
+
+def read_text(file: Path) -> Iterator[Row]:
+    """The file is one document."""
+    try:
+        yield str(file), {TEXT: file.read_bytes().decode("utf-8-sig")}
+    except UnicodeDecodeError as error:
+        yield BadRow(str(file), f"is not UTF-8 text ({error.reason} at byte {error.start})")
 
 
 def kind(value: Any) -> str:
@@ -191,6 +203,7 @@ def read_folder(folder: Path, split: str | None) -> Iterator[Row]:
         names = [entry["filename"] for entry in json.loads((folder / "state.json").read_text())["_data_files"]]
         return chain_files([folder / name for name in names])
     files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in KINDS and p.name != "dataset_infos.json")
+    files = [p for p in files if p.suffix.lower() != ".txt"] or files  # beside data, texts are licences and notes
     if not files:
         raise DataError(f"{folder} holds no data file", f"data files end in {' '.join(KINDS)}")
     if len(files) > 1 or split:
@@ -256,7 +269,8 @@ def needed_columns(data: Data) -> list[tuple[str, set[str]]]:
     if data.template is not None:
         names = [name for name in template_columns(data.template) if name not in (*data.columns, "answer")]
         return needed + [("data.template", {name}) for name in names]
-    return needed if {"prompt", "messages"} & {*data.columns} else [*needed, ("", {"prompt", "messages"})]
+    own = {"prompt", TEXT, *conversations.COLUMNS}
+    return needed if own & {*data.columns} else [*needed, ("", own)]
 
 
 def missing_column(where: str, row: Mapping[str, Any], needed: list[tuple[str, set[str]]]) -> DataError | None:
@@ -268,7 +282,7 @@ def missing_column(where: str, row: Mapping[str, Any], needed: list[tuple[str, s
             message = f"{where}: {key} names column {name!r}, which the row does not have{did_you_mean(name, row)}"
             return DataError(message, f"its columns are {', '.join(row)}")
         near = did_you_mean("prompt", row) or did_you_mean("question", row)
-        message = f"{where}: there is no column 'prompt' or 'messages'{near}"
+        message = f"{where}: there is no column 'prompt', 'messages', 'conversations' or 'text'{near}"
         return DataError(message, f"name it with data.columns.prompt; the row's columns are {', '.join(row)}")
     return None
 
@@ -289,14 +303,17 @@ def to_example(where: str, row: Mapping[str, Any], data: Data, pattern: re.Patte
     named = {**row, **{ours: row.get(theirs) for ours, theirs in data.columns.items()}}
     meta = {name: value for name, value in named.items() if name not in OUR_COLUMNS}
     prompt, response = named.get("prompt"), named.get("response")
-    if prompt is None and isinstance(named.get("messages"), list):
-        messages = named["messages"]
-        if why := wrong_messages(messages):
-            return BadRow(where, why)
+    try:
+        messages = conversations.messages_of(named) if prompt is None else None
+    except conversations.NoConversation as wrong:
+        return BadRow(where, str(wrong))
+    if messages is not None:
         if messages[-1]["role"] == "assistant":
             prompt, response = messages[:-1], messages[-1]["content"] if response is None else response
         else:
             prompt = messages
+    if prompt is None and data.template is None and TEXT in named:
+        return as_document(where, named[TEXT], meta)
     if prompt is None and data.template is None:
         return BadRow(where, "has no prompt")
     if isinstance(prompt, list):
@@ -312,7 +329,15 @@ def to_example(where: str, row: Mapping[str, Any], data: Data, pattern: re.Patte
         if found is None:
             return BadRow(where, f"has an answer that data.answer_pattern does not match: {answer[:60]!r}")
         answer = found[1].strip()
-    return Example(prompt or "", answer, None if response is None else as_text(response), meta, where)
+    return Example(prompt or "", answer, None if response is None else as_text(response), meta, where, messages)
+
+
+def as_document(where: str, text: Any, meta: Mapping[str, Any]) -> Example | BadRow:
+    if not isinstance(text, str):
+        return BadRow(where, f"has a text that is a {kind(text)}")
+    if not text.strip():
+        return BadRow(where, "has an empty text")
+    return Example("", meta={name: value for name, value in meta.items() if name != TEXT}, where=where, text=text)
 
 
 def wrong_messages(messages: list[Message]) -> str | None:

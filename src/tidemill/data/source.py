@@ -31,6 +31,13 @@ class Example:
     response: str | None = None  # what a good answer looks like, for supervised training
     meta: Mapping[str, Any] = field(default_factory=dict)  # the row's other columns
     where: str = ""
+    messages: list[Message] | None = None  # the whole conversation, where the row is one
+    text: str | None = None  # a document to learn from as it is, where the row is one
+
+    @property
+    def problem(self) -> str:
+        """What makes it another example than others: its prompt, or its text."""
+        return repr(self.prompt) if self.text is None else self.text
 
 
 class Source(Protocol):
@@ -131,8 +138,8 @@ def open_generated(data: Data, seed: int) -> tuple[Source, Source]:
 
 def without(rows: FileRows, aside: FileRows) -> FileRows:
     """The rows whose prompt is not held out."""
-    prompts = {repr(example.prompt) for example in aside.examples}
-    kept = tuple(example for example in rows.examples if repr(example.prompt) not in prompts)
+    prompts = {example.problem for example in aside.examples}
+    kept = tuple(example for example in rows.examples if example.problem not in prompts)
     if not kept:
         raise DataError(
             f"every prompt of {rows.name} is also in the held-out data {aside.name}: none is left to train on"
@@ -144,7 +151,7 @@ def split(rows: FileRows, held_out: int, seed: int) -> tuple[FileRows, FileRows]
     """Keep `held_out` rows aside, the same ones for the same seed. Rows with the same prompt stay on one side."""
     prompts: dict[str, list[Example]] = {}
     for example in rows.examples:
-        prompts.setdefault(repr(example.prompt), []).append(example)
+        prompts.setdefault(example.problem, []).append(example)
     keys = list(prompts)
     random.Random(f"held-out {seed}").shuffle(keys)
     aside: set[str] = set()
@@ -160,6 +167,6 @@ def split(rows: FileRows, held_out: int, seed: int) -> tuple[FileRows, FileRows]
             f"and data.held_out keeps {held_out} of them for evaluation: none is left to train on",
             "lower data.held_out, or name held-out data with data.eval_source",
         )
-    kept = [example for example in rows.examples if repr(example.prompt) not in aside]
-    out = [example for example in rows.examples if repr(example.prompt) in aside]
+    kept = [example for example in rows.examples if example.problem not in aside]
+    out = [example for example in rows.examples if example.problem in aside]
     return FileRows(rows.name, tuple(kept), rows.bad_rows), FileRows(f"{rows.name} (held out)", tuple(out), 0)

@@ -7,7 +7,7 @@ processes and nodes; they need the packages of the extra `cluster`.
 from typing import TYPE_CHECKING, Any
 
 from tidemill.dock.address import Address
-from tidemill.dock.api import Dock, DockState, Lease, LeaseExpired, StageCounts, Want
+from tidemill.dock.api import Dock, DockState, Lease, LeaseExpired, Progress, StageCounts, Want
 from tidemill.dock.ledger.counts import Counts, Tallied
 from tidemill.dock.local import LocalDock
 from tidemill.dock.store.buffer import PackedBuffer
@@ -30,6 +30,7 @@ __all__ = [
     "LeaseExpired",
     "LocalDock",
     "PackedBuffer",
+    "Progress",
     "RemoteDock",
     "StageCounts",
     "Tallied",

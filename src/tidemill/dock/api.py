@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from tidemill.batch import Batch
 from tidemill.dock.ledger.counts import Counts, Tallied
@@ -34,17 +34,53 @@ class Want:
     late: bool = False  # where nothing is ready: what another holds far longer than usual, to be done a second time
 
 
+Until = Literal["done", "idle", "all_leased"]  # what `Dock.progress` can wait for
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far one stage is with the rows of one tag: what control flow decides by. Rows are counted that are in the
+    dock and that the stage has not consumed; a dropped row is not counted."""
+
+    pending: int = 0  # rows that the stage has not consumed, wherever they stand
+    ready: int = 0  # of these: all their columns are written, nobody has them
+    leased: int = 0  # of these: somebody works on them
+
+    def has_come_to(self, until: Until) -> bool:
+        return {"done": self.is_done, "idle": self.is_idle, "all_leased": self.is_all_leased}[until]
+
+    @property
+    def is_done(self) -> bool:
+        """The stage has consumed every row that was put."""
+        return self.pending == 0
+
+    @property
+    def is_idle(self) -> bool:
+        """The stage has nothing to do before another stage commits or rows come back to it."""
+        return self.ready + self.leased == 0
+
+    @property
+    def is_all_leased(self) -> bool:
+        """Every row that the stage has yet to consume is under a lease: no more will come."""
+        return self.leased == self.pending
+
+
 class Lease(Protocol):
     """The right to work on some samples until a deadline."""
 
     @property
     def batch(self) -> Batch: ...
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether a renewal or the commit found that the rows are someone else's now."""
+
     def commit(self, outputs: Batch | None = None, drop: Sequence[int] = (), counts: Counts | None = None) -> None:
         """Write `outputs` (rows in the order of `batch`) and consume the rows, in one step. `drop`: ids to end here.
         `counts`: what was counted of each row, kept beside it and told when it has left."""
 
-    def renew(self) -> None: ...
+    def renew(self) -> None:
+        """Move the deadline to `lease_s` from now. Raises LeaseExpired, and sets `is_lost`, when it has passed."""
 
     def abandon(self) -> None:
         """Give the rows back unchanged."""
@@ -91,7 +127,12 @@ class Dock(Protocol):
     def advance(self, version: int) -> None:
         """The learner's weights are now `version`: what staleness is measured against."""
 
-    def state(self) -> DockState: ...
+    def progress(self, stage: str, tag: str | None = None, until: Until | None = None, wait: float = 0.0) -> Progress:
+        """How far `stage` is with the rows of `tag` (None: with all rows). With `until`, come back as soon as that
+        holds, woken by the step that makes it so, or after `wait` seconds."""
+
+    def state(self) -> DockState:
+        """Counts for people. Control flow asks `progress`."""
 
     def counted(self) -> Tallied:
         """What commits counted of the rows that have left since this was last asked: each row once. One reader asks."""

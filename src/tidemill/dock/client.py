@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch
 from tidemill.dock.address import Address
-from tidemill.dock.api import DockState, LeaseExpired, Want
-from tidemill.dock.lease import TakenLease
+from tidemill.dock.api import DockState, LeaseExpired, Progress, Until, Want
+from tidemill.dock.lease import LeaseRenewer, TakenLease
 from tidemill.dock.ledger.counts import Counts, Tallied
 from tidemill.dock.ledger.records import Grant, Piece, Written, entry, split
 from tidemill.dock.net import messages as m
@@ -35,8 +35,9 @@ LEDGER_PATIENCE_S = 30.0  # a ledger that does not answer for this long is repor
 
 
 class RemoteDock:
-    def __init__(self, address: Address, node: str | None = None, by_door: bool = True) -> None:
-        """`by_door=False`: speak to the ledger as from another machine, even if it is on this one."""
+    def __init__(self, address: Address, node: str | None = None, by_door: bool = True, renews: bool = False) -> None:
+        """`by_door=False`: speak to the ledger as from another machine, even if it is on this one. `renews`: keep every
+        lease that is taken here until it is committed, abandoned or no longer referred to."""
         self._address, self._by_door = address, by_door
         self.written_bytes = self.read_bytes = 0  # of samples, by this process; a driver's stay 0
         self._heard = 0  # the last telling of counts that came here
@@ -48,6 +49,7 @@ class RemoteDock:
         self._source, self._watch, self._replicas = setup.source, setup.watch, setup.replicas
         self._read_somewhere = frozenset(column for stage in self.stages for column in stage.reads)
         self._node = Node(address.token, node, self._directory)
+        self._renewer = LeaseRenewer(self, setup.lease_s) if renews else None
 
     # -- the dock's interface ----------------------------------------------------------------------------------------
 
@@ -78,6 +80,15 @@ class RemoteDock:
     def advance(self, version: int) -> None:
         self._ask(m.Advance(version))
 
+    def progress(self, stage: str, tag: str | None = None, until: Until | None = None, wait: float = 0.0) -> Progress:
+        deadline = time.monotonic() + wait
+        while True:
+            slice_s = min(max(0.0, deadline - time.monotonic()), WAIT_SLICE_S)
+            answer: m.ProgressReply = self._ask(m.AskProgress(stage, tag, until, slice_s), wait_s=slice_s)
+            progress = Progress(answer.pending, answer.ready, answer.leased)
+            if until is None or progress.has_come_to(until) or time.monotonic() >= deadline:
+                return progress
+
     def state(self) -> DockState:
         record = self.figures()
         known = {name: record[name] for name in DockState.__dataclass_fields__ if name in record}
@@ -105,7 +116,14 @@ class RemoteDock:
         for caller in list(self._callers.values()):
             caller.leave()
 
+    @property
+    def leases(self) -> int:
+        """How many are being renewed."""
+        return 0 if self._renewer is None else len(self._renewer)
+
     def close(self) -> None:
+        if self._renewer is not None:
+            self._renewer.close()
         self._node.close()
         for caller in list(self._callers.values()):
             caller.close()
@@ -196,7 +214,7 @@ class RemoteDock:
             self._node.refresh()
             return None
         self.read_bytes += sum(chunk.nbytes for chunk in granted.chunks)
-        return TakenLease(self, _grant(granted), stored)
+        return TakenLease(self, _grant(granted), stored, self._renewer)
 
 
 def _outputs(written: Written, nbytes: int, copies: tuple[m.Copy, ...]) -> m.Outputs:

@@ -1,7 +1,13 @@
-"""TakenLease: the lease that a take gives, whichever form of dock gave it."""
+"""TakenLease: the lease that a take gives, whichever form of dock gave it; and the one place where leases are renewed.
+
+Leases that are renewed can be short: what a dead worker held is given to another within `lease_s`, however long a piece
+of work takes a living one.
+"""
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
@@ -10,11 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.batch import Batch
+from tidemill.dock.api import LeaseExpired
 from tidemill.dock.ledger.counts import Counts
 from tidemill.dock.ledger.records import Grant
 from tidemill.dock.store.buffer import PackedBuffer
 from tidemill.dock.store.gather import StoredColumns, assemble
 from tidemill.errors import DockError
+
+RENEWALS = 4  # in the life of a lease: three may be late
 
 
 class Giver(Protocol):
@@ -27,9 +36,61 @@ class Giver(Protocol):
     def abandon_lease(self, grant: Grant) -> None: ...
 
 
+class LeaseRenewer:
+    """Renews the leases of one dock object while this process lives and works on them. A lease that nobody refers to
+    any more is not renewed: it runs out."""
+
+    def __init__(self, dock: object, lease_s: float) -> None:
+        self.renewed = self.lost = 0
+        self._held: weakref.WeakSet[TakenLease] = weakref.WeakSet()
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        threading.Thread(target=self._renew, args=(lease_s / RENEWALS,), name="leases", daemon=True).start()
+        weakref.finalize(dock, self._stop.set)  # one that nobody closed
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, lease: TakenLease) -> None:
+        with self._lock:
+            self._held.add(lease)
+
+    def forget(self, lease: TakenLease) -> None:
+        with self._lock:
+            self._held.discard(lease)
+
+    def close(self) -> None:
+        """The thread ends by itself; who closes the dock need not wait for an answer that it may be waiting for."""
+        self._stop.set()
+
+    def renew_all(self) -> None:
+        with self._lock:
+            held = list(self._held)
+        for lease in held:
+            try:
+                lease.renew()
+                self.renewed += 1
+            except LeaseExpired:
+                self.lost += 1
+            except DockError:
+                return  # the ledger is on its way back; the next round tells
+
+    def _renew(self, every_s: float) -> None:
+        while not self._stop.wait(every_s):
+            self.renew_all()
+
+
 class TakenLease:
-    def __init__(self, giver: Giver, grant: Grant, stored: Mapping[int, StoredColumns]) -> None:
-        self._giver, self._grant, self._stored = giver, grant, stored
+    def __init__(
+        self,
+        giver: Giver,
+        grant: Grant,
+        stored: Mapping[int, StoredColumns],
+        renewer: LeaseRenewer | None = None,
+    ) -> None:
+        self._giver, self._grant, self._stored, self._renewer = giver, grant, stored, renewer
+        self.is_lost = False
+        if renewer is not None:
+            renewer.add(self)
 
     @cached_property
     def batch(self) -> Batch:
@@ -55,10 +116,25 @@ class TakenLease:
             raise DockError(f"outputs must have a row for each of the lease's {rows} rows, got {given.rows}")
         if counts is not None:
             counts.check(rows)
-        self._giver.commit_lease(self._grant, given, drop, counts)
+        self._end()
+        try:
+            self._giver.commit_lease(self._grant, given, drop, counts)
+        except LeaseExpired:
+            self.is_lost = True
+            raise
 
     def renew(self) -> None:
-        self._giver.renew_lease(self._grant)
+        try:
+            self._giver.renew_lease(self._grant)
+        except LeaseExpired:
+            self.is_lost = True
+            self._end()
+            raise
 
     def abandon(self) -> None:
+        self._end()
         self._giver.abandon_lease(self._grant)
+
+    def _end(self) -> None:
+        if self._renewer is not None:
+            self._renewer.forget(self)

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.batch import Batch, Column
-from tidemill.dock.api import DockState, Want
-from tidemill.dock.lease import TakenLease
+from tidemill.dock.api import DockState, Progress, Until, Want
+from tidemill.dock.lease import LeaseRenewer, TakenLease
 from tidemill.dock.ledger import snapshot
 from tidemill.dock.ledger.counts import Counts, Tallied
 from tidemill.dock.ledger.ledger import Ledger
 from tidemill.dock.ledger.records import Grant, Written, entry, split
-from tidemill.dock.ledger.waiters import Waiter, Waiters
+from tidemill.dock.ledger.waiters import ProgressWaiter, Waiter, Waiters
 from tidemill.errors import DockError
 from tidemill.graph import Stage
 
@@ -37,7 +37,9 @@ class LocalDock:
         max_rows: int | None = None,
         max_bytes: int | None = None,
         watch: str = "reward",
+        renews: bool = False,
     ) -> None:
+        """`renews`: keep every lease that is taken here until it is committed, abandoned or no longer referred to."""
         self._make_ledger: Callable[..., Ledger] = partial(
             Ledger,
             stages,
@@ -54,7 +56,7 @@ class LocalDock:
         self._read_somewhere = frozenset(column for stage in stages for column in stage.reads)
         self._watch = watch
         self._lock = threading.Lock()
-        self._room = threading.Condition(self._lock)  # signalled when rows leave: producers may go on
+        self._moved = threading.Condition(self._lock)  # signalled when somebody who waits was answered or has room
         self._chunks: dict[int, Batch] = {}
         self._next_chunk = 0
         self._puts_waiting = 0
@@ -62,6 +64,7 @@ class LocalDock:
         self._is_closed = False
         self._ledger = self._make_ledger()
         self._waiters = Waiters(self._ledger)
+        self._renewer = LeaseRenewer(self, lease_s) if renews else None
 
     def put(self, rows: Batch, tag: str = "") -> None:
         ids, group, sizes = entry(rows, self._source)
@@ -84,12 +87,21 @@ class LocalDock:
             if grant is None:
                 return None
             chunks = {key: self._chunks[key] for piece in grant.pieces for key in piece.keys}
-        return TakenLease(self, grant, chunks)
+        return TakenLease(self, grant, chunks, self._renewer)
 
     def advance(self, version: int) -> None:
         with self._lock:
             self._ledger.advance(version)
             self._settle()
+
+    def progress(self, stage: str, tag: str | None = None, until: Until | None = None, wait: float = 0.0) -> Progress:
+        with self._lock:
+            now = self._clock()
+            self._expire(now)
+            controller = self._ledger.controller(stage)
+            if until is not None and wait > 0 and not self._is_closed and not controller.holds(until, tag):
+                return self._wait_until(stage, tag, until, now + wait)
+            return self._ledger.progress(stage, tag)
 
     def state(self) -> DockState:
         with self._lock:
@@ -106,7 +118,9 @@ class LocalDock:
         with self._lock:
             self._is_closed = True
             self._waiters.expire(float("inf"))
-            self._room.notify_all()
+            self._moved.notify_all()
+        if self._renewer is not None:
+            self._renewer.close()
 
     def snapshot(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """All of the dock as a JSON-able record and named arrays. Leased rows are in it as ready."""
@@ -185,49 +199,58 @@ class LocalDock:
         for key in freed:
             self._chunks.pop(key, None)
         if self._puts_waiting:
-            self._room.notify_all()
+            self._moved.notify_all()
 
     def _expire(self, now: float) -> None:
         if self._ledger.expire(now):
             self._settle()
 
     def _park(self, stage: str, want: Want, deadline: float) -> Grant | None:
-        """Wait, lock released, until a step of someone else serves us or `deadline` passes."""
+        """Wait until a step of someone else serves us or `deadline` passes."""
         answers: list[Grant | DockError | None] = []
-        woken = threading.Event()
 
         def answer(given: Grant | DockError | None) -> None:
             answers.append(given.owned() if isinstance(given, Grant) else given)
-            woken.set()
+            self._moved.notify_all()
 
         waiter = Waiter(stage, want, deadline, answer, since=self._clock())
         self._waiters.park(waiter)
-        while not answers:
-            due = self._ledger.leases.next_deadline()
-            until = deadline if due is None else min(deadline, due)
-            pause = max(0.0, until - self._clock())
-            self._lock.release()
-            try:
-                woken.wait(pause)
-            finally:
-                self._lock.acquire()
-            now = self._clock()
-            self._expire(now)
-            if not answers and now >= deadline:
-                self._waiters.remove(waiter)
-                return None
+        self._sleep(answers, deadline)
+        if not answers:
+            self._waiters.remove(waiter)
+            return None
         if isinstance(answers[0], DockError):
             raise answers[0]
         return answers[0]
 
+    def _wait_until(self, stage: str, tag: str | None, until: Until, deadline: float) -> Progress:
+        answers: list[Progress] = []
+
+        def answer(progress: Progress) -> None:
+            answers.append(progress)
+            self._moved.notify_all()
+
+        self._waiters.watch(ProgressWaiter(stage, tag, until, deadline, answer))
+        self._sleep(answers, deadline)
+        if not answers:
+            self._waiters.expire(deadline)
+        return answers[0]
+
+    def _sleep(self, answers: list[Any], deadline: float) -> None:
+        """Lock released, until there is an answer or `deadline` passes. Who sleeps also lets leases run out."""
+        while not answers and (now := self._clock()) < deadline:
+            due = self._ledger.leases.next_deadline()
+            self._moved.wait(max(0.0, (deadline if due is None else min(deadline, due)) - now))
+            self._expire(self._clock())
+
     def _wait_for_room(self, tag: str, rows: int, nbytes: int) -> None:
-        started = self._clock()
         if self._ledger.chunks.has_room(tag, rows, nbytes):
             return
+        started = self._clock()
         self._puts_waiting += 1
         try:
             while not self._ledger.chunks.has_room(tag, rows, nbytes) and not self._is_closed:
-                self._room.wait()
+                self._moved.wait()
         finally:
             self._puts_waiting -= 1
             self._put_wait_s += self._clock() - started

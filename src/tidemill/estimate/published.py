@@ -12,6 +12,7 @@ from typing import Any
 from tidemill.check.parallel import Cuttable
 from tidemill.estimate.ranks_memory import Sizes
 from tidemill.estimate.run import Shape
+from tidemill.models.box.find import look
 from tidemill.recipe.config import ModelSettings
 
 QWEN3_235B = {
@@ -58,7 +59,7 @@ def of_folder(model: ModelSettings) -> Sizes | None:
     if model.path is None:
         return None
     try:
-        raw = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        raw = json.loads((look(model.path) / "config.json").read_text(encoding="utf-8"))
         return sizes(from_settings(raw.get("text_config", raw)), bool(raw.get("tie_word_embeddings", False)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

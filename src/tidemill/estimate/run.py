@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tidemill.models.box import find
 from tidemill.recipe.config import Config, ModelSettings, TinyModel
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -44,7 +45,7 @@ def shape_of(model: ModelSettings) -> Shape | None:
         return None
     if model.path is None:
         return _tiny_shape(model.tiny or TinyModel())
-    folder = Path(model.path).expanduser()
+    folder = find.look(model.path)
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -85,17 +85,39 @@ class Feed:
 
 
 class PairFeed(Feed):
-    """Prompts with given responses, to learn from examples: every row is its own group and enters ready to learn."""
+    """Prompts with given responses, conversations and documents, to learn from examples: every row is its own group and
+    enters ready to learn. A document longer than a sample may be is several rows."""
 
-    def _tokens(self, example: Example) -> Any:
-        return self.encode.encode_pair(example)
+    def __init__(self, source: Source, config: Config, encode: PromptTokens, greedy_rows: int = 0) -> None:
+        super().__init__(source, config, encode, greedy_rows)
+        self.left: list[Any] = []  # pieces of the last document that are not given out yet
+
+    def _tokens(self, example: Example) -> list[Any]:
+        if example.text is None:
+            return [self.encode.encode_taught(example)]
+        longest = self.config.data.max_prompt_tokens + self.config.rollout.max_new_tokens
+        return self.encode.encode_text(example, longest)
+
+    def _next(self) -> Any:
+        if not self.left:
+            _, self.left = next(self.examples(1))
+        return self.left.pop(0)
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | ({"pieces_left": len(self.left)} if self.left else {})
+
+    def restore(self, state: dict[str, Any]) -> None:
+        super().restore(state)
+        left = int(state.get("pieces_left", 0))
+        last = self.source.example(self.order(self.position - 1)) if left else None
+        self.left = self._tokens(last)[-left:] if last is not None else []
 
     def rows(self, prompts: int | None = None) -> Batch:
         count = prompts or self.config.train.prompts_per_step
-        pairs = [pair for _, pair in self.examples(count)]
+        taught = [self._next() for _ in range(count)]
         ids = np.arange(self.groups, self.groups + count, dtype=np.int64)
         self.groups += count
-        return given_rows(ids, ids, 1, pairs)
+        return given_rows(ids, ids, 1, [(p, r) for p, r, _ in taught], [learned for *_, learned in taught])
 
 
 class PreferenceFeed(Feed):
@@ -140,8 +162,15 @@ class JudgedFeed(PreferenceFeed):
         return given_rows(ids, groups, 4, own + strange).merge({"chosen": chosen, "mismatched": mismatched})
 
 
-def given_rows(ids: Any, groups: Any, group_size: int, pairs: list[tuple[list[int], list[int]]]) -> Batch:
-    """Rows that come with their responses."""
+def given_rows(
+    ids: Any,
+    groups: Any,
+    group_size: int,
+    pairs: list[tuple[list[int], list[int]]],
+    learned: list[list[bool]] | None = None,
+) -> Batch:
+    """Rows that come with their responses, of which all tokens are learned unless `learned` says which."""
+    masks = [np.ones(len(r)) for _, r in pairs] if learned is None else learned
     return Batch(
         {
             ID: ids,
@@ -150,7 +179,7 @@ def given_rows(ids: Any, groups: Any, group_size: int, pairs: list[tuple[list[in
             LENGTH: np.array([len(p) + len(r) for p, r in pairs], np.int32),
             "tokens": Column.jagged([[*p, *r] for p, r in pairs], np.int32),
             "prompt_length": np.array([len(p) for p, _ in pairs], np.int32),
-            "mask": Column.jagged([np.ones(len(r)) for _, r in pairs], np.uint8),
+            "mask": Column.jagged(masks, np.uint8),
         }
     )
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from tidemill.batch import GROUP, ID, Batch
 from tidemill.dock import Dock, Lease, Want
-from tidemill.flow.stage import at_any_time, rows_of
+from tidemill.flow.stage import at_any_time
 from tidemill.flow.tally import Tally
 from tidemill.learn.api import LearnEngine
 from tidemill.learn.critic import critic_passes
@@ -59,8 +59,7 @@ class LearnWorker:
         lease = self.dock.take(self.name, Want(groups=4096, tag=self.tag))
         if lease is not None:
             self.held.append(lease)
-        all_here = sum(held.batch.rows for held in self.held) == rows_of(self.dock, self.tag)
-        if all_here and not self.is_done:
+        if not self.is_done and self.dock.progress(self.name, self.tag).is_all_leased:
             self._finish_step()
             return True
         if lease is None:

@@ -104,12 +104,11 @@ class RolloutWorker:
         most = 2 * self.config.rollout.concurrent
         if self.peers == 1 or self._making() >= most:
             return most
-        counts = self.dock.state().stages[self.name]
-        return min(most, -(-(counts.ready + counts.leased) // self.peers))
+        return min(most, -(-self.dock.progress(self.name).pending // self.peers))
 
     def _let_go(self) -> None:
         """What is someone else's now, because it came too late here, is not made any further."""
-        for group in [g for g, rolling in self.rolling.items() if getattr(rolling.lease, "is_lost", False)]:
+        for group in [g for g, rolling in self.rolling.items() if rolling.lease.is_lost]:
             del self.rolling[group]
             for id in (group, GREEDY_ID + group):
                 self.engine.cancel(id)

@@ -12,7 +12,7 @@ from torch import Tensor
 from tidemill.algorithms.api import Algorithm
 from tidemill.batch import GROUP, ID, Batch
 from tidemill.dock import Counts, Dock, Lease, Want
-from tidemill.flow.stage import at_any_time, committed, rows_of
+from tidemill.flow.stage import at_any_time, committed
 from tidemill.flow.tally import Tally
 from tidemill.learn.api import GivesLogprobs, Values
 from tidemill.learn.engine import score
@@ -33,11 +33,10 @@ class AdvantageWorker:
         self.dock, self.algorithm, self.config, self.tally, self.refill = dock, algorithm, config, tally, refill
         self.held: list[Lease] = []
         self.tag: str | None = None
-        self.passed = 0  # rows of the step that went on to learning
 
     def begin(self, first_group: int, tag: str | None) -> None:
         """Groups of one step at a time: what they are compared with, and what replaces them, belongs to it."""
-        self.tag, self.passed = tag, 0
+        self.tag = tag
 
     def poll(self) -> bool:
         lease = self.dock.take(self.name, Want(groups=4096, tag=self.tag))
@@ -52,7 +51,7 @@ class AdvantageWorker:
 
     def _all_here(self) -> bool:
         """Whether every sample of the step is held here or has gone on to learning."""
-        return sum(h.batch.rows for h in self.held) + self.passed == rows_of(self.dock, self.tag)
+        return self.dock.progress(self.name, self.tag).is_all_leased
 
     def _commit(self, leases: list[Lease]) -> None:
         batch = Batch.concat([lease.batch for lease in leases])
@@ -66,7 +65,6 @@ class AdvantageWorker:
             counted[rows] = committed(lease, outputs.gather(rows), dropped, counts)
             start += lease.batch.rows
         batch, kept = batch.gather(np.flatnonzero(counted)), kept[counted]
-        self.passed += int(kept.sum())
         groups = batch.values(GROUP)
         gone = len(np.unique(groups)) - len(np.unique(groups[kept]))
         if gone and self.config.algorithm.dynamic_sampling:

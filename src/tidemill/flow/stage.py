@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tidemill.batch import Batch
-from tidemill.dock import Counts, Dock, Lease, LeaseExpired
+from tidemill.dock import Counts, Lease, LeaseExpired
 
 
 class Worker(Protocol):
@@ -39,9 +39,3 @@ def committed(
     except LeaseExpired:
         return False
     return True
-
-
-def rows_of(dock: Dock, tag: str | None) -> int:
-    """Rows of a step that are in the dock, wherever they stand."""
-    state = dock.state()
-    return state.rows if tag is None else state.tags.get(tag, 0)

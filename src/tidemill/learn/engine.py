@@ -295,3 +295,12 @@ def on_host(stats: list[Stats]) -> list[Stats]:
         {name: dataclasses.replace(stat, value=plain(stat.value), count=plain(stat.count)) for name, stat in s.items()}
         for s in stats
     ]
+
+
+def stats_to_plain(stats: list[Stats]) -> list[dict[str, list[Any]]]:
+    """As JSON can carry them to other ranks."""
+    return [{name: [float(s.value), float(s.count), s.reduce] for name, s in one.items()} for one in on_host(stats)]
+
+
+def stats_from_plain(records: list[dict[str, list[Any]]]) -> list[Stats]:
+    return [{name: Stat(*fields) for name, fields in one.items()} for one in records]

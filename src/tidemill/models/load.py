@@ -13,6 +13,7 @@ from transformers.utils import logging as hf_logging
 from tidemill.errors import ModelError
 from tidemill.models import experts, lora, routing, tiny
 from tidemill.models.attention import registry as attention
+from tidemill.models.box import find
 from tidemill.models.buffers import persistent
 from tidemill.models.trial import try_out
 from tidemill.recipe import config as settings
@@ -40,7 +41,7 @@ def load(
     """`path` (a finished warm start) goes before `model.path`, which goes before `model.tiny`."""
     folder = path or model.path
     if folder is not None:
-        return open_folder(Path(folder), model, device)
+        return open_folder(find.resolve(folder), model, device)
     return make_tiny(model.tiny or settings.TinyModel(), DTYPES[model.dtype], seed, device)
 
 
@@ -49,7 +50,7 @@ def load_tokenizer(model: settings.ModelSettings, path: str | Path | None = None
     folder = path or model.path
     if folder is None:
         return tiny.make_tokenizer((model.tiny or settings.TinyModel()).alphabet)
-    return open_tokenizer(Path(folder), model)
+    return open_tokenizer(find.resolve(folder), model)
 
 
 def make_tiny(shape: settings.TinyModel, dtype: torch.dtype, seed: int, device: torch.device) -> LoadedModel:

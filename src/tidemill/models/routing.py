@@ -212,6 +212,12 @@ def of(model: Any, device: torch.device | None = None) -> Routers | None:
     return routers
 
 
+def has_foreign_hooks(module: Any) -> bool:
+    """Whether anyone but `Routers` looks into the module's calls."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(not isinstance(getattr(getattr(hook, "func", None), "__self__", None), Routers) for hook in hooks)
+
+
 def prepare(model: Any, settings: Mixture, device: torch.device | None = None) -> Routers | None:
     """Routers that balance and replay as a recipe says; refuses what the model cannot do."""
     routers = of(model, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 DType = Literal["float32", "bfloat16"]
 
@@ -45,7 +45,9 @@ class TinyModel(Section):
 
 
 class ModelSettings(Section):
-    path: str | None = Field(None, description="a Hugging Face folder (config.json, safetensors, tokenizer)")
+    path: str | None = Field(
+        None, description="a Hugging Face folder, a name of `tidemill models list`, or org/name on the hub"
+    )
     warm_start: str | None = Field(None, description="recipe that makes the model first, when path is not given")
     tiny: TinyModel | None = Field(
         None, description="a small model made on the spot, when neither path nor warm_start is given"
@@ -67,7 +69,7 @@ class CurriculumSettings(Section):
 class Data(Section):
     source: str = Field(
         "arithmetic",
-        description="a file (.jsonl .json .csv .tsv .parquet), a Hugging Face dataset folder, or a generator's name",
+        description="a file (.jsonl .json .csv .tsv .parquet .txt), a Hugging Face dataset folder, a generator's name",
     )
     args: dict[str, Any] = Field({}, description="the generator's own settings")
     curriculum: CurriculumSettings | None = Field(None, description="problems that grow harder with measured accuracy")
@@ -86,6 +88,9 @@ class Data(Section):
     system: str | None = Field(None, description="system message, for chat models")
     chat: Literal["auto", "on", "off"] = Field(
         "auto", description="use the tokenizer's chat template; auto: when it has one"
+    )
+    learn_turns: Literal["last", "all"] = Field(
+        "last", description="what sft learns of a conversation: the assistant's last turn, or every one of its turns"
     )
     max_prompt_tokens: int = Field(1024, ge=1, description="a longer prompt is a bad row")
     on_bad_row: Literal["fail", "skip"] = Field("fail", description="what a row that cannot be used does to the run")
@@ -162,7 +167,9 @@ class Rewards(Section):
         description="a reward that raises, hangs or is not finite: counts as 0, drops its group, or ends the run",
     )
     correct_above: float = Field(0.5, description="a sample counts as correct when its first reward exceeds this")
-    workers: int = Field(1, ge=1, description="processes for rewards that do not run in this one")
+    workers: int | Literal["auto"] = Field(
+        "auto", description="processes for rewards that do not run in this one; auto: one per core, at most 32"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -177,6 +184,13 @@ class Rewards(Section):
             given = [given] if isinstance(given, str) else given
             value = {**value, "functions": [{"function": f} if isinstance(f, str) else f for f in given]}
         return value
+
+    @field_validator("workers", mode="plain")
+    @classmethod
+    def _auto_or_some(cls, value: Any) -> Any:
+        if value == "auto" or (type(value) is int and value >= 1):
+            return value
+        raise ValueError("auto, or a number of processes from 1")
 
     @property
     def models(self) -> tuple[str, ...]:

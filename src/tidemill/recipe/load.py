@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from tidemill.check import precheck
 from tidemill.errors import ConfigError, did_you_mean
 from tidemill.estimate import plan as plans
+from tidemill.models.box import find
 from tidemill.recipe import dialect, schema
 from tidemill.recipe.config import Config, ModelSettings, Section
 from tidemill.recipe.layer import Given, Layer, flatten, from_one, lay_over, parse_overrides, unflatten
@@ -63,16 +64,31 @@ def load(recipe: str | Path | Mapping[str, Any] | Config | LoadedRecipe, overrid
     return LoadedRecipe(config, _sources(config, given), path)
 
 
-def check(config: Config) -> None:
-    """Refuse, in one message, everything that can be known to fail before a model is loaded."""
-    try:
-        model = model_of(config)
-        problems = []
-    except ConfigError as error:
-        model, problems = config.model, [f"model.warm_start: {error.message}"]
-    problems += precheck.problems(config, model)
+def check(config: Config, *, fetch: bool = False) -> None:
+    """Refuse, in one message, everything that can be known to fail before a model is loaded. `fetch`: models that are
+    only named are brought here, once nothing else is wrong."""
+    problems = _problems(config)
+    waiting = {find.not_here(key, path): path for key, path in _models_named(config)}
+    if fetch and problems and all(problem in waiting for problem in problems):
+        for problem in problems:
+            find.resolve(waiting[problem])
+        problems = _problems(config)
     if problems:
         raise ConfigError(as_list(problems))
+
+
+def _problems(config: Config) -> list[str]:
+    try:
+        model = model_of(config)
+    except ConfigError as error:
+        return [f"model.warm_start: {error.message}", *precheck.problems(config, config.model)]
+    return precheck.problems(config, model)
+
+
+def _models_named(config: Config) -> Iterator[tuple[str, str]]:
+    for key, path in (("model.path", config.model.path), ("algorithm.teacher", config.algorithm.teacher)):
+        if path is not None:
+            yield key, path
 
 
 def plan(config: Config, parameters: int | None = None) -> list[tuple[str, str, str]]:

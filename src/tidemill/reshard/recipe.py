@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tidemill.errors import ReshardError
 from tidemill.estimate.run import shape_of
+from tidemill.models.box import find
 from tidemill.recipe import config as settings
 from tidemill.reshard.layout import Shape
 from tidemill.reshard.parallel import Model, ParallelSizes, decoder
@@ -41,7 +42,7 @@ def model_of(model: settings.ModelSettings) -> Model:
             "name one with model.path=FOLDER, or a published one with --model",
         )
     if model.path is not None:
-        folder = Path(model.path).expanduser()
+        folder = find.look(model.path)
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         text = raw.get("text_config", raw)
         experts = int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0)

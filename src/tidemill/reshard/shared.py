@@ -2,15 +2,13 @@
 
 Every rank owns a ring; whoever wants a block copies it from there, so bytes that several ranks want are packed once and
 travel through no socket. The ring lies where the tensors lie: in shared host memory, or on the device, opened by the
-others through the vendor's inter-process handles.
+others through the vendor's inter-process handles. `segment` says who can open it.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import pickle
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -19,9 +17,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.multiprocessing.reductions import reduce_tensor
 
 from tidemill.errors import ReshardError
+from tidemill.reshard import segment
+from tidemill.reshard.handle import DeviceHandle
 from tidemill.reshard.move import (
     BUCKET_BYTES,
     CHECK_EVERY,
@@ -43,12 +42,11 @@ from tidemill.reshard.schedule import Page, pages
 Board = npt.NDArray[np.int64]
 POLL_S = 0.0002
 LOOK_S = 0.05  # how often a waiting rank looks whether the other still lives
-HANDLE_BYTES = 4096
 READY, PROCESS, FILLED, BROKEN, ROUND, WELL = range(6)  # words of a rank's board; then one per reader: pages taken
 
 
 class SharedWire:
-    """Rings of `ranks` ranks of one node that know one another by `token`, a word that no other wire uses."""
+    """Rings of `ranks` ranks of one node that know one another by `token`, a secret that no other wire uses."""
 
     def __init__(
         self,
@@ -189,32 +187,41 @@ class SharedWire:
     def _open(self, token: str) -> None:
         host = self._device.type == "cpu"
         board_bytes = 8 * (WELL + 2 + self.ranks)
-        size = board_bytes + HANDLE_BYTES + (self.nbytes if host else 0)
-        own = _path(token, self.rank)
-        mapped = [_create(own, size) if r == self.rank else b"" for r in range(self.ranks)]
+        size = board_bytes + segment.SEAL_BYTES + (self.nbytes if host else 0)
         ring = None if host else torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
-        if ring is not None:
-            handle = pickle.dumps(reduce_tensor(ring))  # type: ignore[no-untyped-call]
-            mapped[self.rank][board_bytes : board_bytes + len(handle)] = handle  # type: ignore[index]
-        board = _board(mapped[self.rank], board_bytes)
-        board[PROCESS] = os.getpid()
+        handle = None if ring is None else DeviceHandle(ring)
+        with segment.created(token, self.rank, size) as own:
+            board = _board(own, board_bytes)
+            board[PROCESS] = os.getpid()
+            segment.seal(own, board_bytes, token, self.rank, handle.to_bytes() if handle is not None else b"")
+            _fence()
+            board[READY] = 1
+            deadline = time.monotonic() + self.timeout_s
+            for rank in range(self.ranks):
+                theirs = own if rank == self.rank else segment.attached(token, rank, size, deadline)
+                self._boards.append(_board(theirs, board_bytes))
+                self._await_ready(rank, deadline)
+                told = segment.unsealed(theirs, board_bytes, token, rank)
+                if handle is None:
+                    data = np.frombuffer(theirs, np.uint8, self.nbytes, board_bytes + segment.SEAL_BYTES)
+                    self._rings.append(torch.from_numpy(data))
+                else:
+                    self._rings.append(handle.ring if rank == self.rank else handle.open(told))
+            board[READY] = 2  # has seen all
+            for rank, seen in enumerate(self._boards):
+                self._wait(rank, seen, READY, 2, "open its ring")
+        segment.remove_orphans()
+
+    def _await_ready(self, rank: int, deadline: float) -> None:
+        while not self._boards[rank][READY]:
+            if time.monotonic() > deadline:
+                raise ReshardError(f"rank {rank} did not finish opening its ring")
+            time.sleep(0.002)
         _fence()
-        board[READY] = 1
-        deadline = time.monotonic() + self.timeout_s
-        for rank in range(self.ranks):
-            if rank != self.rank:
-                mapped[rank] = _attach(_path(token, rank), size, deadline, rank)
-            theirs = _board(mapped[rank], board_bytes)
-            self._boards.append(theirs)
-            if host:
-                data = np.frombuffer(mapped[rank], np.uint8, self.nbytes, board_bytes + HANDLE_BYTES)
-                self._rings.append(torch.from_numpy(data))
-            else:
-                self._rings.append(ring if rank == self.rank else _device_ring(mapped[rank], board_bytes))  # type: ignore[arg-type]
-        board[READY] = 2  # has seen all
-        for rank, theirs in enumerate(self._boards):
-            self._wait(rank, theirs, READY, 2, "open its ring")
-        own.unlink()  # all have it mapped: nothing is left behind however the ranks end
+
+
+def _board(mapped: mmap.mmap, size: int) -> Board:
+    return np.frombuffer(mapped, np.int64, size // 8)
 
 
 def _taken(rank: int) -> int:
@@ -230,59 +237,6 @@ def _fence() -> None:
         pass
     with _lock:
         pass
-
-
-def _path(token: str, rank: int) -> Path:
-    shared = Path("/dev/shm")
-    return (shared if shared.is_dir() else Path(tempfile.gettempdir())) / f"tidemill-{token}-{rank}"
-
-
-def _create(path: Path, size: int) -> mmap.mmap:
-    try:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    except FileExistsError as error:
-        raise ReshardError(f"{path} exists: another wire has this token", "use a fresh token for each wire") from error
-    try:
-        os.truncate(descriptor, size)
-        return mmap.mmap(descriptor, size)
-    finally:
-        os.close(descriptor)
-
-
-def _attach(path: Path, size: int, deadline: float, rank: int) -> mmap.mmap:
-    while True:
-        try:
-            if path.stat().st_size == size:
-                descriptor = os.open(path, os.O_RDWR)
-                break
-        except FileNotFoundError:
-            pass
-        if time.monotonic() > deadline:
-            raise ReshardError(
-                f"rank {rank} did not come to {path.name} in time", "start all ranks with the same token"
-            )
-        time.sleep(0.002)
-    try:
-        mapped = mmap.mmap(descriptor, size)
-    finally:
-        os.close(descriptor)
-    board = _board(mapped, 8)
-    while not board[READY]:
-        if time.monotonic() > deadline:
-            raise ReshardError(f"rank {rank} did not finish opening its ring")
-        time.sleep(0.002)
-    return mapped
-
-
-def _board(mapped: object, size: int) -> Board:
-    return np.frombuffer(mapped, np.int64, size // 8)  # type: ignore[call-overload, no-any-return]
-
-
-def _device_ring(mapped: object, at: int) -> torch.Tensor:
-    rebuild, arguments = pickle.loads(bytes(memoryview(mapped)[at : at + HANDLE_BYTES]))  # type: ignore[arg-type]
-    ring = rebuild(*arguments)
-    assert isinstance(ring, torch.Tensor)
-    return ring
 
 
 def _lives(process: int) -> bool:

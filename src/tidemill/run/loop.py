@@ -214,7 +214,7 @@ def warm_start(config: Config, folder: RunFolder, watch: Watcher) -> Path | None
         + ([f"threads={config.threads}"] if config.threads else []),
     ).config
     watch.noted(f"warm start: {own.about or own.name}")
-    recipe.check(own)
+    recipe.check(own, fetch=True)
     with RunFolder.create(own) as inner, closing(start(own, warm_start(own, inner, watch), inner)) as workers:
         summary = train_loop(own, inner, workers, watch, None)
         if summary.is_stopped:

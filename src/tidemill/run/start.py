@@ -26,7 +26,7 @@ def train(
     watch: Watcher | None = None,
 ) -> Summary:
     loaded = recipe if isinstance(recipe, recipes.LoadedRecipe) else recipes.load(recipe, overrides)
-    recipes.check(loaded.config)
+    recipes.check(loaded.config, fetch=True)
     with RunFolder.create(loaded.config, loaded.sources) as folder:
         if folder.moved is not None and watch is not None:
             watch.noted(f"an older run of this name is now {folder.moved}")

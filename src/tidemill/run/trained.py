@@ -17,6 +17,7 @@ from tidemill.learn import checkpoint
 from tidemill.learn.ema import adapters_of, weights_of
 from tidemill.models import lora, routing
 from tidemill.models.attention import registry as attention
+from tidemill.models.box import find
 from tidemill.models.load import DTYPES, LoadedModel, open_folder, save_folder, wrap
 from tidemill.recipe import config as settings
 from tidemill.recipe.config import Config
@@ -51,6 +52,8 @@ def open_trained(where: str | Path, device: str = "auto", *, raw: bool = False) 
     folder = Path(where).expanduser()
     if (folder / "config.json").exists():
         return Trained(open_folder(folder, settings.ModelSettings(path=str(folder)), place), Config(), None)
+    if not folder.exists() and find.is_fetchable(where):
+        return open_trained(find.resolve(where), device)
     try:
         run = RunFolder.open(where, exclusive=False)
     except ConfigError as error:
@@ -134,7 +137,7 @@ def export_adapter(where: str | Path, folder: Path, *, raw: bool = False) -> tup
         )
     _check_free(folder)
     learn = run.config.learn
-    base = run.config.model.path or str(run.path / "warm_start" / "model")
+    base = find.for_others(run.config.model.path or str(run.path / "warm_start" / "model"))
     tensors, about = lora.peft_files(own, learn.lora_rank, learn.lora_alpha, base)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")

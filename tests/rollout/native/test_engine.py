@@ -64,6 +64,19 @@ def test_lean_and_plain_runners_agree(model: torch.nn.Module, engine: NativeEngi
         np.testing.assert_allclose(completion.logprobs, plain[key].logprobs, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-moe-mixed", "qwen2-moe", "mixtral"])
+def test_lean_and_plain_runners_agree_on_mixtures_and_their_routes(name: str) -> None:
+    model = tiny_model(name)
+    options = {"eos_ids": [2], "max_seqs": 8, "max_len": 64, "record_routes": True}
+    lean = NativeEngine(model, **options)
+    assert isinstance(lean.runner, LeanRunner)
+    plain = roll(NativeEngine(model, plain=True, **options), requests(6))
+    for key, completion in roll(lean, requests(6)).items():
+        assert completion.tokens == plain[key].tokens
+        np.testing.assert_allclose(completion.logprobs, plain[key].logprobs, atol=1e-5)
+        np.testing.assert_array_equal(completion.routes, plain[key].routes)
+
+
 def test_logprobs_are_those_of_the_distribution_at_the_temperature(
     engine: NativeEngine, model: torch.nn.Module
 ) -> None:

@@ -46,6 +46,18 @@ class TorchKernels:
         gate, up = x.chunk(2, 1)
         return F.silu(gate) * up
 
+    def route(self, logits: Tensor, bias: Tensor | None, k: int, sums_to_one: bool) -> tuple[Tensor, Tensor]:
+        scores = logits.softmax(-1)
+        chosen = torch.topk(scores if bias is None else scores + bias, k).indices
+        shares = scores.gather(1, chosen)
+        return chosen.int(), shares / shares.sum(-1, keepdim=True) if sums_to_one else shares
+
+    def add_experts(self, x: Tensor, h: Tensor, chosen: Tensor, shares: Tensor, stacks: tuple[Tensor, Tensor]) -> None:
+        for row, (experts, weights) in enumerate(zip(chosen.tolist(), shares)):
+            for expert, weight in zip(experts, weights):
+                gate, up = F.linear(h[row], stacks[0][expert]).chunk(2)
+                x[row] += weight * F.linear(F.silu(gate) * up, stacks[1][expert])
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: Tensor,
         scale: float, window: int | None, softcap: float | None, *, scales: Any = None,
@@ -119,7 +131,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch, model: Any, **options: Any) -> Native
         monkeypatch.setattr(graphs, "CapturedGraph", AgainEachTime)
         engine.kernels = None
         engine.runner = FusedRunner(model, 64, TorchKernels())
-        engine.decoder = graphs.GraphDecoder(engine.runner, engine.store, engine.scheduler.slots, engine.vocab)
+        engine.decoder = engine._graph_decoder_of(engine.runner)
     assert engine.decoder is not None
     return engine
 
@@ -148,6 +160,27 @@ def test_ahead_and_in_step_make_the_same_samples(
     for key, completion in made.items():
         np.testing.assert_allclose(completion.logprobs, wanted[key].logprobs, atol=5e-3 if HAS_DEVICE else 1e-4)
     assert engine.pool.used == 0 and len(engine.scheduler.free_slots) == 6
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe-mixed", "qwen2-moe", "mixtral"])
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.0}, {"top_k": 5}], ids=str)
+def test_a_mixture_decodes_ahead_as_it_does_in_step(
+    monkeypatch: pytest.MonkeyPatch, name: str, how: dict[str, Any]
+) -> None:
+    model = tiny_model(name).to(DEVICE)
+    wanted = roll(NativeEngine(model, eos_ids=[2], max_len=64, plain=True), asked(4, **how))
+    made = roll(ahead(monkeypatch, model, eos_ids=[2]), asked(4, **how))
+    assert tokens(made) == tokens(wanted)
+    for key, completion in made.items():
+        np.testing.assert_allclose(completion.logprobs, wanted[key].logprobs, atol=5e-3 if HAS_DEVICE else 1e-4)
+
+
+def test_routes_are_recorded_inside_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen3-moe-mixed").to(DEVICE)
+    wanted = roll(NativeEngine(model, eos_ids=[], max_len=64, plain=True, record_routes=True), asked(4))
+    made = roll(ahead(monkeypatch, model, eos_ids=[], record_routes=True), asked(4))
+    for key, completion in made.items():
+        np.testing.assert_array_equal(completion.routes, wanted[key].routes)
 
 
 def test_truncated_rows_are_drawn_inside_the_graph_beside_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:

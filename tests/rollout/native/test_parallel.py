@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,7 +51,8 @@ def _check_share(model: Any, whole: dict[str, torch.Tensor], rank: int) -> None:
     """A share is as its layout says, holds no more memory, and all shares make up the whole."""
     held = layout(model, (0, 1)).homes(rank)
     assert {n: tuple(p.shape) for n, p in model.named_parameters()} == {n: shape for n, (shape, _) in held.items()}
-    outside = sum(p.numel() for n, p in whole.items() if "embed" in n or "norm" in n)
+    alike = ("embed", "norm", ".gate.weight", "shared_expert_gate")  # what every rank has whole
+    outside = sum(p.numel() for n, p in whole.items() if any(part in n for part in alike))
     own = sum(p.untyped_storage().nbytes() // 4 for p in model.parameters())
     assert own <= outside + 0.51 * (sum(p.numel() for p in whole.values()) - outside)
     found = gathered(model, dist.group.WORLD)
@@ -61,7 +61,7 @@ def _check_share(model: Any, whole: dict[str, torch.Tensor], rank: int) -> None:
 
 
 @pytest.mark.parametrize("holds_share", [False, True], ids=["whole", "share"])
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3-moe-mixed", "qwen2-moe"])
 def test_two_ranks_make_the_tokens_of_one(name: str, holds_share: bool, tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")  # what is imported is not imported again
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
@@ -84,4 +84,8 @@ def test_two_ranks_make_the_tokens_of_one(name: str, holds_share: bool, tmp_path
 
 def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
     with pytest.raises(ModelError, match="key/value heads of 2"):
-        check_divides(SimpleNamespace(num_key_value_heads=2, intermediate_size=64), 4)
+        check_divides(tiny_model("qwen2"), 4)
+    three = tiny_model("qwen3-moe")
+    three.config.num_key_value_heads = 6
+    with pytest.raises(ModelError, match="number of experts of 4"):
+        check_divides(three, 3)

@@ -16,6 +16,7 @@ if not HAS_DEVICE:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton")
 
+from tidemill.rollout.native import triton_experts  # noqa: E402
 from tidemill.rollout.native.attention import causal_attention  # noqa: E402
 from tidemill.rollout.native.draw.sampling import Draw, draw, stream_key  # noqa: E402
 from tidemill.rollout.native.triton_kernels import TritonKernels  # noqa: E402
@@ -236,3 +237,46 @@ def test_attention_over_narrow_pages(kind: str, splits: int) -> None:
         all_k[:, -1], all_v[:, -1] = k[row], v[row]  # to itself the new token is whole
         wanted = causal_attention(q[row][None, :, None], all_k[None], all_v[None], n - 1, 0.3, None, None)[0, :, 0]
         close(out[row], wanted)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("sums_to_one", [False, True])
+def test_routing_chooses_the_largest_scores(tokens: int, sums_to_one: bool) -> None:
+    torch.manual_seed(tokens)
+    logits, bias = randn(tokens, 12), randn(12)
+    for given in (None, bias):
+        chosen, shares = triton_experts.route(logits, given, 3, sums_to_one)
+        scores = logits.softmax(-1)
+        wanted = torch.topk(scores if given is None else scores + given, 3).indices
+        picked = scores.gather(1, wanted)
+        assert torch.equal(chosen.long(), wanted)
+        close(shares, picked / picked.sum(-1, keepdim=True) if sums_to_one else picked)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 4, 2), (7, 6, 3), (50, 5, 2), (200, 3, 1)])
+@pytest.mark.parametrize("tile", [16, 64])
+def test_experts_add_what_each_token_chose(tokens: int, experts: int, k: int, tile: int) -> None:
+    torch.manual_seed(tokens)
+    width, inner = 48, 24
+    x, h = randn(tokens, width), randn(tokens, width)
+    gate_up, down = randn(experts, 2 * inner, width), randn(experts, width, inner)
+    chosen = torch.rand(tokens, experts, device=DEVICE).topk(k).indices
+    if tokens > 100:
+        chosen[:] = 1  # the others have none
+    shares = torch.rand(tokens, k, device=DEVICE)
+    tiles = (triton_experts.Tiles(tile, 32, 32, 4, 2),) * 2
+
+    def of(expert: int) -> torch.Tensor:
+        gate, up = F.linear(h, gate_up[expert]).chunk(2, 1)
+        return F.linear(F.silu(gate) * up, down[expert])
+
+    every = torch.stack([of(e) for e in range(experts)], 1)  # (tokens, experts, width)
+    for first, last in ((0, experts), (1, experts), (0, experts - 1)):
+        is_here = (chosen >= first) & (chosen < last)
+        weight = torch.zeros(tokens, experts, device=DEVICE).scatter_add(1, chosen, torch.where(is_here, shares, 0.0))
+        wanted = x + (weight.unsqueeze(-1) * every).sum(1)
+        made = x.clone()
+        stacks = gate_up[first:last].contiguous(), down[first:last].contiguous()
+        is_whole = last - first == experts
+        triton_experts.add_experts(made, h, chosen.int(), shares, stacks, first, is_whole, tiles)
+        torch.testing.assert_close(made, wanted, atol=2e-1 if HAS_DEVICE else 1e-3, rtol=1e-2)

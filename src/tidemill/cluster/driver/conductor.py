@@ -102,26 +102,27 @@ class Conductor:
             for name in names:
                 turn = list(dict.fromkeys([name, *beside]))
                 self._work_on(turn)
-                self._until(lambda state, turn=turn: self._is_still(state, turn), stop)  # type: ignore[misc]
+                self._until(lambda turn=turn: self._is_still(turn), stop)  # type: ignore[misc]
 
     def _all_at_once(self, stop: Callable[[], bool]) -> None:
         self._work_on(stage.name for stage in self.driver.graph.stages)
-        self._until(lambda state: self._is_learned(), stop)
+        self._until(self._is_learned, stop)
 
-    def _is_still(self, state: DockState, turn: list[str]) -> bool:
+    def _is_still(self, turn: list[str]) -> bool:
         if self._is_learned():
             return True
+        dock = self.driver.run_dock.dock
         if "learn" in turn:  # learners say themselves when the step is theirs
-            upstream = [c for name, c in state.stages.items() if name != "learn"]
-            return any(c.ready for c in upstream)  # rows came back to an earlier stage
-        return all(state.stages[name].ready + state.stages[name].leased == 0 for name in turn)
+            upstream = [stage.name for stage in self.driver.graph.stages if stage.name != "learn"]
+            return any(dock.progress(name).ready for name in upstream)  # rows came back to an earlier stage
+        return all(dock.progress(name).is_idle for name in turn)
 
     def _is_learned(self) -> bool:
         return all(m.report is not None and m.report.done_group == self.first_group for m in self._learners())
 
     # Waiting
 
-    def _until(self, is_over: Callable[[DockState], bool], stop: Callable[[], bool]) -> None:
+    def _until(self, is_over: Callable[[], bool], stop: Callable[[], bool]) -> None:
         pause = LOOK_S[0]
         dock, is_stuck = self.driver.run_dock.dock, False
         while True:
@@ -133,11 +134,11 @@ class Conductor:
             self.driver.mend_stores()
             self._share_rollout()
             try:
-                state = dock.state()
+                state, ended = dock.state(), is_over()
             except DockError as error:  # a ledger that does not come back
                 raise WorkerLost(error.message) from error
             self.driver.look(state)
-            if is_over(state):
+            if ended:
                 return
             if is_stuck:
                 counts = "; ".join(f"{name}: {c.ready} ready, {c.leased} leased" for name, c in state.stages.items())

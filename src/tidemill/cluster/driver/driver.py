@@ -164,8 +164,8 @@ class Driver:
     def _form_world(self) -> None:
         learners = self.pool.of(LEARNER)
         if len(learners) > 1:
-            host, port = self.pool.call(learners[0], request(WorkerCommands.open_store, "world"))
-            joined = request(WorkerCommands.join_world, host, port)
+            where = self.pool.call(learners[0], request(WorkerCommands.open_store, "world"))
+            joined = request(WorkerCommands.join_world, where)
             self.pool.call_all(learners, lambda _: joined, self.config.cluster.start_s)
         self.parameters = self.pool.call(learners[0], request(WorkerCommands.count_parameters))
 

@@ -108,8 +108,8 @@ class Publisher:
             if self._met.get(post.engine) == now:
                 continue
             try:
-                host, port = self.pool.call(leader, request(WorkerCommands.open_store, "engine"))
-                joined = request(WorkerCommands.join_engine, host, port)
+                where = self.pool.call(leader, request(WorkerCommands.open_store, "engine"))
+                joined = request(WorkerCommands.join_engine, where)
                 self.pool.call_all(mates, lambda _, joined=joined: joined, self.timeout_s + 5)  # type: ignore[misc]
             except WorkerLost as lost:  # a process does not join twice: all of them start again
                 self.pool.lose(leader, f"the ranks of its engine did not meet: {lost}")
@@ -131,7 +131,7 @@ class Publisher:
         nodes = list(dict.fromkeys(m.node for m in members))
         several = len(nodes) > 1
         link = WeightLink(
-            token=secrets.token_hex(8),
+            token=secrets.token_hex(32),
             source=merge(told[name][0] for name in places),
             target=merge(told[name][1] for name in places),
             nodes=(0,) if is_here else tuple(nodes.index(m.node) for m in members),

@@ -55,6 +55,7 @@ class OwnRunDock:
             lease_s=config.flow.lease_s,
             max_staleness=staleness_limit(config),
             stale="requeue",
+            renews=True,
         )
         self.dock: Dock = made if dump is None else cast(Dock, DumpingDock(made, dump))
         self.place: DockPlace = OwnDock(self.dock)

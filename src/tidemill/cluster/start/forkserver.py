@@ -17,6 +17,8 @@ import select
 import shutil
 import signal
 import socket
+import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -38,6 +40,7 @@ from tidemill.errors import TidemillError
 PRELOAD = ("tidemill.cluster.worker.commands",)  # brings torch, transformers and all of the work
 BOUND_S = 60.0  # for a new process to listen, which it does before it imports
 PAUSE_S = 0.01
+PEER = struct.Struct("3i")  # process, user and group, as the kernel tells them
 TAIL = 1500  # characters of its log that tell why it ended
 
 
@@ -51,7 +54,7 @@ class Forks:
 
     def start(self) -> None:
         """Without waiting: its imports go on beside whatever the caller does next."""
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(self.path.parent)
         code = f"from tidemill.cluster.start.forkserver import listen; listen({str(self.path)!r})"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -84,7 +87,7 @@ class Forks:
     def _connect(self) -> Connection:
         with contextlib.suppress(OSError):
             return _connected(self.path)
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(self.path.parent)
         with self.path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one of several starts it
             deadline = time.monotonic() + BOUND_S
@@ -188,14 +191,33 @@ def environment() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path), "OMP_NUM_THREADS": "1"} | kept
 
 
+def make_private(folder: Path) -> None:
+    """A folder that only this user can enter. One that is there already is not taken from another user's hand."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    seen = folder.lstat()
+    if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.geteuid() or stat.S_IMODE(seen.st_mode) & 0o077:
+        raise TidemillError(
+            f"{folder} is not this user's alone (owner {seen.st_uid}, mode {stat.filemode(seen.st_mode)})",
+            "another user may have put it there: remove it",
+        )
+
+
 def _connected(path: Path) -> Connection:
     door = socket.socket(socket.AF_UNIX)
     try:
         door.connect(str(path))
+        if not _is_own(door):
+            raise PermissionError(f"another user answers at {path}")
     except OSError:
         door.close()
         raise
     return Connection(door.detach())
+
+
+def _is_own(connection: socket.socket) -> bool:
+    """Whether a process of this user is at the other end: what comes from there is unpickled."""
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+    return int(PEER.unpack(told)[1]) == os.geteuid()
 
 
 # In the process that workers are forked from
@@ -252,7 +274,10 @@ class Parent:
     def _look(self, file: int) -> None:
         if file == self.door.fileno():
             answer, _ = self.door.accept()
-            self._answer(Connection(answer.detach()))
+            if _is_own(answer):
+                self._answer(Connection(answer.detach()))
+            else:
+                answer.close()
         elif file == self._woken:
             os.read(file, 4096)
         elif file == sys.stdin.fileno():

@@ -7,11 +7,12 @@ its own copy of the weights, and works while the others do.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from tidemill.cluster.assignment import DockDoor
 from tidemill.cluster.commands import HostCommands, Request
 from tidemill.cluster.report import Answer
 from tidemill.cluster.wiring import Post, Resources, Wiring
@@ -153,8 +154,8 @@ class OwnDock:
     def __init__(self, dock: Dock) -> None:
         self.dock = dock
 
-    def connect(self, node: str) -> tuple[Dock, Callable[[], None]]:
-        return self.dock, self.dock.close
+    def connect(self, node: str) -> DockDoor:
+        return DockDoor(self.dock, self.dock.close)
 
 
 def evaluate_trained(loaded: LoadedModel, config: Config, *, size: int, samples: int) -> Evaluation:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,10 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import PrefixStore
 
-from tidemill.device.collective import backend
+from tidemill.device import collective
 from tidemill.errors import TidemillError
 
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.fsdp", "transformers", "tidemill.cluster.start.ranks")
@@ -39,15 +38,15 @@ class Ranks:
         self, count: int, *, kind: str = "cpu", timeout_s: float = 600.0, threads: int = 1, preload: Sequence[str] = ()
     ) -> None:
         self.count, self.kind, self.timeout_s = count, kind, timeout_s
-        # The store lives here, so that no rank's death takes it away and no port has to be guessed.
-        self.store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+        # Ranks meet in a file that only this user can open: torch's other stores listen to everyone who can connect.
+        self.folder = tempfile.TemporaryDirectory(prefix="tm-", ignore_cleanup_errors=True)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOAD, *preload])
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            settings = (rank, self.store.port, kind, timeout_s, threads)
+            settings = (rank, self.folder.name, kind, timeout_s, threads)
             process = context.Process(target=_serve, args=(theirs, settings), daemon=True, name=f"rank-{rank}")
             process.start()
             theirs.close()
@@ -118,6 +117,7 @@ class Ranks:
         for process in self.processes:
             process.join(STOP_S)
         self.kill()
+        self.folder.cleanup()
 
     def __enter__(self) -> Ranks:
         return self
@@ -126,27 +126,28 @@ class Ranks:
         self.close()
 
 
-def join(rank: int, size: int, store: Any, kind: str, timeout_s: float) -> None:
-    """Make the world of this process: the one group everything else is cut from."""
+def join(rank: int, size: int, file: str, kind: str, timeout_s: float) -> None:
+    """Make the world of this process: the one group everything else is cut from. The ranks meet in a new file."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
-        backend(kind), store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+        collective.backend(kind), init_method=f"file://{file}", rank=rank, world_size=size, timeout=timeout
     )
 
 
-def _serve(pipe: Connection, settings: tuple[int, int, str, float, int]) -> None:
-    rank, port, kind, timeout_s, threads = settings
+def _serve(pipe: Connection, settings: tuple[int, str, str, float, int]) -> None:
+    rank, folder, kind, timeout_s, threads = settings
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the loop decides when to end
     torch.set_num_threads(threads)
-    store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=timeout_s))
+    collective.listen_at("127.0.0.1")
     world = 0
     while (order := _next(pipe)) is not None:
         size, number, work, args = order
         try:
             if number != world:
-                join(rank, size, PrefixStore(f"world-{number}", store), kind, timeout_s)
+                join(rank, size, f"{folder}/world-{number}", kind, timeout_s)
                 world = number
             pipe.send(("done", work(*args)))
         except BaseException as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,18 +11,19 @@ from transformers import GenerationConfig
 from tidemill import device as devices
 from tidemill.algorithms.registry import get as get_algorithm
 from tidemill.cluster.assignment import Assignment
+from tidemill.cluster.report import StoreAddress
 from tidemill.cluster.start.ranked import RankedLearner
 from tidemill.cluster.worker.cut import Calls, Team
 from tidemill.cluster.worker.engine_ranks import Follower, LeadEngine, Notes, engine_groups
 from tidemill.cluster.worker.kept_tally import tally_of
 from tidemill.cluster.worker.learners import World
-from tidemill.cluster.worker.lease_keeper import KeptDock
 from tidemill.cluster.worker.weights import Follow
 from tidemill.cluster.worker.worker_state import CutLearner, WorkerState
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import open_source
 from tidemill.device import determinism
 from tidemill.device.collective import backend
+from tidemill.dock import Dock
 from tidemill.errors import ConfigError
 from tidemill.estimate import handover as turns
 from tidemill.flow.feed import FEEDS
@@ -36,6 +36,7 @@ from tidemill.learn.parallel.build import reference as cut_reference
 from tidemill.learn.parallel.cuts import elements
 from tidemill.learn.parallel.folder import empty_model, materialise
 from tidemill.models import routing
+from tidemill.models.box import find
 from tidemill.models.load import LoadedModel, load, load_tokenizer, wrap
 from tidemill.recipe.config import Config
 from tidemill.reward.score import Scorer
@@ -43,7 +44,7 @@ from tidemill.rollout.make import make_engine, make_plain, with_turns
 from tidemill.rollout.native.forward import parallel
 
 
-def build_worker(task: Assignment, dock: KeptDock) -> WorkerState:
+def build_worker(task: Assignment, dock: Dock) -> WorkerState:
     config, post, group = task.config, task.post, task.post.group
     torch.set_num_threads(task.threads)
     if config.deterministic:
@@ -164,7 +165,7 @@ def _staff(state: WorkerState) -> None:
 def share_of_model(task: Assignment, device: torch.device) -> LoadedModel:
     """What one rank of an engine holds. Its weights come from the learner: none are read here."""
     model, post = task.config.model, task.post
-    folder = task.model_path or (Path(model.path).expanduser() if model.path else None)
+    folder = task.model_path or (find.resolve(model.path) if model.path else None)
     if folder is None:
         loaded = load(model, seed=task.config.seed, device=torch.device("cpu"))
         parallel.cut(loaded.model, post.part, post.group.engine_ranks)
@@ -179,7 +180,7 @@ def share_of_model(task: Assignment, device: torch.device) -> LoadedModel:
     return wrap(module, load_tokenizer(model, folder), window)
 
 
-def share_engine(state: WorkerState, task: Assignment, host: str, port: int) -> None:
+def share_engine(state: WorkerState, task: Assignment, where: StoreAddress) -> None:
     """Once the ranks are in one world: they make one engine of their shares, and follow its first rank."""
     config, post = state.config, task.post
     assert state.loaded is not None
@@ -188,7 +189,7 @@ def share_engine(state: WorkerState, task: Assignment, host: str, port: int) -> 
         state.engine_group = engine_groups(kind, post.group.ranks, ranks, config.cluster.collective_s)
     else:
         state.engine_group = dist.group.WORLD
-    notes = Notes(host, port, post.engine, ranks - 1, config.cluster.collective_s)
+    notes = Notes(where, post.engine, ranks - 1, config.cluster.collective_s)
     engine = make_plain(state.loaded, config, state.engine_group)
     if state.lead is not None:
         state.lead.join(engine, notes)
@@ -208,14 +209,14 @@ def cut(state: WorkerState, task: Assignment) -> None:
     learner = cut_learner(config, updates_of(config), task.model_path, place)
     reference = cut_reference(config, task.model_path, place) if "reference" in state.stages else None
     critic = cut_critic(config, updates_of(config), task.model_path, place) if state.algorithm.has_critic else None
-    known = world.gather(learner.cuts, "counting the model's tensors")
+    known = world.gather({name: cut.shape for name, cut in learner.cuts.items()}, "counting the model's tensors")
     timeout_s = config.learn.parallel.timeout_s
     state.cut = CutLearner(
         learner,
         reference,
         Calls(world.store, world.rank),
         Team(learner.meshes, timeout_s),
-        elements({name: cut for part in known for name, cut in part.items()}),
+        elements({name: shape for part in known for name, shape in part.items()}),
         critic,
         Team(critic.meshes, timeout_s) if critic is not None else None,
         Team(reference.meshes, timeout_s) if reference is not None else None,

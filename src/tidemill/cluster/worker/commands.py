@@ -11,14 +11,16 @@ from typing import Any
 
 from tidemill.cluster.assignment import Assignment, DockPlace, WeightLink
 from tidemill.cluster.commands import OpenedStep
-from tidemill.cluster.report import MoveReport
+from tidemill.cluster.report import MoveReport, StoreAddress
 from tidemill.cluster.worker import weights
 from tidemill.cluster.worker.build import build_worker, cut, share_engine
 from tidemill.cluster.worker.checkpoints import Checkpoints, checkpoints_of
 from tidemill.cluster.worker.cut import ORDER
 from tidemill.cluster.worker.kept_tally import tally_of
-from tidemill.cluster.worker.lease_keeper import KeptDock
+from tidemill.cluster.worker.store import StoreServer
 from tidemill.cluster.worker.worker_state import WorkerState
+from tidemill.device import collective
+from tidemill.dock import Dock
 from tidemill.errors import CollectiveError
 from tidemill.flow.records import Evaluation
 from tidemill.flow.tally import Counted
@@ -39,15 +41,14 @@ class RoleWorker:
         self.open: tuple[str, ...] = ()  # stages it works on now
         self._is_commanded = False  # a command to all ranks is next among the calls
         self.first_token: float | None = None
-        self._stores: dict[str, Any] = {}
+        self._stores: dict[str, StoreServer] = {}
+        if task.dies_alone:
+            collective.listen_at(task.host)
         self.is_leaving = False  # the dock is no longer there, or soon will not be
 
-    def _dock(self, place: DockPlace) -> KeptDock:
-        config = self.task.config
-        lease_s = config.cluster.lease_s if self.task.dies_alone else config.flow.lease_s
-        inner, self._leave_dock = place.connect(self.task.node)
-        self._place = place
-        return KeptDock(inner, lease_s)
+    def _dock(self, place: DockPlace) -> Dock:
+        self._place, self._door = place, place.connect(self.task.node)
+        return self._door.dock
 
     # Looking
 
@@ -71,7 +72,7 @@ class RoleWorker:
     def facts(self) -> dict[str, Any]:
         learn, state = self.state.learn, self.state
         return {
-            "leases": state.dock.leases,
+            "leases": self._door.leases(),
             "done_group": learn.first_group if learn is not None and learn.is_done else -1,
             "version": state.version,
             "first_token_s": self.first_token,
@@ -177,7 +178,7 @@ class RoleWorker:
         """From any thread: the dock is about to end, and another will be named."""
         if ledger == self._place.ledger:
             self.is_leaving = True
-            self._leave_dock()
+            self._door.leave()
 
     def connect(self, dock: DockPlace) -> None:
         self.state.reconnect(self._dock(dock), tally_of(self.task, dock))
@@ -260,21 +261,23 @@ class RoleWorker:
 
     # Other ranks, and weights
 
-    def open_store(self, purpose: str) -> tuple[str, int]:
-        self._stores[purpose] = weights.open_store(self.task.host, self.task.config.cluster.start_s)
-        return self.task.host, int(self._stores[purpose].port)
+    def open_store(self, purpose: str) -> StoreAddress:
+        if purpose in self._stores:
+            self._stores.pop(purpose).close()
+        self._stores[purpose] = StoreServer(self.task.host)
+        return self._stores[purpose].address
 
-    def join_world(self, host: str, port: int) -> None:
-        self.state.world.join(host, port, self.state.device, self.task.config.cluster.collective_s)
+    def join_world(self, where: StoreAddress) -> None:
+        self.state.world.join(where, self.state.device, self.task.config.cluster.collective_s)
         if self.task.post.group.is_cut:
             cut(self.state, self.task)
         if self.state.is_shared:
-            share_engine(self.state, self.task, host, port)
+            share_engine(self.state, self.task, where)
 
-    def join_engine(self, host: str, port: int) -> None:
+    def join_engine(self, where: StoreAddress) -> None:
         """The ranks of one engine, in processes of their own, meet."""
-        self.state.world.join(host, port, self.state.device, self.task.config.cluster.collective_s)
-        share_engine(self.state, self.task, host, port)
+        self.state.world.join(where, self.state.device, self.task.config.cluster.collective_s)
+        share_engine(self.state, self.task, where)
 
     def describe(self, rank: int, mates: tuple[int, ...]) -> tuple[Layout, Layout]:
         return self.weights.describe(rank, mates)

@@ -13,18 +13,20 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tidemill.batch import GROUP, Batch
 from tidemill.cluster.worker.learners import RankLearnWorker, World
-from tidemill.cluster.worker.lease_keeper import KeptDock
 from tidemill.dock import Dock, Lease, Want
+from tidemill.dock.store import chunk
 from tidemill.errors import CollectiveError, DockError
 from tidemill.flow.learning import LearnWorker
 from tidemill.flow.scoring import ScoreWorker
 from tidemill.flow.stage import committed
 from tidemill.flow.tally import Tally
+from tidemill.learn.parallel import plain
 from tidemill.learn.parallel.learner import ParallelLearner
 from tidemill.learn.parallel.mesh import Meshes
 from tidemill.learn.parallel.model import ParallelModel
@@ -80,9 +82,9 @@ class Team:
         """The leader's, on all."""
         if self.group is None:
             return batch
-        box = [batch if self.is_leader else None]
-        dist.broadcast_object_list(box, src=self.leader, group=self.group)
-        return box[0]
+        own = chunk.to_bytes(batch) if self.is_leader and batch is not None else None
+        found = plain.broadcast(None if own is None else torch.from_numpy(own), self.leader, self.group)
+        return None if found is None else chunk.read(found.numpy())
 
 
 @contextmanager
@@ -160,7 +162,7 @@ class CutLearnWorker(RankLearnWorker):
 
     def __init__(
         self,
-        dock: KeptDock,
+        dock: Dock,
         learner: ParallelLearner,
         config: Config,
         tally: Tally,
@@ -182,13 +184,13 @@ class CutLearnWorker(RankLearnWorker):
     def poll(self) -> bool:
         if self.is_done or not (self.team.is_leader or self.has_updated):
             return False
-        state = self.dock.state()
-        moved = self.team.is_leader and self._take(state)
+        before = self._progress()
+        moved = self.team.is_leader and self._take(before)
         if self.has_updated:
             return self._end() or moved
         if not self.calls.is_first:
             return moved
-        if not moved and self._is_all_leased(state) and self._has_critic_ended():
+        if not moved and before.is_all_leased and self._has_critic_ended():
             return self._call("finish")
         if moved and self._fills_microbatch():
             self._call("ready")
@@ -208,7 +210,7 @@ class CutLearnWorker(RankLearnWorker):
         if not self.team.is_leader:
             return None
         if not self.calls.is_first:
-            self._take(self.dock.state())
+            self._take(self._progress())
         groups, rows = super()._word() or ([], 0)
         return groups, -1 if self._has_lost() else rows
 

@@ -6,65 +6,124 @@ own. A thread of theirs does so, so that a rank which also learns never waits fo
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tidemill.cluster.report import StoreAddress
 from tidemill.cluster.worker.learners import World
+from tidemill.cluster.worker.store import KeyedStore
 from tidemill.errors import CollectiveError
-from tidemill.rollout.engine import Completion, Partial, Request, RolloutEngine
+from tidemill.rollout.engine import Completion, Partial, Request, RolloutEngine, Sampling
 from tidemill.rollout.native.forward import parallel
 
-STEP, ORDER, GATHER, SLEEP = "step", "order", "gather", "sleep"
 KEPT_NOTES = 64  # in the store: every step waits for all ranks, so none is as far behind
 IDLE = timedelta(days=1)  # a first rank without work writes nothing; one that ends closes the store
-Call = tuple[Any, ...]
+
+
+class Call(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """What the first rank's engine is told; on the wire its name, then its fields."""
+
+
+class Submit(Call, frozen=True):
+    """A request as the other ranks need it: nobody waits there for its samples."""
+
+    id: int
+    prompt: list[int]
+    sampling: Sampling
+    n: int
+    limits: list[int] | None
+
+
+class Step(Call, frozen=True):
+    made: int  # checksum of what the step before finished
+
+
+class Pause(Call, frozen=True):
+    pass
+
+
+class Resume(Call, frozen=True):
+    samples: list[tuple[int, int]]  # request and index
+
+
+class Cancel(Call, frozen=True):
+    request: int
+
+
+class Load(Call, frozen=True):
+    """The weights are there already; they have this version."""
+
+    version: int
+
+
+class Sleep(Call, frozen=True):
+    pass
+
+
+class Wake(Call, frozen=True):
+    pass
+
+
+class Order(Call, frozen=True):
+    """What the driver tells all ranks has its place here."""
+
+
+class Gather(Call, frozen=True):
+    """All ranks give their part of the model."""
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=lambda number: number.item()).encode  # tokens may be numpy's numbers
+_decode = msgspec.msgpack.Decoder(
+    list[Submit | Step | Pause | Resume | Cancel | Load | Sleep | Wake | Order | Gather]
+).decode
 
 
 class Notes:
     """The list, in a store that the first rank's process keeps, or that of the ranks' whole world."""
 
-    def __init__(self, host: str, port: int, engine: int, followers: int, wait_s: float) -> None:
-        stores: Any = dist
-        self.wait_s, self._followers = wait_s, followers
-        self._store = stores.PrefixStore(f"engine-{engine}", stores.TCPStore(host, port, is_master=False, timeout=IDLE))
+    def __init__(self, where: StoreAddress, engine: int, followers: int, wait_s: float) -> None:
+        self.wait_s, self._followers, self._engine = wait_s, followers, engine
+        self._store = KeyedStore(where, IDLE)
         self._number = 0
 
     def write(self, calls: Sequence[Call]) -> None:
-        self._store.set(str(self._number), pickle.dumps(calls))
+        self._store.set(self._key("calls"), _encode(calls))
         if self._number >= KEPT_NOTES:
-            self._store.delete_key(str(self._number - KEPT_NOTES))
+            self._store.delete_key(self._key("calls", self._number - KEPT_NOTES))
         self._number += 1
 
-    def read(self) -> list[Call]:
+    def read(self) -> Sequence[Call]:
         """The next ones; waits for them."""
-        found: list[Call] = pickle.loads(self._store.get(str(self._number)))
+        found = _decode(self._store.get(self._key("calls")))
         self._number += 1
         return found
 
     def confirm(self) -> None:
         """What was read last is done by one more of those that follow."""
-        if self._store.add(f"done-{self._number}", 1) == self._followers:
-            self._store.set(f"all-{self._number}", b"")
+        if self._store.add(self._key("done"), 1) == self._followers:
+            self._store.set(self._key("all"), b"")
 
     def await_all(self) -> None:
         """Until all have done what was written last."""
         try:
-            self._store.wait([f"all-{self._number}"], timedelta(seconds=self.wait_s))
-        except dist.DistError as error:
+            self._store.wait([self._key("all")], timedelta(seconds=self.wait_s))
+        except CollectiveError as error:
             raise CollectiveError(f"the other ranks of an engine did not sleep within {self.wait_s:g} s") from error
-        for key in ("done", "all"):
-            self._store.delete_key(f"{key}-{self._number}")
+        for what in ("done", "all"):
+            self._store.delete_key(self._key(what))
+
+    def _key(self, what: str, number: int | None = None) -> str:
+        return f"engine-{self._engine}/{what}-{self._number if number is None else number}"
 
 
 class LeadEngine:
@@ -95,11 +154,12 @@ class LeadEngine:
         return self._engine is not None and self._engine.has_work
 
     def submit(self, request: Request) -> None:
-        self._say("submit", replace(request, on_done=None, user=None, task=None))
+        limits = None if request.limits is None else list(request.limits)
+        self._say(Submit(request.id, list(request.prompt), request.sampling, request.n, limits))
         self.engine.submit(request)
 
     def step(self) -> list[Completion]:
-        self._say(STEP, self._made)
+        self._say(Step(self._made))
         with self.world.within("a step of an engine's ranks"):
             self._write()
             done = self.engine.step()
@@ -109,25 +169,25 @@ class LeadEngine:
     def pause(self) -> list[Partial]:
         if self._engine is None:
             return []
-        self._say("pause")
+        self._say(Pause())
         return self.engine.pause()
 
     def resume(self, partials: Sequence[Partial]) -> None:
         if partials:
-            self._say("resume", [(p.request.id, p.index) for p in partials])
+            self._say(Resume([(p.request.id, p.index) for p in partials]))
             self.engine.resume(partials)
 
     def cancel(self, request_id: int) -> None:
-        self._say("cancel", request_id)
+        self._say(Cancel(request_id))
         self.engine.cancel(request_id)
 
     def load(self, weights: Any, version: int) -> None:
-        self._say("load", None, version)
+        self._say(Load(version))
         self.engine.load(weights, version)
 
     def sleep(self) -> None:
         """When it comes back the other ranks' memory is free too: learning may need it next."""
-        self._say(SLEEP)
+        self._say(Sleep())
         self._write()
         self.engine.sleep()
         if self._notes is not None:
@@ -135,21 +195,21 @@ class LeadEngine:
                 self._notes.await_all()
 
     def wake(self) -> None:
-        self._say("wake")
+        self._say(Wake())
         self.engine.wake()
 
     def order(self) -> None:
         """What the driver tells all ranks has its place here among the steps."""
-        self._say(ORDER)
+        self._say(Order())
         self._write()
 
     def gathered(self, model: Any, group: Any) -> dict[str, Tensor]:
         """The whole model, in the host's memory."""
-        self._say(GATHER)
+        self._say(Gather())
         self._write()
         return parallel.gathered(model, group)
 
-    def _say(self, *call: Any) -> None:
+    def _say(self, call: Call) -> None:
         self._unsaid.append(call)
 
     def _write(self) -> None:
@@ -199,29 +259,37 @@ class Follower:
             torch.accelerator.set_device_index(self.device.index or 0)  # each thread has its own
         try:
             while True:
-                for name, *args in self.notes.read():
-                    self._do(name, args)
+                for call in self.notes.read():
+                    self._do(call)
         except BaseException as error:
             with self._changed:
                 self.error = error
                 self._changed.notify_all()
 
-    def _do(self, name: str, args: list[Any]) -> None:
-        if name == STEP:
-            self._step(*args)
-        elif name == ORDER:
-            self._stand_still()
-        elif name == GATHER:
-            parallel.gathered(self.model, self.group)
-        elif name == SLEEP:
-            self.engine.sleep()
-            self.notes.confirm()
-        elif name == "pause":
-            self._paused = {(p.request.id, p.index): p for p in self.engine.pause()}
-        elif name == "resume":
-            self.engine.resume([self._paused.pop(key) for key in args[0]])
-        else:
-            getattr(self.engine, name)(*args)
+    def _do(self, call: Call) -> None:
+        engine = self.engine
+        match call:
+            case Submit(id, prompt, sampling, n, limits):
+                engine.submit(Request(id, prompt, sampling, n, limits))
+            case Step(made):
+                self._step(made)
+            case Pause():
+                self._paused = {(p.request.id, p.index): p for p in engine.pause()}
+            case Resume(samples):
+                engine.resume([self._paused.pop(key) for key in samples])
+            case Cancel(request):
+                engine.cancel(request)
+            case Load(version):
+                engine.load(None, version)
+            case Sleep():
+                engine.sleep()
+                self.notes.confirm()
+            case Wake():
+                engine.wake()
+            case Order():
+                self._stand_still()
+            case Gather():
+                parallel.gathered(self.model, self.group)
 
     def _step(self, made: int) -> None:
         if made != self._made:

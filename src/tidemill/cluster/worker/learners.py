@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 
 from tidemill.batch import GROUP, Batch
-from tidemill.cluster.worker.lease_keeper import KeptDock, KeptLease
+from tidemill.cluster.report import StoreAddress
+from tidemill.cluster.worker.store import KeyedStore
 from tidemill.device.collective import backend
-from tidemill.dock import DockState, Want
+from tidemill.dock import Dock, Progress, Want
 from tidemill.flow.learning import LearnWorker
 from tidemill.flow.stage import committed
 from tidemill.flow.tally import Tally
-from tidemill.learn.engine import Learner, on_host
+from tidemill.learn.engine import Learner, stats_from_plain, stats_to_plain
+from tidemill.learn.parallel import plain
 from tidemill.recipe.config import Config
 
 if TYPE_CHECKING:
@@ -38,28 +40,25 @@ class World:
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
         self.operation: tuple[str, float] | None = None  # what this rank waits in with the others, and since when
-        self.store: Any = None  # of its own: torch's is used by its threads
+        self.store: Any = None
 
-    def join(self, host: str, port: int, device: torch.device, timeout_s: float) -> None:
+    def join(self, where: StoreAddress, device: torch.device, timeout_s: float) -> None:
         """Make the world: every rank calls it. The first rank's process keeps the store."""
         if self.size == 1:
             return
         timeout = timedelta(seconds=timeout_s)
-        stores: Any = dist
-        store, self.store = (stores.TCPStore(host, port, is_master=False, timeout=timeout) for _ in range(2))
+        self.store = KeyedStore(where, timeout)
         with self.within("joining the world"):
             dist.init_process_group(
-                backend(device.type), store=store, rank=self.rank, world_size=self.size, timeout=timeout
+                backend(device.type), store=self.store, rank=self.rank, world_size=self.size, timeout=timeout
             )
 
     def gather(self, own: Any, what: str) -> list[Any]:
-        """Every rank's word."""
+        """Every rank's word, a plain value: see `plain.gather`."""
         if self.size == 1:
             return [own]
-        words: list[Any] = [None] * self.size
         with self.within(what):
-            dist.all_gather_object(words, own)
-        return words
+            return plain.gather(own, self.size)
 
     def update(self, learner: Learner) -> dict[str, float]:
         """One optimizer step from what all ranks accumulated."""
@@ -68,9 +67,9 @@ class World:
         return learner.update()
 
     def _share(self, learner: Learner) -> None:
-        parts = self.gather((learner._whole, on_host(learner._stats)), "gathering of metrics")
+        parts = self.gather((learner._whole, stats_to_plain(learner._stats)), "gathering of metrics")
         learner._whole = sum(whole for whole, _ in parts)
-        learner._stats = [stats for _, listed in parts for stats in listed]
+        learner._stats = [stats for _, listed in parts for stats in stats_from_plain(listed)]
         gradients = learner.gradients
         given = torch.tensor([gradients.of(p) is not None for p in gradients.parameters], dtype=torch.int32)
         with self.within("all-reduce of gradients"):
@@ -96,7 +95,7 @@ class RankLearnWorker(LearnWorker):
 
     def __init__(
         self,
-        dock: KeptDock,
+        dock: Dock,
         learner: Learner | ParallelLearner,
         config: Config,
         tally: Tally,
@@ -120,14 +119,14 @@ class RankLearnWorker(LearnWorker):
     def poll(self) -> bool:
         if self.is_done:
             return False
-        state = self.dock.state()
-        moved = self._take(state)
+        before = self._progress()
+        moved = self._take(before)
         if self._has_lost() and not self.has_updated:
             self._drop_held()
             return True
         if self.has_updated:
             return self._end() or moved
-        if not moved and self._is_all_leased(state) and self._has_critic_ended():
+        if not moved and before.is_all_leased and self._has_critic_ended():
             self._finish_if_all_here()
             return True
         if moved:
@@ -141,11 +140,7 @@ class RankLearnWorker(LearnWorker):
 
     def _has_lost(self) -> bool:
         """Whether rows that were held here are someone else's now."""
-        return any(getattr(lease, "is_lost", False) for lease in self.held)
-
-    def _is_all_leased(self, state: DockState) -> bool:
-        counts = state.stages[self.name]
-        return counts.ready == 0 and counts.leased == self._rows(state)
+        return any(lease.is_lost for lease in self.held)
 
     def _has_critic_ended(self) -> bool:
         """Whether the critic, if there is one, has learned from the step. Before that a rank could be at the critic's
@@ -155,20 +150,19 @@ class RankLearnWorker(LearnWorker):
             return True
         return critic.has_updated and critic._end()
 
-    def _rows(self, state: DockState) -> int:
-        """Of the step. Later steps' rows, where there are any, do not come as far as this stage before their turn."""
-        return state.rows if self.tag is None else state.tags.get(self.tag, 0)
+    def _progress(self) -> Progress:
+        """How far this stage is with the step, on all ranks."""
+        return self.dock.progress(self.name, self.tag)
 
-    def _take(self, state: DockState) -> bool:
-        """Whatever is this rank's, until nothing more is: decisions made before `state` was asked are then all held."""
+    def _take(self, before: Progress) -> bool:
+        """Take all that is this rank's. Decisions made before `before` was asked are then all held."""
         place, shares = self.share
         want = Want(groups=MOST_GROUPS, rank=place, ranks=shares, tag=self.tag)
         moved = False
         while (lease := self.dock.take(self.name, want)) is not None:
             self.held.append(lease)
             moved = True
-        counts, rows = state.stages[self.name], self._rows(state)
-        if shares > 1 and place == 0 and counts.ready and counts.ready + counts.leased == rows:
+        if shares > 1 and place == 0 and before.ready and before.ready + before.leased == before.pending:
             # Fewer groups than shares are left, and no more will come: the first rank takes them.
             lease = self.dock.take(self.name, Want(groups=MOST_GROUPS, tag=self.tag))
             if lease is not None:
@@ -179,7 +173,7 @@ class RankLearnWorker(LearnWorker):
     def _word(self) -> tuple[list[int], int] | None:
         """The groups held here, one of each row, and how many rows there are in all."""
         own = [int(g) for lease in self.held for g in lease.batch.values(GROUP).tolist()]
-        return own, self._rows(self.dock.state())
+        return own, self._progress().pending
 
     def _finish_if_all_here(self) -> None:
         """Learn, if the shares of all ranks make up the step, each row once; all ranks decide alike."""
@@ -234,8 +228,7 @@ class RankLearnWorker(LearnWorker):
         for held in self.held:
             committed(held)  # refused: the rows come again, and are ended then
         self.held = []
-        counts = self.dock.state().stages[self.name]
-        self.is_done = counts.ready + counts.leased == 0
+        self.is_done = self._progress().is_idle
         return self.is_done
 
     def _drop_held(self) -> None:
@@ -247,7 +240,6 @@ class RankLearnWorker(LearnWorker):
                 self.tally.add(name, -float(count))
         self._counted[:] = 0
         for held in self.held:
-            if isinstance(held, KeptLease):
-                held.abandon()
+            held.abandon()
         self.held, self.accumulated, self.has_begun = [], set(), False
         self.own.forget()

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from tidemill.cluster.assignment import WeightLink
 from tidemill.cluster.report import MoveReport
 from tidemill.cluster.worker.learners import World
+from tidemill.cluster.worker.store import KeyedStore
 from tidemill.flow.schedule import schedule_of
 from tidemill.learn.parallel import adapters
 from tidemill.learn.parallel.learner import ParallelLearner
@@ -44,6 +44,7 @@ from tidemill.reshard.move import (
 from tidemill.reshard.one import OneProcessWire
 from tidemill.reshard.pack import BlockMerge, Changes, Tensors
 from tidemill.reshard.plan import Plan, Topology, plan
+from tidemill.reshard.record import from_plain, to_plain
 from tidemill.reshard.schedule import Round
 from tidemill.reshard.serve import Aside, Serving
 from tidemill.reshard.shared import SharedWire
@@ -224,10 +225,9 @@ class LooseWire(GroupWire):
     def __init__(self, ring: BufferRing, link: WeightLink, rank: int) -> None:
         super().__init__(ring, timeout_s=link.timeout_s)
         assert link.store is not None
-        host, port = link.store
-        store = _stores.TCPStore(host, port, is_master=False, timeout=self.timeout)
+        self._store = KeyedStore(link.store, self.timeout)
         self._members: Any = dist.ProcessGroupGloo(
-            _stores.PrefixStore(link.token, store), rank, link.ranks, self.timeout
+            _stores.PrefixStore(link.token, self._store), rank, link.ranks, self.timeout
         )
 
     def _least(self, numbers: list[int]) -> list[int]:
@@ -293,8 +293,10 @@ class Follow:
     def __call__(self) -> None:
         """All ranks together."""
         if self._plan is None:
-            told = self.world.gather((self.learner.layout(), self.reference.layout()), "describing two models")
-            self._plan = plan(merge(source for source, _ in told), merge(target for _, target in told))
+            own = [to_plain(side.layout()) for side in (self.learner, self.reference)]
+            told = self.world.gather(own, "describing two models")
+            source, target = (merge(from_plain(side) for side in sides) for sides in zip(*told))
+            self._plan = plan(source, target)
             bucket = min(BUCKET_BYTES, max(LEAST_BUCKET, self.learner.layout().nbytes))
             self._wire = GroupWire(BufferRing(bucket_bytes=bucket, device=self.reference.device))
         assert self._wire is not None
@@ -303,8 +305,3 @@ class Follow:
         job = Job(self._plan, self.world.rank, pieces(self.learner), targets, self._moves)
         with self.world.within("moving the reference"):
             move(job, self._wire)
-
-
-def open_store(host: str, timeout_s: float) -> Any:
-    """A store for members to meet in, in this process, on any free port."""
-    return _stores.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))

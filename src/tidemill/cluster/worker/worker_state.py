@@ -16,7 +16,6 @@ from tidemill.batch import Batch
 from tidemill.cluster.worker.cut import Calls, Team
 from tidemill.cluster.worker.engine_ranks import Follower, LeadEngine
 from tidemill.cluster.worker.learners import World
-from tidemill.cluster.worker.lease_keeper import KeptDock
 from tidemill.cluster.worker.stages import STAGES
 from tidemill.cluster.worker.weights import Follow
 from tidemill.data.prompts import PromptTokens
@@ -88,7 +87,7 @@ class WorkerState:
     stages: tuple[str, ...]
     config: Config
     algorithm: Algorithm
-    dock: KeptDock
+    dock: Dock
     tally: Tally
     world: World
     device: torch.device
@@ -198,7 +197,7 @@ class WorkerState:
             self.puts = FeederDock(self)
             self.ahead = Ahead(self.feed, cast(Dock, self.puts), self.config)
 
-    def reconnect(self, dock: KeptDock, tally: Tally) -> None:
+    def reconnect(self, dock: Dock, tally: Tally) -> None:
         """The same models and engine at another dock: nothing is held, nothing counted."""
         self.dock.close()
         self.tally.close()

@@ -1,4 +1,5 @@
-"""Controllers: the ledger's view for one stage, with its ready queue and its sampler's choice."""
+"""Controllers: the ledger's view for one stage, with its ready queue and its sampler's choice. Columns and stages are
+bits of a row's masks."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.dock.api import Want
+from tidemill.dock.api import Progress, Until, Want
 from tidemill.dock.ledger import sampler
+from tidemill.dock.ledger.leases import ConsumerPace
 from tidemill.dock.ledger.ready import EMPTY, ReadyQueue
 from tidemill.dock.ledger.records import META, Ints, Written
-from tidemill.dock.ledger.stragglers import ConsumerPace
+from tidemill.dock.ledger.table import TagCount
 from tidemill.errors import DockError, did_you_mean
 from tidemill.graph import Stage
 
@@ -35,6 +37,7 @@ class Controller:
         self.is_group = stage.scope == "group"
         self.ready = ReadyQueue({"version": self._versions, "tag": self._tags}, changing=("version",))
         self.leased = self.done = 0  # rows
+        self.pending, self.held = TagCount(), TagCount()  # living rows: not consumed yet; of these, under a lease
         self.turn = 0  # decisions made
         self.pace = ConsumerPace()
         self.parts: dict[int, list[int]] = {}  # rank -> leases decided for it and not yet fetched
@@ -128,6 +131,25 @@ class Controller:
         keep = sampler.differing(self.describe(units))
         return units[keep], units[~keep]
 
+    # -- progress ----------------------------------------------------------------------------------------------------
+
+    def holds(self, until: Until, tag: str | None) -> bool:
+        """Whether what a waiter waits for is so. It is asked after every step, so it looks at counts alone."""
+        code = None if tag is None else self.ledger.tag_code(tag)
+        if until == "done":
+            return self.pending.of(code) == 0
+        if until == "all_leased":
+            return self.held.of(code) == self.pending.of(code)
+        return self.held.of(code) == 0 and not len(self._ready_units(code, 1))
+
+    def progress(self, tag: str | None) -> Progress:
+        code = None if tag is None else self.ledger.tag_code(tag)
+        ready = len(self.slots(self._ready_units(code, self.ready.count)))
+        return Progress(self.pending.of(code), ready, self.held.of(code))
+
+    def _ready_units(self, tag: int | None, most: int) -> Ints:
+        return self.ready.first(most) if tag is None else self.ready.first_of("tag", tag, most)
+
     # -- looking at units --------------------------------------------------------------------------------------------
 
     def slots(self, units: Ints) -> Ints:
@@ -190,3 +212,42 @@ def make_controllers(stages: Sequence[Stage], ledger: Ledger) -> tuple[list[Cont
         controllers.append(Controller(ledger, index, stage, reads, groups if stage.scope == "group" else -1))
         groups += stage.scope == "group"
     return controllers, bits
+
+
+class Columns:
+    """Part 0 of a row came with its put and has whatever was put; part s+1 came with the commit of stage s."""
+
+    def __init__(self, controllers: Sequence[Controller], bits: dict[str, int]) -> None:
+        self._controllers, self._bits = controllers, bits
+        self._of_part = [set[str]()] + [set(c.stage.writes) for c in controllers]
+        self._masks: dict[tuple[str, ...], np.uint64] = {}
+        self._parts: dict[tuple[str, ...], list[int]] = {}
+        self.readers = self._find_readers()  # by part, the stages that read something of it
+
+    @property
+    def source(self) -> set[str]:
+        return self._of_part[0]
+
+    def mask(self, columns: tuple[str, ...]) -> np.uint64:
+        if columns not in self._masks:
+            self._masks[columns] = np.uint64(sum(self._bits.get(column, 0) for column in {*columns, *META[:2]}))
+        return self._masks[columns]
+
+    def parts_with(self, columns: tuple[str, ...]) -> list[int]:
+        """Parts that may hold some of these columns."""
+        if columns not in self._parts:
+            self._parts[columns] = [i for i, names in enumerate(self._of_part) if not names.isdisjoint(columns)]
+        return self._parts[columns]
+
+    def learn_source(self, columns: tuple[str, ...]) -> None:
+        """What a put brought; other puts may bring more."""
+        if not self.source.issuperset(columns):
+            self.source.update(columns)
+            self._parts.clear()
+            self.readers = self._find_readers()
+
+    def _find_readers(self) -> list[np.uint64]:
+        return [
+            np.uint64(sum(int(c.bit) for c in self._controllers if not names.isdisjoint(c.stage.reads)))
+            for names in self._of_part
+        ]

@@ -14,18 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.batch import GROUP, ID, LENGTH, VERSION
-from tidemill.dock.api import DockState, LeaseExpired, StageCounts, Want
+from tidemill.dock.api import DockState, LeaseExpired, Progress, StageCounts, Want
 from tidemill.dock.ledger import life, sampler
 from tidemill.dock.ledger import requeue as again
-from tidemill.dock.ledger.columns import Columns
-from tidemill.dock.ledger.controller import Controller, make_controllers
+from tidemill.dock.ledger.controller import Columns, Controller, make_controllers
 from tidemill.dock.ledger.counts import CountBook, Tallied
 from tidemill.dock.ledger.credit import Chunks, CreditedChunk
 from tidemill.dock.ledger.ended import EndedIds
 from tidemill.dock.ledger.groups import Groups
-from tidemill.dock.ledger.leases import Leases
+from tidemill.dock.ledger.leases import Leases, latest
 from tidemill.dock.ledger.records import Grant, HeldLease, Ints, Piece, Written
-from tidemill.dock.ledger.stragglers import latest
 from tidemill.dock.ledger.table import LIVE, RowTable
 from tidemill.dock.net.compact import is_range, span
 from tidemill.errors import DockError, did_you_mean
@@ -153,6 +151,7 @@ class Ledger:
         c.leased -= len(slots)
         self.rows.leased[slots] &= ~c.bit
         keep = self.rows.state[slots] == LIVE
+        c.held.add(self.rows.tag[slots[keep]], -1)
         ended = set(drop)
         if ended:
             keep &= ~np.isin(self.rows.id[slots], np.fromiter(ended, np.int64, len(ended)))
@@ -221,6 +220,9 @@ class Ledger:
     def has_groups(self) -> bool:
         return bool(self.group_stages)
 
+    def progress(self, stage: str, tag: str | None = None) -> Progress:
+        return self.controller(stage).progress(tag)
+
     def state(self, now: float) -> DockState:
         return DockState(
             rows=len(self.slot_of),
@@ -279,6 +281,7 @@ class Ledger:
         else:
             self.rows.leased[where] |= c.bit
         c.leased += len(slots)
+        c.held.add(self.rows.tag[where], 1)
         return self.leases.add(HeldLease(c.index, slots, now + self.lease_s, columns, owner, now, where))
 
     def _second(self, c: Controller, columns: tuple[str, ...], now: float, owner: bytes) -> Grant | None:
@@ -334,6 +337,7 @@ class Ledger:
         rows.leased[slots] &= ~c.bit
         live = rows.state[slots] == LIVE
         ending, slots = slots[~live], slots[live]
+        c.held.add(rows.tag[slots], -1)
         life.free_rows(self, ending[rows.leased[ending] == 0])
         if c.is_group:
             for key in dict.fromkeys(rows.group[slots].tolist()):

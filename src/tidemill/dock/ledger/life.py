@@ -51,6 +51,8 @@ def enter(ledger: Ledger, ids: Ints, group: Ints, what: Written, places: Ints, t
     ledger.columns.learn_source(what.columns)
     rows.written[slots] = rows.source[slots] = ledger.columns.mask(what.columns)
     rows.pending[slots], rows.leased[slots] = ledger.all_stages, 0
+    for c in ledger.controllers:
+        c.pending.add(rows.tag[slots], 1)
     rows.chunk[:, slots] = -1
     _place(ledger, 0, slots, what, places, tag)
     ledger.chunks.count_rows(tag, n)
@@ -71,6 +73,7 @@ def finish(ledger: Ledger, c: Controller, lease: int, kept: Ints, places: Ints, 
     end(ledger, gone)
     free_rows(ledger, gone[(rows.state[gone] == ENDING) & (rows.leased[gone] == 0)])
     rows.pending[kept] &= ~c.bit
+    c.pending.add(rows.tag[kept], -1)
     if what.version is not None:
         rows.version[kept] = what.version[places]
     if what.length is not None:
@@ -167,6 +170,8 @@ def end(ledger: Ledger, slots: Ints) -> None:
     rows.state[slots] = ENDING
     ledger.counts.leave(rows.id[slots])
     for c in ledger.controllers:
+        c.pending.add(rows.tag[slots[(rows.pending[slots] & c.bit) != 0]], -1)
+        c.held.add(rows.tag[slots[(rows.leased[slots] & c.bit) != 0]], -1)
         if not c.is_group:
             c.ready.remove(slots)
     if ledger.group_stages:

@@ -47,6 +47,8 @@ def requeue(ledger: Ledger, slots: Ints) -> None:
     _leave_queues(ledger, slots)
     for part in range(1, len(rows.chunk)):
         life.unref(ledger, part, slots)
+    for c in ledger.controllers:
+        c.pending.add(rows.tag[slots[(rows.pending[slots] & c.bit) == 0]], 1)
     rows.written[slots] = rows.source[slots]
     rows.pending[slots], rows.version[slots] = ledger.all_stages, NO_VERSION
     for c in ledger.controllers:
@@ -68,6 +70,8 @@ def forget(ledger: Ledger, slots: Ints) -> None:
     if ledger.has_groups:
         for slot in slots.tolist():
             ledger.groups.forget(int(rows.group[slot]), slot)
+    for c in ledger.controllers:
+        c.pending.add(rows.tag[slots[(rows.pending[slots] & c.bit) != 0]], -1)
     life.clear(ledger, slots)
 
 

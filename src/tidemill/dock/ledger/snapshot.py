@@ -97,6 +97,8 @@ def _load_rows(ledger: Ledger, arrays: Arrays) -> Ints:
     if ledger.has_groups:
         for key, slot in zip(rows.group[slots].tolist(), slots.tolist()):
             ledger.groups.join(key, slot, None)
+    for c in ledger.controllers:
+        c.pending.add(rows.tag[slots[(rows.pending[slots] & c.bit) != 0]], 1)
     for tag in rows.tag[slots].tolist():
         ledger.chunks.count_rows(ledger.tags[tag], 1)
     return slots

@@ -26,6 +26,30 @@ _FIELDS: dict[str, type] = {
 }
 
 
+class TagCount(dict[int, int]):
+    """How many rows there are of each tag; a tag without rows is not kept."""
+
+    def add(self, tags: npt.NDArray[np.int32], sign: int) -> None:
+        if not len(tags):
+            return
+        first = int(tags[0])
+        if len(tags) == 1 or bool((tags == first).all()):  # nearly always
+            counted = [(first, len(tags))]
+        else:
+            found, numbers = np.unique(tags, return_counts=True)
+            counted = list(zip(found.tolist(), numbers.tolist()))
+        for tag, n in counted:
+            now = self.get(tag, 0) + sign * n
+            if now:
+                self[tag] = now
+            else:
+                del self[tag]
+
+    def of(self, tag: int | None) -> int:
+        """Of one tag; None: of all."""
+        return sum(self.values()) if tag is None else self.get(tag, 0)
+
+
 class RowTable:
     """Struct of arrays. `chunk[p]` and `place[p]`: where part p of each row lies; part 0 came with the put, part s+1
     with the commit of stage s; chunk -1 where there is none."""

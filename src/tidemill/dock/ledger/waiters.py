@@ -1,4 +1,5 @@
-"""Parked takes: who waits for what, served first come first served, none held up by another that cannot be served."""
+"""Parked takes: who waits for what, served first come first served, none held up by another that cannot be served. And
+who waits for a stage to come so far with a step's rows."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from tidemill.dock.api import Want
+from tidemill.dock.api import Progress, Until, Want
 from tidemill.dock.ledger.ledger import Ledger
 from tidemill.dock.ledger.records import Grant
 from tidemill.errors import DockError
@@ -23,10 +24,21 @@ class Waiter:
     since: float = 0.0  # who has waited longest is served first
 
 
+@dataclass(slots=True, eq=False)
+class ProgressWaiter:
+    stage: str
+    tag: str | None
+    until: Until
+    deadline: float
+    answer: Callable[[Progress], None]  # called once
+    client: bytes = b""
+
+
 class Waiters:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._parked: dict[str, list[Waiter]] = {}
+        self._watching: list[ProgressWaiter] = []
 
     def park(self, waiter: Waiter) -> None:
         insort(self._parked.setdefault(waiter.stage, []), waiter, key=lambda w: w.since)
@@ -40,18 +52,30 @@ class Waiters:
         """It has gone: nothing may be leased to it."""
         for stage, parked in self._parked.items():
             self._parked[stage] = [waiter for waiter in parked if waiter.client != client]
+        self._watching = [waiter for waiter in self._watching if waiter.client != client]
+
+    def watch(self, waiter: ProgressWaiter) -> None:
+        self._watching.append(waiter)
 
     def serve(self, now: float) -> None:
-        """After any step: give what became ready to those who wait for it."""
+        """After any step: give what became ready to those who wait for it, and announce what is done."""
         touched, self._ledger.touched = self._ledger.touched, set()
         for stage in touched:
             self._serve(stage, now)
+        if self._watching:
+            self._announce(lambda w: self._ledger.controller(w.stage).holds(w.until, w.tag))
 
     def expire(self, now: float) -> None:
         for parked in self._parked.values():
             for waiter in [w for w in parked if w.deadline <= now]:
                 parked.remove(waiter)
                 waiter.answer(None)
+        self._announce(lambda waiter: waiter.deadline <= now)
+
+    def _announce(self, is_due: Callable[[ProgressWaiter], bool]) -> None:
+        for waiter in [waiter for waiter in self._watching if is_due(waiter)]:
+            self._watching.remove(waiter)
+            waiter.answer(self._ledger.progress(waiter.stage, waiter.tag))
 
     def next_deadline(self) -> float | None:
         return min((w.deadline for w in self.all()), default=None)

@@ -20,12 +20,12 @@ import numpy.typing as npt
 import zmq
 
 from tidemill.batch import GROUP, ID, LENGTH, VERSION
-from tidemill.dock.api import LeaseExpired
+from tidemill.dock.api import LeaseExpired, Progress
 from tidemill.dock.ledger import requeue as again
 from tidemill.dock.ledger import snapshot
 from tidemill.dock.ledger.counts import Counts
 from tidemill.dock.ledger.records import Grant, Written
-from tidemill.dock.ledger.waiters import Waiter, Waiters
+from tidemill.dock.ledger.waiters import ProgressWaiter, Waiter, Waiters
 from tidemill.dock.local import with_waiting
 from tidemill.dock.net import messages as m
 from tidemill.dock.net.arrivals import Arrivals, Events
@@ -232,6 +232,8 @@ class LedgerServer:
             case m.Advance(version):
                 self._ledger.advance(version)
                 return m.Done()
+            case m.AskProgress():
+                return self._progress(client, seq, message, now)
             case m.AskState():
                 return m.State(self._state(now))
             case m.AskCounted(heard):
@@ -297,6 +299,23 @@ class LedgerServer:
         since = now - max(0.0, message.waited_s)
         owner = client[:OWNER_BYTES]
         self._waiters.park(Waiter(message.stage, want, now + message.wait_s, answer, client, owner, since))
+        return None
+
+    def _progress(self, client: bytes, seq: bytes, message: m.AskProgress, now: float) -> m.Message | None:
+        self._ledger.expire(now)
+        stage, tag, until = message.stage, message.tag, message.until
+        if until is None or message.wait_s <= 0 or self._ledger.controller(stage).holds(until, tag):
+            return _progress_reply(self._ledger.progress(stage, tag))
+        self._waiters.watch(
+            ProgressWaiter(
+                stage,
+                tag,
+                until,
+                now + message.wait_s,
+                lambda progress: self._answer(client, seq, _progress_reply(progress)),
+                client,
+            )
+        )
         return None
 
     def _commit(self, message: m.Commit, now: float) -> m.Message:
@@ -417,6 +436,7 @@ class LedgerServer:
             source=self._setup.source,
             watch=self._setup.watch,
             replicas=self._setup.replicas,
+            lease_s=self._setup.lease_s,
             warehouses=tuple(w.hello for w in self._catalog.warehouses.values()),
         )
 
@@ -441,6 +461,10 @@ class LedgerServer:
         self._ledger.max_staleness = limit
         self._ledger.effects, self._catalog.effects = [], []
         self._journal.open()
+
+
+def _progress_reply(progress: Progress) -> m.ProgressReply:
+    return m.ProgressReply(progress.pending, progress.ready, progress.leased)
 
 
 def _refusal(error: Exception) -> m.Refused:

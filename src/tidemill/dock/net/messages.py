@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from tidemill.dock.api import Want
+from tidemill.dock.api import Until, Want
 from tidemill.dock.ledger.counts import Counts
 
 
@@ -86,6 +86,13 @@ class Abandon(Message):
 
 class Advance(Message):
     version: int
+
+
+class AskProgress(Message):
+    stage: str
+    tag: str | None = None
+    until: Until | None = None  # with it, answered when that holds, or after `wait_s`
+    wait_s: float = 0.0
 
 
 class AskState(Message):
@@ -208,6 +215,12 @@ class Ids(Message):
     ids: bytes
 
 
+class ProgressReply(Message):
+    pending: int
+    ready: int
+    leased: int
+
+
 class State(Message):
     state: dict[str, Any]
 
@@ -226,6 +239,7 @@ class Setup(Message):
     source: tuple[str, ...]
     watch: str
     replicas: int
+    lease_s: float
     warehouses: tuple[Announce, ...]
 
 
@@ -268,7 +282,7 @@ class Hold(Message):
     sources: dict[int, str]
 
 
-FromClient = Put | Take | Commit | Renew | Abandon | Advance | AskState | AskCounted | AskSetup | Missing
+FromClient = Put | Take | Commit | Renew | Abandon | Advance | AskProgress | AskState | AskCounted | AskSetup | Missing
 ToLedger = FromClient | Announce | StateReport | HeldPieces | Retire | Lost
 ToWarehouse = Lend | Close | Fetch | AskFigures
 Answer = (
@@ -277,6 +291,7 @@ Answer = (
     | Refused
     | Granted
     | Ids
+    | ProgressReply
     | State
     | CountedReply
     | Setup

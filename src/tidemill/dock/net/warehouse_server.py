@@ -33,7 +33,7 @@ from tidemill.dock.net.wire import (
     new_identity,
 )
 from tidemill.dock.setup import DockSetup
-from tidemill.dock.store.arena import Arena, choose_place, claim, remove_orphans, spill_name
+from tidemill.dock.store.arena import Arena, choose_place, claim, is_own_folder, remove_orphans, spill_name
 from tidemill.dock.store.segment import SegmentGone, Views
 from tidemill.dock.store.writer import Reservation, Writer
 from tidemill.errors import DockError
@@ -379,7 +379,8 @@ def _identity(place: Path) -> tuple[int, Path]:
     place.parent.mkdir(parents=True, exist_ok=True)
     own = re.compile(re.escape(place.name) + "-([0-9a-f]{14})")  # and not of a node whose name only begins like it
     for left in sorted(place.parent.iterdir()):
-        if found := own.fullmatch(left.name):
+        found = own.fullmatch(left.name)
+        if found and is_own_folder(left):  # another user can put one there that looks like it
             return int(found[1], 16), left
     key = int.from_bytes(os.urandom(7), "little")
     arena = place.with_name(f"{place.name}-{key:014x}")

@@ -11,6 +11,7 @@ import mmap
 import os
 import re
 import shutil
+import stat
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -287,12 +288,18 @@ def spill_name(key: int) -> str:
     return f"spill-{key}"
 
 
+def is_own_folder(folder: Path) -> bool:
+    """Whether it is a folder, and this user's alone."""
+    seen = folder.lstat()
+    return stat.S_ISDIR(seen.st_mode) and seen.st_uid == os.geteuid() and not stat.S_IMODE(seen.st_mode) & 0o077
+
+
 def remove_orphans(place: Path) -> list[Path]:
     """Arenas whose warehouse was killed with all that would have started it again: memory that nobody would free."""
     removed = []
     for folder in place.glob("tidemill-*"):
         try:
-            if not _ARENA.fullmatch(folder.name) or folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+            if not _ARENA.fullmatch(folder.name) or not is_own_folder(folder):
                 continue
             fd = os.open(folder / NUMBERS, os.O_RDWR)
         except OSError:  # going, or not one of these

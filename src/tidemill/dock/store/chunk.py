@@ -88,6 +88,14 @@ def write(batch: Batch, plan: ChunkPlan, out: npt.NDArray[np.uint8]) -> None:
             _put(out, plan.body_at + place.offsets_at, column.offsets)
 
 
+def to_bytes(batch: Batch) -> npt.NDArray[np.uint8]:
+    """The chunk in memory of its own."""
+    planned = plan(batch)
+    out = np.zeros(planned.nbytes, np.uint8)
+    write(batch, planned, out)
+    return out
+
+
 def read(raw: npt.NDArray[np.uint8]) -> Batch:
     """The batch as views of `raw`."""
     stored = StoredChunk(raw)

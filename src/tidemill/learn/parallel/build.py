@@ -17,6 +17,7 @@ from tidemill.learn.parallel.learner import ParallelLearner
 from tidemill.learn.parallel.model import ParallelModel
 from tidemill.learn.parallel.stored import HuggingFace
 from tidemill.learn.parallel.values import ParallelValueLearner
+from tidemill.models.box import find
 from tidemill.models.load import DTYPES, make_tiny
 from tidemill.recipe.config import Config, ParallelSettings, TinyModel
 
@@ -79,7 +80,7 @@ def _cut_by(config: Config, sizes: ParallelSettings | None) -> Config:
 
 
 def _folder(config: Config, path: Path | None) -> Path | None:
-    return path or (Path(config.model.path).expanduser() if config.model.path else None)
+    return path or (find.resolve(config.model.path) if config.model.path else None)
 
 
 def _tiny(config: Config, place: RankPlace) -> Any:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tidemill.learn.parallel import plain
 from tidemill.learn.parallel.flight import Flight
 
 Group = Any  # torch.distributed.ProcessGroup
@@ -77,14 +78,12 @@ class MeshLink:
             for work in works:
                 work.wait()
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Small plain values of every rank, in order of rank."""
-        found: list[Any] = [None] * self.size
+    def gather_plain(self, value: Any) -> list[Any]:
+        """Small plain values of every rank, in order of rank; see `plain.gather`."""
         if self.size == 1:
             return [value]
         with self.flight.entered("gather of values", self.name, torch.empty(0), self.ranks):
-            dist.all_gather_object(found, value, group=self.group)
-        return found
+            return plain.gather(value, self.size, self.group)
 
     def chunk(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's equal part."""

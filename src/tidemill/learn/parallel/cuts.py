@@ -103,5 +103,5 @@ def renamed(layout: Layout, role: str) -> Layout:
     return Layout(tuple(replace(one, name=f"{role}{one.name}") for one in layout.entries))
 
 
-def elements(cuts: Mapping[str, Cut]) -> int:
-    return sum(math.prod(c.shape) for c in cuts.values())
+def elements(shapes: Mapping[str, Shape]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())

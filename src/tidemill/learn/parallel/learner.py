@@ -24,7 +24,7 @@ from tidemill.algorithms.aggregate import local_weights, whole
 from tidemill.algorithms.api import Algorithm, Kept, Stat, Stats, total
 from tidemill.batch import Batch
 from tidemill.learn.ema import MERGED_MEAN, Ema
-from tidemill.learn.engine import Scores, on_host, token_batch
+from tidemill.learn.engine import Scores, stats_from_plain, stats_to_plain, token_batch
 from tidemill.learn.layers import kept_activations, layers_of
 from tidemill.learn.meter import mismatch
 from tidemill.learn.muon import Muon
@@ -238,8 +238,10 @@ class ParallelLearner(ParallelModel):
 
     def _stats_of_all(self) -> list[Stats]:
         """Ranks that share samples have the same numbers, so one of each is asked."""
-        found = [stats for part in self.links["dp"].gather_objects(on_host(self._stats)) for stats in part]
-        return self.links["pp"].gather_objects(found)[-1] if "pp" in self.links else found  # the last stage has them
+        found = [stats for part in self.links["dp"].gather_plain(stats_to_plain(self._stats)) for stats in part]
+        if "pp" in self.links:
+            found = self.links["pp"].gather_plain(found)[-1]  # the last stage has them
+        return stats_from_plain(found)
 
     # What lies where
 

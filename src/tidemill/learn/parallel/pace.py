@@ -33,7 +33,7 @@ class RankPace:
         own, self.seconds = self.seconds, 0.0
         if world.size == 1:
             return {}
-        found = world.gather_objects(own)
+        found = world.gather_plain(own)
         middle = statistics.median(found)
         return {
             "slowest_rank": float(max(range(len(found)), key=lambda r: found[r])),

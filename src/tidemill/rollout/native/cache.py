@@ -10,7 +10,6 @@ import hashlib
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -174,13 +173,18 @@ class PageStore:
             # Zeros, not garbage: masked positions are multiplied by a weight of 0, and 0 * NaN is NaN.
             size = self.page_size
             dtype = k.dtype if self.kind is None else NARROW[self.kind][0]
-            zeros = self.memory.zeros if self.memory is not None else partial(torch.zeros, device=k.device)
-            self.keys[layer] = zeros((self.pages, k.shape[1], k.shape[2], size), dtype=dtype)
-            self.values[layer] = zeros((self.pages, v.shape[1], size, v.shape[2]), dtype=dtype)
+            self.keys[layer] = self.zeros((self.pages, k.shape[1], k.shape[2], size), dtype)
+            self.values[layer] = self.zeros((self.pages, v.shape[1], size, v.shape[2]), dtype)
             if self.kind is not None:
                 shape = (self.pages, k.shape[1], size)
-                self.scales[layer] = zeros(shape, dtype=torch.float32), zeros(shape, dtype=torch.float32)
+                self.scales[layer] = self.zeros(shape, torch.float32), self.zeros(shape, torch.float32)
         return self.keys[layer], self.values[layer]
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Room for something of every page, in memory whose addresses stay where there is such memory."""
+        if self.memory is not None:
+            return self.memory.zeros(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def read_keys(self, layer: int, pages: int | Tensor, dtype: torch.dtype) -> Tensor:
         """(pages, kv_heads, dim, page_size) of some pages, or of all up to a number, as they are computed with."""

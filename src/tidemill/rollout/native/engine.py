@@ -139,7 +139,10 @@ class NativeEngine:
     def _graph_decoder(self, wanted: bool) -> GraphDecoder | None:
         if not wanted or self.device.type == "cpu" or not isinstance(self.runner, FusedRunner):
             return None
-        return GraphDecoder(self.runner, self.store, self.scheduler.slots, self.vocab)
+        return self._graph_decoder_of(self.runner)
+
+    def _graph_decoder_of(self, runner: FusedRunner) -> GraphDecoder:
+        return GraphDecoder(runner, self.store, self.scheduler.slots, self.vocab, self.routes)
 
     # -- requests ------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tidemill.rollout.native import triton_experts
 from tidemill.rollout.native.draw import triton_draw
 
 # Programs wanted before a sequence is split over several, and the most parts it is split into.
@@ -245,6 +246,7 @@ class TritonKernels:
         self.block, self.warps, self.stages = block, warps, stages
         self.draw, self.draw_truncated = triton_draw.draw, triton_draw.draw_truncated
         self.draw_steered = triton_draw.draw_steered
+        self.route, self.add_experts = triton_experts.route, triton_experts.add_experts
 
     def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)

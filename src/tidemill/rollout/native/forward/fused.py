@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.models.attention.registry import Context, attention_window
-from tidemill.rollout.native.forward.lean import rotary_tables
+from tidemill.rollout.native.forward import mixture
+from tidemill.rollout.native.forward.lean import numbered, rotary_tables
+from tidemill.rollout.native.forward.mixture import Mixture
 
 
 class FusedKernels(Protocol):
@@ -34,9 +36,22 @@ class FusedKernels(Protocol):
         scale: float, window: int | None, softcap: float | None, *, scales: tuple[Tensor, Tensor] | None,
     ) -> Tensor: ...  # fmt: skip
 
+    def route(self, logits: Tensor, bias: Tensor | None, k: int, sums_to_one: bool) -> tuple[Tensor, Tensor]: ...
+
+    def add_experts(
+        self, x: Tensor, h: Tensor, chosen: Tensor, shares: Tensor, stacks: tuple[Tensor, Tensor]
+    ) -> None: ...
+
     def draw(
         self, logits: Tensor, source: Tensor, slot: Tensor, position: Tensor, state: Any
     ) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    gate_up: Tensor
+    down: Tensor
+    scale: Tensor | None = None  # (1, width): weighs it by a sigmoid of the token
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +60,9 @@ class _Layer:
     qkv: tuple[Tensor, Tensor | None]
     out: tuple[Tensor, Tensor | None]
     norms: tuple[Tensor, Tensor] | None
+    shared: Gated | None  # the mixture's expert that every token goes through
     norm_mlp: Tensor
-    gate_up: Tensor
-    down: Tensor
+    mlp: Gated | Mixture
     window: int | None
 
 
@@ -60,7 +75,7 @@ class FusedRunner:
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.eps = config.rms_norm_eps
         self.scale = model.model.layers[0].self_attn.scaling
-        self.layers = [_bind(layer) for layer in model.model.layers]
+        self.layers = [_bind(layer, number) for layer, number in numbered(model)]
         self.embed = model.model.embed_tokens.weight
         self.norm = model.model.norm.weight
         self.head = model.lm_head.weight
@@ -85,8 +100,24 @@ class FusedRunner:
         x.addmm_(a, w.out[0].t())
         if w.out[1] is not None:
             x.add_(w.out[1])
-        h = kernels.rms(x, w.norm_mlp, self.eps)
-        x.addmm_(kernels.gate(F.linear(h, w.gate_up)), w.down.t())
+        self._feed_forward(x, kernels.rms(x, w.norm_mlp, self.eps), w, context)
+
+    def _feed_forward(self, x: Tensor, h: Tensor, w: _Layer, context: Context) -> None:
+        if isinstance(w.mlp, Gated):
+            self._gated(x, h, w.mlp)
+            return
+        if w.shared is not None:
+            self._gated(x, h, w.shared)
+        mix = w.mlp
+        chosen, shares = self.kernels.route(F.linear(h, mix.gate.weight), mix.bias, mix.k, mix.sums_to_one)
+        mixture.record(mix, context, chosen)
+        self.kernels.add_experts(x, h, chosen, shares, (mix.module.gate_up_proj, mix.module.down_proj))
+
+    def _gated(self, x: Tensor, h: Tensor, w: Gated) -> None:
+        made = self.kernels.gate(F.linear(h, w.gate_up))
+        if w.scale is not None:
+            made.mul_(F.linear(h, w.scale).sigmoid())
+        x.addmm_(made, w.down.t())
 
     def _logits(self, x: Tensor) -> Tensor:
         """In float32: rounding logits to bfloat16 alone would move log-probabilities by hundredths."""
@@ -95,20 +126,25 @@ class FusedRunner:
         return torch.mm(x, self.head.t(), out_dtype=torch.float32)
 
 
-def _bind(layer: Any) -> _Layer:
+def _bind(layer: Any, number: int) -> _Layer:
     a, m = layer.self_attn, layer.mlp
     weight, bias = _join(a.q_proj, a.k_proj, a.v_proj)
-    gate_up, _ = _join(m.gate_proj, m.up_proj)
+    shared = getattr(m, "shared_expert", None)
     return _Layer(
         norm_in=layer.input_layernorm.weight,
         qkv=(weight, bias),
         out=(a.o_proj.weight, a.o_proj.bias),
         norms=(a.q_norm.weight, a.k_norm.weight) if hasattr(a, "q_norm") else None,
         norm_mlp=layer.post_attention_layernorm.weight,
-        gate_up=gate_up,
-        down=m.down_proj.weight,
+        mlp=mixture.bind(m, number) if mixture.is_mixture(m) else _bind_gated(m),
+        shared=None if shared is None else _bind_gated(shared, getattr(m, "shared_expert_gate", None)),
         window=attention_window(a),
     )
+
+
+def _bind_gated(m: Any, scale: Any = None) -> Gated:
+    gate_up, _ = _join(m.gate_proj, m.up_proj)
+    return Gated(gate_up, m.down_proj.weight, None if scale is None else scale.weight)
 
 
 def _join(*linears: Any) -> tuple[Tensor, Tensor | None]:

@@ -20,6 +20,7 @@ from tidemill.rollout.native.cache import PageStore
 from tidemill.rollout.native.draw.sampling import Drawn
 from tidemill.rollout.native.draw.steering import Steering
 from tidemill.rollout.native.forward.fused import FusedKernels, FusedRunner
+from tidemill.rollout.native.forward.routes import RouteRecorder
 from tidemill.rollout.native.pending import Fetch
 from tidemill.rollout.native.scheduler import Sequence as Tenant
 
@@ -94,16 +95,13 @@ class _Context:
 
     def __init__(self, store: PageStore, kernels: FusedKernels, bucket: Bucket) -> None:
         self.store, self.kernels, self.bucket = store, kernels, bucket
-        if bucket.kind.has_drafts:
-            last = (bucket.length - 1).long()
-            page = bucket.table.gather(1, (last // store.page_size).unsqueeze(1)).squeeze(1)
-            self.place = page.long(), last % store.page_size
+        self.place = _place(bucket, store.page_size) if bucket.kind.has_drafts else None
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         keys, values = self.store.layer(layer, k, v)
-        if self.bucket.kind.has_drafts:  # rows of one sequence must see each other, and run at the same time
+        if self.place is not None:  # rows of one sequence must see each other, and run at the same time
             self.store.write(layer, k, v, *self.place)
         bucket, scales = self.bucket, self.store.scales.get(layer)
         return self.kernels.attend(
@@ -111,9 +109,18 @@ class _Context:
         )
 
 
+def _place(bucket: Bucket, page_size: int) -> tuple[Tensor, Tensor]:
+    """Page and offset of each row's newest token."""
+    last = (bucket.length - 1).long()
+    page = bucket.table.gather(1, (last // page_size).unsqueeze(1)).squeeze(1)
+    return page.long(), last % page_size
+
+
 class GraphDecoder:
-    def __init__(self, runner: FusedRunner, store: PageStore, slots: Any, vocab: int) -> None:
-        self.runner, self.store, self.slots, self.vocab = runner, store, slots, vocab
+    def __init__(
+        self, runner: FusedRunner, store: PageStore, slots: Any, vocab: int, routes: RouteRecorder | None = None
+    ) -> None:
+        self.runner, self.store, self.slots, self.vocab, self.routes = runner, store, slots, vocab, routes
         self.kernels = cast(DrawKernels, runner.kernels)
         self.device = store.device
         self.most = len(slots.active)
@@ -258,7 +265,11 @@ class GraphDecoder:
     def _logits(self, bucket: Bucket) -> Tensor:
         ids = bucket.ids.long() if bucket.kind.has_drafts else self.state.latest[bucket.slot.long()]
         context = _Context(self.store, self.kernels, bucket)
-        return self.runner.forward(ids, (bucket.length - 1).long(), context, None)
+        positions = (bucket.length - 1).long()
+        if self.routes is None:
+            return self.runner.forward(ids, positions, context, None)
+        run = lambda routed: self.runner.forward(ids, positions, routed, None)  # noqa: E731
+        return self.routes.forward(run, context, *_place(bucket, self.store.page_size))
 
     def _step(self, bucket: Bucket) -> tuple[Tensor, ...]:
         return self._draw(bucket.kind, self._logits(bucket), bucket.source, bucket.slot, bucket.position)

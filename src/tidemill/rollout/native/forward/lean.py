@@ -13,15 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tidemill.models import rowwise
+from tidemill.models import routing, rowwise
 from tidemill.models.attention.registry import Context, attention_window
+from tidemill.rollout.native.forward import mixture
+from tidemill.rollout.native.forward.mixture import Mixture
 from tidemill.rollout.native.kernels import Kernels
 
 # A large weight with few rows is read once and never rearranged by our own product; the library's takes up to twice as
 # long (60 M parameters, one thread: 41 ms against 24 for 2 rows, 35 against 27 for 4, 39 against 38 for 8).
 FEW_ROWS, LARGE_WEIGHT = 6, 1 << 16
 # Classes whose layer is: norm, attention with rotary positions, norm, gated SiLU. Qwen3 also norms queries and keys.
-FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# Mixtures of the same form have a router and experts where others have the gated layer.
+FAMILY = (
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+    "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM",
+)  # fmt: skip
 # Rotary tables that depend on nothing but the position; "dynamic" and "longrope" look at the sequence's length.
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
@@ -34,16 +40,40 @@ def supports(model: Any) -> bool:
         config.hidden_act == "silu"
         and model.model.rotary_emb.rope_type in STATIC_ROPE
         and all(type(m) is nn.Linear for layer in model.model.layers for m in _linears(layer))
-        and not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        and all(mixture.is_known(mlp) for mlp in _mixtures(model))
+        and not any(routing.has_foreign_hooks(m) for m in model.modules())
     )
 
 
 def _linears(layer: Any) -> tuple[Any, ...]:
     a, m = layer.self_attn, layer.mlp
-    return a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj
+    if mixture.is_mixture(m):
+        m = getattr(m, "shared_expert", None)
+    gated = () if m is None else (m.gate_proj, m.up_proj, m.down_proj)
+    return a.q_proj, a.k_proj, a.v_proj, a.o_proj, *gated
+
+
+def _mixtures(model: Any) -> list[Any]:
+    return [layer.mlp for layer in model.model.layers if mixture.is_mixture(layer.mlp)]
+
+
+def numbered(model: Any) -> list[tuple[Any, int]]:
+    """Every layer, and how many layers before it have experts: recorded routes count those alone."""
+    number, found = 0, []
+    for layer in model.model.layers:
+        found.append((layer, number))
+        number += mixture.is_mixture(layer.mlp)
+    return found
 
 
 Weight = tuple[Tensor, Tensor | None]  # and bias
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    gate: Weight
+    up: Weight
+    down: Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +86,7 @@ class _Layer:
     q_norm: Tensor | None
     k_norm: Tensor | None
     norm_mlp: Tensor
-    gate: Weight
-    up: Weight
-    down: Weight
+    mlp: Gated | Mixture
     window: int | None
 
 
@@ -76,7 +104,7 @@ class LeanRunner:
     def bind(self) -> None:
         """Look the parameters up again: only needed when they were replaced, not when they were changed in place."""
         body = self.model.model
-        self.layers = [_bind(layer) for layer in body.layers]
+        self.layers = [_bind(layer, number) for layer, number in numbered(self.model)]
         self.embed = body.embed_tokens.weight
         self.norm = body.norm.weight
         self.head: Weight = (self.model.lm_head.weight, self.model.lm_head.bias)
@@ -99,7 +127,11 @@ class LeanRunner:
         q, k = self._rotate(q, w.q_norm, positions), self._rotate(k, w.k_norm, positions)
         a = context.attend(i, q, k, v, self.scale, w.window, None).reshape(tokens, -1)
         x = self._add(x, a, *w.o)
-        h = self._norm(x, w.norm_mlp)
+        return self._feed_forward(x, self._norm(x, w.norm_mlp), w.mlp, context)
+
+    def _feed_forward(self, x: Tensor, h: Tensor, w: Gated | Mixture, context: Context) -> Tensor:
+        if isinstance(w, Mixture):
+            return mixture.forward(w, h, context).add_(x)
         h = self._gate(self._linear(h, *w.gate), self._linear(h, *w.up))
         return self._add(x, h, *w.down)
 
@@ -138,15 +170,16 @@ class LeanRunner:
         return F.silu(gate, inplace=True).mul_(up)
 
 
-def _bind(layer: Any) -> _Layer:
-    a = layer.self_attn
-    q, k, v, o, gate, up, down = ((linear.weight, linear.bias) for linear in _linears(layer))
+def _bind(layer: Any, number: int) -> _Layer:
+    a, m = layer.self_attn, layer.mlp
+    q, k, v, o, *gated = ((linear.weight, linear.bias) for linear in _linears(layer))
     return _Layer(
         norm_in=layer.input_layernorm.weight,
-        q=q, k=k, v=v, o=o, gate=gate, up=up, down=down,
+        q=q, k=k, v=v, o=o,
         q_norm=a.q_norm.weight if hasattr(a, "q_norm") else None,
         k_norm=a.k_norm.weight if hasattr(a, "k_norm") else None,
         norm_mlp=layer.post_attention_layernorm.weight,
+        mlp=mixture.bind(m, number) if mixture.is_mixture(m) else Gated(*gated),
         window=attention_window(a),
     )  # fmt: skip
 

@@ -1,5 +1,5 @@
 """Tensor parallelism for the lean forward pass: each rank computes its heads and its share of the gated layer and the
-output layer.
+output layer. Of a mixture's experts each rank has some, and computes them for all tokens that chose them.
 
 Every rank gets the same requests in the same order. Its scheduler then decides the same; sums and gathers give all
 ranks the same logits, and random numbers are hashes, so all ranks draw the same tokens and exchange nothing else.
@@ -19,18 +19,28 @@ from torch import Tensor, nn
 
 from tidemill.errors import ModelError
 from tidemill.models.attention.registry import Context
+from tidemill.models.experts import STACKS
 from tidemill.reshard.layout import Layout, LayoutEntry, Mesh, Place, Replicate, Shape, Shard
-from tidemill.rollout.native.forward.lean import LeanRunner, Weight, _Layer
+from tidemill.rollout.native.forward import mixture
+from tidemill.rollout.native.forward.lean import Gated, LeanRunner, Weight, _Layer
+from tidemill.rollout.native.forward.mixture import Mixture
 from tidemill.rollout.native.kernels import Kernels
 
 Group = Any  # torch.distributed.ProcessGroup, which type checkers do not know on every platform
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")  # a rank makes some of the outputs
 COLUMNS = ("o_proj", "down_proj")  # a rank takes some of the inputs
+EXPERTS = tuple(f".experts.{stack}" for stack in STACKS)  # a rank has some of the experts
 
 
-def check_divides(config: Any, ranks: int) -> None:
-    """Heads and the gated layer must be cut evenly; of the vocabulary the last rank may have less."""
-    parts = {"key/value heads": config.num_key_value_heads, "intermediate size": config.intermediate_size}
+def check_divides(model: Any, ranks: int) -> None:
+    """Heads, gated layers and experts must be cut evenly; of the vocabulary the last rank may have less."""
+    parts = {"key/value heads": model.config.num_key_value_heads}
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if last == "down_proj" and isinstance(module, nn.Linear):
+            parts["intermediate size"] = module.in_features
+        elif last == "gate" and hasattr(module, "top_k"):
+            parts["number of experts"] = module.weight.shape[0]
     for name, size in parts.items():
         if size % ranks:
             raise ModelError(
@@ -51,6 +61,10 @@ def places(model: Any) -> dict[str, tuple[Shape, Place]]:
     for name, p in model.named_parameters():
         where, _, kind = name.rpartition(".")
         linear, last = linears.get(where), where.rpartition(".")[2]
+        if name.endswith(EXPERTS):
+            experts = model.get_submodule(where.rpartition(".")[0]).gate.weight.shape[0]
+            found[name] = ((experts, *p.shape[1:]), Shard(0))
+            continue
         if linear is None or p is tied or last not in (*ROWS, *COLUMNS):
             found[name] = (tuple(p.shape), Replicate())
             continue
@@ -62,7 +76,7 @@ def places(model: Any) -> dict[str, tuple[Shape, Place]]:
 
 def cut(model: Any, rank: int, ranks: int) -> None:
     """Leave a rank's share of the parameters, in memory of its own. On the meta device, before there is any memory."""
-    check_divides(model.config, ranks)
+    check_divides(model, ranks)
     for name, (shape, place) in places(model).items():
         if not isinstance(place, Shard):
             continue
@@ -111,11 +125,22 @@ def _filled(tensor: Tensor, dim: int, length: int) -> Tensor:
 # Computing
 
 
+class SomeExperts:
+    """Experts `low` to `high` of a stack, read where they lie."""
+
+    def __init__(self, module: Any, low: int, high: int) -> None:
+        self.module, self.own = module, slice(low, high)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.module, name)
+        return found[self.own] if name in STACKS else found
+
+
 class ParallelRunner(LeanRunner):
     def __init__(self, model: Any, max_len: int, kernels: Kernels | None, group: Group) -> None:
         self.group = group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        check_divides(model.config, self.ranks)
+        check_divides(model, self.ranks)
         self.vocabulary = int(model.get_output_embeddings().out_features)
         super().__init__(model, max_len, kernels)
 
@@ -124,19 +149,39 @@ class ParallelRunner(LeanRunner):
         first = self.model.model.layers[0].self_attn.q_proj
         if first.weight.shape[0] == first.out_features:
             self.layers = [self._share(layer) for layer in self.layers]
-        elif self.rank:
-            self.layers = [self._without_bias(layer) for layer in self.layers]
+        else:
+            self.layers = [self._own_part(layer) for layer in self.layers]
         if self.head[0].shape[0] == self.vocabulary:  # whole: also where it is the embedding of a model that is cut
             self.head = self._rows(self.head)
 
     def _share(self, layer: _Layer) -> _Layer:
-        split: dict[str, Any] = {name: self._rows(getattr(layer, name)) for name in ("q", "k", "v", "gate", "up")}
-        split |= {name: self._columns(getattr(layer, name)) for name in ("o", "down")}
-        return replace(layer, **split)
+        split: dict[str, Any] = {name: self._rows(getattr(layer, name)) for name in ("q", "k", "v")}
+        w = layer.mlp
+        mlp = (
+            self._share_experts(w)
+            if isinstance(w, Mixture)
+            else Gated(self._rows(w.gate), self._rows(w.up), self._columns(w.down))
+        )
+        return replace(layer, o=self._columns(layer.o), mlp=mlp, **split)
 
-    def _without_bias(self, layer: _Layer) -> _Layer:
-        """Parts are summed over ranks, so only the first adds the bias."""
-        return replace(layer, o=(layer.o[0], None), down=(layer.down[0], None))
+    def _share_experts(self, w: Mixture) -> Mixture:
+        """Of a layer that is here whole: this rank's experts, and its part of the shared one."""
+        low, high = Shard(0).cut(0, w.gate.weight.shape[0], self.rank, self.ranks)
+        shared = w.shared
+        if shared is not None:
+            gate, up = self._rows((shared.gate, None))[0], self._rows((shared.up, None))[0]
+            shared = replace(shared, gate=gate, up=up, down=self._columns((shared.down, None))[0])
+        return replace(w, module=SomeExperts(w.module, low, high), first=low, shared=shared)
+
+    def _own_part(self, layer: _Layer) -> _Layer:
+        """Of a layer that was cut. Parts are summed over ranks, so only the first adds a bias."""
+        w = layer.mlp
+        if isinstance(w, Mixture):
+            low, _ = Shard(0).cut(0, w.gate.weight.shape[0], self.rank, self.ranks)
+            layer = replace(layer, mlp=replace(w, first=low))
+        elif self.rank:
+            layer = replace(layer, mlp=replace(w, down=(w.down[0], None)))
+        return replace(layer, o=(layer.o[0], None)) if self.rank else layer
 
     def _rows(self, linear: Weight) -> Weight:
         """The part of a linear layer that makes this rank's outputs."""
@@ -153,6 +198,13 @@ class ParallelRunner(LeanRunner):
         out = F.linear(x, weight, bias)
         dist.all_reduce(out, group=self.group)
         return out.add_(residual)
+
+    def _feed_forward(self, x: Tensor, h: Tensor, w: Gated | Mixture, context: Context) -> Tensor:
+        if not isinstance(w, Mixture):
+            return super()._feed_forward(x, h, w, context)
+        out = mixture.forward(w, h, context)
+        dist.all_reduce(out, group=self.group)
+        return out.add_(x)
 
     def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
         step = -(-self.vocabulary // self.ranks)

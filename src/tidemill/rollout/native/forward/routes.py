@@ -37,7 +37,7 @@ class RouteRecorder:
         logits = run(routing.Routed(context, made=made))
         if KEY not in self.store.values:
             shape = (self.store.pages, self.store.page_size, self.routers.layers, self.routers.k)
-            self.store.values[KEY] = torch.full(shape, -1, dtype=torch.int16, device=page.device)
+            self.store.values[KEY] = self.store.zeros(shape, torch.int16)
         chosen = torch.stack([made[layer] for layer in range(self.routers.layers)], 1)  # (tokens, layers, k)
         self.store.values[KEY][page, offset] = chosen.to(torch.int16)
         return logits

@@ -1,0 +1,1 @@
+"""Models that can be had by name: from a package that carries one, or from the Hugging Face hub."""

@@ -1,0 +1,106 @@
+"""A mixture's experts in the lean forward pass: who goes where, and what the chosen experts make of it.
+
+The plain form here runs anywhere and is what the Triton kernels (`triton_experts`) must equal. Parameters are the
+module's own, read in place. Routers choose as `models.routing` hooks them to: with the bias that balances loads, where
+one was given, and with what they chose written down for a pass that records routes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tidemill.models import experts, routing
+from tidemill.models.attention.registry import Context
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """An expert that every token goes through; `scale` (1, width) weighs it by a sigmoid of the token, if given."""
+
+    gate: Tensor  # (inner, width)
+    up: Tensor
+    down: Tensor  # (width, inner)
+    scale: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """One layer's router and experts. `number` counts the layers that have some, as recorded routes do."""
+
+    number: int
+    gate: Any  # the router module: its weight and, where loads are balanced by one, its bias are read at every pass
+    sums_to_one: bool
+    module: Any  # the experts: stacks (experts, 2 · inner, width) and (experts, width, inner), read at every pass
+    shared: Shared | None
+    first: int = 0  # the number of the first expert that this rank holds
+
+    @property
+    def k(self) -> int:
+        return int(self.gate.top_k)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return getattr(self.gate, routing.GIVEN, None)
+
+
+def is_mixture(mlp: Any) -> bool:
+    return hasattr(mlp, "experts") and hasattr(mlp, "gate")
+
+
+def is_known(mlp: Any) -> bool:
+    """Whether this file computes what the module does: a softmax router and stacked, gated experts as they were made
+    (no adapters on them, not narrowed)."""
+    kind = routing.KINDS.get(type(mlp.gate).__name__)
+    module = mlp.experts
+    is_plain = all(hasattr(module, name) for name in experts.STACKS) and not hasattr(module, "lora_on")
+    return kind is not None and not kind.has_place and experts.is_known(module) and is_plain
+
+
+def bind(mlp: Any, number: int) -> Mixture:
+    kind = routing.KINDS[type(mlp.gate).__name__]
+    sums_to_one = bool(mlp.gate.norm_topk_prob if kind.sums_to_one is None else kind.sums_to_one)
+    shared = None
+    if (expert := getattr(mlp, "shared_expert", None)) is not None:
+        scale = getattr(mlp, "shared_expert_gate", None)
+        weights = (expert.gate_proj.weight, expert.up_proj.weight, expert.down_proj.weight)
+        shared = Shared(*weights, None if scale is None else scale.weight)
+    return Mixture(number, mlp.gate, sums_to_one, mlp.experts, shared)
+
+
+def choose(w: Mixture, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits (tokens, experts) → the experts chosen (tokens, k) and their shares, float32."""
+    scores = logits.float().softmax(-1)
+    chosen = torch.topk(scores if w.bias is None else scores + w.bias, w.k).indices
+    shares = scores.gather(1, chosen)
+    if w.sums_to_one:
+        shares = shares / shares.sum(-1, keepdim=True)
+    return chosen, shares
+
+
+def record(w: Mixture, context: Context, chosen: Tensor) -> None:
+    """Write down what was chosen, if the pass asks for it."""
+    if isinstance(context, routing.Routed) and context.made is not None:
+        context.made[w.number] = chosen
+
+
+def forward(w: Mixture, h: Tensor, context: Context) -> Tensor:
+    """h (tokens, width), normed, through the experts chosen for it and the shared one: what the layer adds to it."""
+    chosen, shares = choose(w, F.linear(h, w.gate.weight))
+    record(w, context, chosen)
+    held = w.module.down_proj.shape[0]
+    if held < w.gate.weight.shape[0]:  # others' experts are others' work: a share of 0 of one that is here
+        is_here = (chosen >= w.first) & (chosen < w.first + held)
+        chosen = torch.where(is_here, chosen - w.first, 0)
+        shares = torch.where(is_here, shares, 0.0)
+    made = experts.forward(w.module, h, chosen, shares.to(h.dtype))
+    return made if w.shared is None else made + through_shared(w.shared, h)
+
+
+def through_shared(w: Shared, h: Tensor) -> Tensor:
+    made = F.linear(F.silu(F.linear(h, w.gate)) * F.linear(h, w.up), w.down)
+    return made if w.scale is None else F.linear(h, w.scale).sigmoid() * made
