@@ -65,10 +65,3 @@ class Ahead:
             self.dock.put(self.feed.rows(count), self.tag(step) or "")
             now.groups += count
         return max(count, 0)
-
-    def state(self) -> dict[str, Any]:
-        """What is under way after the current step; its rows are in the dock's own snapshot."""
-        return {str(s): [o.first_group, o.groups] for s, o in self.open.items()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.open = {int(s): OpenStep(*values) for s, values in state.items()}

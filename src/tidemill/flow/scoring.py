@@ -24,7 +24,6 @@ class AdvantageWorker:
     """Advantages of complete groups, or of the whole step where the algorithm says so; other rows end here."""
 
     name = "advantage"
-    runs_beside = False
     waits = False
 
     def __init__(
@@ -89,7 +88,6 @@ class ScoreWorker:
     """Log-probabilities under a model as it is now: the old policy's, or the reference's."""
 
     waits = False
-    runs_beside = False
 
     def __init__(self, name: str, column: str, dock: Dock, model: Any, config: Config, tally: Tally) -> None:
         self.name, self.column, self.dock, self.model, self.config, self.tally = (
@@ -134,7 +132,6 @@ class ValueWorker:
 
     name = "values"
     waits = False
-    runs_beside = False
 
     def __init__(self, dock: Dock, critic: Values, config: Config, tally: Tally) -> None:
         self.dock, self.critic, self.config, self.tally = dock, critic, config, tally

@@ -6,7 +6,7 @@ import json
 import math
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -32,7 +32,6 @@ class MetricsWriter:
     def __init__(self, run: Places, tensorboard: bool = True, start_step: int = 0) -> None:
         """`start_step` is the step a resumed run goes on from: TensorBoard hides older events past it."""
         self._metrics = run.metrics_file.open("ab")
-        self._samples = run.samples_file.open("ab")
         self._events = EventThread(run.tensorboard, start_step) if tensorboard else None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -40,14 +39,9 @@ class MetricsWriter:
         if self._events is not None:
             self._events.put(step, {k: float(v) for k, v in metrics.items()})
 
-    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        for sample in samples:
-            _append(self._samples, {"step": step, **sample})
-
     def close(self) -> str | None:
         """A sentence for the user when TensorBoard's events could not be written."""
         self._metrics.close()
-        self._samples.close()
         return self._events.close() if self._events is not None else None
 
     def __enter__(self) -> MetricsWriter:

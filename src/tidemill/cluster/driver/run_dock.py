@@ -3,7 +3,6 @@ the workers start, and which another replaces when a step begins again."""
 
 from __future__ import annotations
 
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -97,9 +96,9 @@ class ServedRunDock:
     def _open(self) -> tuple[DockServer, RemoteDock]:
         """A dock of its own: nothing of an earlier one is left in it."""
         from tidemill.dock.client import RemoteDock
-        from tidemill.dock.server import DockServer
+        from tidemill.dock.server import DockServer, remove_dock
 
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_dock(self.folder)
         node, host = self.starter.home
         server = DockServer(self.setup, self.folder, host, nodes=(node,))
         try:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tidemill.cluster.driver import placement
 from tidemill.cluster.driver.driver import Driver
+from tidemill.cluster.start import owned
 from tidemill.cluster.start.handle import Starter
 from tidemill.cluster.wiring import wire
 from tidemill.graph import Graph
@@ -57,7 +57,7 @@ def make_starter(config: Config, folder: RunFolder) -> Starter:
         return LocalStarter()
     from tidemill.cluster.start.forkserver import Forks
 
-    forks = Forks(Path(tempfile.mkdtemp(prefix="tm-")) / "forks")  # short: a socket's path is limited
+    forks = Forks(owned.make() / "forks")
     if cluster.executor == "processes" or cluster.address == "local":
         forks.start()  # first of all: its imports take longest
     try:

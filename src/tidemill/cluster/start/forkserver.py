@@ -32,6 +32,7 @@ from typing import Any
 
 from tidemill.cluster.commands import Request
 from tidemill.cluster.report import Answer, Numbers
+from tidemill.cluster.start import owned
 from tidemill.cluster.start.handle import WorkerLost
 from tidemill.cluster.worker.host import own_process
 from tidemill.device import BEFORE_FORK
@@ -51,10 +52,13 @@ class Forks:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._process: subprocess.Popen[bytes] | None = None
+        self._owner: int | None = None
 
     def start(self) -> None:
         """Without waiting: its imports go on beside whatever the caller does next."""
         make_private(self.path.parent)
+        if self._owner is None:
+            self._owner = owned.own(self.path.parent)
         code = f"from tidemill.cluster.start.forkserver import listen; listen({str(self.path)!r})"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -115,6 +119,9 @@ class Forks:
             self._process.kill()
             self._process.wait()
         shutil.rmtree(self.path.parent, ignore_errors=True)
+        if self._owner is not None:
+            os.close(self._owner)
+            self._owner = None
 
 
 class ForkedHandle:

@@ -9,7 +9,6 @@ import contextlib
 import os
 import queue
 import shutil
-import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -20,6 +19,7 @@ from tidemill.cluster.commands import HostCommands, Request
 from tidemill.cluster.driver import status
 from tidemill.cluster.driver.placement import PlacementError
 from tidemill.cluster.report import Answer, Numbers
+from tidemill.cluster.start import owned
 from tidemill.cluster.start.forkserver import Forks, environment
 from tidemill.cluster.start.handle import Elsewhere, WorkerLost
 from tidemill.cluster.wiring import ROLLOUT, Post, Resources, Wiring
@@ -106,7 +106,8 @@ class RayStarter(Elsewhere):
                     "`ray start --head` starts a cluster; cluster.address=local one for this run alone",
                 ) from error
         else:
-            self._folder = Path(tempfile.mkdtemp(prefix="tm-"))  # short: sockets lie in it, whose paths are limited
+            self._folder = owned.make()
+            self._owner = owned.own(self._folder)
             # Its nodes have our environment from the start, so that workers which Ray starts ahead can be used.
             before = {name: os.environ.get(name) for name in environment()}
             os.environ |= environment()
@@ -242,6 +243,7 @@ class RayStarter(Elsewhere):
         self._forks.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._owner)
 
 
 class RayHandle:
