@@ -22,9 +22,6 @@ class Places(Protocol):
     def metrics_file(self) -> Path: ...
 
     @property
-    def samples_file(self) -> Path: ...
-
-    @property
     def tensorboard(self) -> Path: ...
 
 
