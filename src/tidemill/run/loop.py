@@ -3,90 +3,21 @@
 from __future__ import annotations
 
 import gc
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tidemill.cluster.start.choose import start
-from tidemill.errors import CheckpointError, TidemillError
-from tidemill.flow.records import Evaluation, dump_evaluation, load_evaluation
-from tidemill.flow.tally import idle
+from tidemill.flow.records import Evaluation
 from tidemill.flow.workers import Rewound, Stopped, Workers
 from tidemill.learn import checkpoint
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.observe.profile import profiled
 from tidemill.recipe.config import Config
 from tidemill.run.folder import RunFolder
-
-
-@dataclass(slots=True)
-class Summary:
-    """What a run came to; `summary.json` holds the same."""
-
-    accuracy_before: float | None = None
-    accuracy_after: float | None = None
-    steps: int = 0
-    seconds: float = 0.0
-    tokens_per_s: float = 0.0
-    tokens: float = 0.0
-    is_stopped: bool = False  # by the user, before the last step
-    is_early: bool = False  # by train.stop_at_accuracy
-    rewards: list[float] = field(default_factory=list)
-    before: Evaluation | None = None
-    after: Evaluation | None = None
-    bad_rows: int = 0
-    best: float | None = None  # accuracy (or reward, without evaluations) of the best checkpoint so far
-    latest: float | None = None  # of the weights as they are now
-
-    def plain(self) -> dict[str, Any]:
-        names = ("accuracy_before", "accuracy_after", "steps", "seconds", "tokens_per_s", "tokens", "bad_rows")
-        own: dict[str, Any] = {n: getattr(self, n) for n in names}
-        for when, evaluation in (("before", self.before), ("after", self.after)):
-            if evaluation is not None:
-                own[f"pass_at_{when}"] = {str(k): v for k, v in evaluation.pass_at.items()}
-        return own | {"is_stopped": self.is_stopped, "is_early": self.is_early}
-
-
-class Watcher:
-    """What a run tells whoever watches; the command line draws it, tests ignore it."""
-
-    def started(self, workers: Workers, first_step: int) -> None: ...
-    def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
-    def stepped(self, step: int, metrics: dict[str, float]) -> None: ...
-    def noted(self, message: str) -> None: ...
-
-
-def run(config: Config, folder: RunFolder, watch: Watcher | None = None) -> Summary:
-    """From wherever the folder stands to the end of the run."""
-    watch = watch or Watcher()
-    workers = start(config, warm_start(config, folder, watch), folder, watch.noted)
-    gc.collect()
-    gc.freeze()  # what was loaded by now lives to the run's end: no use in looking through it at every collection
-    try:
-        workers.keep_definition(folder.path)
-        while True:
-            found = newest(folder, watch)
-            try:
-                return train_loop(config, folder, workers, watch, found)
-            except Rewound as lost:
-                watch.noted(str(lost))
-                workers.rewind()
-    finally:
-        gc.unfreeze()
-        workers.close()
-
-
-def newest(folder: RunFolder, watch: Watcher) -> checkpoint.Found | None:
-    found = checkpoint.latest(folder.checkpoints)
-    for path, why in found.skipped if found is not None else ():
-        assert found is not None
-        watch.noted(f"checkpoint {path.name} cannot be used ({why}); going back to {found.path.name}")
-    return found
+from tidemill.run.interrupt import interruptions
+from tidemill.run.summary import Summary, Watcher, finish, record, restore, save
 
 
 def train_loop(
@@ -125,78 +56,40 @@ def train_loop(
     return summary
 
 
+def run(config: Config, folder: RunFolder, watch: Watcher | None = None) -> Summary:
+    """From wherever the folder stands to the end of the run."""
+    watch = watch or Watcher()
+    workers = start(config, warm_start(config, folder, watch), folder, watch.noted)
+    gc.collect()
+    gc.freeze()  # what was loaded by now lives to the run's end: no use in looking through it at every collection
+    try:
+        workers.keep_definition(folder.path)
+        while True:
+            found = newest(folder, watch)
+            try:
+                return train_loop(config, folder, workers, watch, found)
+            except Rewound as lost:
+                watch.noted(str(lost))
+                workers.rewind()
+    finally:
+        gc.unfreeze()
+        workers.close()
+
+
+def newest(folder: RunFolder, watch: Watcher) -> checkpoint.Found | None:
+    found = checkpoint.latest(folder.checkpoints)
+    for path, why in found.skipped if found is not None else ():
+        assert found is not None
+        watch.noted(f"checkpoint {path.name} cannot be used ({why}); going back to {found.path.name}")
+    return found
+
+
 def look(workers: Workers, config: Config, summary: Summary, metrics: MetricsWriter, watch: Watcher) -> Evaluation:
     evaluation = workers.evaluate(config.eval.size, config.eval.samples)
     summary.latest = evaluation.accuracy
     metrics.write(summary.steps, evaluation.metrics())
     watch.evaluated(summary.steps, evaluation)
     return evaluation
-
-
-def record(
-    step: int, workers: Workers, metrics: MetricsWriter, summary: Summary, seconds: float, watch: Watcher
-) -> None:
-    measured = workers.measure()
-    made = "made_tokens" in measured  # learning from one's own samples: each counts once, however often it is learned
-    tokens = measured["prompt_tokens"] + measured["made_tokens"] if made else measured.get("learned_tokens", 0.0)
-    measured |= {"tokens_per_s": tokens / seconds, "time/step": seconds}
-    measured |= idle(measured, seconds)
-    summary.steps = step
-    summary.seconds += seconds
-    summary.tokens += tokens
-    summary.tokens_per_s = summary.tokens / summary.seconds
-    summary.bad_rows = workers.bad_rows
-    summary.rewards.append(measured.get("reward", -measured.get("loss", 0.0)))
-    if not workers.config.eval.every:
-        summary.latest = summary.rewards[-1]
-    trouble = workers.after_step(step, measured)
-    metrics.write(step, measured)
-    workers.write_samples(step)
-    watch.stepped(step, measured)
-    for sentence in trouble:
-        watch.noted(sentence)
-
-
-def save(folder: RunFolder, workers: Workers, summary: Summary, config: Config, watch: Watcher) -> bool:
-    """Whether it is on disk. A full disk does not end a run that can still be mended: the last checkpoint stays."""
-    state = {
-        "step": summary.steps,
-        "summary": summary.plain() | {"rewards": summary.rewards, "best": summary.best, "latest": summary.latest},
-        "before": None if summary.before is None else dump_evaluation(summary.before),
-    }
-    metric = summary.latest
-    is_best = metric is not None and (summary.best is None or metric >= summary.best)
-    try:
-        workers.save(folder.checkpoints, summary.steps, state, best=is_best, metric=metric)
-        summary.best = metric if is_best else summary.best
-    except CheckpointError as error:
-        watch.noted(f"{error} (the run goes on; earlier checkpoints are untouched)")
-        return False
-    return True
-
-
-def finish(folder: RunFolder, workers: Workers, summary: Summary, config: Config, watch: Watcher) -> None:
-    for evaluation, name in ((summary.before, "accuracy_before"), (summary.after, "accuracy_after")):
-        if evaluation is not None:
-            setattr(summary, name, evaluation.accuracy)
-    is_saved = save(folder, workers, summary, config, watch)
-    folder.write_summary(summary.plain())
-    if not is_saved:
-        raise CheckpointError(
-            f"the last checkpoint of {folder.path} could not be saved",
-            f"free some disk, then: tidemill resume {folder.path}",
-        )
-
-
-def restore(found: checkpoint.Found, workers: Workers, summary: Summary) -> int:
-    state = workers.restore(found.path)
-    kept = state["summary"]
-    summary.steps, summary.seconds, summary.tokens = int(kept["steps"]), kept["seconds"], kept["tokens"]
-    summary.rewards, summary.tokens_per_s = list(kept["rewards"]), kept["tokens_per_s"]
-    summary.best, summary.latest = kept["best"], kept["latest"]
-    if state["before"] is not None:
-        summary.before = load_evaluation(state["before"])
-    return int(state["step"])
 
 
 def warm_start(config: Config, folder: RunFolder, watch: Watcher) -> Path | None:
@@ -235,26 +128,4 @@ def recording(folder: RunFolder, config: Config, first: int, watch: Watcher) -> 
             watch.noted(trouble)
 
 
-@contextmanager
-def interruptions(watch: Watcher) -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM end the run at the next safe moment; a second Ctrl-C ends it at once."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
-        return
-
-    def on_signal(number: int, _: Any) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-        watch.noted(f"{signal.Signals(number).name}: stopping and saving; once more to stop at once")
-
-    before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked.is_set
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-__all__ = ["Summary", "TidemillError", "Watcher", "run"]
+__all__ = ["Summary", "Watcher", "run"]
