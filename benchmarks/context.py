@@ -77,7 +77,7 @@ def _farthest(found: list[dict[str, Any]], alone: dict[str, Any], name: str) -> 
 
 def measure(parallel: Mapping[str, Any], tokens: int, hidden: int, layers: int, repeats: int) -> dict[str, Any]:
     from benchmarks._traffic import Peak, Traffic
-    from tidemill.learn.parallel.build import learner as make
+    from tidemill.learn.build import learner as make
 
     learner = make(recipe(parallel, hidden, layers, tokens), 100)
     batch = sample(tokens)

@@ -123,7 +123,7 @@ def samples(ranks: int, seed: int) -> Any:
 
 
 def make(parallel: Mapping[str, int], hidden: int, layers: int) -> Any:
-    from tidemill.learn.parallel.build import learner
+    from tidemill.learn.build import learner
 
     return learner(recipe(parallel, hidden, layers), 100)
 
@@ -207,7 +207,7 @@ def save_under_load(folder: Path, hidden: int, layers: int, rounds: int) -> dict
 
 def _step(learner: Any, batch: Any, folder: Path | None, number: int) -> dict[str, float]:
     """One update, with a checkpoint under way if there is a folder for it."""
-    learner.links["world"].gather_objects(None)  # ranks begin together
+    learner.links["world"].gather_plain(None)  # ranks begin together
     found = {"blocked": 0.0}
     began, cpu = time.perf_counter(), time.process_time()
     if folder is not None:

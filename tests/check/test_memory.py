@@ -15,8 +15,9 @@ from tidemill.estimate.memory import (
     optimizer_bytes,
     update_bytes,
 )
-from tidemill.learn.critic import ValueLearner, ValueModel
+from tidemill.learn.critic import ValueLearner
 from tidemill.learn.engine import Learner
+from tidemill.learn.value_model import ValueModel
 from tidemill.models.load import make_tiny
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Config, Learn, ModelSettings, TinyModel

@@ -19,8 +19,7 @@ AHEAD = Config.model_validate({"flow": {"schedule": "async", "max_staleness": 1}
 def _state(model: Any, engine: Any = None, learner: Any = None) -> Any:
     return SimpleNamespace(
         config=AHEAD, tally=Tally(), device=torch.device("cpu"), loaded=SimpleNamespace(model=model), learner=learner,
-        engine=engine, cut=None, lead=None, follower=None, turns=None, is_shared=False, shares_tensors=False,
-        gather_weights=lambda: None,
+        is_cut=False, engine=engine, lead=None, follower=None, turns=None, is_shared=False, shares_tensors=False,
     )  # fmt: skip
 
 
@@ -28,7 +27,8 @@ class Copy:
     """Rollout's own copy of what a learner has: the next version is written aside, and taken up."""
 
     def __init__(self, learned: Any, served: Any, engine: Any) -> None:
-        sender, self.port = WeightPort(_state(learned, learner=object())), WeightPort(_state(served, engine))
+        learner = SimpleNamespace(publish=lambda: None)
+        sender, self.port = WeightPort(_state(learned, learner=learner)), WeightPort(_state(served, engine))
         assert self.port.writes_aside
         told = [port.describe(0, ()) for port in (sender, self.port)]
         source, target = (merge(each) for each in zip(*told, strict=True))

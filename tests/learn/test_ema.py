@@ -10,9 +10,9 @@ from tests.learn.test_engine import CPU, SHAPE, config, samples
 from tidemill.algorithms.registry import get
 from tidemill.flow.evaluate import averaged
 from tidemill.learn import checkpoint
+from tidemill.learn.checkpoint import model_folder as folder
 from tidemill.learn.ema import Ema
 from tidemill.learn.engine import Learner, score
-from tidemill.learn.parallel import folder
 from tidemill.models import lora
 from tidemill.models.load import make_tiny
 from tidemill.rollout.engine import Request, Sampling

@@ -29,7 +29,7 @@ class Stat:
     """One metric of one micro-batch, in a form that adds up: `value` is a sum (for mean and sum) or an extreme."""
 
     value: Tensor | float
-    count: Tensor | float = 1.0  # what a mean divides by
+    count: Tensor | float = 1.0  # what a mean divides by; of an extreme: 0 where there was nothing to look at
     reduce: Reduce = "mean"
 
 
@@ -53,6 +53,14 @@ class TokenBatch:
     values: Tensor | None = None  # a critic's new values; carries gradient
     group: Tensor | None = None  # (rows,) group id of each sample
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # other columns, one value per token
+
+    def made(self, x: Tensor) -> Tensor:
+        """x at the tokens that the model made, 0 elsewhere. Selects: a value that is not finite times 0 is not 0."""
+        return torch.where(self.mask > 0, x, torch.zeros_like(x))
+
+    def weighted(self, per_token: Tensor) -> Tensor:
+        """The sum over the tokens that the model made, each with its weight in the update."""
+        return self.made(self.weights * per_token).sum()
 
 
 # What rows an algorithm learns from. prompts: rollout makes the responses. The others come with their tokens:
@@ -100,6 +108,10 @@ def total(stats: list[Stats]) -> dict[str, float]:
     merged: dict[str, float] = {}
     for name in dict.fromkeys(n for s in stats for n in s):
         parts = [s[name] for s in stats if name in s]
+        if parts[0].reduce in ("max", "min"):
+            parts = [p for p in parts if float(p.count)]
+            if not parts:
+                continue
         values = [float(p.value) for p in parts]
         match parts[0].reduce:
             case "mean":

@@ -21,5 +21,7 @@ class CISPO(policy.GroupPolicy):
         settings = config.algorithm
         log_ratio = log_ratio_of(tokens)
         weight = log_ratio.detach().exp().clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
-        per_token = held_back(-weight * tokens.advantages * tokens.logprobs, log_ratio, tokens, settings)
+        per_token = held_back(
+            -weight * tokens.made(tokens.advantages) * tokens.made(tokens.logprobs), log_ratio, tokens, settings
+        )
         return finish(per_token, tokens, settings, ratio_stats(log_ratio, tokens, settings))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from tidemill.recipe.config import AlgorithmSettings
 
 def log_ratio_of(tokens: TokenBatch) -> Tensor:
     """log π − log π_old; 0 where the model made nothing, so that no overflow there can meet a weight of 0."""
-    return (tokens.logprobs - tokens.old_logprobs) * tokens.mask
+    return tokens.made(tokens.logprobs - tokens.old_logprobs)
 
 
 def sequence_log_ratio(tokens: TokenBatch, per_token: bool) -> Tensor:
@@ -52,7 +54,7 @@ def rollout_correction(tokens: TokenBatch, settings: AlgorithmSettings) -> Tenso
     """
     if settings.rollout_correction == "none" or tokens.rollout_logprobs is None:
         return None
-    gap = (tokens.old_logprobs - tokens.rollout_logprobs).detach() * tokens.mask
+    gap = tokens.made(tokens.old_logprobs - tokens.rollout_logprobs).detach()
     if settings.rollout_correction == "sequence":
         gap = segment_sum(gap, tokens.row, tokens.rows)[tokens.row]
     weight = gap.exp()
@@ -81,13 +83,12 @@ def finish(per_token: Tensor, tokens: TokenBatch, settings: AlgorithmSettings, s
         if settings.rollout_correction_outside == "mask":
             stats["rollout_masked_share"] = mean_stat((correction == 0).to(correction.dtype), tokens)
     if settings.old_logprobs == "recompute" and tokens.rollout_logprobs is not None:
-        gap = (tokens.old_logprobs - tokens.rollout_logprobs).abs() * tokens.mask
+        gap = (tokens.old_logprobs - tokens.rollout_logprobs).abs()
         stats["gap_mean"] = mean_stat(gap, tokens)
-        if len(gap):
-            stats["gap_max"] = Stat(gap.max(), reduce="max")
-    stats["policy_loss"] = Stat((tokens.weights * per_token).detach().sum(), tokens.weights.sum())
+        stats["gap_max"] = extreme(gap, tokens, "max")
+    stats["policy_loss"] = Stat(tokens.weighted(per_token.detach()), tokens.weights.sum())
     if tokens.ref_logprobs is not None:
-        divergence = kl.estimate(tokens.logprobs * tokens.mask, tokens.ref_logprobs * tokens.mask, settings.kl)
+        divergence = kl.estimate(tokens.made(tokens.logprobs), tokens.made(tokens.ref_logprobs), settings.kl)
         stats["kl"] = mean_stat(divergence, tokens)
         if settings.kl.place == "loss":
             per_token = per_token + settings.kl.coef * divergence
@@ -95,7 +96,7 @@ def finish(per_token: Tensor, tokens: TokenBatch, settings: AlgorithmSettings, s
         stats["entropy"] = mean_stat(tokens.entropy, tokens)
         if settings.entropy_coef:
             per_token = per_token - settings.entropy_coef * tokens.entropy
-    return (tokens.weights * per_token).sum(), stats
+    return tokens.weighted(per_token), stats
 
 
 def ratio_stats(log_ratio: Tensor, tokens: TokenBatch, settings: AlgorithmSettings) -> Stats:
@@ -110,12 +111,20 @@ def ratio_stats(log_ratio: Tensor, tokens: TokenBatch, settings: AlgorithmSettin
             "clip_share_high": mean_stat(high.to(ratio.dtype), tokens),
             "old_kl": mean_stat(torch.expm1(log_ratio) - log_ratio, tokens),  # k3 of KL(old ‖ new)
         }
-        if len(ratio):
-            stats["ratio_max"] = Stat(ratio.max(), reduce="max")
-            stats["ratio_min"] = Stat(ratio.min(), reduce="min")
+        stats["ratio_max"] = extreme(ratio, tokens, "max")
+        stats["ratio_min"] = extreme(ratio, tokens, "min")
     return stats
 
 
 def mean_stat(values: Tensor, tokens: TokenBatch) -> Stat:
     """A mean over the tokens the model made."""
-    return Stat((values.detach() * tokens.mask).sum(), tokens.mask.sum())
+    return Stat(tokens.made(values.detach()).sum(), tokens.mask.sum())
+
+
+def extreme(values: Tensor, tokens: TokenBatch, reduce: Literal["max", "min"]) -> Stat:
+    """The largest or smallest over the tokens the model made."""
+    if not len(values):
+        return Stat(0.0, 0.0, reduce)
+    outside = float("-inf") if reduce == "max" else float("inf")
+    seen = torch.where(tokens.mask > 0, values.detach(), torch.full_like(values, outside))
+    return Stat(seen.max() if reduce == "max" else seen.min(), tokens.mask.sum(), reduce)

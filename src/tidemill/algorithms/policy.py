@@ -153,5 +153,7 @@ def sequence_loss(tokens: TokenBatch, config: Config, per_token: bool) -> tuple[
 
 def surrogate_loss(log_ratio: Tensor, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
     settings = config.algorithm
-    per_token = held_back(-clipped_surrogate(log_ratio, tokens.advantages, settings), log_ratio, tokens, settings)
+    per_token = held_back(
+        -clipped_surrogate(log_ratio, tokens.made(tokens.advantages), settings), log_ratio, tokens, settings
+    )
     return finish(per_token, tokens, settings, ratio_stats(log_ratio, tokens, settings))

@@ -62,7 +62,7 @@ class PPO(policy.GroupPolicy):
         """coef · max((V − R)², (clip(V, V_old ± ε) − R)²); columns `values` (old) and `returns`."""
         critic = config.algorithm.critic
         assert tokens.values is not None, "the critic's new values"
-        values, old, returns = tokens.values, tokens.columns["values"], tokens.columns["returns"]
+        values, old, returns = map(tokens.made, (tokens.values, tokens.columns["values"], tokens.columns["returns"]))
         error = (values - returns).square()
         stats: Stats = {}
         if critic.value_clip is not None:
@@ -72,7 +72,7 @@ class PPO(policy.GroupPolicy):
             error = torch.maximum(error, clipped_error)
         stats["value_loss"] = mean_stat(critic.value_coef * error, tokens)
         stats |= variance_sums(old, returns, tokens)
-        return (tokens.weights * critic.value_coef * error).sum(), stats
+        return tokens.weighted(critic.value_coef * error), stats
 
 
 def policy_lambda(critic: Critic, length: int) -> float:

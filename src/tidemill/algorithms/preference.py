@@ -53,7 +53,7 @@ def row_values(per_token: Tensor, tokens: TokenBatch) -> Tensor:
 
 
 def row_sums(per_token: Tensor, tokens: TokenBatch) -> Tensor:
-    return segment_sum(per_token * tokens.mask, tokens.row, tokens.rows)
+    return segment_sum(tokens.made(per_token), tokens.row, tokens.rows)
 
 
 def row_means(per_token: Tensor, tokens: TokenBatch) -> Tensor:

@@ -28,4 +28,4 @@ class SFT(Algorithm):
         stats: Stats = {"nll": mean_stat(-tokens.logprobs, tokens)}
         if tokens.entropy is not None:
             stats["entropy"] = mean_stat(torch.as_tensor(tokens.entropy), tokens)
-        return -(tokens.weights * tokens.logprobs).sum(), stats
+        return -tokens.weighted(tokens.logprobs), stats

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from tidemill.estimate.run import BYTES, Shape, cache_tokens, microbatch_tokens, shape_of, tokens_computed
-from tidemill.learn.chunks import words_at_once
+from tidemill.learn.logprob.chunks import words_at_once
 from tidemill.recipe.config import Config, Learn
 
 CRITICS = frozenset({"ppo"})  # algorithms that train a second model of the same size

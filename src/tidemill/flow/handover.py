@@ -116,12 +116,8 @@ def _held(device: Device) -> tuple[int, int]:
 def kept_tensors(policy: Any, device: torch.device, found: Iterable[Tensor]) -> list[Tensor]:
     """Of what learning keeps, all that is on the device and can be freed, without what rollout reads: the policy."""
     stays = {_storage(t) for t in (*policy.parameters(), *policy.buffers())}
-    return [t for t in found if t.device.type == device.type and _storage(t) not in stays and _is_ours(t)]
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All that leaves of a learner cut over ranks: its weights are in use by the exchange."""
-    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    own = {id(t): t for t in found}.values()
+    return [t for t in own if t.device.type == device.type and _storage(t) not in stays and _is_ours(t)]
 
 
 def _storage(tensor: Tensor) -> int:

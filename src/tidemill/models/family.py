@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tidemill.device import host
 from tidemill.models import fused
 from tidemill.models.attention.registry import NAME, Context, attention_window
 from tidemill.models.fused import Fork, Placed, added, gated, has_hooks, is_plain, through
@@ -29,6 +30,7 @@ def fuse(model: Any) -> int:
     parameter = next(model.parameters(), None)
     if parameter is None or not is_plain(parameter) or fused.code() is None:
         return 0
+    host.bound_product_caches()
     count = 0
     for module in model.modules():
         for fits, forward in FORMS:

@@ -137,7 +137,7 @@ def test_such_a_run_goes_on_from_its_checkpoint_on_other_ranks_and_on_one(
 
 
 def learn_from_folder(folder: Path, parallel: dict[str, int], learn: dict[str, Any]) -> list[float]:
-    from tidemill.learn.parallel.build import learner
+    from tidemill.learn.build import learner
 
     made = learner(recipe(parallel, {"model": {"path": str(folder)}, "learn": learn}), 3)
     losses = []

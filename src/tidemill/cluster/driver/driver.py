@@ -366,12 +366,10 @@ class Driver:
         self, folder: Path, step: int, state: dict[str, Any], *, best: bool = False, metric: float | None = None
     ) -> None:
         whole = {"feed": self.feed_state} | state
-        learners = self.pool.learners()
-        writers = learners if self.wiring.learners.is_cut else learners[:1]
         is_last = step >= self.config.train.steps
         order = request(WorkerCommands.save, folder.resolve(), step, whole, best, metric, is_last)
         try:
-            self.pool.call_all(writers, lambda _: order)
+            self.pool.call_all(self.pool.learners(), lambda _: order)
         except WorkerLost as lost:
             self.pool.pump(0.5)
             self.check_learners()
@@ -403,7 +401,7 @@ class Driver:
 
     def _settle(self) -> None:
         """Whatever ends the run, a checkpoint that is under way is finished."""
-        if self.is_up and self.wiring.learners.is_cut and not self._lost_learner:
+        if self.is_up and not self._lost_learner:
             try:
                 self.pool.call_all(self.pool.learners(), lambda _: request(WorkerCommands.settle), SETTLE_S)
             except (TidemillError, WorkerLost) as error:

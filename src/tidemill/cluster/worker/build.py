@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,12 +14,11 @@ from tidemill.algorithms.registry import get as get_algorithm
 from tidemill.cluster.assignment import Assignment
 from tidemill.cluster.report import StoreAddress
 from tidemill.cluster.start.ranked import RankedLearner
-from tidemill.cluster.worker.cut import Calls, Team
+from tidemill.cluster.worker.cut import Team
 from tidemill.cluster.worker.engine_ranks import Follower, LeadEngine, Notes, engine_groups
 from tidemill.cluster.worker.kept_tally import tally_of
 from tidemill.cluster.worker.learners import World
-from tidemill.cluster.worker.weights import Follow
-from tidemill.cluster.worker.worker_state import CutLearner, WorkerState
+from tidemill.cluster.worker.worker_state import WorkerState
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import open_source
 from tidemill.device import determinism
@@ -27,14 +27,14 @@ from tidemill.dock import Dock
 from tidemill.errors import ConfigError
 from tidemill.estimate import handover as turns
 from tidemill.flow.feed import FEEDS
-from tidemill.learn.critic import ValueLearner, ValueModel
+from tidemill.learn import build as parts
+from tidemill.learn.checkpoint.model_folder import empty_model, materialise
+from tidemill.learn.critic import ValueLearner
 from tidemill.learn.engine import Learner, freeze
-from tidemill.learn.parallel.build import RankPlace
-from tidemill.learn.parallel.build import critic as cut_critic
-from tidemill.learn.parallel.build import learner as cut_learner
-from tidemill.learn.parallel.build import reference as cut_reference
+from tidemill.learn.model import MeshModel
+from tidemill.learn.parallel import mesh
 from tidemill.learn.parallel.cuts import elements
-from tidemill.learn.parallel.folder import empty_model, materialise
+from tidemill.learn.value_model import ValueModel
 from tidemill.models import routing
 from tidemill.models.box import find
 from tidemill.models.load import LoadedModel, load, load_tokenizer, wrap
@@ -93,8 +93,8 @@ def _load(state: WorkerState, task: Assignment) -> None:
         state.tokenizer = load_tokenizer(config.model, task.model_path)
         return
     check_window(config, state.loaded)
-    state.tokenizer, state.policy = state.loaded.tokenizer, state.loaded.model
-    state.make_reference = partial(freeze, state.loaded.model, config.algorithm.kl.weights)
+    state.tokenizer, state.parameters = state.loaded.tokenizer, state.loaded.parameters
+    state.make_reference = partial(_freeze, state.loaded.model, config)
 
 
 def check_window(config: Config, loaded: LoadedModel) -> None:
@@ -105,6 +105,10 @@ def check_window(config: Config, loaded: LoadedModel) -> None:
             f"({config.rollout.max_new_tokens}) = {longest}, but the model's window is {loaded.window} tokens",
             f"lower one of them by {longest - loaded.window}",
         )
+
+
+def _freeze(model: Any, config: Config) -> MeshModel:
+    return MeshModel(freeze(model, config.algorithm.kl.weights), config, is_ready=True)
 
 
 def updates_of(config: Config) -> int:
@@ -125,6 +129,7 @@ def _teach(state: WorkerState, task: Assignment) -> None:
         critic = ValueLearner(ValueModel(model, shares_trunk), config, algorithm, updates)
     state.learner = critic if algorithm.learns_values and critic else Learner(model, config, algorithm, updates)
     state.critic = critic if algorithm.has_critic else None  # a reward model is the learner itself
+    state.teams = {role: Team(state.world.rank, state.world.size) for role in ("learn", "learn_values")}
     if task.dump is not None:
         state.learner.show = task.dump.tensors
 
@@ -132,8 +137,7 @@ def _teach(state: WorkerState, task: Assignment) -> None:
 def _teach_ranks(state: WorkerState, task: Assignment, updates: int) -> None:
     assert state.loaded is not None
     learner = RankedLearner(state.loaded.model, state.config, updates, task.model_path)
-    state.learner = state.policy = state.away = learner
-    state.gather_weights, state.on_close = learner.publish, learner.close
+    state.learner = state.away = learner
     try:
         state.critic = learner.critic(updates) if state.algorithm.has_critic else None
     except BaseException:
@@ -197,29 +201,32 @@ def share_engine(state: WorkerState, task: Assignment, where: StoreAddress) -> N
         state.follower = Follower(engine, notes, state.loaded.model, state.engine_group, state.device)
 
 
-def cut(state: WorkerState, task: Assignment) -> None:
-    """Once the ranks are one world: this rank's part of the learner, and the workers that need it."""
-    config, world = state.config, state.world
+def join_learners(state: WorkerState, task: Assignment) -> None:
+    """Once the ranks are one world: this rank's part of the learner, and the workers that need it; whole learners
+    become copies of one another."""
+    config, timeout_s = state.config, state.config.learn.parallel.timeout_s
+    if not task.post.group.is_cut:
+        sizes = config.learn.parallel.model_copy(
+            update={"replicate": state.world.size, "timeout_s": config.cluster.collective_s}
+        )
+        for learner in (state.learner, state.critic):
+            if learner is not None:
+                learner.join(mesh.build(sizes, state.device.type))
+        return
     if state.algorithm.learns_values:
         raise ConfigError(
             f"algorithm {config.algorithm.name} learns no policy, which a learner cut over workers does",
             "set the sizes of learn.parallel to 1, or cluster.executor=local",
         )
-    place = RankPlace(state.device.type, state.device)
-    learner = cut_learner(config, updates_of(config), task.model_path, place)
-    reference = cut_reference(config, task.model_path, place) if "reference" in state.stages else None
-    critic = cut_critic(config, updates_of(config), task.model_path, place) if state.algorithm.has_critic else None
-    known = world.gather({name: cut.shape for name, cut in learner.cuts.items()}, "counting the model's tensors")
-    timeout_s = config.learn.parallel.timeout_s
-    state.cut = CutLearner(
-        learner,
-        reference,
-        Calls(world.store, world.rank),
-        Team(learner.meshes, timeout_s),
-        elements({name: shape for part in known for name, shape in part.items()}),
-        critic,
-        Team(critic.meshes, timeout_s) if critic is not None else None,
-        Team(reference.meshes, timeout_s) if reference is not None else None,
-        Follow(learner, reference, world) if reference is not None else None,
-    )
+    place, path = parts.RankPlace(state.device.type, state.device), task.model_path
+    state.is_cut, state.learner = True, parts.learner(config, updates_of(config), path, place)
+    if "reference" in state.stages:
+        state.reference = parts.reference(config, path, place)
+    if state.algorithm.has_critic:
+        state.critic = parts.critic(config, updates_of(config), path, place)
+    shapes = {name: cut.shape for name, cut in state.learner.cuts.items()}
+    known = state.world.gather(shapes, "counting the model's tensors")
+    state.parameters = elements({name: shape for part in known for name, shape in part.items()})
+    roles = {"learn": state.learner, "learn_values": state.critic, "reference": state.reference}
+    state.teams = {role: Team.of(model.meshes, timeout_s) for role, model in roles.items() if model is not None}
     _staff(state)

@@ -13,8 +13,7 @@ from tidemill.cluster.assignment import Assignment, DockPlace, WeightLink
 from tidemill.cluster.commands import OpenedStep
 from tidemill.cluster.report import MoveReport, StoreAddress
 from tidemill.cluster.worker import weights
-from tidemill.cluster.worker.build import build_worker, cut, share_engine
-from tidemill.cluster.worker.checkpoints import Checkpoints, checkpoints_of
+from tidemill.cluster.worker.build import build_worker, join_learners, share_engine
 from tidemill.cluster.worker.cut import ORDER
 from tidemill.cluster.worker.kept_tally import tally_of
 from tidemill.cluster.worker.store import StoreServer
@@ -92,10 +91,10 @@ class RoleWorker:
         """Do with the others what the first rank has called next; whether it had."""
         if self.state.follower is not None:
             self.state.follower.check()
-        part = self.state.cut
-        if part is None or part.calls.is_first or self._is_commanded:
+        calls = self.state.calls
+        if calls is None or calls.is_first or self._is_commanded:
             return False
-        called = part.calls.heard()
+        called = calls.heard()
         if called is None:
             return False
         if called == ORDER:
@@ -107,12 +106,13 @@ class RoleWorker:
         return True
 
     def _in_turn(self) -> None:
-        """What the driver tells all ranks of a cut learner is done at one place among their calls: a rank that moved
-        weights while another began to learn would wait for it for ever."""
-        if (part := self.state.cut) is None:
+        """What the driver tells all learners is done at one place among their calls: a rank that moved weights while
+        another began to learn would wait for it for ever."""
+        calls = self.state.calls
+        if calls is None or self.state.world.size == 1:
             return
-        if part.calls.is_first:
-            part.calls.call(ORDER)
+        if calls.is_first:
+            calls.call(ORDER)
             return
         wait_s = self.task.config.cluster.collective_s
         deadline = time.monotonic() + wait_s
@@ -224,25 +224,33 @@ class RoleWorker:
 
     # Keeping
 
-    @property
-    def _checkpoints(self) -> Checkpoints:
-        return checkpoints_of(self.state)
-
     def save(
         self, folder: Path, step: int, state: dict[str, Any], best: bool, metric: float | None, wait: bool
     ) -> None:
         self._in_turn()
-        self.state.learning()
-        marks: dict[str, Any] = {"keep": self.state.config.checkpoint.keep, "best": best, "metric": metric}
-        self._checkpoints.save(folder, step, state, wait, marks)
+        own = self.state
+        own.learning()
+        more, kl = own.keeper.state() if own.keeper is not None else ({}, None)
+        marks: dict[str, Any] = {"keep": own.config.checkpoint.keep, "best": best, "metric": metric, "wait": wait}
+        whole = state | ({} if kl is None else {"kl": kl})
+        own.learner.save(folder, step, whole, more=more, critic=own.critic, **marks, **self._moving_reference())
+
+    def _moving_reference(self) -> dict[str, Any]:
+        """The part of a checkpoint that is a reference's, where its ranks write and read it."""
+        moves = self.state.config.algorithm.kl.reset_every and self.state.reference is not None
+        return {"reference": self.state.reference} if moves else {}
 
     def settle(self) -> None:
-        if self.state.cut is not None:
-            self.state.cut.learner.saver.wait()
+        if self.state.learner is not None:
+            self.state.learner.settle()
 
     def restore(self, path: Path) -> dict[str, Any]:
-        self.state.learning()
-        return self._checkpoints.load(path)
+        own = self.state
+        own.learning()
+        state: dict[str, Any] = own.learner.load(path, own.critic, **self._moving_reference())
+        if own.keeper is not None:
+            own.keeper.restore(path, state["kl"])
+        return state
 
     def keep_definition(self, run: Path) -> None:
         assert self.state.loaded is not None
@@ -252,7 +260,7 @@ class RoleWorker:
         state = self.state
         assert state.loaded is not None
         if state.lead is None:
-            with state.learner.averaged() if state.learner is not None else nullcontext():
+            with nullcontext() if state.learner is None or state.is_cut else state.learner.averaged():
                 save_folder(state.loaded.model, state.loaded.tokenizer, folder)
             return
         whole = state.lead.gathered(state.loaded.model, state.engine_group)
@@ -269,8 +277,7 @@ class RoleWorker:
 
     def join_world(self, where: StoreAddress) -> None:
         self.state.world.join(where, self.state.device, self.task.config.cluster.collective_s)
-        if self.task.post.group.is_cut:
-            cut(self.state, self.task)
+        join_learners(self.state, self.task)
         if self.state.is_shared:
             share_engine(self.state, self.task, where)
 

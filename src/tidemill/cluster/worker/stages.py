@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tidemill.cluster.worker.cut import CutLearnWorker, CutScoreWorker
+from tidemill.cluster.worker.cut import CutScoreWorker
 from tidemill.cluster.worker.learners import RankLearnWorker
+from tidemill.cluster.worker.weights import Follow
 from tidemill.errors import ConfigError
 from tidemill.flow.evaluate import decoder
 from tidemill.flow.every_step import EveryStep
 from tidemill.flow.learning import LearnWorker
 from tidemill.flow.rewarding import RewardWorker
 from tidemill.flow.rolling import RolloutWorker
-from tidemill.flow.scoring import AdvantageWorker, ScoreWorker, ValueWorker
+from tidemill.flow.scoring import AdvantageWorker, ScoreWorker
 from tidemill.flow.stage import Worker
+from tidemill.learn.model import MeshModel
 from tidemill.models.load import load
 from tidemill.recipe.config import Config
 
@@ -59,71 +61,59 @@ def advantage(state: WorkerState) -> Worker:
 
 
 def old_logprobs(state: WorkerState) -> Worker:
-    column, config = "old_logprobs", state.config
-    if (cut := state.cut) is not None:
-        own = (config, state.tally, state.world, cut.calls, cut.team)
-        return _in_learning_turn(state, CutScoreWorker(column, column, state.dock, cut.learner, *own))
-    return _in_learning_turn(state, ScoreWorker(column, column, state.dock, state.policy, config, state.tally))
+    return _scores(state, "old_logprobs", "old_logprobs", state.learner, "learn")
+
+
+def values(state: WorkerState) -> Worker:
+    return _scores(state, "values", "values", state.critic, "learn_values")
 
 
 def reference(state: WorkerState) -> Worker:
-    name, column, config = "reference", "ref_logprobs", state.config
-    if (cut := state.cut) is not None:
-        assert cut.reference is not None and cut.reference_team is not None
-        own = (config, state.tally, state.world, cut.calls, cut.reference_team, cut.follow)
-        return _in_learning_turn(state, CutScoreWorker(name, column, state.dock, cut.reference, *own))
+    if state.reference is not None:
+        follow = Follow(state.learner, state.reference, state.world)
+        return _scores(state, "reference", "ref_logprobs", state.reference, "reference", follow)
     assert state.make_reference is not None
-    model = _frozen(state, name, state.make_reference)
-    return _in_learning_turn(state, ScoreWorker(name, column, state.dock, model, config, state.tally))
+    return _scores(state, "reference", "ref_logprobs", _frozen(state, "reference", state.make_reference))
 
 
 def teacher(state: WorkerState) -> Worker:
     model = _frozen(state, "teacher", lambda: load_teacher(state.config, state.device))
-    made = ScoreWorker("teacher", "teacher_logprobs", state.dock, model, state.config, state.tally)
-    return _in_learning_turn(state, made)
+    return _scores(state, "teacher", "teacher_logprobs", model)
 
 
-def values(state: WorkerState) -> Worker:
-    if (cut := state.cut) is not None:
-        assert cut.critic is not None and cut.critic_team is not None
-        own = (state.config, state.tally, state.world, cut.calls, cut.critic_team)
-        return _in_learning_turn(state, CutScoreWorker("values", "values", state.dock, cut.critic, *own))
-    return _in_learning_turn(state, ValueWorker(state.dock, state.critic, state.config, state.tally))
-
-
-def learn(state: WorkerState) -> Worker:
-    state.learn = _learner(state, "learn")
-    return state.learn
-
-
-def learn_values(state: WorkerState) -> Worker:
-    state.learn_values = _learner(state, "learn_values")
-    return state.learn_values
-
-
-def _learner(state: WorkerState, name: str) -> LearnWorker:
-    """Learns with the policy's learner, or with the critic's; the policy's waits for the critic's."""
-    is_policy = name == "learn"
-    critic = state.learn_values if is_policy else None
-    made: LearnWorker
-    if (cut := state.cut) is not None:
-        learner, team = (cut.learner, cut.team) if is_policy else (cut.critic, cut.critic_team)
-        assert learner is not None and team is not None
-        own = (state.world, cut.calls, team, name, critic)
-        made = CutLearnWorker(state.dock, learner, state.config, state.tally, *own)
-    elif state.is_alone:
-        own_learner = state.learner if is_policy else state.critic
-        made = LearnWorker(state.dock, own_learner, state.config, state.tally, name, critic)
-    else:
-        own_learner = state.learner if is_policy else state.critic
-        made = RankLearnWorker(state.dock, own_learner, state.config, state.tally, state.world, name, critic)
+def _scores(
+    state: WorkerState, name: str, column: str, model: Any, team: str = "", follow: Callable[[], None] | None = None
+) -> Worker:
+    """Of a whole model in this process, or of a team's part of one."""
+    own = (name, column, state.dock, model, state.config, state.tally)
+    made = ScoreWorker(*own)
+    if team and state.is_cut:
+        assert state.calls is not None
+        made = CutScoreWorker(*own, state.world, state.calls, state.teams[team], follow)
     made.my_turn = state.learning
     return made
 
 
-def _in_learning_turn(state: WorkerState, worker: Any) -> Worker:
-    worker.my_turn = state.learning
-    made: Worker = worker
+def learn(state: WorkerState) -> Worker:
+    state.learn = _learner(state, "learn", state.learner, state.learn_values)
+    return state.learn
+
+
+def learn_values(state: WorkerState) -> Worker:
+    state.learn_values = _learner(state, "learn_values", state.critic)
+    return state.learn_values
+
+
+def _learner(state: WorkerState, name: str, learner: Any, critic: Any = None) -> LearnWorker:
+    """The policy's, or the critic's, for which the policy's waits."""
+    made: LearnWorker
+    if state.is_alone:
+        made = LearnWorker(state.dock, learner, state.config, state.tally, name, critic)
+    else:
+        assert state.calls is not None
+        ranks = (state.world, state.calls, state.teams[name], name, critic)
+        made = RankLearnWorker(state.dock, learner, state.config, state.tally, *ranks)
+    made.my_turn = state.learning
     return made
 
 
@@ -134,14 +124,15 @@ def _frozen(state: WorkerState, name: str, make: Callable[[], Any]) -> Any:
     return state.frozen[name]
 
 
-def load_teacher(config: Config, device: torch.device) -> Any:
+def load_teacher(config: Config, device: torch.device) -> MeshModel:
     """The model that on-policy distillation learns from."""
     path = config.algorithm.teacher
     if path is None:
         raise ConfigError(
             f"algorithm {config.algorithm.name} needs a teacher", "set algorithm.teacher to a model folder"
         )
-    return load(config.model.model_copy(update={"path": path}), seed=0, device=device).model.requires_grad_(False)
+    loaded = load(config.model.model_copy(update={"path": path}), seed=0, device=device)
+    return MeshModel(loaded.model.requires_grad_(False), config, is_ready=True)
 
 
 STAGES: dict[str, Callable[[WorkerState], Worker]] = {

@@ -22,9 +22,8 @@ from tidemill.cluster.report import MoveReport
 from tidemill.cluster.worker.learners import World
 from tidemill.cluster.worker.store import KeyedStore
 from tidemill.flow.schedule import schedule_of
-from tidemill.learn.parallel import adapters
-from tidemill.learn.parallel.learner import ParallelLearner
-from tidemill.learn.parallel.model import ParallelModel, pieces_of
+from tidemill.learn.engine import Learner
+from tidemill.learn.model import MeshModel, pieces_of
 from tidemill.models import lora
 from tidemill.models.buffers import carried, persistent
 from tidemill.reshard.dtensor import from_tensors, local_tensors
@@ -80,11 +79,11 @@ class WeightPort:
     def sources(self) -> Sources:
         """The policy as it is now; nothing where none is learned."""
         state = self.state
-        if state.cut is not None:
-            return Sources(pieces(state.cut.learner))
         if state.learner is None:
             return Sources({})
-        state.gather_weights()
+        if state.is_cut:
+            return Sources(state.learner.pieces())
+        state.learner.publish()
         assert state.loaded is not None
         return learned(state.loaded.model)
 
@@ -103,11 +102,11 @@ class WeightPort:
 
     @property
     def writes_aside(self) -> bool:
-        return self._has_own and self.state.cut is None and schedule_of(self.state.config).serves_on
+        return self._has_own and self.state.learner is None and schedule_of(self.state.config).serves_on
 
     def describe(self, rank: int, mates: tuple[int, ...]) -> tuple[Layout, Layout]:
-        cut = self.state.cut
-        sent = cut.learner.layout() if cut is not None else from_tensors(dict(self.sources().tensors), rank)
+        is_cut, learner = self.state.is_cut, self.state.learner
+        sent = learner.layout() if is_cut else from_tensors(dict(self.sources().tensors), rank)
         if self.state.is_shared:
             assert self.state.loaded is not None
             return sent, parallel.layout(self.state.loaded.model, mates)
@@ -159,7 +158,7 @@ class WeightPort:
         """Between two tokens: the weights that have come are this version. Unfinished samples go on under it."""
         state, engine = self.state, self.state.engine
         if state.shares_tensors:
-            state.gather_weights()
+            state.learner.publish()
         if self.writes_aside:
             with self._between_steps():
                 self.serving().flip()
@@ -275,16 +274,10 @@ def adapter_of(linear: lora.LoraLinear) -> BlockMerge:
     return BlockMerge(linear.lora_a.detach(), linear.lora_b.detach(), linear.factor, rows)
 
 
-def pieces(learner: ParallelLearner) -> dict[str, torch.Tensor]:
-    """What lies on this rank of a learner that is cut, as its layout says. Adapters are merged, by all ranks
-    together."""
-    return adapters.merged(learner.model, pieces_of(learner.model))
-
-
 class Follow:
     """A reference on the learner's ranks that now and then becomes the policy, however each of the two is cut."""
 
-    def __init__(self, learner: ParallelLearner, reference: ParallelModel, world: World) -> None:
+    def __init__(self, learner: Learner, reference: MeshModel, world: World) -> None:
         self.learner, self.reference, self.world = learner, reference, world
         self._plan: Plan | None = None
         self._wire: GroupWire | None = None
@@ -302,6 +295,6 @@ class Follow:
         assert self._wire is not None
         self._moves += 1
         targets = pieces_of(self.reference.model)
-        job = Job(self._plan, self.world.rank, pieces(self.learner), targets, self._moves)
+        job = Job(self._plan, self.world.rank, self.learner.pieces(), targets, self._moves)
         with self.world.within("moving the reference"):
             move(job, self._wire)

@@ -17,7 +17,6 @@ from tidemill.cluster.worker.cut import Calls, Team
 from tidemill.cluster.worker.engine_ranks import Follower, LeadEngine
 from tidemill.cluster.worker.learners import World
 from tidemill.cluster.worker.stages import STAGES
-from tidemill.cluster.worker.weights import Follow
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import open_source
 from tidemill.dock import Dock
@@ -25,37 +24,20 @@ from tidemill.estimate.handover import HandedOver
 from tidemill.flow.ahead import Ahead
 from tidemill.flow.evaluate import averaged, decoder, evaluate
 from tidemill.flow.feed import Feed
-from tidemill.flow.handover import Away, Handover, LearningState, kept_tensors, optimizer_tensors
+from tidemill.flow.handover import Away, Handover, LearningState, kept_tensors
 from tidemill.flow.learning import LearnWorker
 from tidemill.flow.records import Evaluation
 from tidemill.flow.reference import ReferenceKeeper
 from tidemill.flow.rolling import RolloutWorker
-from tidemill.flow.scoring import AdvantageWorker
+from tidemill.flow.scoring import AdvantageWorker, ScoreWorker
 from tidemill.flow.stage import Worker
 from tidemill.flow.tally import Tally
-from tidemill.learn.parallel.learner import ParallelLearner
-from tidemill.learn.parallel.model import ParallelModel
-from tidemill.learn.parallel.values import ParallelValueLearner
+from tidemill.learn.model import MeshModel
 from tidemill.models.load import LoadedModel
 from tidemill.recipe.config import Config
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import Completion, Partial, RolloutEngine
 from tidemill.rollout.make import make_engine
-
-
-@dataclass(frozen=True, slots=True)
-class CutLearner:
-    """This rank's part of a learner that is cut over ranks, and its place among them."""
-
-    learner: ParallelLearner
-    reference: ParallelModel | None
-    calls: Calls
-    team: Team
-    parameters: int  # of the whole model
-    critic: ParallelValueLearner | None = None
-    critic_team: Team | None = None  # it may be cut by sizes of its own
-    reference_team: Team | None = None  # and so may the reference
-    follow: Follow | None = None  # moves the reference to the policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +81,16 @@ class WorkerState:
     learn_values: LearnWorker | None = None
     loaded: LoadedModel | None = None  # a whole model: the learner's own, or what an engine serves
     tokenizer: Any = None
-    learner: Any = None  # of a whole model
-    policy: Any = None  # what scores samples as the learner's weights do
-    cut: CutLearner | None = None  # of a part of one
+    learner: Any = None  # `learn.engine.Learner`, or what stands for its ranks
     critic: Any = None
+    is_cut: bool = False  # a pass through the learner's model is an exchange between ranks
+    reference: MeshModel | None = None  # on the ranks of a learner that is cut
     frozen: dict[str, Any] = field(default_factory=dict)  # models that never learn, by the stage that scores with them
     make_reference: Callable[[], Any] | None = None
-    gather_weights: Callable[[], None] = lambda: None  # brings what was learned into `loaded`, where it is elsewhere
+    calls: Calls | None = None  # what ranks do together
+    teams: dict[str, Team] = field(default_factory=dict)  # of learner, critic and reference: each may be cut otherwise
+    parameters: int = 0  # of the whole model
     away: Away | None = None  # what learning keeps elsewhere, and can take off the device; None: it is all here
-    on_close: Callable[[], None] = lambda: None
     engine: RolloutEngine | None = None
     lead: LeadEngine | None = None  # of several ranks: this one is told, the others follow
     follower: Follower | None = None
@@ -126,7 +109,7 @@ class WorkerState:
     @property
     def shares_tensors(self) -> bool:
         """Whether the engine serves the learner's own tensors."""
-        return self.learner is not None and self.engine is not None
+        return self.learner is not None and self.engine is not None and not self.is_cut
 
     @property
     def is_shared(self) -> bool:
@@ -136,29 +119,25 @@ class WorkerState:
     @property
     def version(self) -> int:
         """Of the weights that are learned, or served, here."""
-        if self.cut is not None:
-            return self.cut.learner.version
         if self.learner is not None:
             return int(self.learner.version)
         served = self.follower.engine if self.follower is not None else self.engine
         return served.version if served is not None else -1
 
-    @property
-    def parameters(self) -> int:
-        if self.cut is not None:
-            return self.cut.parameters
-        return self.loaded.parameters if self.loaded is not None else 0
-
     # Stages
 
     def make_workers(self) -> None:
         """One for each of its stages."""
+        self.calls = Calls(self.world) if self.learner is not None else None
         self.workers = {}
         for stage in self.stages:
             self.workers[stage] = STAGES[stage](self)
-        before, self.keeper = self.keeper, ReferenceKeeper.of(self.config, list(self.workers.values()))
-        if before is not None and self.keeper is not None:
-            self.keeper.restore(*before.state())
+        if self.keeper is None:
+            self.keeper = ReferenceKeeper.of(self.config, list(self.workers.values()))
+            return
+        self.keeper.reference = cast(ScoreWorker, self.workers["reference"])
+        if self.advantage is not None:
+            self.keeper.replace(self.advantage)
 
     def take_turns(self) -> None:
         """Rollout and learning hand the device's memory over to one another, where the recipe says so."""
@@ -181,15 +160,9 @@ class WorkerState:
 
     def _kept(self) -> Iterator[Tensor]:
         """What learning keeps on the device."""
-        from tidemill.reshard.swap import learner_tensors
-
-        if self.cut is not None:  # its weights are in use by the exchange
-            for cut in (self.cut.learner, self.cut.critic):
-                yield from optimizer_tensors(cut.optimizer) if cut is not None else ()
-        for learner in (self.learner, self.critic):
-            yield from learner_tensors(learner.model, learner.optimizer) if learner is not None else ()
-        for model in self.frozen.values():
-            yield from learner_tensors(model)
+        for model in (self.learner, self.critic, self.reference, *self.frozen.values()):
+            if model is not None:
+                yield from model.held()
 
     def open_feed(self) -> None:
         """Nothing of any step is in the dock."""
@@ -229,7 +202,7 @@ class WorkerState:
         _, held_out = open_source(self.config.data, self.config.seed)
         encode, decode = PromptTokens(self.tokenizer, self.config.data), decoder(self.tokenizer)
         watched = cast(RolloutEngine, _EvaluatingEngine(engine, self.moved_on))
-        with self._scoring() as scorer, averaged(self.learner, engine):
+        with self._scoring() as scorer, averaged(None if self.is_cut else self.learner, engine):
             seen = evaluate(watched, held_out, encode, decode, scorer, self.config, size=size, samples=samples)
         if self.lead is not None and self.rollout is not None:
             engine.resume(paused.unfinished)
@@ -252,7 +225,8 @@ class WorkerState:
     def close(self) -> None:
         if self.scorer is not None:
             self.scorer.close()
-        self.on_close()
+        if self.learner is not None:
+            self.learner.close()
         self.dock.close()
         self.tally.close()
 

@@ -48,7 +48,7 @@ def supports(model: Any) -> bool:
 def _linears(layer: Any) -> tuple[Any, ...]:
     a, m = layer.self_attn, layer.mlp
     if mixture.is_mixture(m):
-        m = getattr(m, "shared_expert", None)
+        m = mixture.shared_of(m)
     gated = () if m is None else (m.gate_proj, m.up_proj, m.down_proj)
     return a.q_proj, a.k_proj, a.v_proj, a.o_proj, *gated
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from tidemill.errors import ModelError
-from tidemill.learn.checkpoint import STATE
+from tidemill.learn.checkpoint.folders import STATE
+from tidemill.learn.checkpoint.reading import open_checkpoint
+from tidemill.learn.checkpoint.stored import INDEX, SINGLE, StoredSource
+from tidemill.learn.checkpoint.tensor_file import Form, head, raw
 from tidemill.learn.ema import MEAN, MERGED_MEAN
-from tidemill.learn.parallel.checkpoint import open_checkpoint
-from tidemill.learn.parallel.stored import INDEX, SINGLE, StoredSource
-from tidemill.learn.tensor_file import Form, head, raw
 from tidemill.models.routing import GIVEN
 from tidemill.recipe import config as settings
 

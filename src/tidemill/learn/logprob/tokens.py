@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tidemill.device import has_triton
-from tidemill.learn.chunks import words_at_once
+from tidemill.learn.logprob.chunks import words_at_once
 
 
 def token_logprobs(
@@ -64,7 +64,7 @@ def scored(
 @dataclass(frozen=True, slots=True)
 class Words:
     """What becomes of a chunk's raw logits (tokens, words), there and back. Here of all words at once; where ranks
-    share them out, `learn.parallel.vocabulary` has its own."""
+    share them out, `learn.logprob.vocabulary` has its own."""
 
     temperature: float
     softcap: float | None
@@ -265,7 +265,7 @@ def logit_gradient(
 def _fold(fused: bool) -> Any:
     if not fused:
         return fold
-    from tidemill.learn import triton_logprob
+    from tidemill.learn.logprob import triton_logprob
 
     return triton_logprob.fold
 
@@ -273,7 +273,7 @@ def _fold(fused: bool) -> Any:
 def _gradient(fused: bool) -> Any:
     if not fused:
         return logit_gradient
-    from tidemill.learn import triton_logprob
+    from tidemill.learn.logprob import triton_logprob
 
     return triton_logprob.logit_gradient
 

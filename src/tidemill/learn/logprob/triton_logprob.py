@@ -1,6 +1,6 @@
 """The softmax part of log-probabilities as Triton kernels: one pass over the logits forward, one backward.
 
-`tidemill.learn.logprob` holds the plain forms (`fold`, `logit_gradient`) that these must equal.
+`tidemill.learn.logprob.tokens` holds the plain forms (`fold`, `logit_gradient`) that these must equal.
 """
 
 from __future__ import annotations

@@ -10,13 +10,13 @@ import torch
 
 from tidemill.algorithms.api import Algorithm
 from tidemill.algorithms.registry import get
-from tidemill.learn.critic import ValueModel
+from tidemill.learn.checkpoint.model_folder import empty_model
+from tidemill.learn.checkpoint.stored import HuggingFace
+from tidemill.learn.critic import ValueLearner
+from tidemill.learn.engine import Learner
+from tidemill.learn.model import MeshModel
 from tidemill.learn.parallel import mesh
-from tidemill.learn.parallel.folder import empty_model
-from tidemill.learn.parallel.learner import ParallelLearner
-from tidemill.learn.parallel.model import ParallelModel
-from tidemill.learn.parallel.stored import HuggingFace
-from tidemill.learn.parallel.values import ParallelValueLearner
+from tidemill.learn.value_model import ValueModel
 from tidemill.models.box import find
 from tidemill.models.load import DTYPES, make_tiny
 from tidemill.recipe.config import Config, ParallelSettings, TinyModel
@@ -33,7 +33,7 @@ class RankPlace:
 HERE = RankPlace()
 
 
-def learner(config: Config, updates: int, path: Path | None = None, place: RankPlace = HERE) -> ParallelLearner:
+def learner(config: Config, updates: int, path: Path | None = None, place: RankPlace = HERE) -> Learner:
     """On every rank of a torch.distributed world of `config.learn.parallel.ranks`. `path`: a finished warm start."""
     meshes = mesh.build(config.learn.parallel, place.kind)
     algorithm: Algorithm = get(config.algorithm.name)
@@ -41,36 +41,36 @@ def learner(config: Config, updates: int, path: Path | None = None, place: RankP
         return critic(config, updates, path, place)
     folder = _folder(config, path)
     if folder is None:
-        return ParallelLearner(_tiny(config, place), config, algorithm, updates, meshes)
+        return Learner(_tiny(config, place), config, algorithm, updates, meshes)
     with HuggingFace(folder) as source:
         model = empty_model(folder, config.model)
-        return ParallelLearner(model, config, algorithm, updates, meshes, source, place.device)
+        return Learner(model, config, algorithm, updates, meshes, source, place.device)
 
 
-def reference(config: Config, path: Path | None = None, place: RankPlace = HERE) -> ParallelModel:
+def reference(config: Config, path: Path | None = None, place: RankPlace = HERE) -> MeshModel:
     """The frozen policy on the same ranks, cut as the learner is or by sizes of its own (`algorithm.kl.parallel`)."""
     config = _cut_by(config, config.algorithm.kl.parallel)
     meshes = mesh.build(config.learn.parallel, place.kind)
     folder = _folder(config, path)
     if folder is None:
-        return ParallelModel(_tiny(config, place).requires_grad_(False), config, meshes)
+        return MeshModel(_tiny(config, place).requires_grad_(False), config, meshes)
     with HuggingFace(folder) as source:
         model = empty_model(folder, config.model).requires_grad_(False)
-        return ParallelModel(model, config, meshes, source, place.device)
+        return MeshModel(model, config, meshes, source, place.device)
 
 
-def critic(config: Config, updates: int, path: Path | None = None, place: RankPlace = HERE) -> ParallelValueLearner:
+def critic(config: Config, updates: int, path: Path | None = None, place: RankPlace = HERE) -> ValueLearner:
     """The value model on the same ranks, cut as the learner is or by sizes of its own (`algorithm.critic.parallel`)."""
     config = _cut_by(config, config.algorithm.critic.parallel)
     meshes = mesh.build(config.learn.parallel, place.kind)
     algorithm: Algorithm = get(config.algorithm.name)
     folder = _folder(config, path)
     if folder is None:
-        return ParallelValueLearner(ValueModel(_tiny(config, place)), config, algorithm, updates, meshes)
+        return ValueLearner(ValueModel(_tiny(config, place)), config, algorithm, updates, meshes)
     policy = empty_model(folder, config.model)
     decoder = next(name for name, module in policy.named_modules() if module is policy.get_decoder())
     with HuggingFace(folder) as stored, stored.renamed(f"{decoder}.", "decoder.") as source:
-        return ParallelValueLearner(ValueModel(policy), config, algorithm, updates, meshes, source, place.device)
+        return ValueLearner(ValueModel(policy), config, algorithm, updates, meshes, source, place.device)
 
 
 def _cut_by(config: Config, sizes: ParallelSettings | None) -> Config:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tidemill.learn.logprob import Words, bounded, can_fuse, scored
+from tidemill.learn.logprob.tokens import Words, bounded, can_fuse, scored
 from tidemill.learn.parallel.collectives import MeshLink
 
 

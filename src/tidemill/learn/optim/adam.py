@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tidemill.learn.logprob import can_fuse
-from tidemill.learn.pinned import Pinned
+from tidemill.learn.logprob.tokens import can_fuse
+from tidemill.learn.optim.pinned import Pinned
 
 Master = Literal["none", "float32", "stochastic"]
 Moments = Literal["float32", "int8"]
@@ -66,7 +66,7 @@ class Adam(torch.optim.Optimizer):
         at_work = {k: v.to(p.device, non_blocking=True) for k, v in kept.items() if k != "step"}
         seed = self._rounding(p, step)
         if can_fuse(p) and all(x.is_contiguous() for x in (p, grad, *at_work.values())):
-            from tidemill.learn import triton_adam
+            from tidemill.learn.optim import triton_adam
 
             triton_adam.step_(p, grad, at_work, step, group, seed)
             made = at_work

@@ -1,4 +1,4 @@
-"""Checkpoints: safetensors and JSON, written aside and renamed, with a checksum of every file. No pickle.
+"""Folders of checkpoints: written aside and renamed, with a checksum of every file. Needs no torch.
 
 A folder that is named `step-…` was complete when it got its name; whatever dies, an older one is never touched before
 the new one is safe on disk.
@@ -11,21 +11,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tidemill.errors import CheckpointError
 from tidemill.estimate.run import human
 
-if TYPE_CHECKING:
-    import torch
-
-    Tensors = Mapping[str, torch.Tensor]
-
-SHARD_BYTES = 2_000_000_000
 BLOCK_BYTES = 4 << 20
 Entry = dict[str, Any]  # of a file in the manifest: bytes, sha256
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -39,35 +32,52 @@ class Found:
     skipped: list[tuple[Path, str]]  # newer ones that could not be used, and why
 
 
-def save(
-    folder: Path,
-    step: int,
-    tensors: Tensors,
-    state: dict[str, Any],
-    *,
-    keep: int,
-    best: bool = False,
-    metric: float | None = None,
-) -> Path:
-    """Write `folder/step-…`, then prune to the `keep` newest and the best. On failure nothing saved before is lost."""
-    target = folder / f"step-{step:06d}"
-    aside = folder / f"{ASIDE}{target.name}-{os.getpid()}"
-    needed = sum(t.numel() * t.element_size() for t in tensors.values())
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        clear_leftovers(folder)
-        aside.mkdir()
-        files = _write_tensors(aside, tensors) | {STATE: write_json(aside / STATE, state)}
-        write_json(aside / MANIFEST, {"step": step, "best": best, "metric": metric, "files": files})
-        put_in_place(aside, target)
-        prune(folder, keep)
-    except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise explain(error, folder, needed) from error
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    return target
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """One checkpoint that is being written, by one process or several."""
+
+    folder: Path
+    step: int
+    state: Mapping[str, Any]
+    keep: int
+    best: bool = False
+    metric: float | None = None
+
+    @property
+    def target(self) -> Path:
+        return self.folder / f"step-{self.step:06d}"
+
+    @property
+    def aside(self) -> Path:
+        return self.folder / f"{ASIDE}{self.target.name}-saving"
+
+    def begin(self) -> None:
+        """Make a place to write aside."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            clear_leftovers(self.folder)
+            self.aside.mkdir()
+        except OSError as error:
+            raise explain(error, self.folder, 0) from error
+
+    def finish(self, parts: Iterable[Mapping[str, Any]]) -> None:
+        """Once all files are on disk: the manifest, then the name that says it is whole. `parts`: each writer's files
+        and which box of which tensor lies in them."""
+        files: dict[str, Entry] = {}
+        tensors: dict[str, list[Any]] = {}
+        for part in parts:
+            files |= part["files"]
+            for name, found in part["tensors"].items():
+                tensors.setdefault(name, []).extend(found)
+        try:
+            files[STATE] = write_file(self.aside / STATE, [json.dumps(self.state, indent=1).encode()])
+            marks = {"step": self.step, "best": self.best, "metric": self.metric}
+            manifest = json.dumps({**marks, "files": files, "tensors": tensors})  # in one line: it may be long
+            write_file(self.aside / MANIFEST, [manifest.encode()])
+            put_in_place(self.aside, self.target)
+            prune(self.folder, self.keep)
+        except OSError as error:
+            raise explain(error, self.folder, 0) from error
 
 
 def latest(folder: Path) -> Found | None:
@@ -84,30 +94,6 @@ def latest(folder: Path) -> Found | None:
             f"no checkpoint in {folder} can be used ({listed})", "start the run again, or copy a good one in"
         )
     return None
-
-
-def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors and state of a checkpoint that `latest` found. Tensors are on the CPU."""
-    from safetensors.torch import load_file
-
-    tensors: dict[str, torch.Tensor] = {}
-    try:
-        manifest = read_manifest(path)
-        if "tensors" in manifest:  # ranks wrote pieces
-            from tidemill.learn.parallel.stored import from_manifest
-
-            with from_manifest(path, manifest) as source:
-                tensors = {name: source.read(name) for name in source.pieces}
-        else:
-            for name in manifest["files"]:
-                if name.endswith(".safetensors"):
-                    tensors |= load_file(path / name)
-        state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
-    except Exception as error:  # safetensors raises its own types for a broken file
-        raise CheckpointError(
-            f"{path} cannot be read: {_first_line(error)}", "resume from an older checkpoint"
-        ) from error
-    return tensors, state
 
 
 def fault(path: Path) -> str | None:
@@ -155,35 +141,6 @@ def _best(newest_first: Iterable[Path]) -> Path | None:
 
 
 # Writing
-
-
-def _write_tensors(folder: Path, tensors: Tensors) -> dict[str, Entry]:
-    from tidemill.learn.tensor_file import form, head, in_order, raw
-
-    shards, files = list(in_shards(tensors)), {}
-    for i, names in enumerate(shards):
-        forms = {name: form(tensors[name]) for name in names}
-        forms = {name: forms[name] for name in in_order(forms)}
-        name = f"tensors-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        files[name] = write_file(folder / name, chain([head(forms)], (raw(tensors[one]) for one in forms)))
-    return files
-
-
-def in_shards(tensors: Tensors) -> Iterator[list[str]]:
-    shard: list[str] = []
-    size = 0
-    for name in sorted(tensors):
-        more = tensors[name].numel() * tensors[name].element_size()
-        if shard and size + more > SHARD_BYTES:
-            yield shard
-            shard, size = [], 0
-        shard.append(name)
-        size += more
-    yield shard
-
-
-def write_json(path: Path, value: Any) -> Entry:
-    return write_file(path, [json.dumps(value, indent=1).encode()])
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> Entry:
@@ -268,7 +225,3 @@ def _step(path: Path) -> int:
 def read_manifest(path: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     return manifest
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from tidemill.batch import Batch
-from tidemill.learn.packing import Ints, fill, units
+from tidemill.learn.packing import Ints, fill, microbatches, units
 
 NOTHING = np.empty(0, np.int64)
 
@@ -18,6 +18,8 @@ def shares(
     batch: Batch, ranks: int, budget: int, share_prompts: bool, whole_groups: bool = False, at_least: int = 1
 ) -> list[list[Ints]]:
     """`[rank][i]`: rows of its i-th micro-batch, empty where it runs a filler. `at_least`: micro-batches per rank."""
+    if ranks == 1 and at_least == 1:  # in the order in which they are found: sums of floats have one order
+        return [microbatches(batch, budget, share_prompts, whole_groups)]
     bins = fill(units(batch, budget, share_prompts, whole_groups), budget, multiple=ranks, at_least=at_least)
     bins = sorted(bins, key=lambda b: -b[0])
     dealt: list[list[Ints]] = [[] for _ in range(ranks)]

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tidemill.errors import CheckpointError, ModelError
-from tidemill.learn.tensor_file import DTYPES
+from tidemill.learn.checkpoint.tensor_file import DTYPES
 from tidemill.reshard.layout import Box, Shape, extents, intersect, volume
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -103,6 +103,21 @@ class StoredSource:
             except Exception as error:  # safetensors has its own types
                 raise CheckpointError(f"{self.folder / name} cannot be read: {error}") from error
         return self._open[name]
+
+
+class HeldSource(StoredSource):
+    """Whole tensors that this process has in memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        boxes = {name: tuple((0, n) for n in t.shape) for name, t in tensors.items()}
+        super().__init__(Path(), {name: [StoredTensor("", name, box)] for name, box in boxes.items()})
+        self.tensors = tensors
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
+
+    def _read(self, piece: StoredTensor, common: Box) -> Tensor:
+        return self.tensors[piece.key][tuple(slice(low, high) for low, high in common)]
 
 
 def from_manifest(folder: Path, manifest: Mapping[str, Any]) -> StoredSource:

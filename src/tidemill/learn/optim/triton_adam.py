@@ -1,7 +1,7 @@
 """AdamW's update of one tensor as one Triton kernel: state is read, worked on and written once, in the form it is kept.
 
-`tidemill.learn.adam` holds the plain form that this must equal: moments of float32 or of 8 bits, with or without a
-float32 copy of the weights. Stochastic rounding draws its own numbers.
+`tidemill.learn.optim.adam` holds the plain form that this must equal: moments of float32 or of 8 bits, with or without
+a float32 copy of the weights. Stochastic rounding draws its own numbers.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tidemill.learn.adam import CODE_BLOCK, MOMENTS, ROUNDING, SCALE
+from tidemill.learn.optim.adam import CODE_BLOCK, MOMENTS, ROUNDING, SCALE
 
 BLOCKS, WARPS = 4, 4  # of a program
 

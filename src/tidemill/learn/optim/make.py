@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Parameter
 
-from tidemill.learn.adam import Adam, Gradient
-from tidemill.learn.gradients import Gradients
-from tidemill.learn.layers import layers_of
-from tidemill.learn.muon import Muon
+from tidemill.learn.optim.adam import Adam, Gradient
+from tidemill.learn.optim.muon import MatrixRanks, Muon
 
 if TYPE_CHECKING:
     from tidemill.recipe.config import Learn
-
-
-def make_optimizer(model: Any, learn: Learn, gradients: Gradients, seed: int = 0) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    inner = {id(p) for layer in layers_of(model) for p in layer.parameters() if p.ndim == 2}
-    return optimizer_of(trained, inner, learn, gradients.of, seed=seed)
 
 
 def optimizer_of(
@@ -29,11 +21,11 @@ def optimizer_of(
     inner: Container[int],
     learn: Learn,
     gradient: Gradient,
-    muon: Callable[..., Muon] = Muon,
+    shared: MatrixRanks | None = None,
     seed: int = 0,
 ) -> torch.optim.Optimizer:
     """Vectors (norms, biases) are not decayed: pulling a norm's gain to zero only hurts. `inner`: ids of the layers'
-    matrices, which are `muon`'s. `seed`: of rounding by chance."""
+    matrices, which are Muon's, and `shared` the ranks that have pieces of them. `seed`: of rounding by chance."""
     is_muon = learn.optimizer == "muon"
     matrices = [p for p in trained if is_muon and id(p) in inner]
     others = [p for p in trained if p.ndim >= 2 and not (is_muon and id(p) in inner)]
@@ -45,17 +37,10 @@ def optimizer_of(
     groups = [g for g in groups if g["params"]]
     if not is_muon and learn.master == "none" and learn.moments == "same" and not learn.optimizer_on_host:
         return torch.optim.AdamW(groups, lr=learn.lr, betas=learn.betas, eps=learn.eps, fused=True)
-    return (muon if is_muon else Adam)(
-        groups,
-        lr=learn.lr,
-        betas=learn.betas,
-        eps=learn.eps,
-        gradient=gradient,
-        master=learn.master,
-        moments="int8" if learn.moments == "int8" else "float32",
-        on_host=learn.optimizer_on_host,
-        seed=seed,
-    )
+    settings: dict[str, Any] = {"lr": learn.lr, "betas": learn.betas, "eps": learn.eps, "gradient": gradient}
+    settings |= {"master": learn.master, "moments": "int8" if learn.moments == "int8" else "float32"}
+    settings |= {"on_host": learn.optimizer_on_host, "seed": seed}
+    return Muon(groups, shared=shared, **settings) if is_muon else Adam(groups, **settings)
 
 
 def state_home(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str) -> torch.device:
