@@ -149,15 +149,17 @@ def test_an_empty_curve_says_so():
 
 def test_a_png_is_saved(tmp_path):
     pytest.importorskip("matplotlib")
-    told = curve.save_png(tmp_path / "c.png", {"reward": [(1, 0.1), (2, 0.4)], "held out": [(0, 0.1), (2, 0.5)]})
-    assert "curve saved as" in told
+    one = curve.Line("one", [(float(i), i % 7) for i in range(1, 40)], [(0.0, 0.1), (20.0, 0.5)])
+    other = curve.Line("other", [(1.0, 0.1), (2.0, 0.4)])
+    told = curve.save_png(tmp_path / "c.png", {"reward": [one, other], "accuracy": [one]})
+    assert "was written to" in told
     assert (tmp_path / "c.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert "cannot be written" in curve.save_png(tmp_path / "no" / "c.png", {"a": [(0, 0)]})
+    assert "cannot be written" in curve.save_png(tmp_path / "no" / "c.png", {"a": [curve.Line("a", [(0, 0)])]})
 
 
 def test_without_matplotlib_a_note_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "pip install 'tidemill[plot]'" in curve.save_png(tmp_path / "c.png", {"a": [(0, 0)]})
+    assert "pip install 'tidemill[plot]'" in curve.save_png(tmp_path / "c.png", {"a": [curve.Line("a", [(0, 0)])]})
 
 
 # Progress
@@ -182,7 +184,7 @@ def test_live_progress_shows_step_metrics_and_a_sparkline():
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=80)
     with Progress("rich", 4, title="quickstart", console=console) as progress:
-        progress.stage("rollout")
+        progress.doing("rolling out", 3, 8)
         for step in (1, 2, 3):
             progress.step(step, {"reward": step / 3, "accuracy": 0.4})
         progress.note("eval: [50 %]")

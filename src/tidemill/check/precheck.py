@@ -184,7 +184,7 @@ def _lengths(config: Config, model: ModelSettings) -> Iterator[str]:
         fix = f"data.max_prompt_tokens={room} would do" if room > 0 else "lower rollout.max_new_tokens"
         yield f"{whose} is {shape.window} tokens, less than {both}; {fix}"
     if config.rollout.cache_tokens is not None and config.rollout.cache_tokens < most:
-        yield f"rollout.cache_tokens is {config.rollout.cache_tokens}, but one sample needs {both}"
+        yield f"rollout.cache_tokens is {config.rollout.cache_tokens}, but one sample needs {both}; raise it to {most}"
 
 
 def _rollout(config: Config, _: ModelSettings) -> Iterator[str]:
@@ -281,9 +281,9 @@ def _data_file(key: str, source: str, generators: list[str]) -> Iterator[str]:
         close = did_you_mean(source, generators) or did_you_mean(path.name, beside) or "; check the path"
         yield f"{key}={source} is neither a file, nor a folder, nor a generator{close}"
     elif path.is_file() and path.stat().st_size == 0:
-        yield f"{key}={source} is an empty file; it needs at least one row"
+        yield f"{key}={source} is an empty file; write at least one row into it"
     elif path.is_dir() and not any(path.iterdir()):
-        yield f"{key}={source} is an empty folder; a dataset folder has .parquet, .arrow, .csv or .jsonl files"
+        yield f"{key}={source} is an empty folder; give one with .parquet, .arrow, .csv or .jsonl files"
 
 
 def _functions(config: Config, _: ModelSettings) -> Iterator[str]:

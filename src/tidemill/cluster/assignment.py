@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,6 +11,7 @@ from tidemill.cluster.report import StoreAddress
 from tidemill.cluster.wiring import Post
 from tidemill.dock import Dock
 from tidemill.dock.address import Address
+from tidemill.flow.records import Activity
 from tidemill.recipe.config import Config
 from tidemill.reshard.layout import Layout
 from tidemill.reshard.move import Verify
@@ -56,6 +57,23 @@ class ServedDock:
         return DockDoor(dock, dock.leave, lambda: dock.leases)
 
 
+def _never() -> bool:
+    return False
+
+
+def _to_nobody(activity: Activity) -> None:
+    """Where the driver is another process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """The driver's own ears, for workers in its process."""
+
+    dump: Dump | None = None  # is shown the learner's tensors
+    stop: Callable[[], bool] = _never  # asked between rows of the feed
+    tell: Callable[[Activity], None] = _to_nobody  # hears how far an evaluation is, and may raise to end it
+
+
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """All that a process is given to become a worker."""
@@ -69,8 +87,8 @@ class Assignment:
     logs: Path  # where it keeps its log and its counts
     device: str  # as a recipe names it
     threads: int  # of its numeric libraries
-    dump: Dump | None = None  # in the driver's process: is shown the learner's tensors
     dies_alone: bool = True  # without the driver: what it counts of its own work is then kept on file
+    hooks: Hooks = field(default_factory=lambda: Hooks())
 
 
 @dataclass(slots=True)

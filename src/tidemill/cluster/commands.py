@@ -87,11 +87,13 @@ class WorkerCommands(Protocol):
         """To a new dock: whatever was held of the old one is forgotten."""
         ...
 
-    def measure(self) -> tuple[Counted, list[int]]:
-        """What was counted, and the ids of the samples that could be shown."""
+    def measure(self) -> tuple[Counted, list[tuple[bool, int]]]:
+        """What was counted, and of the samples that could be shown whether their rewards worked, and their ids."""
         ...
 
-    def write_samples(self, step: int, ids: list[int], file: Path) -> None: ...
+    def write_samples(self, step: int, ids: list[int], file: Path) -> str:
+        """Gives the first error of a reward among them, or ""."""
+        ...
 
     def evaluate(self, size: int, samples: int, shown: int) -> Evaluation:
         """With the first `shown` answers in words."""

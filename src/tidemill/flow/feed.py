@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from tidemill.data.curriculum import Curriculum
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Example, Order, Source
 from tidemill.errors import DataError
+from tidemill.flow.workers import Stopped
 from tidemill.recipe.config import Config
 
 
@@ -23,11 +24,15 @@ class Feed:
         self.position = 0  # examples looked at so far, bad ones included
         self.groups = 0  # prompts given out so far
         self.bad_rows: list[str] = []
+        self.stop: Callable[[], bool] = lambda: False  # asked between rows: a slow source must not hold up Ctrl-C
 
     def examples(self, count: int) -> Iterator[tuple[Example, Any]]:
         """The next `count` usable examples with their tokens; bad ones are counted and skipped, or end the run."""
-        given, bad_in_a_row = 0, 0
+        given, bad_in_a_row, first = 0, 0, self.position
         while given < count:
+            if self.stop():
+                self.position = first
+                raise Stopped
             example = self.source.example(self.order(self.position))
             self.position += 1
             try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tidemill.errors import TidemillError
-from tidemill.flow.records import Evaluation
+from tidemill.flow.records import Activity, Evaluation
 from tidemill.recipe.config import Config
 
 
@@ -41,10 +41,14 @@ class Workers(Protocol):
     def after_step(self, step: int, measured: dict[str, float]) -> list[str]:
         """What changes between steps. Gives new warnings, in words."""
 
-    def write_samples(self, step: int) -> None:
-        """Some of the step's, for people to look at."""
+    def write_samples(self, step: int) -> str:
+        """Some of the step's, for people to look at; gives the first error of a reward among them, or ""."""
 
-    def evaluate(self, size: int, samples: int) -> Evaluation: ...
+    def evaluate(self, size: int, samples: int, tell: Callable[[Activity], None] = lambda activity: None) -> Evaluation:
+        """`tell` hears how far it is; it may raise `Stopped`."""
+
+    def activity(self) -> Activity | None:
+        """What a step is at, where that is known."""
 
     def save(
         self, folder: Path, step: int, state: dict[str, Any], *, best: bool = False, metric: float | None = None

@@ -44,6 +44,11 @@ def try_out(model: Any) -> None:
         theirs = _alone(model, samples)
     except Exception:  # nothing to compare with
         return
+    if not torch.isfinite(theirs).all():
+        raise ModelError(
+            f"{kind}'s weights give numbers that are not finite{_not_finite(model)}",
+            "the folder's weights are broken: copy them again, or take an earlier checkpoint",
+        )
     first, second = _apart(ours, theirs)
     apart = max(first, second)
     # What leaks leaks into the second sample alone; the first has rounding in it, and a scale that is not known. 16-bit
@@ -55,6 +60,12 @@ def try_out(model: Any) -> None:
             "of its attention, or changes logits in a way that is not known",
             REMEDY,
         )
+
+
+def _not_finite(model: Any) -> str:
+    """The first tensor with NaN or infinity in it."""
+    bad = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
+    return f": {bad[0]} holds NaN or infinity, as do {len(bad) - 1} others" if bad else ""
 
 
 def _samples(model: Any) -> list[Tensor]:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 DType = Literal["float32", "bfloat16"]
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """train.steps=true is a slip, not one step."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)) and _is_number(annotation):
+            raise PydanticCustomError("not_a_number", "a number is wanted")
+        return value
+
+
+def _is_number(annotation: Any) -> bool:
+    return any(kind in (int, float) for kind in (annotation, *get_args(annotation)))
 
 
 class TinyModel(Section):
@@ -84,21 +98,28 @@ class Data(Section):
     answer_pattern: str | None = Field(
         None, description="regular expression whose first group is the answer inside the column answer"
     )
-    template: str | None = Field(None, description="prompt text with {column} places, in stead of the column prompt")
+    template: str | None = Field(None, description="prompt text with {column} places, instead of the column prompt")
     system: str | None = Field(None, description="system message, for chat models")
     chat: Literal["auto", "on", "off"] = Field(
         "auto", description="use the tokenizer's chat template; auto: when it has one"
     )
+    chat_args: dict[str, Any] = Field({}, description="what the chat template is told, such as enable_thinking: false")
     learn_turns: Literal["last", "all"] = Field(
         "last", description="what sft learns of a conversation: the assistant's last turn, or every one of its turns"
     )
     max_prompt_tokens: int = Field(1024, ge=1, description="a longer prompt is a bad row")
     on_bad_row: Literal["fail", "skip"] = Field("fail", description="what a row that cannot be used does to the run")
     shuffle: bool = Field(True, description="new order each pass over the data")
+    fit: bool = Field(
+        False, description="sizes, columns and rewards that are not set are taken from the model and the data's rows"
+    )
 
 
 class Train(Section):
     steps: int = Field(100, ge=1, description="steps of the whole run")
+    epochs: float | None = Field(
+        None, gt=0, description="passes over a file's rows, in place of steps; none: as many as steps come to"
+    )
     prompts_per_step: int = Field(16, ge=1, description="prompts that enter each step")
     samples_per_prompt: int = Field(8, ge=1, description="responses made of each prompt (a group)")
     updates_per_step: int = Field(1, ge=1, description="optimizer updates made of one step's samples")
@@ -484,6 +505,9 @@ class Learn(Section):
     )
     lora_rank: int = Field(
         0, ge=0, description="learn low-rank changes of the layers' matrices, of this rank; 0: all weights"
+    )
+    lora_modules: tuple[str, ...] = Field(
+        (), description="with lora_rank: names or patterns of the modules adapted, such as q_proj or *.mlp.*; none: all"
     )
     lora_experts: bool = Field(True, description="with lora_rank: each of a mixture's stacked experts has adapters too")
     lora_alpha: float = Field(32.0, gt=0, description="with lora_rank: their factor is this over the rank")

@@ -81,7 +81,10 @@ def _problems(config: Config) -> list[str]:
     try:
         model = model_of(config)
     except ConfigError as error:
-        return [f"model.warm_start: {error.message}", *precheck.problems(config, config.model)]
+        return [
+            f"model.warm_start: {error.message}; give a recipe's name or path",
+            *precheck.problems(config, config.model),
+        ]
     return precheck.problems(config, model)
 
 

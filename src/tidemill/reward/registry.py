@@ -113,7 +113,9 @@ def find(name: str) -> RewardFunction:
     if is_import_path(name):
         found = load(name, ConfigError, "rewards")
         if not callable(found):
-            raise ConfigError(f"rewards: {name!r} is no function but a {type(found).__name__}")
+            raise ConfigError(
+                f"rewards: {name!r} is not a function but of type {type(found).__name__}", "name a function(sample)"
+            )
         return found
     raise ConfigError(
         f"rewards: there is no reward {name!r}{did_you_mean(name, BUILT_IN)}",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib import metadata
@@ -19,6 +20,11 @@ from tidemill.observe.lock import Lock
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Config
 
+# Everything that a run writes into its folder, but for logs: what a run that made no step may be cleared of.
+OWN_FILES = (
+    "config.yaml", "origin.json", "changes.jsonl", "README.md", "summary.json", "metrics.jsonl", "samples.jsonl",
+    "curve.png", "tensorboard", "checkpoints", "model", "warm_start", "dock", "status.json", "lock",
+)  # fmt: skip
 RECORDED_PACKAGES = ("tidemill", "torch", "transformers", "safetensors", "numpy")
 
 
@@ -34,19 +40,26 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: Config, sources: Mapping[str, str] | None = None, *, fresh: bool = True) -> RunFolder:
-        """A new folder. An older run of the name is moved aside when `fresh`, else refused; it is never lost."""
+        """A new folder. An older run of the name is moved aside when `fresh`, else refused; it is never lost. A folder
+        in which no step was made is used again."""
         path = Path(config.folder).expanduser() / config.name
         moved = None
         if _holds_run(path):
             if not fresh:
                 raise ConfigError(
-                    f"{path} already holds a run", f"`tidemill resume {path}` goes on with it; another name starts anew"
+                    f"{path} already holds a run",
+                    f"`tidemill resume {path}` continues it; another name starts a new one",
                 )
-            moved = _move_aside(path)
+            if has_steps(path):
+                moved = _move_aside(path)
+            else:
+                Lock.take(path / "lock").release()  # refused while another process is about to make the first step
+                _clear(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
             run = cls(path, config, sources or {}, moved, Lock.take(path / "lock"))
             run._write_config()
+            _replace(path / "origin.json", json.dumps({"folder": str(Path.cwd())}).encode() + b"\n")
             run.write_readme()
         except OSError as error:
             raise ConfigError(
@@ -59,7 +72,41 @@ class RunFolder:
         """An existing run, by path or by name; `exclusive=False` to read it while another process may write it."""
         path = _find(where)
         config = recipe.load(path / "config.yaml").config
+        # Where it is now: it may have been moved since it was started.
+        config = config.model_copy(update={"folder": str(path.parent), "name": path.name})
+        _find_modules_again(path)
         return cls(path, config, lock=Lock.take(path / "lock") if exclusive else None)
+
+    def change(self, overrides: Sequence[str], step: int) -> list[Change]:
+        """Change settings of a run that is being resumed; what changed, and when, is kept in changes.jsonl."""
+        changed = recipe.load(self.config, overrides).config
+        before = dict(recipe.leaves(self.config))
+        changes = [Change(key, before.get(key), now) for key, now in recipe.leaves(changed) if before.get(key) != now]
+        refuse_unsound(changes)
+        if changes:
+            recipe.check(changed)
+            now = datetime.now().astimezone().isoformat(timespec="seconds")
+            with (self.path / "changes.jsonl").open("a", encoding="utf-8") as lines:
+                for one in changes:
+                    record = {"after_step": step, "at": now, "key": one.key, "from": one.before, "to": one.now}
+                    lines.write(json.dumps(record, default=str) + "\n")
+            self.config = changed
+            self._write_config()
+        return changes
+
+    def discard(self) -> Path | None:
+        """Undo `create` for a run that failed before its first step: the older run has its name again. Workers' logs
+        are kept in NAME.failed; gives that folder, if there is one."""
+        self.close()
+        failed = None
+        _clear(self.path)
+        if self.path.exists():
+            failed = self.path.with_name(f"{self.path.name}.failed")
+            shutil.rmtree(failed, ignore_errors=True)
+            self.path.rename(failed)
+        if self.moved is not None:
+            self.moved.rename(self.path)
+        return failed
 
     @property
     def checkpoints(self) -> Path:
@@ -93,10 +140,7 @@ class RunFolder:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Every step's metrics so far; a line cut short is left out."""
-        if not self.metrics_file.exists():
-            return []
-        lines = self.metrics_file.read_bytes().split(b"\n")
-        return [json.loads(line) for line in lines if _is_up_to(line, sys.maxsize)]
+        return metrics_of(self.path)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """All at once: a reader sees the old summary or the new one."""
@@ -128,7 +172,68 @@ class RunFolder:
         _replace(self.path / "config.yaml", (head + recipe.dump(self.config)).encode())
 
 
+# Changing settings of a run that is under way
+
+# What a checkpoint, or the position in the data, would no longer fit.
+FIXED = (
+    "name", "folder", "seed", "model", "data.source", "data.args", "data.curriculum", "data.held_out", "data.shuffle",
+    "data.split", "data.eval_source", "data.eval_split", "data.eval_args", "train.samples_per_prompt",
+    "algorithm.name", "algorithm.critic.trunk", "environment", "learn.optimizer", "learn.lora_rank",
+    "learn.lora_experts", "learn.lora_modules", "learn.dora", "learn.ema", "learn.moments", "learn.master",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.before} → {self.now}"
+
+
+def refuse_unsound(changes: Sequence[Change]) -> None:
+    """Refuse changes that the run's checkpoint or its place in the data does not fit."""
+    bad = [c.key for c in changes if any(c.key == key or c.key.startswith(f"{key}.") for key in FIXED)]
+    if bad:
+        raise ConfigError(
+            f"{', '.join(bad)} cannot change while a run is under way: its checkpoints and its place in the data "
+            "depend on it",
+            "start a new run from this one: tidemill train RECIPE model.path=RUN key=value",
+        )
+
+
 # Finding and moving
+
+
+def has_steps(path: Path) -> bool:
+    """Whether a run made anything that another could not make again at once."""
+    if any(path.glob("checkpoints/step-*")):
+        return True
+    return any(int(line["step"]) > 0 for line in metrics_of(path))
+
+
+def _clear(path: Path) -> None:
+    """Remove what a run wrote, and the folder if nothing else is in it."""
+    for name in OWN_FILES:
+        entry = path / name
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+    if path.is_dir() and not any(path.iterdir()):
+        path.rmdir()
+
+
+def _find_modules_again(path: Path) -> None:
+    """A run's own rewards are looked for where the run was started too."""
+    try:
+        origin = str(json.loads((path / "origin.json").read_text(encoding="utf-8"))["folder"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if origin not in sys.path and Path(origin).is_dir():
+        sys.path.append(origin)
 
 
 def _holds_run(path: Path) -> bool:
@@ -157,6 +262,15 @@ def _move_aside(path: Path) -> Path:
 
 
 # Files
+
+
+def metrics_of(path: Path) -> list[dict[str, Any]]:
+    """Every step's metrics in a run's folder; a line cut short is left out."""
+    try:
+        lines = (path / "metrics.jsonl").read_bytes().split(b"\n")
+    except OSError:
+        return []
+    return [json.loads(line) for line in lines if _is_up_to(line, sys.maxsize)]
 
 
 def _is_up_to(line: bytes, step: int) -> bool:
@@ -212,13 +326,13 @@ def _readme(run: RunFolder, summary: Mapping[str, Any]) -> str:
         f"Last written {datetime.now().astimezone():%Y-%m-%d %H:%M %Z} on {host.processor()}, {host.cores()} cores; "
         + ", ".join(f"{name} {version}" for name, version in versions().items())
         + ".",
-        "## Go on\n\n"
+        "## Continue\n\n"
         f"    {run.resume_command}            # from the newest checkpoint\n"
         f"    tidemill export {run.path} --to FOLDER    # a Hugging Face folder\n"
         f"    tensorboard --logdir {run.path}/tensorboard",
         "## What is here\n\n"
         "| file | what it holds |\n|---|---|\n"
-        "| `config.yaml` | every setting, defaults included |\n"
+        "| `config.yaml` | every setting, defaults included; `changes.jsonl`: those changed while resuming |\n"
         "| `summary.json` | the result |\n"
         "| `metrics.jsonl` | one line a step |\n"
         "| `samples.jsonl` | prompts, responses, rewards and weight versions of some samples |\n"

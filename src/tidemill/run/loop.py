@@ -5,19 +5,19 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
 
 from tidemill.cluster.start.choose import start
-from tidemill.flow.records import Evaluation
+from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.workers import Rewound, Stopped, Workers
 from tidemill.learn import checkpoint
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.observe.profile import profiled
 from tidemill.recipe.config import Config
 from tidemill.run.folder import RunFolder
-from tidemill.run.interrupt import interruptions
-from tidemill.run.summary import Summary, Watcher, finish, record, restore, save
+from tidemill.run.interrupt import Pulse, interruptions
+from tidemill.run.summary import Summary, Watcher, finish, record, refuse_if_all_failed, restore, save
+from tidemill.run.warm_start import warm_start
 
 
 def train_loop(
@@ -28,9 +28,12 @@ def train_loop(
         first = restore(found, workers, summary)
     folder.truncate(first if found is not None else -1)  # without a checkpoint, what was logged before step 1 goes too
     watch.started(workers, first)
-    with recording(folder, config, first, watch) as metrics, interruptions(watch) as stop:
+    with recording(folder, config, first, watch) as metrics, interruptions(watch) as asked:
+        stop = Pulse(asked, workers, watch)
+        if summary.is_look_due:  # the user stopped the run in an evaluation
+            look(workers, config, summary, metrics, watch, stop)
         if first == 0 and config.eval.before and config.eval.size:
-            summary.before = look(workers, config, summary, metrics, watch)
+            summary.before = look(workers, config, summary, metrics, watch, stop)
         for step in range(first + 1, config.train.steps + 1):
             began = time.perf_counter()
             try:
@@ -41,8 +44,9 @@ def train_loop(
                 break
             record(step, workers, metrics, summary, time.perf_counter() - began, watch)
             if config.eval.size and config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
-                seen = look(workers, config, summary, metrics, watch)
-                if seen.accuracy >= (config.train.stop_at_accuracy or 2.0):
+                seen = look(workers, config, summary, metrics, watch, stop)
+                summary.is_look_due = seen is None
+                if seen is not None and seen.accuracy >= (config.train.stop_at_accuracy or 2.0):
                     summary.is_early, summary.after = True, seen
             is_last = step == config.train.steps or summary.is_early or stop()
             if config.checkpoint.every and step % config.checkpoint.every == 0 and not is_last:
@@ -51,7 +55,8 @@ def train_loop(
                 summary.is_stopped = stop() and step < config.train.steps and not summary.is_early
                 break
         if not summary.is_stopped and summary.after is None and config.eval.after and config.eval.size:
-            summary.after = look(workers, config, summary, metrics, watch)
+            summary.after = look(workers, config, summary, metrics, watch, stop)
+            summary.is_stopped = summary.after is None
     finish(folder, workers, summary, config, watch)
     return summary
 
@@ -59,6 +64,7 @@ def train_loop(
 def run(config: Config, folder: RunFolder, watch: Watcher | None = None) -> Summary:
     """From wherever the folder stands to the end of the run."""
     watch = watch or Watcher()
+    watch.doing(Activity("loading the model"))
     workers = start(config, warm_start(config, folder, watch), folder, watch.noted)
     gc.collect()
     gc.freeze()  # what was loaded by now lives to the run's end: no use in looking through it at every collection
@@ -84,38 +90,23 @@ def newest(folder: RunFolder, watch: Watcher) -> checkpoint.Found | None:
     return found
 
 
-def look(workers: Workers, config: Config, summary: Summary, metrics: MetricsWriter, watch: Watcher) -> Evaluation:
-    evaluation = workers.evaluate(config.eval.size, config.eval.samples)
+def look(
+    workers: Workers, config: Config, summary: Summary, metrics: MetricsWriter, watch: Watcher, stop: Pulse
+) -> Evaluation | None:
+    """Evaluate. None: the user asked to stop meanwhile, which the loop then does."""
+    watch.doing(Activity("evaluating", 0, config.eval.size))
+    try:
+        evaluation = workers.evaluate(config.eval.size, config.eval.samples, stop.evaluating)
+    except Stopped:
+        return None
+    summary.is_look_due = False
+    refuse_if_all_failed(evaluation.failed, evaluation.scored, evaluation.first_failure)
+    if evaluation.first_failure:
+        watch.noted(f"a reward failed: {evaluation.first_failure}")
     summary.latest = evaluation.accuracy
     metrics.write(summary.steps, evaluation.metrics())
     watch.evaluated(summary.steps, evaluation)
     return evaluation
-
-
-def warm_start(config: Config, folder: RunFolder, watch: Watcher) -> Path | None:
-    """The model a recipe wants made first: trained once, kept in the run, found again on resume."""
-    if config.model.path is not None or config.model.warm_start is None:
-        return None
-    made = folder.path / "warm_start" / "model"
-    if (made / "config.json").exists():
-        return made
-    from tidemill.recipe import load as recipe
-
-    own = recipe.load(
-        config.model.warm_start,
-        [f"seed={config.seed}", f"folder={folder.path}", "name=warm_start", f"device={config.device}"]
-        + ([f"threads={config.threads}"] if config.threads else []),
-    ).config
-    watch.noted(f"warm start: {own.about or own.name}")
-    recipe.check(own, fetch=True)
-    with RunFolder.create(own) as inner, closing(start(own, warm_start(own, inner, watch), inner)) as workers:
-        summary = train_loop(own, inner, workers, watch, None)
-        if summary.is_stopped:
-            raise KeyboardInterrupt
-        aside = made.with_name(".model")
-        workers.save_model(aside)
-        aside.rename(made)
-    return made
 
 
 @contextmanager

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidemill.errors import CheckpointError
-from tidemill.flow.records import Evaluation, dump_evaluation, load_evaluation
+from tidemill.data.survey import Lengths
+from tidemill.errors import CheckpointError, RewardError
+from tidemill.flow.records import Activity, Evaluation, dump_evaluation, load_evaluation
 from tidemill.flow.tally import idle
 from tidemill.flow.workers import Workers
 from tidemill.learn import checkpoint
@@ -27,10 +28,13 @@ class Summary:
     tokens: float = 0.0
     is_stopped: bool = False  # by the user, before the last step
     is_early: bool = False  # by train.stop_at_accuracy
-    rewards: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)  # of each step; minus the loss, where there are no rewards
+    has_rewards: bool = True
     before: Evaluation | None = None
     after: Evaluation | None = None
     bad_rows: int = 0
+    is_look_due: bool = False  # an evaluation was left when the user stopped the run
+    is_failure_told: bool = False  # the first reward that failed was shown
     best: float | None = None  # accuracy (or reward, without evaluations) of the best checkpoint so far
     latest: float | None = None  # of the weights as they are now
 
@@ -46,6 +50,8 @@ class Summary:
 class Watcher:
     """What a run tells whoever watches; the command line draws it, tests ignore it."""
 
+    def prepared(self, config: Config, lengths: Lengths) -> None: ...
+    def doing(self, activity: Activity) -> None: ...
     def started(self, workers: Workers, first_step: int) -> None: ...
     def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
     def stepped(self, step: int, metrics: dict[str, float]) -> None: ...
@@ -65,22 +71,40 @@ def record(
     summary.tokens += tokens
     summary.tokens_per_s = summary.tokens / summary.seconds
     summary.bad_rows = workers.bad_rows
+    summary.has_rewards = "reward" in measured
     summary.rewards.append(measured.get("reward", -measured.get("loss", 0.0)))
     if not workers.config.eval.every:
         summary.latest = summary.rewards[-1]
     trouble = workers.after_step(step, measured)
+    first_error = workers.write_samples(step)
+    if first_error and not summary.is_failure_told:
+        summary.is_failure_told = True
+        watch.noted(f"a reward failed: {first_error}")
+    train = workers.config.train
+    failed = int(measured.get("reward_errors", 0))
+    refuse_if_all_failed(failed, train.prompts_per_step * train.samples_per_prompt, first_error)
     metrics.write(step, measured)
-    workers.write_samples(step)
     watch.stepped(step, measured)
     for sentence in trouble:
         watch.noted(sentence)
+
+
+def refuse_if_all_failed(failed: int, made: int, first: str) -> None:
+    """A run whose every reward fails learns nothing: it ends at once, and says why."""
+    if made and failed >= made:
+        raise RewardError(
+            f"every reward failed ({failed} of {made} samples), the first: {first or 'see samples.jsonl'}",
+            "fix the reward function; `rewards.on_error` only says what single failures do",
+        )
 
 
 def save(folder: RunFolder, workers: Workers, summary: Summary, config: Config, watch: Watcher) -> bool:
     """Whether it is on disk. A full disk does not end a run that can still be mended: the last checkpoint stays."""
     state = {
         "step": summary.steps,
-        "summary": summary.plain() | {"rewards": summary.rewards, "best": summary.best, "latest": summary.latest},
+        "summary": summary.plain()
+        | {"rewards": summary.rewards, "best": summary.best, "latest": summary.latest}
+        | {"has_rewards": summary.has_rewards, "is_look_due": summary.is_look_due},
         "before": None if summary.before is None else dump_evaluation(summary.before),
     }
     metric = summary.latest
@@ -113,6 +137,7 @@ def restore(found: checkpoint.Found, workers: Workers, summary: Summary) -> int:
     summary.steps, summary.seconds, summary.tokens = int(kept["steps"]), kept["seconds"], kept["tokens"]
     summary.rewards, summary.tokens_per_s = list(kept["rewards"]), kept["tokens_per_s"]
     summary.best, summary.latest = kept["best"], kept["latest"]
+    summary.has_rewards, summary.is_look_due = kept.get("has_rewards", True), kept.get("is_look_due", False)
     if state["before"] is not None:
         summary.before = load_evaluation(state["before"])
     return int(state["step"])

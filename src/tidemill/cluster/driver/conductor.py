@@ -62,7 +62,7 @@ class Conductor:
 
     def _attempt(self, stop: Callable[[], bool]) -> None:
         self._broken, self._lost_rows = "", 0
-        fed = self._feed()
+        fed = self._feed(stop)
         self.moved_at = time.monotonic()
         if self.schedule.in_turn:
             self._one_after_the_other(stop)
@@ -76,13 +76,17 @@ class Conductor:
             self.driver.feed_state = self.pool.call(self.driver.feeder, request(WorkerCommands.feed_state))
         self._publish()
 
-    def _feed(self) -> OpenedStep:
+    def _feed(self, stop: Callable[[], bool]) -> OpenedStep:
         feeder = self.driver.feeder
         while feeder.state != "ready":
             self.driver.check_learners()
             self.pool.pump(0.2)
         start = self._start if self.refeed or not self.schedule.lead else None
-        fed = self.pool.call(feeder, request(WorkerCommands.open_step, self.number, start))
+        self.driver.stop = stop
+        try:
+            fed = self.pool.call(feeder, request(WorkerCommands.open_step, self.number, start))
+        finally:
+            self.driver.stop = lambda: False  # rows that replace dropped groups belong to a step that has begun
         self.first_group, self.tag = fed.first_group, fed.tag
         self.driver.bad_rows = fed.bad_rows
         self._is_fed, self.refeed = True, False

@@ -13,9 +13,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tidemill.cluster.assignment import Assignment
+from tidemill.cluster.assignment import Assignment, Hooks
 from tidemill.cluster.commands import HostCommands, Request, WorkerCommands, request
 from tidemill.cluster.driver import stall, status
+from tidemill.cluster.driver.activity import what_it_is_at
 from tidemill.cluster.driver.conductor import Conductor
 from tidemill.cluster.driver.logs import LogStream
 from tidemill.cluster.driver.publish import Publisher
@@ -27,7 +28,7 @@ from tidemill.cluster.wiring import LEARNER, ROLLOUT, Wiring
 from tidemill.device import host
 from tidemill.dock import DockState
 from tidemill.errors import TidemillError
-from tidemill.flow.records import Evaluation
+from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.tally import Counted, together
 from tidemill.flow.workers import Rewound
 from tidemill.graph import Graph
@@ -76,10 +77,12 @@ class Driver:
         self._history: list[dict[str, float]] = []
         self._warned: set[str] = set()
         self._lost_samples: dict[str, int] = {}  # as the dock had counted them when it was last asked
-        self._shown: dict[str, list[int]] = {}
+        self._shown: dict[str, list[tuple[bool, int]]] = {}  # samples that could be shown, by who has them
         self.is_up = False
         self._lost_learner = ""
         self._end_stacks: Callable[[], None] = lambda: None
+        self.stop: Callable[[], bool] = lambda: False  # while a step is fed
+        self.tell: Callable[[Activity], None] = lambda activity: None  # while an evaluation goes on
         self._dump = (
             Dump(self.path, config.observe.dump, [s.name for s in graph.stages]) if config.observe.dump else None
         )
@@ -156,7 +159,7 @@ class Driver:
             device=config.device if is_here else config.device.partition(":")[0],  # which one, its starter has decided
             threads=config.threads or threads,
             dies_alone=not is_here,
-            dump=self._dump if is_here else None,
+            hooks=Hooks(self._dump, lambda: self.stop(), lambda activity: self.tell(activity)) if is_here else Hooks(),
         )
         member.dock = task.dock.ledger
         return member.handle.call(request(HostCommands.build, task))
@@ -318,19 +321,25 @@ class Driver:
         self._warned |= {sign.sign for sign in fresh}
         return [sign.sentence for sign in fresh]
 
-    def write_samples(self, step: int) -> None:
-        """Who has a sample writes it; the driver chooses by id alone."""
-        owner = {id: name for name, ids in self._shown.items() for id in ids}
+    def write_samples(self, step: int) -> str:
+        """Who has a sample writes it; the driver chooses by id alone, those first on which a reward failed."""
+        owner = {sample: name for name, shown in self._shown.items() for sample in shown}
         chosen = sorted(owner)[: self.config.observe.samples_per_step]
+        errors = []
         for name in dict.fromkeys(self._shown):
             member = self.pool.members.get(name)
             if member is not None and member.state == "ready":
-                own = [i for i in chosen if owner[i] == name]
+                own = [sample[1] for sample in chosen if owner[sample] == name]
+                written = request(WorkerCommands.write_samples, step, own, self.folder.samples_file.resolve())
                 with contextlib.suppress(WorkerLost):
-                    written = request(WorkerCommands.write_samples, step, own, self.folder.samples_file.resolve())
-                    self.pool.call(member, written)
+                    errors.append(self.pool.call(member, written))
+        return next((error for error in errors if error), "")
 
-    def evaluate(self, size: int, samples: int) -> Evaluation:
+    def activity(self) -> Activity | None:
+        return what_it_is_at(self.run_dock.dock.state()) if self.starter.is_here else None
+
+    def evaluate(self, size: int, samples: int, tell: Callable[[Activity], None] = lambda activity: None) -> Evaluation:
+        self.tell = tell
         # A running mean of the weights is the learner's own.
         group = LEARNER if self.config.learn.ema else self.wiring.engines.name
         while True:

@@ -7,7 +7,7 @@ its own copy of the weights, and works while the others do.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from tidemill.data.source import open_source
 from tidemill.dock import Dock
 from tidemill.dock.address import Address
 from tidemill.flow.evaluate import decoder, evaluate
-from tidemill.flow.records import Evaluation
+from tidemill.flow.records import Activity, Evaluation
 from tidemill.models.load import LoadedModel
 from tidemill.recipe.config import Config
 from tidemill.reward.score import Scorer
@@ -158,10 +158,17 @@ class OwnDock:
         return DockDoor(self.dock, self.dock.close)
 
 
-def evaluate_trained(loaded: LoadedModel, config: Config, *, size: int, samples: int) -> Evaluation:
+def evaluate_trained(
+    loaded: LoadedModel,
+    config: Config,
+    *,
+    size: int,
+    samples: int,
+    tell: Callable[[Activity], None] = lambda activity: None,
+) -> Evaluation:
     """Measure a model that is not being trained."""
     _, held_out = open_source(config.data, config.seed)
     encode, decode = PromptTokens(loaded.tokenizer, config.data), decoder(loaded.tokenizer)
     with Scorer(config.rewards, device=config.device) as scorer:
         engine = make_engine(loaded, config)
-        return evaluate(engine, held_out, encode, decode, scorer, config, size=size, samples=samples)
+        return evaluate(engine, held_out, encode, decode, scorer, config, size=size, samples=samples, tell=tell)

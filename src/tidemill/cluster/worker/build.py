@@ -70,8 +70,9 @@ def build_worker(task: Assignment, dock: Dock) -> WorkerState:
         _make_engine(state, task)
     if post.feeds:
         training, _ = open_source(config.data, config.seed)
-        encode = PromptTokens(state.tokenizer, config.data)
+        encode = PromptTokens(state.tokenizer, config.data, config.rollout.max_new_tokens)
         state.feed = FEEDS[state.algorithm.input_kind](training, config, encode, state.algorithm.greedy_rows)
+        state.feed.stop = task.hooks.stop
         state.open_feed()
     if "reward" in post.stages:
         state.scorer = Scorer(config.rewards, state.moved_on, task.device)
@@ -130,8 +131,8 @@ def _teach(state: WorkerState, task: Assignment) -> None:
     state.learner = critic if algorithm.learns_values and critic else Learner(model, config, algorithm, updates)
     state.critic = critic if algorithm.has_critic else None  # a reward model is the learner itself
     state.teams = {role: Team(state.world.rank, state.world.size) for role in ("learn", "learn_values")}
-    if task.dump is not None:
-        state.learner.show = task.dump.tensors
+    if task.hooks.dump is not None:
+        state.learner.show = task.hooks.dump.tensors
 
 
 def _teach_ranks(state: WorkerState, task: Assignment, updates: int) -> None:

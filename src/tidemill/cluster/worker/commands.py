@@ -186,10 +186,10 @@ class RoleWorker:
 
     # Telling
 
-    def measure(self) -> tuple[Counted, list[int]]:
-        return self.state.tally.drain(), [int(s["id"]) for s in self.state.kept_samples]
+    def measure(self) -> tuple[Counted, list[tuple[bool, int]]]:
+        return self.state.tally.drain(), [("error" not in s, int(s["id"])) for s in self.state.kept_samples]
 
-    def write_samples(self, step: int, ids: list[int], file: Path) -> None:
+    def write_samples(self, step: int, ids: list[int], file: Path) -> str:
         chosen = {s["id"]: s for s in self.state.kept_samples if s["id"] in set(ids)}
         self.state.kept_samples.clear()
         if chosen:
@@ -197,10 +197,11 @@ class RoleWorker:
                 for id in sorted(chosen):
                     line = json.dumps({"step": step, **chosen[id]}, ensure_ascii=False, default=str)
                     out.write(line.encode() + b"\n")
+        return next((str(s["error"]) for s in chosen.values() if "error" in s), "")
 
     def evaluate(self, size: int, samples: int, shown: int) -> Evaluation:
         self._hand_over(True)
-        seen = self.state.evaluate(size, samples)
+        seen = self.state.evaluate(size, samples, self.task.hooks.tell)
         return replace(seen, answers=seen.answers[:shown])
 
     def after_step(self, step: int, measured: dict[str, float]) -> float | None:

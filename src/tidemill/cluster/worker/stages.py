@@ -15,7 +15,7 @@ from tidemill.cluster.worker.cut import CutScoreWorker
 from tidemill.cluster.worker.learners import RankLearnWorker
 from tidemill.cluster.worker.weights import Follow
 from tidemill.errors import ConfigError
-from tidemill.flow.evaluate import decoder
+from tidemill.flow.evaluate import decoder, revealer
 from tidemill.flow.every_step import EveryStep
 from tidemill.flow.learning import LearnWorker
 from tidemill.flow.rewarding import RewardWorker
@@ -39,7 +39,8 @@ def rollout(state: WorkerState) -> Worker:
 
 def reward(state: WorkerState) -> Worker:
     assert state.scorer is not None
-    return RewardWorker(state.dock, state.scorer, decoder(state.tokenizer), state.tally, state.kept_samples.append)
+    decode, show, keep = decoder(state.tokenizer), revealer(state.tokenizer), state.kept_samples.append
+    return RewardWorker(state.dock, state.scorer, decode, state.tally, keep, show)
 
 
 def advantage(state: WorkerState) -> Worker:

@@ -26,7 +26,7 @@ from tidemill.flow.evaluate import averaged, decoder, evaluate
 from tidemill.flow.feed import Feed
 from tidemill.flow.handover import Away, Handover, LearningState, kept_tensors
 from tidemill.flow.learning import LearnWorker
-from tidemill.flow.records import Evaluation
+from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.reference import ReferenceKeeper
 from tidemill.flow.rolling import RolloutWorker
 from tidemill.flow.scoring import AdvantageWorker, ScoreWorker
@@ -191,7 +191,7 @@ class WorkerState:
         """An evaluation has. Told by several threads; where two count as one, it has moved all the same."""
         self.evaluated += 1
 
-    def evaluate(self, size: int, samples: int) -> Evaluation:
+    def evaluate(self, size: int, samples: int, tell: Callable[[Activity], None]) -> Evaluation:
         assert self.loaded is not None
         engine, paused = self.engine, _Paused()
         if self.lead is not None and engine is not None:  # its ranks have room for one engine
@@ -203,7 +203,9 @@ class WorkerState:
         encode, decode = PromptTokens(self.tokenizer, self.config.data), decoder(self.tokenizer)
         watched = cast(RolloutEngine, _EvaluatingEngine(engine, self.moved_on))
         with self._scoring() as scorer, averaged(None if self.is_cut else self.learner, engine):
-            seen = evaluate(watched, held_out, encode, decode, scorer, self.config, size=size, samples=samples)
+            seen = evaluate(
+                watched, held_out, encode, decode, scorer, self.config, size=size, samples=samples, tell=tell
+            )
         if self.lead is not None and self.rollout is not None:
             engine.resume(paused.unfinished)
             self.rollout.take_in(paused.done)

@@ -142,11 +142,12 @@ def _bind(layer: Any, number: int, runner: LatentRunner) -> _Layer:
     a, m = layer.self_attn, layer.mlp
     heads = a.num_heads
     up = a.kv_b_proj.weight.view(heads, -1, runner.rank)
-    down = None if a.q_proj is not None else (_weight(a.q_a_proj), a.q_a_layernorm.weight)
+    direct = getattr(a, "q_proj", None)
+    down = None if direct is not None else (_weight(a.q_a_proj), a.q_a_layernorm.weight)
     return _Layer(
         norm_in=layer.input_layernorm.weight,
         q_down=down,
-        q=_weight(a.q_b_proj if a.q_proj is None else a.q_proj),
+        q=_weight(a.q_b_proj if direct is None else direct),
         kv_down=_weight(a.kv_a_proj_with_mqa),
         kv_norm=a.kv_a_layernorm.weight,
         k_up=up[:, : runner.nope],

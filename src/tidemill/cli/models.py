@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from tidemill.cli.frame import app, console, errors
+
 models = typer.Typer(help="Models to train: known ones, GGUF files, what a folder holds.", no_args_is_help=True)
-console = Console(highlight=False)
-progress = Console(stderr=True, highlight=False)
+app.add_typer(models, name="models")
 
 Name = Annotated[str, typer.Argument(help="a known model's name (`tidemill models list`), or org/name on the hub")]
 
@@ -35,7 +35,7 @@ def get(name: Name) -> None:
     from tidemill.models.box import find
 
     if not find.look(name).exists():
-        progress.print(f"{name} is not here yet: fetching it", style="dim")
+        errors.print(f"{name} is not here yet: fetching it", style="dim")
     print(find.get(name))
 
 
