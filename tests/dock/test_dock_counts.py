@@ -98,7 +98,7 @@ def test_a_dropped_row_counts_and_what_nobody_counted_of_it_is_left_out():
 
 
 def test_counts_outlive_the_ledger_and_an_answer_that_was_lost(tmp_path):
-    pytest.importorskip("zmq")
+    pytest.importorskip("msgspec")
     from tidemill.dock import connect, serve
 
     server = serve(STAGES, folder=tmp_path / "dock")

@@ -231,9 +231,12 @@ def with_waiting(state: DockState, waiters: Waiters, puts_waiting: int, put_wait
 
 def _own(rows: Batch) -> Batch:
     """A copy that the producer cannot change afterwards, and no reader either."""
-    columns = {}
-    for name, c in rows.items():
+    columns: dict[str, Column] = {}
+    for name, given in rows.items():
+        c = given.base
         columns[name] = Column(_frozen(c.values), None if c.offsets is None else _frozen(c.offsets), c.is_text)
+        if given.index is not None:
+            columns[name] = columns[name].grouped(_frozen(given.index))
     return Batch(columns)
 
 
