@@ -106,6 +106,7 @@ class WorkerState:
     reference: MeshModel | None = None  # on the ranks of a learner that is cut
     calls: Calls | None = None  # what ranks do together
     teams: dict[str, Team] = field(default_factory=dict)  # of learner, critic and reference: each may be cut otherwise
+    is_cut: bool = False  # the learner's model is made apart from what an engine serves, and lies over ranks
     parameters: int = 0  # of the whole model
     engine: RolloutEngine | None = None
     lead: LeadEngine | None = None  # of several ranks: this one is told, the others follow
@@ -127,14 +128,9 @@ class WorkerState:
         return cast("RankLearnWorker | None", self.workers.get("learn"))
 
     @property
-    def is_cut(self) -> bool:
-        """Whether a pass through the learner's model is an exchange between ranks."""
-        return self.learner is not None and not self.learner.meshes.computes_alone
-
-    @property
     def shares_tensors(self) -> bool:
         """Whether the engine serves the learner's own tensors."""
-        return self.learner is not None and self.loaded is not None and self.learner.model is self.loaded.model
+        return self.learner is not None and self.engine is not None and not self.is_cut
 
     @property
     def is_shared(self) -> bool:
@@ -173,7 +169,7 @@ class WorkerState:
         with (
             self._judging(),
             Scorer(self.config.rewards, self.moved_on, kind) as scorer,
-            averaged(self.learner if self.shares_tensors else None, engine),
+            averaged(None if self.is_cut else self.learner, engine),
         ):
             seen = evaluate(
                 _Judged(engine, self),
@@ -339,6 +335,7 @@ def join_learners(kit: WorkerState, task: Assignment) -> None:
             "set the sizes of learn.parallel to 1, or cluster.executor=local",
         )
     place, path = RankPlace(kit.device.type, kit.device), task.model_path
+    kit.is_cut = True
     kit.learner = cut_learner(config, updates_of(config), path, place)
     if "reference" in kit.stages:
         kit.reference = cut_reference(config, path, place)
@@ -394,11 +391,11 @@ def _makers(kit: WorkerState) -> dict[str, Callable[[], Worker]]:
         return RankLearnWorker(dock, learner, config, tally, kit.world, kit.calls, kit.teams[name], name, critic)
 
     def scores(name: str, column: str, model: MeshModel | None, team: str) -> Worker:
-        if not kit.is_cut or model is None:  # of a whole model, here or in a process of its own
-            if model is None:
-                assert kit.loaded is not None
-                model = MeshModel(freeze(kit.loaded.model, config.algorithm.kl.weights), config, is_ready=True)
-            return ScoreWorker(name, column, dock, model, config, tally)
+        if not kit.is_cut:  # of a whole model, whatever its learner shares with copies of it
+            assert kit.loaded is not None
+            whole = freeze(kit.loaded.model, config.algorithm.kl.weights) if model is None else model.model
+            return ScoreWorker(name, column, dock, MeshModel(whole, config, is_ready=True), config, tally)
+        assert model is not None
         assert kit.learner is not None and kit.calls is not None
         follow = Follow(kit.learner, model, kit.world) if name == "reference" else None
         return CutScoreWorker(name, column, dock, model, config, tally, kit.world, kit.calls, kit.teams[team], follow)

@@ -277,7 +277,7 @@ class Orders:
         kit = self.kit
         assert kit.loaded is not None
         if kit.lead is None:
-            with kit.learner.averaged() if kit.learner is not None and kit.shares_tensors else nullcontext():
+            with kit.learner.averaged() if kit.learner is not None and not kit.is_cut else nullcontext():
                 save_folder(kit.loaded.model, kit.loaded.tokenizer, folder)
             return
         whole = kit.lead.gathered(kit.loaded.model, kit.engine_group)
