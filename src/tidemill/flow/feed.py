@@ -55,19 +55,19 @@ class Feed:
     def rows(self, prompts: int | None = None) -> Batch:
         """One step's rows (or those of so many prompts): each prompt samples_per_prompt times, a group each."""
         prompts, n = prompts or self.config.train.prompts_per_step, self.config.train.samples_per_prompt
-        picked = [(e, tokens, json.dumps(e.meta)) for e, tokens in self.examples(prompts)]
-        picked = [each for each in picked for _ in range(n)]
+        picked = list(self.examples(prompts))
+        place = np.repeat(np.arange(prompts), n)  # of each row's prompt among those picked
         groups = np.repeat(np.arange(self.groups, self.groups + prompts, dtype=np.int64), n)
         self.groups += prompts
         columns: dict[str, Any] = {
             ID: groups * n + np.tile(np.arange(n), prompts),
             GROUP: groups,
             "group_size": np.full(len(groups), n, np.int32),
-            LENGTH: np.array([len(tokens) for _, tokens, _ in picked], np.int32),
-            "prompt": Column.jagged([tokens for _, tokens, _ in picked], np.int32),
-            "answer": Column.text([e.answer for e, *_ in picked]),
-            "meta": Column.text([meta for *_, meta in picked]),
-            "where": Column.text([e.where for e, *_ in picked]),
+            LENGTH: np.array([len(tokens) for _, tokens in picked], np.int32)[place],
+            "prompt": Column.jagged([tokens for _, tokens in picked], np.int32).grouped(place),
+            "answer": Column.text([e.answer for e, _ in picked]).grouped(place),
+            "meta": Column.text([json.dumps(e.meta) for e, _ in picked]).grouped(place),
+            "where": Column.text([e.where for e, _ in picked]).grouped(place),
         }
         if self.greedy_rows:
             columns["greedy"] = np.tile(np.arange(n) < self.greedy_rows, prompts).astype(np.uint8)

@@ -21,15 +21,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from tidemill.algorithms.aggregate import local_weights, whole
 from tidemill.algorithms.api import Algorithm, Kept, Stat, Stats, total
+from tidemill.algorithms.shared.aggregate import local_weights, whole
 from tidemill.batch import Batch, Column
 from tidemill.learn.checkpoint.folders import Saving
 from tidemill.learn.checkpoint.pieces import save_whole
 from tidemill.learn.checkpoint.reading import open_checkpoint, read_own, read_states
 from tidemill.learn.checkpoint.saver import Saver, default_saver
 from tidemill.learn.checkpoint.stored import HeldSource, StoredSource
-from tidemill.learn.ema import MERGED_MEAN, Ema
+from tidemill.learn.ema import Ema
 from tidemill.learn.forward import Scores
 from tidemill.learn.gradients import Gradients
 from tidemill.learn.layers import kept_activations, layers_of
@@ -296,25 +296,15 @@ class Learner(MeshModel):
 
     def tensors(self) -> dict[str, Tensor]:
         """This rank's pieces of what a resumed run needs, by name: weights, adapters, the optimizer's state beside
-        them. With adapters, weights have their change in them; all ranks ask together then."""
-        pieces = pieces_of(self.model)
-        found = {f"model.{name}": t for name, t in adapters.merged(self.model, pieces).items()}
-        found |= {f"adapter.{name}": t for name, t in pieces.items() if adapters.is_adapter(name)}
+        them. What is frozen under adapters is in the model that the run started from, and is not kept again."""
+        pieces, named = pieces_of(self.model), dict(self.model.named_parameters())
+        found = {f"adapter.{name}": t for name, t in pieces.items() if adapters.is_adapter(name)}
+        is_kept = {name: not found or name not in named or named[name].requires_grad for name in pieces}
+        found |= {f"model.{n}": t for n, t in pieces.items() if is_kept[n] and not adapters.is_adapter(n)}
         for name, p in self.own.items():
             found |= {f"optimizer.{name}.{key}": t for key, t in plain_state(self.optimizer, p).items()}
         routers = self.routers.state() if self.routers is not None else {}
-        return found | routers | self._means()
-
-    def _means(self) -> dict[str, Tensor]:
-        """Of weights, or of adapters: then what weights come to with these too, so that nobody needs the model that the
-        run started from."""
-        if self.ema is None:
-            return {}
-        if not self.config.learn.lora_rank:
-            return self.ema.state()
-        with self.averaged():
-            merged = adapters.adapted(self.model, pieces_of(self.model))
-        return self.ema.state() | {f"{MERGED_MEAN}{name}": piece for name, piece in merged.items()}
+        return found | routers | (self.ema.state() if self.ema is not None else {})
 
     def counts(self) -> dict[str, int]:
         return {"version": self.version, "skipped": self.skipped}
@@ -381,7 +371,7 @@ class Learner(MeshModel):
         return state
 
     def _take_up(self, source: StoredSource, counts: Mapping[str, Any], role: str = "") -> None:
-        """What is not learned stays as it was loaded: with adapters, a checkpoint's weights have them in them."""
+        """What is not learned stays as it was loaded."""
         layout, rank = renamed(self.layout(), role), self.meshes.rank
         named, targets = dict(self.model.named_parameters()), {}
         for name, piece in pieces_of(self.model).items():

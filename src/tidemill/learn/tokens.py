@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tidemill.algorithms.api import Stat, Stats, TokenBatch
-from tidemill.algorithms.losses import extreme, mean_stat
+from tidemill.algorithms.shared.losses import extreme, mean_stat
 from tidemill.batch import Batch
 from tidemill.learn.forward import Scores
 from tidemill.learn.packing import PackedBatch

@@ -49,12 +49,11 @@ class Calls:
 
     def heard(self) -> str | None:
         """The next one, if it has been made. Never waits: other work may come first."""
-        key = self._key(self.number)
-        store = self.world.store
-        if store is None or not store.check([key]):
+        found = None if self.world.store is None else self.world.store.poll(self._key(self.number))
+        if found is None:
             return None
         self.number += 1
-        return str(store.get(key).decode())
+        return str(found.decode())
 
     @staticmethod
     def _key(number: int) -> str:
