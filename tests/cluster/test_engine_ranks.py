@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.cluster.runs import Disturb, assert_same, assert_same_learning, measured, train, worker
-from tidemill.cluster.driver.remote import RemoteWorkers
+from tests.faults.test_resume import RECIPE
+from tidemill.cluster.driver.driver import Driver
 from tidemill.cluster.worker.engine_ranks import Follower, LeadEngine, Notes, Order
 from tidemill.cluster.worker.learners import World
 from tidemill.cluster.worker.store import StoreServer
@@ -91,13 +92,22 @@ def test_two_ranks_of_an_engine_make_the_steps_of_one_process(tmp_path: Path, lo
     assert logs == {"all", "learner-0", "rollout-0", "rollout-1", "reward-0"}
 
 
+@pytest.mark.slow
+def test_two_ranks_of_an_engine_share_the_experts_of_a_mixture(tmp_path: Path) -> None:
+    """Each has some of them, and new weights of them every step."""
+    tiny = {**RECIPE["model"]["tiny"], "architecture": "qwen3_moe", "experts": 4}
+    over: dict[str, Any] = {"model": {"tiny": tiny}, "algorithm": {"old_logprobs": "recompute"}}
+    alone = run(tmp_path / "alone", **over, cluster={"executor": "local"})
+    assert_same(run(tmp_path / "shared", **over, rollout={"tp": 2}), alone)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_brings_its_engine_back(tmp_path: Path, local: list[dict[str, Any]], rank: int) -> None:
     watch = Disturb(worker(f"rollout-{rank}"), after_s=0.0)
     found = run(tmp_path, watch, rollout={"tp": 2})
-    assert watch.killed and isinstance(watch.workers, RemoteWorkers)
-    assert {m.restarts for m in watch.workers.crew.of("rollout", ready=False)} == {1}
-    assert watch.workers.crew.lost_total == 1  # an engine's loss counts once
+    assert watch.killed and isinstance(watch.workers, Driver)
+    assert {m.restarts for m in watch.workers.pool.of("rollout", ready=False)} == {1}
+    assert watch.workers.pool.lost_total == 1  # an engine's loss counts once
     assert_same_learning(found, local)
 
 

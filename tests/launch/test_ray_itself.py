@@ -21,7 +21,9 @@ from tidemill.launch import job as jobs
 from tidemill.launch import node, send
 
 pytestmark = [
-    pytest.mark.skipif("TIDEMILL_TEST_RAY_JOBS" not in os.environ, reason="starts a Ray of its own: `make test-ray-jobs`"),
+    pytest.mark.skipif(
+        "TIDEMILL_TEST_RAY_JOBS" not in os.environ, reason="starts a Ray of its own: `make test-ray-jobs`"
+    ),
     pytest.mark.skipif(importlib.util.find_spec("aiohttp") is None, reason="not installed: ray[default]"),
     pytest.mark.timeout(1200),
 ]

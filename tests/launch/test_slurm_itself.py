@@ -105,5 +105,7 @@ def test_a_job_near_its_time_limit_saves_and_goes_back_into_the_queue(slurm: Pat
     wait_until(job, lambda: len(steps_of(job)) > made)
     send.stop(job.name)
     wait_until(job, lambda: send.status(job.name)[1].state == "stopped")
-    assert "the run was stopped and saved" in send.logs(job.name, 200)
+    log = send.logs(job.name, 200)
+    assert "the run was stopped and saved" in log
+    assert "resumed inside the allocation" not in log and "TIME LIMIT" not in log, log
     assert made > 0 and steps_of(job) == list(range(1, len(steps_of(job)) + 1))

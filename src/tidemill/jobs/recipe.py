@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tidemill.check import precheck
 from tidemill.errors import ConfigError
 from tidemill.jobs.state import Spec
 from tidemill.launch.send import ON_RAY
@@ -19,7 +20,7 @@ def recipe_job(
     """A recipe under the same supervisor that launches use: it resumes, and saves when it is asked to leave."""
     config = recipes.load(recipe, [*overrides, *(ON_RAY if on_ray else ())]).config
     config = config.model_copy(update={"folder": str(Path(config.folder).expanduser().resolve())})
-    recipes.check(config)
+    precheck.check(config)
     folder = queue.expanduser().resolve() / "recipes"
     folder.mkdir(parents=True, exist_ok=True)
     number = len(list(folder.iterdir()))

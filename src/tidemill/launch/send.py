@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tidemill.check import precheck
 from tidemill.errors import ConfigError
 from tidemill.launch import job as jobs
 from tidemill.launch import options as option_words
@@ -39,7 +40,7 @@ def prepare(
     config = recipes.load(recipe, [*overrides, *on_ray]).config
     config = config.model_copy(update={"folder": target.run_folder(options, config.folder)})
     if target.shares_files:
-        recipes.check(config)
+        precheck.check(config)
         _refuse_other_run(config, is_resume)
     archive = snapshot.pack(recipes.dump(config), jobs.home() / SNAPSHOTS, include)
     folder = jobs.next_folder(config.name) if is_dry else jobs.new_folder(config.name)

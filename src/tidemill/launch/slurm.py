@@ -127,9 +127,12 @@ def words(job: Job, options: SlurmOptions) -> list[str]:
     return [*found, *(["--exclusive"] if options.exclusive else []), *options.more]
 
 
-# One step holds a supervisor on every node. srun passes TERM on to them, so the run saves before it ends.
+# One step holds a supervisor on every node, which hears of a signal through scancel: srun itself kills its tasks when it
+# gets TERM, and the run could not save. At its time limit Slurm sends TERM to the steps and to this script, which stays
+# to put the job back into the queue.
 LOOP = """\
-trap 'kill -TERM "$step" 2>/dev/null' USR1 TERM
+trap 'scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+trap : TERM
 left={restarts}
 while true; do
   srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \\

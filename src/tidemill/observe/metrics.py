@@ -6,7 +6,7 @@ import json
 import math
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -22,18 +22,13 @@ class Places(Protocol):
     def metrics_file(self) -> Path: ...
 
     @property
-    def samples_file(self) -> Path: ...
-
-    @property
     def tensorboard(self) -> Path: ...
 
 
 class MetricsWriter:
     def __init__(self, run: Places, tensorboard: bool = True, start_step: int = 0) -> None:
         """`start_step` is the step a resumed run goes on from: TensorBoard hides older events past it."""
-        self.first_error = ""  # of a reward, among the samples written so far
         self._metrics = run.metrics_file.open("ab")
-        self._samples = run.samples_file.open("ab")
         self._events = EventThread(run.tensorboard, start_step) if tensorboard else None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -41,15 +36,9 @@ class MetricsWriter:
         if self._events is not None:
             self._events.put(step, {k: float(v) for k, v in metrics.items()})
 
-    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        for sample in samples:
-            self.first_error = self.first_error or str(sample.get("error", ""))
-            _append(self._samples, {"step": step, **sample})
-
     def close(self) -> str | None:
         """A sentence for the user when TensorBoard's events could not be written."""
         self._metrics.close()
-        self._samples.close()
         return self._events.close() if self._events is not None else None
 
     def __enter__(self) -> MetricsWriter:
