@@ -1,4 +1,4 @@
-"""Recipes in the queue: a run gives way to a higher priority by a checkpoint, and computes what it would have anyway."""
+"""Recipes in the queue: a run gives way to a higher priority by a checkpoint, and its numbers stay the same."""
 
 from __future__ import annotations
 

@@ -128,8 +128,8 @@ def words(job: Job, options: SlurmOptions) -> list[str]:
 
 
 # One step holds a supervisor on every node, which hears of a signal through scancel: srun itself kills its tasks when it
-# gets TERM, and the run could not save. At its time limit Slurm sends TERM to the steps and to this script, which stays
-# to put the job back into the queue.
+# gets TERM, and the run could not save. At its time limit Slurm sends TERM to the steps and to this script, which
+# stays to put the job back into the queue.
 LOOP = """\
 trap 'scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 trap : TERM

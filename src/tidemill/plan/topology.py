@@ -1,8 +1,8 @@
 """A cluster's topology: devices in sockets, nodes, super-nodes, racks and pods, and the links that join them.
 
 A topology is a regular tree. Each level says how many groups of the level below it holds and which link joins them; a
-device's rank is its place in the tree, counted from the innermost level. Described in YAML, discovered for this machine,
-or read from Ascend's rank table.
+device's rank is its place in the tree, counted from the innermost level. It is described in YAML, discovered for this
+machine, or made from the servers of Ascend's rank table.
 """
 
 from __future__ import annotations
@@ -214,11 +214,11 @@ def from_servers(servers: Sequence[tuple[str, int]], device: str = "910") -> Top
 def this_machine(devices: int, device: str, link: Link, sys: Path = Path("/sys")) -> Topology:
     """One node: its devices over its NUMA sockets where they divide evenly, joined by `link`."""
     sockets = len(numa_cores(sys))
-    if sockets > 1 and devices % sockets == 0:
-        inner = (Level("socket", devices // sockets, link), Level("node", sockets, link))
+    if sockets > 1 and devices and devices % sockets == 0:
+        levels = [Level("socket", devices // sockets, link), Level("node", sockets, link)]
     else:
-        inner = (Level("node", max(1, devices), link),)
-    return Topology("this machine", device, inner)
+        levels = [Level("node", max(1, devices), link)]
+    return Topology("this machine", device, tuple(levels))
 
 
 def numa_cores(sys: Path = Path("/sys")) -> dict[int, list[int]]:
