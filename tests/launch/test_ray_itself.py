@@ -49,7 +49,7 @@ def cluster() -> Iterator[tuple[Path, str]]:
 
 
 def answers(address: str) -> bool:
-    from tidemill.launch.ray_jobs import connect
+    from tidemill.launch.targets.ray_jobs import connect
 
     try:
         connect(address).list_jobs()

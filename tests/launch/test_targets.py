@@ -14,9 +14,11 @@ import yaml
 
 from tests.launch import recipes
 from tidemill.errors import ConfigError
-from tidemill.launch import crd, kuberay, modelarts, options, send, slurm, snapshot, ssh, targets
 from tidemill.launch import job as jobs
+from tidemill.launch import options, send, snapshot
 from tidemill.launch.job import Job
+from tidemill.launch.targets import crd, kuberay, modelarts, slurm, ssh
+from tidemill.launch.targets.table import TARGETS
 
 NEEDED: dict[str, dict[str, Any]] = {
     "ssh": {"hosts": "hosts"},
@@ -43,7 +45,7 @@ def prepared(where: str, *overrides: str, **more: Any) -> Job:
     return send.prepare("small.yaml", overrides, where, {**NEEDED.get(where, {}), **more}, is_dry=True)
 
 
-@pytest.mark.parametrize("where", targets.TARGETS)
+@pytest.mark.parametrize("where", TARGETS)
 def test_a_dry_run_shows_every_step_and_leaves_no_job(where: str, home: Path) -> None:
     job = prepared(where)
     text = send.show(job)
@@ -51,7 +53,7 @@ def test_a_dry_run_shows_every_step_and_leaves_no_job(where: str, home: Path) ->
     assert jobs.names() == [] and not job.folder.exists()
 
 
-@pytest.mark.parametrize("where", targets.TARGETS)
+@pytest.mark.parametrize("where", TARGETS)
 def test_a_mistyped_option_is_refused_with_a_suggestion(where: str) -> None:
     with pytest.raises(ConfigError, match="did you mean restarts"):
         prepared(where, restart=1)
@@ -277,7 +279,7 @@ given = json.load(sys.stdin)
 check("Job", given, "Job")
 sys.path.insert(0, sys.argv[1])
 from huaweicloudsdkcore.utils.http_utils import sanitize_for_serialization
-from tidemill.launch.modelarts import typed
+from tidemill.launch.targets.modelarts import typed
 request = model.CreateTrainingJobRequest(body=typed(model, "Job", given))
 assert sanitize_for_serialization(request.body) == given, "the SDK would send something else"
 try: typed(model, "Job", {**given, "algoritm": {}})
@@ -293,6 +295,6 @@ print("same")
 def test_a_modelarts_request_is_field_by_field_what_the_sdk_sends() -> None:
     job = prepared("modelarts", pool="pool-1", preemptible=True, env={"A": "1"})
     body = modelarts.body(job, modelarts.ModelArtsOptions.model_validate(job.options))
-    src = str(Path(modelarts.__file__).resolve().parents[2])
+    src = str(Path(modelarts.__file__).resolve().parents[3])
     done = subprocess.run([SDK, "-c", COMPARE, src], input=json.dumps(body), text=True, capture_output=True)
     assert done.stdout.strip().endswith("same"), done.stderr

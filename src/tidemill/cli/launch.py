@@ -61,7 +61,7 @@ def start(
 @launch.command()
 def places() -> None:
     """List the places a recipe can be launched on, with their options."""
-    from tidemill.launch.targets import TARGETS
+    from tidemill.launch.targets.table import TARGETS
 
     table = Table("place", "what", "options", box=None)
     for name, target in TARGETS.items():

@@ -14,8 +14,8 @@ from tidemill.launch import job as jobs
 from tidemill.launch import options as option_words
 from tidemill.launch import snapshot, steps
 from tidemill.launch.job import Job, Status
-from tidemill.launch.ssh import SshOptions, chosen
-from tidemill.launch.targets import find
+from tidemill.launch.targets.ssh import SshOptions, chosen
+from tidemill.launch.targets.table import find
 from tidemill.recipe import load as recipes
 from tidemill.recipe.config import Config
 

@@ -1,4 +1,4 @@
-"""What every target can do. The table of targets is in `targets.py`."""
+"""What every target can do. The table of targets is in `targets/table.py`."""
 
 from __future__ import annotations
 

@@ -127,9 +127,9 @@ def words(job: Job, options: SlurmOptions) -> list[str]:
     return [*found, *(["--exclusive"] if options.exclusive else []), *options.more]
 
 
-# One step holds a supervisor on every node, which hears of a signal through scancel: srun itself kills its tasks when it
-# gets TERM, and the run could not save. At its time limit Slurm sends TERM to the steps and to this script, which
-# stays to put the job back into the queue.
+# One step holds a supervisor on every node. A signal reaches them through scancel: srun itself kills its tasks when it
+# gets TERM, so the run could not save. At its time limit Slurm sends TERM to the steps and to this script, which stays
+# to put the job back into the queue.
 LOOP = """\
 trap 'scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 trap : TERM

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from tidemill.errors import ConfigError
-from tidemill.launch import detached, script
+from tidemill.launch import script
 from tidemill.launch.job import Job, Status
 from tidemill.launch.options import Options, parse
 from tidemill.launch.steps import Command, File, Step
+from tidemill.launch.targets import detached
 
 
 class Local:

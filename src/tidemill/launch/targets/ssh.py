@@ -14,10 +14,11 @@ from typing import ClassVar
 from pydantic import Field
 
 from tidemill.errors import ConfigError
-from tidemill.launch import detached, place, script
+from tidemill.launch import place, script
 from tidemill.launch.job import Job, Status
 from tidemill.launch.options import Options, parse
 from tidemill.launch.steps import Command, LaunchError, Step, Token
+from tidemill.launch.targets import detached
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from tidemill.errors import ConfigError, did_you_mean
-from tidemill.launch.dstack import Dstack
-from tidemill.launch.kuberay import KubeRay
-from tidemill.launch.local import Local
-from tidemill.launch.modelarts import ModelArts
-from tidemill.launch.ray_jobs import RayJobs
-from tidemill.launch.skypilot import SkyPilot
-from tidemill.launch.slurm import Slurm
-from tidemill.launch.ssh import Ssh
 from tidemill.launch.target import Target
+from tidemill.launch.targets.dstack import Dstack
+from tidemill.launch.targets.kuberay import KubeRay
+from tidemill.launch.targets.local import Local
+from tidemill.launch.targets.modelarts import ModelArts
+from tidemill.launch.targets.ray_jobs import RayJobs
+from tidemill.launch.targets.skypilot import SkyPilot
+from tidemill.launch.targets.slurm import Slurm
+from tidemill.launch.targets.ssh import Ssh
 
 TARGETS: dict[str, Target] = {
     "local": Local(),

@@ -16,10 +16,11 @@ import yaml
 from pydantic import Field
 
 from tidemill.errors import ConfigError
-from tidemill.launch import crd, script
+from tidemill.launch import script
 from tidemill.launch.job import Job, State, Status
 from tidemill.launch.options import Options, parse
 from tidemill.launch.steps import Command, File, Step
+from tidemill.launch.targets import crd
 
 CONFIG_MAP_BYTES = 1 << 20  # the most that Kubernetes keeps in one
 CODE, RUNS = "/tidemill", "/runs"
