@@ -246,6 +246,8 @@ def test_a_modelarts_request_names_obs_paths_as_the_api_does() -> None:
     body = modelarts.body(job, modelarts.ModelArtsOptions.model_validate(job.options))
     assert body["algorithm"]["code_dir"] == "/bucket/team/small-1/code/"
     assert body["spec"]["resource"] == {"flavor_id": "modelarts.p.large", "node_count": 2, "pool_id": "pool-1"}
+    mounted = {"pfs_path": "/bucket/team/small-1/runs", "local_path": "/home/ma-user/modelarts/runs"}
+    assert body["spec"]["volumes"] == [{"pfs": mounted}]
     assert body["spec"]["schedule_policy"] == {"priority": 2, "preemptible": True}
     assert "AK" not in json.dumps(body)
 

@@ -8,7 +8,7 @@ Ray cluster.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -38,6 +38,7 @@ class ModelArtsOptions(Options):
     image: str = Field("", description="ORGANIZATION/NAME:TAG of SWR, with CANN or CUDA, torch and Ray")
     flavor: str = Field("", description="flavor_id of one node, such as modelarts.pool.visual.xlarge")
     pool: str = Field("", description="pool_id of a dedicated resource pool")
+    mount: Literal["pfs", "obs"] = Field("pfs", description="how every node sees runs: a parallel file system, or OBS")
     region: str = Field("cn-southwest-2", description="of the service")
     workspace: str = Field("0", description="workspace_id")
     priority: int = Field(1, ge=1, le=3, description="in a dedicated pool; 3 is the highest")
@@ -94,6 +95,8 @@ def body(job: Job, options: ModelArtsOptions) -> dict[str, Any]:
     base = _base(options, job).removeprefix("obs:/")  # the API writes /BUCKET/PATH
     resource: dict[str, Any] = {"flavor_id": options.flavor, "node_count": options.nodes}
     spec: dict[str, Any] = {"resource": resource, "log_export_path": {"obs_url": f"{base}/log/"}}
+    # Mounted, not copied as an output: all nodes write there, and a retried job finds what it made.
+    spec["volumes"] = [{options.mount: {f"{options.mount}_path": f"{base}/runs", "local_path": RUNS}}]
     if options.pool:
         resource["pool_id"] = options.pool
         spec["schedule_policy"] = {"priority": options.priority, "preemptible": options.preemptible}
@@ -112,14 +115,6 @@ def body(job: Job, options: ModelArtsOptions) -> dict[str, Any]:
             "local_code_dir": HOME,
             "working_dir": HOME,
             "environments": {**options.env, place.HEAD_PORT: str(options.port)},
-            "outputs": [
-                {
-                    "name": "runs",
-                    "local_dir": RUNS,
-                    "access_method": "env",
-                    "remote": {"obs": {"obs_url": f"{base}/runs/"}},
-                }
-            ],
         },
         "spec": spec,
     }
@@ -130,9 +125,9 @@ def _help(name: str) -> str:
 
 
 def _command(options: ModelArtsOptions) -> str:
-    """Unpack the snapshot, which ModelArts copied under the local code folder, and supervise."""
+    """Unpack the snapshot, which ModelArts copied somewhere under the local code folder, and supervise."""
     setup = f"{options.setup}; " if options.setup else ""
-    unpack = f"cd {HOME}/code && tar -xzf code.tar.gz"
+    unpack = f'cd "$(dirname "$(find {HOME} -name code.tar.gz | head -n 1)")" && tar -xzf code.tar.gz'
     return f"{setup}{unpack} && {script.supervisor(options)}"
 
 
