@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -283,3 +284,16 @@ def test_timers_count_from_any_thread_and_when_a_stage_fails():
     with pytest.raises(ValueError), watch("b"):
         raise ValueError
     assert {"seconds/a", "seconds/b"} <= watch.lap().keys()
+
+
+def test_a_failure_that_a_worker_wrote_is_found_by_its_step(tmp_path):
+    run = SimpleNamespace(metrics_file=tmp_path / "m", samples_file=tmp_path / "s", tensorboard=tmp_path / "t")
+    with MetricsWriter(run, tensorboard=False) as metrics:
+        lines = [
+            {"step": 1, "id": 0},
+        lines = [{"step": 1}, {"step": 2, "error": "sample 1: no"}, {"step": 2, "error": "x"}]
+            {"step": 2, "id": 2, "error": "x"},
+        ]
+        run.samples_file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"cut')
+        assert metrics.failure_of(1) == ""
+        assert metrics.failure_of(2) == "sample 1: no"

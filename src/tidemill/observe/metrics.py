@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import queue
 import threading
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, BinaryIO, Protocol
 from tidemill.errors import TidemillError
 
 TENSORBOARD_CLOSE_S = 30.0
+TAIL_BYTES = 1 << 20  # of samples.jsonl, in which a step's failures are looked for
 
 
 class Places(Protocol):
@@ -45,6 +47,16 @@ class MetricsWriter:
         for sample in samples:
             self.first_error = self.first_error or str(sample.get("error", ""))
             _append(self._samples, {"step": step, **sample})
+
+    def failure_of(self, step: int) -> str:
+        """The first failure of a reward among a step's samples, written here or by workers into the same file."""
+        if not self.first_error:
+            with open(self._samples.name, "rb") as written:
+                written.seek(max(0, os.path.getsize(self._samples.name) - TAIL_BYTES))
+                lines = [line for line in written.read().split(b"\n") if b'"error"' in line]
+            found = [sample for line in lines if (sample := _parsed(line)).get("step") == step and "error" in sample]
+            self.first_error = str(found[0]["error"]) if found else ""
+        return self.first_error
 
     def close(self) -> str | None:
         """A sentence for the user when TensorBoard's events could not be written."""
@@ -98,6 +110,14 @@ def _append(file: BinaryIO, record: Mapping[str, Any]) -> None:
     except OSError as error:
         remedy = "free some space and `tidemill resume` the run; a line cut short is dropped then"
         raise TidemillError(f"{file.name} cannot be written: {error.strerror or error}", remedy) from error
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _number(value: float) -> float | int | None:

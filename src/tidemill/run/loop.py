@@ -203,12 +203,12 @@ def record(
         summary.latest = summary.rewards[-1]
     trouble = workers.after_step(step, measured)
     workers.write_samples(step, metrics)
-    if metrics.first_error and not summary.is_failure_told:
+    failed, train = int(measured.get("reward_errors", 0)), workers.config.train
+    first = metrics.failure_of(step) if failed else ""
+    if first and not summary.is_failure_told:
         summary.is_failure_told = True
-        watch.noted(f"a reward failed: {metrics.first_error}")
-    train = workers.config.train
-    failed = int(measured.get("reward_errors", 0))
-    refuse_if_all_failed(failed, train.prompts_per_step * train.samples_per_prompt, metrics.first_error)
+        watch.noted(f"a reward failed: {first}")
+    refuse_if_all_failed(failed, train.prompts_per_step * train.samples_per_prompt, first)
     metrics.write(step, measured)
     watch.stepped(step, measured)
     for sentence in trouble:
@@ -225,7 +225,7 @@ def refuse_if_all_failed(failed: int, made: int, first: str) -> None:
 
 
 def save(folder: RunFolder, workers: Workers, summary: Summary, config: Config, watch: Watcher) -> bool:
-    """Whether it is on disk. A full disk does not end a run that can still be mended: the last checkpoint stays."""
+    """Whether it is on disk. A full disk does not end a run that can still be saved: the last checkpoint stays."""
     state = {
         "step": summary.steps,
         "summary": summary.plain()
