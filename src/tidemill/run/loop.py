@@ -20,8 +20,8 @@ from tidemill.flow.workers import Rewound, Stopped, Workers
 from tidemill.learn import checkpoint
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.observe.profile import profiled
+from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe.config import Config
-from tidemill.run.folder import RunFolder
 from tidemill.run.warm_start import warm_start
 
 TELL_EVERY_S = 0.2  # what the run is at: as often as a panel can show

@@ -21,18 +21,25 @@ from tidemill.models import lora, routing
 from tidemill.models.attention import registry as attention
 from tidemill.models.box import find
 from tidemill.models.box.known import cache
-from tidemill.models.load import DTYPES, LoadedModel, load, open_folder, save_folder, wrap
+from tidemill.models.load import (
+    BASE,
+    DEFINITION,
+    DTYPES,
+    EXPORTED,
+    LoadedModel,
+    load,
+    open_folder,
+    save_folder,
+    wrap,
+)
+from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe import config as settings
 from tidemill.recipe.config import Config
 from tidemill.reward import model as reward_model
 from tidemill.rollout.engine import Completion, Request, Sampling
 from tidemill.rollout.native.engine import NativeEngine
-from tidemill.run.folder import RunFolder
 
-EXPORTED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHE_TOKENS = 1 << 16  # of answering, unless the model's window is longer
-BASE = "base.json"  # beside it: the dtype of the model that the run started from
-DEFINITION = "model"  # in a run's folder: config.json and tokenizer, without weights
 
 
 @dataclass(slots=True)
@@ -43,26 +50,6 @@ class Trained:
     reward_head: torch.Tensor | None = None  # what a reward model has in place of words
     is_mean: bool = False  # the weights are the running mean that learn.ema keeps
     base_dtype: str | None = None  # of the model that the run started from, where that is known
-
-
-def keep_definition(loaded: LoadedModel, run: Path) -> None:
-    """So that a run's checkpoints can be opened without whatever the run started from."""
-    base = _dtype_of(Path(loaded.model.config._name_or_path or "."))
-    loaded.model.config.save_pretrained(run / DEFINITION)
-    if base is not None:  # exports have it again, whatever the run computes in
-        (run / DEFINITION / BASE).write_text(json.dumps({"dtype": base}) + "\n", encoding="utf-8")
-    loaded.model.generation_config.save_pretrained(run / DEFINITION)
-    loaded.tokenizer.save_pretrained(run / DEFINITION)
-
-
-def _dtype_of(folder: Path) -> str | None:
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    text = found.get("text_config") or found
-    name = found.get("dtype") or found.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
-    return str(name) if name in EXPORTED else None
 
 
 def open_trained(

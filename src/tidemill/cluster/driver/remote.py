@@ -34,8 +34,8 @@ from tidemill.flow.workers import Rewound
 from tidemill.graph import Graph
 from tidemill.observe import health
 from tidemill.observe.metrics import MetricsWriter
+from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe.config import Config
-from tidemill.run.folder import RunFolder
 
 MOST_STALLS = 3  # in one run; a run that stands still again and again is ended
 STATUS_S = 1.0

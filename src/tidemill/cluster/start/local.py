@@ -29,6 +29,7 @@ from tidemill.errors import ConfigError
 from tidemill.estimate import handover as turns
 from tidemill.flow.ahead import Ahead, OpenStep, staleness_limit
 from tidemill.flow.beside import Beside, EveryStep
+from tidemill.flow.dump import Dump, DumpingDock
 from tidemill.flow.evaluate import averaged, decoder, evaluate, revealer
 from tidemill.flow.feed import FEEDS, Feed
 from tidemill.flow.handover import Away, Handover, state_of, take_turns
@@ -50,15 +51,13 @@ from tidemill.learn.engine import Learner, freeze
 from tidemill.learn.model import MeshModel
 from tidemill.learn.value_model import ValueModel
 from tidemill.models import routing
-from tidemill.models.load import LoadedModel, load, save_folder
+from tidemill.models.load import LoadedModel, keep_definition, load, save_folder
 from tidemill.observe import health
-from tidemill.observe.dump import Dump, DumpingDock
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.recipe.config import Config
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import RolloutEngine
 from tidemill.rollout.make import make_engine
-from tidemill.run.trained import keep_definition
 
 DOING = {  # what a stage is called while it works
     "reward": "scoring", "reference": "asking the reference", "advantage": "comparing rewards", "learn": "learning",

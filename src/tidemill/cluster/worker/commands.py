@@ -25,10 +25,9 @@ from tidemill.flow.rolling import RolloutWorker
 from tidemill.flow.scoring import AdvantageWorker
 from tidemill.flow.tally import Counted
 from tidemill.learn.model import MeshModel
-from tidemill.models.load import save_folder
+from tidemill.models.load import keep_definition, save_folder
 from tidemill.reshard.layout import Layout
 from tidemill.rollout.native.forward import parallel
-from tidemill.run.trained import keep_definition
 
 PAUSE_S = 0.001  # between looks at what the first rank calls
 
