@@ -129,12 +129,13 @@ def make(parallel: Mapping[str, int], hidden: int, layers: int) -> Any:
 
 
 def measure(parallel: Mapping[str, int], hidden: int, layers: int, repeats: int) -> dict[str, Any]:
+    from benchmarks._sent import sent
     from benchmarks._traffic import Peak, Traffic
-    from tidemill.estimate.ranks_memory import Sizes, per_rank, sent
-    from tidemill.estimate.run import shape_of
+    from tidemill.estimate.ranks_memory import per_rank
+    from tidemill.models.shape import shape_of
 
     learner = make(parallel, hidden, layers)
-    sizes = Sizes.dense(shape_of(learner.config.model))
+    sizes = shape_of(learner.config.model)
     batches = [samples(learner.meshes.dp_size, i) for i in range(max(2, repeats + 1))]
     _update(learner, batches[0])  # the optimizer's state is made, groups are connected
     with Traffic() as traffic:

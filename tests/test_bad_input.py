@@ -176,9 +176,9 @@ def test_a_failing_reward_drops_its_group_when_told_to(tmp_path: Path) -> None:
 
 def test_a_full_disk_while_saving_loses_nothing_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tidemill.errors import CheckpointError
-    from tidemill.learn import checkpoint
+    from tidemill.learn import checkpoint, engine
 
-    real, calls, said = checkpoint.save, [0], list[str]()
+    real, calls, said = engine.save_whole, [0], list[str]()
 
     def fills_up(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
@@ -190,7 +190,7 @@ def test_a_full_disk_while_saving_loses_nothing_and_says_so(tmp_path: Path, monk
         def noted(self, text: str) -> None:
             said.append(text)
 
-    monkeypatch.setattr(checkpoint, "save", fills_up)
+    monkeypatch.setattr(engine, "save_whole", fills_up)
     recipe = {**RECIPE, "folder": str(tmp_path), "train": {**RECIPE["train"], "steps": 3}}
     summary = launch.train(recipe, watch=Listen())
     assert summary.steps == 3 and any("disk is full" in s for s in said)

@@ -346,6 +346,28 @@ def test_exports_keep_the_dtype_that_the_model_began_with(tmp_path: Path) -> Non
     assert about["base_model_name_or_path"] == str(tmp_path / "base")
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_checkpoints_with_adapters_hold_what_is_learned_alone(tmp_path: Path, dora: bool) -> None:
+    loaded = make_tiny(TINY, torch.float32, 0, torch.device("cpu"))
+    save_folder(loaded.model, loaded.tokenizer, tmp_path / "base")
+    over = recipe(
+        tmp_path, model={"path": str(tmp_path / "base"), "tiny": None}, learn={"lora_rank": 1, "dora": dora, "ema": 0.5}
+    )
+    summary = launch.train({**over, "train": {**over["train"], "steps": 2}})
+    run = tmp_path / "runs" / "small"
+    names = load_file(next((run / "checkpoints" / "step-000002").glob("*.safetensors")))
+    assert not any(name.startswith("model.") for name in names)
+    kept = sum(t.nbytes for t in names.values())
+    assert kept < sum(p.nbytes for p in loaded.model.parameters()) / 2
+    again = launch.evaluate(run)
+    assert summary.after is not None and [a.response for a in again.answers] == [
+        a.response for a in summary.after.answers
+    ]
+    shutil.move(tmp_path / "base", tmp_path / "gone")
+    with pytest.raises(TidemillError, match="learned adapters, and the model under them cannot be opened"):
+        open_trained(run, "cpu")
+
+
 # 18 to 20: what is shown
 
 

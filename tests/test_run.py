@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tidemill.check import precheck
 from tidemill.errors import ConfigError, TidemillError
+from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe import load as recipe
-from tidemill.run.folder import RunFolder
 
 
 @pytest.fixture(autouse=True)
@@ -88,12 +89,12 @@ def test_a_run_that_was_moved_knows_where_it_is():
 
 def test_settings_change_on_resuming_with_a_record_and_unsound_ones_are_refused():
     with make("train.steps=3", "data.max_prompt_tokens=64", "rollout.max_new_tokens=64") as run:
-        changes = run.change(["train.steps=6", "learn.lr=1e-4"], step=3)
+        changes = run.change(["train.steps=6", "learn.lr=1e-4"], 3, precheck.check)
         assert [str(c) for c in changes] == ["train.steps 3 → 6", "learn.lr 1e-06 → 0.0001"]
         kept = [json.loads(line) for line in (run.path / "changes.jsonl").read_text().splitlines()]
         assert next((c["after_step"], c["key"], c["from"], c["to"]) for c in kept) == (3, "train.steps", 3, 6)
         with pytest.raises(ConfigError, match=r"seed, model\.path cannot change"):
-            run.change(["model.path=x", "seed=4"], step=3)
+            run.change(["model.path=x", "seed=4"], 3, precheck.check)
     again = RunFolder.open("runs/x", exclusive=False).config
     assert (again.train.steps, again.learn.lr, again.seed) == (6, 1e-4, 0)
 
@@ -122,7 +123,8 @@ def test_two_writers_of_one_run_are_refused_but_a_reader_is_not():
 
 def test_a_killed_writer_blocks_nobody():
     code = (
-        "import os, signal; from tidemill.recipe import load as recipe; from tidemill.run.folder import RunFolder\n"
+        "import os, signal\n"
+        "from tidemill.recipe import load as recipe; from tidemill.observe.run_folder import RunFolder\n"
         "run = RunFolder.create(recipe.load({'name': 'x'}).config)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -134,7 +136,7 @@ def test_a_killed_writer_blocks_nobody():
 def test_a_killed_writers_orphan_blocks_nobody():
     code = (
         "import os, signal, time\n"
-        "from tidemill.recipe import load as recipe; from tidemill.run.folder import RunFolder\n"
+        "from tidemill.recipe import load as recipe; from tidemill.observe.run_folder import RunFolder\n"
         "run = RunFolder.create(recipe.load({'name': 'x'}).config)\n"
         "child = os.fork()\n"
         "if child == 0:\n    time.sleep(60)\n"
@@ -183,5 +185,5 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
 
 def test_run_folders_need_no_torch():
     subprocess.run(
-        [sys.executable, "-c", "import sys, tidemill.run.folder; assert 'torch' not in sys.modules"], check=True
+        [sys.executable, "-c", "import sys, tidemill.observe.run_folder; assert 'torch' not in sys.modules"], check=True
     )

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from tidemill import OPENMP
 from tidemill.device import host
 from tidemill.errors import ConfigError, did_you_mean
+from tidemill.observe import run_folder
 from tidemill.recipe import dialect
-from tidemill.run import folder as run_folder
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -7,14 +7,32 @@ import importlib
 import importlib.util
 import inspect
 import os
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tidemill.errors import TidemillError, did_you_mean
 
+
+class _Lazy:
+    """A module that is imported when it is first used."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        found = getattr(importlib.import_module(self._name), attribute)
+        setattr(self, attribute, found)
+        return found
+
+
+if TYPE_CHECKING:
+    import torch as torch
+else:
+    torch = _Lazy("torch")  # importing it takes seconds, which reading a recipe does not have
 FIX = "fix the module, so that Python can import it"
 PATH = re.compile(r"(?P<module>[A-Za-z_][\w.]*|.+\.py):(?P<name>[A-Za-z_]\w*)")
 
@@ -27,6 +45,19 @@ def built_in(path: str) -> Any:
     """One of our own, by module:name; imported when first used."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def named(package: str, name: str) -> Any:
+    """The class in the package's file of that name whose `name` it is; None when there is none."""
+    if not name.isidentifier() or importlib.util.find_spec(f"{package}.{name}") is None:
+        return None
+    module = importlib.import_module(f"{package}.{name}")
+    return next((v for v in vars(module).values() if isinstance(v, type) and vars(v).get("name") == name), None)
+
+
+def files_of(package: str) -> list[str]:
+    """The modules of a package, by their names; a file that is added is found."""
+    return [m.name for m in pkgutil.iter_modules(importlib.import_module(package).__path__) if not m.ispkg]
 
 
 def check_arguments(

@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tidemill.estimate import plan as plans
 from tidemill.observe import curve
 from tidemill.observe.progress import Progress, clock_text, percent
 from tidemill.recipe import load as recipe
@@ -133,7 +134,7 @@ def doctor_table(findings: Sequence[Finding]) -> RenderableType:
 def plan_table(config: Config, parameters: int | None = None, lengths: Lengths | None = None) -> RenderableType:
     """What the batch settings come to, before training. With the data's own lengths where these are known."""
     table = _table("", "", "how")
-    rows = recipe.plan(config if lengths is None else lengths.bounded(config), parameters)
+    rows = plans.plan(config if lengths is None else lengths.bounded(config), parameters)
     if lengths is not None:
         responses = f", responses up to {lengths.longest_response:,}" if lengths.longest_response else ""
         cut = f", {lengths.cut:,} of them cut" if lengths.cut else ""
@@ -267,7 +268,7 @@ def _curve_of(summary: Summary) -> tuple[str, list[float]]:
 
 def plot(runs: Sequence[Path], to: Path, without_metrics: Mapping[str, list[float]] | None = None) -> str:
     """Draw the curves of runs into one picture; a sentence about it. `without_metrics`: what a run without any has."""
-    from tidemill.run.folder import metrics_of
+    from tidemill.observe.run_folder import metrics_of
 
     panels: dict[str, list[curve.Line]] = {}
     names = [run.resolve().name for run in runs]

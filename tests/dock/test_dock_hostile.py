@@ -15,7 +15,7 @@ from tidemill.dock.address import Address
 from tidemill.dock.net import messages as m
 from tidemill.dock.net.caller import Caller
 from tidemill.dock.net.stream import greet
-from tidemill.dock.net.wire import HEAD, MAX_MESSAGE_BYTES, SEQ, connect, new_identity
+from tidemill.dock.net.wire import HEAD, MAX_MESSAGE_BYTES, SEQ, dial, new_identity
 from tidemill.dock.server import DockServer
 from tidemill.dock.setup import DockSetup
 
@@ -125,7 +125,7 @@ def test_nonsense_from_a_peer_with_the_token_is_refused_and_counted(server):
         msgspec.msgpack.encode(["Fetch", [1, 2**40, []], {}]),
     ]
     for address in (server.address.ledger, hello.control):
-        peer, frames = connect(server.address.token, address, "", new_identity(), 5.0)
+        peer, frames = dial(server.address.token, address, "", new_identity(), 5.0)
         with peer:
             for i, body in enumerate(bodies):
                 peer.sendall(frames.pack(SEQ.pack(i + 1), body))
@@ -137,7 +137,7 @@ def test_nonsense_from_a_peer_with_the_token_is_refused_and_counted(server):
 
 
 def test_a_message_longer_than_allowed_closes_its_connection_only(server):
-    peer, _ = connect(server.address.token, server.address.ledger, "", new_identity(), 5.0)
+    peer, _ = dial(server.address.token, server.address.ledger, "", new_identity(), 5.0)
     with peer:
         peer.sendall(HEAD.pack(MAX_MESSAGE_BYTES + 1, SEQ.pack(1)))
         peer.settimeout(5)

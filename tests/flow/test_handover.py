@@ -15,9 +15,9 @@ from tidemill.cluster.start.choose import start
 from tidemill.flow.handover import Handover
 from tidemill.flow.tally import Tally
 from tidemill.learn import checkpoint
+from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe import load as recipe
 from tidemill.run import start as launch
-from tidemill.run.folder import RunFolder
 
 PPO = {"name": "ppo", "old_logprobs": "recompute", "kl": {"coef": 0.1, "reset_every": 2}}
 

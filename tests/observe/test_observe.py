@@ -2,7 +2,6 @@ import io
 import json
 import os
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from tidemill.errors import TidemillError
 from tidemill.observe import curve
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.observe.progress import Progress, clock_text
-from tidemill.observe.trace import Stopwatch
 
 
 @dataclass
@@ -223,54 +221,3 @@ def test_a_resumed_run_counts_time_left_from_its_own_steps():
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (75, "1:15"), (3700, "1:01:40")])
 def test_times_are_said_like_a_clock(seconds, text):
     assert clock_text(seconds) == text
-
-
-# Timers
-
-
-def test_seconds_by_stage_and_the_idle_share():
-    clock = Clock()
-    watch = Stopwatch(clock)
-    with watch("rollout"):
-        clock.now = 3.0
-    clock.now = 4.0  # idle for 1
-    with watch("learn"):
-        clock.now = 8.0
-    assert watch.lap() == {"seconds/rollout": 3.0, "seconds/learn": 4.0, "seconds/step": 8.0, "idle_share": 0.125}
-    clock.now = 10.0
-    assert watch.lap() == {"seconds/step": 2.0, "idle_share": 1.0}
-
-
-def test_overlapping_stages_are_busy_once_and_go_on_over_a_lap():
-    clock = Clock()
-    watch = Stopwatch(clock)
-    rollout, learn = watch("rollout"), watch("learn")
-    rollout.__enter__()
-    clock.now = 2.0
-    learn.__enter__()
-    clock.now = 4.0
-    assert watch.lap() == {"seconds/rollout": 4.0, "seconds/learn": 2.0, "seconds/step": 4.0, "idle_share": 0.0}
-    clock.now = 5.0
-    rollout.__exit__(None, None, None)
-    learn.__exit__(None, None, None)
-    clock.now = 6.0
-    lap = watch.lap()
-    assert (lap["seconds/rollout"], lap["idle_share"]) == (1.0, 0.5)
-
-
-def test_timers_count_from_any_thread_and_when_a_stage_fails():
-    watch = Stopwatch()
-
-    def work() -> None:
-        for _ in range(200):
-            with watch("a"):
-                pass
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    with pytest.raises(ValueError), watch("b"):
-        raise ValueError
-    assert {"seconds/a", "seconds/b"} <= watch.lap().keys()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tidemill
+from tidemill.check import precheck
 from tidemill.errors import ConfigError
 from tidemill.flow.feed import given_rows
 from tidemill.learn import checkpoint
@@ -76,7 +77,7 @@ def test_a_missing_or_wrong_model_is_refused_before_the_run(run: Path, tmp_path)
     for path, why in ((tmp_path / "none", "does not exist"), (run / "run" / "model", "is no reward model")):
         rewards = f"rewards.functions=[{{function: model, args: {{path: {path}}}}}]"
         with pytest.raises(ConfigError, match=why):
-            recipe.check(recipe.load("cpu/grpo", [rewards]).config)
+            precheck.check(recipe.load("cpu/grpo", [rewards]).config)
 
 
 @batched

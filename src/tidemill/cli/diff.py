@@ -19,7 +19,7 @@ def diff(
     """Name the first step, stage and tensor in which two runs differ (observe.dump=[steps] keeps what it compares)."""
     import json
 
-    from tidemill.observe import diff as differences
+    from tidemill.run import diff as differences
 
     found = differences.compare(one, other)
     print(json.dumps(found.as_dict()) if as_json else differences.render(found))

@@ -65,13 +65,13 @@ def show(
     samples: Annotated[int, typer.Option(help="rolled out at once", min=1)] = 16,
 ) -> None:
     """Show a model's architecture, its parameters, and the memory to roll it out and to train it."""
+    from tidemill.errors import human
     from tidemill.estimate import needs
-    from tidemill.estimate.run import human
     from tidemill.models.box import find
 
     found = needs.describe(find.resolve(folder), tokens=tokens, samples=samples)
     shape = found.shape
-    console.print(f"{found.architecture}, {shape.parameters:,} parameters")
+    console.print(f"{shape.class_name}, {shape.parameters:,} parameters")
     heads = f"{shape.heads} heads of {shape.head_dim} over {shape.kv_heads} of keys and values"
     experts = f", {shape.experts} experts of {shape.expert_width}" if shape.experts else ""
     console.print(f"{shape.layers} layers of {shape.hidden}, {heads}{experts}")

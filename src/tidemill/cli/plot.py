@@ -18,7 +18,7 @@ def plot(
     """Draw reward (or loss) and accuracy of runs, with held-out points, into one PNG."""
     from tidemill import show
     from tidemill.errors import ConfigError
-    from tidemill.run.folder import RunFolder
+    from tidemill.observe.run_folder import RunFolder
 
     found = [RunFolder.open(run, exclusive=False).path for run in runs]
     if to is not None and not to.expanduser().absolute().parent.is_dir():

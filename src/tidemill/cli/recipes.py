@@ -27,6 +27,7 @@ def config(
 ) -> None:
     """Show every setting: key, value, where it came from, help. Checks the recipe too."""
     from tidemill import show
+    from tidemill.check import precheck, rules
     from tidemill.recipe import load as recipe_files
 
     loaded = recipe_files.load(recipe if recipe is not None else {}, overrides or ())
@@ -40,4 +41,6 @@ def config(
     console.print(show.config_table(loaded, changed, console.width))
     if recipe is not None:
         console.print(show.plan_table(loaded.config))
-        recipe_files.check(loaded.config)
+        precheck.check(loaded.config)
+        for line in rules.unread(loaded.config):
+            say(line)

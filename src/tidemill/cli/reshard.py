@@ -31,23 +31,23 @@ def plan(
     """What moving a model's weights would cost, without devices: bytes, memory, seconds, who sends to whom."""
     import json
 
+    from tidemill.estimate import weight_flow
     from tidemill.recipe import load as recipe_files
-    from tidemill.reshard import recipe as of_recipe
     from tidemill.reshard import show as reshard_show
     from tidemill.reshard.parallel import parse
-    from tidemill.reshard.shapes import published
 
     if recipe is not None:
         config = recipe_files.load(recipe, overrides or ()).config
-        engine, is_apart = of_recipe.engine_of(config)
-        shapes = published(model) if model else of_recipe.model_of(recipe_files.model_of(config))
-        wide = parse(source) if source else of_recipe.learner_of(config)
+        engine, is_apart = weight_flow.engine_of(config)
+        shapes = weight_flow.published(model) if model else weight_flow.model_of(recipe_files.model_of(config))
+        wide = parse(source) if source else weight_flow.learner_of(config)
         narrow = parse(target) if target else engine
         reports = [reshard_show.planned(shapes, wide, narrow, per_node, apart or is_apart)]
     elif model and source and target:
-        reports = [reshard_show.dry_plan(model, source, target, devices=devices, per_node=per_node, apart=apart)]
+        shapes = weight_flow.published(model)
+        reports = [reshard_show.dry_plan(shapes, source, target, devices=devices, per_node=per_node, apart=apart)]
     elif dry:
-        reports = reshard_show.on_paper()
+        reports = weight_flow.on_paper()
     else:
         raise ReshardError(
             "plan of what?", "name a recipe, or --model, --from and --to, or --dry for the cases on paper"

@@ -44,6 +44,6 @@ def scale(run: Run, rollouts: Annotated[int, typer.Option(help="rollout workers 
 
 
 def _folder_of(run: Path) -> Path:
-    from tidemill.run.folder import RunFolder
+    from tidemill.observe.run_folder import RunFolder
 
     return RunFolder.open(run, exclusive=False).path

@@ -38,8 +38,8 @@ def resume(run: Run, overrides: Overrides = None) -> None:
     Settings can change on the way: tidemill resume RUN train.steps=160 learn.lr=1e-6. RUN/changes.jsonl keeps a record.
     """
     from tidemill import show
+    from tidemill.observe.run_folder import RunFolder
     from tidemill.run import start as launch
-    from tidemill.run.folder import RunFolder
 
     watch = show.RunWatcher(console, RunFolder.open(run, exclusive=False).config)
     with watch:

@@ -18,7 +18,7 @@ from tidemill.reshard.move import Verify
 
 if TYPE_CHECKING:
     from tidemill.cluster.worker.weights import Sources
-    from tidemill.observe.dump import Dump
+    from tidemill.flow.dump import Dump
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tidemill.algorithms.kl import adapted
+from tidemill.algorithms.shared.kl import adapted
 from tidemill.flow.scoring import AdvantageWorker, ScoreWorker
 from tidemill.flow.stage import Worker
 from tidemill.learn import checkpoint

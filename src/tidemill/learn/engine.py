@@ -21,15 +21,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from tidemill.algorithms.aggregate import local_weights, whole
 from tidemill.algorithms.api import Algorithm, Kept, Stat, Stats, total
+from tidemill.algorithms.shared.aggregate import local_weights, whole
 from tidemill.batch import Batch, Column
 from tidemill.learn.checkpoint.folders import Saving
 from tidemill.learn.checkpoint.pieces import save_whole
 from tidemill.learn.checkpoint.reading import open_checkpoint, read_own, read_states
 from tidemill.learn.checkpoint.saver import Saver, default_saver
 from tidemill.learn.checkpoint.stored import HeldSource, StoredSource
-from tidemill.learn.ema import MERGED_MEAN, Ema
+from tidemill.learn.ema import Ema
 from tidemill.learn.forward import Scores
 from tidemill.learn.gradients import Gradients
 from tidemill.learn.layers import kept_activations, layers_of
@@ -37,7 +37,7 @@ from tidemill.learn.meter import mismatch
 from tidemill.learn.model import ALONE, MeshModel, Row, nothing, pieces_of
 from tidemill.learn.optim.make import learning_rate, optimizer_of, plain_state, restored
 from tidemill.learn.optim.muon import MatrixRanks
-from tidemill.learn.packing import PackedBatch
+from tidemill.learn.packing import Ints, PackedBatch
 from tidemill.learn.parallel import adapters
 from tidemill.learn.parallel.collectives import make_links
 from tidemill.learn.parallel.cuts import local, renamed
@@ -118,39 +118,34 @@ class Learner(MeshModel):
 
     def accumulate(self, batch: Batch) -> None:
         """Add the gradient of these samples (complete groups, the same on every rank) to the update's."""
-        batch = batch.merge({"weight": local_weights(batch, self.config)})
         self._whole += whole(batch, self.config)
-        teaches = self._teaches(batch)
-        with self.pace.busy():
-            self._learn(batch.gather(np.flatnonzero(teaches)))
-            with torch.no_grad():  # for the metrics: these rows have no gradient
-                self._learn(batch.gather(np.flatnonzero(~teaches)))
+        self._add(batch, self._dealt)
 
     def accumulate_own(self, batch: Batch | None) -> None:
         """The same where each data-parallel rank has samples (complete groups) of its own, or none at all.
 
         Every rank calls it as often as the others, unless it computes alone; ranks of one tensor, context or pipeline
         group give the same."""
+        self._own_whole += 0.0 if batch is None else whole(batch, self.config)
+        self._add(batch, self._own_rows)
+
+    def _add(self, batch: Batch | None, deal: Callable[[Batch | None, bool], list[Ints]]) -> None:
+        """`deal` gives the rows of this rank's micro-batches. Rows that cannot have a gradient are scored for the
+        metrics and spared the backward pass."""
         if batch is not None:
             batch = batch.merge({"weight": local_weights(batch, self.config)})
-            self._own_whole += whole(batch, self.config)
         teaches = self._teaches(batch) if batch is not None else np.zeros(0, np.bool_)
         with self.pace.busy():
             for is_taught in (True, False):
                 rows = np.flatnonzero(teaches == is_taught)
                 own = batch.gather(rows) if batch is not None and len(rows) else None
                 with torch.set_grad_enabled(is_taught):
-                    self._play(own, self._own_rows(own, self.algorithm.input_kind == "pairs"))
+                    self._play(own, deal(own, self.algorithm.input_kind == "pairs"))
 
     def _teaches(self, batch: Batch) -> Kept:
         return self.algorithm.teaches(batch, self.config)
 
-    def _learn(self, batch: Batch) -> None:
-        """Every rank comes here with the same rows, so all agree on how many micro-batches there are."""
-        if batch.rows:
-            self._play(batch, self._dealt(batch, self.algorithm.input_kind == "pairs"))
-
-    def _play(self, batch: Batch | None, dealt: list[Any]) -> None:
+    def _play(self, batch: Batch | None, dealt: list[Ints]) -> None:
         """Micro-batches one after another, or through the pipeline; one without rows is a filler."""
         parts = (batch.gather(rows) if batch is not None and len(rows) else None for rows in dealt)
         if self.pipeline is not None:
@@ -302,25 +297,15 @@ class Learner(MeshModel):
 
     def tensors(self) -> dict[str, Tensor]:
         """This rank's pieces of what a resumed run needs, by name: weights, adapters, the optimizer's state beside
-        them. With adapters, weights have their change in them; all ranks ask together then."""
-        pieces = pieces_of(self.model)
-        found = {f"model.{name}": t for name, t in adapters.merged(self.model, pieces).items()}
-        found |= {f"adapter.{name}": t for name, t in pieces.items() if adapters.is_adapter(name)}
+        them. What is frozen under adapters is in the model that the run started from, and is not kept again."""
+        pieces, named = pieces_of(self.model), dict(self.model.named_parameters())
+        found = {f"adapter.{name}": t for name, t in pieces.items() if adapters.is_adapter(name)}
+        is_kept = {name: not found or name not in named or named[name].requires_grad for name in pieces}
+        found |= {f"model.{n}": t for n, t in pieces.items() if is_kept[n] and not adapters.is_adapter(n)}
         for name, p in self.own.items():
             found |= {f"optimizer.{name}.{key}": t for key, t in plain_state(self.optimizer, p).items()}
         routers = self.routers.state() if self.routers is not None else {}
-        return found | routers | self._means()
-
-    def _means(self) -> dict[str, Tensor]:
-        """Of weights, or of adapters: then what weights come to with these too, so that nobody needs the model that the
-        run started from."""
-        if self.ema is None:
-            return {}
-        if not self.config.learn.lora_rank:
-            return self.ema.state()
-        with self.averaged():
-            merged = adapters.adapted(self.model, pieces_of(self.model))
-        return self.ema.state() | {f"{MERGED_MEAN}{name}": piece for name, piece in merged.items()}
+        return found | routers | (self.ema.state() if self.ema is not None else {})
 
     def counts(self) -> dict[str, int]:
         return {"version": self.version, "skipped": self.skipped}
@@ -387,7 +372,7 @@ class Learner(MeshModel):
         return state
 
     def _take_up(self, source: StoredSource, counts: Mapping[str, Any], role: str = "") -> None:
-        """What is not learned stays as it was loaded: with adapters, a checkpoint's weights have them in them."""
+        """What is not learned stays as it was loaded."""
         layout, rank = renamed(self.layout(), role), self.meshes.rank
         named, targets = dict(self.model.named_parameters()), {}
         for name, piece in pieces_of(self.model).items():

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tidemill.algorithms.api import Stats, TokenBatch
-from tidemill.algorithms.losses import extreme, mean_stat
+from tidemill.algorithms.shared.losses import extreme, mean_stat
 from tidemill.batch import Batch
 from tidemill.models.upload import upload
 

@@ -6,7 +6,7 @@ rank cost nothing: on one device there is no process group, no wrapper around a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -172,9 +172,8 @@ class MeshModel:
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Column:
         """Of every response token, under the weights as they are now; every rank gives the same batch and gets all."""
-        dealt = self._dealt(batch)
-        out = response_column(np.zeros(_targets(batch), np.float32), batch)
-        self._score([batch.gather(rows) if len(rows) else None for rows in dealt], dealt, out)
+        out = self._score(batch, self._dealt(batch))
+        assert out is not None
         for name in ("dp", "pp"):  # each token is one rank's, 0 on the others
             if name in self.links:
                 self.links[name].all_reduce(torch.from_numpy(out.values))
@@ -185,15 +184,15 @@ class MeshModel:
         """The same where each data-parallel rank has samples of its own, or none at all: it gets its own.
 
         Every rank calls it as often as the others; ranks of one tensor, context or pipeline group give the same."""
-        dealt = self._own_rows(batch)
-        out = response_column(np.zeros(_targets(batch), np.float32), batch) if batch is not None else None
-        self._score([batch.gather(rows) if batch is not None and len(rows) else None for rows in dealt], dealt, out)
+        out = self._score(batch, self._own_rows(batch))
         if "pp" in self.links and out is not None:
             self.links["pp"].all_reduce(torch.from_numpy(out.values))
         return out
 
-    def _dealt(self, batch: Batch, whole_groups: bool = False) -> list[Ints]:
+    def _dealt(self, batch: Batch | None, whole_groups: bool = False) -> list[Ints]:
         """Rows of this rank's micro-batches out of samples that every rank is given; empty where it runs a filler."""
+        if batch is None:
+            return []
         budget, share = self.config.train.tokens_per_microbatch, self.config.learn.share_prompts
         return shares(batch, self.meshes.dp_size, budget, share, whole_groups)[self.meshes.dp_rank]
 
@@ -208,8 +207,11 @@ class MeshModel:
         most = int(self.links["dp"].all_reduce(count, dist.ReduceOp.MAX))
         return [*rows, *[np.empty(0, np.int64)] * (most - len(rows))]
 
-    def _score(self, parts: Sequence[Batch | None], dealt: Sequence[Ints], out: Column | None) -> None:
-        """Micro-batches one after another, or through the pipeline; None is a filler. `dealt`: their rows of `out`."""
+    def _score(self, batch: Batch | None, dealt: list[Ints]) -> Column | None:
+        """Micro-batches one after another, or through the pipeline; one without rows is a filler."""
+        parts = [batch.gather(rows) if batch is not None and len(rows) else None for rows in dealt]
+        count = 0 if batch is None else int((batch["tokens"].lengths - batch.values("prompt_length")).sum())
+        out = response_column(np.zeros(count, np.float32), batch) if batch is not None else None
 
         def keep(row: Row, i: int, scores: Scores) -> Tensor:
             logprobs = row.whole(scores)[0] if row.part is not None else scores[0]
@@ -220,11 +222,12 @@ class MeshModel:
         if self.pipeline is not None:
             rows = [self._row(part) for part in parts]
             self.pipeline.score([row.own for row in rows], lambda i, scores: keep(rows[i], i, scores))
-            return
+            return out
         for i, part in enumerate(parts):
             row = self._row(part)
             with lora.without(self.model):
                 keep(row, i, self.root(row.own))
+        return out
 
     def layout(self) -> Layout:
         """Of this rank's pipeline stage; `reshard.layout.merge` joins those of all."""
@@ -283,10 +286,6 @@ def _place(out: Column, rows: Ints, values: Any) -> None:
 
 def _kv_heads(model: Any) -> int:
     return int(getattr(model.config.get_text_config(), "num_key_value_heads", 0) or 0)
-
-
-def _targets(batch: Batch | None) -> int:
-    return 0 if batch is None else int((batch["tokens"].lengths - batch.values("prompt_length")).sum())
 
 
 def attention_of(config: Config) -> str:

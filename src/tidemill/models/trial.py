@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import AttentionMaskInterface
 
-from tidemill.check.model_folder import unknown_layers
 from tidemill.errors import ModelError
 from tidemill.models import logits
 from tidemill.models.attention import registry as attention
 from tidemill.models.attention.packed import Packed
 from tidemill.models.attention.registry import Context
+from tidemill.models.shape import unknown_layers
 
 LENGTHS = (7, 5)  # of two samples
 STRIDE = 7919  # between tried tokens, modulo the vocabulary

@@ -13,8 +13,8 @@ from tidemill.flow.workers import Rewound, Stopped, Workers
 from tidemill.learn import checkpoint
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.observe.profile import profiled
+from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe.config import Config
-from tidemill.run.folder import RunFolder
 from tidemill.run.interrupt import Pulse, interruptions
 from tidemill.run.summary import Summary, Watcher, finish, record, refuse_if_all_failed, restore, save
 from tidemill.run.warm_start import warm_start

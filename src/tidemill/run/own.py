@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tidemill.check import precheck
 from tidemill.errors import ConfigError
 from tidemill.recipe import load as recipes
 from tidemill.recipe.config import Config, RewardSpec
@@ -29,7 +30,7 @@ def fitted(config: Config, sources: Mapping[str, str], note: Callable[[str], Non
     if sources.get("data.source", recipes.DEFAULT).startswith(recipes.DEFAULT):
         raise ConfigError("data.source is missing: what shall it learn from?", USAGE)
     fit = _Fit(config, sources)
-    recipes.check(fit.without_sizes(), fetch=True)  # folder, file and names, before any of them is opened
+    precheck.check(fit.without_sizes(), fetch=True)  # folder, file and names, before any of them is opened
     fit.columns()
     fit.rows()
     fit.lengths()
@@ -93,8 +94,8 @@ class _Fit:
         from tidemill.data import survey
         from tidemill.data.prompts import PromptTokens
         from tidemill.data.source import open_source
-        from tidemill.estimate.run import shape_of
         from tidemill.models.load import load_tokenizer
+        from tidemill.models.shape import shape_of
 
         config = self.config()
         shape = shape_of(config.model)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tidemill.check import precheck, rules
 from tidemill.errors import ConfigError
 from tidemill.recipe import load as recipes
 from tidemill.recipe.config import Config
@@ -40,7 +41,7 @@ def prepare(loaded: recipes.LoadedRecipe) -> Prepared:
     config = _from_run(config, notes.append)
     if config.data.fit:
         config = fitted(config, loaded.sources, notes.append)
-    recipes.check(config, fetch=True)
+    precheck.check(config, fetch=True)
     _check_device(config)
     training, held_out = open_source(config.data, config.seed)
     config = _with_steps(config, training.size)
@@ -48,7 +49,7 @@ def prepare(loaded: recipes.LoadedRecipe) -> Prepared:
     survey.check_columns(examples, config)
     config = _check_rewards(config, [*examples, *survey.looked_at(held_out)], notes.append)
     lengths = _measured(config, examples)
-    notes += lengths.sentences(config)
+    notes += [*lengths.sentences(config), *rules.unread(config)]
     return Prepared(replace(loaded, config=config), lengths, notes)
 
 

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tidemill.check import precheck
 from tidemill.errors import ConfigError, TidemillError
+from tidemill.observe.run_folder import RunFolder, has_steps
 from tidemill.recipe import load as recipes
 from tidemill.recipe.config import Config
-from tidemill.run.folder import RunFolder, has_steps
 
 if TYPE_CHECKING:
     from tidemill.flow.records import Activity, Evaluation
@@ -50,7 +51,7 @@ def train(
 def resume(run: str | Path, watch: Watcher | None = None, overrides: Sequence[str] = ()) -> Summary:
     """Continue a run from its newest checkpoint, with changed settings if any are given."""
     with RunFolder.open(run) as folder:
-        for change in folder.change(overrides, _last_step(folder)) if overrides else ():
+        for change in folder.change(overrides, _last_step(folder), precheck.check) if overrides else ():
             if watch is not None:
                 watch.noted(f"changed: {change}")
         refuse_if_finished(folder)

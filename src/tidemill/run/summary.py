@@ -12,8 +12,8 @@ from tidemill.flow.tally import idle
 from tidemill.flow.workers import Workers
 from tidemill.learn import checkpoint
 from tidemill.observe.metrics import MetricsWriter
+from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe.config import Config
-from tidemill.run.folder import RunFolder
 
 
 @dataclass(slots=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -20,18 +21,25 @@ from tidemill.models import lora, routing
 from tidemill.models.attention import registry as attention
 from tidemill.models.box import find
 from tidemill.models.box.known import cache
-from tidemill.models.load import DTYPES, LoadedModel, open_folder, save_folder, wrap
+from tidemill.models.load import (
+    BASE,
+    DEFINITION,
+    DTYPES,
+    EXPORTED,
+    LoadedModel,
+    load,
+    open_folder,
+    save_folder,
+    wrap,
+)
+from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe import config as settings
 from tidemill.recipe.config import Config
 from tidemill.reward import model as reward_model
 from tidemill.rollout.engine import Completion, Request, Sampling
 from tidemill.rollout.native.engine import NativeEngine
-from tidemill.run.folder import RunFolder
 
-EXPORTED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHE_TOKENS = 1 << 16  # of answering, unless the model's window is longer
-BASE = "base.json"  # beside it: the dtype of the model that the run started from
-DEFINITION = "model"  # in a run's folder: config.json and tokenizer, without weights
 
 
 @dataclass(slots=True)
@@ -42,26 +50,6 @@ class Trained:
     reward_head: torch.Tensor | None = None  # what a reward model has in place of words
     is_mean: bool = False  # the weights are the running mean that learn.ema keeps
     base_dtype: str | None = None  # of the model that the run started from, where that is known
-
-
-def keep_definition(loaded: LoadedModel, run: Path) -> None:
-    """So that a run's checkpoints can be opened without whatever the run started from."""
-    base = _dtype_of(Path(loaded.model.config._name_or_path or "."))
-    loaded.model.config.save_pretrained(run / DEFINITION)
-    if base is not None:  # exports have it again, whatever the run computes in
-        (run / DEFINITION / BASE).write_text(json.dumps({"dtype": base}) + "\n", encoding="utf-8")
-    loaded.model.generation_config.save_pretrained(run / DEFINITION)
-    loaded.tokenizer.save_pretrained(run / DEFINITION)
-
-
-def _dtype_of(folder: Path) -> str | None:
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    text = found.get("text_config") or found
-    name = found.get("dtype") or found.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
-    return str(name) if name in EXPORTED else None
 
 
 def open_trained(
@@ -99,23 +87,70 @@ def _named_checkpoint(where: str, which: str) -> tuple[int | None, bool]:
 def _from_run(run: RunFolder, place: torch.device, raw: bool, step: int | None, best: bool) -> Trained:
     found, tensors = _checkpoint(run, step, best)
     definition = AutoConfig.from_pretrained(run.path / DEFINITION)
-    model = AutoModelForCausalLM.from_config(definition, attn_implementation=attention.NAME)  # type: ignore[no-untyped-call]
-    model = model.to(DTYPES[run.config.model.dtype])
+    has_adapters = any(name.startswith("adapter.") for name in tensors)
+    if has_adapters and not _holds_all(tensors):
+        model = _base(run)
+    else:
+        model = AutoModelForCausalLM.from_config(definition, attn_implementation=attention.NAME)  # type: ignore[no-untyped-call]
+        model = model.to(DTYPES[run.config.model.dtype])
     routing.widen(model)
     routing.make_room(model, run.config.learn.moe)
     own, is_mean = weights_of(tensors, raw)
-    head = own.pop("head.weight", None) if "decoder" in {name.partition(".")[0] for name in own} else None
-    if head is not None:  # a reward model: the policy's decoder, with one number instead of words
-        prefix = next(n for n, m in model.named_modules() if m is model.get_decoder())
-        own = {name.replace("decoder", prefix, 1): tensor for name, tensor in own.items()}
+    prefix = next(n for n, m in model.named_modules() if m is model.get_decoder())
+    head = own.pop("head.weight", None) if _is_reward_model(tensors) else None
+    own = {_policys_name(name, prefix, head): tensor for name, tensor in own.items()}
+    if has_adapters and not _holds_all(tensors):
+        adapters, is_mean = adapters_of(tensors, raw)
+        own |= _merged(model, {_policys_name(n, prefix, head): t for n, t in adapters.items()}, run.config)
     missing = [name for name, _ in model.named_parameters() if name not in own and head is None]
-    if missing:
+    if missing and not has_adapters:
         raise CheckpointError(f"{found.path} lacks {len(missing)} of the model's tensors, first {missing[0]}")
     model.load_state_dict(own, strict=False)  # tied weights and buffers are made by the model itself
     tokenizer = AutoTokenizer.from_pretrained(run.path / DEFINITION)
     window = getattr(definition.get_text_config(), "max_position_embeddings", 1 << 20)
     loaded = wrap(model.to(place), tokenizer, window)
     return Trained(loaded, run.config, found.step, head, is_mean, _base_dtype(run))
+
+
+def _holds_all(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether weights are in the checkpoint that adapters change, as in those of earlier versions."""
+    adapted = [name for name in tensors if name.startswith("adapter.") and name.endswith(".lora_a")]
+    return all(f"model.{n.removeprefix('adapter.').removesuffix('.lora_a')}.weight" in tensors for n in adapted)
+
+
+def _is_reward_model(tensors: Mapping[str, torch.Tensor]) -> bool:
+    return "model.head.weight" in tensors and any(n.startswith(("model.decoder.", "adapter.decoder.")) for n in tensors)
+
+
+def _policys_name(name: str, prefix: str, head: torch.Tensor | None) -> str:
+    """A reward model is the policy's decoder, with one number instead of words."""
+    return name if head is None else name.replace("decoder", prefix, 1)
+
+
+def _base(run: RunFolder) -> Any:
+    """The model that a run with adapters started from: its checkpoints hold what was learned alone."""
+    warm = run.path / "warm_start" / "model"
+    model = run.config.model
+    try:
+        return load(model, seed=run.config.seed, device=torch.device("cpu"), path=warm if warm.exists() else None).model
+    except ModelError as error:
+        raise CheckpointError(
+            f"{run.path} learned adapters, and the model under them cannot be opened: {error.message}",
+            "put it back in its place; the adapters alone: tidemill export RUN --adapter",
+        ) from error
+
+
+def _merged(model: Any, own: Mapping[str, torch.Tensor], config: Config) -> dict[str, torch.Tensor]:
+    """The weights that adapters change, with their change in them; the model is as before afterwards."""
+    learn = config.learn
+    chosen = (learn.dora, learn.lora_experts, learn.lora_modules)
+    lora.attach(model, learn.lora_rank, learn.lora_alpha, config.seed, *chosen)
+    for name, parameter in model.named_parameters():
+        if name in own:
+            parameter.data.copy_(own[name])
+    found = {name: tensor.clone() for name, tensor in lora.adapted(model).items()}
+    lora.detach(model)
+    return found
 
 
 def _base_dtype(run: RunFolder) -> str | None:

@@ -13,10 +13,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tidemill.check import precheck
 from tidemill.models.box.known import cache
+from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Config
-from tidemill.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from tidemill.run.loop import Watcher
@@ -41,7 +42,7 @@ def warm_start(config: Config, folder: RunFolder, watch: Watcher) -> Path | None
         made.symlink_to(kept.resolve())
         return made
     watch.noted(f"warm start: {own.about or own.name}")
-    recipe.check(own, fetch=True)
+    precheck.check(own, fetch=True)
     train(own, made, watch)
     keep(made, kept)
     return made

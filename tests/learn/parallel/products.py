@@ -118,7 +118,7 @@ def product(case: Case, updates: int = 2) -> dict[str, float]:
         grads = gathered(learner, {n: g for n in learner.gradients.named if (g := _summed(learner, n)) is not None})
         found.setdefault("gradients", []).append({n: g / learner._whole for n, g in grads.items()})
         found.setdefault("metrics", []).append(learner.update())
-        found.setdefault("weights", []).append(gathered(learner, learner.tensors(), "model."))
+        found.setdefault("weights", []).append(gathered(learner, learner.pieces()))
     learner.close()
     return {} if alone is None else differences(alone, found)
 

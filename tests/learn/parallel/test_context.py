@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from tests.learn.parallel.models import config, gradients, model, over_all, samples
-from tidemill.algorithms.aggregate import local_weights
 from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.aggregate import local_weights
 from tidemill.errors import ConfigError
 from tidemill.learn.forward import forward
 from tidemill.learn.packing import pack

@@ -28,14 +28,14 @@ from tidemill.cluster.wiring import LEARNER, ROLLOUT, Wiring
 from tidemill.device import host
 from tidemill.dock import DockState
 from tidemill.errors import TidemillError
+from tidemill.flow.dump import Dump
 from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.tally import Counted, together
 from tidemill.flow.workers import Rewound
 from tidemill.graph import Graph
 from tidemill.observe import health
-from tidemill.observe.dump import Dump
+from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe.config import Config
-from tidemill.run.folder import RunFolder
 
 MOST_STALLS = 3  # in one run; a run that stands still again and again is ended
 STATUS_S = 1.0

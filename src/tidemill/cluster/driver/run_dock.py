@@ -11,9 +11,9 @@ from tidemill.cluster.assignment import DockPlace, ServedDock
 from tidemill.cluster.driver.worker_pool import Member
 from tidemill.cluster.start.handle import Starter
 from tidemill.dock import Dock, LocalDock
+from tidemill.flow.dump import Dump, DumpingDock
 from tidemill.flow.schedule import staleness_limit
 from tidemill.graph import Graph
-from tidemill.observe.dump import Dump, DumpingDock
 from tidemill.recipe.config import Config
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from tidemill.cluster.start import owned
 from tidemill.cluster.start.handle import Starter
 from tidemill.cluster.wiring import wire
 from tidemill.graph import Graph
+from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe.config import Config
-from tidemill.run.folder import RunFolder
 
 
 def start(

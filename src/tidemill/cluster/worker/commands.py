@@ -23,9 +23,8 @@ from tidemill.dock import Dock
 from tidemill.errors import CollectiveError
 from tidemill.flow.records import Evaluation
 from tidemill.flow.tally import Counted
-from tidemill.models.load import save_folder
+from tidemill.models.load import keep_definition, save_folder
 from tidemill.reshard.layout import Layout
-from tidemill.run.trained import keep_definition
 
 PAUSE_S = 0.001  # between looks at what the first rank calls
 

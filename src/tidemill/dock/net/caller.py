@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from tidemill.dock.net.messages import Message, decode_answer, encode
-from tidemill.dock.net.wire import HANDSHAKE_S, KNOCK_AGAIN_S, SEQ, Frames, connect, new_identity
+from tidemill.dock.net.wire import HANDSHAKE_S, KNOCK_AGAIN_S, SEQ, Frames, dial, new_identity
 from tidemill.errors import DockError
 
 ANSWER_BYTES = 1 << 16  # read at once: most answers are much shorter, a long one comes in pieces
@@ -96,7 +96,7 @@ class Caller:
     def _connected(self, within_s: float) -> socket.socket:
         self._check_open()
         if self._connection is None:
-            made = connect(self._token, self.address, self._local, self._identity, within_s)
+            made = dial(self._token, self.address, self._local, self._identity, within_s)
             self._connection, self._frames = made
             self._poller = select.poll()
             self._poller.register(made[0], select.POLLIN)
@@ -173,7 +173,7 @@ class Link:
         page = memoryview(bytearray(ANSWER_BYTES))
         while not self._is_closed:
             try:
-                connection, frames = connect(*self._where, HANDSHAKE_S)
+                connection, frames = dial(*self._where, HANDSHAKE_S)
             except OSError:
                 time.sleep(KNOCK_AGAIN_S)
                 continue

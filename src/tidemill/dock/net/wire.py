@@ -145,7 +145,7 @@ def frames_of(connection: socket.socket, token: str, side: bytes, nonces: bytes)
     return Frames(side, b"" if is_local else hmac.digest(token.encode(), b"wire-session" + nonces, "sha256"))
 
 
-def connect(token: str, address: str, local: str, identity: bytes, within_s: float) -> tuple[socket.socket, Frames]:
+def dial(token: str, address: str, local: str, identity: bytes, within_s: float) -> tuple[socket.socket, Frames]:
     """Open a connection whose other side has proved that it knows the token: by the socket file `local` where a server
     on this machine answers there, else by `address`. Raises OSError."""
     until = time.monotonic() + min(within_s, HANDSHAKE_S)

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tidemill.errors import CheckpointError
-from tidemill.estimate.run import human
+from tidemill.errors import CheckpointError, human
 
 BLOCK_BYTES = 4 << 20
 Entry = dict[str, Any]  # of a file in the manifest: bytes, sha256

@@ -19,7 +19,7 @@ from tidemill.learn.checkpoint.folders import STATE
 from tidemill.learn.checkpoint.reading import open_checkpoint
 from tidemill.learn.checkpoint.stored import INDEX, SINGLE, StoredSource
 from tidemill.learn.checkpoint.tensor_file import Form, head, raw
-from tidemill.learn.ema import MEAN, MERGED_MEAN
+from tidemill.learn.ema import MEAN
 from tidemill.models.routing import GIVEN
 from tidemill.recipe import config as settings
 
@@ -101,6 +101,10 @@ def export(
     source, _ = open_checkpoint(checkpoint)
     raw = json.loads((definition / "config.json").read_text(encoding="utf-8"))
     with source:
+        if any(name.startswith("adapter.") for name in source.pieces):
+            raise ModelError(
+                "the checkpoint holds adapters alone: their base model is elsewhere", "tidemill export RUN merges them"
+            )
         if any(name.endswith(f".{GIVEN}") for name in source.pieces):
             raise ModelError(
                 "experts are balanced by a bias on their choice, for which this model's folder has no place",
@@ -127,8 +131,8 @@ def outgoing(source: StoredSource, model_type: str, raw_weights: bool = False) -
         if not full.startswith("model."):
             continue
         name, shape, dtype = full.removeprefix("model."), source.shape(full), source.dtype(full)
-        means = [kept for prefix in (MERGED_MEAN, MEAN) if (kept := f"{prefix}{name}") in source.pieces]
-        full = means[0] if means and not raw_weights else full
+        has_mean = f"{MEAN}{name}" in source.pieces
+        full = f"{MEAN}{name}" if has_mean and not raw_weights else full
         if model_type in UNSTACKED and name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
             yield from _unstacked(full, name, shape, dtype)
         else:

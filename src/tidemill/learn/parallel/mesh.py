@@ -24,9 +24,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tidemill.check.parallel import world_problem
 from tidemill.errors import ConfigError
 from tidemill.recipe.config import ParallelSettings
+from tidemill.recipe.ranks import world_problem
 
 DIMENSIONS = ("pp", "replicate", "fsdp", "cp", "tp")
 SHARD, EFSDP, EP, DP = "shard", "efsdp", "ep", "dp"
@@ -150,7 +150,7 @@ def build(parallel: ParallelSettings, device_type: str = "cpu") -> Meshes:
 
     Models of the same sizes share one mesh: each of its groups has threads, connections and buffers of its own."""
     problem = world_problem(parallel, dist.get_world_size() if dist.is_initialized() else 1)
-    if problem is not None:
+    if problem:
         raise ConfigError(problem)
     if parallel.ranks == 1:
         return Meshes(parallel)

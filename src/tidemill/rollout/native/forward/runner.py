@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tidemill.errors import ModelError
+from tidemill.models import families
 from tidemill.models.attention.registry import Context
 from tidemill.models.modes import at_rest
 from tidemill.rollout.native.forward import latent, lean
@@ -71,7 +72,8 @@ def make_runner(
     if group is not None:
         if is_plain or not lean.supports(model):
             raise ModelError(
-                f"{type(model).__name__} cannot be served tensor-parallel", f"this works for {', '.join(lean.FAMILY)}"
+                f"{type(model).__name__} cannot be served tensor-parallel",
+                f"this works for {', '.join(families.llama_forms(mixtures=True))}",
             )
         from tidemill.rollout.native.forward.parallel import ParallelRunner
 

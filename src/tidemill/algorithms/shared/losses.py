@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-from torch import Tensor
-
-from tidemill.algorithms import kl
 from tidemill.algorithms.api import Stat, Stats, TokenBatch, segment_sum
+from tidemill.algorithms.shared import kl
+from tidemill.imports import torch
 from tidemill.recipe.config import AlgorithmSettings
 
 
-def log_ratio_of(tokens: TokenBatch) -> Tensor:
+def log_ratio_of(tokens: TokenBatch) -> torch.Tensor:
     """log π − log π_old; 0 where the model made nothing, so that no overflow there can meet a weight of 0."""
     return tokens.made(tokens.logprobs - tokens.old_logprobs)
 
 
-def sequence_log_ratio(tokens: TokenBatch, per_token: bool) -> Tensor:
+def sequence_log_ratio(tokens: TokenBatch, per_token: bool) -> torch.Tensor:
     """The whole response's log ratio at each of its tokens: its sum, or (GSPO) its mean over the response's tokens."""
     total = segment_sum(log_ratio_of(tokens), tokens.row, tokens.rows)
     if per_token:
@@ -25,12 +23,12 @@ def sequence_log_ratio(tokens: TokenBatch, per_token: bool) -> Tensor:
     return total[tokens.row]
 
 
-def row_lengths(tokens: TokenBatch) -> Tensor:
+def row_lengths(tokens: TokenBatch) -> torch.Tensor:
     """(rows,) tokens the model made."""
     return segment_sum(tokens.mask, tokens.row, tokens.rows)
 
 
-def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, settings: AlgorithmSettings) -> Tensor:
+def clipped_surrogate(log_ratio: torch.Tensor, advantages: torch.Tensor, settings: AlgorithmSettings) -> torch.Tensor:
     """PPO's objective (Schulman et al. 2017, eq. 7) per token, with two optional bounds against huge ratios.
 
     `dual_clip` c (Ye et al. 2020): at least c·A where A < 0. `ratio_cap` δ: the free ratio counts as at most δ.
@@ -45,7 +43,7 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, settings: Algorithm
     return objective
 
 
-def rollout_correction(tokens: TokenBatch, settings: AlgorithmSettings) -> Tensor | None:
+def rollout_correction(tokens: TokenBatch, settings: AlgorithmSettings) -> torch.Tensor | None:
     """Importance weights w = π_old / π_rollout for recomputed old log-probabilities, per token or per response; no
     gradient. Truncated: min(w, cap). Masked: w inside [floor, cap], else 0.
 
@@ -64,7 +62,9 @@ def rollout_correction(tokens: TokenBatch, settings: AlgorithmSettings) -> Tenso
     return torch.where(is_inside, weight, torch.zeros_like(weight))
 
 
-def held_back(per_token: Tensor, log_ratio: Tensor, tokens: TokenBatch, settings: AlgorithmSettings) -> Tensor:
+def held_back(
+    per_token: torch.Tensor, log_ratio: torch.Tensor, tokens: TokenBatch, settings: AlgorithmSettings
+) -> torch.Tensor:
     """Clip-cov and KL-cov (Cui et al. 2025): marked tokens give no gradient, or pay |log ratio|."""
     marked = tokens.columns.get("held_back")
     if settings.covariance.mode == "none" or marked is None:
@@ -74,7 +74,9 @@ def held_back(per_token: Tensor, log_ratio: Tensor, tokens: TokenBatch, settings
     return per_token + settings.covariance.kl_coef * marked * log_ratio.abs()
 
 
-def finish(per_token: Tensor, tokens: TokenBatch, settings: AlgorithmSettings, stats: Stats) -> tuple[Tensor, Stats]:
+def finish(
+    per_token: torch.Tensor, tokens: TokenBatch, settings: AlgorithmSettings, stats: Stats
+) -> tuple[torch.Tensor, Stats]:
     """The terms every policy loss shares (rollout correction, KL, entropy bonus), and the weighted sum."""
     correction = rollout_correction(tokens, settings)
     if correction is not None:
@@ -99,7 +101,7 @@ def finish(per_token: Tensor, tokens: TokenBatch, settings: AlgorithmSettings, s
     return tokens.weighted(per_token), stats
 
 
-def ratio_stats(log_ratio: Tensor, tokens: TokenBatch, settings: AlgorithmSettings) -> Stats:
+def ratio_stats(log_ratio: torch.Tensor, tokens: TokenBatch, settings: AlgorithmSettings) -> Stats:
     """How far the policy has moved from the one that made the samples, and how much of it the clip stopped."""
     with torch.no_grad():
         ratio = log_ratio.exp()
@@ -116,12 +118,12 @@ def ratio_stats(log_ratio: Tensor, tokens: TokenBatch, settings: AlgorithmSettin
     return stats
 
 
-def mean_stat(values: Tensor, tokens: TokenBatch) -> Stat:
+def mean_stat(values: torch.Tensor, tokens: TokenBatch) -> Stat:
     """A mean over the tokens the model made."""
     return Stat(tokens.made(values.detach()).sum(), tokens.mask.sum())
 
 
-def extreme(values: Tensor, tokens: TokenBatch, reduce: Literal["max", "min"]) -> Stat:
+def extreme(values: torch.Tensor, tokens: TokenBatch, reduce: Literal["max", "min"]) -> Stat:
     """The largest or smallest over the tokens the model made."""
     if not len(values):
         return Stat(0.0, 0.0, reduce)

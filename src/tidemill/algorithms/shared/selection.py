@@ -1,4 +1,4 @@
-"""What the policy-gradient algorithms do alike: group advantages, marks of tokens to hold back, rows to keep."""
+"""Choose what is learned from: rows that go on to learning, rows that have a gradient, tokens that are held back."""
 
 from __future__ import annotations
 
@@ -6,41 +6,13 @@ import hashlib
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
-from tidemill.algorithms import tables
-from tidemill.algorithms.advantages import group_advantages, group_index, spread_of
-from tidemill.algorithms.api import Algorithm, Kept, Stats, TokenBatch
-from tidemill.algorithms.losses import (
-    clipped_surrogate,
-    finish,
-    held_back,
-    log_ratio_of,
-    ratio_stats,
-    sequence_log_ratio,
-)
-from tidemill.algorithms.shaping import sample_rewards, token_rows
-from tidemill.algorithms.tables import FINISH, old_column
+from tidemill.algorithms.api import Kept
+from tidemill.algorithms.shared.advantages import Floats, group_index, spread_of
+from tidemill.algorithms.shared.shaping import token_rows
+from tidemill.algorithms.shared.tables import FINISH, old_column
 from tidemill.batch import GROUP, ID, Batch, Column
-from tidemill.graph import Graph
 from tidemill.recipe.config import Config
-
-Floats = npt.NDArray[np.float64]
-
-
-def advantages_of(batch: Batch, config: Config) -> Batch:
-    """Advantages of complete groups under the recipe's baseline and scale."""
-    settings = config.algorithm
-    made = group_advantages(
-        sample_rewards(batch, config),
-        batch.values(GROUP),
-        baseline=settings.baseline,
-        scale=settings.advantage_scale,
-        std_bias=settings.std_bias,
-        std_eps=settings.std_eps,
-        group_of_one=settings.group_of_one,
-    )
-    return with_marks(batch, Column(made), config)
 
 
 def with_marks(batch: Batch, advantages: Column, config: Config) -> Batch:
@@ -112,48 +84,3 @@ def teaches_of(batch: Batch, config: Config) -> Kept:
     index, counts = group_index(batch.values(GROUP))
     teaches: Kept = np.bincount(index, weights=own, minlength=len(counts))[index] > 0
     return teaches
-
-
-def sees_whole_step(config: Config) -> bool:
-    return config.algorithm.advantage_scale == "batch_std" or config.algorithm.covariance.mode != "none"
-
-
-class GroupPolicy(Algorithm):
-    """A policy, rewards, group advantages and a clipped ratio per token; algorithms override the rest."""
-
-    def graph(self, config: Config) -> Graph:
-        return tables.policy_graph(self.name, config)
-
-    def advantages(self, batch: Batch, config: Config) -> Batch:
-        return advantages_of(batch, config)
-
-    def keep(self, batch: Batch, config: Config) -> Kept:
-        return keep_of(batch, config)
-
-    def teaches(self, batch: Batch, config: Config) -> Kept:
-        return teaches_of(batch, config)
-
-    def wants_whole_step(self, config: Config) -> bool:
-        return sees_whole_step(config)
-
-    def loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
-        return clipped_loss(tokens, config)
-
-
-def clipped_loss(tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
-    """−min(ρA, clip(ρ)A) with one ratio ρ per token."""
-    return surrogate_loss(log_ratio_of(tokens), tokens, config)
-
-
-def sequence_loss(tokens: TokenBatch, config: Config, per_token: bool) -> tuple[Tensor, Stats]:
-    """The same with one ratio per response: the product of its tokens' ratios, or their geometric mean. It stands at
-    each token of the response; with sample_mean they add up to the response's own objective."""
-    return surrogate_loss(sequence_log_ratio(tokens, per_token), tokens, config)
-
-
-def surrogate_loss(log_ratio: Tensor, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
-    settings = config.algorithm
-    per_token = held_back(
-        -clipped_surrogate(log_ratio, tokens.made(tokens.advantages), settings), log_ratio, tokens, settings
-    )
-    return finish(per_token, tokens, settings, ratio_stats(log_ratio, tokens, settings))

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from tidemill.algorithms import tables
 from tidemill.algorithms.api import Algorithm, Stat, Stats, TokenBatch, segment_sum
-from tidemill.algorithms.losses import row_lengths
+from tidemill.algorithms.shared import tables
+from tidemill.algorithms.shared.losses import row_lengths
 from tidemill.batch import Batch
 from tidemill.graph import Graph, Stage
+from tidemill.imports import torch
 from tidemill.recipe.config import Config, Preference
 
 PAIRS = (*tables.OFFLINE, "chosen")
@@ -26,9 +23,9 @@ PAIRS = (*tables.OFFLINE, "chosen")
 class Pairs:
     """Indices of the two rows of each pair, and the pair's weight in the loss."""
 
-    chosen: Tensor  # (pairs,)
-    rejected: Tensor  # (pairs,)
-    weight: Tensor  # (pairs,)
+    chosen: torch.Tensor  # (pairs,)
+    rejected: torch.Tensor  # (pairs,)
+    weight: torch.Tensor  # (pairs,)
 
 
 def pairs_of(tokens: TokenBatch) -> Pairs:
@@ -46,21 +43,21 @@ def pairs_of(tokens: TokenBatch) -> Pairs:
     return Pairs(chosen, rejected, weight)
 
 
-def row_values(per_token: Tensor, tokens: TokenBatch) -> Tensor:
+def row_values(per_token: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
     """(tokens,) → (rows,) of a value that is the same at all tokens of a row."""
     count = segment_sum(torch.ones_like(per_token), tokens.row, tokens.rows).clamp(min=1.0)
     return segment_sum(per_token, tokens.row, tokens.rows) / count
 
 
-def row_sums(per_token: Tensor, tokens: TokenBatch) -> Tensor:
+def row_sums(per_token: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
     return segment_sum(tokens.made(per_token), tokens.row, tokens.rows)
 
 
-def row_means(per_token: Tensor, tokens: TokenBatch) -> Tensor:
+def row_means(per_token: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
     return row_sums(per_token, tokens) / row_lengths(tokens).clamp(min=1.0)
 
 
-def reward_stats(chosen: Tensor, rejected: Tensor) -> Stats:
+def reward_stats(chosen: torch.Tensor, rejected: torch.Tensor) -> Stats:
     """Rewards of both sides, their margin, and how often the chosen one wins."""
     count = float(len(chosen))
     return {
@@ -71,7 +68,7 @@ def reward_stats(chosen: Tensor, rejected: Tensor) -> Stats:
     }
 
 
-def pair_stats(chosen: Tensor, rejected: Tensor, logprobs: Tensor, pairs: Pairs) -> Stats:
+def pair_stats(chosen: torch.Tensor, rejected: torch.Tensor, logprobs: torch.Tensor, pairs: Pairs) -> Stats:
     """Of implied rewards, with the log-probabilities they come from."""
     with torch.no_grad():
         count = float(len(chosen))
@@ -97,7 +94,7 @@ class PairPolicy(Algorithm):
     def advantages(self, batch: Batch, config: Config) -> Batch:
         return Batch({})
 
-    def loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
+    def loss(self, tokens: TokenBatch, config: Config) -> tuple[torch.Tensor, Stats]:
         settings, pairs = config.algorithm.preference, pairs_of(tokens)
         per_row = row_means if self.per_token else row_sums
         logprobs = per_row(tokens.logprobs, tokens)
@@ -111,11 +108,11 @@ class PairPolicy(Algorithm):
             per_pair = per_pair - settings.sft_coef * row_means(tokens.logprobs, tokens)[pairs.chosen]
         return (pairs.weight * per_pair).sum(), pair_stats(chosen, rejected, logprobs, pairs)
 
-    def pair_loss(self, chosen: Tensor, rejected: Tensor, settings: Preference) -> Tensor:
+    def pair_loss(self, chosen: torch.Tensor, rejected: torch.Tensor, settings: Preference) -> torch.Tensor:
         raise NotImplementedError
 
 
-def logistic(chosen: Tensor, rejected: Tensor, settings: Preference) -> Tensor:
+def logistic(chosen: torch.Tensor, rejected: torch.Tensor, settings: Preference) -> torch.Tensor:
     """−log σ(h), h = chosen − rejected − margin; with a share ε of wrong labels −(1 − ε) log σ(h) − ε log σ(−h)."""
     h, wrong = chosen - rejected - settings.margin, settings.label_smoothing
-    return -(1.0 - wrong) * F.logsigmoid(h) - wrong * F.logsigmoid(-h)
+    return -(1.0 - wrong) * torch.nn.functional.logsigmoid(h) - wrong * torch.nn.functional.logsigmoid(-h)

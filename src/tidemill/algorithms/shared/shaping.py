@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from tidemill.algorithms import kl
-from tidemill.algorithms.tables import old_column
+from tidemill.algorithms.shared import kl
+from tidemill.algorithms.shared.tables import old_column
 from tidemill.batch import Batch
+from tidemill.imports import torch
 from tidemill.recipe.config import Config
 
 Floats = npt.NDArray[np.float64]

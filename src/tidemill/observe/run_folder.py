@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib import metadata
@@ -77,14 +77,14 @@ class RunFolder:
         _find_modules_again(path)
         return cls(path, config, lock=Lock.take(path / "lock") if exclusive else None)
 
-    def change(self, overrides: Sequence[str], step: int) -> list[Change]:
-        """Change settings of a run that is being resumed; what changed, and when, is kept in changes.jsonl."""
+    def change(self, overrides: Sequence[str], step: int, check: Callable[[Config], None]) -> list[Change]:
+        """Change settings of a run that is being resumed, if `check` allows them; changes.jsonl keeps what and when."""
         changed = recipe.load(self.config, overrides).config
         before = dict(recipe.leaves(self.config))
         changes = [Change(key, before.get(key), now) for key, now in recipe.leaves(changed) if before.get(key) != now]
         refuse_unsound(changes)
         if changes:
-            recipe.check(changed)
+            check(changed)
             now = datetime.now().astimezone().isoformat(timespec="seconds")
             with (self.path / "changes.jsonl").open("a", encoding="utf-8") as lines:
                 for one in changes:

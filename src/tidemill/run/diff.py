@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from tidemill.errors import TidemillError
-from tidemill.observe.dump import FOLDER, file_of
+from tidemill.flow.dump import FOLDER, file_of
+from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Config
-from tidemill.run.folder import RunFolder
 
 NOT_COMPUTED = ("time/", "idle/", "seconds/")  # metrics of the machine's speed, which differ between any two runs
 LOOKED = "eval/"  # what evaluations measure

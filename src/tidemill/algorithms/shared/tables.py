@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tidemill.batch import GROUP, ID, LENGTH, VERSION
-from tidemill.graph import Graph, Stage
+from tidemill.graph import Stage
 from tidemill.recipe.config import Config
 
 # What each row has when it enters: prompt tokens (int32, jagged) and the text columns of its example.
@@ -90,12 +90,6 @@ def learn(config: Config, *more: str) -> Stage:
         reads += ("held_back",)
     reads += routes(config)
     return Stage("learn", "actor", unique(reads + more), scope="group")
-
-
-def policy_graph(name: str, config: Config) -> Graph:
-    """The table of every algorithm that has a policy, rewards and group advantages, and nothing else."""
-    stages = (rollout(config), reward(config), *policy_logprobs(config), advantage(config), learn(config))
-    return Graph(name, SOURCE, stages)
 
 
 def old_column(config: Config) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
+from tidemill.imports import torch
 from tidemill.recipe.config import KL
 
 
-def estimate(logprobs: Tensor, ref_logprobs: Tensor, kl: KL) -> Tensor:
+def estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kl: KL) -> torch.Tensor:
     """Per token, with d = log π − log π_ref (Schulman 2020): k1 = d, k2 = d²/2, k3 = e^(−d) − 1 + d, abs = |d|."""
     d = logprobs - ref_logprobs
     if kl.clamp_log_ratio is not None:
