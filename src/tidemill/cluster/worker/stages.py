@@ -86,6 +86,8 @@ def _scores(
     state: WorkerState, name: str, column: str, model: Any, team: str = "", follow: Callable[[], None] | None = None
 ) -> Worker:
     """Of a whole model in this process, or of a team's part of one."""
+    if team and not state.is_cut and not state.is_alone:  # of a copy, which does not wait for the others to score
+        model = MeshModel(model.model, state.config, is_ready=True)
     own = (name, column, state.dock, model, state.config, state.tally)
     made = ScoreWorker(*own)
     if team and state.is_cut:
