@@ -5,7 +5,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -222,12 +221,3 @@ def test_a_resumed_run_counts_time_left_from_its_own_steps():
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (75, "1:15"), (3700, "1:01:40")])
 def test_times_are_said_like_a_clock(seconds, text):
     assert clock_text(seconds) == text
-
-
-def test_a_failure_that_a_worker_wrote_is_found_by_its_step(tmp_path):
-    run = SimpleNamespace(metrics_file=tmp_path / "m", samples_file=tmp_path / "s", tensorboard=tmp_path / "t")
-    with MetricsWriter(run, tensorboard=False) as metrics:
-        lines = [{"step": 1}, {"step": 2, "error": "sample 1: no"}, {"step": 2, "error": "x"}]
-        run.samples_file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"cut')
-        assert metrics.failure_of(1) == ""
-        assert metrics.failure_of(2) == "sample 1: no"
