@@ -5,7 +5,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -23,10 +22,6 @@ class Folder:
     @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
-
-    @property
-    def samples_file(self) -> Path:
-        return self.path / "samples.jsonl"
 
     @property
     def tensorboard(self) -> Path:
@@ -47,12 +42,7 @@ class Clock:
 def test_each_step_is_one_line_on_disk_as_soon_as_it_is_written(tmp_path):
     writer = MetricsWriter(Folder(tmp_path), tensorboard=False)
     writer.write(1, {"reward": 0.5, "tokens": 12})
-    writer.samples(1, [{"prompt": "1+1=", "response": "2 ✓"}, {"prompt": "b"}])
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "reward": 0.5, "tokens": 12}
-    assert [json.loads(line)["prompt"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == [
-        "1+1=",
-        "b",
-    ]
     assert writer.close() is None
 
 
@@ -231,12 +221,3 @@ def test_a_resumed_run_counts_time_left_from_its_own_steps():
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (75, "1:15"), (3700, "1:01:40")])
 def test_times_are_said_like_a_clock(seconds, text):
     assert clock_text(seconds) == text
-
-
-def test_a_failure_that_a_worker_wrote_is_found_by_its_step(tmp_path):
-    run = SimpleNamespace(metrics_file=tmp_path / "m", samples_file=tmp_path / "s", tensorboard=tmp_path / "t")
-    with MetricsWriter(run, tensorboard=False) as metrics:
-        lines = [{"step": 1}, {"step": 2, "error": "sample 1: no"}, {"step": 2, "error": "x"}]
-        run.samples_file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"cut')
-        assert metrics.failure_of(1) == ""
-        assert metrics.failure_of(2) == "sample 1: no"

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from tidemill.errors import TidemillError
 from tidemill.flow.records import Activity, Evaluation
-from tidemill.observe.metrics import MetricsWriter
 from tidemill.recipe.config import Config
 
 
@@ -21,7 +20,7 @@ class Rewound(TidemillError):
 
 
 class Workers(Protocol):
-    """Made by `cluster.start.start`. The loop sees nothing else of where the work is done."""
+    """Made by `cluster.start.choose.start`. The loop sees nothing else of where the work is done."""
 
     config: Config
 
@@ -42,7 +41,8 @@ class Workers(Protocol):
     def after_step(self, step: int, measured: dict[str, float]) -> list[str]:
         """What changes between steps. Gives new warnings, in words."""
 
-    def write_samples(self, step: int, metrics: MetricsWriter) -> None: ...
+    def write_samples(self, step: int) -> str:
+        """Some of the step's, for people to look at; gives the first error of a reward among them, or ""."""
 
     def evaluate(self, size: int, samples: int, tell: Callable[[Activity], None] = lambda activity: None) -> Evaluation:
         """`tell` hears how far it is; it may raise `Stopped`."""

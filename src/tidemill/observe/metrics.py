@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from tidemill.errors import TidemillError
 
 TENSORBOARD_CLOSE_S = 30.0
-TAIL_BYTES = 1 << 20  # of samples.jsonl, in which a step's failures are looked for
 
 
 class Places(Protocol):
@@ -24,18 +22,13 @@ class Places(Protocol):
     def metrics_file(self) -> Path: ...
 
     @property
-    def samples_file(self) -> Path: ...
-
-    @property
     def tensorboard(self) -> Path: ...
 
 
 class MetricsWriter:
     def __init__(self, run: Places, tensorboard: bool = True, start_step: int = 0) -> None:
         """`start_step` is the step a resumed run goes on from: TensorBoard hides older events past it."""
-        self.first_error = ""  # of a reward, among the samples written so far
         self._metrics = run.metrics_file.open("ab")
-        self._samples = run.samples_file.open("ab")
         self._events = EventThread(run.tensorboard, start_step) if tensorboard else None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -43,25 +36,9 @@ class MetricsWriter:
         if self._events is not None:
             self._events.put(step, {k: float(v) for k, v in metrics.items()})
 
-    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        for sample in samples:
-            self.first_error = self.first_error or str(sample.get("error", ""))
-            _append(self._samples, {"step": step, **sample})
-
-    def failure_of(self, step: int) -> str:
-        """The first failure of a reward among a step's samples, written here or by workers into the same file."""
-        if not self.first_error:
-            with open(self._samples.name, "rb") as written:
-                written.seek(max(0, os.path.getsize(self._samples.name) - TAIL_BYTES))
-                lines = [line for line in written.read().split(b"\n") if b'"error"' in line]
-            found = [sample for line in lines if (sample := _parsed(line)).get("step") == step and "error" in sample]
-            self.first_error = str(found[0]["error"]) if found else ""
-        return self.first_error
-
     def close(self) -> str | None:
         """A sentence for the user when TensorBoard's events could not be written."""
         self._metrics.close()
-        self._samples.close()
         return self._events.close() if self._events is not None else None
 
     def __enter__(self) -> MetricsWriter:
@@ -110,14 +87,6 @@ def _append(file: BinaryIO, record: Mapping[str, Any]) -> None:
     except OSError as error:
         remedy = "free some space and `tidemill resume` the run; a line cut short is dropped then"
         raise TidemillError(f"{file.name} cannot be written: {error.strerror or error}", remedy) from error
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _number(value: float) -> float | int | None:
