@@ -69,7 +69,7 @@ def test_two_nodes_run_a_recipe_and_a_killed_step_is_resumed(slurm: Path) -> Non
     before = len(steps_of(job))
     subprocess.run(["scancel", "--signal=KILL", step], check=True)
     wait_until(job, lambda: send.status(job.name)[1].state == "done")
-    log = send.logs(job.name, 200)
+    log = send.logs(job.name, 100_000)
     assert "the run is resumed inside the allocation" in log
     assert 2 <= before < 30 and steps_of(job) == list(range(1, 31)), log
 
@@ -105,7 +105,7 @@ def test_a_job_near_its_time_limit_saves_and_goes_back_into_the_queue(slurm: Pat
     wait_until(job, lambda: len(steps_of(job)) > made)
     send.stop(job.name)
     wait_until(job, lambda: send.status(job.name)[1].state == "stopped")
-    log = send.logs(job.name, 200)
+    log = send.logs(job.name, 100_000)
     assert "the run was stopped and saved" in log
     assert "resumed inside the allocation" not in log and "TIME LIMIT" not in log, log
     assert made > 0 and steps_of(job) == list(range(1, len(steps_of(job)) + 1))
