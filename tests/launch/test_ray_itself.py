@@ -85,3 +85,22 @@ def test_a_submitted_job_survives_the_kill_of_its_driver_and_finishes(cluster: t
     log = send.logs(job.name, 60)
     assert state() == "done" and steps_of(job) == list(range(1, 21)), log
     assert "it is resumed" in log
+
+
+def test_two_hosts_become_a_ray_cluster_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for ssh that runs commands here, in a folder for each host."""
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(f'#!/bin/sh\nshift 4\nmkdir -p {tmp_path}/$1 && cd {tmp_path}/$1 && shift && exec sh -c "$1"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv(jobs.ENV_FOLDER, str(tmp_path / "launch"))
+    (tmp_path / "hosts").write_text("one address=127.0.0.1\ntwo address=127.0.0.1\n")
+    env = {"OMP_NUM_THREADS": "1", "TIDEMILL_NODE_CPUS": "2", "TIDEMILL_NODE_STORE_BYTES": str(80 << 20)}
+    given = {"hosts": str(tmp_path / "hosts"), "python": sys.executable, "port": free_ports(1)[0], "env": env}
+    job = send.send(send.prepare(str(recipes.write(tmp_path)), [], "ssh", given))
+    until(lambda: send.status(job.name)[1].state in jobs.ENDED)
+    assert send.status(job.name)[1].state == "done", send.logs(job.name, 100)
+    assert steps_of(job) == list(range(1, recipes.STEPS + 1))
+    until(lambda: (tmp_path / "two" / ".tidemill" / "launch" / job.label / "exit").exists(), within_s=60)
+    assert (tmp_path / "two" / ".tidemill" / "launch" / job.label / "exit").read_text() == "0\n"

@@ -187,6 +187,8 @@ def run(here: Place, recipe: str, restarts: int) -> int:
     def progress() -> int:
         return metrics.stat().st_size if metrics.exists() else 0
 
+    if place.TOKEN_PATH in os.environ:  # a launch by ssh knows it only relative to the job's folder
+        os.environ[place.TOKEN_PATH] = str(Path(os.environ[place.TOKEN_PATH]).resolve())
     if here.nodes > 1 and "RAY_AUTH_MODE" not in os.environ:
         # Said on every node alike: Ray's default depends on what is in this user's home folder.
         has_token = place.TOKEN_PATH in os.environ or "RAY_AUTH_TOKEN" in os.environ
