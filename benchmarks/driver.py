@@ -297,7 +297,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.nursery:
         told = json.loads(sys.stdin.readline())
-        nursery(Address(told["ledger"], run_callbacks["token"]), told["crew"], told["s"])
+        nursery(Address(told["ledger"], told["token"]), told["crew"], told["s"])
         return
     result = run(vars(arguments))
     print(json.dumps(result) if arguments.json else json.dumps(result, indent=2))
