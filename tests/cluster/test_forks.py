@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tidemill.cluster.commands import HostCommands, request
 from tidemill.cluster.start import forkserver as forks
 from tidemill.cluster.start.forkserver import Forks
 from tidemill.cluster.start.handle import WorkerLost
@@ -40,7 +41,7 @@ def wait_until_gone(pid: int) -> None:
 
 
 def pid_of(worker: forks.ForkedHandle) -> int:
-    worker.call("stacks").result(20)  # it is up
+    worker.call(request(HostCommands.stacks)).result(20)  # it is up
     return worker.pid
 
 
@@ -53,13 +54,13 @@ def test_each_worker_is_a_process_of_its_own_with_a_log_of_its_own(light: Forks,
 def test_a_killed_worker_is_missed_at_once_with_the_signal_that_ended_it(light: Forks, tmp_path: Path) -> None:
     first, second = (light.spawn(name, tmp_path / "logs") for name in ("a", "b"))
     pid_of(second)
-    waits = first.call("watch", 0, 60.0)
+    waits = first.call(request(HostCommands.watch, 0, 60.0))
     os.kill(pid_of(first), signal.SIGKILL)
     with pytest.raises(WorkerLost, match="SIGKILL"):
         waits.result(5)
     with pytest.raises(WorkerLost):
-        first.call("stacks").result(5)
-    assert second.call("stacks").result(5).failure is None
+        first.call(request(HostCommands.stacks)).result(5)
+    assert second.call(request(HostCommands.stacks)).result(5).failure is None
 
 
 def test_a_worker_that_hangs_ends_with_whoever_asked_for_it(light: Forks, tmp_path: Path) -> None:
@@ -88,5 +89,5 @@ def test_one_that_cannot_import_says_why(tmp_path: Path, monkeypatch: pytest.Mon
     preload(("no_such_module",), tmp_path / "code", monkeypatch)
     broken = Forks(tmp_path / "place" / "forks")
     with pytest.raises((WorkerLost, TidemillError), match="no_such_module"):
-        broken.spawn("a", tmp_path / "logs").call("stacks").result(20)
+        broken.spawn("a", tmp_path / "logs").call(request(HostCommands.stacks)).result(20)
     broken.close()

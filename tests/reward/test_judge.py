@@ -84,7 +84,7 @@ def test_an_endpoint_that_is_down_is_named_and_the_recipe_decides(on_error) -> N
 
 
 @pytest.mark.parametrize("on_error", ["zero", "drop", "fail"])
-def test_a_run_whose_judge_is_down_says_so_and_does_as_told(on_error, tmp_path) -> None:
+def test_a_run_whose_judge_is_down_ends_and_says_why(on_error, tmp_path) -> None:
     import tidemill
 
     tiny = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 64, "window": 32}
@@ -101,14 +101,7 @@ def test_a_run_whose_judge_is_down_says_so_and_does_as_told(on_error, tmp_path) 
         "eval": {"size": 0, "before": False, "after": False},
         "observe": {"tensorboard": False},
     }
-    if on_error == "fail":
-        with pytest.raises(RewardError, match=r"sample \d+ \(chain:\d+\).*127.0.0.1:9.*not to be reached"):
-            tidemill.train(recipe)
-        return
-    tidemill.train(recipe)
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [m["reward_errors"] for m in metrics] == [8.0, 8.0]
-    if on_error == "drop":
-        assert all(m["dropped_samples"] == 8.0 for m in metrics)
-    else:
-        assert all(m["reward"] == 0.0 for m in metrics)
+    why = r"sample \d+ \(chain:\d+\).*127.0.0.1:9.*not to be reached"
+    whole = "" if on_error == "fail" else "every reward failed .8 of 8 samples.*"  # single failures do as told
+    with pytest.raises(RewardError, match=whole + why):
+        tidemill.train(recipe)
