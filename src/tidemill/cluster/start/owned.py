@@ -1,6 +1,6 @@
 """Temporary folders that do not outlive their owner for long: the next run removes those whose owner is dead.
 
-An owner holds a lock in its folder for as long as it lives, however it ends. Names are random, and a folder is looked
+Each owner holds a shared lock in its folder for as long as it lives, however it ends. Names are random, and a folder is looked
 at before it is touched: it must be this user's alone.
 """
 
@@ -27,9 +27,9 @@ def make() -> Path:
 
 
 def own(folder: Path) -> int:
-    """Be its owner until the file given is closed, or this process ends."""
+    """Be an owner, of whom there may be several, until the file given is closed or this process ends."""
     lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return lock
 
 
