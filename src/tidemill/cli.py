@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from tidemill.cli_models import models
+from tidemill.cli_watch import watch
 from tidemill.errors import ReshardError, TidemillError
 
 app = typer.Typer(
@@ -295,6 +296,7 @@ def _folder_of(run: Path) -> Path:
 reshard = typer.Typer(help="The weight flow, from the learner's layout to the rollout's.", no_args_is_help=True)
 app.add_typer(reshard, name="reshard")
 app.add_typer(models, name="models")
+app.command()(watch)
 
 
 @reshard.command()

@@ -9,15 +9,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tidemill.cluster.start.choose import start
 from tidemill.errors import CheckpointError, TidemillError
+from tidemill.flow.adjust import change
 from tidemill.flow.records import Evaluation, dump_evaluation, load_evaluation
 from tidemill.flow.tally import idle
 from tidemill.flow.workers import Rewound, Stopped, Workers
 from tidemill.learn import checkpoint
+from tidemill.observe.control import Steering
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.observe.profile import profiled
 from tidemill.recipe.config import Config
@@ -100,7 +103,21 @@ def train_loop(
     with recording(folder, config, first, watch) as metrics, interruptions(watch) as stop:
         if first == 0 and config.eval.before and config.eval.size:
             summary.before = look(workers, config, summary, metrics, watch)
+        steering = Steering(
+            folder.path,
+            first,
+            change=partial(change, workers),
+            actions={
+                "save": lambda: save(folder, workers, summary, config, watch),
+                "evaluate": lambda: look(workers, config, summary, metrics, watch),
+            },
+            is_stopping=stop,
+            note=watch.noted,
+        )
         for step in range(first + 1, config.train.steps + 1):
+            if steering.begin(step):
+                summary.is_stopped = True
+                break
             began = time.perf_counter()
             try:
                 with profiled(folder.path, config.train.profile, step):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from tidemill.device import determinism, host
 from tidemill.dock import LocalDock
 from tidemill.errors import ConfigError
 from tidemill.estimate import handover as turns
+from tidemill.flow.adjust import adjust, adjusted
 from tidemill.flow.ahead import Ahead, OpenStep, staleness_limit
 from tidemill.flow.beside import Beside, EveryStep
 from tidemill.flow.evaluate import averaged, decoder, evaluate
@@ -198,6 +199,12 @@ class LocalWorkers:
         fresh = [sign for sign in health.signs(self.history) if sign.sign not in self.told]
         self.told |= {sign.sign for sign in fresh}
         return [sign.sentence for sign in fresh]
+
+    def adjust(self, changes: Mapping[str, float]) -> str:
+        """Hold other values of some settings from now on; a sentence where that cannot be."""
+        if not (refusal := adjust(self.config, self.stages, changes)):
+            self.config = adjusted(self.config, changes)
+        return refusal
 
     def publish(self) -> None:
         """The learner's weights are what rollout serves from now on."""
