@@ -16,6 +16,7 @@ from typing import Any
 from tidemill.device import host
 from tidemill.errors import ConfigError, TidemillError, did_you_mean
 from tidemill.observe.lock import Lock
+from tidemill.observe.loggers.api import RunInfo
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Config
 
@@ -126,6 +127,20 @@ class RunFolder:
     def _write_config(self) -> None:
         head = "# The settings this run was started with, defaults included. `tidemill resume` reads them.\n"
         _replace(self.path / "config.yaml", (head + recipe.dump(self.config)).encode())
+
+
+def info_of(path: Path, config: Config, first: int) -> RunInfo:
+    """What loggers are told of a run."""
+    observe = config.observe
+    return RunInfo(
+        config.name,
+        path,
+        first,
+        dict(recipe.leaves(config)),
+        project=observe.project,
+        webhook=observe.webhook,
+        port=observe.prometheus_port,
+    )
 
 
 # Finding and moving

@@ -21,10 +21,12 @@ from tidemill.flow.tally import idle
 from tidemill.flow.workers import Rewound, Stopped, Workers
 from tidemill.learn import checkpoint
 from tidemill.observe.control import Steering
+from tidemill.observe.loggers import start as start_loggers
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.observe.profile import profiled
 from tidemill.recipe.config import Config
-from tidemill.run.folder import RunFolder
+from tidemill.run.folder import RunFolder, info_of
+from tidemill.run.measure import Machine
 
 
 @dataclass(slots=True)
@@ -100,7 +102,11 @@ def train_loop(
         first = restore(found, workers, summary)
     folder.truncate(first if found is not None else -1)  # without a checkpoint, what was logged before step 1 goes too
     watch.started(workers, first)
-    with recording(folder, config, first, watch) as metrics, interruptions(watch) as stop:
+    with (
+        closing(Machine(config)) as machine,
+        recording(folder, config, first, watch) as metrics,
+        interruptions(watch) as stop,
+    ):
         if first == 0 and config.eval.before and config.eval.size:
             summary.before = look(workers, config, summary, metrics, watch)
         steering = Steering(
@@ -125,7 +131,7 @@ def train_loop(
             except Stopped:
                 summary.is_stopped = True
                 break
-            record(step, workers, metrics, summary, time.perf_counter() - began, watch)
+            record(step, workers, metrics, machine, summary, time.perf_counter() - began, watch)
             if config.eval.size and config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
                 seen = look(workers, config, summary, metrics, watch)
                 if seen.accuracy >= (config.train.stop_at_accuracy or 2.0):
@@ -151,7 +157,13 @@ def look(workers: Workers, config: Config, summary: Summary, metrics: MetricsWri
 
 
 def record(
-    step: int, workers: Workers, metrics: MetricsWriter, summary: Summary, seconds: float, watch: Watcher
+    step: int,
+    workers: Workers,
+    metrics: MetricsWriter,
+    machine: Machine,
+    summary: Summary,
+    seconds: float,
+    watch: Watcher,
 ) -> None:
     measured = workers.measure()
     made = "made_tokens" in measured  # learning from one's own samples: each counts once, however often it is learned
@@ -166,12 +178,14 @@ def record(
     summary.rewards.append(measured.get("reward", -measured.get("loss", 0.0)))
     if not workers.config.eval.every:
         summary.latest = summary.rewards[-1]
+    measured |= machine.measure(measured, seconds, tokens, workers.parameters, summary.seconds)
     trouble = workers.after_step(step, measured)
     metrics.write(step, measured)
     workers.write_samples(step, metrics)
     watch.stepped(step, measured)
     for sentence in trouble:
         watch.noted(sentence)
+        metrics.event("health", sentence)
 
 
 def save(folder: RunFolder, workers: Workers, summary: Summary, config: Config, watch: Watcher) -> bool:
@@ -244,9 +258,17 @@ def warm_start(config: Config, folder: RunFolder, watch: Watcher) -> Path | None
 
 @contextmanager
 def recording(folder: RunFolder, config: Config, first: int, watch: Watcher) -> Iterator[MetricsWriter]:
-    metrics = MetricsWriter(folder, config.observe.tensorboard, first)
+    about = info_of(folder.path, config, first)
+    metrics = MetricsWriter(
+        folder, config.observe.tensorboard, first, start_loggers(config.observe.loggers, about, watch.noted)
+    )
+    metrics.event("start", f"goes on from step {first}" if first else "started")
     try:
         yield metrics
+        metrics.event("finish", "ended")
+    except BaseException as error:
+        metrics.event("failure", f"{type(error).__name__}: {error}")
+        raise
     finally:
         if trouble := metrics.close():
             watch.noted(trouble)

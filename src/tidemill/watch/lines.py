@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 BLOCK = 1 << 20
+TAIL = 1 << 14  # the first read from the end: often all that is wanted
 STEP = re.compile(rb'\s*\{\s*"step":\s*(-?\d+)')
 
 Line = tuple[int, bytes]  # where it starts, and its bytes without the line end
@@ -61,9 +62,10 @@ def backward(path: Path, end: int, start: int = 0) -> Iterator[Line]:
     if start >= end:
         return
     with path.open("rb") as file:
-        at, rest = end, b""
+        at, rest, block = end, b"", min(TAIL, BLOCK)
         while at > start:
-            size = min(BLOCK, at - start)
+            size = min(block, at - start)
+            block = min(2 * block, BLOCK)
             at -= size
             file.seek(at)
             first, *whole = (file.read(size) + rest).split(b"\n")
@@ -73,7 +75,7 @@ def backward(path: Path, end: int, start: int = 0) -> Iterator[Line]:
                 if line:  # the piece after the last line end is empty
                     yield ends, line
                 ends -= 1
-            rest = first + b"\n"  # there is a line end in every block: the stretch ends with one
+            rest = first + b"\n"  # a stretch ends with a line end, so every block has one
         if rest.strip():
             yield start, rest.removesuffix(b"\n")
 
@@ -84,13 +86,15 @@ def whole_end(path: Path) -> int:
     if not size:
         return 0
     with path.open("rb") as file:
-        at = size
+        at, block = size, TAIL
         while at > 0:
-            at = max(0, at - BLOCK)
+            length = min(block, at)
+            at -= length
             file.seek(at)
-            cut = file.read(BLOCK).rfind(b"\n")
+            cut = file.read(length).rfind(b"\n")
             if cut >= 0:
                 return at + cut + 1
+            block *= 2
     return 0
 
 

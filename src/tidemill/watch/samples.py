@@ -16,7 +16,7 @@ from typing import Any
 
 from tidemill.watch import lines
 
-BUDGET = 24 << 20
+BUDGET = 12 << 20
 VALUES = {
     "reward": re.compile(rb'(?<!\\)"reward": (-?[\d.eE+-]+)'),
     "group": re.compile(rb'(?<!\\)"group": (-?\d+)'),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ PROBES = 240  # lines read of a long file before it is indexed: enough for a fir
 SOON = 4 << 20  # bytes that are indexed while a request waits
 SLICE = 1 << 20  # bytes indexed between two chances for a request
 NAN = float("nan")
+BLOCK_ROWS = 4096
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -29,37 +29,78 @@ class Curve:
 
 
 class Table:
-    """Rows in the order of their lines; a metric that a row lacks is NaN there."""
+    """Rows in the order of their lines; a metric that a row lacks is NaN there. Kept in blocks that never move, so that
+    growing takes no second copy."""
 
     def __init__(self) -> None:
-        self.steps = array("q")
-        self.columns: dict[str, array[float]] = {}
+        self.rows = 0
+        self.names: dict[str, int] = {}
+        self._blocks: list[Floats] = []
+        self._steps: list[Ints] = []
+        self._best: tuple[float, int] | None = None  # the highest reward and its row
+        self._keys: tuple[str, ...] = ()  # of the last row, and where its values go: most rows are alike
+        self._places: Ints = np.zeros(0, np.int64)
 
     def add(self, row: dict[str, Any]) -> None:
-        count = len(self.steps)
-        self.steps.append(row.pop("step"))
-        for name, value in row.items():
-            column = self.columns.get(name)
-            if column is None:
-                column = self.columns[name] = array("f", [NAN]) * count
-            elif len(column) < count:
-                column.extend([NAN] * (count - len(column)))
-            column.append(value if isinstance(value, int | float) else NAN)
+        step = row.pop("step")
+        keys, at = tuple(row), self.rows % BLOCK_ROWS
+        if keys != self._keys:
+            self._places = np.array([self.names.setdefault(key, len(self.names)) for key in keys], np.int64)
+            self._keys = keys
+        if not at:
+            self._steps.append(np.zeros(BLOCK_ROWS, np.int64))
+            self._blocks.append(np.full((BLOCK_ROWS, len(self.names)), NAN, np.float32))
+        elif self._blocks[-1].shape[1] < len(self.names):
+            missing = len(self.names) - self._blocks[-1].shape[1]
+            self._blocks[-1] = np.pad(self._blocks[-1], ((0, 0), (0, missing)), constant_values=NAN)
+        values = [value if isinstance(value, int | float) else NAN for value in row.values()]
+        self._blocks[-1][at, self._places] = values
+        self._steps[-1][at] = step
+        reward = row.get("reward")
+        if isinstance(reward, float) and (self._best is None or reward > self._best[0]):
+            self._best = reward, self.rows
+        self.rows += 1
+
+    def column(self, name: str, first: int = 0, last: int = 1 << 60) -> tuple[Ints, Floats]:
+        """Steps and values of the rows that have it, from `first` to `last`; blocks that hold none are passed over."""
+        place = self.names.get(name)
+        found: list[tuple[Ints, Floats]] = []
+        for i, block in enumerate(self._blocks):
+            if place is None or place >= block.shape[1]:
+                continue
+            count = min(BLOCK_ROWS, self.rows - i * BLOCK_ROWS)
+            steps = self._steps[i][:count]
+            if steps[-1] < first or steps[0] > last:
+                continue
+            begin, end = np.searchsorted(steps, (first, last + 1))
+            values = block[begin:end, place]
+            keep = np.isfinite(values)
+            found.append((steps[begin:end][keep], values[keep]))
+        if not found:
+            return np.zeros(0, np.int64), np.zeros(0, np.float32)
+        return np.concatenate([steps for steps, _ in found]), np.concatenate([values for _, values in found])
 
     def curve(self, name: str, points: int, first: int, last: int) -> Curve:
-        column = self.columns.get(name)
-        if column is None:
-            return Curve([], [])
-        values = np.array(column, np.float32)
-        steps = np.array(self.steps[: len(values)], np.int64)
-        keep = np.isfinite(values) & (steps >= first) & (steps <= last)
-        at = thinned(values[keep], points)
-        chosen = values[keep][at]
-        return Curve(steps[keep][at].tolist(), [float(f"{v:.6g}") for v in chosen.tolist()])
+        steps, values = self.column(name, first, last)
+        at = thinned(values, points)
+        return Curve(steps[at].tolist(), [float(f"{v:.6g}") for v in values[at].tolist()])
+
+    def telling(self) -> list[int]:
+        """Rows that say how a run fares: of its first and last steps, and of the best."""
+        steps = [i for i in (*range(min(40, self.rows)), *range(max(0, self.rows - 60), self.rows)) if self._is_step(i)]
+        best = [] if self._best is None else [self._best[1]]
+        return sorted({*steps[:20], *steps[-30:], *best})
+
+    def _is_step(self, index: int) -> bool:
+        """Not a line of an evaluation."""
+        block, place = self._blocks[index // BLOCK_ROWS], self.names.get("time/step")
+        return place is not None and place < block.shape[1] and bool(np.isfinite(block[index % BLOCK_ROWS, place]))
 
     def row(self, index: int) -> dict[str, float]:
-        found = {name: float(c[index]) for name, c in self.columns.items() if index < len(c) and c[index] == c[index]}
-        return {"step": float(self.steps[index]), **found}
+        block, at = self._blocks[index // BLOCK_ROWS], index % BLOCK_ROWS
+        values = block[at].tolist()
+        found = {name: values[i] for name, i in self.names.items() if i < len(values) and values[i] == values[i]}
+        return {"step": float(self._steps[index // BLOCK_ROWS][at]), **found}
 
 
 def thinned(values: Floats, points: int) -> Ints:
@@ -124,8 +165,8 @@ class Series:
     def names(self) -> list[str]:
         self.advance(SOON)
         with self.lock:
-            table = self.table if self.table.columns else self._probed()
-            return list(table.columns)
+            table = self.table if self.table.rows else self._probed()
+            return list(table.names)
 
     def last(self) -> dict[str, float]:
         """The newest of every metric among the last lines."""
@@ -140,12 +181,7 @@ class Series:
     def telling(self) -> list[dict[str, float]]:
         """The rows that say how a run fares: its first and last steps, and its best."""
         with self.lock:
-            timed = self.table.columns.get("time/step", array("f"))
-            rows = [i for i, seconds in enumerate(timed) if seconds == seconds]
-            reward = self.table.columns.get("reward")
-            best = [max((i for i in rows if i < len(reward)), key=lambda i: _low(reward[i]))] if reward and rows else []
-            chosen = sorted({*rows[:20], *rows[-30:], *best})
-            return [self.table.row(i) for i in chosen]
+            return [self.table.row(i) for i in self.table.telling()]
 
     def _probed(self) -> Table:
         table, end = Table(), lines.whole_end(self.path)
@@ -162,7 +198,3 @@ class Series:
                 if row is not None and isinstance(row.get("step"), int):
                     table.add(row)
         return table
-
-
-def _low(value: float) -> float:
-    return value if value == value else float("-inf")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from tidemill.errors import ConfigError
 from tidemill.watch.runs import Runs
@@ -36,12 +38,19 @@ def serve(
         raise ConfigError(f"there is no folder {where}", "`tidemill train RECIPE` makes runs/NAME")
     token = secrets.token_urlsafe(24) if token is None else token
     hosts = guard.LOOPBACK if host in LOOPBACK else ()
-    app = server.application(Runs.at(where), token=token, may_control=may_control, hosts=hosts)
+    ending = threading.Event()
+    app = server.application(Runs.at(where), token=token, may_control=may_control, hosts=hosts, ending=ending)
     listener = _listener(host, port)
     address = f"http://{host if ':' not in host else f'[{host}]'}:{listener.getsockname()[1]}/"
     told(f"{address}{f'?token={token}' if token else ''}")
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="on")
-    uvicorn.Server(config).run(sockets=[listener])
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=3, lifespan="on")
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            ending.set()
+            super().handle_exit(sig, frame)
+
+    Server(config).run(sockets=[listener])
 
 
 def _listener(host: str, port: int) -> socket.socket:
@@ -52,6 +61,7 @@ def _listener(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, candidate))
+            listener.listen(128)  # before the address is told: who opens it at once waits and is not refused
         except OSError:
             listener.close()
             continue

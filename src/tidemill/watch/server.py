@@ -7,10 +7,12 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from anyio import to_thread
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -30,6 +32,7 @@ from tidemill.watch.tokens import Tokens
 STATIC = Path(__file__).with_name("static")
 LOOK_S = 0.5  # between looks at a run's files for whoever watches it
 BEAT_S = 15.0  # a word when nothing happens, so that a lost page is noticed
+THREADS = 4  # that answer: each keeps memory of its own
 MOST_POINTS, MOST_NAMES, MOST_SAMPLES = 4000, 64, 200
 
 Answer = dict[str, Any] | list[Any]
@@ -42,8 +45,8 @@ class NotFound(TidemillError):
 class Page:
     """Answers of every address. `may_control`: commands are taken."""
 
-    def __init__(self, runs: Runs, may_control: bool) -> None:
-        self.runs, self.may_control = runs, may_control
+    def __init__(self, runs: Runs, may_control: bool, ending: threading.Event) -> None:
+        self.runs, self.may_control, self.ending = runs, may_control, ending
         self.tokens = Tokens()
 
     def _run(self, request: Request, name: str = "run") -> Run:
@@ -123,9 +126,17 @@ class Page:
         return {"asked": made.kind, "id": made.id}
 
 
-def application(runs: Runs, *, token: str, may_control: bool = False, hosts: tuple[str, ...] = ()) -> Starlette:
-    """`hosts`: names under which the page may be asked for; empty: any. `token`: "" for none."""
-    page = Page(runs, may_control)
+def application(
+    runs: Runs,
+    *,
+    token: str,
+    may_control: bool = False,
+    hosts: tuple[str, ...] = (),
+    ending: threading.Event | None = None,
+) -> Starlette:
+    """`hosts`: names under which the page may be asked for; empty: any. `token`: "" for none. `ending`: set when the
+    server is to end, because streams of events would keep it."""
+    page = Page(runs, may_control, ending or threading.Event())
     answers = {
         "runs": page.list_runs,
         "run": page.overview,
@@ -140,7 +151,7 @@ def application(runs: Runs, *, token: str, may_control: bool = False, hosts: tup
     routes = [
         Route("/", lambda request: FileResponse(STATIC / "index.html")),
         *[Route(f"/api/{name}", _answering(answer)) for name, answer in answers.items()],
-        Route("/api/events", lambda request: _events(page, request)),
+        Route("/api/events", partial(_events, page)),
         Route("/api/control", _commanding(page), methods=["POST"]),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
@@ -187,7 +198,7 @@ async def _events(page: Page, request: Request) -> Response:
     async def stream() -> AsyncIterator[bytes]:
         told: dict[str, Any] = {}
         quiet = 0.0
-        while not await request.is_disconnected():
+        while not (page.ending.is_set() or await request.is_disconnected()):
             for run in found:
                 now = await run_in_threadpool(_moved, run)
                 if told.get(run.name) != now:
@@ -222,6 +233,7 @@ def _indexing(runs: Runs) -> Callable[[Starlette], Any]:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         ending = threading.Event()
+        to_thread.current_default_thread_limiter().total_tokens = THREADS
 
         def work() -> None:
             while not ending.is_set():

@@ -42,6 +42,7 @@ function choose() {
 
 async function show() {
   const turn = ++state.turn;
+  delete main.dataset.ready;
   read();
   frame();
   document.title = `${state.chosen[0] ?? "no run"} · ${state.page} · Tidemill`;
@@ -58,15 +59,19 @@ async function show() {
   } catch (error) {
     replace(body, h("p", { class: "bad", role: "alert" }, error.message));
   }
-  main.dataset.ready = `${state.page} ${state.chosen.join(" ")}`;
+  if (turn === state.turn) main.dataset.ready = `${state.page} ${state.chosen.join(" ")}`;
 }
 
 function listen() {
   state.events?.close();
   if (!state.chosen.length) return;
   state.events = new EventSource(`api/events?${new URLSearchParams(state.chosen.map((run) => ["run", run]))}`);
-  state.events.onmessage = () => {
-    live.textContent = "● live";
+  const sizes = {};
+  state.events.onmessage = (event) => {
+    live.textContent = "● connected";
+    const { run, metrics } = JSON.parse(event.data);
+    if (metrics < (sizes[run] ?? 0)) state.shown?.recolour?.(); // a resumed run cut its file: everything anew
+    sizes[run] = metrics;
     refresh();
   };
   state.events.onerror = () => (live.textContent = "○ no connection");

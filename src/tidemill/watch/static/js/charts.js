@@ -2,9 +2,25 @@
 import { get, h, number } from "./dom.js";
 
 const HEIGHT = 190;
+const POINTS = 800; // of a curve
+const FRESH = 300; // refreshes that only add, before a curve is thinned anew
 const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+// A flat curve lies in the middle; any other has a little room above and below.
+function span(low, high) {
+  if (low === null || high === null) return [0, 1];
+  return low === high ? [low - (Math.abs(low) / 10 || 1), high + (Math.abs(high) / 10 || 1)] : uPlot.rangeNum(low, high, 0.1, true);
+}
+
+function joined(before, fresh) {
+  return Object.fromEntries(Object.entries(fresh).map(([name, [steps, values]]) => {
+    const [first, had] = before[name] ?? [[], []];
+    const at = steps.findIndex((step) => !(step <= first.at(-1)));  // an evaluation comes after its step's own line
+    return [name, at < 0 ? [first, had] : [first.concat(steps.slice(at)), had.concat(values.slice(at))]];
+  }));
+}
 
 export class Charts {
   // wanted: [{title, names}]; runs: names of runs laid over each other
@@ -12,6 +28,9 @@ export class Charts {
     this.runs = runs;
     this.marks = marks; // steps at which a setting was changed
     this.range = null;
+    this.found = runs.map(() => ({}));
+    this.isWhole = false; // every line of the files is in the curves
+    this.added = 0;
     this.charts = wanted.map((one) => ({ ...one, box: this.box(one), plot: null }));
     this.element = h("div", { class: "cards" }, this.charts.map((chart) => chart.box));
     this.resized = new ResizeObserver(() => this.fit());
@@ -22,16 +41,22 @@ export class Charts {
     return h("section", { class: "card", "data-chart": one.title, "aria-label": `${one.title} by step` }, h("h3", {}, one.title));
   }
 
-  async load() {
+  // Everything once; after that only what is new, until so much is new that buckets are made again.
+  async load(whole = true) {
     const names = [...new Set(this.charts.flatMap((chart) => chart.names))];
     const parts = [];
     for (let i = 0; i < names.length; i += 60) parts.push(names.slice(i, i + 60));
-    const asked = this.range ? { from: Math.floor(this.range[0]), to: Math.ceil(this.range[1]) } : {};
-    const found = await Promise.all(this.runs.map(async (run) => {
-      const told = await Promise.all(parts.map((name) => get("series", { run, name, points: 800, ...asked })));
-      return Object.assign({}, ...told.map((one) => one.curves));
+    const range = this.range ? { from: Math.floor(this.range[0]), to: Math.ceil(this.range[1]) } : {};
+    const added = !whole && !this.range && this.isWhole && this.added < FRESH;
+    this.found = await Promise.all(this.runs.map(async (run, r) => {
+      const before = added ? this.found[r] : {};
+      const from = Math.max(0, ...Object.values(before).map(([steps]) => steps.at(-1) ?? 0));
+      const told = await Promise.all(parts.map((name) => get("series", { run, name, points: POINTS, ...range, ...(added ? { from } : {}) })));
+      this.isWhole = told.every((one) => one.is_whole);
+      return joined(before, Object.assign({}, ...told.map((one) => one.curves)));
     }));
-    for (const chart of this.charts) this.draw(chart, found);
+    this.added = added ? this.added + 1 : 0;
+    for (const chart of this.charts) this.draw(chart, this.found);
   }
 
   draw(chart, found) {
@@ -62,7 +87,7 @@ export class Charts {
     const thin = { ...axis, size: 58, values: (_, all) => all.map((v) => number(v, 3)) };
     return {
       width: this.width(box), height: HEIGHT, series: [{ label: "step", value: (_, v) => number(v) }, ...series],
-      scales: { x: { time: false } },
+      scales: { x: { time: false }, y: { range: (_, low, high) => span(low, high) } },
       axes: [{ ...axis, values: (_, all) => all.map((v) => (Number.isInteger(v) ? number(v) : "")) }, thin],
       cursor: { sync: { key: "steps" }, drag: { x: true, y: false, setScale: false } },
       hooks: { setSelect: [(plot) => this.zoom(plot)], ready: [(plot) => plot.over.addEventListener("dblclick", () => this.whole())],

@@ -31,7 +31,7 @@ export async function open(body, { runs, infos }) {
   pick.addEventListener("change", show);
   replace(body, h("h1", {}, "Compare ", runs[0], " with ", pick), found);
   await show();
-  return { refresh: () => charts.load(), recolour: () => charts.recolour(), close: () => charts.close() };
+  return { refresh: () => charts.load(false), recolour: () => charts.recolour(), close: () => charts.close() };
 }
 
 const word = (value) => (value === undefined || value === null ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value));

@@ -25,5 +25,5 @@ export async function open(body, { runs }) {
   const charts = new Charts(runs, parts.filter((part) => part.names.length));
   body.append(top, charts.element);
   await charts.load();
-  return { refresh: () => Promise.all([write(), charts.load()]), recolour: () => charts.recolour(), close: () => charts.close() };
+  return { refresh: () => Promise.all([write(), charts.load(false)]), recolour: () => charts.recolour(), close: () => charts.close() };
 }

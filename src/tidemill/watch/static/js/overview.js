@@ -83,7 +83,7 @@ export async function open(body, { runs, mayControl }) {
       infos = await Promise.all(runs.map((run) => get("run", { run })));
       charts.marks.splice(0, charts.marks.length, ...infos.flatMap((info) => info.control.filter((one) => one.kind === "set" && !one.refused).map((one) => one.step)));
       write();
-      await Promise.all([charts.load(), all.open ? more?.load() : null]);
+      await Promise.all([charts.load(false), all.open ? more?.load(false) : null]);
     },
     recolour: () => Promise.all([charts.recolour(), more?.recolour()]),
     close: () => (charts.close(), more?.close()),

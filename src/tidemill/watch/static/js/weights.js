@@ -21,5 +21,5 @@ export async function open(body, { runs }) {
   ].filter((chart) => chart.names.length));
   body.append(top, h("h2", {}, "Publishes"), charts.element);
   await charts.load();
-  return { refresh: () => Promise.all([write(), charts.load()]), recolour: () => charts.recolour(), close: () => charts.close() };
+  return { refresh: () => Promise.all([write(), charts.load(false)]), recolour: () => charts.recolour(), close: () => charts.close() };
 }
