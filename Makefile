@@ -11,7 +11,7 @@ BROWSER_VENV ?= .venv-browser
 RANKS := tests/learn/parallel
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-vllm test-browser lint types quick slow learning bench peers clean
+.PHONY: help install quickstart test test-vllm test-browser lint layers types quick slow learning bench peers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -31,7 +31,10 @@ quickstart: install ## a small model learns by reinforcement learning, in five m
 
 test: install lint types quick slow ## everything that must pass
 
-lint: install
+layers: install ## imports point down the layers of docs/architecture.md
+	@$(BIN)/lint-imports --no-cache
+
+lint: install layers
 	@$(BIN)/ruff check src tests benchmarks
 	@$(BIN)/ruff format --check -q src tests benchmarks
 

@@ -150,14 +150,11 @@ def model_of(shape: str, window: int = 4096) -> Any:
 def predicted_gib(model: Any, config: Any, parameters: int) -> float:
     """What `tidemill doctor` would say, without the rollout's cache: there is none here."""
     from tidemill.estimate.memory import memory
-    from tidemill.estimate.run import Shape
+    from tidemill.models.shape import parse
 
-    c = model.config
-    shape = Shape(
-        c.hidden_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads, c.head_dim,
-        c.intermediate_size, c.vocab_size, None, parameters,
-    )  # fmt: skip
-    needed = memory(config, shape, on_accelerator=True)
+    shape = parse(model.config.to_dict())
+    assert shape is not None
+    needed = memory(config, shape, parameters, on_accelerator=True)
     assert needed is not None
     return (needed.total - needed.cache) / GIB
 

@@ -45,8 +45,8 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def textbook(form: str, ranks: int, tokens: int, hidden: int, layers: int) -> float:
     """Bytes that a rank must send in an update, float32: those of attention, and of weights that lie in pieces."""
-    from tidemill.estimate.ranks_memory import Sizes, sent
-    from tidemill.estimate.run import shape_of
+    from benchmarks._sent import sent
+    from tidemill.models.shape import shape_of
 
     config = recipe({"cp": ranks, "cp_form": form}, hidden, layers, tokens)
     shape = shape_of(config.model)
@@ -56,7 +56,7 @@ def textbook(form: str, ranks: int, tokens: int, hidden: int, layers: int) -> fl
         exchanged = 2 * tokens / ranks * (ranks - 1) / ranks * 2 * (HEADS + max(KEY_HEADS, ranks)) * head
     else:  # keys and values go round twice, their gradients once and home
         exchanged = (2 * (ranks - 1) + ranks) * tokens / ranks * 2 * KEY_HEADS * head
-    return sent(config, Sizes.dense(shape), tokens).total + layers * exchanged
+    return sent(config, shape, tokens).total + layers * exchanged
 
 
 def _figures(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _farthest(found: list[dict[str, Any]], alone: dict[str, Any], name: str) -> 
 
 def measure(parallel: Mapping[str, Any], tokens: int, hidden: int, layers: int, repeats: int) -> dict[str, Any]:
     from benchmarks._traffic import Peak, Traffic
-    from tidemill.learn.parallel.build import learner as make
+    from tidemill.learn.build import learner as make
 
     learner = make(recipe(parallel, hidden, layers, tokens), 100)
     batch = sample(tokens)

@@ -454,12 +454,32 @@ def _starved() -> dict[str, Any]:
     return {"starved_neighbour_ms": hunger["added_ms"], "neighbour_alone_ms": hunger["alone_ms"]}
 
 
+def payload(groups: int = 64, size: int = 16, tokens: int = 1024) -> dict[str, Any]:
+    """Bytes that one step's prompts take in the dock: with a copy for each row, and once for each group."""
+    rng = np.random.default_rng(0)
+    place = np.repeat(np.arange(groups), size)
+    prompts = Column.jagged([rng.integers(0, 150_000, tokens) for _ in range(groups)], np.int32)
+    answers = Column.text([f"the answer is {i}" for i in range(groups)])
+    shared = {"prompt": prompts, "answer": answers}
+    ids = np.arange(groups * size)
+    held = {}
+    for name in ("per_row", "per_group"):
+        kept = {n: c.grouped(place) if name == "per_group" else c.gather(place) for n, c in shared.items()}
+        with DockServer(DockSetup((Stage("rollout", "r", tuple(shared)),), memory_bytes=1 << 28)) as server:
+            dock = server.connect()
+            seconds = timed(lambda rows=kept, dock=dock: dock.put(Batch({"id": ids, "group": place, **rows})))
+            held[name] = {"bytes": dock.state().bytes, "put_ms": round(1e3 * seconds, 2)}
+            dock.close()
+    return {**held, "share": round(held["per_group"]["bytes"] / held["per_row"]["bytes"], 3)}
+
+
 PARTS: dict[str, Any] = {
     "carrying": lambda: _alone(carrying),
     "starved": _starved,
     "tables": lambda: {"take_ms": tables()},
     "tcp": lambda: {"tcp": over_tcp()},
     "pairs": lambda: {"pairs": pairs(memcpy_gbps())},
+    "payload": lambda: {"payload": payload()},
 }
 
 

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,15 @@ PRODUCER_SPACING = 1 << 32
 # -- the load ---------------------------------------------------------------------------------------------------------
 
 
+def _connect(address: Address, node: str) -> RemoteDock:
+    """From the first node as on the ledger's machine, from the others as from another machine."""
+    return RemoteDock(address if node == NODES[0] else replace(address, local=""), node)
+
+
 def produce(address: Address, node: str, number: int, progress: Path, stop: Any) -> None:
     """Groups of rows whose content follows from their id. Progress is on file: a successor repeats the last put."""
     _quiet()
-    dock = RemoteDock(address, node, by_door=node == NODES[0])  # the others as from another machine
+    dock = _connect(address, node)
     done = int(progress.read_text() or 0) if progress.exists() else 0
     while True:
         ids = np.arange(done, done + GROUP) + number * PRODUCER_SPACING
@@ -75,7 +80,7 @@ def produce(address: Address, node: str, number: int, progress: Path, stop: Any)
 
 def consume(address: Address, node: str, stage: str, log: Path, stop: Any) -> None:
     _quiet()
-    dock = RemoteDock(address, node, by_door=node == NODES[0])  # the others as from another machine
+    dock = _connect(address, node)
     rng = random.Random(os.getpid())
     with open(log, "ab", buffering=0) as committed:
         while not stop.is_set():

@@ -134,7 +134,7 @@ def time_attention() -> None:
 
 
 def check_logprobs() -> None:
-    from tidemill.learn.logprob import token_logprobs
+    from tidemill.learn.logprob.tokens import token_logprobs
 
     for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         for softcap, temperature in ((None, 1.0), (30.0, 0.7)):
@@ -158,7 +158,7 @@ def check_logprobs() -> None:
 
 
 def time_logprobs() -> None:
-    from tidemill.learn.logprob import token_logprobs
+    from tidemill.learn.logprob.tokens import token_logprobs
 
     tokens = 16384
     hidden = torch.randn(tokens, 1536, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
@@ -239,8 +239,8 @@ def check_learner() -> None:
 
 def check_optimizers() -> None:
     """The fused update against the plain one, and both timed on as many weights as the 1.5B shape's embeddings have."""
-    from tidemill.learn.adam import Adam
-    from tidemill.learn.muon import orthogonal
+    from tidemill.learn.optim.adam import Adam
+    from tidemill.learn.optim.muon import orthogonal
 
     group: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     rows = 151936 if ON_DEVICE else 40

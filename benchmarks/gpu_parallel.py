@@ -99,7 +99,6 @@ def accelerator() -> dict[str, Any]:
     from tidemill.device.collective import backend
     from tidemill.learn.engine import Learner
     from tidemill.learn.parallel import mesh
-    from tidemill.learn.parallel.learner import ParallelLearner
 
     chosen = device.pick("auto")
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
@@ -108,7 +107,7 @@ def accelerator() -> dict[str, Any]:
     model = make_model("dense").to(chosen.torch_device)
     alone = Learner(copy.deepcopy(model), recipe({}, off), get("grpo"), 2)
     config = recipe({}, off)
-    cut = ParallelLearner(model, config, get("grpo"), 2, mesh.build(config.learn.parallel, chosen.kind))
+    cut = Learner(model, config, get("grpo"), 2, mesh.build(config.learn.parallel, chosen.kind))
     worst = 0.0
     for i in range(2):
         for learner in (alone, cut):

@@ -42,7 +42,8 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
 def _swap(chosen: Any, name: str, repeats: int) -> dict[str, Any]:
     import torch
 
-    from tidemill.reshard import parallel, shapes
+    from tidemill.estimate import weight_flow
+    from tidemill.reshard import parallel
     from tidemill.reshard.pack import checksum
     from tidemill.reshard.swap import Swap
 
@@ -53,7 +54,7 @@ def _swap(chosen: Any, name: str, repeats: int) -> dict[str, Any]:
     alone_free = chosen.memory().free
     pinned = _pinned_copy(where)
     torch.accelerator.empty_cache()
-    model = shapes.published(name)
+    model = weight_flow.published(name)
     timeline = [("start", *_memory())]
     learner = _learner_state(model, where)
     timeline.append(("learning", *_memory()))
@@ -242,13 +243,14 @@ def _moved(rank: int, name: str, token: str, repeats: int) -> dict[str, Any]:
 
     from benchmarks import _weights
     from tidemill import device
-    from tidemill.reshard import parallel, shapes
+    from tidemill.estimate import weight_flow
+    from tidemill.reshard import parallel
     from tidemill.reshard.move import Job, move
     from tidemill.reshard.plan import Topology, plan
     from tidemill.reshard.shared import SharedWire
 
     where = device.pick().torch_device
-    model = shapes.published(name)
+    model = weight_flow.published(name)
     source = parallel.learner(model, parallel.parse("fsdp2"))
     target = parallel.engine(model, parallel.parse("tp2"))
     made = plan(source, target, Topology(devices=(0, 0)), direct=True)

@@ -23,9 +23,9 @@ SPREAD = 0.4  # of returns of 0 and 1: fewer than 80 % are alike
 
 
 def run(options: Mapping[str, Any]) -> dict[str, Any]:
-    from tidemill.algorithms.registry import ALGORITHMS
+    from tidemill.algorithms.registry import names as known
 
-    names = list(options["only"]) or [*ALGORITHMS, "game", "tools", "grpo_reward_model"]
+    names = list(options["only"]) or [*known(), "game", "tools", "grpo_reward_model"]
     kept = Path(str(options["kept"])) if options["kept"] else None
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept and kept.exists() else []
     with tempfile.TemporaryDirectory(prefix="tidemill-learning-") as folder:

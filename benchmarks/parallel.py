@@ -123,18 +123,19 @@ def samples(ranks: int, seed: int) -> Any:
 
 
 def make(parallel: Mapping[str, int], hidden: int, layers: int) -> Any:
-    from tidemill.learn.parallel.build import learner
+    from tidemill.learn.build import learner
 
     return learner(recipe(parallel, hidden, layers), 100)
 
 
 def measure(parallel: Mapping[str, int], hidden: int, layers: int, repeats: int) -> dict[str, Any]:
+    from benchmarks._sent import sent
     from benchmarks._traffic import Peak, Traffic
-    from tidemill.estimate.ranks_memory import Sizes, per_rank, sent
-    from tidemill.estimate.run import shape_of
+    from tidemill.estimate.ranks_memory import per_rank
+    from tidemill.models.shape import shape_of
 
     learner = make(parallel, hidden, layers)
-    sizes = Sizes.dense(shape_of(learner.config.model))
+    sizes = shape_of(learner.config.model)
     batches = [samples(learner.meshes.dp_size, i) for i in range(max(2, repeats + 1))]
     _update(learner, batches[0])  # the optimizer's state is made, groups are connected
     with Traffic() as traffic:
@@ -207,7 +208,7 @@ def save_under_load(folder: Path, hidden: int, layers: int, rounds: int) -> dict
 
 def _step(learner: Any, batch: Any, folder: Path | None, number: int) -> dict[str, float]:
     """One update, with a checkpoint under way if there is a folder for it."""
-    learner.links["world"].gather_objects(None)  # ranks begin together
+    learner.links["world"].gather_plain(None)  # ranks begin together
     found = {"blocked": 0.0}
     began, cpu = time.perf_counter(), time.process_time()
     if folder is not None:

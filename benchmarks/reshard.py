@@ -77,11 +77,12 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _one_process(name: str) -> int:
     """Bytes moved when learner and engine are one process with one layout."""
-    from tidemill.reshard import parallel, shapes
+    from tidemill.estimate import weight_flow
+    from tidemill.reshard import parallel
     from tidemill.reshard.plan import plan
 
     one = parallel.parse("dp1")
-    made = plan(*(parallel.learner(shapes.published(name), one) for _ in range(2)))
+    made = plan(*(parallel.learner(weight_flow.published(name), one) for _ in range(2)))
     return made.bytes if made.is_identity else made.bytes + sum(t.nbytes for t in made.copies)
 
 
@@ -90,12 +91,13 @@ def _one_process(name: str) -> int:
 
 def _bench(rank: int, ranks: int, words: Mapping[str, Any]) -> dict[str, Any]:
     from benchmarks import _weights
-    from tidemill.reshard import parallel, shapes
+    from tidemill.estimate import weight_flow
+    from tidemill.reshard import parallel
     from tidemill.reshard.move import BufferRing, GroupWire, Job, Moved, move
     from tidemill.reshard.plan import plan
     from tidemill.reshard.shared import SharedWire
 
-    model = shapes.published(str(words["model"]), int(words["layers"]))
+    model = weight_flow.published(str(words["model"]), int(words["layers"]))
     dtype = str(words["dtype"])
     source = parallel.learner(model, parallel.parse(str(words["learner"])), dtype=dtype)
     target = parallel.engine(model, parallel.parse(str(words["engine"])), dtype=dtype)

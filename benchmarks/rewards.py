@@ -36,7 +36,7 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
             scorer.score(number_samples(64 * workers))  # workers started and warm
             rate = repeat(lambda: answers_per_s(scorer, make(next(seeds))), options["repeats"])  # noqa: B023
             result |= {f"{label}_per_s": rate["median"], f"{label}_per_s_spread": rate["spread"]}
-            result[f"{label}_errors"] = sum(scorer.errors.values())
+            result[f"{label}_errors"] = scorer.failures.failed
     return result
 
 

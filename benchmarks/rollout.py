@@ -49,9 +49,10 @@ SHAPES = {
     "moe64": (2048, 12, 16, 4, 128, 768, 151936, True),
     "a3b": (2048, 12, 32, 4, 128, 768, 151936, False),  # Qwen3-30B-A3B with a quarter of its layers
     "moe": (256, 4, 4, 2, 64, 128, 8192, True),
+    "dsv3": (7168, 3, 128, 128, 128, 2048, 129280, False),  # DeepSeek-V3 with one dense layer and two mixtures
 }
 # Of mixtures: how many experts a layer has, and how many a token uses; "intermediate" above is that of one expert.
-EXPERTS = {"moe64": (64, 8), "a3b": (128, 8), "moe": (16, 4)}
+EXPERTS = {"moe64": (64, 8), "a3b": (128, 8), "moe": (16, 4), "dsv3": (256, 8)}
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ SIZES = {
 CPU_CASES = ("fixed-quickstart", "tail-quickstart", "fixed-60m", "tail-60m", "fixed-moe", "tail-moe")
 GPU_CASES = (
     "fixed-0.5b", "tail-0.5b", "fixed-1.5b", "tail-1.5b", "fixed-7b", "tail-7b",
-    "fixed-moe64", "tail-moe64", "fixed-a3b", "tail-a3b",
+    "fixed-moe64", "tail-moe64", "fixed-a3b", "tail-a3b", "fixed-dsv3", "tail-dsv3",
 )  # fmt: skip
 TAIL_SIGMA = 0.8
 
@@ -308,8 +309,17 @@ def _peak_gib(device: str) -> float:
 
 
 def _shape(name: str, device: str, window: int) -> Shape:
-    from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
+    from transformers import DeepseekV3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+    if name == "dsv3":
+        special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+        hidden, layers, _, _, _, _, vocabulary, _ = SHAPES[name]
+        window = max(window, 4096)
+        config = DeepseekV3Config(
+            num_hidden_layers=layers, first_k_dense_replace=1, max_position_embeddings=window, **special
+        )
+        assert (config.hidden_size, config.vocab_size) == (hidden, vocabulary)  # all else is the published model's
+        return Shape(config, device)
     hidden, layers, heads, kv_heads, dim, inside, vocabulary, tied = SHAPES[name]
     kind: Any = Qwen3Config if name in SIZES else Qwen2Config
     mixture: dict[str, Any] = {}
@@ -335,12 +345,16 @@ def _floor_ms(shape: Shape, work: Work) -> float:
     layers, heads, kv_heads, dim = (
         config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads, config.head_dim
     )  # fmt: skip
+    if hasattr(config, "kv_lora_rank"):  # a latent and a rotary key that all heads share
+        kv_heads, dim = 1, (config.kv_lora_rank + config.qk_rope_head_dim) / 2
     named = dict(Shape(config, "meta").model.named_parameters())
     weights = sum(p.numel() for p in named.values())
     in_experts = sum(p.numel() for name, p in named.items() if ".experts." in name)
     used = weights - in_experts  # of the experts a token computes with some, but a step reads all
     if in_experts:
-        used += in_experts * config.num_experts_per_tok // config.num_experts
+        used += (
+            in_experts * config.num_experts_per_tok // (getattr(config, "num_experts", 0) or config.n_routed_experts)
+        )
     width = shape.dtype.itemsize
     flops_per_s, bytes_per_s = _rates(shape.device, shape.dtype)
     prompt = len(work.prompts[0])

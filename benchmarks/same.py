@@ -30,6 +30,11 @@ OPTIONS: dict[str, Any] = {"cases": [], "record": False}
 GOLDEN = Path(__file__).with_name("same.golden.json")
 METRICS = ("loss", "grad_norm", "reward", "kl", "critic/loss", "critic/grad_norm", "eval/reward")
 TOLERANCE = 1e-6  # of a metric's largest value in the case
+# Cases whose sums have another order than when they were recorded, and why; each stays within the tolerance.
+REORDERED = {
+    "mixture": "rollout computes a mixture in the lean forward pass, not in the module: 1.2e-7",
+    "mixture_replay": "the same: 8.9e-8",
+}
 # A policy loss is a sum of positive and negative terms near 1 that may cancel, so its error does not shrink with it.
 SMALLEST_SCALE = 1.0
 
@@ -184,7 +189,10 @@ def differences(name: str, golden: Mapping[str, Any], within: float | None = Non
     except Exception as error:  # a case that fails must not hide the others
         yield {"case": name, "step": None, "metric": None, "want": "a run", "got": f"{type(error).__name__}: {error}"}
         return
-    tolerance = (0.0 if golden[name]["compare"] == "bits" else TOLERANCE) if within is None else within
+    tolerance = within
+    if within is None:
+        is_exact = golden[name]["compare"] == "bits" and name not in REORDERED
+        tolerance = 0.0 if is_exact else TOLERANCE
     for found in compare(golden[name]["steps"], got, tolerance):
         yield {"case": name, **found}
 

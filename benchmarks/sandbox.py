@@ -42,8 +42,18 @@ ESCAPES = {
     "threads without end": "import threading as t, time\nwhile True: t.Thread(target=time.sleep, args=(9,)).start()",
     "a device": "import os; os.mknod('d', 0o60600, os.makedev(8, 0)); f = lambda: 7",
 }
-# An escape succeeds when the program comes to its end; of these two, when it passes a check that it did not earn.
-CHECKS = {"equal to everything": ["assert f() == 7"], "change the counting": ["assert f() == 7"]}
+ESCAPES |= {
+    "abs is always 0": "abs = lambda v: 0.0\nf = lambda: 1",
+    "a difference of 0": "class D(float):\n    __sub__ = lambda s, o: 0.0\nf = lambda: D(1)",
+    "look at a file": "import os; os.stat('/etc/passwd')",
+}
+# An escape succeeds when the program comes to its end; of these, when it passes a check that it did not earn.
+CHECKS = {
+    "equal to everything": ["assert f() == 7"],
+    "change the counting": ["assert f() == 7"],
+    "abs is always 0": ["assert abs(f() - 7.0) < 1e-6"],
+    "a difference of 0": ["assert abs(f() - 7.0) < 1e-6"],
+}
 
 
 def run(options: Mapping[str, Any]) -> dict[str, Any]:

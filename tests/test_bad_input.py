@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests import bad_inputs
 from tests.faults.test_resume import RECIPE
 from tidemill import doctor
 from tidemill.cli import app, explain, main
 from tidemill.errors import ConfigError, DataError, ModelError, RewardError, TidemillError
+from tidemill.recipe import load as recipes
 from tidemill.recipe.config import TinyModel
 from tidemill.run import start as launch
 from tidemill.run.loop import Watcher
@@ -174,9 +176,9 @@ def test_a_failing_reward_drops_its_group_when_told_to(tmp_path: Path) -> None:
 
 def test_a_full_disk_while_saving_loses_nothing_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tidemill.errors import CheckpointError
-    from tidemill.learn import checkpoint
+    from tidemill.learn import checkpoint, engine
 
-    real, calls, said = checkpoint.save, [0], list[str]()
+    real, calls, said = engine.save_whole, [0], list[str]()
 
     def fills_up(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
@@ -188,7 +190,7 @@ def test_a_full_disk_while_saving_loses_nothing_and_says_so(tmp_path: Path, monk
         def noted(self, text: str) -> None:
             said.append(text)
 
-    monkeypatch.setattr(checkpoint, "save", fills_up)
+    monkeypatch.setattr(engine, "save_whole", fills_up)
     recipe = {**RECIPE, "folder": str(tmp_path), "train": {**RECIPE["train"], "steps": 3}}
     summary = launch.train(recipe, watch=Listen())
     assert summary.steps == 3 and any("disk is full" in s for s in said)
@@ -201,40 +203,73 @@ def test_non_finite_weights_end_the_run_with_a_remedy(tmp_path: Path) -> None:
     assert "learn.lr" in message(error)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["train", "quickstrat"],
-        ["train", "quickstart", "nonsense"],
-        ["train", "quickstart", "train.stepz=3"],
-        ["resume", "nowhere"],
-        ["generate", "nowhere", "1+1="],
-        ["export", "nowhere", "--to", "x"],
-        ["eval", "nowhere"],
-        ["bench", "nothing"],
-        ["config", "nothing"],
-    ],
-)
-def test_no_command_shows_a_traceback(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, words, standalone_mode=False)
-    assert isinstance(result.exception, TidemillError)
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the table's files, and a good run that no bad input may move or lose."""
+    folder = tmp_path_factory.mktemp("bad")
+    bad_inputs.prepare(folder)
+    launch.train(recipes.load(folder / "base.yaml", [f"folder={folder / 'runs'}"]))
+    return folder
+
+
+def contents(folder: Path) -> dict[str, int]:
+    files = [p for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in files}
+
+
+def refused(words: str, named: str, place: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Runs a command in the folder: it must fail in a few lines that name what is wrong and what to do."""
+    before = contents(place)
+    result = CliRunner().invoke(app, [w.replace("~", " ") for w in words.split(" ")], standalone_mode=False)
+    assert result.exception is not None, (words, result.output)
+    assert isinstance(result.exception, TidemillError), (words, repr(result.exception))
     assert explain(result.exception) == 1
-    shown = capsys.readouterr().err
-    assert shown.startswith("error:") and len(shown.splitlines()) <= 6 and "Traceback" not in shown
+    told = capsys.readouterr().err
+    assert told.startswith("error:") and len(told.splitlines()) <= 8 and "Traceback" not in told, told
+    assert named in told, (words, told)
+    assert has_remedy(told), (words, told)
+    assert contents(place) == before, words
+    return told
 
 
-@pytest.mark.parametrize("words", [["trian"], ["diff"], ["diff", "--nope", "a", "b"]], ids=str)
-def test_words_that_no_command_knows_are_told_in_a_few_lines(
-    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def has_remedy(told: str) -> bool:
+    """An arrow with what to do, or words that say what would be right."""
+    verbs = ("use", "set", "give", "name", "write", "lower", "raise", "check", "copy", "free", "fix")
+    ways = ("→", "would do", "did you mean", "but wants", "but can be", *(f"; {verb} " for verb in verbs))
+    return any(way in told for way in ways)
+
+
+@pytest.mark.parametrize(("words", "named"), bad_inputs.SETTINGS, ids=lambda case: str(case)[:60])
+def test_a_bad_setting_is_refused_with_its_key_a_remedy_and_nothing_lost(
+    words: str, named: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["tidemill", *words])
+    monkeypatch.chdir(place)
+    refused(f"train base.yaml {words}", named, place, capsys)
+
+
+@pytest.mark.parametrize(("words", "named"), bad_inputs.COMMANDS, ids=lambda case: str(case)[:60])
+def test_a_bad_command_is_refused_with_what_it_names_a_remedy_and_nothing_lost(
+    words: str, named: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    refused(words, named, place, capsys)
+
+
+@pytest.mark.parametrize(("words", "named"), bad_inputs.USAGE, ids=lambda case: str(case)[:60])
+def test_words_that_no_command_knows_are_told_in_a_few_lines(
+    words: str, named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tidemill", *words.split()])
     with pytest.raises(SystemExit) as left:
         main()
     shown = capsys.readouterr().err
     assert left.value.code == 2 and "Usage: tidemill" in shown and len(shown.splitlines()) <= 8
+    assert named in shown
+
+
+def test_the_table_has_at_least_150_cases() -> None:
+    cases = [*bad_inputs.SETTINGS, *bad_inputs.COMMANDS, *bad_inputs.USAGE]
+    assert len({words for words, _ in cases}) == len(cases) >= 150
 
 
 def test_what_a_command_ends_with_is_the_programs_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:

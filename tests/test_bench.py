@@ -43,6 +43,12 @@ def test_benchmarks_are_listed_with_what_they_are_about(sheep):
     assert bench.listing() == [("sheep", "counts sheep")]
 
 
+def test_a_name_of_pythons_library_is_kept_in_a_file_with_an_underscore(sheep, tmp_path):
+    (tmp_path / "benchmarks" / "math_.py").write_text(MODULE)
+    assert [name for name, _ in bench.listing()] == ["math", "sheep"]
+    assert bench.run("math", {"sheep": 5})["bench"] == "math"
+
+
 def test_a_result_carries_options_machine_and_versions(sheep):
     result = bench.run("sheep", {"sheep": 5})
     assert result["bench"] == "sheep"

@@ -1,6 +1,7 @@
 import importlib.util
 import json
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from safetensors.torch import save_file
 from tidemill import doctor
 from tidemill.device import hints
 from tidemill.estimate import ranks_memory
-from tidemill.estimate import run as estimate
+from tidemill.models.shape import shape_of
 from tidemill.recipe import load as recipe
 
 FITTING = ["data.max_prompt_tokens=64", "rollout.max_new_tokens=64", "device=cpu"]
@@ -104,8 +105,28 @@ def test_an_engine_over_several_devices_is_judged_by_its_share() -> None:
     found = {f.area: f for f in alone}["recipe rollout"]
     assert found.status == "ok" and "a share of an engine over 2" in found.what
     settings = recipe.load("quickstart", ["model.warm_start=none", *over]).config
-    shape = estimate.shape_of(settings.model)
+    shape = shape_of(settings.model)
     assert shape is not None
-    sizes = ranks_memory.Sizes.dense(shape)
+    sizes = shape
     (whole, token), (half, less) = (ranks_memory.engine_share(settings, sizes, tp) for tp in (1, 2))
     assert whole == sizes.total * 4 and half == (sizes.total + sizes.embedding) * 2 and less == token // 2
+
+
+@pytest.mark.parametrize(
+    ("address", "here", "is_told"),
+    [
+        ("auto", ("cpu", 0), True),  # no cluster runs here
+        ("local", ("cuda", 4), True),
+        ("local", ("cuda", 8), False),
+        ("head:6379", ("cpu", 0), False),  # whose devices are not here
+    ],
+)
+def test_a_recipe_for_devices_that_are_not_here_is_said_not_to_work_here(monkeypatch, address, here, is_told):
+    monkeypatch.setattr(doctor.device, "count", lambda: here)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(doctor, "CURRENT_CLUSTER", Path("/none"))
+    found = by_area(doctor.examine(recipe.load("full/qwen3-8b-h100", [f"cluster.address={address}"])))
+    assert ("recipe devices" in found) == is_told
+    if is_told:
+        assert found["recipe devices"].status == "bad" and "it cannot work here" in found["recipe devices"].what
+        assert not doctor.is_healthy(list(found.values()))

@@ -236,5 +236,5 @@ def test_every_default_satisfies_its_own_checks():
 
 
 def test_loading_recipes_needs_no_torch():
-    code = "import sys, tidemill.recipe.load as r\nr.plan(r.load({}).config)\nr.listing()\nassert 'torch' not in sys.modules"  # noqa: E501
+    code = "import sys, tidemill.recipe.load as r, tidemill.estimate.plan as p\np.plan(r.load({}).config)\nr.listing()\nassert 'torch' not in sys.modules"  # noqa: E501
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tidemill.check import precheck
 from tidemill.errors import ConfigError, TidemillError
+from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe import load as recipe
-from tidemill.run.folder import RunFolder
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +46,57 @@ def test_the_readme_says_what_ran_how_to_resume_and_what_was_set():
 def test_an_older_run_of_the_name_is_moved_aside_and_nothing_is_lost():
     for number in range(3):
         with make(f"seed={number}") as run:
-            (run.path / "metrics.jsonl").write_text(f"{number}")
+            (run.path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": number}) + "\n")
             expected = [None, Path("runs/x.1"), Path("runs/x.2")][number]
             assert run.moved == expected
-    assert [Path(f"runs/{n}/metrics.jsonl").read_text() for n in ("x.1", "x.2", "x")] == ["0", "1", "2"]
+    kept = [RunFolder.open(f"runs/{n}", exclusive=False).metrics()[0]["reward"] for n in ("x.1", "x.2", "x")]
+    assert kept == [0, 1, 2]
+
+
+def test_a_folder_without_a_step_is_used_again():
+    for number in range(3):
+        with make(f"seed={number}") as run:
+            run.metrics_file.write_text(json.dumps({"step": 0, "eval/accuracy": 0.5}) + "\n")
+            (run.path / "notes.txt").write_text("mine")
+            assert run.moved is None
+    assert [p.name for p in Path("runs").iterdir()] == ["x"] and Path("runs/x/notes.txt").exists()
+
+
+def test_a_discarded_start_leaves_the_older_run_in_its_place():
+    with make("seed=1") as run:
+        run.metrics_file.write_text(json.dumps({"step": 1}) + "\n")
+    with make("seed=2") as run:
+        assert run.moved == Path("runs/x.1")
+        assert run.discard() is None
+    assert [p.name for p in Path("runs").iterdir()] == ["x"]
+    assert RunFolder.open("runs/x").config.seed == 1
+
+
+def test_a_discarded_start_keeps_the_logs_of_its_workers_once():
+    for number in range(3):
+        with make(f"seed={number}") as run:
+            (run.path / "logs").mkdir()
+            assert run.discard() == Path("runs/x.failed")
+    assert [p.name for p in Path("runs").iterdir()] == ["x.failed"]
+
+
+def test_a_run_that_was_moved_knows_where_it_is():
+    make("train.steps=3").close()
+    Path("runs/x").rename("elsewhere")
+    config = RunFolder.open("elsewhere", exclusive=False).config
+    assert (config.name, config.folder) == ("elsewhere", ".")
+
+
+def test_settings_change_on_resuming_with_a_record_and_unsound_ones_are_refused():
+    with make("train.steps=3", "data.max_prompt_tokens=64", "rollout.max_new_tokens=64") as run:
+        changes = run.change(["train.steps=6", "learn.lr=1e-4"], 3, precheck.check)
+        assert [str(c) for c in changes] == ["train.steps 3 → 6", "learn.lr 1e-06 → 0.0001"]
+        kept = [json.loads(line) for line in (run.path / "changes.jsonl").read_text().splitlines()]
+        assert next((c["after_step"], c["key"], c["from"], c["to"]) for c in kept) == (3, "train.steps", 3, 6)
+        with pytest.raises(ConfigError, match=r"seed, model\.path cannot change"):
+            run.change(["model.path=x", "seed=4"], 3, precheck.check)
+    again = RunFolder.open("runs/x", exclusive=False).config
+    assert (again.train.steps, again.learn.lr, again.seed) == (6, 1e-4, 0)
 
 
 def test_without_fresh_an_older_run_is_refused():
@@ -75,7 +123,8 @@ def test_two_writers_of_one_run_are_refused_but_a_reader_is_not():
 
 def test_a_killed_writer_blocks_nobody():
     code = (
-        "import os, signal; from tidemill.recipe import load as recipe; from tidemill.run.folder import RunFolder\n"
+        "import os, signal\n"
+        "from tidemill.recipe import load as recipe; from tidemill.observe.run_folder import RunFolder\n"
         "run = RunFolder.create(recipe.load({'name': 'x'}).config)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -87,7 +136,7 @@ def test_a_killed_writer_blocks_nobody():
 def test_a_killed_writers_orphan_blocks_nobody():
     code = (
         "import os, signal, time\n"
-        "from tidemill.recipe import load as recipe; from tidemill.run.folder import RunFolder\n"
+        "from tidemill.recipe import load as recipe; from tidemill.observe.run_folder import RunFolder\n"
         "run = RunFolder.create(recipe.load({'name': 'x'}).config)\n"
         "child = os.fork()\n"
         "if child == 0:\n    time.sleep(60)\n"
@@ -136,5 +185,5 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
 
 def test_run_folders_need_no_torch():
     subprocess.run(
-        [sys.executable, "-c", "import sys, tidemill.run.folder; assert 'torch' not in sys.modules"], check=True
+        [sys.executable, "-c", "import sys, tidemill.observe.run_folder; assert 'torch' not in sys.modules"], check=True
     )

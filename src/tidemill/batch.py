@@ -1,7 +1,8 @@
 """Batch: jagged columns over rows, the one record that stages, dock, rollout and learner speak.
 
 A column is one flat numpy array plus, when rows hold several values, an offsets array; nothing is ever padded.
-Arrays may be read-only views into a store: code that wants to write makes its own copy.
+Arrays may be read-only views into a store: code that wants to write makes its own copy. What all rows of a group have
+in common (its prompt) is a GroupColumn: kept once, seen by every row.
 """
 
 from __future__ import annotations
@@ -29,6 +30,16 @@ class Column:
     values: Array
     offsets: npt.NDArray[np.int64] | None = None
     is_text: bool = False  # values are the UTF-8 bytes of one string per row
+
+    @property
+    def base(self) -> Column:
+        """The column as it is kept: a row each, or a row for each group."""
+        return self
+
+    @property
+    def index(self) -> npt.NDArray[Any] | None:
+        """Which row of `base` is each row's; None: its own."""
+        return None
 
     @property
     def rows(self) -> int:
@@ -64,6 +75,20 @@ class Column:
         index = np.repeat(self.offsets[:-1][rows] - offsets[:-1], lengths) + np.arange(offsets[-1])
         return Column(self.values[index], offsets, self.is_text)
 
+    def slice(self, start: int, n: int) -> Column:
+        """Rows `start` to `start + n` as views."""
+        if start == 0 and n == self.rows:
+            return self
+        if self.offsets is None:
+            return Column(self.values[start : start + n], None, self.is_text)
+        offsets = self.offsets[start : start + n + 1]
+        values = self.values[int(offsets[0]) : int(offsets[-1])]
+        return Column(values, offsets if offsets[0] == 0 else offsets - offsets[0], self.is_text)
+
+    def grouped(self, index: npt.ArrayLike) -> GroupColumn:
+        """A column in which row i is row `index[i]` of this one."""
+        return GroupColumn(self, np.asarray(index, np.int32))
+
     @staticmethod
     def jagged(rows: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> Column:
         arrays = [np.asarray(row, dtype) for row in rows]
@@ -79,12 +104,83 @@ class Column:
     @staticmethod
     def concat(columns: Sequence[Column]) -> Column:
         first = columns[0]
+        if all(c.index is not None for c in columns):
+            starts = np.cumsum([0, *(c.base.rows for c in columns[:-1])])
+            index = np.concatenate([start + c.index for start, c in zip(starts.tolist(), columns)])
+            return Column.concat([c.base for c in columns]).grouped(index)
         values = np.concatenate([c.values for c in columns])
         if first.offsets is None:
             return Column(values, None, first.is_text)
         offsets = np.zeros(sum(c.rows for c in columns) + 1, np.int64)
         np.cumsum(np.concatenate([c.lengths for c in columns]), out=offsets[1:])
         return Column(values, offsets, first.is_text)
+
+
+class GroupColumn(Column):
+    """Rows that are the same for a whole group: `base` has them once, `index` says which is each row's. Reading a row,
+    lengths and `gather` copy nothing; `values` and `offsets` are made, row by row, when somebody asks for them."""
+
+    __slots__ = ("_base", "_index", "_whole")
+    _base: Column
+    _index: npt.NDArray[Any]
+    _whole: Column | None
+
+    def __init__(self, base: Column, index: npt.NDArray[Any]) -> None:
+        for name, value in (("_base", base), ("_index", index), ("_whole", None), ("is_text", base.is_text)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def base(self) -> Column:
+        return self._base
+
+    @property
+    def index(self) -> npt.NDArray[Any]:
+        return self._index
+
+    @property
+    def whole(self) -> Column:
+        """The same with a copy for each row."""
+        if self._whole is None:
+            object.__setattr__(self, "_whole", self.base.gather(self.index))
+        assert self._whole is not None
+        return self._whole
+
+    @property
+    def values(self) -> Array:
+        return self.whole.values
+
+    @property
+    def offsets(self) -> npt.NDArray[np.int64] | None:
+        return self.whole.offsets
+
+    @property
+    def rows(self) -> int:
+        return len(self.index)
+
+    @property
+    def nbytes(self) -> int:
+        return self.base.nbytes + int(self.index.nbytes)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        lengths: npt.NDArray[np.int64] = self.base.lengths[self.index]
+        return lengths
+
+    def __getitem__(self, row: int) -> Any:
+        return self.base[int(self.index[row])]
+
+    def gather(self, rows: npt.NDArray[np.int64]) -> Column:
+        return GroupColumn(self.base, self.index[rows])
+
+    def slice(self, start: int, n: int) -> Column:
+        index = self.index[start : start + n]
+        if not n or n == self.rows:
+            return GroupColumn(self.base, index)
+        first = int(index.min())
+        return GroupColumn(self.base.slice(first, int(index.max()) + 1 - first), index - first)
+
+    def __reduce__(self) -> tuple[type[GroupColumn], tuple[Column, npt.NDArray[Any]]]:
+        return GroupColumn, (self.base, self.index)
 
 
 class Batch(Mapping[str, Column]):

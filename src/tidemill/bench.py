@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from tidemill import OPENMP
 from tidemill.device import host
 from tidemill.errors import ConfigError, did_you_mean
+from tidemill.observe import run_folder
 from tidemill.recipe import dialect
-from tidemill.run import folder as run_folder
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -44,7 +44,7 @@ def folder() -> Path:
 
 def listing() -> list[tuple[str, str]]:
     """Name and one line about each, read without running any."""
-    found = [(p.stem, _about(p)) for p in sorted(folder().glob("*.py"))]
+    found = [(p.stem.rstrip("_"), _about(p)) for p in sorted(folder().glob("*.py"))]
     return [(name, about) for name, about in found if about]  # the others are parts of these
 
 
@@ -214,7 +214,8 @@ def _load(name: str) -> Any:
     root = str(folder().parent)
     if root not in sys.path:
         sys.path.insert(0, root)  # benchmarks import one another as `benchmarks.NAME`
-    return importlib.import_module(f"benchmarks.{name}")
+    file = name if (folder() / f"{name}.py").exists() else f"{name}_"  # math_.py: math.py would be in the library's way
+    return importlib.import_module(f"benchmarks.{file}")
 
 
 def _options(name: str, module: Any, given: Mapping[str, Any]) -> dict[str, Any]:

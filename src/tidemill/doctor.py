@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import re
 import shutil
@@ -13,15 +14,16 @@ from pathlib import Path
 from typing import Literal
 
 from tidemill import device
-from tidemill.check import parallel, precheck
+from tidemill.check import parallel, precheck, rules
 from tidemill.device import hints, host
-from tidemill.errors import TidemillError
+from tidemill.errors import TidemillError, human
 from tidemill.estimate import handover as turns
-from tidemill.estimate import published, ranks_memory
+from tidemill.estimate import ranks_memory
 from tidemill.estimate import run as estimate
 from tidemill.estimate.memory import MemoryEstimate, host_bytes, memory
-from tidemill.estimate.run import human
+from tidemill.models import published
 from tidemill.models.box import find
+from tidemill.models.shape import ModelShape, shape_of
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Config
 from tidemill.recipe.load import LoadedRecipe
@@ -50,6 +52,7 @@ EXTRAS = {
     "dev": ("`make test`", ("pytest", "hypothesis", "ruff", "mypy")),
 }
 ENGINES = {"vllm": "rollout.engine=vllm"}
+CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")  # where Ray notes the one that runs on this machine
 LITTLE_DISK, LITTLE_MEMORY = 2 * 10**9, 2 * 10**9
 
 
@@ -145,79 +148,109 @@ def _extras() -> Iterator[Finding]:
 
 
 def _recipe(config: Config) -> Iterator[Finding]:
-    if published.find(config.model) is not None and not find.look(config.model.path or "").is_dir():
-        yield from _on_paper(config)
+    known = published.shape_of(config.model)
+    if known is not None and not find.look(config.model.path or "").is_dir():
+        yield from _on_paper(config, known)
         return
     try:
-        recipe.check(config)
+        precheck.check(config)
         yield Finding("recipe", f"{config.name}: its settings can work")
     except TidemillError as error:
         yield Finding("recipe", error.message, "bad", error.remedy)
         return
-    shape = estimate.shape_of(recipe.model_of(config))
-    if config.learn.parallel.ranks > 1 and shape is not None:
-        yield from _ranks(config, published.of_folder(recipe.model_of(config)) or ranks_memory.Sizes.dense(shape))
-        return
+    yield from (Finding("recipe", line, "note") for line in rules.unread(config))
+    shape = shape_of(recipe.model_of(config))
     try:
         chosen = device.pick(config.device)
     except TidemillError as error:
         yield Finding("recipe device", error.message, "bad", error.remedy)
         return
+    if config.learn.parallel.ranks > 1 and shape is not None:
+        yield from _ranks(config, shape)
+        return
+    yield from _devices_here(config)
+    yield from _one_rank(config, shape, chosen)
+
+
+def _one_rank(config: Config, shape: ModelShape | None, chosen: device.Device) -> Iterator[Finding]:
+    """Whether a learner on one device fits it."""
     needed = memory(config, shape, on_accelerator=chosen.kind != "cpu") if shape else None
-    if needed is None:
+    if needed is None or shape is None:
         yield Finding("recipe memory", "the model's folder does not tell its size", "note")
         return
     free = chosen.memory().free
     parts = ", ".join(f"{name} {human(size)}" for name, size in needed.parts() if size)
     handed_over = turns.chosen(config, recipe.model_of(config), chosen)
     most = turns.peak(needed, handed_over)
-    fits = most <= free
     taken = "" if handed_over == "never" else f", at once {human(most)} with flow.hand_over={handed_over}"
-    yield Finding(
-        "recipe memory",
-        f"{human(needed.total)} by estimate ({parts}){taken}; {human(free)} is free on {chosen.kind}",
-        "ok" if fits else "bad",
-        "" if fits else "; ".join(_savings(config, needed)),
-    )
-    if config.rollout.tp > 1 and shape is not None:  # on devices of its own: nothing of the learner is beside it
-        sizes = published.of_folder(recipe.model_of(config)) or ranks_memory.Sizes.dense(shape)
+    what = f"{human(needed.total)} by estimate ({parts}){taken}; {human(free)} is free on {chosen.kind}"
+    yield _fitting("recipe memory", what, most <= free, "; ".join(_savings(config, needed)))
+    if config.rollout.tp > 1:  # on devices of its own: nothing of the learner is beside it
         alone = ranks_memory.RankMemory(*(0 for _ in fields(ranks_memory.RankMemory)))
         have = chosen.memory().total // (config.rollout.tp * config.cluster.rollouts if chosen.kind == "cpu" else 1)
-        yield _beside_learner(config, sizes, alone, have)
-    on_host = host_bytes(config, shape) + turns.host_bytes(needed, handed_over) if shape and chosen.kind != "cpu" else 0
+        yield _beside_learner(config, shape, alone, have)
+    on_host = host_bytes(config, shape) + turns.host_bytes(needed, handed_over) if chosen.kind != "cpu" else 0
     if on_host:
         room = host.memory().free
-        remedy = "" if on_host <= room else "learn.moments=int8 makes the optimizer's state small; learn.offload=none"
-        yield Finding(
-            "recipe host memory",
-            f"{human(on_host)} by estimate in the device's place; {human(room)} is free",
-            "ok" if on_host <= room else "bad",
-            remedy,
-        )
+        what = f"{human(on_host)} by estimate in the device's place; {human(room)} is free"
+        remedy = "learn.moments=int8 makes the optimizer's state small; learn.offload=none"
+        yield _fitting("recipe host memory", what, on_host <= room, remedy)
     if not chosen.supports(config.model.dtype):
         yield Finding("recipe dtype", f"{config.model.dtype} is slow on this device", "warn", "model.dtype=float32")
 
 
-def _on_paper(config: Config) -> Iterator[Finding]:
+def _fitting(area: str, what: str, fits: bool, remedy: str) -> Finding:
+    return Finding(area, what, "ok" if fits else "bad", "" if fits else remedy)
+
+
+def _on_paper(config: Config, shape: ModelShape) -> Iterator[Finding]:
     """A large model whose folder is not here: its published sizes are enough to judge a layout."""
-    own = published.find(config.model)
-    assert own is not None
     missing = "model.path="  # what precheck says of a folder that is not there
     problems = [p for p in precheck.problems(config, config.model) if not p.startswith(missing)]
-    problems += parallel.model_problems(config.learn.parallel, published.cuttable(own))
+    problems += parallel.size_problems(config.learn.parallel, shape)
     if config.rollout.tp > 1:
-        problems += parallel.engine_shape_problems(config.rollout.tp, published.cuttable(own))
+        problems += parallel.engine_problems(config.rollout.tp, shape)
     if problems:
-        yield Finding("recipe", recipe.as_list(problems), "bad", "change these keys")
+        yield Finding("recipe", recipe.as_list(list(dict.fromkeys(problems))), "bad", "change these keys")
         return
-    sizes = published.sizes(own)
     what = f"{config.name}: its settings can work; {config.model.path} is not here, so this is by its published sizes"
-    yield Finding("recipe", f"{what} ({sizes.total / 1e9:.0f} billion parameters)")
-    yield from _ranks(config, sizes)
+    yield Finding("recipe", f"{what} ({shape.total / 1e9:.0f} billion parameters)")
+    yield from _ranks(config, shape)
 
 
-def _ranks(config: Config, sizes: ranks_memory.Sizes) -> Iterator[Finding]:
+def _devices_here(config: Config) -> Iterator[Finding]:
+    """Whether the devices that the recipe is written for are here, unless it joins a cluster that runs elsewhere."""
+    is_elsewhere = config.cluster.executor == "ray" and _is_cluster_running(config.cluster.address)
+    sizes, cluster, kind = config.learn.parallel, config.cluster, config.device.partition(":")[0]
+    is_for_cpu = kind == "cpu" or (kind == "auto" and sizes.device_gb is None)
+    if is_elsewhere or is_for_cpu:
+        return
+    wanted = 1 if cluster.executor == "local" and sizes.ranks == 1 else max(sizes.ranks, cluster.learners)
+    if cluster.executor != "local" and cluster.placement.rollout == "separated":
+        wanted += cluster.rollouts * config.rollout.tp
+    found, here = device.count()
+    if here >= wanted:
+        return
+    each = f" of {sizes.device_gb:g} GB" if sizes.device_gb is not None else ""
+    seen = f"{here} ({found})" if here else "none"
+    yield Finding(
+        "recipe devices",
+        f"it cannot work here: it is written for {wanted} devices{each}, and this machine has {seen}",
+        "bad",
+        "run it where they are, or name a running cluster with cluster.address=HOST:PORT",
+    )
+
+
+def _is_cluster_running(address: str) -> bool:
+    """Whether Ray would join a cluster; `auto` finds the one that this machine is part of."""
+    if address in ("local", "auto"):
+        return address == "auto" and ("RAY_ADDRESS" in os.environ or CURRENT_CLUSTER.exists())
+    return True
+
+
+def _ranks(config: Config, shape: ModelShape) -> Iterator[Finding]:
     """Whether each rank's share fits a device."""
+    yield from _devices_here(config)
     layout = config.learn.parallel
     if layout.device_gb is not None:
         have, is_cpu = int(layout.device_gb * 1e9), False
@@ -225,17 +258,15 @@ def _ranks(config: Config, sizes: ranks_memory.Sizes) -> Iterator[Finding]:
         chosen = device.pick(config.device)
         is_cpu = chosen.kind == "cpu"
         have = chosen.memory().total // (layout.ranks if is_cpu else 1)  # a machine's ranks share its memory
-    needed = ranks_memory.per_rank(config, sizes, on_accelerator=not is_cpu)
-    fits = needed.total <= have
+    needed = ranks_memory.per_rank(config, shape, on_accelerator=not is_cpu)
     parts = ", ".join(f"{name} {human(size)}" for name, size in needed.parts() if size)
     what = f"{human(needed.total)} of {human(have)} on each of {layout.ranks} ranks by estimate ({parts})"
-    remedy = "" if fits else "; ".join(_rank_savings(config, sizes, needed))
-    yield Finding("recipe memory", what, "ok" if fits else "bad", remedy)
+    yield _fitting("recipe memory", what, needed.total <= have, "; ".join(_rank_savings(shape, needed)))
     if config.cluster.executor != "local":
-        yield _beside_learner(config, sizes, needed, have)
+        yield _beside_learner(config, shape, needed, have)
 
 
-def _beside_learner(config: Config, sizes: ranks_memory.Sizes, learner: ranks_memory.RankMemory, have: int) -> Finding:
+def _beside_learner(config: Config, shape: ModelShape, learner: ranks_memory.RankMemory, have: int) -> Finding:
     """Whether an engine's share of the weights and of its cache fits too. Colocated, the cache and what learning needs
     only while it learns take turns."""
     at_rest, at_work = 0, 0
@@ -244,28 +275,29 @@ def _beside_learner(config: Config, sizes: ranks_memory.Sizes, learner: ranks_me
         at_rest = turns.at_rest(learner, most_handed if turns.are_taken(config) else "never")
         at_work = learner.total
     tp = config.rollout.tp
-    copy, token = ranks_memory.engine_share(config, sizes, tp)
+    copy, token = ranks_memory.engine_share(config, shape, tp)
     cache = estimate.cache_tokens(config) * token
     most = max(at_rest + cache, at_work) + copy
     whose = "an engine's whole copy" if tp == 1 else f"a share of an engine over {tp}"
     what = f"{human(most)} of {human(have)} with {whose} ({human(copy)}) and its cache ({human(cache)})"
     if most <= have:
         return Finding("recipe rollout", what)
-    for wider in parallel.engine_sizes(config, published.cuttable_of(sizes)):
-        copy, token = ranks_memory.engine_share(config, sizes, wider)
+    for wider in parallel.engine_sizes(config, shape):
+        copy, token = ranks_memory.engine_share(config, shape, wider)
         room = (have - at_rest - copy) // token
         if at_work + copy <= have and room >= estimate.longest(config):
             key = f"rollout.tp={wider} " if wider != tp else ""
             tokens = f"rollout.cache_tokens={room}" if room < estimate.cache_tokens(config) else ""
             return Finding("recipe rollout", what, "warn", f"{key}{tokens}".strip() + " would fit")
-    no_more = "larger devices" + ("; engines over several serve dense decoders only" if sizes.experts else "")
+    widest = parallel.engine_sizes(config, shape)[-1]
+    no_more = f"larger devices; an engine of this model has at most {widest} rank{'s' if widest > 1 else ''}"
     return Finding("recipe rollout", what, "warn", no_more)
 
 
-def _rank_savings(config: Config, sizes: ranks_memory.Sizes, needed: ranks_memory.RankMemory) -> list[str]:
+def _rank_savings(shape: ModelShape, needed: ranks_memory.RankMemory) -> list[str]:
     """What would help, the largest part first."""
     more_ranks = "more ranks: a larger learn.parallel.fsdp"
-    gathered = "a larger learn.parallel.tp" + (" or ep: no rank then gathers all experts" if sizes.experts else "")
+    gathered = "a larger learn.parallel.tp" + (" or ep: no rank then gathers all experts" if shape.experts else "")
     advice = {
         "gathered": gathered,
         "reducing": gathered,

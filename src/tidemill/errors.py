@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class TidemillError(Exception):
@@ -70,3 +70,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """'; did you mean X or Y?' or nothing."""
     close = nearest(name, known)
     return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def either(values: Sequence[object]) -> str:
+    """`1, 2 or 4`; of many the first and the last."""
+    words = [str(v) for v in values] or ["1"]
+    if len(words) > 8:
+        words = [*words[:4], "…", *words[-3:]]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def human(size: float) -> str:
+    """Bytes for people: 512 B, 34 kB, 1.2 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size) < 999.5:
+            return f"{size:.0f} {unit}" if size >= 10 or unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

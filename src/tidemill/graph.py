@@ -49,10 +49,6 @@ class Graph:
     def roles(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(s.role for s in self.stages))
 
-    def last_reader(self, column: str) -> str | None:
-        readers = [s.name for s in self.stages if column in s.reads]
-        return readers[-1] if readers else None
-
 
 def check(graph: Graph) -> None:
     """Every column read is written once, by an earlier stage or the source; names are unique."""

@@ -7,14 +7,33 @@ import importlib
 import importlib.util
 import inspect
 import os
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tidemill.errors import TidemillError, did_you_mean
 
+
+class _Lazy:
+    """A module that is imported when it is first used."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        found = getattr(importlib.import_module(self._name), attribute)
+        setattr(self, attribute, found)
+        return found
+
+
+if TYPE_CHECKING:
+    import torch as torch
+else:
+    torch = _Lazy("torch")  # importing it takes seconds, which reading a recipe does not have
+FIX = "fix the module, so that Python can import it"
 PATH = re.compile(r"(?P<module>[A-Za-z_][\w.]*|.+\.py):(?P<name>[A-Za-z_]\w*)")
 
 
@@ -26,6 +45,19 @@ def built_in(path: str) -> Any:
     """One of our own, by module:name; imported when first used."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def named(package: str, name: str) -> Any:
+    """The class in the package's file of that name whose `name` it is; None when there is none."""
+    if not name.isidentifier() or importlib.util.find_spec(f"{package}.{name}") is None:
+        return None
+    module = importlib.import_module(f"{package}.{name}")
+    return next((v for v in vars(module).values() if isinstance(v, type) and vars(v).get("name") == name), None)
+
+
+def files_of(package: str) -> list[str]:
+    """The modules of a package, by their names; a file that is added is found."""
+    return [m.name for m in pkgutil.iter_modules(importlib.import_module(package).__path__) if not m.ispkg]
 
 
 def check_arguments(
@@ -40,7 +72,7 @@ def check_arguments(
     for key in args:
         if key not in known and not takes_any:
             remedy = f"its arguments are {', '.join(known) or 'none'}"
-            raise error(f"{called} has no argument {key!r}{did_you_mean(key, known)}", remedy)
+            raise error(f"{called} has no argument {key!r}{did_you_mean(key, known)}", f"use another: {remedy}")
     for key, parameter in known.items():
         if parameter.default is parameter.empty and key not in args:
             raise error(f"{called} needs the argument {key!r}", f"set it in its args: {{{key}: …}}")
@@ -50,13 +82,18 @@ def load(path: str, error: type[TidemillError], key: str) -> Any:
     """The object at an import path. What goes wrong is raised as `error`, naming the recipe's `key`."""
     match = PATH.fullmatch(path)
     if match is None:
-        raise error(f"{key}: {path!r} is no import path", "write package.module:function or path/to/file.py:function")
+        raise error(
+            f"{key}: {path!r} is not an import path", "write package.module:function or path/to/file.py:function"
+        )
     module_name, name = match["module"], match["name"]
     module = load_file(path, module_name, error, key) if module_name.endswith(".py") else None
     module = module or load_module(path, module_name, error, key)
     if not hasattr(module, name):
         names = [n for n in vars(module) if not n.startswith("_")]
-        raise error(f"{key}: {module_name} has no {name!r}{did_you_mean(name, names)}")
+        raise error(
+            f"{key}: {module_name} has no {name!r}{did_you_mean(name, names)}",
+            f"name something that it has: {', '.join(names[:8]) or 'nothing yet'}",
+        )
     return getattr(module, name)
 
 
@@ -66,15 +103,15 @@ def load_module(path: str, module_name: str, error: type[TidemillError], key: st
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as missing:
-        remedy = f"{module_name} is looked for in the folder the command runs in and in the installed packages"
+        remedy = f"check that {module_name} is in the folder the command runs in, or installed"
         raise error(f"{key}: cannot import {path!r}: {missing}", remedy) from missing
     except Exception as failed:
-        raise error(f"{key}: importing {path!r} failed: {type(failed).__name__}: {failed}") from failed
+        raise error(f"{key}: importing {path!r} failed: {type(failed).__name__}: {failed}", FIX) from failed
 
 
 def load_file(path: str, file: str, error: type[TidemillError], key: str) -> Any:
     if not Path(file).is_file():
-        raise error(f"{key}: {path!r}: there is no file {file}")
+        raise error(f"{key}: {path!r}: there is no file {file}", "check the path, which is relative to this folder")
     name = f"tidemill_user_{Path(file).stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
@@ -84,5 +121,5 @@ def load_file(path: str, file: str, error: type[TidemillError], key: str) -> Any
         spec.loader.exec_module(module)
     except Exception as failed:
         del sys.modules[name]
-        raise error(f"{key}: importing {path!r} failed: {type(failed).__name__}: {failed}") from failed
+        raise error(f"{key}: importing {path!r} failed: {type(failed).__name__}: {failed}", FIX) from failed
     return module

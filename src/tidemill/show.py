@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,14 +11,18 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tidemill.estimate import plan as plans
 from tidemill.observe import curve
 from tidemill.observe.progress import Progress, clock_text, percent
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Config
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
+    from tidemill.data.survey import Lengths
     from tidemill.doctor import Finding
-    from tidemill.flow.records import Answered, Evaluation
+    from tidemill.flow.records import Activity, Answered, Evaluation
     from tidemill.flow.workers import Workers
     from tidemill.run.loop import Summary, Watcher
 else:
@@ -26,25 +31,82 @@ else:
 MARKS = {"ok": ("✓", "green"), "note": ("·", "dim"), "warn": ("!", "yellow"), "bad": ("✗", "red")}
 SHOWN_PROBLEMS = 3
 LONGEST_TEXT = 160
+WIDE = 140  # columns of a terminal from which a setting fits one line
 
 
 # Tables
 
 
-def config_table(loaded: recipe.LoadedRecipe) -> RenderableType:
-    """Every key, its value, where it came from, its help; what was set stands out."""
+FIRST_KEYS = (  # of `tidemill config`: those that most people change, before all others of their sections
+    "name", "model.path", "data.source", "train.steps", "train.prompts_per_step", "train.samples_per_prompt",
+    "rollout.max_new_tokens", "rollout.temperature", "rewards.functions", "algorithm.name", "learn.lr",
+)  # fmt: skip
+GROUPS = (  # of `tidemill recipes`: heading, and the names that it holds
+    ("start here", r"quickstart|own"),
+    ("real models", r"real/.*"),
+    ("algorithms, seconds each on a CPU", r"cpu/(?!tools|game|judge|grpo_reward_model).*"),
+    ("domains: tools, games, judges", r"domains/.*|cpu/.*"),
+    ("full size", r"(full|cluster)/.*"),
+    ("parts of the quickstart, and others", r".*"),
+)
+
+
+def config_table(loaded: recipe.LoadedRecipe, changed: bool = False, width: int = 80) -> RenderableType:
+    """Every key, its value, where it came from, its help, by section; what matters most first. A key is never broken
+    over lines, so that it can be copied. `changed`: only what is not a default."""
+    rows = [row for row in recipe.describe(loaded) if not (changed and row[2].startswith(recipe.DEFAULT))]
+    groups: dict[str, list[tuple[str, Any, str, str]]] = {"what matters most": []}
+    for row in rows:
+        title = row[0].partition(".")[0] if "." in row[0] else "the run"
+        groups.setdefault("what matters most" if row[0] in FIRST_KEYS else title, []).append(row)
+    groups["what matters most"].sort(key=lambda row: FIRST_KEYS.index(row[0]))
+    parts = [_settings(title, found, width) for title, found in groups.items() if found]
+    return Group(*parts) if parts else Text("every setting is a default")
+
+
+def _settings(title: str, rows: Sequence[tuple[str, Any, str, str]], width: int) -> RenderableType:
+    if width < WIDE:
+        return _narrow(title, rows)
     table = _table("key", "value", "from", "help")
-    for key, value, source, help in recipe.describe(loaded):
+    table.title, table.title_justify, table.title_style = title, "left", "bold underline"
+    table.columns[0].no_wrap = True
+    for key, value, source, help in rows:
         style = "dim" if source.startswith(recipe.DEFAULT) else "bold"
         table.add_row(Text(key, style=style), Text(_value(value)), Text(source, style="dim"), Text(help, style="dim"))
     return table
+
+
+def _narrow(title: str, rows: Sequence[tuple[str, Any, str, str]]) -> RenderableType:
+    """Two lines a setting: key, value and source, then its help, indented."""
+    lines: list[RenderableType] = [Text(title, style="bold underline")]
+    for key, value, source, help in rows:
+        is_default = source.startswith(recipe.DEFAULT)
+        head = Text(key, style="" if is_default else "bold").append(f" = {_value(value)}", style="cyan")
+        if not is_default:
+            head.append(f"  ({source})", style="dim")
+        head.overflow = "fold"
+        lines += [head, Text(f"    {help}", style="dim", overflow="fold")]
+    return Group(*lines, Text())
 
 
 def recipes_table() -> RenderableType:
     rows = recipe.listing()
     if not rows:
         return Text("no recipes found; set TIDEMILL_RECIPES to a folder of them")
-    table = _table("recipe", "what it is for")
+    first = ["quickstart", "own"]
+    rows.sort(key=lambda row: first.index(row[0]) if row[0] in first else len(first))
+    parts: list[RenderableType] = []
+    for heading, pattern in GROUPS:
+        found = [row for row in rows if re.fullmatch(pattern, row[0])]
+        rows = [row for row in rows if row not in found]
+        if found:
+            parts += [Text(heading, style="bold underline"), _named(found)]
+    return Group(*parts)
+
+
+def _named(rows: Sequence[tuple[str, str]]) -> RenderableType:
+    table = _table("", "")
+    table.columns[0].no_wrap = True
     for name, about in rows:
         table.add_row(Text(name, style="bold"), Text(about))
     return table
@@ -69,10 +131,16 @@ def doctor_table(findings: Sequence[Finding]) -> RenderableType:
     return Group(table, Text(verdict, style="red" if bad else "green"))
 
 
-def plan_table(config: Config, parameters: int | None = None) -> RenderableType:
-    """What the batch settings come to, before training."""
+def plan_table(config: Config, parameters: int | None = None, lengths: Lengths | None = None) -> RenderableType:
+    """What the batch settings come to, before training. With the data's own lengths where these are known."""
     table = _table("", "", "how")
-    for label, value, how in recipe.plan(config, parameters):
+    rows = plans.plan(config if lengths is None else lengths.bounded(config), parameters)
+    if lengths is not None:
+        responses = f", responses up to {lengths.longest_response:,}" if lengths.longest_response else ""
+        cut = f", {lengths.cut:,} of them cut" if lengths.cut else ""
+        mean = f"{lengths.mean_prompt:,.0f} on average, in {lengths.rows:,} rows looked at"
+        rows.insert(5, ("tokens in the data", f"prompts up to {lengths.longest_prompt:,}{responses}{cut}", mean))
+    for label, value, how in rows:
         table.add_row(Text(label), Text(value, style="bold"), Text(how, style="dim"))
     return table
 
@@ -112,16 +180,29 @@ class RunWatcher(Watcher):
     def __init__(self, console: Console, config: Config) -> None:
         self.console, self.config = console, config
         self._progress: Progress | None = None
+        self._status: Status | None = None  # while there is no panel yet
+        self._lengths: Lengths | None = None
 
     @property
     def folder(self) -> Path:
         return Path(self.config.folder).expanduser() / self.config.name
 
+    def prepared(self, config: Config, lengths: Lengths) -> None:
+        self.config, self._lengths = config, lengths
+
+    def doing(self, activity: Activity) -> None:
+        if self._progress is not None:
+            self._progress.doing(activity.what, activity.done, activity.total)
+        elif self._status is None and self.console.is_terminal and self.config.observe.progress in ("auto", "rich"):
+            self._status = self.console.status(Text(f"{activity.what} …"))
+            self._status.start()
+
     def started(self, workers: Workers, first_step: int) -> None:
         self._stop()
         config = workers.config
         if config.observe.progress != "off":
-            self.console.print(plan_table(config, workers.parameters))
+            lengths = self._lengths if config.name == self.config.name else None  # a warm start has its own data
+            self.console.print(plan_table(config, workers.parameters, lengths))
         self._progress = Progress(
             config.observe.progress,
             config.train.steps,
@@ -143,9 +224,12 @@ class RunWatcher(Watcher):
         if self._progress is not None:
             self._progress.note(message)
         elif self.config.observe.progress != "off":
-            self.console.print(Text(message))
+            self.console.print(Text(message), soft_wrap=True)
 
     def _stop(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
         if self._progress is not None:
             self._progress.__exit__()
             self._progress = None
@@ -169,18 +253,35 @@ def ending(console: Console, config: Config, folder: Path, summary: Summary) -> 
     console.print(result_table(summary))
     if summary.before is not None and summary.after is not None:
         console.print(problems_table(summary.before.answers, summary.after.answers))
-    title, values = _curve_of(config, summary)
+    title, values = _curve_of(summary)
     console.print(Text(curve.terminal_curve(values, width=72, height=11, title=title, xlabel="step"), style="green"))
-    points = {title: [(i + 1.0, v) for i, v in enumerate(values)]}
-    console.print(Text(curve.save_png(folder / "curve.png", points, title=config.name, ylabel=title), style="dim"))
+    console.print(Text(plot([folder], folder / "curve.png", {title: values}), style="dim"))
     console.print(next_steps(config, folder))
 
 
-def _curve_of(config: Config, summary: Summary) -> tuple[str, list[float]]:
+def _curve_of(summary: Summary) -> tuple[str, list[float]]:
     """The loop keeps a run without rewards as minus its loss."""
-    if config.algorithm.name == "sft":
+    if not summary.has_rewards:
         return "loss", [-v for v in summary.rewards]
     return "reward", list(summary.rewards)
+
+
+def plot(runs: Sequence[Path], to: Path, without_metrics: Mapping[str, list[float]] | None = None) -> str:
+    """Draw the curves of runs into one picture; a sentence about it. `without_metrics`: what a run without any has."""
+    from tidemill.observe.run_folder import metrics_of
+
+    panels: dict[str, list[curve.Line]] = {}
+    names = [run.resolve().name for run in runs]
+    for run, name in zip(runs, names):
+        label = name if names.count(name) == 1 else str(run)
+        for measure, line in curve.lines_of(metrics_of(run), label).items():
+            panels.setdefault(measure, []).append(line)
+    if not panels:
+        spare = {key: list(enumerate(values, 1)) for key, values in (without_metrics or {}).items()}
+        panels = {key: [curve.Line(names[0], points)] for key, points in spare.items()}
+    if not panels:
+        return f"no PNG of the curve: {', '.join(map(str, runs))} made no step yet"
+    return curve.save_png(to, panels, title=names[0] if len(names) == 1 else "")
 
 
 def result_table(summary: Summary) -> RenderableType:
@@ -192,17 +293,36 @@ def result_table(summary: Summary) -> RenderableType:
         for k in summary.after.pass_at:
             table.add_row(f"pass@{k}, sampled", _share(summary.before.pass_at.get(k)), _share(summary.after.pass_at[k]))
     early = ", ended early: the accuracy asked for was reached" if summary.is_early else ""
-    pace = f"{summary.steps} steps in {clock_text(summary.seconds)}, {summary.tokens_per_s:,.0f} tokens/s{early}"
+    steps = "1 step" if summary.steps == 1 else f"{summary.steps:,} steps"
+    pace = f"{steps} in {clock_text(summary.seconds)}, {summary.tokens_per_s:,.0f} tokens/s{early}"
     return Group(table, Text(pace, style="dim"))
 
 
-def evaluation_table(evaluation: Evaluation) -> RenderableType:
+def evaluation_table(evaluation: Evaluation, full: bool = False) -> RenderableType:
     table = _table("", "")
     table.add_row("held-out accuracy, greedy", Text(percent(evaluation.accuracy), style="bold"))
     for k, share in evaluation.pass_at.items():
         table.add_row(f"pass@{k}, sampled", percent(share))
     table.add_row("reward, greedy", f"{evaluation.reward:.3f}")
+    table.add_row("response tokens, greedy", f"{evaluation.response_tokens:,.1f}")
     table.add_row("problems", str(len(evaluation.answers)))
+    if not evaluation.failed:
+        return Group(table, answers_table(evaluation.answers, full))
+    failed = f"{evaluation.failed} of {evaluation.scored}"
+    table.add_row("rewards that failed", Text(failed, style="bold red"))
+    first = Text(f"the first: {evaluation.first_failure}", style="red")
+    return Group(table, first, answers_table(evaluation.answers, full))
+
+
+def answers_table(answers: Sequence[Answered], full: bool = False) -> RenderableType:
+    """A few answers: right ones and wrong ones, in their order."""
+    table = _table("problem", "answer", "response")
+    wrong = [i for i, a in enumerate(answers) if not a.correct]
+    right = [i for i, a in enumerate(answers) if a.correct]
+    for i in sorted([*right[:2], *wrong[: SHOWN_PROBLEMS - min(2, len(right))]]):
+        one = answers[i]
+        prompt = Text(one.prompt if full else _short(one.prompt))
+        table.add_row(prompt, Text(_short(one.answer)), _response(one, full))
     return table
 
 
@@ -224,21 +344,24 @@ def problems_table(before: Sequence[Answered], after: Sequence[Answered]) -> Ren
     return table
 
 
-def _response(answered: Answered) -> Text:
-    return Text(
-        f"{'✓' if answered.correct else '✗'} {_short(answered.response)}", style="green" if answered.correct else "red"
-    )
+def _response(answered: Answered, full: bool = False) -> Text:
+    text = answered.response if full else _short(answered.response)
+    return Text(f"{'✓' if answered.correct else '✗'} {text}", style="green" if answered.correct else "red")
 
 
 def next_steps(config: Config, folder: Path) -> RenderableType:
     table = _table("try next", "")
+    is_judge = config.algorithm.name == "reward_model"  # it gives numbers, not words
+    talk = (f"tidemill generate {folder} -i", "talk to the model")
+    judge = ("rewards: {functions: [{function: model, args: {path: my-model}}]}", "reward another run with it")
     for command, why in (
-        (f"tidemill generate {folder} -i", "talk to the model"),
-        (f"tidemill eval {folder}", "measure it again, with your own settings"),
+        *(() if is_judge else (talk, (f"tidemill eval {folder}", "measure it again, with your own settings"))),
         (f"tidemill export {folder} --to my-model", "a Hugging Face folder"),
+        *((judge,) if is_judge else ()),
+        (f"tidemill resume {folder} train.steps={2 * config.train.steps}", "train on"),
         (f"tensorboard --logdir {folder}/tensorboard", "every metric of every step"),
         ("tidemill recipes", "other runs; any setting changes with key=value"),
-        ("tidemill train RECIPE model.path=FOLDER", "the same with your own model"),
+        ("tidemill train own model.path=FOLDER data.source=FILE", "your own model on your own data"),
     ):
         table.add_row(Text(command, style="bold"), Text(why, style="dim"))
     return table

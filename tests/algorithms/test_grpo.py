@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tidemill.algorithms import registry
-from tidemill.algorithms.advantages import group_advantages
-from tidemill.algorithms.aggregate import local_weights, whole
 from tidemill.algorithms.api import TokenBatch, total
+from tidemill.algorithms.shared.advantages import group_advantages
+from tidemill.algorithms.shared.aggregate import local_weights, whole
 from tidemill.batch import Batch, Column
 from tidemill.errors import ConfigError
 from tidemill.graph import Graph, GraphError, Stage

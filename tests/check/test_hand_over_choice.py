@@ -12,7 +12,7 @@ from tidemill.check import precheck
 from tidemill.device import DeviceMemory
 from tidemill.estimate import handover as turns
 from tidemill.estimate.memory import memory
-from tidemill.estimate.ranks_memory import Sizes, per_rank
+from tidemill.estimate.ranks_memory import per_rank
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import ModelSettings
 
@@ -99,7 +99,7 @@ def test_colocated_workers_take_turns() -> None:
 
 def test_of_a_rank_of_a_cut_learner_the_optimizer_leaves() -> None:
     own = config("learn.parallel.fsdp=4", "rollout.cache_tokens=800000")
-    sizes = Sizes.dense(replace(QWEN_7B, parameters=None))
+    sizes = replace(QWEN_7B, parameters=None)
     learner = per_rank(own, sizes, on_accelerator=True)
     assert turns.at_rest(learner, "cache") - turns.at_rest(learner, "all") == learner.optimizer
     assert turns.at_rest(learner, "never") == learner.total

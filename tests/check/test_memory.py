@@ -5,7 +5,6 @@ import torch
 from tests.check.test_estimate import make
 
 from tidemill.algorithms.registry import get
-from tidemill.estimate import run as estimate
 from tidemill.estimate.memory import (
     MemoryEstimate,
     activation_bytes,
@@ -15,15 +14,17 @@ from tidemill.estimate.memory import (
     optimizer_bytes,
     update_bytes,
 )
-from tidemill.learn.critic import ValueLearner, ValueModel
+from tidemill.learn.critic import ValueLearner
 from tidemill.learn.engine import Learner
+from tidemill.learn.value_model import ValueModel
 from tidemill.models.load import make_tiny
+from tidemill.models.shape import ModelShape, shape_of
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Config, Learn, ModelSettings, TinyModel
 
-QWEN_1_5B = estimate.Shape(1536, 28, 12, 2, 128, 8960, 151936, 32768, 1_543_714_304)
-QWEN_7B = estimate.Shape(3584, 28, 28, 4, 128, 18944, 152064, 32768, 7_615_616_512)
-QWEN_32B = estimate.Shape(5120, 64, 40, 8, 128, 27648, 152064, 32768, 32_763_876_352)
+QWEN_1_5B = ModelShape("qwen2", 1536, 28, 12, 2, 128, 8960, 151936, 32768, parameters=1_543_714_304)
+QWEN_7B = ModelShape("qwen2", 3584, 28, 28, 4, 128, 18944, 152064, 32768, parameters=7_615_616_512)
+QWEN_32B = ModelShape("qwen2", 5120, 64, 40, 8, 128, 27648, 152064, 32768, parameters=32_763_876_352)
 GIB = 2**30
 ALONE, FULL = "learn.share_prompts=false", "learn.recompute=full"
 MLP, CHUNK = "learn.recompute=mlp", "learn.logprob_chunk=1024"
@@ -76,7 +77,7 @@ EARLIER = [
 LONG = [(16384, 14.2), (32768, 15.8), (65536, 20.0), (131072, 30.8)]  # one sequence of so many tokens
 
 
-def on_device(shape: estimate.Shape, groups: int, each: int, response: int, tokens: int, *learn: str) -> float:
+def on_device(shape: ModelShape, groups: int, each: int, response: int, tokens: int, *learn: str) -> float:
     """GiB, without the rollout's cache: none was there."""
     settings = ["model.dtype=bfloat16", f"train.samples_per_prompt={each}", f"train.prompts_per_step={groups}"]
     settings += ["data.max_prompt_tokens=256", f"rollout.max_new_tokens={response}"]
@@ -87,7 +88,7 @@ def on_device(shape: estimate.Shape, groups: int, each: int, response: int, toke
 
 def needed(*overrides: str) -> MemoryEstimate:
     config = recipe.load({}, overrides).config
-    found = memory(config, estimate.shape_of(config.model))
+    found = memory(config, shape_of(config.model))
     assert found is not None
     return found
 
@@ -144,7 +145,7 @@ def test_the_activation_estimate_is_near_what_autograd_keeps():
         out = model(input_ids=torch.randint(0, 90, (1, tokens)), use_cache=False).last_hidden_state
     measured = sum(size for pointer, size in kept.items() if pointer not in weights)
     assert out.requires_grad
-    guess = activation_bytes(estimate.shape_of(ModelSettings(tiny=tiny)), tokens, 4, Learn(), is_compiled=False)
+    guess = activation_bytes(shape_of(ModelSettings(tiny=tiny)), tokens, 4, Learn(), is_compiled=False)
     assert 0.75 < guess / measured < 1.35, f"estimated {guess:,}, measured {measured:,}"
 
 
@@ -188,7 +189,7 @@ def test_every_setting_that_saves_memory_is_known():
 
 def test_a_separated_rollout_has_its_own_weights_and_the_next_ones_beside_them():
     plain, apart = (recipe.load({}, ["flow.schedule=async"] * is_apart).config for is_apart in (False, True))
-    shape = estimate.shape_of(plain.model)
+    shape = shape_of(plain.model)
     assert memory(apart, shape).copies == 2 * memory(plain, shape).weights
     assert memory(plain, shape).copies == 0
 
@@ -216,4 +217,4 @@ def test_the_estimate_of_a_checkpoint_is_near_what_is_saved(algorithm, learn):
     for learner in [*learners, Learner(model, config, get(algorithm), 1)]:
         learner.update()
         saved += sum(tensor.nbytes for tensor in learner.state()[0].values())
-    assert checkpoint_bytes(config, estimate.shape_of(config.model)) == pytest.approx(saved, rel=0.1)
+    assert checkpoint_bytes(config, shape_of(config.model)) == pytest.approx(saved, rel=0.1)

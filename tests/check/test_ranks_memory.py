@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from benchmarks._sent import sent
 
 from tidemill import doctor
-from tidemill.estimate import published
-from tidemill.estimate.ranks_memory import SHORT, RankMemory, Sizes, parameters_per_rank, per_rank, sent
-from tidemill.estimate.run import shape_of
+from tidemill.estimate.ranks_memory import SHORT, RankMemory, parameters_per_rank, per_rank
+from tidemill.models import published
+from tidemill.models.shape import shape_of
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Config, ModelSettings
 
@@ -18,7 +19,7 @@ from tidemill.recipe.config import Config, ModelSettings
     ("name", "billions"), [("deepseek-v3-671b", 671), ("qwen3-235b-a22b", 235), ("qwen3-30b-a3b", 30.5)]
 )
 def test_published_sizes_are_those_of_the_models(name: str, billions: float) -> None:
-    assert published.sizes(published.MODELS[name]).total / 1e9 == pytest.approx(billions, rel=0.01)
+    assert published.find(name)[1].total / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_a_folders_own_settings_give_its_sizes(tmp_path: Path) -> None:
@@ -29,7 +30,7 @@ def test_a_folders_own_settings_give_its_sizes(tmp_path: Path) -> None:
         kind, own = MODELS[name]
         made = AutoModelForCausalLM.from_config(kind(**{**COMMON, **own}))
         made.config.save_pretrained(tmp_path / name)
-        sizes = published.of_folder(ModelSettings(path=str(tmp_path / name)))
+        sizes = shape_of(ModelSettings(path=str(tmp_path / name)))
         assert sizes is not None
         # Norms inside attention and routers' biases are not counted.
         assert sizes.total == pytest.approx(sum(p.numel() for p in made.parameters()), rel=0.01), name
@@ -72,7 +73,7 @@ def test_every_rank_of_a_product_holds_its_share() -> None:
 
     shape = shape_of(config().model)
     assert shape is not None
-    sizes = Sizes.dense(shape)
+    sizes = shape
     whole = parameters_per_rank(sizes, config().learn.parallel)
     assert whole == pytest.approx(shape.parameters, rel=0.01)
     for parallel in ({"fsdp": 4}, {"tp": 4}, {"fsdp": 2, "tp": 2}, {"fsdp": 2, "cp": 2}):
@@ -88,7 +89,7 @@ def test_other_models_on_the_ranks_are_counted() -> None:
         own = recipe.load({"model": {"tiny": {"hidden": 64, "layers": 4}}, "learn": {"parallel": {"fsdp": 4}}}, over)
         shape = shape_of(own.config.model)
         assert shape is not None
-        return per_rank(own.config, Sizes.dense(shape), 128)
+        return per_rank(own.config, shape, 128)
 
     plain = needed()
     assert plain.reference == plain.critic == 0

@@ -36,8 +36,8 @@ def train(folder: Path, watch: Watcher | None = None, **over: Any) -> Summary:
 
 
 def measured(folder: Path) -> list[dict[str, Any]]:
-    """What a run measured, without what tells of its workers, their memory and its time."""
-    own = ("workers_lost", "driver_bytes", "handed_over/")
+    """What a run measured, without what tells of its workers and ranks, their memory and its time."""
+    own = ("workers_lost", "driver_bytes", "handed_over/", "slowest_", "critic/slowest_")
     return [{k: v for k, v in line.items() if not k.startswith(own)} for line in numbers(folder / "small")]
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from tidemill.cluster.worker.commands import Orders
 from tidemill.cluster.worker.cut import KEPT_CALLS, Calls
+from tidemill.cluster.worker.learners import World
+from tidemill.cluster.worker.store import KeyedStore, StoreServer
 from tidemill.errors import CollectiveError
 
-_dist: Any = dist
+
+def open_store() -> KeyedStore:
+    return KeyedStore(StoreServer("127.0.0.1").address, timedelta(seconds=10))
 
 
 class Worker:
@@ -33,19 +37,25 @@ def rank(store: Any, number: int, wait_s: float = 0.2) -> tuple[Orders, list[str
     made._is_ordered = False
     cluster = SimpleNamespace(collective_s=wait_s)
     made.task = SimpleNamespace(config=SimpleNamespace(cluster=cluster))  # type: ignore[assignment]
-    part = SimpleNamespace(calls=Calls(store, number))
-    made.kit = SimpleNamespace(cut=part, follower=None, workers={"learn": Worker(said)})  # type: ignore[assignment]
+    calls, workers = calls_at(store, number), {"learn": Worker(said)}
+    made.kit = SimpleNamespace(calls=calls, world=calls.world, follower=None, workers=workers)  # type: ignore[assignment]
     return made, said
 
 
+def calls_at(store: Any, number: int) -> Calls:
+    world = World(number, 2)
+    world.store = store
+    return Calls(world)
+
+
 def calls_of(orders: Orders) -> Calls:
-    assert orders.kit.cut is not None
-    return orders.kit.cut.calls
+    assert orders.kit.calls is not None
+    return orders.kit.calls
 
 
 def test_calls_are_heard_once_and_in_their_order() -> None:
-    store = _dist.HashStore()
-    first, other = Calls(store, 0), Calls(store, 1)
+    store = open_store()
+    first, other = calls_at(store, 0), calls_at(store, 1)
     assert other.heard() is None
     heard = []
     for i in range(3 * KEPT_CALLS):
@@ -56,7 +66,7 @@ def test_calls_are_heard_once_and_in_their_order() -> None:
 
 
 def test_an_order_waits_for_what_the_first_rank_called_before_it() -> None:
-    store = _dist.HashStore()
+    store = open_store()
     (first, _), (other, said) = rank(store, 0), rank(store, 1)
     calls_of(first).call("learn:ready")
     first.begin(8, None)
@@ -65,7 +75,7 @@ def test_an_order_waits_for_what_the_first_rank_called_before_it() -> None:
 
 
 def test_nothing_that_the_first_rank_calls_after_an_order_is_done_before_the_order() -> None:
-    store = _dist.HashStore()
+    store = open_store()
     (first, _), (other, said) = rank(store, 0), rank(store, 1)
     first.begin(8, None)
     calls_of(first).call("learn:finish")
@@ -78,7 +88,7 @@ def test_nothing_that_the_first_rank_calls_after_an_order_is_done_before_the_ord
 
 
 def test_an_order_that_the_first_rank_never_gets_is_a_failure_not_a_wait_for_ever() -> None:
-    other, said = rank(_dist.HashStore(), 1)
+    other, said = rank(open_store(), 1)
     with pytest.raises(CollectiveError, match="first rank"):
         other.begin(8, None)
     assert said == []

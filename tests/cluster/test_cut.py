@@ -15,16 +15,11 @@ pytest.importorskip("zmq")
 
 ALGORITHM = {"name": "grpo", "old_logprobs": "recompute", "kl": {"coef": 0.01}}
 STEPS = {"steps": 3, "tokens_per_microbatch": 48}
-OF_RANKS = ("slowest_rank", "slowest_over_median")  # what only several ranks can tell
 
 
 def run(folder: Path, watch: Any = None, **over: Any) -> list[dict[str, Any]]:
     train(folder, watch, **{"algorithm": ALGORITHM, "train": STEPS, **over})
-    return cut_metrics(folder)
-
-
-def cut_metrics(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if not k.endswith(OF_RANKS)} for line in measured(folder)]
+    return measured(folder)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +90,7 @@ def test_a_run_of_cut_workers_is_resumed_by_one_rank_and_the_other_way(
         config.write_text(text.replace(f"fsdp: {sizes['fsdp']}", f"fsdp: {3 - sizes['fsdp']}"))
         (folder / "small" / "summary.json").unlink()
         launch.resume(folder / "small")
-        assert_same([m for m in cut_metrics(folder) if m["step"] > 2], [m for m in local if m["step"] > 2])
+        assert_same([m for m in measured(folder) if m["step"] > 2], [m for m in local if m["step"] > 2])
 
 
 CALM = {"eps": 1e-4}  # Adam makes whole steps of gradients that are the last bits of zero

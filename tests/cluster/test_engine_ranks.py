@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.cluster.runs import Disturb, assert_same, assert_same_learning, measured, train, worker
+from tests.faults.test_resume import RECIPE
 from tidemill.cluster.driver.remote import RemoteWorkers
 from tidemill.cluster.worker.engine_ranks import Follower, LeadEngine, Notes, Order
 from tidemill.cluster.worker.learners import World
@@ -89,6 +90,15 @@ def test_two_ranks_of_an_engine_make_the_steps_of_one_process(tmp_path: Path, lo
     assert_same(run(tmp_path, rollout={"tp": 2}), local)
     logs = {p.stem for p in (tmp_path / "small" / "logs").glob("*.log")}
     assert logs == {"all", "learner-0", "rollout-0", "rollout-1", "reward-0"}
+
+
+@pytest.mark.slow
+def test_two_ranks_of_an_engine_share_the_experts_of_a_mixture(tmp_path: Path) -> None:
+    """Each has some of them, and new weights of them every step."""
+    tiny = {**RECIPE["model"]["tiny"], "architecture": "qwen3_moe", "experts": 4}
+    over: dict[str, Any] = {"model": {"tiny": tiny}, "algorithm": {"old_logprobs": "recompute"}}
+    alone = run(tmp_path / "alone", **over, cluster={"executor": "local"})
+    assert_same(run(tmp_path / "shared", **over, rollout={"tp": 2}), alone)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

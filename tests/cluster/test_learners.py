@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 from tidemill.batch import Batch, Column
+from tidemill.cluster.worker.cut import Calls, Team
 from tidemill.cluster.worker.learners import RankLearnWorker, World
 from tidemill.dock import LocalDock
 from tidemill.flow.tally import Tally
 from tidemill.graph import Stage
+from tidemill.learn.parallel.mesh import Meshes
 from tidemill.recipe import load as recipe
 
 READS = ("id", "group", "tokens")
@@ -21,8 +23,9 @@ class Model:
     """Counts what a learner is asked for."""
 
     version = 0
+    meshes = Meshes()
 
-    def accumulate(self, batch: Batch) -> None: ...
+    def accumulate_own(self, batch: Batch) -> None: ...
 
     def forget(self) -> None: ...
 
@@ -38,8 +41,9 @@ def test_a_policy_is_not_finished_before_its_critic() -> None:
     """Else one rank may be at the critic's exchange while another is at the policy's."""
     config: Any = recipe.load("quickstart", ["algorithm=ppo"]).config
     dock = LocalDock(STAGES, lease_s=60.0, renews=True)
-    critic = Rank(dock, Model(), config, Tally(), World(), "learn_values")  # type: ignore[arg-type]
-    learn = Rank(dock, Model(), config, Tally(), World(), "learn", critic)  # type: ignore[arg-type]
+    alone: Any = (config, Tally(), World(), Calls(World()), Team())
+    critic = Rank(dock, Model(), *alone, "learn_values")  # type: ignore[arg-type]
+    learn = Rank(dock, Model(), *alone, "learn", critic)  # type: ignore[arg-type]
     ids = np.arange(4)
     tokens = Column.jagged([[1, 2]] * 4, np.int32)
     dock.put(Batch({"id": ids, "group": ids // 4, "group_size": np.full(4, 4, np.int32), "tokens": tokens}))

@@ -122,7 +122,7 @@ def seen_from_afar(run: Path) -> list[tuple[str, str]]:
     told = replace(found, home="", workers=(*away, gone))
     status.write(run.parent, told)
     code = (
-        "import json; from pathlib import Path; from tidemill.cluster import status; "
+        "import json; from pathlib import Path; from tidemill.cluster.driver import status; "
         f"there = Path({str(run.parent)!r}); print(json.dumps(status.all_stacks(there, status.read(there))[1:]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -195,7 +195,7 @@ def test_naming_devices_needs_no_torch():
 
 def test_triton_is_asked_for_the_kinds_that_it_compiles_our_kernels_for(monkeypatch):
     """A package of that name may be there for another vendor's devices, which our kernels have never run on."""
-    from tidemill.learn.logprob import can_fuse
+    from tidemill.learn.logprob.tokens import can_fuse
 
     def on(kind):
         return can_fuse(types.SimpleNamespace(device=types.SimpleNamespace(type=kind)))

@@ -110,7 +110,7 @@ def test_counts_are_part_of_a_snapshot():
 
 
 def test_counts_outlive_the_ledger_and_an_answer_that_was_lost(tmp_path):
-    pytest.importorskip("zmq")
+    pytest.importorskip("msgspec")
     from tidemill.dock import connect, serve
 
     server = serve(STAGES, folder=tmp_path / "dock")

@@ -7,7 +7,7 @@ from tests.dock.test_dock_remote import LEARN
 from tidemill.dock import LocalDock, Want
 from tidemill.dock.net import messages as m
 from tidemill.dock.net.ledger_server import LedgerServer
-from tidemill.dock.net.wire import SEQ
+from tidemill.dock.net.wire import SEQ, listen
 from tidemill.dock.setup import DockSetup
 from tidemill.errors import DockError
 
@@ -16,7 +16,7 @@ class Desk:
     """A ledger whose clients are names, whose clock is set by hand, and which sends nothing."""
 
     def __init__(self, folder, **settings):
-        self.server = LedgerServer(DockSetup(LEARN, **settings), folder, "token", "127.0.0.1")
+        self.server = LedgerServer(DockSetup(LEARN, **settings), folder, "token", [listen("127.0.0.1")])
         self._seq = 0
 
     def ask(self, client: str, message: m.Message, now: float) -> None:

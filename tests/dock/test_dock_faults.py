@@ -1,5 +1,6 @@
 """Parts die; samples do not. Targeted cases here, and a short run of the random ones."""
 
+import dataclasses
 import multiprocessing
 import os
 import shutil
@@ -20,7 +21,7 @@ from tidemill.dock.client import RemoteDock
 from tidemill.dock.ledger.records import split
 from tidemill.dock.net import messages as m
 from tidemill.dock.net.ledger_server import LedgerServer
-from tidemill.dock.net.wire import SEQ
+from tidemill.dock.net.wire import SEQ, listen
 from tidemill.dock.server import DockServer
 from tidemill.dock.setup import DockSetup
 from tidemill.dock.store import chunk as chunks
@@ -43,7 +44,7 @@ def lose_warehouse(server, name):
 
 
 def _take_and_wait(address, taken):
-    lease = RemoteDock(address, by_door=False).take("learn", Want(rows=2), wait=10)
+    lease = RemoteDock(dataclasses.replace(address, local="")).take("learn", Want(rows=2), wait=10)
     taken.put(lease.batch.values("id").tolist())
     signal.pause()
 
@@ -201,7 +202,7 @@ def test_a_node_that_leaves_is_not_waited_for(tmp_path):
 def test_a_warehouse_that_does_not_come_back_with_its_ledger_is_given_up(tmp_path):
     setup = DockSetup(LEARN, warehouse_timeout_s=0.01)
     ids = np.arange(3).tobytes()
-    first = LedgerServer(setup, tmp_path, "token", "127.0.0.1")
+    first = LedgerServer(setup, tmp_path, "token", [listen("127.0.0.1")])
     hello = m.Announce(1, "node0", "/nowhere", "tcp://127.0.0.1:1", "127.0.0.1:1", {0: 0}, 1)
     put = m.Put(ids, ids, None, m.Outputs(("id", "group", "x"), 8, (m.Copy(1, 0, 0, 0),)), "", 0.0)
     for i, message in enumerate((hello, put)):
@@ -209,7 +210,7 @@ def test_a_warehouse_that_does_not_come_back_with_its_ledger_is_given_up(tmp_pat
         first._flush()
     first.is_stopping = True
     first.run()
-    second = LedgerServer(setup, tmp_path, "token", "127.0.0.1")
+    second = LedgerServer(setup, tmp_path, "token", [listen("127.0.0.1")])
     second._tick(time.monotonic() + 1)
     assert second._ledger.missing == [0, 1, 2] and not second._ledger.slot_of
     second.is_stopping = True

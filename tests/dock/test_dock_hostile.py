@@ -8,14 +8,14 @@ import time
 
 import msgspec
 import pytest
-import zmq
 from tests.dock.test_dock_remote import LEARN, rows
 
 from tidemill.dock import Want
 from tidemill.dock.address import Address
 from tidemill.dock.net import messages as m
+from tidemill.dock.net.caller import Caller
 from tidemill.dock.net.stream import greet
-from tidemill.dock.net.wire import MAX_MESSAGE_BYTES, SEQ, Caller, calling_socket, new_identity
+from tidemill.dock.net.wire import HEAD, MAX_MESSAGE_BYTES, SEQ, dial, new_identity
 from tidemill.dock.server import DockServer
 from tidemill.dock.setup import DockSetup
 
@@ -75,10 +75,9 @@ def test_random_bytes_are_refused_and_counted(server):
 
 
 def test_a_greeting_cut_short_or_with_a_huge_length_is_refused(server):
-    greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
-    huge = b"\x02" + struct.pack(">Q", 1 << 62)  # a frame of four exabytes
+    huge = struct.pack("<I8s", (1 << 32) - 1, bytes(8))
     for door in doors(server)[:2]:
-        for piece in (greeting[:11], greeting[:40], greeting, greeting + huge, greeting + b"\x04\x26" + b"\x05HELLO"):
+        for piece in (b"", bytes(11), bytes(79), bytes(80), huge, bytes(80) + huge):
             with socket.create_connection(door, timeout=5) as peer:
                 peer.sendall(piece)
     still_works(server, 2)
@@ -99,14 +98,12 @@ def test_a_wrong_token_does_not_get_in(server):
     dock.close()
 
 
-def test_without_encryption_nobody_is_heard(server):
-    context = zmq.Context()
-    plain = context.socket(zmq.DEALER)
-    plain.linger = 0
-    plain.connect(server.address.ledger)
-    plain.send_multipart((SEQ.pack(1), m.encode(m.AskState())))
-    assert not plain.poll(300)
-    context.destroy(linger=0)
+def test_without_proof_nobody_is_heard(server):
+    body = m.encode(m.AskState())
+    with socket.create_connection(doors(server)[0], timeout=5) as peer:
+        peer.sendall(bytes(48) + bytes(32) + HEAD.pack(len(body), SEQ.pack(1)) + body)
+        peer.recv(32)  # the nonce, then nothing more
+        assert peer.recv(1) == b""
     still_works(server, 4)
 
 
@@ -115,7 +112,6 @@ def test_nonsense_from_a_peer_with_the_token_is_refused_and_counted(server):
     dock = server.connect()
     before = refused(dock)
     hello = server.wait_announced("node0")
-    context = zmq.Context()
     good = m.encode(m.Put(b"12345678", b"12345678", None, m.Outputs(("x",), 8, (m.Copy(1, 2, 3, 4),)), "", 0.0))
     bodies = [good[:n] for n in range(0, len(good), 7)] + [rng.randbytes(rng.randint(0, 200)) for _ in range(50)]
     bodies += [bytes(b ^ (rng.random() < 0.1) * rng.randint(1, 255) for b in good) for _ in range(50)]
@@ -129,24 +125,23 @@ def test_nonsense_from_a_peer_with_the_token_is_refused_and_counted(server):
         msgspec.msgpack.encode(["Fetch", [1, 2**40, []], {}]),
     ]
     for address in (server.address.ledger, hello.control):
-        peer = calling_socket(context, server.address.token, new_identity(), address)
-        for i, body in enumerate(bodies):
-            peer.send_multipart((SEQ.pack(i + 1), body))
-        peer.send_multipart((b"short", b""))
-        peer.send_multipart((b"a", b"b", b"c", b"d"))
-        peer.poll(2000)
+        peer, frames = dial(server.address.token, address, "", new_identity(), 5.0)
+        with peer:
+            for i, body in enumerate(bodies):
+                peer.sendall(frames.pack(SEQ.pack(i + 1), body))
+            peer.settimeout(5)
+            assert frames.unpack(memoryview(peer.recv(1 << 16)))
     wait_for_more(dock, before)
     still_works(server, 5)
-    context.destroy(linger=0)
     dock.close()
 
 
 def test_a_message_longer_than_allowed_closes_its_connection_only(server):
-    context = zmq.Context()
-    peer = calling_socket(context, server.address.token, new_identity(), server.address.ledger)
-    peer.send_multipart((SEQ.pack(1), bytes(MAX_MESSAGE_BYTES + 1)))
-    assert not peer.poll(500)
-    context.destroy(linger=0)
+    peer, _ = dial(server.address.token, server.address.ledger, "", new_identity(), 5.0)
+    with peer:
+        peer.sendall(HEAD.pack(MAX_MESSAGE_BYTES + 1, SEQ.pack(1)))
+        peer.settimeout(5)
+        assert peer.recv(1) == b""
     still_works(server, 6)
 
 

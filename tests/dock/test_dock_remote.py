@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,11 +71,11 @@ def test_a_parked_take_is_woken_by_the_put_that_satisfies_it(server):
     dock.close()
 
 
-@pytest.mark.parametrize("by_door", [True, False])
-def test_who_waits_for_a_dock_that_has_ended_is_woken_when_the_dock_is_left(tmp_path, by_door):
+@pytest.mark.parametrize("is_local", [True, False])
+def test_who_waits_for_a_dock_that_has_ended_is_woken_when_the_dock_is_left(tmp_path, is_local):
     said = []
     with DockServer(DockSetup(LEARN), tmp_path) as server:
-        dock = RemoteDock(server.address, by_door=by_door)
+        dock = RemoteDock(server.address if is_local else replace(server.address, local=""))
 
         def ask():
             try:
@@ -94,9 +95,9 @@ def test_who_waits_for_a_dock_that_has_ended_is_woken_when_the_dock_is_left(tmp_
     dock.close()
 
 
-@pytest.mark.parametrize("by_door", [True, False])
-def test_closing_a_dock_wakes_the_threads_that_wait_in_it(server, by_door):
-    dock = RemoteDock(server.address, by_door=by_door)
+@pytest.mark.parametrize("is_local", [True, False])
+def test_closing_a_dock_wakes_the_threads_that_wait_in_it(server, is_local):
+    dock = RemoteDock(server.address if is_local else replace(server.address, local=""))
     said = []
 
     def wait():
@@ -136,7 +137,7 @@ def test_a_producer_for_which_there_is_no_memory_is_woken_when_the_dock_is_left(
             time.sleep(0.005)
         dock.leave()
         thread.join(5)
-        assert not thread.is_alive() and "left" in said[0]
+        assert not thread.is_alive() and "dock is closed" in said[0]
         del held
         dock.close()
 
@@ -270,3 +271,11 @@ def test_a_dock_does_not_listen_to_the_whole_world():
     for host in ("0.0.0.0", "*", ""):
         with pytest.raises(DockError, match="every interface"):
             DockServer(DockSetup(LEARN), host=host)
+
+
+def test_a_memory_smaller_than_a_segment_is_used_all_the_same(tmp_path):
+    with DockServer(DockSetup(LEARN, memory_bytes=8 << 20), tmp_path) as server:
+        dock = server.connect()
+        dock.put(rows([1]))
+        assert dock.take("learn", Want(rows=1), wait=20).batch.values("id").tolist() == [1]
+        dock.close()

@@ -1,5 +1,7 @@
 """Samplers over arrays: limits kept, nothing twice, balance close to the best known, the same every time."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -78,6 +80,30 @@ def test_balance_on_random_hard_instances():
                 sizes = rng.integers(1, top + 1, ranks * per_rank)
                 best = max(-(-int(sizes.sum()) // ranks), int(sizes.max()))
                 assert heaviest(sizes, ranks) <= best * 1.05, (ranks, per_rank, top)
+
+
+DRAWS = {
+    "lognormal": lambda rng, n: rng.lognormal(6, 1, n),
+    "uniform": lambda rng, n: rng.integers(1, 4096, n),
+    "two sizes": lambda rng, n: np.where(rng.random(n) < 0.1, 8192, 200),
+    "nearly equal": lambda rng, n: rng.normal(1000, 5, n),
+    "one huge": lambda rng, n: np.r_[rng.integers(1, 100, n - 1), 100_000],
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_balance_over_many_ranks_is_quick_and_good(draw):
+    """4,096 rows over 256 ranks once blocked the ledger for more than a second."""
+    sizes = DRAWS[draw](np.random.default_rng(2), 4096).astype(np.int64) + 1
+    started = time.process_time()
+    parts = balance(sizes, 256)
+    assert time.process_time() - started < 0.25
+    assert sorted(np.concatenate(parts).tolist()) == list(range(4096))
+    most = max(int(sizes[part].sum()) for part in parts)
+    assert most <= max(int(sizes[part].sum()) for part in longest_first(sizes, 256))
+    largest = np.sort(sizes)[::-1]
+    lowest = max(sizes.sum() / 256, largest[0], largest[255] + largest[256])  # some rank has two of the first 257
+    assert most <= lowest * 1.01
 
 
 def test_units_that_differ_are_kept():

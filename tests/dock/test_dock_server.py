@@ -70,7 +70,7 @@ def test_a_dock_is_closed_though_somebody_waits_for_its_ledger(tmp_path, monkeyp
     dock, told = DockServer(DockSetup(()), tmp_path, nodes=()), []
 
     def ask():
-        with pytest.raises(DockError, match="this dock was left") as caught:
+        with pytest.raises(DockError, match="this dock is closed") as caught:
             dock.find("node0")
         told.append(caught)
 
@@ -82,4 +82,4 @@ def test_a_dock_is_closed_though_somebody_waits_for_its_ledger(tmp_path, monkeyp
     dock.close()
     assert time.monotonic() - started < servers.START_S / 4
     asker.join(10)
-    assert told and dock._caller._socket.closed
+    assert told and dock._caller._connection is None

@@ -5,6 +5,7 @@ import random
 import pytest
 
 import tidemill
+from tidemill.check import precheck
 from tidemill.data.nim import nim, reply
 from tidemill.environment import registry
 from tidemill.environment.api import Task
@@ -80,18 +81,18 @@ def test_an_unknown_environment_is_refused_with_the_nearest_name() -> None:
         registry.find("nimm")
     config = recipe.load("cpu/game", ["environment.name=nimm"]).config
     with pytest.raises(ConfigError, match="did you mean nim"):
-        recipe.check(config)
+        precheck.check(config)
 
 
 def test_arguments_an_environment_does_not_take_are_refused() -> None:
     config = recipe.load("cpu/game", ["environment.name=tools", "environment.args={functon: [calculator]}"]).config
     with pytest.raises(ConfigError, match=r"no argument 'functon'; did you mean functions"):
-        recipe.check(config)
+        precheck.check(config)
 
 
 def test_its_reward_without_an_environment_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rewards names environment, but there is none"):
-        recipe.check(recipe.load("cpu/grpo", ["rewards=environment"]).config)
+    with pytest.raises(ConfigError, match="rewards is environment, but there is no environment"):
+        precheck.check(recipe.load("cpu/grpo", ["rewards=environment"]).config)
 
 
 def test_a_game_of_gymnasium_is_played_by_its_text() -> None:

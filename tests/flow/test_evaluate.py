@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tidemill.data.source import Example
 from tidemill.flow import evaluate
+from tidemill.flow.records import Activity
+from tidemill.flow.workers import Stopped
 from tidemill.recipe.config import Rewards
 from tidemill.reward.api import Sample, batched
 from tidemill.reward.score import Scorer
@@ -46,7 +50,30 @@ def test_many_answers_are_judged_in_pieces_and_keep_their_order() -> None:
     engine: Any = Engine()
     rewards = Rewards(functions=[f"{__file__}:length"])
     with Scorer(rewards, lambda: told.append(1)) as scorer:
-        found = evaluate._answer(engine, problems, [None] * len(problems), Sampling(), 2, decode, scorer)
+        heard: list[Activity] = []
+        progress = evaluate.Progress(heard.append, 0, 2 * len(problems))
+        found = evaluate._answer(engine, problems, [None] * len(problems), Sampling(), 2, decode, scorer, progress)
     at_once = 1000 * evaluate.PIECE
     assert [[a.reward - at_once for a in each] for each in found] == [[i, i + 1] for i in range(evaluate.PIECE)]
     assert len(told) == 2 * evaluate.PIECE
+    assert heard == [Activity("evaluating", 2 * evaluate.PIECE, 2 * evaluate.PIECE)]
+    assert [a.tokens for a in found[0]] == [1, 1]
+
+
+def test_an_evaluation_that_is_stopped_leaves_nothing_in_the_engine() -> None:
+    class Slow(Engine):
+        def step(self) -> list[Completion]:
+            return []
+
+        def cancel(self, request_id: int) -> None:
+            self.waiting = [r for r in self.waiting if r.id != request_id]
+
+    def stop(activity: Activity) -> None:
+        raise Stopped
+
+    engine: Any = Slow()
+    problems = [(Example("", where="row"), [1])]
+    with Scorer(Rewards()) as scorer, pytest.raises(Stopped):
+        progress = evaluate.Progress(stop, 0, 1)
+        evaluate._answer(engine, problems, [None], Sampling(), 1, lambda tokens: "", scorer, progress)
+    assert not engine.has_work

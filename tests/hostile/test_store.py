@@ -113,6 +113,16 @@ def test_whoever_has_the_key_shares_what_is_in_the_store(server: StoreServer) ->
     assert second.compare_set("c", "", "new") == b"new" == second.compare_set("c", "other", "newer")
 
 
+def test_a_value_can_be_looked_for_without_waiting(server: StoreServer) -> None:
+    first, second = KeyedStore(server.address, SOON), KeyedStore(server.address, SOON)
+    assert second.poll("a") is None and second.poll("a") is None
+    first.set("a", b"x")
+    deadline = time.monotonic() + 10
+    while (found := second.poll("a")) is None:
+        assert time.monotonic() < deadline
+    assert found == b"x" and second.get("a") == b"x" and second.poll("b") is None
+
+
 def test_whoever_has_another_key_gets_no_answer(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "GONE_S", 0.1)
     KeyedStore(server.address, SOON).set("secret", b"x")

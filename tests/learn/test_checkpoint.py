@@ -48,7 +48,7 @@ def test_views_of_one_storage_and_transposed_tensors_are_saved(tmp_path):
 
 
 def test_large_sets_of_tensors_are_cut_into_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 2052)
+    monkeypatch.setattr("tidemill.learn.checkpoint.pieces.SHARD_BYTES", 2052)
     path = save(tmp_path, 1)
     assert len(list(path.glob("*.safetensors"))) == 2
     assert checkpoint.load(path)[0].keys() == tensors().keys()
@@ -80,9 +80,9 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "harm", "why"),
     [
-        ("tensors-00001-of-00001.safetensors", truncate, "bytes instead of"),
-        ("tensors-00001-of-00001.safetensors", flip, "does not match its checksum"),
-        ("tensors-00001-of-00001.safetensors", Path.unlink, "is missing"),
+        ("rank-00000-001.safetensors", truncate, "bytes instead of"),
+        ("rank-00000-001.safetensors", flip, "does not match its checksum"),
+        ("rank-00000-001.safetensors", Path.unlink, "is missing"),
         ("state.json", flip, "does not match its checksum"),
         ("manifest.json", truncate, "manifest.json is missing or unreadable"),
         ("manifest.json", Path.unlink, "manifest.json is missing or unreadable"),
@@ -112,7 +112,7 @@ def test_a_save_killed_half_way_leaves_the_one_before_and_is_cleared_by_the_next
         "import os, sys, signal, torch\n"
         "from pathlib import Path\n"
         "from tidemill.learn import checkpoint\n"
-        "checkpoint.write_json = lambda *a: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "checkpoint.Saving.finish = lambda *a: os.kill(os.getpid(), signal.SIGKILL)\n"
         "checkpoint.save(Path(sys.argv[1]), 2, {'w': torch.zeros(9)}, {}, keep=1)\n"
     )
     died = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)

@@ -10,9 +10,9 @@ from tests.learn.test_engine import CPU, SHAPE, config, samples
 from tidemill.algorithms.registry import get
 from tidemill.flow.evaluate import averaged
 from tidemill.learn import checkpoint
+from tidemill.learn.checkpoint import model_folder as folder
 from tidemill.learn.ema import Ema
 from tidemill.learn.engine import Learner, score
-from tidemill.learn.parallel import folder
 from tidemill.models import lora
 from tidemill.models.load import make_tiny
 from tidemill.rollout.engine import Request, Sampling
@@ -84,9 +84,8 @@ def test_an_engine_remembers_nothing_of_prompts_read_under_other_weights():
     assert inside != pytest.approx(before, abs=1e-2)
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_a_streamed_folder_has_the_mean_unless_the_weights_are_asked_for(tmp_path, lora_rank):
-    settings = config(learn={"lr": 1e-2, "ema": 0.9, "lora_rank": lora_rank})
+def test_a_streamed_folder_has_the_mean_unless_the_weights_are_asked_for(tmp_path):
+    settings = config(learn={"lr": 1e-2, "ema": 0.9})
     made = make_tiny(SHAPE, torch.float32, 0, CPU)
     made.model.save_pretrained(tmp_path / "definition")
     learner = Learner(made.model, settings, get("grpo"), 2)

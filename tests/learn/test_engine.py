@@ -16,10 +16,10 @@ from tidemill.algorithms.registry import get
 from tidemill.batch import Batch, Column
 from tidemill.errors import DataError
 from tidemill.flow.feed import given_rows
-from tidemill.learn import chunks
 from tidemill.learn.engine import Learner, score
-from tidemill.learn.logprob import reference_logprobs, token_logprobs
-from tidemill.learn.optimizer import learning_rate
+from tidemill.learn.logprob import chunks
+from tidemill.learn.logprob.tokens import reference_logprobs, token_logprobs
+from tidemill.learn.optim.make import learning_rate
 from tidemill.learn.packing import fill, microbatches
 from tidemill.models.load import make_tiny
 from tidemill.recipe.config import Config, TinyModel
@@ -287,15 +287,15 @@ class TeachesAll:
 def backward_rows(learner: Learner, batch: Batch) -> list[int]:
     """How many rows each backward pass of one accumulation went through."""
     rows: list[int] = []
-    plain = learner._loss
+    plain = learner._loss_of
 
-    def counted(part: Batch) -> Any:
-        loss, stats = plain(part)
+    def counted(part: Batch, *given: Any) -> Any:
+        loss, stats = plain(part, *given)
         if loss.requires_grad:
             rows.append(part.rows)
         return loss, stats
 
-    learner._loss = counted  # type: ignore[method-assign]
+    learner._loss_of = counted  # type: ignore[method-assign]
     learner.accumulate(batch)
     return rows
 

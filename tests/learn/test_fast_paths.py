@@ -14,11 +14,11 @@ from tests.learn.test_engine import CPU, SHAPE, assert_same, config, gradients, 
 from tidemill.algorithms.registry import get
 from tidemill.errors import ModelError
 from tidemill.learn import layers
-from tidemill.learn.adam import Adam, _encode, decode, stochastic_bfloat16
 from tidemill.learn.engine import Learner, freeze, score
 from tidemill.learn.layers import compile_layers
-from tidemill.learn.muon import Muon, orthogonal
-from tidemill.learn.pinned import Pinned
+from tidemill.learn.optim.adam import Adam, _encode, decode, stochastic_bfloat16
+from tidemill.learn.optim.muon import Muon, orthogonal
+from tidemill.learn.optim.pinned import Pinned
 from tidemill.models import lora
 from tidemill.models.attention.packed import Packed
 from tidemill.models.attention.varlen import FlashPacked, FlashShared, Spans

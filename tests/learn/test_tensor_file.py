@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from tidemill.learn.tensor_file import form, head, raw
+from tidemill.learn.checkpoint.tensor_file import form, head, raw
 
 
 def test_tensors_of_every_kind_are_read_back_as_they_were(tmp_path: Path) -> None:

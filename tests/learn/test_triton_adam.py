@@ -12,8 +12,8 @@ if not torch.accelerator.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton")
 
-from tidemill.learn import triton_adam
-from tidemill.learn.adam import Adam
+from tidemill.learn.optim import triton_adam
+from tidemill.learn.optim.adam import Adam
 
 DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
 HOW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}

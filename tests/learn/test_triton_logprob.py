@@ -13,7 +13,8 @@ if not torch.accelerator.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton")
 
-from tidemill.learn import logprob, triton_logprob
+from tidemill.learn.logprob import tokens as logprob
+from tidemill.learn.logprob import triton_logprob
 
 DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
 
@@ -57,7 +58,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tidemill.learn import triton_logprob
+from tidemill.learn.logprob import triton_logprob
 
 types = {"logits": "*fp32", "targets": "*i64", "out": "*bf16", "vocabulary": "i32", "rows": "i32", "cap": "fp32"}
 types["inverse_temperature"] = "fp32"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import tidemill
-from tidemill.algorithms.registry import OFFLINE, ONLINE
+from tidemill.algorithms.registry import every
 from tidemill.recipe import load as recipe
 from tidemill.run import trained
 
@@ -56,7 +56,7 @@ def teacher(place, warm) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", [a.name for a in ONLINE if a.name != "distill"])
+@pytest.mark.parametrize("name", [a.name for a in every() if a.input_kind == "prompts" and a.name != "distill"])
 def test_an_online_algorithm_lifts_held_out_accuracy(name: str, seed: int, place, warm) -> None:
     summary, metrics, _ = run(place, name, seed, warm)
     assert summary.accuracy_before < BELOW
@@ -99,7 +99,7 @@ def test_several_turns_are_learned(name: str, seed: int, place) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", [a.name for a in OFFLINE])
+@pytest.mark.parametrize("name", [a.name for a in every() if a.input_kind != "prompts"])
 def test_an_offline_algorithm_lowers_its_loss_and_lifts_its_own_measure(name: str, seed: int, place, warm) -> None:
     summary, metrics, _ = run(place, name, seed, warm)
     first, last = metrics[:5], metrics[-5:]

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 from tidemill.algorithms.registry import get
 from tidemill.errors import ModelError
 from tidemill.estimate.memory import adapter_parameters
-from tidemill.estimate.run import shape_of
 from tidemill.flow.weights import OwnCopy
 from tidemill.learn.engine import Learner, freeze, score
 from tidemill.models import experts, lora
 from tidemill.models.load import make_tiny
+from tidemill.models.shape import shape_of
 from tidemill.recipe.config import Learn, ModelSettings, TinyModel
 from tidemill.rollout.native.engine import NativeEngine
 

@@ -5,10 +5,11 @@ from tests.learn.parallel import models
 from tests.learn.test_engine import CPU, SHAPE, config, samples
 
 from tidemill.algorithms.registry import get
+from tidemill.check import rules
 from tidemill.learn.engine import Learner, freeze, score
 from tidemill.models.load import make_tiny
 from tidemill.models.narrow import NarrowLinear, encode
-from tidemill.recipe.config import KL
+from tidemill.recipe.config import Config
 
 
 @pytest.mark.parametrize(("weights", "most"), [("int8", 1 / 254), ("fp8", 1 / 16)])
@@ -67,5 +68,5 @@ def test_stacked_experts_are_narrow_too_and_nearly_all_of_a_mixtures_bytes_go(na
 
 
 def test_a_reference_that_moves_cannot_have_8_bit_weights():
-    with pytest.raises(ValueError, match="reset_every"):
-        KL(coef=0.1, weights="int8", reset_every=5)
+    config = Config(algorithm={"kl": {"coef": 0.1, "weights": "int8", "reset_every": 5}})
+    assert any("algorithm.kl.weights is int8" in problem for problem in rules.problems(config))

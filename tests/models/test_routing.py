@@ -14,9 +14,10 @@ from tidemill.environment.api import Task
 from tidemill.environment.speech import Speech
 from tidemill.errors import DataError, ModelError
 from tidemill.flow.weights import OwnCopy
-from tidemill.learn.critic import ValueLearner, ValueModel
+from tidemill.learn.critic import ValueLearner
 from tidemill.learn.engine import Learner, freeze, score
 from tidemill.learn.packing import input_places, pack
+from tidemill.learn.value_model import ValueModel
 from tidemill.models import routing
 from tidemill.models.attention.packed import Packed
 from tidemill.recipe.config import EnvironmentSettings

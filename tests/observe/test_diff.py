@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from tidemill.cli import app
 from tidemill.errors import TidemillError
+from tidemill.flow.dump import file_of
 from tidemill.learn import checkpoint
-from tidemill.observe import diff
-from tidemill.observe.dump import file_of
 from tidemill.recipe.config import Config
+from tidemill.run import diff
 from tidemill.run import start as launch
 
 

@@ -2,7 +2,6 @@ import io
 import json
 import os
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from tidemill.errors import TidemillError
 from tidemill.observe import curve
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.observe.progress import Progress, clock_text
-from tidemill.observe.trace import Stopwatch
 
 
 @dataclass
@@ -158,15 +156,17 @@ def test_an_empty_curve_says_so():
 
 def test_a_png_is_saved(tmp_path):
     pytest.importorskip("matplotlib")
-    told = curve.save_png(tmp_path / "c.png", {"reward": [(1, 0.1), (2, 0.4)], "held out": [(0, 0.1), (2, 0.5)]})
-    assert "curve saved as" in told
+    one = curve.Line("one", [(float(i), i % 7) for i in range(1, 40)], [(0.0, 0.1), (20.0, 0.5)])
+    other = curve.Line("other", [(1.0, 0.1), (2.0, 0.4)])
+    told = curve.save_png(tmp_path / "c.png", {"reward": [one, other], "accuracy": [one]})
+    assert "was written to" in told
     assert (tmp_path / "c.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert "cannot be written" in curve.save_png(tmp_path / "no" / "c.png", {"a": [(0, 0)]})
+    assert "cannot be written" in curve.save_png(tmp_path / "no" / "c.png", {"a": [curve.Line("a", [(0, 0)])]})
 
 
 def test_without_matplotlib_a_note_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "pip install 'tidemill[plot]'" in curve.save_png(tmp_path / "c.png", {"a": [(0, 0)]})
+    assert "pip install 'tidemill[plot]'" in curve.save_png(tmp_path / "c.png", {"a": [curve.Line("a", [(0, 0)])]})
 
 
 # Progress
@@ -191,7 +191,7 @@ def test_live_progress_shows_step_metrics_and_a_sparkline():
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=80)
     with Progress("rich", 4, title="quickstart", console=console) as progress:
-        progress.stage("rollout")
+        progress.doing("rolling out", 3, 8)
         for step in (1, 2, 3):
             progress.step(step, {"reward": step / 3, "accuracy": 0.4})
         progress.note("eval: [50 %]")
@@ -230,54 +230,3 @@ def test_a_resumed_run_counts_time_left_from_its_own_steps():
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (75, "1:15"), (3700, "1:01:40")])
 def test_times_are_said_like_a_clock(seconds, text):
     assert clock_text(seconds) == text
-
-
-# Timers
-
-
-def test_seconds_by_stage_and_the_idle_share():
-    clock = Clock()
-    watch = Stopwatch(clock)
-    with watch("rollout"):
-        clock.now = 3.0
-    clock.now = 4.0  # idle for 1
-    with watch("learn"):
-        clock.now = 8.0
-    assert watch.lap() == {"seconds/rollout": 3.0, "seconds/learn": 4.0, "seconds/step": 8.0, "idle_share": 0.125}
-    clock.now = 10.0
-    assert watch.lap() == {"seconds/step": 2.0, "idle_share": 1.0}
-
-
-def test_overlapping_stages_are_busy_once_and_go_on_over_a_lap():
-    clock = Clock()
-    watch = Stopwatch(clock)
-    rollout, learn = watch("rollout"), watch("learn")
-    rollout.__enter__()
-    clock.now = 2.0
-    learn.__enter__()
-    clock.now = 4.0
-    assert watch.lap() == {"seconds/rollout": 4.0, "seconds/learn": 2.0, "seconds/step": 4.0, "idle_share": 0.0}
-    clock.now = 5.0
-    rollout.__exit__(None, None, None)
-    learn.__exit__(None, None, None)
-    clock.now = 6.0
-    lap = watch.lap()
-    assert (lap["seconds/rollout"], lap["idle_share"]) == (1.0, 0.5)
-
-
-def test_timers_count_from_any_thread_and_when_a_stage_fails():
-    watch = Stopwatch()
-
-    def work() -> None:
-        for _ in range(200):
-            with watch("a"):
-                pass
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    with pytest.raises(ValueError), watch("b"):
-        raise ValueError
-    assert {"seconds/a", "seconds/b"} <= watch.lap().keys()

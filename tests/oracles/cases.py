@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.algorithms.aggregate import local_weights, whole
 from tidemill.algorithms.api import Algorithm, TokenBatch
+from tidemill.algorithms.shared.aggregate import local_weights, whole
 from tidemill.batch import Batch, Column
 from tidemill.recipe.config import Config
 

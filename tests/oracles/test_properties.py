@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from cases import batch_of, config_of, leaf, prepared, random_samples, tokens_of
 
-from tidemill.algorithms.advantages import group_advantages
-from tidemill.algorithms.aggregate import whole
 from tidemill.algorithms.api import total
-from tidemill.algorithms.registry import ALGORITHMS, ONLINE, get
+from tidemill.algorithms.registry import every, get
+from tidemill.algorithms.shared.advantages import group_advantages
+from tidemill.algorithms.shared.aggregate import whole
 
 SEEDS = st.integers(0, 10_000)
 QUICK = settings(max_examples=15, deadline=None)
@@ -55,7 +55,7 @@ def outcome(algorithm, config, parts, is_critic=False):
     return loss.item(), gradient, total(stats)
 
 
-@pytest.mark.parametrize("name", [*ALGORITHMS, CRITIC])
+@pytest.mark.parametrize("name", [*(a.name for a in every()), CRITIC])
 @given(seed=SEEDS)
 @QUICK
 def test_cutting_and_reordering_a_step_change_nothing(name: str, seed: int) -> None:
@@ -79,7 +79,7 @@ def test_cutting_and_reordering_a_step_change_nothing(name: str, seed: int) -> N
     assert cut_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", [a.name for a in ONLINE])
+@pytest.mark.parametrize("name", [a.name for a in every() if a.input_kind == "prompts"])
 @given(seed=SEEDS)
 @QUICK
 def test_advantages_do_not_depend_on_the_order_of_samples(name: str, seed: int) -> None:
@@ -93,7 +93,7 @@ def test_advantages_do_not_depend_on_the_order_of_samples(name: str, seed: int) 
     assert algorithm.keep(batch.gather(order), config).tolist() == algorithm.keep(batch, config)[order].tolist()
 
 
-@pytest.mark.parametrize("name", [a.name for a in ONLINE])
+@pytest.mark.parametrize("name", [a.name for a in every() if a.input_kind == "prompts"])
 @given(seed=SEEDS)
 @QUICK
 def test_without_learning_every_ratio_is_one_and_nothing_is_clipped(name: str, seed: int) -> None:
@@ -135,7 +135,7 @@ def test_advantages_are_finite_and_balanced(rewards, scale, baseline, data) -> N
             assert sum(own) == pytest.approx(0.0, abs=1e-3 * (1 + max(map(abs, own))))
 
 
-@pytest.mark.parametrize("name", [*(a.name for a in ONLINE), CRITIC])
+@pytest.mark.parametrize("name", [*(a.name for a in every() if a.input_kind == "prompts"), CRITIC])
 @given(seed=SEEDS)
 @QUICK
 def test_tokens_the_model_did_not_make_change_nothing(name: str, seed: int) -> None:

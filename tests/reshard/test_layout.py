@@ -137,6 +137,6 @@ PUBLISHED = [("qwen2.5-0.5b", 0.494), ("qwen2.5-32b", 32.76), ("qwen3-30b-a3b", 
 
 @pytest.mark.parametrize(("name", "billions"), PUBLISHED)
 def test_published_shapes_have_the_published_number_of_parameters(name, billions):
-    from tidemill.reshard.shapes import published
+    from tidemill.estimate.weight_flow import published
 
     assert parallel.count(published(name)) / 1e9 == pytest.approx(billions, rel=1e-3)

@@ -3,12 +3,12 @@ import json
 import pytest
 
 from tidemill.errors import ReshardError
+from tidemill.estimate.weight_flow import published
 from tidemill.reshard import show
-from tidemill.reshard.shapes import published
 
 
 def test_a_dry_plan_of_a_published_model_needs_no_devices():
-    found = show.dry_plan("Qwen/Qwen2.5-32B", "tp8,dp2", "tp4,dp4", devices=16)
+    found = show.dry_plan(published("Qwen/Qwen2.5-32B"), "tp8,dp2", "tp4,dp4", devices=16)
     assert found.parameters == pytest.approx(32.76e9, rel=1e-3)
     assert found.bytes == found.lower_bound_bytes
     assert found.by_distance["other node"] == 0
@@ -19,7 +19,7 @@ def test_a_dry_plan_of_a_published_model_needs_no_devices():
 
 
 def test_the_text_says_bytes_peak_lower_bound_and_who_sends_to_whom():
-    text = show.render(show.dry_plan("tiny", "fsdp4", "tp2,dp2", per_node=2))
+    text = show.render(show.dry_plan(published("tiny"), "fsdp4", "tp2,dp2", per_node=2))
     for word in ("on the wire", "other node", "extra memory", "no plan is faster", "gathering everything", "rows send"):
         assert word in text
     rows = [line for line in text.splitlines() if "│" in line]
@@ -28,13 +28,13 @@ def test_the_text_says_bytes_peak_lower_bound_and_who_sends_to_whom():
 
 
 def test_many_ranks_are_drawn_in_groups_of_whole_nodes():
-    text = show.dry_plan("tiny", "dp64", "tp4,dp16", per_node=8, apart=True).picture
+    text = show.dry_plan(published("tiny"), "dp64", "tp4,dp16", per_node=8, apart=True).picture
     assert len([line for line in text.splitlines() if "│" in line]) == 16
     assert "8 ranks" in text
 
 
 def test_nothing_moves_between_equal_layouts():
-    assert show.dry_plan("tiny", "dp2", "dp2").picture == "nothing moves"
+    assert show.dry_plan(published("tiny"), "dp2", "dp2").picture == "nothing moves"
 
 
 @pytest.mark.parametrize(
@@ -46,20 +46,20 @@ def test_nothing_moves_between_equal_layouts():
     ],
 )
 def test_what_cannot_be_planned_is_said_in_words(arguments, words):
-    usual = {"model": "qwen2.5-32b", "source": "tp8,dp2", "target": "tp4,dp4", "devices": 16}
+    usual = {"source": "tp8,dp2", "target": "tp4,dp4", "devices": 16}
     with pytest.raises(ReshardError, match=words):
-        show.dry_plan(**{**usual, **arguments})
+        show.dry_plan(published(arguments.pop("model", "qwen2.5-32b")), **{**usual, **arguments})
 
 
 def test_every_model_on_file_has_shapes():
-    from tidemill.reshard.shapes import MODELS
+    from tidemill.models.published import names
 
-    assert all(published(name).shapes for name in MODELS)
+    assert all(published(name).shapes for name in names())
 
 
 def test_a_recipe_says_its_layouts(tmp_path):
+    from tidemill.estimate import weight_flow
     from tidemill.recipe import load as recipes
-    from tidemill.reshard import recipe as of_recipe
 
     config = recipes.load(
         {},
@@ -68,11 +68,11 @@ def test_a_recipe_says_its_layouts(tmp_path):
             *("cluster.executor=processes", "cluster.rollouts=3"),
         ],
     ).config
-    assert str(of_recipe.learner_of(config)) == "dp2·fsdp4·tp2"
-    engine, is_apart = of_recipe.engine_of(config)
+    assert str(weight_flow.learner_of(config)) == "dp2·fsdp4·tp2"
+    engine, is_apart = weight_flow.engine_of(config)
     assert (engine.dp, engine.size, is_apart) == (3, 3, True)
-    shapes = of_recipe.model_of(config.model)
-    found = show.planned(shapes, of_recipe.learner_of(config), engine, apart=is_apart)
+    shapes = weight_flow.model_of(config.model)
+    found = show.planned(shapes, weight_flow.learner_of(config), engine, apart=is_apart)
     assert found.devices == 19 and found.bytes == found.lower_bound_bytes == 3 * found.model_bytes
 
 
@@ -80,21 +80,21 @@ def test_a_recipe_says_its_layouts(tmp_path):
 def test_a_small_model_and_its_folder_are_planned_with_the_tensors_they_have(tmp_path, architecture):
     import torch
 
+    from tidemill.estimate import weight_flow
     from tidemill.models.load import make_tiny, save_folder
     from tidemill.recipe.config import ModelSettings, TinyModel
-    from tidemill.reshard import recipe as of_recipe
 
     tiny = TinyModel(architecture=architecture, hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48)
     made = make_tiny(tiny, torch.float32, 0, torch.device("cpu"))
     own = {name: tuple(p.shape) for name, p in made.model.named_parameters()}
-    assert of_recipe.model_of(ModelSettings(tiny=tiny)).shapes == own
+    assert weight_flow.model_of(ModelSettings(tiny=tiny)).shapes == own
     save_folder(made.model, made.tokenizer, tmp_path / "saved")
-    found = of_recipe.model_of(ModelSettings(path=str(tmp_path / "saved")))
+    found = weight_flow.model_of(ModelSettings(path=str(tmp_path / "saved")))
     assert found.shapes == own and (found.heads, found.kv_heads, found.tied) == (4, 2, True)
 
 
 def test_experts_of_a_folder_are_stacked():
-    from tidemill.reshard.recipe import stacked
+    from tidemill.estimate.weight_flow import stacked
 
     loose = {f"model.layers.0.mlp.experts.{i}.up_proj.weight": (6, 4) for i in range(3)} | {"model.norm.weight": (4,)}
     assert stacked(loose, 3) == {"model.layers.0.mlp.experts.up_proj.weight": (3, 6, 4), "model.norm.weight": (4,)}

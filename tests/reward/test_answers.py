@@ -1,3 +1,5 @@
+import random
+
 import pytest
 
 from tidemill.reward import answers, text
@@ -43,6 +45,16 @@ def test_exact(response, answer, args, is_right) -> None:
 )
 def test_last_number(response, answer, is_right) -> None:
     assert answers.last_number(sample(response, answer)) is is_right
+
+
+def test_the_last_number_is_the_one_a_look_through_the_whole_response_finds() -> None:
+    rng, alphabet = random.Random(seed := random.randrange(1 << 30)), "0123456789,.eE+- a$\n"
+    for _ in range(2000):
+        response = "".join(rng.choices(alphabet, k=rng.randint(0, 14)))
+        found = answers.NUMBER.findall(response)
+        for answer in ("1", *found[-2:]):
+            wanted = bool(found) and answers.same_number(found[-1], answer)
+            assert answers.last_number(sample(response, answer)) is wanted, (response, answer, seed)
 
 
 @pytest.mark.parametrize(

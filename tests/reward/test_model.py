@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import tidemill
+from tidemill.check import precheck
 from tidemill.errors import ConfigError
 from tidemill.flow.feed import given_rows
 from tidemill.learn import checkpoint
-from tidemill.learn.critic import ValueModel, values_at
 from tidemill.learn.packing import pack
+from tidemill.learn.value_model import ValueModel, values_at
 from tidemill.models.attention.contexts import KINDS
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Rewards
@@ -76,7 +77,7 @@ def test_a_missing_or_wrong_model_is_refused_before_the_run(run: Path, tmp_path)
     for path, why in ((tmp_path / "none", "does not exist"), (run / "run" / "model", "is no reward model")):
         rewards = f"rewards.functions=[{{function: model, args: {{path: {path}}}}}]"
         with pytest.raises(ConfigError, match=why):
-            recipe.check(recipe.load("cpu/grpo", [rewards]).config)
+            precheck.check(recipe.load("cpu/grpo", [rewards]).config)
 
 
 @batched

@@ -1,6 +1,7 @@
 """Programs that try to get out, and what comes of it."""
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from tidemill.reward.api import Sample
 from tidemill.reward.sandbox.limits import SandboxLimits
+from tidemill.reward.sandbox.root import are_open_to_all
 from tidemill.reward.sandbox.run import Sandbox, SandboxError
 
 if sys.platform != "linux":
@@ -61,7 +63,7 @@ def test_values_are_compared_outside_so_nothing_can_call_itself_equal(box) -> No
     assert box.run(right, wanted).passed == 3
     counted = "from collections import Counter, OrderedDict\nf = Counter\ng = OrderedDict"
     assert box.run(counted, ["assert f('aab') == {'a': 2, 'b': 1}", "assert g(a=1) == {'a': 1}"]).passed == 2
-    assert box.run("f = float", ["assert f(2) == 2", "assert f('nan') != 2", "assert f(1) is None"]).passed == 1
+    assert box.run("f = float", ["assert f(2) == 2", "assert f('nan') != 2", "assert f(1) is None"]).passed == 2
 
 
 FORGERIES = {
@@ -88,6 +90,216 @@ FORGERIES = {
 @pytest.mark.parametrize("how", FORGERIES)
 def test_a_verdict_cannot_be_forged(box, how) -> None:
     assert box.run(FORGERIES[how], ["assert f(0) == 271828"]).passed == 0
+
+
+CHEATS = {
+    "abs is always 0": ("abs = lambda v: 0.0\nf = lambda x: 1", "assert abs(f(2) - 4.0) < 1e-6"),
+    "a difference of 0": (
+        "class D(float):\n    __sub__ = __rsub__ = lambda s, o: 0.0\n    __abs__ = lambda s: 0.0\nf = lambda x: D(9)",
+        "assert abs(f(2) - 4.0) < 1e-6",
+    ),
+    "an object that is any difference": (
+        "class A:\n    __sub__ = __rsub__ = __abs__ = lambda *a: A()\n    __lt__ = __eq__ = lambda s, o: True\n"
+        "f = lambda x: A()",
+        "assert abs(f(2) - 4.0) < 1e-6",
+    ),
+    "round is the wanted value": ("round = lambda v, n=0: 4.0\nf = lambda x: 1", "assert round(f(2), 2) == 4.0"),
+    "len of a class": ("class L(list):\n    __len__ = lambda s: 3\nf = lambda x: L()", "assert len(f(2)) == 3"),
+    "sorted gives what is wanted": ("sorted = lambda v: [1, 2]\nf = lambda x: 0", "assert sorted(f(2)) == [1, 2]"),
+    "set that is equal to all": (
+        "class S(set):\n    __eq__ = lambda s, o: True\nset = S\nf = lambda x: S()",
+        "assert set(f(2)) == set([1, 2])",
+    ),
+    "builtins overridden": (
+        "import builtins\nbuiltins.abs = builtins.len = builtins.all = lambda *a: 0\nf = lambda x: 1",
+        "assert abs(f(2) - 4) < 1",
+    ),
+    "all is true": ("all = lambda v: True\nf = lambda x: 0", "assert all(f(x) == x * x for x in [1, 2, 3])"),
+    "isclose is true": (
+        "import math\nmath.isclose = lambda *a, **k: True\nf = lambda x: 0",
+        "import math\nassert math.isclose(f(2), 4.0, rel_tol=1e-3)",
+    ),
+    "numpy says so": (
+        "import numpy as np\nnp.allclose = lambda *a, **k: True\nf = lambda x: 0",
+        "assert np.allclose(f(2), [4.0])",
+    ),
+    "isinstance is true": ("isinstance = lambda v, k: True\nf = lambda x: 'a'", "assert isinstance(f(2), int)"),
+    "in any container": (
+        "class C:\n    __contains__ = lambda s, o: True\nf = lambda x: C()",
+        "assert 4 in f(2) and 5 in f(2)",
+    ),
+    "the wanted value in the frames": (
+        "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
+        "        if 'expected' in {**frame.f_locals, **frame.f_globals}: return frame.f_globals['expected']\n"
+        "        frame = frame.f_back",
+        "expected = 271828\nassert f(0) == expected",
+    ),
+    "a check of the test's own": (
+        "abs = lambda v: 0\nf = lambda x: 1",
+        "def check(candidate):\n    assert abs(candidate(2) - 4) < 1e-6\ncheck(f)",
+    ),
+    "a loop in the test": ("f = lambda x: 0", "for i in range(5):\n    assert f(i) == i * i"),
+    "a format as wide as memory": ("f = lambda x: '%999999999999d'", "assert f(2) % 5 == '5'"),
+    "a power without end": ("f = lambda x: 10 ** 300", "assert f(2) ** f(2) == 4"),
+    "a power taken outside": ("f = lambda x: 10 ** 3000", "assert f(2) ** 1000000 == 4"),
+    "a decimal as long as memory": (
+        "from decimal import Decimal\nf = lambda x: Decimal('1e999999999')",
+        "assert int(f(2)) == 4",
+    ),
+    "a list without end": ("f = lambda x: 10 ** 12", "assert [0] * f(2) == [0]"),
+    "no function at all": ("pass", "assert f(2) == 4"),
+    "Python's own sum for the one to write": ("sum = lambda v: 7", "assert abs(sum([0.1, 0.2]) - 0.3) < 1e-9"),
+}
+
+
+@pytest.mark.parametrize("how", CHEATS)
+def test_a_program_that_cheats_its_test_does_not_pass(box, how) -> None:
+    program, test = CHEATS[how]
+    assert box.run(program, [test]).passed == 0
+
+
+RIGHT = {
+    "np.int64": ("import numpy as np\nf = lambda x: np.int64(4)", "assert f(2) == 4"),
+    "np.float32": ("import numpy as np\nf = lambda x: np.float32(0.5)", "assert abs(f(2) - 0.5) < 1e-6"),
+    "np.bool_": ("import numpy as np\nf = lambda x: np.bool_(True)", "assert f(2) == True"),
+    "an array": ("import numpy as np\nf = lambda x: np.arange(3)", "assert np.array_equal(f(2), [0, 1, 2])"),
+    "a compared array": (
+        "import numpy as np\nf = lambda x: np.arange(3)",
+        "assert (f(2) == np.array([0, 1, 2])).all()",
+    ),
+    "numbers of an array": ("import numpy as np\nf = lambda x: list(np.arange(3))", "assert f(2) == [0, 1, 2]"),
+    "Fraction": ("from fractions import Fraction\nf = lambda x: Fraction(1, 2)", "assert f(2) == 0.5"),
+    "a wanted Fraction": (
+        "from fractions import Fraction\nf = lambda x: Fraction(1, 3)",
+        "from fractions import Fraction\nassert f(2) == Fraction(1, 3)",
+    ),
+    "Decimal": ("from decimal import Decimal\nf = lambda x: Decimal('4.0')", "assert f(2) == 4"),
+    "bytearray": ("f = lambda x: bytearray(b'ab')", "assert f(2) == b'ab'"),
+    "inf": ("f = lambda x: float('inf')", "assert f(2) == float('inf')"),
+    "minus inf in a list": ("f = lambda x: [float('-inf')]", "assert f(2) == [float('-inf')]"),
+    "inf of math": ("import math\nf = lambda x: math.inf", "import math\nassert f(2) == math.inf"),
+    "nan": ("f = lambda x: float('nan')", "assert f(2) != f(2)"),
+    "isnan": ("f = lambda x: float('nan')", "import math\nassert math.isnan(f(2))"),
+    "complex": ("f = lambda x: 1j * x", "assert f(2) == 2j"),
+    "deque": ("from collections import deque\nf = lambda x: deque([1, 2])", "assert list(f(2)) == [1, 2]"),
+    "a generator": ("def f(x):\n    yield from range(x)", "assert list(f(3)) == [0, 1, 2]"),
+    "a map": ("f = lambda x: map(str, [1, 2])", "assert list(f(3)) == ['1', '2']"),
+    "keys": ("f = lambda x: {'a': 1}.keys()", "assert sorted(f(3)) == ['a'] and f(3) == {'a'}"),
+    "range": ("f = range", "assert f(3) == range(3) and list(f(2)) == [0, 1]"),
+    "a frozen set": ("f = lambda x: frozenset([x])", "assert f(2) == {2}"),
+    "a named tuple": (
+        "from collections import namedtuple as n\nP = n('P', 'a b')\nf = lambda x: P(1, x)",
+        "assert f(2) == (1, 2)",
+    ),
+    "its own class": (
+        "class P:\n    def __init__(s, x): s.x = x\n    def __eq__(s, o): return s.x == o.x\n"
+        "    def __add__(s, o): return P(s.x + o.x)",
+        "assert P(1) + P(2) == P(3)",
+    ),
+    "a sorting in place": ("def f(x): x.sort()", "x = [3, 1, 2]\nf(x)\nassert x == [1, 2, 3]"),
+    "steps of an object": (
+        "class S(list):\n    push = list.append",
+        "s = S()\ns.push(1)\ns.push(2)\nassert s.pop() == 2 and s.pop() == 1\nassert len(s) == 0",
+    ),
+    "named arguments": ("def f(a, *, b): return a - b", "n = 3\nassert f(n, b=1) == n - 1"),
+    "a check of the test's own": (
+        "f = lambda x: x * x",
+        "def check(candidate):\n    assert candidate(2) == 4\n    assert abs(candidate(0.1) - 0.01) < 1e-9\ncheck(f)",
+    ),
+    "a loop in the test": ("f = lambda x: x * x", "for i, j in [(1, 1), (2, 4)]:\n    assert f(i) == j"),
+    "Python's own name": ("def sum(v): return 7", "assert sum([1, 2]) == 7"),
+    "an exception that is wanted": (
+        "def f(x): raise ValueError",
+        "try:\n    f(1)\n    assert False\nexcept ValueError:\n    pass",
+    ),
+    "a long list": ("f = lambda n: list(range(n))", "assert f(3000) == list(range(3000))"),
+    "a chain": ("f = lambda x: x", "assert 1 < f(2) <= 2 < f(3)"),
+    "text": ("f = lambda x: 'Ab'", "assert f(2).lower() == 'ab' and ', '.join([f(1), f(2)]) == 'Ab, Ab'"),
+}
+
+
+@pytest.mark.parametrize("how", RIGHT)
+def test_a_right_program_passes_what_python_passes(box, how) -> None:
+    program, test = RIGHT[how]
+    scope: dict = {}
+    exec("import numpy as np\n" + program + "\n" + test, scope)
+    assert box.run("import numpy as np\n" * ("np." in program) + program, [test]).passed == 1
+
+
+NESTED = """
+import os
+for _ in range({depth}):
+    try:
+        os.mkdir('d' * 255, {mode})
+        os.chdir('d' * 255)
+    except OSError:
+        break
+try:
+    open('secret', 'w').write('x')
+except OSError:
+    pass
+
+"""
+
+
+@pytest.mark.parametrize(("depth", "mode"), [(14, "0o700"), (64, "0o700"), (1, "0o000"), (8, "0o300")])
+def test_folders_deeper_than_a_path_can_say_are_gone_for_the_next(box, depth, mode) -> None:
+    with Sandbox(SandboxLimits(wall_s=1.0, files=64)) as fresh:
+        fresh.run("pass")
+        if not fresh.has_scratch:
+            pytest.skip("no scratch folder on this machine")
+        assert fresh.run(NESTED.format(depth=depth, mode=mode)).status == "ok"
+        counted = "import os\nprint(os.listdir())\nfor i in range(60): os.mkdir(str(i))\nprint('room')"
+        assert fresh.run(counted).output == "[]\nroom\n"
+
+
+def test_threads_are_bounded_however_small_their_stacks(box) -> None:
+    code = (
+        "import threading, time\nthreading.stack_size(32768)\nn = 0\ntry:\n    while n < 2000:\n"
+        "        threading.Thread(target=time.sleep, args=(9,), daemon=True).start(); n += 1\n"
+        "except RuntimeError: pass\nprint(n, flush=True)\nimport os; os._exit(0)"
+    )
+    if not box.has_scratch:
+        pytest.skip("without namespaces the kernel counts all of the user's processes")
+    assert 4 <= int(box.run(code).output) <= 40
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "os.stat('/etc/passwd')",
+        "os.stat('/home')",
+        "os.lstat('/proc/self')",
+        "os.readlink('/proc/self/exe')",
+        "os.readlink('/proc/1/cwd')",
+        "os.chdir('/var')",
+        "os.chdir('/tmp')",
+        "os.stat('/scratch/../home')",
+        "assert os.access('/etc/passwd', os.F_OK)",
+    ],
+)
+def test_nothing_outside_can_be_looked_at(box, code) -> None:
+    if not box.has_scratch:
+        pytest.skip("Landlock does not guard these calls, and namespaces are not allowed here")
+    assert refused(box, f"import os; {code}")
+
+
+def test_a_program_is_not_root(box) -> None:
+    if os.getuid() != 0 or not box.has_scratch:
+        pytest.skip("only where the sandbox is started by root")
+    assert int(box.run("import os; print(os.getuid())").output) >= 2_000_000_000
+
+
+def test_root_keeps_its_user_where_others_cannot_read_python(tmp_path) -> None:
+    file = tmp_path / "os.py"
+    file.touch(0o644)
+    tmp_path.chmod(0o755)
+    assert are_open_to_all([str(tmp_path), str(file)])
+    tmp_path.chmod(0o700)
+    assert not are_open_to_all([str(tmp_path), str(file)])
+    tmp_path.chmod(0o755)
+    file.chmod(0o600)
+    assert not are_open_to_all([str(tmp_path), str(file)])
 
 
 def test_long_input_arrives_whole(box) -> None:
@@ -275,9 +487,27 @@ def test_open_files_are_bounded(box) -> None:
 def test_nothing_is_left_behind_when_it_is_closed() -> None:
     made = Sandbox(SandboxLimits(wall_s=30.0))
     made.run("pass")
-    process, folder = made._process, made._folder.name
+    _, _, (process, _, folder), _ = made._end.peek()
     made.close()
     assert process.poll() is not None and not Path(folder).exists()
+
+
+LEFT_OPEN = {
+    "idle": "",
+    "busy": "threading.Thread(target=box.run, args=('while True: pass',), daemon=True).start(); time.sleep(0.2)",
+    "with an answer unread": "box._wire.send({'code': 'pass'}); time.sleep(0.2)",
+    "at a Ctrl-C": "signal.signal(2, signal.SIG_IGN); os.killpg(0, 2); time.sleep(0.2)",
+}
+
+
+@pytest.mark.parametrize("how", LEFT_OPEN)
+def test_a_sandbox_left_open_ends_with_python_and_prints_nothing(how) -> None:
+    begin = "import os, signal, threading, time\nfrom tidemill.reward.sandbox.run import Sandbox\nbox = Sandbox()\n"
+    code = f"{begin}box.run('pass'); print(box._end.peek()[2][2])\n{LEFT_OPEN[how]}"
+    command = [sys.executable, "-W", "default", "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert not Path(ended.stdout.strip()).exists()
 
 
 def test_the_code_reward_counts_tests() -> None:

@@ -8,7 +8,8 @@ import pytest
 from tidemill.errors import ConfigError, RewardError
 from tidemill.recipe.config import Rewards
 from tidemill.reward.api import Sample
-from tidemill.reward.score import Scorer
+from tidemill.reward.registry import missing_columns
+from tidemill.reward.score import Scorer, workers
 
 
 @pytest.fixture
@@ -97,8 +98,8 @@ def test_only_the_sample_at_fault_is_lost_and_it_is_named(functions, name, fault
         assert [s.value for s in scored] == [1, 1, 0, 1, 1]
         assert [s.error is not None for s in scored] == [False, False, True, False, False]
         assert words in scored[2].error and "sample 12 (data.jsonl:2)" in scored[2].error and name in scored[2].error
-        assert scorer.errors == {fault: 1}
-        assert scorer.last_error == scored[2].error
+        assert scorer.failures.by_fault == {fault: 1}
+        assert scorer.failures.first.message == scored[2].error
 
 
 @pytest.mark.parametrize(("name", "fault"), [("nan", "not_finite"), ("none", "wrong_type")])
@@ -106,7 +107,7 @@ def test_what_is_no_finite_number_counts_as_zero(functions, name, fault) -> None
     with Scorer(Rewards(functions=functions(name))) as scorer:
         (scored,) = scorer.score(samples("a"))
         assert (scored.value, scored.correct) == (0.0, False)
-        assert scorer.errors == {fault: 1}
+        assert scorer.failures.by_fault == {fault: 1}
 
 
 def test_on_error_fail_ends_with_the_sample_named(functions) -> None:
@@ -161,3 +162,91 @@ def test_closing_ends_a_hanging_worker_at_once(functions) -> None:
 def test_a_recipes_mistake_is_found_before_any_sample(rewards, words) -> None:
     with pytest.raises(ConfigError, match=words):
         Scorer(Rewards(functions=rewards))
+
+
+def test_the_first_failure_is_kept_with_its_sample_prompt_and_line(functions) -> None:
+    with Scorer(Rewards(functions=functions("breaks"))) as scorer:
+        scorer.score(samples("a", "bad", "bad"))
+        found = scorer.failures
+    assert (found.scored, found.failed, found.by_fault, found.is_total) == (3, 2, {"raised": 2}, False)
+    assert (found.first.sample, found.first.where, found.first.prompt) == (11, "data.jsonl:1", "p")
+    assert found.first.at.endswith("mine.py:6") and "KeyError" in found.first.message
+
+
+def test_a_librarys_exception_is_told_at_the_line_of_the_function_that_called_it(tmp_path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import json\ndef broken(sample):\n    return json.loads('{')\n")
+    with Scorer(Rewards(functions=f"{file}:broken")) as scorer:
+        scorer.score(samples("a"))
+        assert scorer.failures.first.at == f"{file}:3"
+
+
+def test_failures_are_counted_by_step_and_in_all(functions) -> None:
+    with Scorer(Rewards(functions=functions("breaks"))) as scorer:
+        scorer.score(samples("bad", "bad"))
+        first = scorer.take_failures()
+        scorer.score(samples("a", "bad"))
+        second = scorer.take_failures()
+        assert (first.failed, first.is_total, second.failed, second.scored) == (2, True, 1, 2)
+        assert (scorer.failures.failed, scorer.take_failures().scored) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "row", "missing"),
+    [
+        ("exact", {"answer": "3"}, []),
+        ("exact", {}, ["answer"]),
+        ("math", {"answer": " "}, ["answer"]),
+        ("last_number", {"answer": None, "other": 1}, ["answer"]),
+        ("code", {"tests": ["assert f(1) == 1"]}, []),
+        ("code", {"answer": '["assert f(1) == 1"]'}, []),
+        ("code", {"answer": ""}, ["tests|answer"]),
+        ("countdown", {"numbers": [1], "target": 0}, []),
+        ("countdown", {"answer": "3"}, ["numbers", "target"]),
+        ("json_schema", {"answer": "3"}, ["schema"]),
+        ([{"function": "json_schema", "args": {"schema": {}}}], {}, []),
+        ([{"function": "regex", "args": {"pattern": "a{answer}"}}], {}, ["answer"]),
+        ([{"function": "regex", "args": {"pattern": "a"}}], {}, []),
+        ([{"function": "model", "args": {"path": "none"}}, "format"], {}, []),
+        (["exact", "code"], {}, ["answer", "tests|answer"]),
+    ],
+)
+def test_the_columns_that_a_row_lacks_are_named(rewards, row, missing) -> None:
+    assert [found.column for found in missing_columns(Rewards(functions=rewards), row)] == missing
+
+
+def test_a_users_reward_declares_what_it_reads(tmp_path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from tidemill.reward.api import reads\n@reads('tone')\ndef polite(sample): return 1.0\n"
+        "def silent(sample): return 1.0\n"
+    )
+    rewards = Rewards(functions=[f"{file}:polite", f"{file}:silent"])
+    (found,) = missing_columns(rewards, {"answer": "3"})
+    assert found.column == "tone" and str(found) == f"the reward '{file}:polite' reads the column tone"
+    assert missing_columns(rewards, {"tone": "warm"}) == []
+
+
+def test_every_built_in_reward_is_checked_without_torch() -> None:
+    code = (
+        "import sys; from tidemill.recipe.config import Rewards\n"
+        "from tidemill.reward.registry import BUILT_IN, missing_columns\n"
+        "missing_columns(Rewards(functions=list(BUILT_IN)), {})\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_workers_are_as_many_as_cores_unless_a_number_is_given(monkeypatch) -> None:
+    monkeypatch.setattr("tidemill.device.host.cores", lambda: 5)
+    assert workers(Rewards(functions="math")) == 5
+    assert workers(Rewards(functions="math", workers=3)) == 3
+    monkeypatch.setattr("tidemill.device.host.cores", lambda: 500)
+    assert workers(Rewards(functions="math")) == 32
+
+
+def test_no_more_workers_start_than_there_are_samples_for(functions) -> None:
+    with Scorer(Rewards(functions=functions("length"), workers=8)) as scorer:
+        scorer.score(samples("a", "b"))
+        assert sum(lane.thread.is_alive() for lane in scorer._pool._lanes) == 2
+        scorer.score(samples("a", "b", "c"))
+        assert sum(lane.thread.is_alive() for lane in scorer._pool._lanes) == 3

@@ -80,7 +80,8 @@ def test_the_product_is_the_plain_one_and_each_row_its_own(rows: int, k: int, n:
 
 
 def test_gradients_are_those_of_the_ordinary_mode() -> None:
-    from tidemill.learn.engine import attention_of, forward
+    from tidemill.learn.forward import forward
+    from tidemill.learn.model import attention_of
     from tidemill.learn.packing import pack
     from tidemill.models.attention.contexts import choose
 

@@ -4,9 +4,10 @@ clip_high 0.28 (clip-higher), aggregation token_mean (token-level loss), overlon
 dynamic_sampling: groups whose rewards are all equal teach nothing, so they are dropped and new prompts follow.
 """
 
-from tidemill.algorithms.policy import GroupPolicy
+from tidemill.algorithms.grpo import GRPO
 
 
-class DAPO(GroupPolicy):
+class DAPO(GRPO):
     name = "dapo"
     about = "GRPO with clip-higher, token-level loss, overlong shaping, dynamic sampling"
+    paper = {"aggregation": "token_mean", "clip_high": 0.28, "dynamic_sampling": True}

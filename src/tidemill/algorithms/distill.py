@@ -9,19 +9,28 @@ With `kl.place: reward` a token pays for its divergence from the reference here.
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor
 
-from tidemill.algorithms import policy, tables
-from tidemill.algorithms.api import Algorithm, Kept, Stats, TokenBatch
-from tidemill.algorithms.shaping import token_kl
+from tidemill.algorithms.api import Kept
+from tidemill.algorithms.grpo import GRPO
+from tidemill.algorithms.shared import selection, tables
+from tidemill.algorithms.shared.shaping import token_kl
 from tidemill.batch import GROUP, LENGTH, Batch, Column
 from tidemill.graph import Graph, Stage
 from tidemill.recipe.config import Config
 
 
-class Distill(Algorithm):
+class Distill(GRPO):
     name = "distill"
     about = "on-policy distillation: a teacher scores every token the policy makes"
+    paper = {"aggregation": "token_mean"}
+    compares_samples = False
+    own_settings = ("teacher",)
+
+    def unused(self, config: Config) -> dict[str, str]:
+        taught = "takes every token's advantage from the teacher"
+        found = dict.fromkeys(("baseline", "advantage_scale", "std_bias", "std_eps", "group_of_one"), taught)
+        measured = "learns from the teacher: rewards are only measured"
+        return found | dict.fromkeys(("dynamic_sampling", "overlong.buffer"), measured)
 
     def graph(self, config: Config) -> Graph:
         reads = (GROUP, "tokens", "prompt_length", LENGTH)
@@ -40,13 +49,10 @@ class Distill(Algorithm):
         divergence = token_kl(batch, config)
         gap = gap if divergence is None else gap - config.algorithm.kl.coef * divergence
         values = np.where(batch.values("mask") != 0, gap, 0.0).astype(np.float32)
-        return policy.with_marks(batch, Column(values, batch["mask"].offsets), config)
+        return selection.with_marks(batch, Column(values, batch["mask"].offsets), config)
 
     def keep(self, batch: Batch, config: Config) -> Kept:
-        return policy.whole_of(batch, config)
+        return selection.whole_of(batch, config)
 
     def wants_whole_step(self, config: Config) -> bool:
         return config.algorithm.covariance.mode != "none"
-
-    def loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
-        return policy.clipped_loss(tokens, config)

@@ -1,12 +1,13 @@
 """Dr. GRPO (Liu et al. 2025, arXiv:2503.20783): GRPO without the division by the group's spread and by the length.
 
 A_i = r_i − mean(r); token losses are summed and divided by a constant, so long wrong answers are not favoured. Its
-settings in config.PAPER are all that sets it apart.
+settings are all that sets it apart.
 """
 
-from tidemill.algorithms.policy import GroupPolicy
+from tidemill.algorithms.grpo import GRPO
 
 
-class DrGRPO(GroupPolicy):
+class DrGRPO(GRPO):
     name = "dr_grpo"
     about = "GRPO without its two biases: no division by the spread, none by the length"
+    paper = {"aggregation": "constant", "advantage_scale": "none"}

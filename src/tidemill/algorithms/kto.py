@@ -10,13 +10,12 @@ Mismatched rows (a prompt with the response of another) enter with the column `m
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from tidemill.algorithms import preference, tables
 from tidemill.algorithms.api import Algorithm, Kept, Stat, Stats, TokenBatch, segment_sum
+from tidemill.algorithms.shared import preference, tables
 from tidemill.batch import GROUP, ID, Batch
 from tidemill.graph import Graph, Stage
+from tidemill.imports import torch
 from tidemill.recipe.config import Config
 
 JUDGED = (*tables.OFFLINE, "chosen", "mismatched")
@@ -25,6 +24,7 @@ JUDGED = (*tables.OFFLINE, "chosen", "mismatched")
 class KTO(Algorithm):
     name = "kto"
     about = "learns from single responses judged good or bad"
+    paper = {"aggregation": "sample_mean", "old_logprobs": "recompute", "preference": {"beta": 0.1}}
     input_kind = "judged"
 
     def graph(self, config: Config) -> Graph:
@@ -52,7 +52,7 @@ class KTO(Algorithm):
     def keep(self, batch: Batch, config: Config) -> Kept:
         return np.asarray(batch.values("mismatched") == 0, np.bool_)
 
-    def loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
+    def loss(self, tokens: TokenBatch, config: Config) -> tuple[torch.Tensor, Stats]:
         settings = config.algorithm.preference
         assert tokens.ref_logprobs is not None
         h = preference.row_sums(tokens.logprobs - tokens.ref_logprobs, tokens)
@@ -65,7 +65,7 @@ class KTO(Algorithm):
         return (weight * per_row).sum(), judged_stats(settings.beta * h.detach(), z, good)
 
 
-def judged_stats(reward: Tensor, z: Tensor, good: Tensor) -> Stats:
+def judged_stats(reward: torch.Tensor, z: torch.Tensor, good: torch.Tensor) -> Stats:
     goods, bads = good.to(reward.dtype), (~good).to(reward.dtype)
     return {
         "chosen_reward": Stat((reward * goods).sum(), goods.sum()),

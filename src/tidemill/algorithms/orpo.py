@@ -6,27 +6,26 @@ loss −mean log π(chosen) − β log σ(log odds(chosen) − log odds(rejected
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from tidemill.algorithms.preference import PairPolicy
+from tidemill.algorithms.shared.preference import PairPolicy
+from tidemill.imports import torch
 from tidemill.recipe.config import Preference
 
 
 class ORPO(PairPolicy):
     name = "orpo"
     about = "imitates the chosen response and raises its odds, with no reference"
+    paper = {"aggregation": "group_mean", "preference": {"beta": 0.1, "sft_coef": 1.0}}
 
-    def pair_loss(self, chosen: Tensor, rejected: Tensor, settings: Preference) -> Tensor:
-        return -settings.beta * F.logsigmoid(log_odds(chosen / settings.beta) - log_odds(rejected / settings.beta))
+    def pair_loss(self, chosen: torch.Tensor, rejected: torch.Tensor, settings: Preference) -> torch.Tensor:
+        odds = log_odds(chosen / settings.beta) - log_odds(rejected / settings.beta)
+        return -settings.beta * torch.nn.functional.logsigmoid(odds)
 
 
-def log_odds(logprob: Tensor) -> Tensor:
+def log_odds(logprob: torch.Tensor) -> torch.Tensor:
     return logprob - log1mexp(logprob)
 
 
-def log1mexp(x: Tensor) -> Tensor:
+def log1mexp(x: torch.Tensor) -> torch.Tensor:
     """log(1 − e^x) for x < 0, exact at both ends: near 0 by expm1, far below by log1p."""
     x = x.clamp(max=-1e-7)
     near = x > -0.6931471805599453

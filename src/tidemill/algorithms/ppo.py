@@ -7,22 +7,24 @@ al. 2025) and the critic's may differ from it. The critic learns by a clipped sq
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from tidemill.algorithms import policy, tables
-from tidemill.algorithms.advantages import gae, whitened
 from tidemill.algorithms.api import Stat, Stats, TokenBatch
-from tidemill.algorithms.losses import mean_stat
-from tidemill.algorithms.shaping import token_rewards
+from tidemill.algorithms.grpo import GRPO
+from tidemill.algorithms.shared import selection, tables
+from tidemill.algorithms.shared.advantages import gae, whitened
+from tidemill.algorithms.shared.losses import mean_stat
+from tidemill.algorithms.shared.shaping import token_rewards
 from tidemill.batch import GROUP, ID, LENGTH, Batch, Column
 from tidemill.graph import Graph, Stage
+from tidemill.imports import torch
 from tidemill.recipe.config import Config, Critic
 
 
-class PPO(policy.GroupPolicy):
+class PPO(GRPO):
     name = "ppo"
     about = "critic with generalised advantage estimation, clipped ratio, clipped values"
+    paper = {"aggregation": "token_mean"}
+    compares_samples = False
     has_critic = True
 
     def graph(self, config: Config) -> Graph:
@@ -52,17 +54,17 @@ class PPO(policy.GroupPolicy):
                 returns[row] = gae(rewards[row], values[row], mask.values[row], critic.gamma, value_lam)[1]
         if critic.whiten:
             advantages = whitened(advantages, mask.values)
-        made = policy.with_marks(batch, Column(advantages.astype(np.float32), mask.offsets), config)
+        made = selection.with_marks(batch, Column(advantages.astype(np.float32), mask.offsets), config)
         return made.merge({"returns": Column(returns.astype(np.float32), mask.offsets)})
 
     def wants_whole_step(self, config: Config) -> bool:
-        return config.algorithm.critic.whiten or policy.sees_whole_step(config)
+        return config.algorithm.critic.whiten or super().wants_whole_step(config)
 
-    def value_loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
+    def value_loss(self, tokens: TokenBatch, config: Config) -> tuple[torch.Tensor, Stats]:
         """coef · max((V − R)², (clip(V, V_old ± ε) − R)²); columns `values` (old) and `returns`."""
         critic = config.algorithm.critic
         assert tokens.values is not None, "the critic's new values"
-        values, old, returns = tokens.values, tokens.columns["values"], tokens.columns["returns"]
+        values, old, returns = map(tokens.made, (tokens.values, tokens.columns["values"], tokens.columns["returns"]))
         error = (values - returns).square()
         stats: Stats = {}
         if critic.value_clip is not None:
@@ -72,7 +74,7 @@ class PPO(policy.GroupPolicy):
             error = torch.maximum(error, clipped_error)
         stats["value_loss"] = mean_stat(critic.value_coef * error, tokens)
         stats |= variance_sums(old, returns, tokens)
-        return (tokens.weights * critic.value_coef * error).sum(), stats
+        return tokens.weighted(critic.value_coef * error), stats
 
 
 def policy_lambda(critic: Critic, length: int) -> float:
@@ -81,7 +83,7 @@ def policy_lambda(critic: Critic, length: int) -> float:
     return max(0.0, 1.0 - 1.0 / (critic.length_alpha * length))
 
 
-def variance_sums(old: Tensor, returns: Tensor, tokens: TokenBatch) -> Stats:
+def variance_sums(old: torch.Tensor, returns: torch.Tensor, tokens: TokenBatch) -> Stats:
     """Means from which `explained_variance` is made: they add up over micro-batches, a variance does not."""
     error = returns - old
     return {

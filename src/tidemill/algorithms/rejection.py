@@ -7,21 +7,33 @@ Of each group the correct responses are kept (or the `keep_best` best of them), 
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor
 
-from tidemill.algorithms import policy, tables
-from tidemill.algorithms.advantages import group_index
 from tidemill.algorithms.api import Algorithm, Kept, Stats, TokenBatch
-from tidemill.algorithms.losses import finish
-from tidemill.algorithms.shaping import task_rewards
+from tidemill.algorithms.shared import selection, tables
+from tidemill.algorithms.shared.advantages import group_index
+from tidemill.algorithms.shared.losses import finish
+from tidemill.algorithms.shared.shaping import task_rewards
 from tidemill.batch import GROUP, ID, Batch, Column
 from tidemill.graph import Graph
+from tidemill.imports import torch
 from tidemill.recipe.config import Config
 
 
 class Rejection(Algorithm):
     name = "rejection"
     about = "imitates the correct ones of the policy's own responses"
+    paper = {"aggregation": "token_mean"}
+    own_settings = ("keep_best",)
+
+    def unused(self, config: Config) -> dict[str, str]:
+        no_ratio = "imitates responses: its loss is −log π, without a ratio"
+        no_advantage = "imitates responses: there are no advantages"
+        found = dict.fromkeys(("clip_low", "clip_high", "dual_clip", "ratio_cap"), no_ratio)
+        found |= dict.fromkeys(("baseline", "advantage_scale", "std_bias", "std_eps", "group_of_one"), no_advantage)
+        found |= {"covariance.mode": no_advantage, "kl.place": "keeps what is correct, whatever its reward"}
+        if config.algorithm.keep_best is None:
+            found["overlong.buffer"] = "keeps every correct response, whatever its reward, without algorithm.keep_best"
+        return found
 
     def graph(self, config: Config) -> Graph:
         stages = (
@@ -34,10 +46,10 @@ class Rejection(Algorithm):
         return Graph(self.name, tables.SOURCE, stages)
 
     def advantages(self, batch: Batch, config: Config) -> Batch:
-        return policy.with_marks(batch, Column(np.ones(batch.rows, np.float32)), config)
+        return selection.with_marks(batch, Column(np.ones(batch.rows, np.float32)), config)
 
     def keep(self, batch: Batch, config: Config) -> Kept:
-        correct = (batch.values("correct") != 0) & policy.whole_of(batch, config)
+        correct = (batch.values("correct") != 0) & selection.whole_of(batch, config)
         most = config.algorithm.keep_best
         if most is None:
             return np.asarray(correct, np.bool_)
@@ -49,5 +61,5 @@ class Rejection(Algorithm):
         place[order] = np.arange(batch.rows) - starts[index[order]]
         return np.asarray(correct & (place < most), np.bool_)
 
-    def loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
+    def loss(self, tokens: TokenBatch, config: Config) -> tuple[torch.Tensor, Stats]:
         return finish(-tokens.logprobs, tokens, config.algorithm, {})

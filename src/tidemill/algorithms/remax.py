@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidemill.algorithms import policy, tables
-from tidemill.algorithms.advantages import group_index
 from tidemill.algorithms.api import Kept
-from tidemill.algorithms.shaping import sample_rewards
+from tidemill.algorithms.grpo import GRPO
+from tidemill.algorithms.shared import selection, tables
+from tidemill.algorithms.shared.advantages import group_index
+from tidemill.algorithms.shared.shaping import sample_rewards
 from tidemill.batch import GROUP, Batch, Column
 from tidemill.graph import Graph
 from tidemill.recipe.config import Config
 
 
-class ReMax(policy.GroupPolicy):
+class ReMax(GRPO):
     name = "remax"
     about = "REINFORCE with the greedy response's reward as baseline"
+    paper = {"aggregation": "constant", "constant_length": 1, "advantage_scale": "none"}
+    compares_samples = False
     greedy_rows = 1
 
     def graph(self, config: Config) -> Graph:
@@ -39,7 +42,7 @@ class ReMax(policy.GroupPolicy):
         found = np.bincount(index[greedy], minlength=len(counts))
         baseline = np.bincount(index[greedy], weights=rewards[greedy], minlength=len(counts)) / np.maximum(found, 1)
         advantages = np.where(greedy, 0.0, rewards - baseline[index])
-        return policy.with_marks(batch, Column(advantages.astype(np.float32)), config)
+        return selection.with_marks(batch, Column(advantages.astype(np.float32)), config)
 
     def keep(self, batch: Batch, config: Config) -> Kept:
-        return np.asarray(policy.keep_of(batch, config) & (batch.values("greedy") == 0), np.bool_)
+        return np.asarray(selection.keep_of(batch, config) & (batch.values("greedy") == 0), np.bool_)

@@ -6,16 +6,16 @@ at ratio 1 is REINFORCE's A_i Σ_t ∇ log π_t; the clip matters only when one 
 
 from __future__ import annotations
 
-from torch import Tensor
+from tidemill.algorithms.api import TokenBatch
+from tidemill.algorithms.grpo import GRPO
+from tidemill.algorithms.shared.losses import sequence_log_ratio
+from tidemill.imports import torch
 
-from tidemill.algorithms import policy
-from tidemill.algorithms.api import Stats, TokenBatch
-from tidemill.recipe.config import Config
 
-
-class RLOO(policy.GroupPolicy):
+class RLOO(GRPO):
     name = "rloo"
     about = "leave-one-out baseline, one ratio per response"
+    paper = {"aggregation": "sample_mean", "baseline": "leave_one_out", "advantage_scale": "none"}
 
-    def loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
-        return policy.sequence_loss(tokens, config, per_token=False)
+    def log_ratio(self, tokens: TokenBatch) -> torch.Tensor:
+        return sequence_log_ratio(tokens, per_token=False)

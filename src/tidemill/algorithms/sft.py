@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from tidemill.algorithms import tables
 from tidemill.algorithms.api import Algorithm, Stats, TokenBatch
-from tidemill.algorithms.losses import mean_stat
+from tidemill.algorithms.shared import tables
+from tidemill.algorithms.shared.losses import mean_stat
 from tidemill.batch import Batch
 from tidemill.graph import Graph, Stage
+from tidemill.imports import torch
 from tidemill.recipe.config import Config
 
 
 class SFT(Algorithm):
     name = "sft"
     about = "imitates given responses"
+    paper = {"aggregation": "token_mean"}
     input_kind = "responses"
 
     def graph(self, config: Config) -> Graph:
@@ -24,8 +23,8 @@ class SFT(Algorithm):
     def advantages(self, batch: Batch, config: Config) -> Batch:
         return Batch({})
 
-    def loss(self, tokens: TokenBatch, config: Config) -> tuple[Tensor, Stats]:
+    def loss(self, tokens: TokenBatch, config: Config) -> tuple[torch.Tensor, Stats]:
         stats: Stats = {"nll": mean_stat(-tokens.logprobs, tokens)}
         if tokens.entropy is not None:
             stats["entropy"] = mean_stat(torch.as_tensor(tokens.entropy), tokens)
-        return -(tokens.weights * tokens.logprobs).sum(), stats
+        return -tokens.weighted(tokens.logprobs), stats

@@ -5,15 +5,15 @@ Loss −log σ(β (mean log π(chosen) − mean log π(rejected)) − γ).
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from tidemill.algorithms.preference import PairPolicy, logistic
+from tidemill.algorithms.shared.preference import PairPolicy, logistic
+from tidemill.imports import torch
 from tidemill.recipe.config import Preference
 
 
 class SimPO(PairPolicy):
     name = "simpo"
     about = "prefers by mean log-probability, with a margin and no reference"
+    paper = {"aggregation": "group_mean", "preference": {"beta": 2.0, "margin": 1.0}}
 
-    def pair_loss(self, chosen: Tensor, rejected: Tensor, settings: Preference) -> Tensor:
+    def pair_loss(self, chosen: torch.Tensor, rejected: torch.Tensor, settings: Preference) -> torch.Tensor:
         return logistic(chosen, rejected, settings)

@@ -1,122 +1,87 @@
-"""Settings that an algorithm would take and never use, and the teacher that distillation learns from: both before a
-model is loaded."""
+"""What an algorithm's facts and the recipe say of one another, and the teacher that distillation learns from."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import reduce
-from typing import Any
 
 from tidemill import device
+from tidemill.algorithms import registry
 from tidemill.check.model_folder import folder_problems
-from tidemill.errors import TidemillError
-from tidemill.estimate import run as estimate
-from tidemill.estimate.run import BYTES, human, longest
-from tidemill.recipe.config import PAPER, AlgorithmSettings, Config, ModelSettings
-
-NO_RATIO = "imitates responses: its loss is −log π, without a ratio"
-NO_ADVANTAGE = "imitates responses: there are no advantages"
-ITS_OWN = "takes every token's advantage from the teacher"
-MEASURED = "learns from the teacher: rewards are only measured"
-# Of each algorithm the shared settings that change nothing in it, and why; critic and preference settings are plain
-# enough about whose they are.
-UNUSED: dict[str, dict[str, str]] = {
-    "rejection": {
-        **dict.fromkeys(("clip_low", "clip_high", "dual_clip", "ratio_cap"), NO_RATIO),
-        **dict.fromkeys(("baseline", "advantage_scale", "std_bias", "std_eps", "group_of_one"), NO_ADVANTAGE),
-        "covariance.mode": NO_ADVANTAGE,
-    },
-    "distill": {
-        **dict.fromkeys(("baseline", "advantage_scale", "std_bias", "std_eps", "group_of_one"), ITS_OWN),
-        **dict.fromkeys(("dynamic_sampling", "overlong.buffer"), MEASURED),
-    },
-}
-OF_ONE = {"keep_best": "rejection", "teacher": "distill"}  # settings that one algorithm alone knows
+from tidemill.check.rules import at, said
+from tidemill.check.sizes import unfit, window_problems
+from tidemill.errors import TidemillError, human
+from tidemill.estimate.run import BYTES
+from tidemill.models.shape import ModelShape, shape_of
+from tidemill.recipe.config import AlgorithmSettings, Config, ModelSettings
 
 
 def problems(config: Config, model: ModelSettings) -> Iterator[str]:
-    yield from _unused(config)
-    if config.algorithm.name == "distill":
+    algorithm, own = registry.of(config), config.algorithm
+    usual, usual_name = AlgorithmSettings(name=own.name), AlgorithmSettings().name
+    unused = {key: (why, usual_name) for key, why in algorithm.unused(config).items()}
+    for other in registry.every():
+        strange = set(other.own_settings) - {*algorithm.own_settings, *unused}
+        unused |= dict.fromkeys(strange, (f"does not read it, which {other.name} does", other.name))
+    for key, (why, better) in unused.items():
+        if at(own, key) != at(usual, key) and _is_read(key, config):
+            yield (
+                f"algorithm.{key} is {said(at(own, key))}, but {algorithm.name} {why}; "
+                f"{said(at(usual, key))} would do, or algorithm={better}"
+            )
+    if algorithm.compares_samples and own.group_of_one == "zero" and config.train.samples_per_prompt < 2:
+        what = f"{algorithm.name} compares the samples of one prompt"
+        yield unfit("train.samples_per_prompt", config.train.samples_per_prompt, what, "2 or more would do, 8 is usual")
+    if "teacher" in registry.roles_of(config):
         yield from _teacher(config, model)
 
 
-def _unused(config: Config) -> Iterator[str]:
-    own, name = config.algorithm, config.algorithm.name
-    usual = AlgorithmSettings.model_validate({"name": name})
-    for key, why in UNUSED.get(name, {}).items():
-        value, default = _at(own, key), _at(usual, key)
-        if value != default:
-            yield f"algorithm.{key} is {_say(value)}, but {name} {why}; {_say(default)} would do, or algorithm=grpo"
-    for key, whose in OF_ONE.items():
-        if name in PAPER and name != whose and _at(own, key) is not None:
-            yield f"algorithm.{key} is {_at(own, key)}, which {whose} alone uses; algorithm={whose} would do, or none"
-    if name == "rejection" and own.kl.coef > 0 and own.kl.place == "reward":
-        yield (
-            "algorithm.kl.place is reward, but rejection keeps what is correct, whatever its reward; "
-            "algorithm.kl.place=loss would do"
-        )
-    if name == "rejection" and own.overlong.buffer and own.keep_best is None:
-        yield (
-            f"algorithm.overlong.buffer is {own.overlong.buffer}, but rejection keeps every correct response, whatever "
-            "its reward; 0 would do, or algorithm.keep_best=1, or algorithm.overlong.drop_truncated=true"
-        )
-
-
-def _at(section: Any, key: str) -> Any:
-    return reduce(getattr, key.split("."), section)
-
-
-def _say(value: Any) -> str:
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+def _is_read(key: str, config: Config) -> bool:
+    """Where there is no reference its settings are idle in every algorithm."""
+    return not key.startswith("kl.") or config.algorithm.kl.coef > 0
 
 
 def _teacher(config: Config, model: ModelSettings) -> Iterator[str]:
     path = config.algorithm.teacher
     if path is None:
-        yield "algorithm distill needs a teacher; set algorithm.teacher to a model folder"
+        yield f"algorithm {config.algorithm.name} needs a teacher; set algorithm.teacher to a model folder"
         return
     found = list(folder_problems("algorithm.teacher", path))
     yield from found
     if found:
         return
     teacher = config.model.model_copy(update={"path": path})
-    shape = estimate.shape_of(teacher)
-    if shape is not None and shape.window is not None and shape.window < longest(config):
-        yield (
-            f"algorithm.teacher={path} reads {shape.window} tokens, but a sample may have {longest(config)} "
-            "(data.max_prompt_tokens + rollout.max_new_tokens); lower one of them, or name another teacher"
-        )
-    yield from _vocabulary(path, teacher, model, shape)
-    yield from _room(config, path, shape, estimate.shape_of(model))
+    shape = shape_of(teacher)
+    yield from window_problems(config, f"algorithm.teacher={path} reads", shape)
+    if differing := _other_vocabulary(teacher, model, shape):
+        yield f"algorithm.teacher={path} {differing}; a teacher with the policy's tokenizer would do"
+    if shape is not None and (policy := shape_of(model)) is not None:
+        yield from _room(config, path, shape, policy)
 
 
-def _vocabulary(path: str, teacher: ModelSettings, model: ModelSettings, shape: estimate.Shape | None) -> Iterator[str]:
+def _other_vocabulary(teacher: ModelSettings, model: ModelSettings, shape: ModelShape | None) -> str:
     """Tokens go to the teacher as numbers: each must mean there what it means here."""
     from tidemill.models.load import load_tokenizer  # brings transformers
 
     try:
         own, theirs = (load_tokenizer(one).get_vocab() for one in (model, teacher))
     except TidemillError as error:
-        yield f"algorithm.teacher={path}: vocabularies cannot be compared: {error.message}"
-        return
+        return f"has a vocabulary that cannot be compared: {error.message}"
     other = sorted((number, token) for token, number in own.items() if theirs.get(token) != number)
     if other:
         number, token = other[0]
         there = f"is {theirs[token]} there" if token in theirs else "is unknown there"
-        yield (
-            f"algorithm.teacher={path} has another vocabulary: {len(other):,} of the policy's {len(own):,} tokens "
-            f"differ, first {token!r}, which is {number} here and {there}; one with the policy's tokenizer would do"
+        return (
+            f"has another vocabulary: {len(other):,} of the policy's {len(own):,} tokens differ, first {token!r}, "
+            f"which is {number} here and {there}"
         )
-    elif shape is not None and own and shape.vocabulary <= max(own.values()):
-        yield (
-            f"algorithm.teacher={path} gives probabilities to {shape.vocabulary:,} tokens, but the policy has "
-            f"{max(own.values()) + 1:,}; a teacher with the policy's tokenizer would do"
-        )
+    if shape is not None and own and shape.vocabulary <= max(own.values()):
+        return f"gives probabilities to {shape.vocabulary:,} tokens, but the policy has {max(own.values()) + 1:,}"
+    return ""
 
 
-def _room(config: Config, path: str, teacher: estimate.Shape | None, policy: estimate.Shape | None) -> Iterator[str]:
+def _room(config: Config, path: str, teacher: ModelShape, policy: ModelShape) -> Iterator[str]:
     """What cannot fit whatever else is set; `tidemill doctor --recipe` weighs the rest."""
-    if teacher is None or policy is None or teacher.parameters is None or policy.parameters is None:
+    if teacher.parameters is None or policy.parameters is None:
         return
     try:
         have = device.pick(config.device).memory().total

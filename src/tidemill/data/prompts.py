@@ -14,11 +14,14 @@ if TYPE_CHECKING:
 
 
 class PromptTokens:
-    """Turns examples into token lists with one tokenizer and one set of data settings."""
+    """Turns examples into token lists with one tokenizer and one set of data settings. `longest_response`: of the
+    responses in the data; longer ones are cut, and counted in `cut_responses`."""
 
-    def __init__(self, tokenizer: Any, data: Data) -> None:
+    def __init__(self, tokenizer: Any, data: Data, longest_response: int | None = None) -> None:
         self.tokenizer = tokenizer
         self.data = data
+        self.longest_response = longest_response
+        self.cut_responses = 0
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if data.chat == "on" and not has_template:
             raise ConfigError(
@@ -34,6 +37,12 @@ class PromptTokens:
 
     def encode(self, example: Example) -> list[int]:
         """The prompt's tokens. A prompt that is empty or too long is a DataError that names the row."""
+        tokens = self.prompt(example)
+        self._check_length(tokens, example.where)
+        return tokens
+
+    def prompt(self, example: Example) -> list[int]:
+        """The prompt's tokens, however many."""
         if example.text is not None:
             raise DataError(
                 f"{example.where}: the row is a document, not a prompt",
@@ -41,21 +50,21 @@ class PromptTokens:
             )
         if self.is_chat:
             tools = conversations.tools_of(example.meta)
-            text = conversations.render(self.tokenizer, self._messages(example), tools, example.where, asks=True)
+            options = {"asks": True, **self.data.chat_args}
+            text = conversations.render(self.tokenizer, self._messages(example), tools, example.where, **options)
             tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
         else:
             tokens = self._plain_tokens(self.text(example))
-        self._check_length(tokens, example.where)
+        if not tokens:
+            raise DataError(f"{example.where}: the prompt is empty", "fill it, or set data.on_bad_row=skip")
         return tokens
 
     def _check_length(self, tokens: list[int], where: str) -> None:
-        if not tokens:
-            raise DataError(f"{where}: the prompt is empty")
         limit = self.data.max_prompt_tokens
         if len(tokens) > limit:
             raise DataError(
                 f"{where}: the prompt has {len(tokens)} tokens, more than data.max_prompt_tokens ({limit})",
-                "raise data.max_prompt_tokens, shorten the prompt, or set data.on_bad_row=skip",
+                f"data.max_prompt_tokens={len(tokens)} would do, or data.on_bad_row=skip to leave such rows out",
             )
 
     def encode_taught(self, example: Example) -> tuple[list[int], list[int], list[bool]]:
@@ -67,7 +76,7 @@ class PromptTokens:
             tokens, said = conversations.spoken(self.tokenizer, messages, tools, example.where)
             first = said.index(True)
             self._check_length(tokens[:first], example.where)
-            return tokens[:first], tokens[first:], said[first:]
+            return tokens[:first], self._cut(tokens[first:]), said[first:][: self.longest_response]
         prompt, response = self.encode_pair(example)
         return prompt, response, [True] * len(response)
 
@@ -84,6 +93,15 @@ class PromptTokens:
         pieces = [tokens[at : at + step + 1] for at in range(0, len(tokens) - 1, step)]
         return [(piece[:1], piece[1:], [True] * (len(piece) - 1)) for piece in pieces]
 
+    def shown(self, example: Example) -> str:
+        """The prompt as a person would put it: the user's last message, without the chat template around it."""
+        if example.text is not None:
+            return str(example.text)
+        if isinstance(example.prompt, str) or self.data.template is not None:
+            return self.text(example)
+        asked = [str(m["content"]) for m in example.prompt if m["role"] == "user"]
+        return asked[-1] if asked else str(example.prompt[-1]["content"])
+
     def encode_pair(self, example: Example) -> tuple[list[int], list[int]]:
         """Prompt and response for supervised training; the response ends with the model's end token."""
         if example.response is None:
@@ -94,6 +112,16 @@ class PromptTokens:
         return self.encode(example), self.response_tokens(example.response, example.where)
 
     def response_tokens(self, text: str, where: str) -> list[int]:
+        """The response's tokens, cut where the longest response ends."""
+        return self._cut(self.whole_response(text, where))
+
+    def _cut(self, tokens: list[int]) -> list[int]:
+        if self.longest_response is not None and len(tokens) > self.longest_response:
+            self.cut_responses += 1
+            return tokens[: self.longest_response]
+        return tokens
+
+    def whole_response(self, text: str, where: str) -> list[int]:
         tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
         end = self.tokenizer.eos_token_id
         if not tokens and end is None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tidemill.recipe.config import Data
 
 OUR_COLUMNS = ("prompt", *conversations.COLUMNS, "answer", "response")
+FORMS = "a .json file is a list of objects; a .jsonl file has one object per line"
+UTF8 = "save it as UTF-8, for example with iconv -t utf-8"
 KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 TEXT = "text"  # the column of a document to learn from as it is
 
@@ -42,7 +44,8 @@ def read(path: str, data: Data, split: str | None = None) -> FileRows:
     examples, bad = to_examples(path, rows, data)
     if not examples:
         raise DataError(
-            f"{path} has no usable row: {bad[0].where}: {bad[0].why}" if bad else f"{path} is empty: it has no rows"
+            f"{path} has no usable row: {bad[0].where}: {bad[0].why}" if bad else f"{path} is empty: it has no rows",
+            "check how the file was written",
         )
     return FileRows(path, tuple(examples), len(bad))
 
@@ -92,7 +95,7 @@ def read_jsonl(file: Path) -> Iterator[Row]:
             except (json.JSONDecodeError, RecursionError) as error:
                 yield BadRow(where, f"is not JSON ({error})")
             else:
-                yield (where, row) if isinstance(row, dict) else BadRow(where, f"is a {kind(row)}, not an object")
+                yield (where, row) if isinstance(row, dict) else BadRow(where, f"is {kind(row)}, not an object")
 
 
 def read_json(file: Path) -> Iterator[Row]:
@@ -103,14 +106,14 @@ def read_json(file: Path) -> Iterator[Row]:
         if error.msg == "Extra data":
             yield from read_jsonl(file)
             return
-        raise DataError(f"{file}:{error.lineno}: is not JSON ({error.msg})") from error
+        raise DataError(f"{file}:{error.lineno}: is not JSON ({error.msg})", f"fix it there; {FORMS}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+        raise DataError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start})", UTF8) from error
     if not isinstance(content, list):
-        raise DataError(f"{file} holds a {kind(content)}, not a list of objects")
+        raise DataError(f"{file} holds {kind(content)}, not a list of objects", FORMS)
     for number, row in enumerate(content, 1):
         where = f"{file}:row {number}"
-        yield (where, row) if isinstance(row, dict) else BadRow(where, f"is a {kind(row)}, not an object")
+        yield (where, row) if isinstance(row, dict) else BadRow(where, f"is {kind(row)}, not an object")
 
 
 def read_text(file: Path) -> Iterator[Row]:
@@ -122,7 +125,9 @@ def read_text(file: Path) -> Iterator[Row]:
 
 
 def kind(value: Any) -> str:
-    return {list: "list", dict: "object", str: "string", type(None): "null"}.get(type(value), "number")
+    """What JSON calls a value, with its article."""
+    kinds = {list: "a list", dict: "an object", str: "a string", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
 
 
 def read_csv(file: Path, delimiter: str) -> Iterator[Row]:
@@ -137,7 +142,7 @@ def read_csv(file: Path, delimiter: str) -> Iterator[Row]:
                 yield BadRow(where, f"is not CSV ({error})")
                 return  # after a broken quote no later line can be trusted
             except UnicodeDecodeError as error:
-                raise DataError(f"{where}: is not UTF-8 text ({error.reason})") from error
+                raise DataError(f"{where}: is not UTF-8 text ({error.reason})", UTF8) from error
             if fields is None:
                 return
             if not fields:
@@ -254,7 +259,7 @@ def to_examples(path: str, rows: Iterable[Row], data: Data) -> tuple[list[Exampl
         if isinstance(made, Example):
             examples.append(made)
         elif data.on_bad_row == "fail":
-            remedy = "mend the row, or set data.on_bad_row=skip to leave such rows out"
+            remedy = "fix the row, or set data.on_bad_row=skip to leave such rows out"
             raise wrong_names or DataError(f"{made.where}: {made.why}", remedy)
         else:
             bad.append(made)
@@ -293,9 +298,14 @@ def answer_pattern(data: Data) -> re.Pattern[str] | None:
     try:
         pattern = re.compile(data.answer_pattern)
     except re.error as error:
-        raise ConfigError(f"data.answer_pattern is no regular expression: {error}") from error
+        raise ConfigError(
+            f"data.answer_pattern is not a valid regular expression: {error}",
+            r"write one with a group in parentheses, such as '####\s*(.+)'",
+        ) from error
     if pattern.groups < 1:
-        raise ConfigError("data.answer_pattern needs a group: the part in parentheses is the answer")
+        raise ConfigError(
+            f"data.answer_pattern={data.answer_pattern} has no group", "put the answer's part in parentheses: '=(.+)'"
+        )
     return pattern
 
 
@@ -320,7 +330,7 @@ def to_example(where: str, row: Mapping[str, Any], data: Data, pattern: re.Patte
         if why := wrong_messages(prompt):
             return BadRow(where, why)
     elif prompt is not None and not isinstance(prompt, str):
-        return BadRow(where, f"has a prompt that is a {kind(prompt)}, not text or a list of messages")
+        return BadRow(where, f"has a prompt that is {kind(prompt)}, not text or a list of messages")
     elif data.template is None and not (prompt or "").strip():
         return BadRow(where, "has an empty prompt")
     answer = as_text(named.get("answer"))
@@ -334,7 +344,7 @@ def to_example(where: str, row: Mapping[str, Any], data: Data, pattern: re.Patte
 
 def as_document(where: str, text: Any, meta: Mapping[str, Any]) -> Example | BadRow:
     if not isinstance(text, str):
-        return BadRow(where, f"has a text that is a {kind(text)}")
+        return BadRow(where, f"has a text that is {kind(text)}")
     if not text.strip():
         return BadRow(where, "has an empty text")
     return Example("", meta={name: value for name, value in meta.items() if name != TEXT}, where=where, text=text)

@@ -60,7 +60,7 @@ class Order:
 
     def __init__(self, source: Source, seed: int, shuffle: bool = True) -> None:
         if source.size == 0:
-            raise DataError(f"{source.name} has no examples")
+            raise DataError(f"{source.name} has no examples", "check data.source and data.split")
         self.size = source.size
         self.seed = seed
         self.shuffle = shuffle
@@ -142,7 +142,8 @@ def without(rows: FileRows, aside: FileRows) -> FileRows:
     kept = tuple(example for example in rows.examples if example.problem not in prompts)
     if not kept:
         raise DataError(
-            f"every prompt of {rows.name} is also in the held-out data {aside.name}: none is left to train on"
+            f"every prompt of {rows.name} is also in the held-out data {aside.name}: none is left to train on",
+            "name other held-out data with data.eval_source, or use data.held_out instead",
         )
     return FileRows(rows.name, kept, rows.bad_rows)
 

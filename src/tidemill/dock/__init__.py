@@ -52,7 +52,7 @@ _ACROSS_PROCESSES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded when asked for: who needs only the in-process dock does not need ZeroMQ."""
+    """Loaded when asked for: who needs only the in-process dock does not need msgspec."""
     if name not in _ACROSS_PROCESSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
@@ -60,7 +60,7 @@ def __getattr__(name: str) -> Any:
     try:
         module = import_module(f"tidemill.dock.{_ACROSS_PROCESSES[name]}")
     except ModuleNotFoundError as error:
-        if error.name in ("zmq", "msgspec"):
+        if error.name == "msgspec":
             raise MissingExtra("a dock across processes", error.name, "cluster") from None
         raise
     return getattr(module, name)

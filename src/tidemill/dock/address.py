@@ -16,6 +16,7 @@ ADDRESS_FILE = "address.json"
 class Address:
     ledger: str  # tcp://host:port
     token: str
+    local: str = ""  # the ledger's socket file, for processes of its machine
 
     def __repr__(self) -> str:  # a token does not belong in a log
         return f"Address({self.ledger})"

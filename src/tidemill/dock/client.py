@@ -20,9 +20,9 @@ from tidemill.dock.lease import LeaseRenewer, TakenLease
 from tidemill.dock.ledger.counts import Counts, Tallied
 from tidemill.dock.ledger.records import Grant, Piece, Written, entry, split
 from tidemill.dock.net import messages as m
+from tidemill.dock.net.caller import Caller
 from tidemill.dock.net.compact import unpack
-from tidemill.dock.net.door import DoorCaller, find_door
-from tidemill.dock.net.wire import Caller, new_owner
+from tidemill.dock.net.wire import new_owner
 from tidemill.dock.store import chunk as chunks
 from tidemill.dock.store.node import Node
 from tidemill.dock.store.segment import SegmentGone
@@ -35,15 +35,14 @@ LEDGER_PATIENCE_S = 30.0  # a ledger that does not answer for this long is repor
 
 
 class RemoteDock:
-    def __init__(self, address: Address, node: str | None = None, by_door: bool = True, renews: bool = False) -> None:
-        """`by_door=False`: speak to the ledger as from another machine, even if it is on this one. `renews`: keep every
-        lease that is taken here until it is committed, abandoned or no longer referred to."""
-        self._address, self._by_door = address, by_door
+    def __init__(self, address: Address, node: str | None = None, renews: bool = False) -> None:
+        """`renews`: keep every lease that is taken here until it is committed, abandoned or no longer referred to."""
+        self._address = address
         self.written_bytes = self.read_bytes = 0  # of samples, by this process; a driver's stay 0
         self._heard = 0  # the last telling of counts that came here
         self._owner = new_owner()
         self._local = threading.local()
-        self._callers: dict[threading.Thread, Caller | DoorCaller] = {}
+        self._callers: dict[threading.Thread, Caller] = {}
         setup = self._ask(m.AskSetup())
         self.stages = tuple(Stage(*stage) for stage in setup.stages)
         self._source, self._watch, self._replicas = setup.source, setup.watch, setup.replicas
@@ -114,7 +113,7 @@ class RemoteDock:
         end, or has: without this its ledger is waited for as if it would come back."""
         self._node.leave()
         for caller in list(self._callers.values()):
-            caller.leave()
+            caller.close()
 
     @property
     def leases(self) -> int:
@@ -132,7 +131,7 @@ class RemoteDock:
     # -- asking ------------------------------------------------------------------------------------------------------
 
     def _ask(self, message: m.Message, wait_s: float = 0.0) -> Any:
-        caller: Caller | DoorCaller | None = getattr(self._local, "caller", None)
+        caller: Caller | None = getattr(self._local, "caller", None)
         if caller is None:
             caller = self._local.caller = self._new_caller()
         try:
@@ -147,12 +146,12 @@ class RemoteDock:
             raise kinds.get(answer.kind, DockError)(answer.message, answer.remedy)
         return answer
 
-    def _new_caller(self) -> Caller | DoorCaller:
+    def _new_caller(self) -> Caller:
         """For this thread. Those of threads that have ended are closed, after it: a process whose last connection
         closes is taken for dead."""
-        where = self._address.token, self._address.ledger
-        door = find_door(*where, self._owner) if self._by_door else None
-        caller = self._callers[threading.current_thread()] = door or Caller(*where)
+        where = self._address
+        caller = Caller(where.token, where.ledger, where.local, self._owner)
+        self._callers[threading.current_thread()] = caller
         for thread in [thread for thread in list(self._callers) if not thread.is_alive()]:
             ended = self._callers.pop(thread, None)
             if ended is not None:  # else another thread has closed it

@@ -129,9 +129,11 @@ class LocalDock:
             record["texts"] = []
             for key, batch in self._chunks.items():
                 for name, column in batch.items():
-                    arrays[f"chunk.{key}.{name}.values"] = column.values
-                    if column.offsets is not None:
-                        arrays[f"chunk.{key}.{name}.offsets"] = column.offsets
+                    arrays[f"chunk.{key}.{name}.values"] = column.base.values
+                    if column.base.offsets is not None:
+                        arrays[f"chunk.{key}.{name}.offsets"] = column.base.offsets
+                    if column.index is not None:
+                        arrays[f"chunk.{key}.{name}.index"] = column.index
                     if column.is_text:
                         record["texts"].append(f"{key}.{name}")
             return record, arrays
@@ -150,7 +152,9 @@ class LocalDock:
                 if name.startswith("chunk.") and name.endswith(".values"):
                     key, column = name.removeprefix("chunk.").removesuffix(".values").split(".", 1)
                     offsets = arrays.get(f"chunk.{key}.{column}.offsets")
-                    columns.setdefault(int(key), {})[column] = Column(arrays[name], offsets, f"{key}.{column}" in texts)
+                    restored = Column(arrays[name], offsets, f"{key}.{column}" in texts)
+                    index = arrays.get(f"chunk.{key}.{column}.index")
+                    columns.setdefault(int(key), {})[column] = restored if index is None else restored.grouped(index)
             self._chunks = {key: _own(Batch(named)) for key, named in columns.items()}
             self._next_chunk = max(self._chunks, default=-1) + 1
             self._settle()
@@ -265,9 +269,12 @@ def with_waiting(state: DockState, waiters: Waiters, puts_waiting: int, put_wait
 
 def _own(rows: Batch) -> Batch:
     """A copy that the producer cannot change afterwards, and no reader either."""
-    columns = {}
-    for name, c in rows.items():
+    columns: dict[str, Column] = {}
+    for name, given in rows.items():
+        c = given.base
         columns[name] = Column(_frozen(c.values), None if c.offsets is None else _frozen(c.offsets), c.is_text)
+        if given.index is not None:
+            columns[name] = columns[name].grouped(_frozen(given.index))
     return Batch(columns)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,11 +20,14 @@ from typing import Any
 from tidemill.dock.address import Address
 from tidemill.dock.client import RemoteDock
 from tidemill.dock.net import messages as m
-from tidemill.dock.net.process import SETUP_FILE, TOKEN_FILE
-from tidemill.dock.net.wire import Caller, check_host
+from tidemill.dock.net.caller import Caller
+from tidemill.dock.net.process import LEDGER_FOLDER, SETUP_FILE, TOKEN_FILE
+from tidemill.dock.net.wire import SOCKET_FILE, address_of, check_host, listen, listen_locally
 from tidemill.dock.setup import DockSetup
 from tidemill.errors import DockError
 from tidemill.graph import Stage
+
+log = logging.getLogger("tidemill.dock")
 
 START_S = 60.0
 STOP_S = 5.0
@@ -35,11 +38,14 @@ class Keeper:
     """One of the dock's processes (see process.py), heard and, should it end altogether, started again. The thread that
     starts it also listens to it: the kernel tells it to stop when that thread ends."""
 
-    def __init__(self, name: str, command: list[str], log: Path, on_death: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, command: list[str], log: Path, on_death: Callable[[], None], files: tuple[int, ...] = ()
+    ) -> None:
+        """`files`: open ones that the process inherits."""
         self.name = name
         self.restarts = 0
         self.error: str | None = None
-        self._command, self._log, self._on_death = command, log, on_death
+        self._command, self._log, self._on_death, self._files = command, log, on_death, files
         self._process: subprocess.Popen[str] | None = None
         self._pid = 0
         self._is_up, self._ready = threading.Event(), threading.Event()
@@ -120,7 +126,13 @@ class Keeper:
         }  # nothing is multiplied there, and threads do not fork
         with open(self._log, "ab") as log:
             return subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+                pass_fds=self._files,
             )
 
 
@@ -141,13 +153,21 @@ class DockServer:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         token = _token(self.folder / TOKEN_FILE)
         (self.folder / SETUP_FILE).write_text(setup.to_json())
-        self._port = _free_port(host)
-        self.address = Address(f"tcp://{host}:{self._port}", token)
+        if (self.folder / LEDGER_FOLDER).exists():
+            log.warning(
+                "%s holds a dock from before, and this goes on from it: ids that it has seen are not entered again; "
+                "for a fresh dock, name a fresh folder",
+                self.folder,
+            )
+        # Held open here, so that the ledger comes back at the same place whoever else would like to have it.
+        self._listeners = listen(host), listen_locally(self.folder)
+        self.address = Address(address_of(self._listeners[0]), token, str(self.folder.absolute() / SOCKET_FILE))
         self.address.save(self.folder)
         self._lock = threading.Lock()
-        self._caller = Caller(token, self.address.ledger)
-        command = self._command("ledger", str(self._port))
-        self.ledger = Keeper("ledger", command, self.folder / "ledger.log", lambda: None)
+        self._caller = Caller(token, self.address.ledger, self.address.local)
+        files = tuple(listener.fileno() for listener in self._listeners)
+        command = self._command("ledger", ",".join(map(str, files)))
+        self.ledger = Keeper("ledger", command, self.folder / "ledger.log", lambda: None, files)
         self.warehouses: dict[str, Keeper] = {}
         self._arenas: dict[str, m.Announce] = {}
         try:
@@ -193,9 +213,10 @@ class DockServer:
         for keeper in self.warehouses.values():
             keeper.stop()
         self.ledger.stop()
-        self._caller.leave()  # whoever asks holds the lock
-        with self._lock:
-            self._caller.close()
+        self._caller.close()
+        for listener in self._listeners:
+            listener.close()
+        (self.folder / SOCKET_FILE).unlink(missing_ok=True)
         for hello in self._arenas.values():
             shutil.rmtree(hello.arena, ignore_errors=True)
         if self._is_own_folder:
@@ -231,7 +252,7 @@ class DockNode:
         (self.folder / SETUP_FILE).write_text(DockSetup(stages=(), **memory).to_json())
         _token(self.folder / TOKEN_FILE, address.token)
         self._lock = threading.Lock()
-        self._caller = Caller(address.token, address.ledger)
+        self._caller = Caller(address.token, address.ledger, address.local)
         self._hello: m.Announce | None = None
         command = _command("warehouse", self.folder, check_host(host), name, address.ledger)
         log = self.folder / f"{name}.log"
@@ -249,9 +270,7 @@ class DockNode:
     def close(self) -> None:
         """Its bytes go with it; the ledger is told."""
         self.warehouse.stop()
-        self._caller.leave()  # whoever asks holds the lock
-        with self._lock:
-            self._caller.close()
+        self._caller.close()
         if self._is_own_folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -306,9 +325,3 @@ def _token(path: Path, token: str | None = None) -> str:
         with os.fdopen(fd, "w") as file:
             file.write(token or secrets.token_hex(32))
     return path.read_text()
-
-
-def _free_port(host: str) -> int:
-    """The ledger comes back on the same port, so the port is chosen before the ledger is."""
-    with socket.create_server((host, 0)) as probe:
-        return int(probe.getsockname()[1])

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from tidemill.device import Device
-from tidemill.estimate import published
 from tidemill.estimate import run as estimate
 from tidemill.estimate.memory import MemoryEstimate, memory
-from tidemill.estimate.ranks_memory import RankMemory, Sizes, engine_share, per_rank
-from tidemill.estimate.run import Shape
+from tidemill.estimate.ranks_memory import RankMemory, engine_share, per_rank
+from tidemill.models.shape import ModelShape, shape_of
 from tidemill.recipe.config import Config, ModelSettings
 
 HandedOver = Literal["never", "cache", "all"]
@@ -35,7 +34,7 @@ def chosen(config: Config, model: ModelSettings, device: Device) -> HandedOver:
         return asked
     if device.kind == "cpu" or not are_taken(config):
         return "never"  # what leaves the host's memory for the host's memory frees nothing
-    shape = estimate.shape_of(model)
+    shape = shape_of(model)
     return "never" if shape is None else least(peaks(config, model, shape), device.memory().free)
 
 
@@ -44,12 +43,11 @@ def made(model: ModelSettings, path: Path | None) -> ModelSettings:
     return model if path is None else model.model_copy(update={"path": str(path)})
 
 
-def peaks(config: Config, model: ModelSettings, shape: Shape) -> dict[HandedOver, int]:
+def peaks(config: Config, model: ModelSettings, shape: ModelShape) -> dict[HandedOver, int]:
     """Bytes that an accelerator needs at most, by what is handed over; none where the model's size is not known."""
     if config.learn.parallel.ranks > 1:
-        sizes = published.of_folder(model) or Sizes.dense(shape)
-        learner = per_rank(config, sizes, on_accelerator=True)
-        return {what: rank_peak(config, learner, sizes, what) for what in OPTIONS}
+        learner = per_rank(config, shape, on_accelerator=True)
+        return {what: rank_peak(config, learner, shape, what) for what in OPTIONS}
     needed = memory(config, shape, on_accelerator=True)
     return {} if needed is None else {what: peak(needed, what) for what in OPTIONS}
 
@@ -71,9 +69,9 @@ def peak(needed: MemoryEstimate, what: HandedOver) -> int:
     return max(rolling, needed.total - needed.cache)
 
 
-def rank_peak(config: Config, learner: RankMemory, sizes: Sizes, what: HandedOver) -> int:
+def rank_peak(config: Config, learner: RankMemory, shape: ModelShape, what: HandedOver) -> int:
     """Of one rank: its part of the learner, its engine's share of the weights and of the cache."""
-    copy, token = engine_share(config, sizes, config.rollout.tp)
+    copy, token = engine_share(config, shape, config.rollout.tp)
     cache = estimate.cache_tokens(config) * token
     return copy + max(at_rest(learner, what) + cache, learner.total)
 

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from tidemill.estimate.run import BYTES, Shape, cache_tokens, microbatch_tokens, shape_of, tokens_computed
-from tidemill.learn.chunks import words_at_once
+from tidemill.algorithms import registry
+from tidemill.estimate.run import BYTES, cache_tokens, microbatch_tokens, tokens_computed
+from tidemill.learn.logprob.chunks import words_at_once
+from tidemill.models.shape import ModelShape, shape_of
 from tidemill.recipe.config import Config, Learn
 
-CRITICS = frozenset({"ppo"})  # algorithms that train a second model of the same size
-VALUES = frozenset({"reward_model"})  # those that learn a value model and nothing else
-REFERENCED = frozenset({"dpo", "ipo", "kto"})  # those that need the frozen reference whatever kl.coef is
 INT8_MOMENT = 1 + 4 / 256  # a byte each, and a float32 scale per block of 256
 INT8_TEMPORARY, STOCHASTIC_TEMPORARY = 16, 8  # bytes per weight at work: decoded moments, codes, noise
 PLAIN_LOGITS = 20  # bytes per logit without the fused kernel: five float32 copies at once
@@ -49,7 +48,7 @@ class MemoryEstimate:
 
 
 def memory(
-    config: Config, shape: Shape, parameters: int | None = None, *, on_accelerator: bool = False
+    config: Config, shape: ModelShape, parameters: int | None = None, *, on_accelerator: bool = False
 ) -> MemoryEstimate | None:
     count = parameters or shape.parameters
     if count is None:
@@ -59,11 +58,12 @@ def memory(
     trained = adapters or count
     gradients = trained * (4 if learn.master == "float32" else width)
     optimizer = int(trained * optimizer_bytes(learn, width))
-    frozen = (algorithm.kl.coef > 0 or algorithm.name in REFERENCED) and not adapters
+    roles = registry.roles_of(config)
+    frozen = "reference" in roles and not adapters
     held = width if algorithm.kl.weights == "same" else 1  # the head and the embeddings, which stay, are not told apart
-    has_critic = algorithm.name in CRITICS and algorithm.critic.trunk == "own"
+    has_critic = "critic" in roles and algorithm.critic.trunk == "own"
     critic = count * width + trained * width + optimizer if has_critic else 0
-    if algorithm.name in VALUES:  # beside the model that it began as, whose gradients and optimizer it has
+    if registry.of(config).learns_values:  # beside the model that it began as, whose gradients and optimizer it has
         critic = count * width
     tokens, responses = microbatch_tokens(config)
     is_compiled = learn.compile == "on" or (learn.compile == "auto" and on_accelerator)
@@ -74,7 +74,7 @@ def memory(
     # The output layer's gradient waits for that of the embeddings, which are the same weights in most models.
     head = 0 if adapters else shape.vocabulary * shape.hidden * width
     layer = max(0, tokens * width * layer_elements(shape, learn, is_compiled) + head - logits)
-    largest = shape.vocabulary * shape.hidden if not adapters else learn.lora_rank * shape.intermediate
+    largest = shape.vocabulary * shape.hidden if not adapters else learn.lora_rank * shape.visited
     update = max(0, int(largest * update_bytes(learn, width, on_accelerator)) - activations - logits - layer)
     if tokens >= tokens_computed(config):
         # All in one pass: gradients come while activations and logits go.
@@ -113,7 +113,7 @@ def reward_model_bytes(config: Config) -> int:
     return sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
 
 
-def host_bytes(config: Config, shape: Shape, parameters: int | None = None) -> int:
+def host_bytes(config: Config, shape: ModelShape, parameters: int | None = None) -> int:
     """What the host holds in the device's place: the optimizer's state, activations."""
     learn, width = config.learn, BYTES[config.model.dtype]
     count = adapter_parameters(shape, learn) or parameters or shape.parameters or 0
@@ -124,18 +124,21 @@ def host_bytes(config: Config, shape: Shape, parameters: int | None = None) -> i
     return state + activation_bytes(shape, microbatch_tokens(config)[0], width, kept, is_compiled=True)
 
 
-def checkpoint_bytes(config: Config, shape: Shape, parameters: int | None = None) -> int:
-    """On disk: weights, the optimizer's state, the critic's own, a running mean, a reference that moves."""
+def checkpoint_bytes(config: Config, shape: ModelShape, parameters: int | None = None) -> int:
+    """On disk: what is learned (weights, or adapters alone), the optimizer's state, the critic's own, a running mean, a
+    reference that moves."""
     learn, algorithm, width = config.learn, config.algorithm, BYTES[config.model.dtype]
     count, adapters = parameters or shape.parameters or 0, adapter_parameters(shape, learn)
     trained = adapters or count
-    one = (count + adapters) * width + int(trained * optimizer_bytes(learn, width))
-    has_critic = algorithm.name in CRITICS and algorithm.critic.trunk == "own"
-    mean = 4 * trained + (count * width if adapters else 0)  # of adapters also what weights come to with it
+    # Moments of 8 bits have scales by block; on disk they are plain numbers, which any cut can take up.
+    plain = learn.model_copy(update={"moments": "float32"}) if learn.moments == "int8" else learn
+    one = trained * width + int(trained * optimizer_bytes(plain, width))
+    has_critic = "critic" in registry.roles_of(config) and algorithm.critic.trunk == "own"
+    mean = 4 * trained
     return (1 + has_critic) * one + bool(learn.ema) * mean + bool(algorithm.kl.reset_every) * count * width
 
 
-def adapter_parameters(shape: Shape, learn: Learn) -> int:
+def adapter_parameters(shape: ModelShape, learn: Learn) -> int:
     """Of low-rank adapters on every matrix of the layers: the two sides of each, times the rank. An expert has two, its
     gate and the way up being one."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -173,7 +176,7 @@ def update_bytes(learn: Learn, width: int, is_fused: bool) -> float:
     )
 
 
-def activation_bytes(shape: Shape, tokens: int, width: int, learn: Learn, is_compiled: bool) -> int:
+def activation_bytes(shape: ModelShape, tokens: int, width: int, learn: Learn, is_compiled: bool) -> int:
     """What the forward pass leaves for the backward pass."""
     whole = _layer_keeps(shape, "none", is_compiled, width)
     if learn.offload == "activations":
@@ -182,7 +185,7 @@ def activation_bytes(shape: Shape, tokens: int, width: int, learn: Learn, is_com
     kept = again * _layer_keeps(shape, learn.recompute, is_compiled, width) + (shape.layers - again) * whole
     if learn.fp8 != "none" and is_compiled and learn.recompute != "full":  # factors of products are kept in one byte
         factors = 2 * shape.hidden + shape.heads * shape.head_dim
-        factors += shape.intermediate if learn.recompute == "none" else 0
+        factors += shape.visited if learn.recompute == "none" else 0
         kept -= shape.layers * factors * (width - 1) // width
     if learn.dora and learn.recompute != "full":  # outputs that a magnitude then scales and nothing else would keep
         kept += shape.layers * (2 * shape.hidden + shape.heads * shape.head_dim)
@@ -190,9 +193,9 @@ def activation_bytes(shape: Shape, tokens: int, width: int, learn: Learn, is_com
     return tokens * width * (kept + 4 * shape.hidden)
 
 
-def _layer_keeps(shape: Shape, recompute: str, is_compiled: bool, width: int) -> int:
+def _layer_keeps(shape: ModelShape, recompute: str, is_compiled: bool, width: int) -> int:
     """Elements per token that one layer keeps."""
-    h, wide = shape.hidden, shape.intermediate
+    h, wide = shape.hidden, shape.visited
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if recompute == "full":
         return h
@@ -209,7 +212,7 @@ def _layer_keeps(shape: Shape, recompute: str, is_compiled: bool, width: int) ->
     return outside + {"none": inside, "selective": inside - activation, "mlp": 0}[recompute]
 
 
-def shared_bytes(config: Config, shape: Shape, tokens: int, width: int) -> int:
+def shared_bytes(config: Config, shape: ModelShape, tokens: int, width: int) -> int:
     """What sharing prompts keeps more: keys and values gathered for each response, and the two outputs joined."""
     learn, each = config.learn, config.train.samples_per_prompt
     if not learn.share_prompts or each == 1 or learn.recompute == "full" or learn.offload != "none":
@@ -220,16 +223,16 @@ def shared_bytes(config: Config, shape: Shape, tokens: int, width: int) -> int:
     return int(shape.layers * tokens * width * kept)
 
 
-def layer_elements(shape: Shape, learn: Learn, is_compiled: bool) -> int:
+def layer_elements(shape: ModelShape, learn: Learn, is_compiled: bool) -> int:
     """Elements per token at work in one layer's backward pass: what is computed again, and gradients."""
     whole = _layer_keeps(shape, "none", is_compiled, 2)
     if learn.recompute == "full":
         return whole + 3 * shape.hidden  # what was kept goes as gradients come
-    again = {"none": 0, "selective": shape.intermediate, "mlp": 3 * shape.intermediate}
-    return 3 * shape.intermediate + 2 * shape.hidden + again[learn.recompute]
+    again = {"none": 0, "selective": shape.visited, "mlp": 3 * shape.visited}
+    return 3 * shape.visited + 2 * shape.hidden + again[learn.recompute]
 
 
-def logit_bytes(shape: Shape, targets: int, chunk: int, width: int, trains_head: bool, is_fused: bool) -> int:
+def logit_bytes(shape: ModelShape, targets: int, chunk: int, width: int, trains_head: bool, is_fused: bool) -> int:
     """Logits of a chunk in float32, their gradient, and sums over chunks (`learn.logprob`)."""
     h, words = shape.hidden, shape.vocabulary
     head = words * h if trains_head else 0

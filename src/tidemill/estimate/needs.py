@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from tidemill.errors import ModelError
 from tidemill.estimate.memory import MemoryEstimate, memory
-from tidemill.estimate.run import Shape, shape_of
+from tidemill.models.shape import ModelShape, shape_of
 from tidemill.recipe.config import Config, ModelSettings
 
 DType = Literal["float32", "bfloat16"]
@@ -27,8 +26,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    architecture: str
-    shape: Shape
+    shape: ModelShape
     needs: dict[DType, Needs]
 
 
@@ -40,16 +38,10 @@ def describe(folder: Path, *, tokens: int, samples: int) -> Description:
         raise ModelError(
             f"{folder} does not tell what model it holds", "give a folder with config.json and *.safetensors"
         )
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    named = raw.get("architectures") or [raw.get("model_type", "unknown")]
-    return Description(
-        str(named[0]),
-        shape,
-        {dtype: _needs(folder, dtype, shape, tokens, samples) for dtype in get_args(DType)},
-    )
+    return Description(shape, {dtype: _needs(folder, dtype, shape, tokens, samples) for dtype in get_args(DType)})
 
 
-def _needs(folder: Path, dtype: DType, shape: Shape, tokens: int, samples: int) -> Needs:
+def _needs(folder: Path, dtype: DType, shape: ModelShape, tokens: int, samples: int) -> Needs:
     prompt = tokens // 4
     batches: dict[str, Any] = {
         "model": {"path": str(folder), "dtype": dtype},

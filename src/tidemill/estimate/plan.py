@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 
+from tidemill.errors import human
 from tidemill.estimate.memory import checkpoint_bytes, memory
 from tidemill.estimate.run import (
-    Shape,
     checkpoints_kept,
-    human,
     longest,
     samples_per_step,
-    shape_of,
     tokens_per_step,
 )
-from tidemill.recipe.config import Config, ModelSettings
+from tidemill.models.shape import ModelShape, shape_of
+from tidemill.recipe.config import Config
+from tidemill.recipe.load import model_of
 
 
-def plan(config: Config, model: ModelSettings, parameters: int | None = None) -> list[tuple[str, str, str]]:
-    """The table shown before training: label, value, how it is worked out."""
-    train, shape = config.train, shape_of(model)
+def plan(config: Config, parameters: int | None = None) -> list[tuple[str, str, str]]:
+    """What the batch settings come to: label, value, how it is worked out."""
+    train, shape = config.train, shape_of(model_of(config))
     samples, tokens = samples_per_step(config), tokens_per_step(config)
     updates = train.updates_per_step * train.passes_per_step
     per_update = samples // train.updates_per_step
@@ -44,7 +44,7 @@ def plan(config: Config, model: ModelSettings, parameters: int | None = None) ->
     return rows + _size_rows(config, shape, parameters)
 
 
-def _size_rows(config: Config, shape: Shape | None, parameters: int | None) -> list[tuple[str, str, str]]:
+def _size_rows(config: Config, shape: ModelShape | None, parameters: int | None) -> list[tuple[str, str, str]]:
     needed = memory(config, shape, parameters) if shape else None
     count = parameters or (shape.parameters if shape else None)
     if shape is None or needed is None or count is None:

@@ -1,6 +1,6 @@
-"""How much memory one rank of a parallel learner needs, and how much it sends, worked out from sizes alone.
+"""How much memory one rank of a parallel learner needs, worked out from sizes alone.
 
-`benchmarks/parallel.py` holds both against what ranks measure; docs/parallelism.md explains the formulas.
+`benchmarks/parallel.py` holds it against what ranks measure; docs/parallelism.md explains the formulas.
 """
 
 from __future__ import annotations
@@ -8,37 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from tidemill.estimate.memory import CRITICS, PLAIN_LOGITS, REFERENCED, adapter_parameters, optimizer_bytes
-from tidemill.estimate.run import BYTES, Shape, microbatch_tokens
+from tidemill.algorithms import registry
+from tidemill.estimate.memory import PLAIN_LOGITS, adapter_parameters, optimizer_bytes
+from tidemill.estimate.run import BYTES, microbatch_tokens
+from tidemill.models.shape import ModelShape
 from tidemill.recipe.config import Config, ParallelSettings
 
 GATHERED_LAYERS = 2  # the one at work and the one fetched ahead
 SHORT = 256  # tokens of a sample whose attention needs no blocks on a CPU (`models.short`)
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Parameters of a decoder, by how they are cut."""
-
-    shape: Shape  # `intermediate` is what one token visits
-    layer: int  # of one layer, experts not counted
-    experts: int  # of one layer's experts
-    moe_layers: int  # layers that have experts
-    embedding: int
-    is_tied: bool
-    whole_attention: int = 0  # of one layer's attention, where tensor parallelism leaves it whole
-    expert_width: int = 0  # of one expert's feed-forward
-
-    @property
-    def total(self) -> int:
-        ends = self.embedding * (1 if self.is_tied else 2)
-        return self.shape.layers * self.layer + self.moe_layers * self.experts + ends
-
-    @staticmethod
-    def dense(shape: Shape, is_tied: bool = True) -> Sizes:
-        q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        layer = shape.hidden * (2 * q + 2 * kv) + 3 * shape.hidden * shape.intermediate + 2 * shape.hidden
-        return Sizes(shape, layer, 0, 0, shape.vocabulary * shape.hidden, is_tied)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +42,17 @@ class RankMemory:
             yield field.name, getattr(self, field.name)
 
 
-def per_rank(config: Config, sizes: Sizes, tokens: int | None = None, *, on_accelerator: bool = False) -> RankMemory:
+def per_rank(
+    config: Config, shape: ModelShape, tokens: int | None = None, *, on_accelerator: bool = False
+) -> RankMemory:
     """`tokens`: of one micro-batch; None: as many as the recipe allows."""
     learn, parallel, width = config.learn, config.learn.parallel, BYTES[config.model.dtype]
     whole, responses = (tokens, tokens) if tokens is not None else microbatch_tokens(config)
-    held = parameters_per_rank(sizes, parallel)
-    trained = trained_per_rank(config, sizes, parallel)
+    held = parameters_per_rank(shape, parallel)
+    trained = trained_per_rank(config, shape, parallel)
     is_sharded = parallel.fsdp * parallel.cp > 1 or parallel.replicate > 1
-    layer = _layer_at_work(sizes, parallel)
-    ends = sizes.embedding // parallel.tp
+    layer = _layer_at_work(shape, parallel)
+    ends = shape.embedding // parallel.tp
     wide_gradient = 4 if learn.master == "float32" else width
     reduce_width = 2 if learn.reduce_dtype == "bfloat16" else 4 if learn.reduce_dtype == "float32" else width
     logit = 4 + width if on_accelerator else PLAIN_LOGITS
@@ -84,69 +63,73 @@ def per_rank(config: Config, sizes: Sizes, tokens: int | None = None, *, on_acce
         optimizer=0 if learn.optimizer_on_host else int(trained * optimizer_bytes(learn, width)),
         gathered=(GATHERED_LAYERS * layer + ends) * width if parallel.fsdp * parallel.cp > 1 else 0,
         reducing=layer * (width + reduce_width) if is_sharded else 0,
-        activations=activations(sizes, config, -(-whole // parallel.cp), width, on_accelerator),
-        logits=min(learn.logprob_chunk, responses) * (sizes.shape.vocabulary // parallel.tp) * logit + head,
-        reference=_reference(config, sizes) * width,
-        critic=_critic(config, sizes, width + wide_gradient, width),
+        activations=activations(shape, config, -(-whole // parallel.cp), width, on_accelerator),
+        logits=min(learn.logprob_chunk, responses) * (shape.vocabulary // parallel.tp) * logit + head,
+        reference=_reference(config, shape) * width,
+        critic=_critic(config, shape, width + wide_gradient, width),
         mean=4 * trained if learn.ema else 0,
     )
 
 
-def engine_share(config: Config, sizes: Sizes, tp: int) -> tuple[int, int]:
+def engine_share(config: Config, shape: ModelShape, tp: int) -> tuple[int, int]:
     """Bytes that one of `tp` ranks of an engine holds: of the weights, and of a token in the cache. The embedding lies
     whole on each; an output layer of its own is cut."""
-    shape, width = sizes.shape, BYTES[config.model.dtype]
-    head = 0 if sizes.is_tied else sizes.embedding
-    rest = sizes.total - sizes.embedding - head
-    weights = sizes.embedding + -(-head // tp) + -(-rest // tp)
+    width = BYTES[config.model.dtype]
+    head = 0 if shape.is_tied else shape.embedding
+    rest = shape.total - shape.embedding - head
+    weights = shape.embedding + -(-head // tp) + -(-rest // tp)
     return weights * width, shape.layers * 2 * (shape.kv_heads // tp) * shape.head_dim * width
 
 
-def trained_per_rank(config: Config, sizes: Sizes, parallel: ParallelSettings) -> int:
+def trained_per_rank(config: Config, shape: ModelShape, parallel: ParallelSettings) -> int:
     """All that is held, or adapters: one side of each is cut by tp, the other is not."""
-    adapters = adapter_parameters(sizes.shape, config.learn)
-    return -(-adapters // (parallel.fsdp * parallel.cp * parallel.pp)) or parameters_per_rank(sizes, parallel)
+    adapters = adapter_parameters(shape, config.learn)
+    return -(-adapters // (parallel.fsdp * parallel.cp * parallel.pp)) or parameters_per_rank(shape, parallel)
 
 
-def _reference(config: Config, sizes: Sizes) -> int:
-    algorithm = config.algorithm
-    if algorithm.kl.coef <= 0 and algorithm.name not in REFERENCED:
+def _reference(config: Config, shape: ModelShape) -> int:
+    if "reference" not in registry.roles_of(config):
         return 0
-    return parameters_per_rank(sizes, algorithm.kl.parallel or config.learn.parallel)
+    return parameters_per_rank(shape, config.algorithm.kl.parallel or config.learn.parallel)
 
 
-def _critic(config: Config, sizes: Sizes, each: int, width: int) -> int:
+def _critic(config: Config, shape: ModelShape, each: int, width: int) -> int:
     """`each`: bytes of a weight and its gradient."""
-    if config.algorithm.name not in CRITICS:
+    if "critic" not in registry.roles_of(config):
         return 0
     parallel = config.algorithm.critic.parallel or config.learn.parallel
-    held, trained = parameters_per_rank(sizes, parallel), trained_per_rank(config, sizes, parallel)
+    held, trained = parameters_per_rank(shape, parallel), trained_per_rank(config, shape, parallel)
     state = 0 if config.learn.optimizer_on_host else int(trained * optimizer_bytes(config.learn, width))
     return held * width + trained * (each - width) + state
 
 
-def parameters_per_rank(sizes: Sizes, parallel: ParallelSettings) -> int:
+def parameters_per_rank(shape: ModelShape, parallel: ParallelSettings) -> int:
     """On the fullest rank."""
     shard = parallel.fsdp * parallel.cp
-    layers, moe = (-(-n // parallel.pp) for n in (sizes.shape.layers, sizes.moe_layers))
-    cut = (sizes.layer - sizes.whole_attention) // parallel.tp + sizes.whole_attention
-    ends = sizes.embedding if parallel.pp > 1 or sizes.is_tied else 2 * sizes.embedding
+    layers, moe = (-(-n // parallel.pp) for n in (shape.layers, shape.moe_layers))
+    cut = (shape.layer - _whole_attention(shape)) // parallel.tp + _whole_attention(shape)
+    ends = shape.embedding if parallel.pp > 1 or shape.is_tied else 2 * shape.embedding
     dense = -(-(layers * cut + ends // parallel.tp) // shard)
     # ep, and what is left of the ranks, share the experts out between them: fsdp × cp ranks in all, either way.
-    return dense + -(-moe * sizes.experts // (shard * parallel.tp))
+    return dense + -(-moe * shape.expert_parameters // (shard * parallel.tp))
 
 
-def _layer_at_work(sizes: Sizes, parallel: ParallelSettings) -> int:
+def _whole_attention(shape: ModelShape) -> int:
+    """Parameters of one layer's attention, where tensor parallelism leaves it whole."""
+    return shape.attention if shape.is_latent else 0
+
+
+def _layer_at_work(shape: ModelShape, parallel: ParallelSettings) -> int:
     """Parameters of one layer that a rank holds while it computes it."""
-    dense = (sizes.layer - sizes.whole_attention) // parallel.tp + sizes.whole_attention
-    return dense + sizes.experts // (parallel.tp * parallel.ep)
+    dense = (shape.layer - _whole_attention(shape)) // parallel.tp + _whole_attention(shape)
+    return dense + shape.expert_parameters // (parallel.tp * parallel.ep)
 
 
-def activations(sizes: Sizes, config: Config, tokens: int, width: int, on_accelerator: bool) -> int:
+def activations(shape: ModelShape, config: Config, tokens: int, width: int, on_accelerator: bool) -> int:
     """What the forward pass leaves for the backward pass, of all micro-batches under way in a pipeline."""
-    shape, learn, parallel = sizes.shape, config.learn, config.learn.parallel
+    learn, parallel = config.learn, config.learn.parallel
     is_short = config.data.max_prompt_tokens + config.rollout.max_new_tokens - 1 <= SHORT  # the last is no input
-    h, wide, tp = shape.hidden, shape.intermediate, parallel.tp
+    h, wide, tp = shape.hidden, shape.visited, parallel.tp
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     # The stream and its norms' inputs are cut along the sequence; the two blocks' inputs are gathered and kept whole.
     if learn.compile == "on" or (learn.compile == "auto" and on_accelerator):
@@ -164,36 +147,3 @@ def activations(sizes: Sizes, config: Config, tokens: int, width: int, on_accele
     else:
         kept = layers * layer * parallel.pp
     return tokens * width * (kept + 4 * h)
-
-
-# What a rank sends in one update, by the textbook's ring algorithms: no exchange of the same kind can send less
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """Bytes that each rank sends in one micro-batch."""
-
-    shard: int  # weights gathered twice, gradients reduce-scattered once
-    replicate: int  # gradients all-reduced between copies
-    tensor: int  # tokens gathered and reduce-scattered round each block, forward and backward
-
-    @property
-    def total(self) -> int:
-        return self.shard + self.replicate + self.tensor
-
-
-def sent(config: Config, sizes: Sizes, tokens: int) -> Sent:
-    """`tokens`: of the micro-batch, filled up to a multiple of tp. Dense models, no pipeline."""
-    learn, parallel, width = config.learn, config.learn.parallel, BYTES[config.model.dtype]
-    shard, tp = parallel.fsdp * parallel.cp, parallel.tp
-    reduce_width = 2 if learn.reduce_dtype == "bfloat16" else 4 if learn.reduce_dtype == "float32" else width
-    held = sizes.total // tp
-    fraction = (shard - 1) / shard
-    between = (parallel.replicate - 1) / parallel.replicate
-    # Per layer two blocks, each one gather and one reduce-scatter, forward and backward; embedding and head as a block.
-    exchanges = 8 * sizes.shape.layers + 4
-    return Sent(
-        shard=int(fraction * held * (2 * width + reduce_width)),
-        replicate=int(2 * between * held / shard * reduce_width),
-        tensor=int((tp - 1) / tp * exchanges * tokens * sizes.shape.hidden * width),
-    )

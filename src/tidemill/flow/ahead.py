@@ -12,6 +12,7 @@ from typing import Any
 
 from tidemill.dock import Dock
 from tidemill.flow.feed import Feed
+from tidemill.flow.workers import Stopped
 from tidemill.recipe.config import Config
 
 
@@ -49,7 +50,11 @@ class Ahead:
         for s in range(step, min(step + self.lead, self.config.train.steps) + 1):
             if s not in self.open:
                 self.starts[s] = self.feed.state()
-                rows = self.feed.rows()
+                try:
+                    rows = self.feed.rows()
+                except Stopped:
+                    self.feed.restore(self.starts.pop(s))
+                    raise
                 self.open[s] = OpenStep(int(rows.values("group")[0]), self.config.train.prompts_per_step)
                 self.dock.put(rows, self.tag(s) or "")
         return self.open[step]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import comb
 from typing import Any
 
@@ -12,15 +12,16 @@ from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Example, Source
 from tidemill.environment.api import Task, last_said
 from tidemill.errors import DataError
-from tidemill.flow.records import Answered, Evaluation
+from tidemill.flow.records import Activity, Answered, Evaluation
 from tidemill.flow.rolling import sampling_of
 from tidemill.recipe.config import Config
 from tidemill.reward.api import Sample
-from tidemill.reward.score import Scorer
+from tidemill.reward.score import Failures, Scorer
 from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
 
 # Far above any training group's id, so that an evaluation never draws a training request's random stream.
 FIRST_ID = 1 << 48
+Tell = Callable[[Activity], None]
 PIECE = 64  # answers judged at once: a function that takes many together is heard of in between
 
 
@@ -34,26 +35,50 @@ def evaluate(
     *,
     size: int,
     samples: int,
+    tell: Tell = lambda activity: None,
 ) -> Evaluation:
+    """`tell` hears how far it is, after every step of the engine, and may raise to end it."""
     problems = held_out(source, encode, size)
     base = sampling_of(config, config.seed)
+    is_sampled = samples > 1 or (config.eval.temperature > 0 and samples > 0)
     greedy = Sampling(temperature=0.0, max_tokens=base.max_tokens, stop_strings=base.stop_strings)
     tasks = [None if config.environment is None else Task(e.answer, e.meta, e.where) for e, _ in problems]
-    answers = _answer(engine, problems, tasks, greedy, 1, decode, scorer)
-    first = [a[0] for a in answers]
+    shown = [encode.shown(example) for example, _ in problems]
+    whole = len(problems) * (1 + (samples if is_sampled else 0))
+    before = scorer.failures
+    answers = _answer(engine, problems, tasks, greedy, 1, decode, scorer, Progress(tell, 0, whole))
+    first = [replace(a[0], prompt=text) for a, text in zip(answers, shown)]
     pass_at: dict[int, float] = {}
-    if samples > 1 or (config.eval.temperature > 0 and samples):
+    if is_sampled:
         drawn = replace(base, temperature=config.eval.temperature)
-        answers = _answer(engine, problems, tasks, drawn, samples, decode, scorer)
+        answers = _answer(engine, problems, tasks, drawn, samples, decode, scorer, Progress(tell, len(problems), whole))
         counts = [sum(a.correct for a in each) for each in answers]
         pass_at = {k: sum(pass_at_k(samples, c, k) for c in counts) / len(counts) for k in powers_up_to(samples)}
     return Evaluation(
         accuracy=sum(a.correct for a in first) / len(first),
         pass_at=pass_at,
         reward=sum(a.reward for a in first) / len(first),
-        response_tokens=sum(len(a.response) for a in first) / len(first),
+        response_tokens=sum(a.tokens for a in first) / len(first),
         answers=tuple(first),
+        scored=scorer.failures.scored - before.scored,
+        failed=scorer.failures.failed - before.failed,
+        first_failure=_first_failure(scorer, before),
     )
+
+
+def _first_failure(scorer: Scorer, before: Failures) -> str:
+    """Of these answers; empty where an earlier one failed already and was told of."""
+    found = scorer.failures.first
+    return "" if found is None or before.failed else found.message
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far an evaluation is: `done` answers of `total` were made before this part of it."""
+
+    tell: Tell
+    done: int
+    total: int
 
 
 @contextmanager
@@ -94,17 +119,28 @@ def _answer(
     n: int,
     decode: Callable[[list[int]], str],
     scorer: Scorer,
+    progress: Progress,
 ) -> list[list[Answered]]:
     for i, (_, prompt) in enumerate(problems):
         engine.submit(Request(FIRST_ID + i, prompt, sampling, n=n, task=tasks[i]))
     done: dict[tuple[int, int], Completion] = {}
-    while engine.has_work:
-        for completion in engine.step():
-            done[completion.request.id - FIRST_ID, completion.index] = completion
+    try:
+        while engine.has_work:
+            for completion in engine.step():
+                done[completion.request.id - FIRST_ID, completion.index] = completion
+            progress.tell(Activity("evaluating", progress.done + len(done), progress.total))
+    except BaseException:  # asked to stop: the engine is left without what is no longer wanted
+        for i in range(len(problems)):
+            engine.cancel(FIRST_ID + i)
+        raise
     samples = [_sample(problems[i], done[i, k], i * n + k, decode) for i in range(len(problems)) for k in range(n)]
     pieces = [scorer.submit(samples[at : at + PIECE]) for at in range(0, len(samples), PIECE)]
     scored = [one for piece in pieces for one in piece.result()]
-    flat = [Answered(s.prompt, s.answer, s.transcript, r.correct, r.value) for s, r in zip(samples, scored)]
+    made = [len(done[i, k].tokens) for i in range(len(problems)) for k in range(n)]
+    flat = [
+        Answered(s.prompt, s.answer, s.transcript, r.correct, r.value, tokens)
+        for s, r, tokens in zip(samples, scored, made)
+    ]
     return [flat[i * n : (i + 1) * n] for i in range(len(problems))]
 
 
@@ -133,6 +169,11 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 def powers_up_to(n: int) -> list[int]:
     return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
+
+
+def revealer(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Token ids to the text a person sees: special tokens visible."""
+    return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False))
 
 
 def decoder(tokenizer: Any) -> Callable[[list[int]], str]:

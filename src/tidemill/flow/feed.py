@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from tidemill.data.curriculum import Curriculum
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Example, Order, Source
 from tidemill.errors import DataError
+from tidemill.flow.workers import Stopped
 from tidemill.recipe.config import Config
 
 
@@ -23,11 +24,15 @@ class Feed:
         self.position = 0  # examples looked at so far, bad ones included
         self.groups = 0  # prompts given out so far
         self.bad_rows: list[str] = []
+        self.stop: Callable[[], bool] = lambda: False  # asked between rows: a slow source must not hold up Ctrl-C
 
     def examples(self, count: int) -> Iterator[tuple[Example, Any]]:
         """The next `count` usable examples with their tokens; bad ones are counted and skipped, or end the run."""
-        given, bad_in_a_row = 0, 0
+        given, bad_in_a_row, first = 0, 0, self.position
         while given < count:
+            if self.stop():
+                self.position = first
+                raise Stopped
             example = self.source.example(self.order(self.position))
             self.position += 1
             try:
@@ -50,19 +55,19 @@ class Feed:
     def rows(self, prompts: int | None = None) -> Batch:
         """One step's rows (or those of so many prompts): each prompt samples_per_prompt times, a group each."""
         prompts, n = prompts or self.config.train.prompts_per_step, self.config.train.samples_per_prompt
-        picked = [(e, tokens, json.dumps(e.meta)) for e, tokens in self.examples(prompts)]
-        picked = [each for each in picked for _ in range(n)]
+        picked = list(self.examples(prompts))
+        place = np.repeat(np.arange(prompts), n)  # of each row's prompt among those picked
         groups = np.repeat(np.arange(self.groups, self.groups + prompts, dtype=np.int64), n)
         self.groups += prompts
         columns: dict[str, Any] = {
             ID: groups * n + np.tile(np.arange(n), prompts),
             GROUP: groups,
             "group_size": np.full(len(groups), n, np.int32),
-            LENGTH: np.array([len(tokens) for _, tokens, _ in picked], np.int32),
-            "prompt": Column.jagged([tokens for _, tokens, _ in picked], np.int32),
-            "answer": Column.text([e.answer for e, *_ in picked]),
-            "meta": Column.text([meta for *_, meta in picked]),
-            "where": Column.text([e.where for e, *_ in picked]),
+            LENGTH: np.array([len(tokens) for _, tokens in picked], np.int32)[place],
+            "prompt": Column.jagged([tokens for _, tokens in picked], np.int32).grouped(place),
+            "answer": Column.text([e.answer for e, _ in picked]).grouped(place),
+            "meta": Column.text([json.dumps(e.meta) for e, _ in picked]).grouped(place),
+            "where": Column.text([e.where for e, _ in picked]).grouped(place),
         }
         if self.greedy_rows:
             columns["greedy"] = np.tile(np.arange(n) < self.greedy_rows, prompts).astype(np.uint8)

@@ -15,14 +15,9 @@ from torch import Tensor
 
 from tidemill.device import Device
 from tidemill.estimate.handover import HandedOver
-from tidemill.flow.learning import LearnWorker
-from tidemill.flow.rolling import RolloutWorker
-from tidemill.flow.scoring import ScoreWorker, ValueWorker
 from tidemill.flow.stage import Worker
 from tidemill.flow.tally import Tally
-from tidemill.learn.engine import Learner
-from tidemill.learn.parallel.learner import ParallelLearner
-from tidemill.reshard.swap import Swap, learner_tensors
+from tidemill.reshard.swap import Swap
 from tidemill.rollout.engine import RolloutEngine
 
 
@@ -121,11 +116,10 @@ def _held(device: Device) -> tuple[int, int]:
 
 def take_turns(workers: Iterable[Worker], turns: Handover) -> None:
     """Each worker says when it is about to work."""
-    for worker in workers:
-        if isinstance(worker, RolloutWorker):
-            worker.my_turn = turns.rolling
-        elif isinstance(worker, LearnWorker | ScoreWorker | ValueWorker):
-            worker.my_turn = turns.learning
+    own: Any
+    for own in workers:
+        if hasattr(own, "my_turn"):
+            own.my_turn = turns.rolling if own.name == "rollout" else turns.learning
 
 
 def state_of(policy: Any, device: torch.device, workers: Callable[[], Iterable[Worker]]) -> LearningState:
@@ -133,26 +127,11 @@ def state_of(policy: Any, device: torch.device, workers: Callable[[], Iterable[W
 
     def tensors() -> list[Tensor]:
         stays = {_storage(t) for t in (*policy.parameters(), *policy.buffers())}
-        found = [t for worker in workers() for t in _kept_by(worker)]
-        return [t for t in found if t.device.type == device.type and _storage(t) not in stays and _is_ours(t)]
+        holding: list[Any] = [worker for worker in workers() if hasattr(worker, "held_tensors")]
+        found = {id(t): t for worker in holding for t in worker.held_tensors()}
+        return [t for t in found.values() if t.device.type == device.type and _storage(t) not in stays and _is_ours(t)]
 
     return LearningState(device, tensors)
-
-
-def _kept_by(worker: Worker) -> list[Tensor]:
-    if isinstance(worker, LearnWorker):
-        learner = worker.learner
-        if isinstance(learner, Learner):
-            return learner_tensors(learner.model, learner.optimizer)
-        return optimizer_tensors(learner.optimizer) if isinstance(learner, ParallelLearner) else []
-    if isinstance(worker, ScoreWorker) and isinstance(worker.model, torch.nn.Module):
-        return learner_tensors(worker.model)
-    return []
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All that leaves of a learner cut over ranks: its weights are in use by the exchange."""
-    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
 
 
 def _storage(tensor: Tensor) -> int:

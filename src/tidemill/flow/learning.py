@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from tidemill.batch import GROUP, ID, Batch
 from tidemill.dock import Dock, Lease, Want
 from tidemill.flow.stage import at_any_time
 from tidemill.flow.tally import Tally
-from tidemill.learn.api import LearnEngine
+from tidemill.learn.api import Learns
 from tidemill.learn.critic import critic_passes
 from tidemill.recipe.config import Config
 
@@ -28,7 +29,7 @@ class LearnWorker:
     def __init__(
         self,
         dock: Dock,
-        learner: LearnEngine,
+        learner: Learns,
         config: Config,
         tally: Tally,
         name: str = "learn",
@@ -132,6 +133,10 @@ class LearnWorker:
                     with self.tally.time(self.name):
                         self.tally.update(self._named(self.learner.update()))
                 self.accumulated = set()
+
+    def held_tensors(self) -> list[Tensor]:
+        """What may leave the device while rollout has it."""
+        return self.learner.held()
 
     def _named(self, metrics: dict[str, float]) -> dict[str, float]:
         return metrics if self.name == "learn" else {f"critic/{name}": value for name, value in metrics.items()}

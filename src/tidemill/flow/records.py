@@ -14,6 +14,16 @@ class Answered:
     response: str
     correct: bool
     reward: float
+    tokens: int = 0  # of the response
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a run is doing now, and how far it is: `done` of `total`, where that can be counted."""
+
+    what: str
+    done: int = 0
+    total: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +33,9 @@ class Evaluation:
     reward: float = 0.0
     response_tokens: float = 0.0
     answers: tuple[Answered, ...] = ()
+    scored: int = 0  # answers that rewards were asked of, sampled ones included
+    failed: int = 0  # of these, those on which a reward failed
+    first_failure: str = ""
 
     def metrics(self) -> dict[str, float]:
         named = {
@@ -30,7 +43,12 @@ class Evaluation:
             "eval/reward": self.reward,
             "eval/response_tokens": self.response_tokens,
         }
+        named |= {"eval/reward_errors": float(self.failed)} if self.failed else {}
         return named | {f"eval/pass@{k}": share for k, share in self.pass_at.items()}
+
+    def failures(self) -> dict[str, Any]:
+        """Rewards that failed, for a reader who needs to know that there were none too."""
+        return {"reward_errors": self.failed, "scored": self.scored, "first_reward_error": self.first_failure or None}
 
 
 def dump_evaluation(evaluation: Evaluation) -> dict[str, Any]:

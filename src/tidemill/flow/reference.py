@@ -3,50 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from tidemill.algorithms.kl import adapted
-from tidemill.errors import ConfigError
-from tidemill.flow.learning import LearnWorker
+from tidemill.algorithms.shared.kl import adapted
 from tidemill.flow.scoring import AdvantageWorker, ScoreWorker
 from tidemill.flow.stage import Worker
-from tidemill.learn.engine import Learner
-from tidemill.learn.parallel.learner import ParallelLearner
+from tidemill.learn import checkpoint
+from tidemill.learn.engine import REFERENCE
 from tidemill.recipe.config import Config
 
-Holder = AdvantageWorker | Learner | ParallelLearner
+
+class KLHolder(Protocol):
+    """Whose config has the coefficient that counts: the learner's, or the advantages'."""
+
+    config: Config
 
 
 class ReferenceKeeper:
     """Steers `kl.coef` towards `kl.target`, and moves the reference to the policy every `kl.reset_every` steps."""
 
-    def __init__(self, config: Config, holders: Sequence[Holder], reference: ScoreWorker) -> None:
+    def __init__(self, config: Config, holder: KLHolder | None, reference: ScoreWorker) -> None:
         self.settings, self.train = config.algorithm.kl, config.train
-        self.holders, self.reference = holders, reference  # holders: whose config has the coefficient that counts
+        self.holder, self.reference = holder, reference
         self.coef = self.settings.coef
 
     @staticmethod
     def of(config: Config, stages: Sequence[Worker]) -> ReferenceKeeper | None:
         """None when nothing about the reference changes."""
         kl = config.algorithm.kl
-        reference = next((w for w in stages if isinstance(w, ScoreWorker) and w.name == "reference"), None)
-        if reference is None or (kl.target is None and not kl.reset_every):
+        workers: dict[str, Any] = {w.name: w for w in stages}
+        if "reference" not in workers or (kl.target is None and not kl.reset_every):
             return None
-        holders: list[Holder]
-        if kl.place == "reward":
-            holders = [w for w in stages if isinstance(w, AdvantageWorker)]
-        else:
-            learners = [w.learner for w in stages if isinstance(w, LearnWorker) and w.name == "learn"]
-            holders = [learner for learner in learners if isinstance(learner, Learner | ParallelLearner)]
-        if kl.target is not None and kl.place == "loss" and not holders:
-            raise ConfigError(
-                "algorithm.kl.target steers a coefficient in the loss, which cannot reach a learner of several ranks",
-                "set algorithm.kl.place=reward, or leave algorithm.kl.target out",
-            )
-        return ReferenceKeeper(config, holders, reference)
+        holder = None
+        if kl.target is not None:
+            holder = workers["advantage"] if kl.place == "reward" else workers["learn"].learner
+        return ReferenceKeeper(config, holder, workers["reference"])
 
     def after_step(self, step: int, measured: dict[str, float], policy: Any) -> None:
         kl = self.settings
@@ -62,24 +57,29 @@ class ReferenceKeeper:
 
     def _hold(self, coef: float) -> None:
         self.coef = coef
-        for holder in self.holders:
-            algorithm = holder.config.algorithm
+        if self.holder is not None:
+            algorithm = self.holder.config.algorithm
             kl = algorithm.kl.model_copy(update={"coef": coef})
-            holder.config = holder.config.model_copy(update={"algorithm": algorithm.model_copy(update={"kl": kl})})
+            changed = algorithm.model_copy(update={"kl": kl})
+            self.holder.config = self.holder.config.model_copy(update={"algorithm": changed})
 
     def replace(self, advantage: AdvantageWorker) -> None:
         """Another worker has come in the place of one that held the coefficient."""
-        self.holders = [advantage if isinstance(holder, AdvantageWorker) else holder for holder in self.holders]
+        if self.holder is not None and self.settings.place == "reward":
+            self.holder = advantage
         self._hold(self.coef)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         """The reference's own weights are kept only if they move."""
         named = self.reference.weights() if self.settings.reset_every else {}
-        return {f"reference.{name}": tensor for name, tensor in named.items()}, {"coef": self.coef}
+        return {f"{REFERENCE}{name}": tensor for name, tensor in named.items()}, {"coef": self.coef}
 
-    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, float]) -> None:
+    def restore(self, path: Path, state: Mapping[str, float]) -> None:
+        """From a checkpoint."""
         self._hold(float(state["coef"]))
-        if self.settings.reset_every:
+        own = self.reference.weights() if self.settings.reset_every else {}
+        if own:
+            tensors, _ = checkpoint.load(path, REFERENCE)
             with torch.no_grad():
-                for name, own in self.reference.weights().items():
-                    own.copy_(tensors[f"reference.{name}"])
+                for name, target in own.items():
+                    target.copy_(tensors[f"{REFERENCE}{name}"])

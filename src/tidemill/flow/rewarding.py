@@ -35,7 +35,10 @@ class RewardWorker:
         decode: Callable[[list[int]], str],
         tally: Tally,
         keep_samples: Callable[[dict[str, Any]], None],
+        show: Callable[[list[int]], str] | None = None,
     ) -> None:
+        """`show`: tokens as people look at them, with special tokens visible; without it, as rewards see them."""
+        self.show = show or decode
         self.dock, self.scorer, self.decode, self.tally, self.keep_samples = dock, scorer, decode, tally, keep_samples
         self.scoring: list[tuple[Lease, list[Sample], Future[list[Scored]]]] = []
         self._since = 0.0  # when scoring began
@@ -108,13 +111,17 @@ class RewardWorker:
     def _keep(self, batch: Batch, samples: list[Sample], scored: list[Scored]) -> None:
         """For people to look at."""
         versions, groups = batch["versions"], batch.values(GROUP).tolist()
+        starts, prompts = batch.values("prompt_length").tolist(), dict[int, str]()
         for i, (sample, result) in enumerate(zip(samples, scored)):
+            start, group = starts[i], groups[i]
+            if group not in prompts:
+                prompts[group] = self.show(list(sample.tokens[:start]))
             self.keep_samples(
                 {
                     "id": sample.id,
-                    "group": groups[i],
-                    "prompt": sample.prompt,
-                    "response": sample.transcript,
+                    "group": group,
+                    "prompt": prompts[group],
+                    "response": self.show(list(sample.tokens[start:])),
                     "answer": sample.answer,
                     "reward": result.value,
                     "rewards": dict(result.parts),

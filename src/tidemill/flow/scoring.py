@@ -14,8 +14,7 @@ from tidemill.batch import GROUP, ID, Batch
 from tidemill.dock import Counts, Dock, Lease, Want
 from tidemill.flow.stage import at_any_time, committed
 from tidemill.flow.tally import Tally
-from tidemill.learn.api import GivesLogprobs, Values
-from tidemill.learn.engine import score
+from tidemill.learn.api import Scores
 from tidemill.models.buffers import carried
 from tidemill.recipe.config import Config
 
@@ -86,20 +85,15 @@ def group_counts(batch: Batch, kept: Any) -> Counts:
 
 
 class ScoreWorker:
-    """Log-probabilities under a model as it is now: the old policy's, or the reference's."""
+    """Scores of a model as it is now: log-probabilities of the old policy, the reference or a teacher, or a critic's
+    values before it learns from this step."""
 
     waits = False
     runs_beside = False
 
-    def __init__(self, name: str, column: str, dock: Dock, model: Any, config: Config, tally: Tally) -> None:
-        self.name, self.column, self.dock, self.model, self.config, self.tally = (
-            name,
-            column,
-            dock,
-            model,
-            config,
-            tally,
-        )
+    def __init__(self, name: str, column: str, dock: Dock, model: Scores, config: Config, tally: Tally) -> None:
+        self.name, self.column, self.dock, self.model = name, column, dock, model
+        self.config, self.tally = config, tally
         self.my_turn = at_any_time  # called before the model works
         self.tag: str | None = None
 
@@ -111,11 +105,17 @@ class ScoreWorker:
         """From now on score as this model does."""
         with torch.no_grad():
             new = carried(policy)
-            for name, own in carried(self.model).items():
+            for name, own in self.weights().items():
                 own.copy_(new[name])
 
     def weights(self) -> dict[str, Tensor]:
-        return carried(self.model)
+        """Of a model that this process has whole."""
+        whole: Any = self.model
+        return carried(whole.model)
+
+    def held_tensors(self) -> list[Tensor]:
+        """What may leave the device while rollout has it."""
+        return self.model.held()
 
     def poll(self) -> bool:
         lease = self.dock.take(self.name, Want(tokens=self.config.train.tokens_per_microbatch * 4, tag=self.tag))
@@ -123,32 +123,5 @@ class ScoreWorker:
             return False
         self.my_turn()
         with self.tally.time(self.name):
-            over_ranks = isinstance(self.model, GivesLogprobs)
-            found = self.model.logprobs(lease.batch) if over_ranks else score(self.model, lease.batch, self.config)
-            committed(lease, Batch({self.column: found}))
-        return True
-
-
-class ValueWorker:
-    """The critic's values, before it learns from this step."""
-
-    name = "values"
-    waits = False
-    runs_beside = False
-
-    def __init__(self, dock: Dock, critic: Values, config: Config, tally: Tally) -> None:
-        self.dock, self.critic, self.config, self.tally = dock, critic, config, tally
-        self.my_turn = at_any_time  # called before the critic works
-        self.tag: str | None = None
-
-    def begin(self, first_group: int, tag: str | None) -> None:
-        self.tag = tag
-
-    def poll(self) -> bool:
-        lease = self.dock.take(self.name, Want(tokens=self.config.train.tokens_per_microbatch * 4, tag=self.tag))
-        if lease is None:
-            return False
-        self.my_turn()
-        with self.tally.time(self.name):
-            committed(lease, Batch({"values": self.critic.values(lease.batch)}))
+            committed(lease, Batch({self.column: self.model.logprobs(lease.batch)}))
         return True

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tidemill.errors import TidemillError
-from tidemill.flow.records import Evaluation
+from tidemill.flow.records import Activity, Evaluation
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.recipe.config import Config
 
@@ -44,7 +44,11 @@ class Workers(Protocol):
 
     def write_samples(self, step: int, metrics: MetricsWriter) -> None: ...
 
-    def evaluate(self, size: int, samples: int) -> Evaluation: ...
+    def evaluate(self, size: int, samples: int, tell: Callable[[Activity], None] = lambda activity: None) -> Evaluation:
+        """`tell` hears how far it is; it may raise `Stopped`."""
+
+    def activity(self) -> Activity | None:
+        """What a step is at, where that is known."""
 
     def save(
         self, folder: Path, step: int, state: dict[str, Any], *, best: bool = False, metric: float | None = None

@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 MEAN = "ema."  # before a parameter's name in a checkpoint: its running mean
-MERGED_MEAN = "averaged."  # of a weight with an adapter: the two together, of the adapter's mean
 
 
 def weights_of(tensors: Mapping[str, Tensor], raw: bool = False) -> tuple[dict[str, Tensor], bool]:
     """A checkpoint's weights by name, and whether they are running means: where those are kept, unless `raw`."""
     own = _named(tensors, "model.")
-    means = {name: mean for name, mean in _named(tensors, MEAN).items() if name in own} | _named(tensors, MERGED_MEAN)
+    means = {name: mean for name, mean in _named(tensors, MEAN).items() if name in own}
     return (own, False) if raw or not means else (own | means, True)
 
 

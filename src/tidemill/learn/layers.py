@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from tidemill.errors import ModelError
 from tidemill.learn import fp8
-from tidemill.learn.logprob import can_fuse
+from tidemill.learn.logprob.tokens import can_fuse
 from tidemill.models.attention import registry as attention
 from tidemill.models.family import fuse
 

@@ -3,7 +3,10 @@ tokens and the same weights, and what that does to the importance ratio."""
 
 from __future__ import annotations
 
-from tidemill.algorithms.api import Stat, Stats, TokenBatch
+from dataclasses import replace
+
+from tidemill.algorithms.api import Stats, TokenBatch
+from tidemill.algorithms.shared.losses import extreme, mean_stat
 from tidemill.batch import Batch
 from tidemill.models.upload import upload
 
@@ -16,13 +19,12 @@ def mismatch(part: Batch, tokens: TokenBatch, version: int, engine: str) -> Stat
     made = part["versions"].values == version
     if not made.any():
         return {}
-    ours = upload(made, tokens.mask.device).to(tokens.mask.dtype) * tokens.mask
-    gap = (tokens.logprobs.detach() - tokens.rollout_logprobs) * ours
-    ratio, count = gap.exp(), ours.sum()
+    ours = replace(tokens, mask=upload(made, tokens.mask.device).to(tokens.mask.dtype) * tokens.mask)
+    gap = ours.made(tokens.logprobs.detach() - tokens.rollout_logprobs)
     found = {
-        "mean": Stat(gap.abs().sum(), count),
-        "max": Stat(gap.abs().max(), reduce="max"),
-        "ratio_mean": Stat((ratio * ours).sum(), count),
-        "ratio_max": Stat(ratio.max(), reduce="max"),
+        "mean": mean_stat(gap.abs(), ours),
+        "max": extreme(gap.abs(), ours, "max"),
+        "ratio_mean": mean_stat(gap.exp(), ours),
+        "ratio_max": extreme(gap.exp(), ours, "max"),
     }
     return {f"mismatch/{engine}/{name}": stat for name, stat in found.items()}

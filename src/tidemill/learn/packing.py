@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from tidemill.models.attention.registry import Context
 from tidemill.models.upload import upload
 
 Ints = npt.NDArray[np.int64]
+TRIED_SINGLY = 16  # counts of bins, before the search takes larger steps
+MOST_TOGETHER = 16  # units of one bin that a bound on the number of bins looks at
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +51,51 @@ def units(batch: Batch, budget: int, share_prompts: bool, whole_groups: bool) ->
 
 def fill(found: list[Unit], budget: int, multiple: int = 1, at_least: int = 1) -> list[Unit]:
     """Units in bins within the budget, loads as even as they come out; a multiple of `multiple` bins, some empty. One
-    that is over the budget has a bin to itself."""
-    over = [rows for tokens, rows in found if tokens > budget]
-    per_round = -(-sum(tokens for tokens, _ in found) // budget)
-    rounds = max(at_least, -(-per_round // multiple))
-    while True:
-        count = rounds * multiple
-        bins: list[Unit] = [(0, []) for _ in range(count)]
-        for tokens, rows in sorted(found, key=lambda unit: -unit[0]):
-            lightest = min(range(count), key=lambda i: bins[i][0])
-            bins[lightest] = (bins[lightest][0] + tokens, bins[lightest][1] + rows)
-        if count >= len(found) or all(load <= budget or rows in over for load, rows in bins):
-            return bins
-        rounds += 1
+    that is over the budget has a bin to itself.
+
+    The largest unit goes first, to the lightest bin (Graham 1969), into as few bins as that fits: counts are tried one
+    by one from a bound on any packing, and by bisection where many fail."""
+    order = sorted(range(len(found)), key=lambda i: -found[i][0])
+    sizes = [found[i][0] for i in order]
+    rounds = max(at_least, -(-_fewest(sizes, budget) // multiple))
+    failed, tried = rounds - 1, 0
+    while (places := _dealt(sizes, budget, rounds * multiple)) is None:
+        failed, tried = rounds, tried + 1
+        rounds += 1 if tried < TRIED_SINGLY else 1 << (tried - TRIED_SINGLY)
+    while rounds - failed > 1:
+        middle = (failed + rounds) // 2
+        fewer = _dealt(sizes, budget, middle * multiple)
+        failed, rounds, places = (middle, rounds, places) if fewer is None else (failed, middle, fewer)
+    bins: list[tuple[int, list[int]]] = [(0, []) for _ in range(rounds * multiple)]
+    for i, place in zip(order, places):
+        load, rows = bins[place]
+        rows.extend(found[i][1])
+        bins[place] = load + found[i][0], rows
+    return bins
+
+
+def _fewest(sizes: list[int], budget: int) -> int:
+    """Bins that any packing needs: for all tokens, and for units of which at most k fit into one."""
+    fewest = -(-sum(sizes) // budget)
+    own = np.array(sizes, np.int64)
+    for k in range(1, MOST_TOGETHER + 1):
+        fewest = max(fewest, -(-int((own * (k + 1) > budget).sum()) // k))
+    return fewest
+
+
+def _dealt(sizes: list[int], budget: int, count: int) -> list[int] | None:
+    """The bin of each unit, largest first; None where a bin of several goes over the budget."""
+    heap = [(0, place) for place in range(count)]
+    places, is_last = list[int](), count >= len(sizes)
+    has_some = bytearray(count)
+    for size in sizes:
+        load, place = heap[0]
+        if load + size > budget and has_some[place] and not is_last:
+            return None
+        heapq.heapreplace(heap, (load + size, place))
+        has_some[place] = True
+        places.append(place)
+    return places
 
 
 def _whole(batch: Batch) -> list[Unit]:

@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tidemill.models import fused
+from tidemill.device import host
+from tidemill.models import families, fused
 from tidemill.models.attention.registry import NAME, Context, attention_window
 from tidemill.models.fused import Fork, Placed, added, gated, has_hooks, is_plain, through
 
 CLOSE = 1e-5  # how far a fused module may be from the plain one
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-ATTENTIONS = tuple(f"{family}Attention" for family in FAMILIES)
-LAYERS = tuple(f"{family}DecoderLayer" for family in FAMILIES)
 Positions = tuple[Tensor, Tensor]  # cos and sin, (1, tokens, dim)
 
 
@@ -29,6 +27,7 @@ def fuse(model: Any) -> int:
     parameter = next(model.parameters(), None)
     if parameter is None or not is_plain(parameter) or fused.code() is None:
         return 0
+    host.bound_product_caches()
     count = 0
     for module in model.modules():
         for fits, forward in FORMS:
@@ -119,13 +118,18 @@ def _is_gated_mlp(module: Any) -> bool:
     return all(isinstance(getattr(module, part, None), nn.Linear) for part in parts) and hasattr(module, "act_fn")
 
 
+def _is_class(module: Any, kind: str) -> bool:
+    """Whether it is that kind of module of a family whose layers are Llama's."""
+    return type(module).__name__ in {f"{prefix}{kind}" for prefix in families.llama_forms().values()}
+
+
 def _is_attention(module: Any) -> bool:
     is_ours = getattr(getattr(module, "config", None), "_attn_implementation", None) == NAME
-    return is_ours and type(module).__name__ in ATTENTIONS
+    return is_ours and _is_class(module, "Attention")
 
 
 def _is_layer(module: Any) -> bool:
-    return type(module).__name__ in LAYERS and _is_attention(module.self_attn) and _is_gated_mlp(module.mlp)
+    return _is_class(module, "DecoderLayer") and _is_attention(module.self_attn) and _is_gated_mlp(module.mlp)
 
 
 FORMS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from tidemill.recipe import config as settings
 
 hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # of shards being read and written: a run has its own display
 
+DEFINITION = "model"  # in a run's folder: config.json and tokenizer, without weights
+BASE = "base.json"  # beside it: the dtype of the model that the run started from
+EXPORTED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -100,6 +104,26 @@ def save_folder(model: Any, tokenizer: Any, folder: Path) -> None:
     own = {name: tensor for name, tensor in state.items() if not name.endswith(f".{routing.GIVEN}")}
     model.save_pretrained(folder, state_dict=own)
     tokenizer.save_pretrained(folder)
+
+
+def keep_definition(loaded: LoadedModel, run: Path) -> None:
+    """Keep what a run's checkpoints need to be opened when the model it began with is gone."""
+    base = _dtype_of(Path(loaded.model.config._name_or_path or "."))
+    loaded.model.config.save_pretrained(run / DEFINITION)
+    if base is not None:  # exports have it again, whatever the run computes in
+        (run / DEFINITION / BASE).write_text(json.dumps({"dtype": base}) + "\n", encoding="utf-8")
+    loaded.model.generation_config.save_pretrained(run / DEFINITION)
+    loaded.tokenizer.save_pretrained(run / DEFINITION)
+
+
+def _dtype_of(folder: Path) -> str | None:
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    text = found.get("text_config") or found
+    name = found.get("dtype") or found.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
+    return str(name) if name in EXPORTED else None
 
 
 def wrap(module: Any, tokenizer: Any, window: int) -> LoadedModel:

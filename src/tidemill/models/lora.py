@@ -9,7 +9,8 @@ Each of a mixture's stacked experts has an A and a B of its own, stacked alike; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tidemill.errors import ModelError
+from tidemill.errors import ModelError, did_you_mean
 from tidemill.models.buffers import persistent
 from tidemill.models.experts import STACKS, is_known, plug
 
@@ -70,12 +71,21 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, magnitudes: Tensor | None, facto
     return whole.to(weight.dtype)
 
 
-def attach(model: Any, rank: int, alpha: float, seed: int = 0, magnitudes: bool = False, experts: bool = True) -> None:
-    """Adapters on every matrix of the decoder's layers; everything else is frozen, but for a value model's head."""
+def attach(
+    model: Any,
+    rank: int,
+    alpha: float,
+    seed: int = 0,
+    magnitudes: bool = False,
+    experts: bool = True,
+    modules: Sequence[str] = (),
+) -> None:
+    """Put adapters on every matrix of the decoder's layers, or on those that `modules` names; everything else is
+    frozen, but for a value model's head."""
     model.requires_grad_(False)
     for module in model.starts_from_nothing() if hasattr(model, "starts_from_nothing") else ():
         module.requires_grad_(True)
-    first = first_values(model, rank, seed, experts)
+    first = first_values(model, rank, seed, experts, modules)
     if not first:
         raise ModelError("the decoder's layers have no linear modules to adapt", "set learn.lora_rank=0")
     for name, module in list(model.named_modules()):
@@ -98,7 +108,9 @@ def attach(model: Any, rank: int, alpha: float, seed: int = 0, magnitudes: bool 
             module.lora_factor, module.lora_on = alpha / rank, True
 
 
-def first_values(model: Any, rank: int, seed: int = 0, experts: bool = True) -> dict[str, Tensor]:
+def first_values(
+    model: Any, rank: int, seed: int = 0, experts: bool = True, modules: Sequence[str] = ()
+) -> dict[str, Tensor]:
     """A of everything that is to be adapted, in float32 on the host: (rank, in) of a linear layer, by its name, and
     (experts, rank, in) of a stack of experts."""
     names = {id(m): name for name, m in model.named_modules()}
@@ -109,11 +121,28 @@ def first_values(model: Any, rank: int, seed: int = 0, experts: bool = True) -> 
 
     layers = model.get_decoder().layers
     linears = {names[id(m)]: drawn(rank, m.in_features) for m in layers.modules() if type(m) is nn.Linear}
-    if not experts:
-        return linears
-    _refuse_unknown(layers)
-    stacks = [(name, getattr(module, stack).shape) for name, module, stack in _stacks(model)]
-    return linears | {name: drawn(shape[0], rank, shape[2]) for name, shape in stacks}
+    stacks: list[tuple[str, Any]] = []
+    if experts:
+        _refuse_unknown(layers)
+        stacks = [(name, getattr(module, stack).shape) for name, module, stack in _stacks(model)]
+    found = linears | {name: drawn(shape[0], rank, shape[2]) for name, shape in stacks}
+    return found if not modules else {name: found[name] for name in chosen(list(found), modules)}
+
+
+def chosen(names: Sequence[str], modules: Sequence[str]) -> list[str]:
+    """The names that `learn.lora_modules` means: by their last part, by their whole name, or by a pattern."""
+    for pattern in modules:
+        if not any(_matches(name, pattern) for name in names):
+            ends = sorted({name.rpartition(".")[2] for name in names})
+            raise ModelError(
+                f"learn.lora_modules names {pattern!r}, which no module of the model is{did_you_mean(pattern, ends)}",
+                f"its modules are {', '.join(ends)}; patterns such as *.self_attn.* are taken too",
+            )
+    return [name for name in names if any(_matches(name, pattern) for pattern in modules)]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name.rpartition(".")[2] == pattern or fnmatch.fnmatchcase(name, pattern)
 
 
 def _refuse_unknown(layers: Any) -> None:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import AttentionMaskInterface
 
-from tidemill.check.model_folder import unknown_layers
 from tidemill.errors import ModelError
 from tidemill.models import logits
 from tidemill.models.attention import registry as attention
 from tidemill.models.attention.packed import Packed
 from tidemill.models.attention.registry import Context
+from tidemill.models.shape import unknown_layers
 
 LENGTHS = (7, 5)  # of two samples
 STRIDE = 7919  # between tried tokens, modulo the vocabulary
@@ -44,6 +44,11 @@ def try_out(model: Any) -> None:
         theirs = _alone(model, samples)
     except Exception:  # nothing to compare with
         return
+    if not torch.isfinite(theirs).all():
+        raise ModelError(
+            f"{kind}'s weights give numbers that are not finite{_not_finite(model)}",
+            "the folder's weights are broken: copy them again, or take an earlier checkpoint",
+        )
     first, second = _apart(ours, theirs)
     apart = max(first, second)
     # What leaks leaks into the second sample alone; the first has rounding in it, and a scale that is not known. 16-bit
@@ -55,6 +60,12 @@ def try_out(model: Any) -> None:
             "of its attention, or changes logits in a way that is not known",
             REMEDY,
         )
+
+
+def _not_finite(model: Any) -> str:
+    """The first tensor with NaN or infinity in it."""
+    bad = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
+    return f": {bad[0]} holds NaN or infinity, as do {len(bad) - 1} others" if bad else ""
 
 
 def _samples(model: Any) -> list[Tensor]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 # Dots of a braille cell by (column, row); a cell is 2 dots wide and 4 high.
@@ -44,33 +46,86 @@ def terminal_curve(
     return "\n".join(lines)
 
 
-def save_png(
-    path: Path,
-    series: Mapping[str, Sequence[tuple[float, float]]],
-    title: str = "",
-    xlabel: str = "step",
-    ylabel: str = "",
-) -> str:
-    """Draw name → (x, y) points to a file. Gives a sentence for the user; a missing matplotlib is no failure."""
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One run's curve: `points` are (step, value) of every step, `held_out` those of evaluations."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    held_out: Sequence[tuple[float, float]] = ()
+
+
+def save_png(path: Path, panels: Mapping[str, Sequence[Line]], title: str = "") -> str:
+    """Draw one panel per measure, one line per run in each. Gives a sentence for the user; a missing matplotlib is no
+    failure."""
     try:
         from matplotlib.figure import Figure  # without pyplot: no window system is touched
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         return "no PNG of the curve: matplotlib is not installed (pip install 'tidemill[plot]')"
-    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    for name, points in series.items():
-        xs, ys = [p[0] for p in points], [p[1] for p in points]
-        axes.plot(xs, ys, label=name, linewidth=1.5, marker="o" if len(xs) <= 12 else None, markersize=4)
-    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    if len(series) > 1:
-        axes.legend(frameon=False)
+    figure = Figure(figsize=(7 if len(panels) == 1 else 11, 4), dpi=120, layout="constrained")
+    for place, (measure, lines) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(1, len(panels), place)
+        for number, line in enumerate(lines):
+            _plot(axes, line, f"C{number}")
+        axes.set(xlabel="step", ylabel=measure)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        if len(lines) > 1 or any(line.held_out for line in lines):
+            axes.legend(frameon=False)
+    figure.suptitle(title)
     try:
         figure.savefig(path)
-    except OSError as error:
-        return f"no PNG of the curve: {path} cannot be written ({error.strerror or error})"
-    return f"curve saved as {path}"
+    except (OSError, ValueError) as error:
+        return f"no PNG of the curve: {path} cannot be written ({getattr(error, 'strerror', None) or error})"
+    return f"the curve was written to {path}"
+
+
+def _plot(axes: Any, line: Line, colour: str) -> None:
+    """The smoothed line, with the raw one behind it and held-out points on it."""
+    xs, ys = [p[0] for p in line.points], [p[1] for p in line.points]
+    few = len(xs) <= 12
+    if few:
+        axes.plot(xs, ys, label=line.name, color=colour, linewidth=1.5, marker="o", markersize=4)
+    elif xs:
+        axes.plot(xs, ys, color=colour, linewidth=0.8, alpha=0.3)
+        axes.plot(xs, smoothed(ys), label=line.name, color=colour, linewidth=1.8)
+    if line.held_out:
+        axes.plot(
+            [p[0] for p in line.held_out],
+            [p[1] for p in line.held_out],
+            label=f"{line.name}, held out",
+            color=colour,
+            linestyle="none",
+            marker="D",
+            markersize=5,
+            markerfacecolor="white",
+        )
+
+
+def smoothed(values: Sequence[float], share: float = 0.05) -> list[float]:
+    """The mean of each value and its neighbours, over `share` of the whole line on either side; gaps stay out."""
+    reach = max(1, round(share * len(values)))
+    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    means = [_mean(window) for window in windows]
+    return [math.nan if mean is None else mean for mean in means]
+
+
+def lines_of(metrics: Sequence[Mapping[str, Any]], name: str) -> dict[str, Line]:
+    """A run's curves out of its metrics: reward (or loss), and accuracy with held-out points."""
+    curves: dict[str, Line] = {}
+    main = next((key for key in ("reward", "loss") if any(key in m for m in metrics)), None)
+    if main is not None:
+        curves[main] = Line(name, _points(metrics, main))
+    train, held_out = _points(metrics, "accuracy"), _points(metrics, "eval/accuracy")
+    if train or held_out:
+        curves["accuracy"] = Line(name, train, held_out)
+    return curves
+
+
+def _points(metrics: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
+    return [(float(m["step"]), float(m[key])) for m in metrics if m.get(key) is not None]
 
 
 def _draw(points: Sequence[float | None], low: float, high: float, dots_high: int) -> dict[tuple[int, int], int]:

@@ -33,6 +33,7 @@ class MetricsWriter:
         self, run: Places, tensorboard: bool = True, start_step: int = 0, loggers: Sequence[Background] = ()
     ) -> None:
         """`start_step` is the step a resumed run goes on from: TensorBoard hides older events past it."""
+        self.first_error = ""  # of a reward, among the samples written so far
         self._metrics = run.metrics_file.open("ab")
         self._samples = run.samples_file.open("ab")
         about = RunInfo("", run.tensorboard.parent, start_step)
@@ -46,6 +47,7 @@ class MetricsWriter:
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         for sample in samples:
+            self.first_error = self.first_error or str(sample.get("error", ""))
             _append(self._samples, {"step": step, **sample})
 
     def event(self, kind: str, text: str) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import IO, TYPE_CHECKING, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from tidemill.observe.curve import sparkline
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["auto", "rich", "plain", "off"]
 REFRESH_HZ = 4
+SAY_EVERY_S = 15.0  # between lines about a long evaluation, without a panel
 RECENT = 20  # steps whose mean pace tells the time left
 CURVES = ("reward", "loss")  # the first that a run has is drawn
 
@@ -36,28 +38,57 @@ class Progress:
     ) -> None:
         self.mode = _choose(mode, out or sys.stdout)
         self.total, self.title, self.curve_key = total_steps, title, ""
-        self._step, self._stage = start_step, ""
+        self._step = start_step
+        self._stage, self._stage_done, self._stage_total = "", 0, 0
+        self._stage_at, self._stage_from, self._said_at = clock(), 0, clock()
         self._latest: dict[str, float] = {}
         self._curve: list[float] = []
         self._clock, self._started = clock, clock()
         self._pace: deque[float] = deque(maxlen=RECENT)
         self._last_at = self._started
         self._out = out or sys.stdout
+        self._moved: list[tuple[logging.StreamHandler[Any], Any]] = []
         self._live = _live(self._render, console) if self.mode == "rich" else None
 
     def __enter__(self) -> Progress:
         self._last_at = self._clock()
         if self._live is not None:
             self._live.start(refresh=True)
+            self._moved = _handlers_to(sys.stderr)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
+            for handler, stream in self._moved:
+                handler.setStream(stream)
+            self._moved = []
 
-    def stage(self, name: str) -> None:
-        """What is being done within the step."""
-        self._stage = name
+    def doing(self, what: str, done: int = 0, total: int = 0) -> None:
+        """What is being done within the step, how far it is, and how long it has to go."""
+        if what != self._stage or done < self._stage_done:
+            self._stage_at, self._stage_from = self._clock(), done
+        self._stage, self._stage_done, self._stage_total = what, done, total
+        if self.mode == "plain" and what == "evaluating":
+            self._say_now_and_then()
+
+    def _say_now_and_then(self) -> None:
+        """A long evaluation is heard of without a terminal too."""
+        now = self._clock()
+        if now - max(self._stage_at, self._said_at) >= SAY_EVERY_S:
+            self._said_at = now
+            self._say(self.activity())
+
+    def activity(self) -> str:
+        """'evaluating 120 of 200, 0:35 left', or nothing."""
+        if not self._stage_total:
+            return self._stage
+        text = f"{self._stage} {self._stage_done:,} of {self._stage_total:,}"
+        made = self._stage_done - self._stage_from
+        if made <= 0:
+            return text
+        left = (self._clock() - self._stage_at) / made * (self._stage_total - self._stage_done)
+        return f"{text}, {clock_text(left)} left"
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         now = self._clock()
@@ -111,7 +142,7 @@ class Progress:
 
         head = Text()
         head.append(f"step {self._step}/{self.total}", style="bold")
-        doing = f"  {self._stage}" if self._stage else ""
+        doing = f"  {self.activity()}" if self._stage else ""
         head.append(f"{doing}   {clock_text(self._clock() - self._started)} so far", style="dim")
         lines: list[RenderableType] = [head, ProgressBar(total=self.total, completed=self._step)]
         if self._facts():
@@ -148,6 +179,20 @@ def _choose(mode: Mode, out: IO[str]) -> str:
     if mode != "auto":
         return mode
     return "rich" if out.isatty() else "plain"
+
+
+def _handlers_to(stream: Any) -> list[tuple[logging.StreamHandler[Any], Any]]:
+    """Let loggers write above the panel, not into it: those that kept the terminal itself are given `stream`."""
+    loggers = [logging.getLogger(), *(x for x in logging.Logger.manager.loggerDict.values() if hasattr(x, "handlers"))]
+    found = [
+        (handler, handler.stream)
+        for logger in loggers
+        for handler in logger.handlers
+        if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.__stderr__, sys.__stdout__)
+    ]
+    for handler, _ in found:
+        handler.setStream(stream)
+    return found
 
 
 class _Redrawn:

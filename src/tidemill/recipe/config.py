@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from tidemill.recipe.algorithm import KL, AlgorithmSettings, Covariance, Critic, Overlong, Preference
+from tidemill.recipe.section import ParallelSettings, Places, Rate, Rows, Section, Temperature
+
+__all__ = [
+    "KL", "VLLM", "AlgorithmSettings", "Checkpoint", "Cluster", "Config", "Covariance", "Critic",
+    "CurriculumSettings", "Data", "EnvironmentSettings", "Eval", "Flow", "Learn", "Mixture", "ModelSettings",
+    "Observe", "Overlong", "ParallelSettings", "PlacementSettings", "Preference", "Reshard", "RewardSpec",
+    "Rewards", "Rollout", "Section", "TinyModel", "Train",
+]  # fmt: skip
 DType = Literal["float32", "bfloat16"]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
 
 
 class TinyModel(Section):
     """A small decoder made on the spot, with random weights and a character tokenizer."""
 
-    architecture: Literal["qwen2", "qwen3", "llama", "qwen3_moe", "mixtral"] = Field(
-        "qwen3", description="transformers architecture"
-    )
+    architecture: str = Field("qwen3", description="model_type of transformers: one of the files in models/families/")
     hidden: int = Field(128, ge=8, description="width of the residual stream")
     layers: int = Field(4, ge=1, description="decoder layers")
     heads: int = Field(4, ge=1, description="attention heads")
@@ -34,13 +37,11 @@ class TinyModel(Section):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> TinyModel:
-        if self.heads % self.kv_heads or self.hidden % self.heads:
+        if self.heads % self.kv_heads or self.hidden % self.heads or self.experts_per_token > self.experts:
             raise ValueError(
-                f"heads ({self.heads}) must divide hidden ({self.hidden}) and be a multiple of kv_heads"
-                f" ({self.kv_heads})"
+                f"heads ({self.heads}) must divide hidden ({self.hidden}) and be a multiple of kv_heads "
+                f"({self.kv_heads}); experts_per_token ({self.experts_per_token}) is at most experts ({self.experts})"
             )
-        if self.experts_per_token > self.experts:
-            raise ValueError(f"experts_per_token ({self.experts_per_token}) is more than experts ({self.experts})")
         return self
 
 
@@ -84,26 +85,33 @@ class Data(Section):
     answer_pattern: str | None = Field(
         None, description="regular expression whose first group is the answer inside the column answer"
     )
-    template: str | None = Field(None, description="prompt text with {column} places, in stead of the column prompt")
+    template: str | None = Field(None, description="prompt text with {column} places, instead of the column prompt")
     system: str | None = Field(None, description="system message, for chat models")
     chat: Literal["auto", "on", "off"] = Field(
         "auto", description="use the tokenizer's chat template; auto: when it has one"
     )
+    chat_args: dict[str, Any] = Field({}, description="what the chat template is told, such as enable_thinking: false")
     learn_turns: Literal["last", "all"] = Field(
         "last", description="what sft learns of a conversation: the assistant's last turn, or every one of its turns"
     )
-    max_prompt_tokens: int = Field(1024, ge=1, description="a longer prompt is a bad row")
+    max_prompt_tokens: Places = Field(1024, description="a longer prompt is a bad row")
     on_bad_row: Literal["fail", "skip"] = Field("fail", description="what a row that cannot be used does to the run")
     shuffle: bool = Field(True, description="new order each pass over the data")
+    fit: bool = Field(
+        False, description="sizes, columns and rewards that are not set are taken from the model and the data's rows"
+    )
 
 
 class Train(Section):
     steps: int = Field(100, ge=1, description="steps of the whole run")
-    prompts_per_step: int = Field(16, ge=1, description="prompts that enter each step")
-    samples_per_prompt: int = Field(8, ge=1, description="responses made of each prompt (a group)")
-    updates_per_step: int = Field(1, ge=1, description="optimizer updates made of one step's samples")
-    tokens_per_microbatch: int = Field(16384, ge=1, description="most tokens in one forward and backward pass")
-    passes_per_step: int = Field(1, ge=1, description="times each sample is learned from (inner epochs)")
+    epochs: float | None = Field(
+        None, gt=0, description="passes over a file's rows, in place of steps; none: as many as steps come to"
+    )
+    prompts_per_step: Rows = Field(16, description="prompts that enter each step")
+    samples_per_prompt: Rows = Field(8, description="responses made of each prompt (a group)")
+    updates_per_step: Rows = Field(1, description="optimizer updates made of one step's samples")
+    tokens_per_microbatch: Places = Field(16384, description="most tokens in one forward and backward pass")
+    passes_per_step: Rows = Field(1, description="times each sample is learned from (inner epochs)")
     stop_at_accuracy: float | None = Field(
         None, ge=0, le=1, description="end early once held-out accuracy reaches this"
     )
@@ -121,8 +129,8 @@ class VLLM(Section):
 
 class Rollout(Section):
     engine: Literal["native", "hf", "vllm"] = Field("native", description="what makes the tokens")
-    max_new_tokens: int = Field(256, ge=1, description="longest response")
-    temperature: float = Field(1.0, ge=0, description="of sampling; 0 is greedy")
+    max_new_tokens: Places = Field(256, description="longest response")
+    temperature: Temperature = Field(1.0, description="of sampling; 0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus of sampling")
     top_k: int = Field(0, ge=0, description="most likely tokens kept; 0: all")
     min_p: float = Field(0.0, ge=0, le=1, description="least probability kept, relative to the most likely token's")
@@ -130,7 +138,7 @@ class Rollout(Section):
     tp: int = Field(
         1, ge=1, description="ranks, one device each, that share one engine (tensor parallel); of cluster.rollouts each"
     )
-    concurrent: int = Field(256, ge=1, description="most sequences decoded at once")
+    concurrent: Rows = Field(256, description="most sequences decoded at once")
     page_size: int | None = Field(
         None, ge=1, description="tokens per page of the key/value cache; none: what the engine measured best"
     )
@@ -159,7 +167,7 @@ class RewardSpec(Section):
 
 class Rewards(Section):
     functions: tuple[RewardSpec, ...] = Field(
-        (RewardSpec(function="exact"),), description="rewards, added with their weights"
+        (RewardSpec(function="exact"),), min_length=1, description="rewards, added with their weights"
     )
     timeout_s: float = Field(10.0, gt=0, description="longest one sample's reward may take")
     on_error: Literal["zero", "drop", "fail"] = Field(
@@ -167,7 +175,9 @@ class Rewards(Section):
         description="a reward that raises, hangs or is not finite: counts as 0, drops its group, or ends the run",
     )
     correct_above: float = Field(0.5, description="a sample counts as correct when its first reward exceeds this")
-    workers: int = Field(1, ge=1, description="processes for rewards that do not run in this one")
+    workers: int | Literal["auto"] = Field(
+        "auto", description="processes for rewards that do not run in this one; auto: one per core, at most 32"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -183,16 +193,17 @@ class Rewards(Section):
             value = {**value, "functions": [{"function": f} if isinstance(f, str) else f for f in given]}
         return value
 
+    @field_validator("workers", mode="plain")
+    @classmethod
+    def _auto_or_some(cls, value: Any) -> Any:
+        if value == "auto" or (type(value) is int and value >= 1):
+            return value
+        raise ValueError("auto, or a number of processes from 1")
+
     @property
     def models(self) -> tuple[str, ...]:
         """Folders of trained reward models."""
         return tuple(str(spec.args.get("path")) for spec in self.functions if spec.function == "model")
-
-    @model_validator(mode="after")
-    def _some(self) -> Rewards:
-        if not self.functions:
-            raise ValueError("name at least one reward function")
-        return self
 
 
 class EnvironmentSettings(Section):
@@ -217,215 +228,6 @@ class EnvironmentSettings(Section):
         return {"name": value} if isinstance(value, str) else value
 
 
-class ParallelSettings(Section):
-    """Over how many ranks the learner is cut, and how. The ranks are replicate × fsdp × cp × tp × pp; ep lies over the
-    ranks of fsdp and cp together and multiplies nothing."""
-
-    replicate: int = Field(1, ge=1, description="copies of the sharded model, each with its own samples (hybrid shard)")
-    fsdp: int = Field(1, ge=1, description="ranks over which weights, gradients and optimizer are sharded (FSDP2)")
-    tp: int = Field(1, ge=1, description="ranks that share each layer's heads and widths (tensor parallel)")
-    cp: int = Field(1, ge=1, description="ranks that share each sequence (context parallel)")
-    ep: int = Field(1, ge=1, description="ranks that share the experts, out of fsdp × cp (expert parallel)")
-    pp: int = Field(1, ge=1, description="ranks that each hold a run of layers (pipeline parallel)")
-    cp_form: Literal["auto", "ulysses", "ring"] = Field(
-        "auto",
-        description="context parallel by exchanging heads or by passing keys round; auto: heads where they divide",
-    )
-    pp_schedule: Literal["1f1b", "interleaved"] = Field("1f1b", description="order of a pipeline's micro-batches")
-    pp_chunks: int = Field(1, ge=1, description="runs of layers per pipeline rank; more than 1 with interleaved")
-    timeout_s: float = Field(
-        600.0, gt=0, description="longest wait for another rank before the run says who is missing"
-    )
-    device_gb: float | None = Field(None, gt=0, description="memory of one device, for the estimate; none: as here")
-
-    @property
-    def ranks(self) -> int:
-        return self.replicate * self.fsdp * self.cp * self.tp * self.pp
-
-
-class KL(Section):
-    coef: float = Field(
-        0.0, ge=0, description="weight of the divergence from the frozen reference; 0: no reference model"
-    )
-    estimator: Literal["k1", "k2", "k3", "abs"] = Field(
-        "k3", description="k1: log ratio, k2: half its square, k3: unbiased and positive, abs: the log ratio's size"
-    )
-    place: Literal["loss", "reward"] = Field("loss", description="a term of the loss, or taken from the reward")
-    clamp_log_ratio: float | None = Field(
-        None, gt=0, description="bound on the log ratio inside the estimator; none: no bound"
-    )
-    clamp: float | None = Field(None, gt=0, description="bound on the estimate itself; none: no bound")
-    target: float | None = Field(
-        None, gt=0, description="divergence that an adaptive coef steers towards; none: coef is fixed"
-    )
-    horizon: int = Field(10000, ge=1, description="samples over which the adaptive coef reacts")
-    reset_every: int = Field(0, ge=0, description="steps after which the reference becomes the policy; 0: never")
-    parallel: ParallelSettings | None = Field(
-        None, description="sizes by which the reference is cut over the learner's ranks; none: as the learner"
-    )
-    weights: Literal["same", "int8", "fp8"] = Field(
-        "same", description="of the reference's layers: the policy's dtype, or 8 bits with a scale per row"
-    )
-
-    @model_validator(mode="after")
-    def _adaptive(self) -> KL:
-        if self.target is not None and self.coef == 0:
-            raise ValueError("an adaptive coefficient (target) needs a coef above 0 to begin with")
-        if self.reset_every and self.weights != "same":
-            raise ValueError(f"a reference that moves (reset_every) cannot have weights: {self.weights}; use same")
-        return self
-
-
-class Critic(Section):
-    """The value model of PPO, and how advantages are made of its values."""
-
-    gamma: float = Field(1.0, gt=0, le=1, description="discount of later rewards")
-    lam: float = Field(0.95, ge=0, le=1, description="λ of generalised advantage estimation, for the policy")
-    value_lam: float | None = Field(None, ge=0, le=1, description="λ of the critic's targets; none: lam")
-    length_alpha: float | None = Field(
-        None, gt=0, description="length-adaptive λ = 1 - 1/(this · tokens of the response); none: lam for all"
-    )
-    value_clip: float | None = Field(0.2, gt=0, description="most a value may move in one step; none: no bound")
-    value_coef: float = Field(0.5, ge=0, description="factor of the critic's squared error")
-    whiten: bool = Field(True, description="advantages of a step to mean 0 and standard deviation 1")
-    warmup_steps: int = Field(0, ge=0, description="steps in which only the critic learns")
-    passes: int | None = Field(
-        None, ge=1, description="times the critic learns from each sample; none: train.passes_per_step"
-    )
-    trunk: Literal["own", "shared"] = Field(
-        "own", description="the critic's decoder: a copy that learns, or the policy's own, with only a head learned"
-    )
-    lr: float | None = Field(None, ge=0, description="the critic's learning rate; none: learn.lr")
-    parallel: ParallelSettings | None = Field(
-        None, description="sizes by which the critic is cut over the learner's ranks; none: as the learner"
-    )
-
-
-class Preference(Section):
-    """Learning from pairs or judged responses."""
-
-    beta: float = Field(0.1, gt=0, description="inverse temperature of the implied reward")
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of pairs taken to be labelled the wrong way")
-    margin: float = Field(0.0, description="by how much a chosen response must win (SimPO's γ)")
-    sft_coef: float = Field(0.0, ge=0, description="weight of imitating the chosen response")
-    good_weight: float = Field(1.0, ge=0, description="weight of good responses (KTO)")
-    bad_weight: float = Field(1.0, ge=0, description="weight of bad responses (KTO)")
-    centre_coef: float = Field(0.0, ge=0, description="pull of a reward model's outputs towards 0")
-
-
-class Overlong(Section):
-    """What happens to responses that come near the longest length."""
-
-    buffer: int = Field(0, ge=0, description="last tokens before max_new_tokens over which the penalty grows; 0: none")
-    penalty: float = Field(1.0, ge=0, description="taken from the reward at full length")
-    drop_truncated: bool = Field(False, description="responses cut off at the longest length are not learned from")
-
-
-class Covariance(Section):
-    """Holding back the few tokens that collapse entropy (clip-cov and KL-cov)."""
-
-    mode: Literal["none", "clip", "kl"] = Field("none", description="detach such tokens, or hold them by a KL penalty")
-    share: float = Field(2e-4, gt=0, lt=1, description="share of tokens held back")
-    low: float = Field(1.0, description="clip: least covariance of a token that may be held back")
-    high: float = Field(5.0, description="clip: largest such covariance")
-    kl_coef: float = Field(1.0, ge=0, description="kl: weight of the penalty")
-
-
-# What each algorithm's paper chooses where it differs from the defaults below; a recipe's own keys win.
-PAPER: dict[str, dict[str, Any]] = {
-    "grpo": {"aggregation": "sample_mean"},
-    "dr_grpo": {"aggregation": "constant", "advantage_scale": "none"},
-    "dapo": {"aggregation": "token_mean", "clip_high": 0.28, "dynamic_sampling": True},
-    "gspo": {"aggregation": "sample_mean", "clip_low": 3e-4, "clip_high": 4e-4},
-    "cispo": {"aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
-    "rloo": {"aggregation": "sample_mean", "baseline": "leave_one_out", "advantage_scale": "none"},
-    "reinforce_pp": {"aggregation": "token_mean", "baseline": "none", "advantage_scale": "batch_std"},
-    "reinforce_pp_baseline": {"aggregation": "token_mean", "baseline": "mean", "advantage_scale": "batch_std"},
-    "remax": {"aggregation": "constant", "constant_length": 1, "advantage_scale": "none"},
-    "ppo": {"aggregation": "token_mean"},
-    "distill": {"aggregation": "token_mean"},
-    "rejection": {"aggregation": "token_mean"},
-    "sft": {"aggregation": "token_mean"},
-    "dpo": {"aggregation": "group_mean", "preference": {"beta": 0.1}},
-    "ipo": {"aggregation": "group_mean", "preference": {"beta": 0.1}},
-    "kto": {"aggregation": "sample_mean", "old_logprobs": "recompute", "preference": {"beta": 0.1}},
-    "orpo": {"aggregation": "group_mean", "preference": {"beta": 0.1, "sft_coef": 1.0}},
-    "simpo": {"aggregation": "group_mean", "preference": {"beta": 2.0, "margin": 1.0}},
-    "reward_model": {"aggregation": "group_mean"},
-}
-
-
-class AlgorithmSettings(Section):
-    """Settings that several algorithms share; each algorithm's own choice of them is in PAPER."""
-
-    name: str = Field("grpo", description="one of the files in algorithms/, or package.module:name")
-    clip_low: float = Field(0.2, ge=0, description="ratio may fall to 1 - this before it is clipped")
-    clip_high: float = Field(0.2, ge=0, description="ratio may rise to 1 + this before it is clipped")
-    dual_clip: float | None = Field(None, gt=1, description="bound on the loss of negative advantages; none: no bound")
-    ratio_cap: float | None = Field(None, gt=1, description="bound on the unclipped ratio itself; none: no bound")
-    baseline: Literal["mean", "leave_one_out", "none"] = Field(
-        "mean", description="taken from each reward: its group's mean, the mean of the others, or nothing"
-    )
-    advantage_scale: Literal["std", "batch_std", "none"] = Field(
-        "std", description="divide advantages by the standard deviation of their group, or of the whole step"
-    )
-    std_bias: Literal["sample", "population"] = Field("sample", description="n-1 or n in the standard deviation")
-    std_eps: float = Field(1e-4, ge=0, description="added to the standard deviation")
-    group_of_one: Literal["zero", "reward"] = Field(
-        "zero", description="advantage of a sample without others to compare with"
-    )
-    aggregation: Literal["token_mean", "sample_mean", "group_mean", "constant"] = Field(
-        "token_mean", description="what the loss is a mean over"
-    )
-    constant_length: int | None = Field(
-        None, ge=1, description="divisor of aggregation constant; none: rollout.max_new_tokens"
-    )
-    entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
-    old_logprobs: Literal["rollout", "recompute"] = Field(
-        "rollout",
-        description="the old policy's log-probabilities: the rollout engine's own, or computed again by the learner",
-    )
-    rollout_correction: Literal["none", "token", "sequence"] = Field(
-        "none", description="importance weight for the gap between rollout and recomputed old log-probabilities"
-    )
-    rollout_correction_cap: float = Field(2.0, gt=0, description="largest weight of rollout_correction")
-    rollout_correction_floor: float = Field(
-        0.0, ge=0, description="smallest weight of rollout_correction that a mask lets through"
-    )
-    rollout_correction_outside: Literal["truncate", "mask"] = Field(
-        "truncate",
-        description="weights above the cap: count as the cap, or (also below the floor) are not learned from",
-    )
-    dynamic_sampling: bool = Field(
-        False, description="groups whose rewards are all equal are dropped and replaced by new prompts"
-    )
-    dynamic_sampling_rounds: int = Field(
-        8, ge=0, description="most prompts tried in place of dropped groups, as a multiple of prompts_per_step"
-    )
-    keep_best: int | None = Field(
-        None, ge=1, description="rejection sampling: best responses kept of each group; none: all correct ones"
-    )
-    teacher: str | None = Field(None, description="model folder whose log-probabilities distillation learns from")
-    kl: KL = KL()
-    critic: Critic = Critic()
-    preference: Preference = Preference()
-    overlong: Overlong = Overlong()
-    covariance: Covariance = Covariance()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _paper_defaults(cls, value: Any) -> Any:
-        value = {"name": value} if isinstance(value, str) else value
-        if not isinstance(value, dict):
-            return value
-        paper = PAPER.get(str(value.get("name", "grpo")), {})
-        merged = {**paper, **value}
-        for key, own in paper.items():
-            if isinstance(own, dict) and isinstance(value.get(key), dict):
-                merged[key] = {**own, **value[key]}
-        return merged
-
-
 class Mixture(Section):
     """Models with experts."""
 
@@ -438,7 +240,7 @@ class Mixture(Section):
 
 
 class Learn(Section):
-    lr: float = Field(1e-6, ge=0, description="learning rate")
+    lr: Rate = Field(1e-6, description="learning rate")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="of the learning rate after warm-up"
     )
@@ -475,6 +277,9 @@ class Learn(Section):
     )
     lora_rank: int = Field(
         0, ge=0, description="learn low-rank changes of the layers' matrices, of this rank; 0: all weights"
+    )
+    lora_modules: tuple[str, ...] = Field(
+        (), description="with lora_rank: names or patterns of the modules adapted, such as q_proj or *.mlp.*; none: all"
     )
     lora_experts: bool = Field(True, description="with lora_rank: each of a mixture's stacked experts has adapters too")
     lora_alpha: float = Field(32.0, gt=0, description="with lora_rank: their factor is this over the rank")
@@ -535,7 +340,7 @@ class Eval(Section):
     every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after")
     size: int = Field(200, ge=0, description="held-out problems used; 0: no evaluation")
     samples: int = Field(1, ge=1, description="sampled answers per problem, for pass@k")
-    temperature: float = Field(1.0, ge=0, description="of the sampled answers")
+    temperature: Temperature = Field(1.0, description="of the sampled answers")
     before: bool = Field(True, description="evaluate before the first step")
     after: bool = Field(True, description="evaluate after the last step")
 
@@ -622,7 +427,7 @@ class Config(Section):
     rollout: Rollout = Rollout()
     environment: EnvironmentSettings | None = Field(None, description="whom the model talks to; none: one turn")
     rewards: Rewards = Rewards()
-    algorithm: AlgorithmSettings = AlgorithmSettings()
+    algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)
     learn: Learn = Learn()
     flow: Flow = Flow()
     reshard: Reshard = Reshard()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,57 @@ import yaml
 
 from tidemill.errors import ConfigError
 
+# ${VAR}, ${VAR:-default}; $${…} is the text itself. While YAML is parsed, each stands as one character of Unicode's
+# private use, because braces mean something else in {a: ${B}}.
+VARIABLE = re.compile(r"\$(?P<escape>\$?)\{(?P<name>[A-Za-z_]\w*)(?P<rest>:-(?P<default>[^}]*))?\}")
+FIRST_MARK = 0xE000
+
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: 1e-6 is a number; on, off, yes, no and 1:30 are text (true/false settings take them)."""
+    """YAML as people mean it: 1e-6 is a number; on, off, yes, no and 1:30 are text (true/false settings take them).
+    Environment variables are put in where a value names them, and typed as if they had been written there."""
+
+    variables: list[re.Match[str]]
+
+    def __init__(self, text: str) -> None:
+        self.variables = []
+        super().__init__(VARIABLE.sub(self._mark, text))
+
+    def _mark(self, found: re.Match[str]) -> str:
+        self.variables.append(found)
+        return chr(FIRST_MARK + len(self.variables) - 1)
+
+    def compose_scalar_node(self, anchor: dict[Any, yaml.Node]) -> yaml.ScalarNode:
+        node: yaml.ScalarNode = super().compose_scalar_node(anchor)
+        if not any(FIRST_MARK <= ord(c) < FIRST_MARK + len(self.variables) for c in node.value):
+            return node
+        parts = [self._value(c, node.start_mark.line + 1) for c in node.value]
+        node.value = "".join(parts)
+        if node.style is None:
+            node.tag = self.resolve(yaml.ScalarNode, node.value, (True, False))  # type: ignore[no-untyped-call]
+        return node
+
+    def _value(self, character: str, line: int) -> str:
+        place = ord(character) - FIRST_MARK
+        if not 0 <= place < len(self.variables):
+            return character
+        found = self.variables[place]
+        if found["escape"]:
+            return found[0][1:]
+        value = os.environ.get(found["name"])
+        if not value and found["rest"]:
+            return str(found["default"])
+        if value is None:
+            raise UnsetVariable(found["name"], line)
+        return value
+
+
+class UnsetVariable(Exception):
+    """A recipe names an environment variable that is not set."""
+
+    def __init__(self, name: str, line: int) -> None:
+        super().__init__(name)
+        self.name, self.line = name, line
 
 
 class _Dumper(yaml.SafeDumper):
@@ -50,6 +99,9 @@ for _yaml in (_Loader, _Dumper):
         )
 
 
+KINDS = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "a yes or no"}
+
+
 def parse(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
@@ -62,18 +114,26 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """A YAML file's mapping and the line of each dotted key in it."""
     lines: dict[str, int] = {}
     try:
-        text = path.read_text(encoding="utf-8")
-        node = yaml.compose(text, Loader=_Loader)
+        loader = _Loader(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
         _note_lines(node, "", lines, path)
-        tree = parse(text)
+        tree = None if node is None else loader.construct_document(node)
+    except UnsetVariable as unset:
+        raise ConfigError(
+            f"{display(path)}:{unset.line} names the environment variable {unset.name}, which is not set",
+            f"set it, or give a default: ${{{unset.name}:-value}}; $${{{unset.name}}} is the text itself",
+        ) from None
     except yaml.YAMLError as error:
         raise _explain(path, error) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{display(path)} cannot be read: {error}") from None
+        raise ConfigError(f"{display(path)} cannot be read: {error}", "give the path of a YAML file") from None
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{display(path)} holds {type(tree).__name__}, but a recipe is a mapping of keys to values")
+        raise ConfigError(
+            f"{display(path)} holds {KINDS.get(type(tree), 'one value')}, but a recipe is a mapping of keys to values",
+            "write key: value lines; `tidemill config quickstart --yaml` shows one",
+        )
     return tree, lines
 
 

@@ -1,7 +1,7 @@
 """Recipes: a whole run as a YAML file, which may extend another, with overrides from the command line.
 
-`load` gives the validated config and where each setting came from; `check` refuses what cannot work before any model
-is loaded. Mappings merge over what they extend; lists and values replace.
+`load` gives the validated config and where each setting came from. Mappings merge over what they extend; lists and
+values replace.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tidemill.check import precheck
 from tidemill.errors import ConfigError, did_you_mean
-from tidemill.estimate import plan as plans
-from tidemill.models.box import find
 from tidemill.recipe import dialect, schema
 from tidemill.recipe.config import Config, ModelSettings, Section
 from tidemill.recipe.layer import Given, Layer, flatten, from_one, lay_over, parse_overrides, unflatten
@@ -62,38 +59,6 @@ def load(recipe: str | Path | Mapping[str, Any] | Config | LoadedRecipe, overrid
     if problems or config is None:
         raise ConfigError(as_list(problems), SEE_KEYS)
     return LoadedRecipe(config, _sources(config, given), path)
-
-
-def check(config: Config, *, fetch: bool = False) -> None:
-    """Refuse, in one message, everything that can be known to fail before a model is loaded. `fetch`: models that are
-    only named are brought here, once nothing else is wrong."""
-    problems = _problems(config)
-    waiting = {find.not_here(key, path): path for key, path in _models_named(config)}
-    if fetch and problems and all(problem in waiting for problem in problems):
-        for problem in problems:
-            find.resolve(waiting[problem])
-        problems = _problems(config)
-    if problems:
-        raise ConfigError(as_list(problems))
-
-
-def _problems(config: Config) -> list[str]:
-    try:
-        model = model_of(config)
-    except ConfigError as error:
-        return [f"model.warm_start: {error.message}", *precheck.problems(config, config.model)]
-    return precheck.problems(config, model)
-
-
-def _models_named(config: Config) -> Iterator[tuple[str, str]]:
-    for key, path in (("model.path", config.model.path), ("algorithm.teacher", config.algorithm.teacher)):
-        if path is not None:
-            yield key, path
-
-
-def plan(config: Config, parameters: int | None = None) -> list[tuple[str, str, str]]:
-    """What the batch settings come to: label, value, how it is worked out."""
-    return plans.plan(config, model_of(config), parameters)
 
 
 def model_of(config: Config) -> ModelSettings:
@@ -199,6 +164,7 @@ def _explain(error: Mapping[str, Any], given: Mapping[str, Given]) -> str:
     close = did_you_mean(str(got), key.choices) if key and key.choices and isinstance(got, str) else ""
     quoting = "; put it in quotes" if key and key.is_text and isinstance(got, int | float) else ""
     wants = key.wants if key else error["msg"]
+    wants = wants.replace("a number", "a finite number", 1) if error["type"] == "finite_number" else wants
     return f"{dotted} is {_shown(got)} ({where}), but wants {wants}{close}{quoting}"
 
 

@@ -26,7 +26,15 @@ WORDS_FROM_ELSEWHERE = {
     "n_samples_per_prompt": "train.samples_per_prompt",
     "max_steps": "train.steps",
     "num_steps": "train.steps",
-    "epochs": "train.passes_per_step",
+    "epochs": "train.epochs",
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "total_epochs": "train.epochs",
+    "ppo_epochs": "train.passes_per_step",
+    "num_iterations": "train.passes_per_step",
+    "lora_r": "learn.lora_rank",
+    "target_modules": "learn.lora_modules",
+    "chat_template_kwargs": "data.chat_args",
     "max_tokens": "rollout.max_new_tokens",
     "max_completion_length": "rollout.max_new_tokens",
     "max_response_length": "rollout.max_new_tokens",
@@ -90,7 +98,9 @@ class Key:
         """What would do, in words: 'a whole number of at least 1, or none'."""
         kinds = [_in_words(m) for m in _members(self.field.annotation) if m is not type(None)]
         text = " or ".join(kinds) + _bounds(self.field.metadata)
-        return f"{text}, or none" if self.allows_none else text
+        text = f"{text}, or none" if self.allows_none else text
+        extra = self.field.json_schema_extra
+        return f"{text} ({extra['reason']})" if isinstance(extra, dict) and "reason" in extra else text
 
 
 def fields(section: type[Section], prefix: str = "") -> dict[str, Key]:
@@ -170,18 +180,22 @@ def _in_words(annotation: Any) -> str:
     return "a section of settings"
 
 
+def _plain(bound: Any) -> str:
+    return f"{int(bound):,}" if bound == int(bound) else f"{bound:g}"
+
+
 def _bounds(metadata: list[Any]) -> str:
     parts = []
     for rule in metadata:
         match rule:
             case Ge(ge=bound):
-                parts.append(f"of at least {bound:g}")
+                parts.append(f"of at least {_plain(bound)}")
             case Gt(gt=bound):
-                parts.append(f"above {bound:g}")
+                parts.append(f"above {_plain(bound)}")
             case Le(le=bound):
-                parts.append(f"of at most {bound:g}")
+                parts.append(f"of at most {_plain(bound)}")
             case Lt(lt=bound):
-                parts.append(f"below {bound:g}")
+                parts.append(f"below {_plain(bound)}")
             case MinLen(min_length=1):
                 parts.append("that is not empty")
     return (" " + " and ".join(parts)) if parts else ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tidemill.errors import ReshardError, did_you_mean
@@ -253,13 +253,14 @@ def decoder(
     experts: int = 0,
     expert_ffn: int = 0,
     dtype: str = "bfloat16",
-    attention: Callable[[str], Iterable[tuple[str, Shape]]] | None = None,
+    latent: tuple[int, int, int] | None = None,
     dense_layers: int = 0,
     shared_ffn: int = 0,
 ) -> Model:
     """The tensors of a decoder of the usual form, by their Hugging Face names, experts stacked.
 
-    `attention` replaces the grouped-query one; of a mixture, the first `dense_layers` have an ordinary feed-forward.
+    `latent`: ranks of queries and of keys, and the rotated part of a head, of latent attention in place of the
+    grouped-query one. Of a mixture, the first `dense_layers` have an ordinary feed-forward.
     """
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (vocabulary, hidden)}
 
@@ -272,6 +273,15 @@ def decoder(
             yield from ((f"{at}.{x}_norm.weight", (head_dim,)) for x in "qk")
         yield f"{at}.o_proj.weight", (hidden, heads * head_dim)
 
+    def low_rank(at: str, q_rank: int, kv_rank: int, rotary: int) -> Iterable[tuple[str, Shape]]:
+        yield f"{at}.q_a_proj.weight", (q_rank, hidden)
+        yield f"{at}.q_a_layernorm.weight", (q_rank,)
+        yield f"{at}.q_b_proj.weight", (heads * (head_dim + rotary), q_rank)
+        yield f"{at}.kv_a_proj_with_mqa.weight", (kv_rank + rotary, hidden)
+        yield f"{at}.kv_a_layernorm.weight", (kv_rank,)
+        yield f"{at}.kv_b_proj.weight", (heads * 2 * head_dim, kv_rank)
+        yield f"{at}.o_proj.weight", (hidden, heads * head_dim)
+
     def feed_forward(at: str, size: int, lead: Shape = ()) -> Iterable[tuple[str, Shape]]:
         yield f"{at}.gate_proj.weight", (*lead, size, hidden)
         yield f"{at}.up_proj.weight", (*lead, size, hidden)
@@ -279,7 +289,7 @@ def decoder(
 
     for i in range(layers):
         at = f"model.layers.{i}"
-        shapes |= dict((attention or usual)(f"{at}.self_attn"))
+        shapes |= dict(low_rank(f"{at}.self_attn", *latent) if latent else usual(f"{at}.self_attn"))
         shapes |= {f"{at}.{n}_layernorm.weight": (hidden,) for n in ("input", "post_attention")}
         if experts and i >= dense_layers:
             shapes[f"{at}.mlp.gate.weight"] = (experts, hidden)

@@ -11,15 +11,8 @@ from tidemill.errors import ReshardError
 from tidemill.reshard.move import BUCKET_BYTES, DEPTH
 from tidemill.reshard.parallel import Model, ParallelSizes, count, engine, learner, parse
 from tidemill.reshard.plan import Plan, Topology, plan
-from tidemill.reshard.shapes import published
 
 LINKS_GB_PER_S = (25.0, 50.0)
-# What docs/weights.md shows: model, learner, engine, devices.
-ON_PAPER = (
-    ("qwen2.5-32b", "tp8,dp2", "tp4,dp4", 16),
-    ("qwen3-30b-a3b", "fsdp16,ep8", "tp4,dp4,ep4", 16),
-    ("deepseek-v3-671b", "pp12,dp8,tp4,ep32", "tp4,dp96,ep32", 384),
-)
 PICTURE_SIDE = 24  # ranks, or groups of ranks, a picture has room for
 SHADES = " ·░▒▓█"
 
@@ -53,7 +46,7 @@ class PlanReport:
 
 
 def dry_plan(
-    model: str,
+    model: Model,
     source: str,
     target: str,
     *,
@@ -64,15 +57,11 @@ def dry_plan(
     depth: int = DEPTH,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> PlanReport:
-    """The plan of a published model from one layout word to another. `apart`: the engine's devices come after the
+    """The plan of a model from one layout word to another. `apart`: the engine's devices come after the
     learner's; else both have the same. `devices` 0: as many as the words say."""
     wide, narrow = parse(source), parse(target)
     _check_devices(source, wide.size, target, narrow.size, devices, apart)
-    return planned(published(model), wide, narrow, per_node, apart, dtype, depth, bucket_bytes)
-
-
-def on_paper() -> list[PlanReport]:
-    return [dry_plan(model, source, target, devices=devices) for model, source, target, devices in ON_PAPER]
+    return planned(model, wide, narrow, per_node, apart, dtype, depth, bucket_bytes)
 
 
 def planned(

@@ -10,7 +10,8 @@ from decimal import Decimal, InvalidOperation
 
 from tidemill.reward.api import Sample
 
-NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
+NUMBER = re.compile(r"[-+]?(?:[0-9][0-9,]*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
+OF_NUMBERS = "0123456789,.eE+-"  # what a number is made of
 CHOICE = re.compile(r"\(?\b([A-Z])\b\)?")
 
 
@@ -21,8 +22,12 @@ def exact(sample: Sample, final: str = "all", ignore_case: bool = False) -> bool
 
 def last_number(sample: Sample, tolerance: float = 0.0) -> bool:
     """The last number of the response equals the answer."""
-    numbers = NUMBER.findall(sample.response)
-    return bool(numbers) and same_number(numbers[-1], sample.answer, tolerance)
+    end = last_digit(sample.response) + 1
+    if end == 0:
+        return False
+    # Only the characters around the last digit: to look through the whole response took ten times as long.
+    begin = len(sample.response[:end].rstrip(OF_NUMBERS))
+    return same_number(NUMBER.findall(sample.response, begin, end + 1)[-1], sample.answer, tolerance)
 
 
 def numeric(sample: Sample, tolerance: float = 1e-6, final: str = "all") -> bool:
@@ -57,6 +62,11 @@ def final_answer(response: str, final: str) -> str:
         case "boxed":
             return last_boxed(response) or ""
     raise ValueError(f"final must be all, last_word, last_line, tag or boxed, got {final!r}")
+
+
+def last_digit(text: str) -> int:
+    """Where the last digit stands; -1 without any."""
+    return max(map(text.rfind, "0123456789"))
 
 
 def last_boxed(text: str) -> str | None:

@@ -57,3 +57,14 @@ def batched(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_batched(function: Callable[..., Any]) -> bool:
     return bool(getattr(function, "is_batched", False))
+
+
+def reads(*columns: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declares the row's columns that a reward cannot do without, so that rows lacking them are refused at the start.
+    `reads("tests|answer")`: one of the two is enough."""
+
+    def declared(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.reads = columns  # type: ignore[attr-defined]
+        return function
+
+    return declared

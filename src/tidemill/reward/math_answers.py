@@ -1,25 +1,31 @@
 r"""The reward `math`: whether two mathematical answers mean the same, by the verdict of the math-verify library.
 
-Most answers are the same text, numbers, fractions or plainly different values, and are decided here in microseconds,
-as the library would. Only the rest goes to its computer algebra, which takes tens of milliseconds and can be led to
-compute for ever; towers of powers never get there, and what still hangs is stopped by the worker's time-out.
+The final answer is found first: in the last \boxed{}, after the last ####, behind "the answer is", and, where the known
+answer is a number, the last number of the response. Most are then the same text, numbers, fractions or plainly
+different values, and are decided here in microseconds, as the library would. Only the rest goes to its computer
+algebra, which takes tens of milliseconds, and no longer than ALGEBRA_S.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
-from fractions import Fraction
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from tidemill.errors import MissingExtra
-from tidemill.reward import expressions
-from tidemill.reward.answers import last_boxed
+from tidemill.reward import expressions, numbers
+from tidemill.reward.answers import last_boxed, last_digit
 from tidemill.reward.api import Sample
 
 LONGEST = 1000  # characters of an answer; a longer one is compared as text only
+LONGEST_FOR_NUMBER = 200  # of one that is compared with a number: a formula of this length is no final answer
 TAIL = 300  # characters at the end of a response without a marked answer, where the algebra looks for one
-PARSE_S = 1  # math-verify's own limit, where its signal can interrupt
+ALGEBRA_S = 0.4  # of this process's own time, for one verdict; what takes longer is not the same
 
 # a^b^c, a^{b^{c}}, 9**9**9, or an exponent of four digits and more: numbers that nobody can write out.
 TOWER = re.compile(
@@ -27,25 +33,37 @@ TOWER = re.compile(
 )
 # Sizes of brackets, marks of mathematics, and spaces; but not between digits, where a space may be a product.
 DROPPED = re.compile(
-    r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\$|\\[()\[\]]|(?<!\d)(?:\\[!,; ]|\s)+|(?:\\[!,; ]|\s)+(?!\d)"
+    r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\?\$|\\[()\[\]]"
+    r"|(?<!\d)(?:\\[!,; ]|\s)+|(?:\\[!,; ]|\s)+(?!\d)|\\!"
 )
-UNIT = re.compile(r"(?<=\d)(?:\\(?:text|mathrm|mbox)\{[ a-zA-Z]*\}|\^?\\circ|°)$")
-SMALL = r"[-+]?\d{1,15}"
-INTEGER = re.compile(rf"{SMALL}|-?[1-9]\d{{0,2}}(?:,\d{{3}}){{1,4}}")
-DECIMAL = re.compile(r"[-+]?(?=[\d.]{2,15}$)\d*\.\d+")
-FRACTION = re.compile(rf"(-?)\\frac\{{({SMALL})\}}\{{({SMALL})\}}|({SMALL})/(\d{{1,15}})")
-NEAR = Fraction(1, 100_000)  # decimals closer than this are rounded by the algebra's own rules
+UNIT = re.compile(r"(?<=[\d}])(?:\\(?:text|mathrm|mbox)\{[^{}]*\}(?:\^\{?\d\}?)?|\^\{?\\circ\}?|°)$")
+WRAPPED = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf|textrm)\{([-\d.,/]+)\}")
+LIST = re.compile(r"[-+]?[\d.]+(?:,\s*[-+]?[\d.]+)+")
+# A word that is no function: to the algebra a product of letters, which no number equals.
+WORD = re.compile(r"(?<![\\a-zA-Z{])(?!(?:sin|cos|tan|log|exp|sqrt|frac|max|min|gcd|lcm|mod|deg|inf)\b)[a-zA-Z]{3,}")
+PRODUCT = re.compile(r"[-+]?[\d.,/]+\s*(?=[a-zA-Z ]*[a-df-hj-zA-DF-HJ-Z])[a-zA-Z][a-zA-Z ]*")
+CURRENCY = re.compile(r"\\?[$€£]")
+FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+# A sum or product in running text that nothing is said to equal: 30 + 20.
+TOTAL = re.compile(r"(?:(?<=[\s=])|^)-?\(?\d[\d.]*(?: ?[-+*/] ?\(?\d[\d.]*(?<!\.)\)?)+(?![\d=]| ?=)")
+# A number in running text, with what may stand around it.
+STATED = re.compile(
+    r"(?<![\w.])(?:(?<![\d)}])[-−])?\\?[$€£]?"
+    r"(?:-?\\[dt]?frac\{-?\d+\}\{-?\d+\}|(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+|\s?\\(?:times|cdot)\s?10\^(?:\{-?\d+\}|\d))?)"
+    r"(?:\s?\\?%| percent\b)?"
+)
 
 
 def math(sample: Sample) -> bool:
     r"""The answer in the last \boxed{}, after the last ####, or at the end of the response equals the known answer."""
-    gold = marked_answer(sample.answer) or sample.answer
+    gold = marked_answer(sample.answer) or sample.answer.strip()
     given = marked_answer(sample.response)
-    if given is None:
-        given = sample.response.strip()
-        if len(given) > LONGEST:
-            given = given[-TAIL:]
-    return same(given, gold)
+    if given is not None:
+        return same(given, gold)
+    if numbers.read(plain(gold)) is None:
+        return same_unmarked(sample.response, gold)
+    stated = stated_answer(sample.response)
+    return stated is not None and same(stated, gold)
 
 
 def marked_answer(text: str) -> str | None:
@@ -53,6 +71,37 @@ def marked_answer(text: str) -> str | None:
     if boxed is not None:
         return boxed
     return text.rpartition("####")[2].strip() if "####" in text else None
+
+
+def stated_answer(response: str) -> str | None:
+    """The number that the response calls its answer, or else its last one, with the sum or formula it stands in."""
+    at = response.lower().rfind("answer")
+    if at >= 0:
+        line = response[at : at + 160].partition("\n")[0]
+        _, equals, behind = line[:110].rpartition("=")
+        searched = behind + line[110:] if equals else line[:70]
+        found = STATED.search(searched)
+        if found is not None:
+            total = TOTAL.search(searched)
+            return total[0] if total and total.start() <= found.start() else bare(found[0])
+    end = last_digit(response)
+    return None if end < 0 else stated_last(response, end)
+
+
+def stated_last(response: str, end: int) -> str | None:
+    """What has the last digit, which stands at `end`."""
+    *_, formula = (None, *FORMULA.finditer(response, max(0, end - TAIL), end + TAIL))
+    if formula is not None and formula.end() > end:
+        return formula[formula.lastindex or 0].strip()
+    *_, total = (None, *TOTAL.finditer(response, max(0, end - 60), end + 2))
+    if total is not None and total.end() > end:
+        return total[0]
+    stated = STATED.findall(response, max(0, end - 60), end + 12)
+    return bare(stated[-1]) if stated else None
+
+
+def bare(stated: str) -> str:
+    return CURRENCY.sub("", stated).replace("−", "-").replace(" percent", "%").rstrip(",")
 
 
 def same(given: str, gold: str) -> bool:
@@ -71,16 +120,41 @@ def at_once(given: str, gold: str) -> bool | None:
         return False
     if ("=" in a) != ("=" in b):
         a, b = assigned(a), assigned(b)
-    x, y = number(a), number(b)
+    x, y = numbers.read(a), numbers.read(b)
     if x is not None and y is not None:
-        return same_number(x, y)
+        return numbers.same(x, y)
+    if y is not None:
+        return beside_number(given, a, y, b)
+    found = numbers.same_list(a, b)
+    if found is not None:
+        return found
     return False if expressions.differ(a, b) else None
+
+
+def beside_number(given: str, a: str, y: numbers.Number, b: str) -> bool | None:
+    """The verdict on an answer that is no plain number, where the known one is."""
+    if len(given) > LONGEST_FOR_NUMBER:
+        return False
+    if "=" in a and "," not in a:  # 3+4=7 answers 7
+        a = a.rpartition("=")[2]
+    x = numbers.read(a)
+    if x is None and expressions.differ(a, b):
+        return False
+    normal = normalised(given)
+    x = x or numbers.read(plain(normal))
+    if x is not None:
+        return numbers.same(x, y)
+    if LIST.fullmatch(normal) and len(set(normal.replace(" ", "").split(","))) > 1:
+        return False
+    return False if WORD.search(normal) or PRODUCT.fullmatch(normal) else None
 
 
 def plain(text: str) -> str:
     """The answer without what does not change its meaning: spaces, dollar signs, sizes of brackets, a number's unit."""
-    text = DROPPED.sub("", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").rstrip(".")
-    return UNIT.sub("", text)
+    text = DROPPED.sub("", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("{,}", ",")
+    text = UNIT.sub("", text.rstrip("."))
+    found = WRAPPED.fullmatch(text)
+    return found[1] if found else text
 
 
 def assigned(text: str) -> str:
@@ -89,56 +163,110 @@ def assigned(text: str) -> str:
     return value if equals and len(name) == 1 and name.isalpha() else text
 
 
-def number(text: str) -> tuple[Fraction, bool] | None:
-    """A plain number exactly, and whether it is a decimal."""
-    if INTEGER.fullmatch(text):
-        return Fraction(int(text.replace(",", ""))), False
-    if DECIMAL.fullmatch(text):
-        return Fraction(text), True
-    found = FRACTION.fullmatch(text)
-    if found is None:
-        return None
-    sign, over, under = -1 if found[1] else 1, int(found[2] or found[4]), int(found[3] or found[5])
-    return (Fraction(sign * over, under), False) if under else None
-
-
-def same_number(x: tuple[Fraction, bool], y: tuple[Fraction, bool]) -> bool | None:
-    """Decimals that nearly agree are a matter of rounding: None, for the algebra has rules of its own for that."""
-    if x[0] == y[0]:
-        return True
-    has_decimal = x[1] or y[1]
-    return None if has_decimal and abs(x[0] - y[0]) < NEAR else False
-
-
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 16)
 def by_algebra(given: str, gold: str) -> bool:
-    """Kept, for the samples of one prompt often come to the same answer."""
-    _, _, verify = library()
-    return bool(verify(parsed(gold), parsed_response(given), timeout_seconds=PARSE_S))
+    """Kept, because the samples of one prompt often come to the same answer."""
+    if not (is_balanced(given) and is_balanced(gold)):
+        return False
+    return within(ALGEBRA_S, lambda: library().verify(parsed(boxed(gold)), library().parse(boxed(given))))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 12)
+def same_unmarked(response: str, gold: str) -> bool:
+    """A response without a marked answer: the library looks for one at its end."""
+    tail = response.strip()[-TAIL:]
+    if at_once(tail, gold):
+        return True
+    if TOWER.search(tail) or not is_balanced(gold):
+        return False
+    marked = tail if "$" in tail or "\\(" in tail or "\\[" in tail else f"${tail}$"
+    return within(ALGEBRA_S, lambda: library().verify(parsed(boxed(gold)), library().parse(marked)))
+
+
+def boxed(text: str) -> str:
+    return f"\\boxed{{{text}}}"
+
+
+def is_balanced(text: str) -> bool:
+    depth = 0
+    for character in text:
+        depth += (character == "{") - (character == "}")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+class TookTooLong(BaseException):
+    """Not an Exception, because the algebra catches those and goes on."""
+
+
+def within(limit_s: float, decide: Callable[[], bool]) -> bool:
+    """The verdict, or False when it takes longer. Another thread's has no limit: signals reach the main one only."""
+    if threading.current_thread() is not threading.main_thread():
+        return decide()
+    try:
+        with interrupted_after(limit_s):
+            return decide()
+    except (TookTooLong, RecursionError, MemoryError):
+        return False
+
+
+@contextlib.contextmanager
+def interrupted_after(limit_s: float) -> Iterator[None]:
+    def interrupt(number: int, frame: Any) -> None:
+        raise TookTooLong
+
+    before = signal.signal(signal.SIGPROF, interrupt)
+    signal.setitimer(signal.ITIMER_PROF, limit_s, 0.05)  # again and again, should the first be swallowed
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+class Library(NamedTuple):
+    """math-verify, without time limits of its own: they come in whole seconds, and one per part."""
+
+    parse: Callable[[str], Any]
+    verify: Callable[[Any, Any], bool]
+    normalise: Callable[[str], str]
+
+
+@lru_cache(maxsize=1 << 12)
 def parsed(gold: str) -> Any:
     """Many responses are compared with one known answer."""
-    return parsed_response(gold)
+    return library().parse(gold)
 
 
-def parsed_response(text: str) -> Any:
-    parse, configs, _ = library()
-    marked = text if "$" in text or "\\boxed" in text else f"${text}$"
-    return parse(marked, extraction_config=configs, parsing_timeout=PARSE_S)
+def normalised(text: str) -> str:
+    """As the library reads it before it parses: without the units it knows, and with `and` as a comma."""
+    return library().normalise(text)
 
 
 @lru_cache(maxsize=1)
-def library() -> tuple[Any, Any, Any]:
+def library() -> Library:
     try:
         import math_verify
+        from latex2sympy2_extended.math_normalization import normalize_latex
     except ImportError:
         raise MissingExtra("the reward math", "math-verify", "rewards") from None
-    configs = (math_verify.LatexExtractionConfig(), math_verify.ExprExtractionConfig())
-    return math_verify.parse, configs, math_verify.verify
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
+    latex = math_verify.LatexExtractionConfig()
+    configs = (latex, math_verify.ExprExtractionConfig())
+    return Library(
+        lambda text: math_verify.parse(text, extraction_config=configs, parsing_timeout=None),
+        lambda gold, given: bool(math_verify.verify(gold, given, timeout_seconds=None)),
+        lambda text: str(normalize_latex(text, latex.normalization_config)),
+    )
 
 
 def warm_up() -> None:
-    """Loads the algebra before any sample's clock runs."""
-    by_algebra("\\frac{1}{2}x", "x/2")
+    """Loads the algebra before any sample's clock runs; its first polynomial, root and set take half a second."""
+    for given, gold in (
+        ("x/2", "\\frac{1}{2}x"),
+        ("x^2+2x+1", "(x+1)^2"),
+        ("\\sqrt{12}", "2\\sqrt{3}"),
+        ("1,2", "2,1"),
+    ):
+        library().verify(parsed(boxed(gold)), library().parse(boxed(given)))

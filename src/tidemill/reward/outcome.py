@@ -20,13 +20,14 @@ class Outcome:
     correct: bool | None = None
     fault: str = ""
     why: str = ""
+    at: str = ""  # file:line of the function that raised
 
 
 def judge(function: RewardFunction, sample: Sample, args: Mapping[str, Any]) -> Outcome:
     try:
         result = function(sample, **args)
     except Exception as error:
-        return Outcome(fault="raised", why=f"raised {type(error).__name__}: {error}{at(error)}"[:2000])
+        return raised(error, function)
     return as_outcome(result)
 
 
@@ -37,7 +38,7 @@ def judge_many(function: Callable[..., Any], samples: Sequence[Sample], args: Ma
     try:
         results = list(function(samples, **args))
     except Exception as error:
-        return [Outcome(fault="raised", why=f"raised {type(error).__name__}: {error}{at(error)}"[:2000])] * len(samples)
+        return [raised(error, function)] * len(samples)
     if len(results) != len(samples):
         why = f"returned {len(results)} rewards for {len(samples)} samples"
         return [Outcome(fault="wrong_type", why=why)] * len(samples)
@@ -56,7 +57,11 @@ def as_outcome(result: Any) -> Outcome:
     return Outcome(value, parts, None if reward is None else reward.correct)
 
 
-def at(error: Exception) -> str:
-    """Where in the user's code it happened: the innermost line outside this file."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+def raised(error: Exception, function: Callable[..., Any]) -> Outcome:
+    """What a function raised, and the line of its own file where, or the innermost if it is not among them."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = getattr(getattr(function, "__code__", None), "co_filename", None)
+    at = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1] if frames else None)
+    where = f"{at.filename}:{at.lineno}" if at else ""
+    why = f"raised {type(error).__name__}: {error}"[:1800] + (f" ({where})" if where else "")
+    return Outcome(fault="raised", why=why, at=where)

@@ -1,6 +1,6 @@
 """Worker processes for reward functions that may hang: a worker that misses a sample's deadline is killed.
 
-Only the sample at fault is lost: the ones behind it go to a fresh worker. Workers start when the first sample comes.
+Only the sample at fault is lost: the ones behind it go to a fresh worker. Workers start as samples come.
 """
 
 from __future__ import annotations
@@ -44,30 +44,29 @@ class Pool:
         self.timeout_s = timeout_s
         self._chunks: queue.SimpleQueue[list[Unit] | None] = queue.SimpleQueue()
         self._lanes = [Lane(self, number) for number in range(workers)]
-        self._is_started = False
+        self._started = 0  # lanes: no more than there were chunks for
         self._lock = threading.Lock()
 
     def submit(self, units: Sequence[Unit]) -> None:
         size = max(1, min(MOST_PER_MESSAGE, -(-len(units) // (4 * len(self._lanes)))))
-        for start in range(0, len(units), size):
+        starts = range(0, len(units), size)
+        for start in starts:
             self._chunks.put(list(units[start : start + size]))
         with self._lock:
-            if units and not self._is_started:
-                self._is_started = True
-                for lane in self._lanes:
-                    lane.thread.start()
+            for lane in self._lanes[self._started : len(starts)]:
+                lane.thread.start()
+            self._started = max(self._started, min(len(starts), len(self._lanes)))
 
     def next_chunk(self) -> list[Unit] | None:
         return self._chunks.get()
 
     def close(self) -> None:
         """Ends the workers at once; units not yet judged are told so."""
-        if not self._is_started:
-            return
-        for lane in self._lanes:
+        lanes = self._lanes[: self._started]
+        for lane in lanes:
             lane.stop()
             self._chunks.put(None)
-        for lane in self._lanes:
+        for lane in lanes:
             lane.thread.join(timeout=10)
         while not self._chunks.empty():
             for unit in self._chunks.get() or ():

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tidemill.errors import ConfigError, did_you_mean
 from tidemill.imports import built_in, check_arguments, is_import_path, load
 from tidemill.reward.api import RewardFunction
+
+if TYPE_CHECKING:
+    from tidemill.recipe.config import Rewards
+
+
+Reads = Callable[[Mapping[str, Any]], Sequence[str]]
+
+
+def columns(*names: str) -> Reads:
+    """The same whatever the reward's arguments. `a|b`: one of the two is enough."""
+    return lambda args: names
+
+
+NOTHING = columns()
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,27 +30,71 @@ class BuiltIn:
     path: str  # module:function; imported when first used
     is_quick: bool
     wants_device: bool = False  # is told the run's device
+    reads: Reads = NOTHING  # the row's columns it cannot do without, by its arguments
 
 
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A column that a reward reads and a row lacks."""
+
+    reward: str
+    column: str
+
+    def __str__(self) -> str:
+        return f"the reward {self.reward!r} reads the column {self.column.replace('|', ' or ')}"
+
+
+ANSWER = columns("answer")
 BUILT_IN: dict[str, BuiltIn] = {
-    "exact": BuiltIn("tidemill.reward.answers:exact", True),
-    "last_number": BuiltIn("tidemill.reward.answers:last_number", True),
-    "numeric": BuiltIn("tidemill.reward.answers:numeric", True),
-    "choice": BuiltIn("tidemill.reward.answers:choice", True),
-    "math": BuiltIn("tidemill.reward.math_answers:math", False),
-    "regex": BuiltIn("tidemill.reward.text:regex", False),  # a user's pattern can take for ever
-    "json_schema": BuiltIn("tidemill.reward.text:json_schema", False),  # so can a pattern in a schema
+    "exact": BuiltIn("tidemill.reward.answers:exact", True, reads=ANSWER),
+    "last_number": BuiltIn("tidemill.reward.answers:last_number", True, reads=ANSWER),
+    "numeric": BuiltIn("tidemill.reward.answers:numeric", True, reads=ANSWER),
+    "choice": BuiltIn("tidemill.reward.answers:choice", True, reads=ANSWER),
+    "math": BuiltIn("tidemill.reward.math_answers:math", False, reads=ANSWER),
+    "regex": BuiltIn(  # in a worker, because a user's pattern can take for ever
+        "tidemill.reward.text:regex",
+        False,
+        reads=lambda args: ("answer",) if "{answer}" in str(args.get("pattern")) else (),
+    ),
+    "json_schema": BuiltIn(  # so can a pattern in a schema
+        "tidemill.reward.text:json_schema",
+        False,
+        reads=lambda args: ("schema",) if args.get("schema") is None else (),
+    ),
     "format": BuiltIn("tidemill.reward.text:format", True),
     "length": BuiltIn("tidemill.reward.text:length", True),
     "stopped": BuiltIn("tidemill.reward.text:stopped", True),
     "repetition": BuiltIn("tidemill.reward.text:repetition", True),
-    "countdown": BuiltIn("tidemill.reward.countdown:countdown", False),  # deep nesting costs the parser its stack
-    "reasoning_gym": BuiltIn("tidemill.reward.gym:reasoning_gym", False),
-    "code": BuiltIn("tidemill.reward.code:code", False),
+    "countdown": BuiltIn(  # in a worker, because deep nesting costs the parser its stack
+        "tidemill.reward.countdown:countdown", False, reads=columns("numbers", "target")
+    ),
+    "reasoning_gym": BuiltIn("tidemill.reward.gym:reasoning_gym", False, reads=columns("reasoning_gym", "seed")),
+    "code": BuiltIn("tidemill.reward.code:code", False, reads=columns("tests|answer")),
     "environment": BuiltIn("tidemill.reward.played:environment", True),
     "judge": BuiltIn("tidemill.reward.judge:judge", False),
     "model": BuiltIn("tidemill.reward.model:model", False, wants_device=True),
 }
+
+
+def reads_of(name: str, args: Mapping[str, Any]) -> tuple[str, ...]:
+    """The columns a reward cannot do without: of a built-in one by its arguments, of your own as `@reads` declares."""
+    if name in BUILT_IN:
+        return tuple(BUILT_IN[name].reads(args))
+    return tuple(getattr(find(name), "reads", ()))
+
+
+def missing_columns(rewards: Rewards, row: Mapping[str, Any]) -> list[Missing]:
+    """What the recipe's rewards read and a row (`answer` and the other columns) does not have, or has empty."""
+    return [
+        Missing(spec.function, column)
+        for spec in rewards.functions
+        for column in reads_of(spec.function, spec.args)
+        if all(is_empty(row.get(name)) for name in column.split("|"))
+    ]
+
+
+def is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip())
 
 
 def is_quick(name: str) -> bool:
@@ -55,7 +113,9 @@ def find(name: str) -> RewardFunction:
     if is_import_path(name):
         found = load(name, ConfigError, "rewards")
         if not callable(found):
-            raise ConfigError(f"rewards: {name!r} is no function but a {type(found).__name__}")
+            raise ConfigError(
+                f"rewards: {name!r} is not a function but of type {type(found).__name__}", "name a function(sample)"
+            )
         return found
     raise ConfigError(
         f"rewards: there is no reward {name!r}{did_you_mean(name, BUILT_IN)}",

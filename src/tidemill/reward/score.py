@@ -10,16 +10,19 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from tidemill.device import host
 from tidemill.errors import ConfigError, RewardError
 from tidemill.recipe.config import Rewards
 from tidemill.reward.api import RewardFunction, Sample, Scored, is_batched
 from tidemill.reward.outcome import Outcome, judge, judge_many
 from tidemill.reward.pool import Pool, Unit
 from tidemill.reward.registry import check_args, find, is_quick, wants_device
+
+MOST_WORKERS = 32  # with rewards.workers auto: each takes a second to start and some 100 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,37 @@ class Component:
     slot: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A reward function's fault on one sample. `at`: file and line, where it raised."""
+
+    reward: str
+    sample: int
+    where: str  # the data row's origin
+    prompt: str
+    fault: str
+    message: str
+    at: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """What went wrong among the samples scored: `failed` of `scored` samples had at least one reward that failed."""
+
+    scored: int = 0
+    failed: int = 0
+    by_fault: Mapping[str, int] = field(default_factory=dict)
+    first: Failure | None = None
+
+    @property
+    def is_total(self) -> bool:
+        return 0 < self.scored == self.failed
+
+    def __add__(self, other: Failures) -> Failures:
+        by_fault = Counter(self.by_fault) + Counter(other.by_fault)
+        return Failures(self.scored + other.scored, self.failed + other.failed, by_fault, self.first or other.first)
+
+
 class Scorer:
     """`on_outcome` is told of each function's outcome on each sample, on the thread that judged it. `device`: of the
     run, for rewards that have a model."""
@@ -41,12 +75,12 @@ class Scorer:
     def __init__(self, rewards: Rewards, on_outcome: Callable[[], None] = lambda: None, device: str = "auto") -> None:
         self.rewards, self.on_outcome = rewards, on_outcome
         self.components = components(rewards, device)
-        self.errors: Counter[str] = Counter()  # faults by kind: raised, timed_out, not_finite, wrong_type, died
-        self.last_error = ""
+        self.failures = Failures()  # since the start
+        self._taken = Failures()  # since they were last taken
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "reward")
         slow = [(c.name, c.args) for c in self.components if c.slot is not None]
-        self._pool = Pool(slow, rewards.workers, rewards.timeout_s) if slow else None
+        self._pool = Pool(slow, workers(rewards), rewards.timeout_s) if slow else None
 
     @property
     def labels(self) -> list[str]:
@@ -81,20 +115,29 @@ class Scorer:
     def combine(self, sample: Sample, outcomes: Sequence[Outcome]) -> Scored:
         """The weighted sum; a component that failed counts as 0."""
         parts: dict[str, float] = {}
-        error = None
+        failures = []
         for component, outcome in zip(self.components, outcomes):
             parts[component.label] = outcome.value
             parts.update({f"{component.label}.{name}": value for name, value in outcome.parts.items()})
             if outcome.fault:
-                message = f"{sample.called}: reward {component.name!r} {outcome.why}"
-                with self._lock:
-                    self.errors[outcome.fault] += 1
-                    self.last_error = message
-                error = error or message
+                failures.append(failure(component, sample, outcome))
+        self._count(failures)
         value = sum(c.weight * o.value for c, o in zip(self.components, outcomes))
         first = outcomes[0]
         correct = first.value > self.rewards.correct_above if first.correct is None else first.correct
-        return Scored(value, parts, correct and not first.fault, error)
+        return Scored(value, parts, correct and not first.fault, failures[0].message if failures else None)
+
+    def _count(self, failures: Sequence[Failure]) -> None:
+        faults = Counter(failure.fault for failure in failures)
+        found = Failures(1, bool(failures), faults, failures[0] if failures else None)
+        with self._lock:
+            self.failures, self._taken = self.failures + found, self._taken + found
+
+    def take_failures(self) -> Failures:
+        """Those since the last call: of a step, when it is called once a step."""
+        with self._lock:
+            taken, self._taken = self._taken, Failures()
+        return taken
 
     def close(self) -> None:
         if self._pool is not None:
@@ -168,6 +211,15 @@ def components(rewards: Rewards, device: str = "auto") -> tuple[Component, ...]:
         made.append(Component(label, spec.function, args, spec.weight, function, None if is_here else slots))
         slots += not is_here
     return tuple(made)
+
+
+def workers(rewards: Rewards) -> int:
+    return min(host.cores(), MOST_WORKERS) if rewards.workers == "auto" else rewards.workers
+
+
+def failure(component: Component, sample: Sample, outcome: Outcome) -> Failure:
+    message = f"{sample.called}: reward {component.name!r} {outcome.why}"
+    return Failure(component.name, sample.id, sample.where, sample.prompt, outcome.fault, message, outcome.at)
 
 
 def unique(label: str, taken: set[str]) -> str:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from tidemill.cluster.start.choose import start
-from tidemill.errors import CheckpointError, TidemillError
+from tidemill.data.survey import Lengths
+from tidemill.errors import CheckpointError, RewardError, TidemillError
 from tidemill.flow.adjust import change
-from tidemill.flow.records import Evaluation, dump_evaluation, load_evaluation
+from tidemill.flow.records import Activity, Evaluation, dump_evaluation, load_evaluation
 from tidemill.flow.tally import idle
 from tidemill.flow.workers import Rewound, Stopped, Workers
 from tidemill.learn import checkpoint
@@ -24,9 +24,12 @@ from tidemill.observe.control import Steering
 from tidemill.observe.loggers import start as start_loggers
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.observe.profile import profiled
+from tidemill.observe.run_folder import RunFolder, info_of
 from tidemill.recipe.config import Config
-from tidemill.run.folder import RunFolder, info_of
 from tidemill.run.measure import Machine
+from tidemill.run.warm_start import warm_start
+
+TELL_EVERY_S = 0.2  # what the run is at: as often as a panel can show
 
 
 @dataclass(slots=True)
@@ -41,10 +44,13 @@ class Summary:
     tokens: float = 0.0
     is_stopped: bool = False  # by the user, before the last step
     is_early: bool = False  # by train.stop_at_accuracy
-    rewards: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)  # of each step; minus the loss, where there are no rewards
+    has_rewards: bool = True
     before: Evaluation | None = None
     after: Evaluation | None = None
     bad_rows: int = 0
+    is_look_due: bool = False  # an evaluation was left when the user stopped the run
+    is_failure_told: bool = False  # the first reward that failed was shown
     best: float | None = None  # accuracy (or reward, without evaluations) of the best checkpoint so far
     latest: float | None = None  # of the weights as they are now
 
@@ -60,6 +66,8 @@ class Summary:
 class Watcher:
     """What a run tells whoever watches; the command line draws it, tests ignore it."""
 
+    def prepared(self, config: Config, lengths: Lengths) -> None: ...
+    def doing(self, activity: Activity) -> None: ...
     def started(self, workers: Workers, first_step: int) -> None: ...
     def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
     def stepped(self, step: int, metrics: dict[str, float]) -> None: ...
@@ -69,6 +77,7 @@ class Watcher:
 def run(config: Config, folder: RunFolder, watch: Watcher | None = None) -> Summary:
     """From wherever the folder stands to the end of the run."""
     watch = watch or Watcher()
+    watch.doing(Activity("loading the model"))
     workers = start(config, warm_start(config, folder, watch), folder, watch.noted)
     gc.collect()
     gc.freeze()  # what was loaded by now lives to the run's end: no use in looking through it at every collection
@@ -105,17 +114,20 @@ def train_loop(
     with (
         closing(Machine(config)) as machine,
         recording(folder, config, first, watch) as metrics,
-        interruptions(watch) as stop,
+        interruptions(watch) as asked,
     ):
+        stop = Pulse(asked, workers, watch)
+        if summary.is_look_due:  # the user stopped the run in an evaluation
+            look(workers, config, summary, metrics, watch, stop)
         if first == 0 and config.eval.before and config.eval.size:
-            summary.before = look(workers, config, summary, metrics, watch)
+            summary.before = look(workers, config, summary, metrics, watch, stop)
         steering = Steering(
             folder.path,
             first,
             change=partial(change, workers),
             actions={
                 "save": lambda: save(folder, workers, summary, config, watch),
-                "evaluate": lambda: look(workers, config, summary, metrics, watch),
+                "evaluate": lambda: look(workers, config, summary, metrics, watch, stop),
             },
             is_stopping=stop,
             note=watch.noted,
@@ -133,8 +145,9 @@ def train_loop(
                 break
             record(step, workers, metrics, machine, summary, time.perf_counter() - began, watch)
             if config.eval.size and config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
-                seen = look(workers, config, summary, metrics, watch)
-                if seen.accuracy >= (config.train.stop_at_accuracy or 2.0):
+                seen = look(workers, config, summary, metrics, watch, stop)
+                summary.is_look_due = seen is None
+                if seen is not None and seen.accuracy >= (config.train.stop_at_accuracy or 2.0):
                     summary.is_early, summary.after = True, seen
             is_last = step == config.train.steps or summary.is_early or stop()
             if config.checkpoint.every and step % config.checkpoint.every == 0 and not is_last:
@@ -143,13 +156,51 @@ def train_loop(
                 summary.is_stopped = stop() and step < config.train.steps and not summary.is_early
                 break
         if not summary.is_stopped and summary.after is None and config.eval.after and config.eval.size:
-            summary.after = look(workers, config, summary, metrics, watch)
+            summary.after = look(workers, config, summary, metrics, watch, stop)
+            summary.is_stopped = summary.after is None
     finish(folder, workers, summary, config, watch)
     return summary
 
 
-def look(workers: Workers, config: Config, summary: Summary, metrics: MetricsWriter, watch: Watcher) -> Evaluation:
-    evaluation = workers.evaluate(config.eval.size, config.eval.samples)
+class Pulse:
+    """Whether the user asked to stop. It is asked all the time, so it also tells the watcher what the run is at."""
+
+    def __init__(self, asked: Callable[[], bool], workers: Workers, watch: Watcher) -> None:
+        self.asked, self.workers, self.watch = asked, workers, watch
+        self.told_at = 0.0
+
+    def __call__(self) -> bool:
+        if self._is_due() and (activity := self.workers.activity()) is not None:
+            self.watch.doing(activity)
+        return self.asked()
+
+    def evaluating(self, activity: Activity) -> None:
+        if self._is_due():
+            self.watch.doing(activity)
+        if self.asked():
+            raise Stopped
+
+    def _is_due(self) -> bool:
+        now = time.monotonic()
+        if now - self.told_at < TELL_EVERY_S:
+            return False
+        self.told_at = now
+        return True
+
+
+def look(
+    workers: Workers, config: Config, summary: Summary, metrics: MetricsWriter, watch: Watcher, stop: Pulse
+) -> Evaluation | None:
+    """Evaluate. None: the user asked to stop meanwhile, which the loop then does."""
+    watch.doing(Activity("evaluating", 0, config.eval.size))
+    try:
+        evaluation = workers.evaluate(config.eval.size, config.eval.samples, stop.evaluating)
+    except Stopped:
+        return None
+    summary.is_look_due = False
+    refuse_if_all_failed(evaluation.failed, evaluation.scored, evaluation.first_failure)
+    if evaluation.first_failure:
+        watch.noted(f"a reward failed: {evaluation.first_failure}")
     summary.latest = evaluation.accuracy
     metrics.write(summary.steps, evaluation.metrics())
     watch.evaluated(summary.steps, evaluation)
@@ -175,24 +226,42 @@ def record(
     summary.tokens += tokens
     summary.tokens_per_s = summary.tokens / summary.seconds
     summary.bad_rows = workers.bad_rows
+    summary.has_rewards = "reward" in measured
     summary.rewards.append(measured.get("reward", -measured.get("loss", 0.0)))
     if not workers.config.eval.every:
         summary.latest = summary.rewards[-1]
     measured |= machine.measure(measured, seconds, tokens, workers.parameters, summary.seconds)
     trouble = workers.after_step(step, measured)
-    metrics.write(step, measured)
     workers.write_samples(step, metrics)
+    if metrics.first_error and not summary.is_failure_told:
+        summary.is_failure_told = True
+        watch.noted(f"a reward failed: {metrics.first_error}")
+    train = workers.config.train
+    failed = int(measured.get("reward_errors", 0))
+    refuse_if_all_failed(failed, train.prompts_per_step * train.samples_per_prompt, metrics.first_error)
+    metrics.write(step, measured)
     watch.stepped(step, measured)
     for sentence in trouble:
         watch.noted(sentence)
         metrics.event("health", sentence)
 
 
+def refuse_if_all_failed(failed: int, made: int, first: str) -> None:
+    """A run whose every reward fails learns nothing: it ends at once, and says why."""
+    if made and failed >= made:
+        raise RewardError(
+            f"every reward failed ({failed} of {made} samples), the first: {first or 'see samples.jsonl'}",
+            "fix the reward function; `rewards.on_error` only says what single failures do",
+        )
+
+
 def save(folder: RunFolder, workers: Workers, summary: Summary, config: Config, watch: Watcher) -> bool:
     """Whether it is on disk. A full disk does not end a run that can still be mended: the last checkpoint stays."""
     state = {
         "step": summary.steps,
-        "summary": summary.plain() | {"rewards": summary.rewards, "best": summary.best, "latest": summary.latest},
+        "summary": summary.plain()
+        | {"rewards": summary.rewards, "best": summary.best, "latest": summary.latest}
+        | {"has_rewards": summary.has_rewards, "is_look_due": summary.is_look_due},
         "before": None if summary.before is None else dump_evaluation(summary.before),
     }
     metric = summary.latest
@@ -225,35 +294,10 @@ def restore(found: checkpoint.Found, workers: Workers, summary: Summary) -> int:
     summary.steps, summary.seconds, summary.tokens = int(kept["steps"]), kept["seconds"], kept["tokens"]
     summary.rewards, summary.tokens_per_s = list(kept["rewards"]), kept["tokens_per_s"]
     summary.best, summary.latest = kept["best"], kept["latest"]
+    summary.has_rewards, summary.is_look_due = kept.get("has_rewards", True), kept.get("is_look_due", False)
     if state["before"] is not None:
         summary.before = load_evaluation(state["before"])
     return int(state["step"])
-
-
-def warm_start(config: Config, folder: RunFolder, watch: Watcher) -> Path | None:
-    """The model a recipe wants made first: trained once, kept in the run, found again on resume."""
-    if config.model.path is not None or config.model.warm_start is None:
-        return None
-    made = folder.path / "warm_start" / "model"
-    if (made / "config.json").exists():
-        return made
-    from tidemill.recipe import load as recipe
-
-    own = recipe.load(
-        config.model.warm_start,
-        [f"seed={config.seed}", f"folder={folder.path}", "name=warm_start", f"device={config.device}"]
-        + ([f"threads={config.threads}"] if config.threads else []),
-    ).config
-    watch.noted(f"warm start: {own.about or own.name}")
-    recipe.check(own, fetch=True)
-    with RunFolder.create(own) as inner, closing(start(own, warm_start(own, inner, watch), inner)) as workers:
-        summary = train_loop(own, inner, workers, watch, None)
-        if summary.is_stopped:
-            raise KeyboardInterrupt
-        aside = made.with_name(".model")
-        workers.save_model(aside)
-        aside.rename(made)
-    return made
 
 
 @contextmanager

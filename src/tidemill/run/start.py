@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tidemill.check import precheck
 from tidemill.errors import ConfigError, TidemillError
+from tidemill.observe.run_folder import RunFolder, has_steps
 from tidemill.recipe import load as recipes
 from tidemill.recipe.config import Config
-from tidemill.run.folder import RunFolder
 
 if TYPE_CHECKING:
-    from tidemill.flow.records import Evaluation
+    from tidemill.flow.records import Activity, Evaluation
     from tidemill.run.loop import Summary, Watcher
 
 
@@ -25,26 +26,52 @@ def train(
     overrides: Sequence[str] = (),
     watch: Watcher | None = None,
 ) -> Summary:
+    """Run a recipe. A start that fails leaves everything as it was: an older run of the name stays in its place."""
+    from tidemill.run.prepare import prepare
+
     loaded = recipe if isinstance(recipe, recipes.LoadedRecipe) else recipes.load(recipe, overrides)
-    recipes.check(loaded.config, fetch=True)
-    with RunFolder.create(loaded.config, loaded.sources) as folder:
+    prepared = prepare(loaded)
+    if watch is not None:
+        watch.prepared(prepared.config, prepared.lengths)
+        for note in prepared.notes:
+            watch.noted(note)
+    with RunFolder.create(prepared.config, loaded.sources) as folder:
         if folder.moved is not None and watch is not None:
             watch.noted(f"an older run of this name is now {folder.moved}")
-        return _loop(folder, watch)
+        try:
+            return _loop(folder, watch)
+        except BaseException:
+            if not has_steps(folder.path):
+                failed = folder.discard()
+                if failed is not None and watch is not None:
+                    watch.noted(f"what the workers wrote is in {failed}")
+            raise
 
 
-def resume(run: str | Path, watch: Watcher | None = None) -> Summary:
+def resume(run: str | Path, watch: Watcher | None = None, overrides: Sequence[str] = ()) -> Summary:
+    """Continue a run from its newest checkpoint, with changed settings if any are given."""
     with RunFolder.open(run) as folder:
+        for change in folder.change(overrides, _last_step(folder), precheck.check) if overrides else ():
+            if watch is not None:
+                watch.noted(f"changed: {change}")
         refuse_if_finished(folder)
         return _loop(folder, watch)
 
 
+def _last_step(folder: RunFolder) -> int:
+    return max((int(line["step"]) for line in folder.metrics()), default=0)
+
+
 def refuse_if_finished(folder: RunFolder) -> None:
     summary = folder.read_summary()
-    if summary and not summary["is_stopped"]:
+    done = int(summary.get("steps", 0))
+    is_done = summary and not summary["is_stopped"] and (summary["is_early"] or done >= folder.config.train.steps)
+    if is_done:
         raise NothingLeft(
-            f"{folder.path} has nothing left to do: all {summary['steps']} steps are made",
-            f"to train on: tidemill export {folder.path} --to FOLDER, then a new run with model.path=FOLDER",
+            f"{folder.path} has nothing left to do: all {done} steps are made"
+            if done != 1
+            else f"{folder.path} has nothing left to do: its 1 step is made",
+            f"for more steps: tidemill resume {folder.path} train.steps={2 * done}",
         )
 
 
@@ -62,13 +89,19 @@ def evaluate(
     samples: int = 1,
     size: int = 0,
     raw: bool = False,
+    step: int | None = None,
+    best: bool = False,
+    tell: Callable[[Activity], None] = lambda activity: None,
 ) -> Evaluation:
     """Measure a run with its own problems, or any model folder with a recipe's. `raw`: not the running mean."""
     from tidemill.cluster.start.local import evaluate_trained
     from tidemill.run.trained import open_trained
 
-    trained = open_trained(where, raw=raw)
-    if recipe is None and trained.step is None:
+    if recipe is None and (Path(where).expanduser() / "config.json").exists():
         raise ConfigError(f"{where} is a plain model folder: which problems?", "tidemill eval FOLDER --recipe RECIPE")
-    config = recipes.load(recipe if recipe is not None else trained.config, overrides).config
-    return evaluate_trained(trained.loaded, config, size=size or config.eval.size, samples=samples)
+    config = None if recipe is None else recipes.load(recipe, overrides).config
+    trained = open_trained(where, raw=raw, step=step, best=best)
+    if recipe is None and trained.step is None:
+        raise ConfigError(f"{where} is a plain model: which problems?", f"tidemill eval {where} --recipe RECIPE")
+    config = config or recipes.load(trained.config, overrides).config
+    return evaluate_trained(trained.loaded, config, size=size or config.eval.size, samples=samples, tell=tell)

@@ -105,27 +105,30 @@ def recipe(parallel: dict[str, Any], settings: dict[str, Any]) -> Config:
 
 def product(case: Case, updates: int = 2) -> dict[str, float]:
     """On every rank of a world of `case.ranks`. Gives, on rank 0, how far many ranks are from one."""
+    from tidemill.learn.engine import Learner
     from tidemill.learn.parallel import mesh
-    from tidemill.learn.parallel.learner import ParallelLearner
 
     config = recipe(case.parallel, case.settings)
     model = make_model(case.model)
     alone = _learn_alone(copy.deepcopy(model), recipe({}, case.settings), updates) if dist.get_rank() == 0 else None
-    learner = ParallelLearner(model, config, get(config.algorithm.name), updates, mesh.build(config.learn.parallel))
+    learner = Learner(model, config, get(config.algorithm.name), updates, mesh.build(config.learn.parallel))
     found: dict[str, Any] = {"logprobs": [learner.logprobs(samples(9)).values]}
     for i in range(updates):
         learner.accumulate(samples(i))
         grads = gathered(learner, {n: g for n in learner.gradients.named if (g := _summed(learner, n)) is not None})
         found.setdefault("gradients", []).append({n: g / learner._whole for n, g in grads.items()})
         found.setdefault("metrics", []).append(learner.update())
-        found.setdefault("weights", []).append(gathered(learner, learner.tensors(), "model."))
+        found.setdefault("weights", []).append(gathered(learner, learner.pieces()))
     learner.close()
     return {} if alone is None else differences(alone, found)
 
 
 def _summed(learner: Any, name: str) -> Any:
     """A gradient as it will be once `finish` has added up its parts; `finish` is not to be called twice."""
-    kind, grad = learner.cuts[name].adds, learner.gradients.of(name)
+    gradients = learner.gradients
+    kind, grad = learner.cuts[name].adds, gradients.of(gradients.named[name])
+    if grad is not None and gradients.replicas is not None:
+        grad = gradients.replicas.all_reduce(grad.clone())
     if grad is None or kind not in learner.links:
         return grad
     return learner.links[kind].all_reduce(grad.clone())

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.learn.parallel.products import samples
-from tidemill.learn.parallel.batches import imbalance, shares
+from tidemill.learn.shares import imbalance, shares
 
 
 @settings(max_examples=60, deadline=None)

@@ -23,11 +23,11 @@ pytestmark = pytest.mark.slow
 
 
 def learner_of(model: str, parallel: dict[str, Any], seed: int = 0, **learn: Any) -> Any:
+    from tidemill.learn.engine import Learner
     from tidemill.learn.parallel import mesh
-    from tidemill.learn.parallel.learner import ParallelLearner
 
     config = recipe(parallel, {"learn": learn} if learn else {})
-    return ParallelLearner(make_model(model, seed), config, get("grpo"), 9, mesh.build(config.learn.parallel))
+    return Learner(make_model(model, seed), config, get("grpo"), 9, mesh.build(config.learn.parallel))
 
 
 def everything(learner: Any) -> dict[str, str]:
@@ -129,7 +129,7 @@ def test_a_corrupt_or_missing_shard_is_found_and_the_last_good_one_used(ranks: R
 def die_while_saving(parallel: dict[str, Any], folder: Path) -> None:
     import os
 
-    from tidemill.learn.parallel import checkpoint
+    from tidemill.learn.checkpoint import saver as checkpoint
 
     learner = learner_of("dense", parallel)
     learner.accumulate(samples(1))
@@ -175,7 +175,7 @@ def test_a_save_that_fails_is_told_on_every_rank(ranks: Ranks, tmp_path: Path) -
 
 
 def stream_in(folder: Path, parallel: dict[str, Any]) -> Any:
-    from tidemill.learn.parallel.build import learner
+    from tidemill.learn.build import learner
 
     config = recipe(parallel, {"model": {"path": str(folder)}})
     made = learner(config, 3)
@@ -189,7 +189,7 @@ def stream_in(folder: Path, parallel: dict[str, Any]) -> Any:
 
 
 def stream_out(checkpoint: Path, folder: Path, definition: Path) -> None:
-    from tidemill.learn.parallel import folder as folders
+    from tidemill.learn.checkpoint import model_folder as folders
 
     folders.FILE_BYTES = 30_000
     folders.export(checkpoint, folder, definition, dist.get_rank(), dist.get_world_size())

@@ -6,14 +6,15 @@ import torch
 import torch.distributed as dist
 
 from tests.learn.parallel.models import config, gradients, model, over_all, samples
-from tidemill.algorithms.aggregate import local_weights
 from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.aggregate import local_weights
 from tidemill.errors import ConfigError
-from tidemill.learn.engine import forward, token_batch
+from tidemill.learn.forward import forward
 from tidemill.learn.packing import pack
 from tidemill.learn.parallel import context
 from tidemill.learn.parallel.context import Shares, check, cut, key_heads, parallel
 from tidemill.learn.parallel.ring import AttentionRing, make_plan, within
+from tidemill.learn.tokens import token_batch
 from tidemill.models.attention.contexts import KINDS
 from tidemill.models.attention.flex import Sight
 

@@ -22,6 +22,7 @@ LORA: dict[str, Any] = {"name": ["lora"], "learn": {"lora_rank": 3, "lora_alpha"
 DORA: dict[str, Any] = {"name": ["dora"], "learn": {**LORA["learn"], "dora": True}}
 MUON: dict[str, Any] = {"name": ["muon"], "learn": {"optimizer": "muon"}}
 BOTH: dict[str, Any] = {"name": ["lora", "muon"], "learn": {"lora_rank": 4, "optimizer": "muon"}}
+FP8: dict[str, Any] = {"name": ["fp8"], "learn": {"fp8": "rowwise"}}
 INT8: dict[str, Any] = {"name": ["int8"], "learn": {"moments": "int8"}}
 
 
@@ -49,6 +50,15 @@ def test_adapters_and_muon_over_ranks_give_the_numbers_of_one_rank(case: Case, r
     found = ranks.call(product, case, on=case.ranks)[0]
     far = {name: value for name, value in found.items() if isinstance(value, float) and value > CLOSE}
     assert not far, found
+
+
+@pytest.mark.parametrize("case", [Case("dense", {"fsdp": 2}, FP8), Case("untied", {"replicate": 2}, FP8)], ids=str)
+def test_products_in_eight_bits_over_ranks_stay_near_one_ranks(case: Case, ranks: Ranks) -> None:
+    """Scales are of a micro-batch's own values, and ranks cut micro-batches otherwise: near, not the same."""
+    found = ranks.call(product, case, on=case.ranks)[0]
+    assert found["grad_norm"] < 0.05 and found["loss"] < 0.01 and found["logprobs"] < 0.1, found
+    whole = Case(case.model, case.parallel, {})
+    assert ranks.call(product, whole, on=case.ranks)[0]["grad_norm"] < found["grad_norm"]  # it was rounded
 
 
 # Of two steps of 1e-3. Under fsdp only vectors, shorter than a block, have other neighbours; under tp matrices too.
@@ -137,7 +147,7 @@ def test_such_a_run_goes_on_from_its_checkpoint_on_other_ranks_and_on_one(
 
 
 def learn_from_folder(folder: Path, parallel: dict[str, int], learn: dict[str, Any]) -> list[float]:
-    from tidemill.learn.parallel.build import learner
+    from tidemill.learn.build import learner
 
     made = learner(recipe(parallel, {"model": {"path": str(folder)}, "learn": learn}), 3)
     losses = []

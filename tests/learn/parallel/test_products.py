@@ -54,11 +54,11 @@ def test_a_product_of_sizes_gives_the_numbers_of_one_rank(case: Case, ranks: Ran
 
 def learn_own_shares(parallel: dict[str, Any]) -> dict[str, float]:
     """Each data-parallel rank has groups of its own, one of them none at all."""
+    from tidemill.learn.engine import Learner
     from tidemill.learn.parallel import mesh
-    from tidemill.learn.parallel.learner import ParallelLearner
 
     config = recipe(parallel, {})
-    learner = ParallelLearner(make_model("dense"), config, get("grpo"), 2, mesh.build(config.learn.parallel))
+    learner = Learner(make_model("dense"), config, get("grpo"), 2, mesh.build(config.learn.parallel))
     batch = samples(1)
     groups = batch.values("group")
     mine = np.flatnonzero((groups % (learner.meshes.dp_size - 1)) == learner.meshes.dp_rank)
@@ -80,11 +80,11 @@ def test_ranks_that_bring_their_own_samples_make_the_update_of_all(parallel: dic
 
 
 def learn_in(dtype: str) -> float:
+    from tidemill.learn.engine import Learner
     from tidemill.learn.parallel import mesh
-    from tidemill.learn.parallel.learner import ParallelLearner
 
     config = recipe({"fsdp": 2}, {"learn": {"reduce_dtype": dtype}})
-    learner = ParallelLearner(make_model("dense"), config, get("grpo"), 2, mesh.build(config.learn.parallel))
+    learner = Learner(make_model("dense"), config, get("grpo"), 2, mesh.build(config.learn.parallel))
     learner.accumulate(samples(1))
     norm = learner.update()["grad_norm"]
     learner.close()
@@ -99,11 +99,11 @@ def test_gradients_may_be_added_up_in_sixteen_bits(ranks: Ranks) -> None:
 
 
 def learn_from_nothing(parallel: dict[str, Any]) -> dict[str, float]:
+    from tidemill.learn.engine import Learner
     from tidemill.learn.parallel import mesh
-    from tidemill.learn.parallel.learner import ParallelLearner
 
     config = recipe(parallel, {})
-    learner = ParallelLearner(make_model("dense"), config, get("grpo"), 2, mesh.build(config.learn.parallel))
+    learner = Learner(make_model("dense"), config, get("grpo"), 2, mesh.build(config.learn.parallel))
     batch, found = samples(1), {}
     poison = batch.merge({"advantages": np.full(batch.rows, np.nan, np.float32)})
     learner.accumulate(poison)

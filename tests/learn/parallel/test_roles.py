@@ -14,8 +14,9 @@ from tests.learn.parallel.products import make_model, recipe, samples
 from tidemill.algorithms.registry import get
 from tidemill.batch import Batch, Column
 from tidemill.cluster.start.ranks import Ranks
-from tidemill.learn.critic import ValueLearner, ValueModel
+from tidemill.learn.critic import ValueLearner
 from tidemill.learn.engine import score
+from tidemill.learn.value_model import ValueModel
 
 pytestmark = pytest.mark.slow
 
@@ -29,17 +30,17 @@ def with_values(batch: Batch) -> Batch:
 
 def criticise(parallel: dict[str, Any]) -> Any:
     """A critic on a mesh of its own, beside an actor on another, and the critic of one rank."""
+    from tidemill.learn.critic import ValueLearner
+    from tidemill.learn.engine import Learner
     from tidemill.learn.parallel import mesh
-    from tidemill.learn.parallel.learner import ParallelLearner
-    from tidemill.learn.parallel.values import ParallelValueLearner
 
     settings = {"algorithm": {"name": "ppo"}}
     model = make_model("dense")
     alone = ValueLearner(ValueModel(model), recipe({}, settings), get("ppo"), 4)
     config = recipe(parallel, settings)
-    critic = ParallelValueLearner(ValueModel(model), config, get("ppo"), 4, mesh.build(config.learn.parallel))
+    critic = ValueLearner(ValueModel(model), config, get("ppo"), 4, mesh.build(config.learn.parallel))
     own = recipe({"fsdp": dist.get_world_size()}, settings)
-    actor = ParallelLearner(copy.deepcopy(model), own, get("ppo"), 4, mesh.build(own.learn.parallel))
+    actor = Learner(copy.deepcopy(model), own, get("ppo"), 4, mesh.build(own.learn.parallel))
     found = []
     for i in range(2):
         batch = with_values(samples(i))
@@ -68,7 +69,7 @@ def test_a_critic_on_its_own_mesh_learns_as_on_one_rank(parallel: dict[str, Any]
 
 def criticise_from_folder(folder: Path, save_to: Path) -> Any:
     """An actor and a critic of one folder, whose pieces are read where they belong; saved together."""
-    from tidemill.learn.parallel.build import critic, learner
+    from tidemill.learn.build import critic, learner
 
     own = {"model": {"path": str(folder)}, "algorithm": {"name": "ppo", "critic": {"parallel": {"tp": 2}}}}
     config = recipe({"fsdp": 2}, own)
@@ -102,7 +103,7 @@ def test_a_critic_of_a_folder_is_saved_with_its_actor_and_comes_back(ranks: Rank
 
 
 def refer(parallel: dict[str, Any]) -> Any:
-    from tidemill.learn.parallel.build import learner, reference
+    from tidemill.learn.build import learner, reference
 
     config = recipe({"fsdp": 4}, {"algorithm": {"name": "grpo", "kl": {"coef": 0.1, "parallel": parallel}}})
     actor, frozen = learner(config, 2), reference(config)

@@ -117,6 +117,16 @@ def test_adapters_and_their_running_mean_on_ranks_make_the_steps_of_one_rank(tmp
     assert done[1] == done[0]
 
 
+def test_a_steered_divergence_and_a_rounded_reference_work_on_ranks(tmp_path: Path) -> None:
+    kl = ["algorithm.kl={coef: 0.05, target: 0.001, horizon: 50, weights: int8}"]
+    one = train(tmp_path, "one", *kl)
+    many = train(tmp_path, "many", *kl, "learn.parallel.fsdp=2")
+    assert one[-1]["kl_coef"] != one[0]["kl_coef"]
+    for a, b in zip(one, many, strict=True):
+        for name in ("loss", "grad_norm", "kl", "kl_coef"):
+            assert b[name] == pytest.approx(a[name], abs=1e-4), name
+
+
 def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
     check_here(8, "cpu")

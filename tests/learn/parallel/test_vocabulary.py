@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tidemill.cluster.start.ranks import Ranks
-from tidemill.learn.logprob import token_logprobs
+from tidemill.learn.logprob.tokens import token_logprobs
 
 WORDS, WIDTH, TOKENS = 13, 6, 10  # of 13 words, four ranks have 4, 4, 4 and 1
 
@@ -32,9 +32,9 @@ def scored(parts: tuple[torch.Tensor, ...], score: Any) -> list[torch.Tensor]:
 
 
 def by_words(softcap: float | None, temperature: float, chunk: int) -> list[Any]:
+    from tidemill.learn.logprob.vocabulary import vocabulary_logprobs
     from tidemill.learn.parallel.collectives import world
     from tidemill.learn.parallel.flight import Flight
-    from tidemill.learn.parallel.vocabulary import vocabulary_logprobs
     from tidemill.reshard.layout import Shard
 
     flight = Flight(dist.distributed_c10d._get_default_store(), dist.get_rank(), 60.0)

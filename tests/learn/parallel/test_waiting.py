@@ -16,11 +16,11 @@ pytestmark = pytest.mark.slow
 
 
 def learner_of(parallel: dict[str, int], timeout_s: float = 60.0):
+    from tidemill.learn.engine import Learner
     from tidemill.learn.parallel import mesh
-    from tidemill.learn.parallel.learner import ParallelLearner
 
     config = recipe({**parallel, "timeout_s": timeout_s}, {})
-    return ParallelLearner(make_model("dense"), config, get("grpo"), 9, mesh.build(config.learn.parallel))
+    return Learner(make_model("dense"), config, get("grpo"), 9, mesh.build(config.learn.parallel))
 
 
 def stay_away(parallel: dict[str, int], timeout_s: float) -> None:

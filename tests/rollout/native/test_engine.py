@@ -64,7 +64,7 @@ def test_lean_and_plain_runners_agree(model: torch.nn.Module, engine: NativeEngi
         np.testing.assert_allclose(completion.logprobs, plain[key].logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-moe-mixed", "qwen2-moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-moe-mixed", "qwen2-moe", "mixtral", "deepseek-v3"])
 def test_lean_and_plain_runners_agree_on_mixtures_and_their_routes(name: str) -> None:
     model = tiny_model(name)
     options = {"eos_ids": [2], "max_seqs": 8, "max_len": 64, "record_routes": True}

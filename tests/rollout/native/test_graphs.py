@@ -19,8 +19,9 @@ from tidemill.rollout.engine import Completion, Request, Sampling
 from tidemill.rollout.native.attention import causal_attention
 from tidemill.rollout.native.draw.sampling import Draw, draw
 from tidemill.rollout.native.engine import NativeEngine
-from tidemill.rollout.native.forward import graphs
+from tidemill.rollout.native.forward import graphs, latent
 from tidemill.rollout.native.forward.fused import FusedRunner
+from tidemill.rollout.native.forward.latent import FusedLatentRunner
 from tidemill.rollout.native.speculate import MOST, ON_ACCELERATOR, Speculator
 
 HAS_DEVICE = torch.accelerator.is_available()
@@ -45,6 +46,9 @@ class TorchKernels:
     def gate(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, 1)
         return F.silu(gate) * up
+
+    def reads_cache(self, k: Tensor, v: Tensor) -> bool:
+        return False
 
     def route(self, logits: Tensor, bias: Tensor | None, k: int, sums_to_one: bool) -> tuple[Tensor, Tensor]:
         scores = logits.softmax(-1)
@@ -130,7 +134,8 @@ def ahead(monkeypatch: pytest.MonkeyPatch, model: Any, **options: Any) -> Native
     if not HAS_DEVICE:
         monkeypatch.setattr(graphs, "CapturedGraph", AgainEachTime)
         engine.kernels = None
-        engine.runner = FusedRunner(model, 64, TorchKernels())
+        make = FusedLatentRunner if latent.supports(model) else FusedRunner
+        engine.runner = make(model, 64, TorchKernels())
         engine.decoder = engine._graph_decoder_of(engine.runner)
     assert engine.decoder is not None
     return engine
@@ -162,7 +167,7 @@ def test_ahead_and_in_step_make_the_same_samples(
     assert engine.pool.used == 0 and len(engine.scheduler.free_slots) == 6
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe-mixed", "qwen2-moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3-moe-mixed", "qwen2-moe", "mixtral", "deepseek-v3"])
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.0}, {"top_k": 5}], ids=str)
 def test_a_mixture_decodes_ahead_as_it_does_in_step(
     monkeypatch: pytest.MonkeyPatch, name: str, how: dict[str, Any]

@@ -16,7 +16,7 @@ if not HAS_DEVICE:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton")
 
-from tidemill.rollout.native import triton_experts  # noqa: E402
+from tidemill.rollout.native import triton_experts, triton_latent  # noqa: E402
 from tidemill.rollout.native.attention import causal_attention  # noqa: E402
 from tidemill.rollout.native.draw.sampling import Draw, draw, stream_key  # noqa: E402
 from tidemill.rollout.native.triton_kernels import TritonKernels  # noqa: E402
@@ -280,3 +280,25 @@ def test_experts_add_what_each_token_chose(tokens: int, experts: int, k: int, ti
         is_whole = last - first == experts
         triton_experts.add_experts(made, h, chosen.int(), shares, stacks, first, is_whole, tiles)
         torch.testing.assert_close(made, wanted, atol=2e-1 if HAS_DEVICE else 1e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("heads", "rank", "rope"), [(4, 32, 16), (20, 48, 8)])
+def test_attention_over_a_latent_cache(heads: int, rank: int, rope: int, splits: int) -> None:
+    torch.manual_seed(heads)
+    page, lengths = 16, [1, 16, 37]
+    pages = sum(-(-n // page) for n in lengths) + 1
+    keys, values = randn(pages, 1, rank + rope, page), randn(pages, 1, page, rank)
+    keys[:, :, :rank] = values.transpose(2, 3)
+    q = randn(len(lengths), heads, rank + rope)
+    table = torch.full((len(lengths), 3), pages - 1, dtype=torch.int32, device=DEVICE)
+    at, wanted = 0, []
+    for row, n in enumerate(lengths):
+        held = -(-n // page)
+        table[row, :held] = torch.arange(at, at + held)
+        k = keys[at : at + held, 0].transpose(1, 2).reshape(-1, rank + rope)[:n]
+        v = values[at : at + held, 0].reshape(-1, rank)[:n]
+        wanted.append((q[row] @ k.T * 0.3).softmax(-1) @ v)
+        at += held
+    length = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    close(triton_latent.attend(q, keys, values, table, length, 0.3, splits), torch.stack(wanted))

@@ -28,14 +28,14 @@ from tidemill.cluster.start.forkserver import Forks
 from tidemill.cluster.start.handle import Starter, WorkerLost
 from tidemill.dock import DockState
 from tidemill.errors import TidemillError
-from tidemill.flow.records import Evaluation
+from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.tally import Counted, together
 from tidemill.flow.workers import Rewound
 from tidemill.graph import Graph
 from tidemill.observe import health
 from tidemill.observe.metrics import MetricsWriter
+from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe.config import Config
-from tidemill.run.folder import RunFolder
 
 MOST_STALLS = 3  # in one run; a run that stands still again and again is ended
 STATUS_S = 1.0
@@ -381,7 +381,10 @@ class RemoteWorkers:
                 with contextlib.suppress(WorkerLost):
                     self.crew.call(member, "write_samples", step, own, self.path / "samples.jsonl")
 
-    def evaluate(self, size: int, samples: int) -> Evaluation:
+    def activity(self) -> Activity | None:
+        return None
+
+    def evaluate(self, size: int, samples: int, tell: Callable[[Activity], None] = lambda activity: None) -> Evaluation:
         # A running mean of the weights is the learner's own.
         group = LEARNER if self.placement.is_colocated or self.config.learn.ema else ROLLOUT
         while True:
@@ -417,10 +420,9 @@ class RemoteWorkers:
     ) -> None:
         whole = {"feed": self.feed_state} | state
         learners = self.crew.learners()
-        writers = learners if self.placement.learners.is_cut else learners[:1]
         order = (folder.resolve(), step, whole, best, metric, step >= self.config.train.steps)
         try:
-            self.crew.call_all(writers, "save", lambda _: order)
+            self.crew.call_all(learners, "save", lambda _: order)
         except WorkerLost as lost:
             self.crew.pump(0.5)
             self.check_learners()
@@ -452,7 +454,7 @@ class RemoteWorkers:
 
     def _settle(self) -> None:
         """Whatever ends the run, a checkpoint that is under way is finished."""
-        if self._is_up and self.placement.learners.is_cut and not self._lost_learner:
+        if self._is_up and not self._lost_learner:
             try:
                 self.crew.call_all(self.crew.learners(), "settle", lambda _: (), SETTLE_S)
             except (TidemillError, WorkerLost) as error:

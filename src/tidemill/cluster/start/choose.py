@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tidemill.flow.workers import Workers
+from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe.config import Config
-from tidemill.run.folder import RunFolder
 
 
 def start(

@@ -20,8 +20,7 @@ import torch
 from tidemill import device as devices
 from tidemill.algorithms.api import Algorithm
 from tidemill.algorithms.registry import get as get_algorithm
-from tidemill.cluster.start.ranked import RankedCritic, RankedLearner
-from tidemill.cluster.worker.state import others, restore_others
+from tidemill.cluster.start.ranked import RankedLearner, RankedRole
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Source, open_source
 from tidemill.device import determinism, host
@@ -31,33 +30,41 @@ from tidemill.estimate import handover as turns
 from tidemill.flow.adjust import adjust, adjusted
 from tidemill.flow.ahead import Ahead, OpenStep, staleness_limit
 from tidemill.flow.beside import Beside, EveryStep
-from tidemill.flow.evaluate import averaged, decoder, evaluate
+from tidemill.flow.dump import Dump, DumpingDock
+from tidemill.flow.evaluate import averaged, decoder, evaluate, revealer
 from tidemill.flow.feed import FEEDS, Feed
 from tidemill.flow.handover import Away, Handover, state_of, take_turns
 from tidemill.flow.learning import LearnWorker
-from tidemill.flow.records import Evaluation
+from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.reference import ReferenceKeeper
 from tidemill.flow.rewarding import RewardWorker
 from tidemill.flow.rolling import RolloutWorker
 from tidemill.flow.schedule import SCHEDULES
-from tidemill.flow.scoring import AdvantageWorker, ScoreWorker, ValueWorker
+from tidemill.flow.scoring import AdvantageWorker, ScoreWorker
 from tidemill.flow.stage import Worker
 from tidemill.flow.tally import Counted, Tally, together
 from tidemill.flow.weights import OwnCopy
 from tidemill.flow.workers import Stopped
 from tidemill.learn import checkpoint
-from tidemill.learn.critic import ValueLearner, ValueModel
+from tidemill.learn.api import LearnEngine
+from tidemill.learn.critic import ValueLearner
 from tidemill.learn.engine import Learner, freeze
+from tidemill.learn.model import MeshModel
+from tidemill.learn.value_model import ValueModel
 from tidemill.models import routing
-from tidemill.models.load import LoadedModel, load, save_folder
+from tidemill.models.load import LoadedModel, keep_definition, load, save_folder
 from tidemill.observe import health
-from tidemill.observe.dump import Dump, DumpingDock
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.recipe.config import Config
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import RolloutEngine
 from tidemill.rollout.make import make_engine
-from tidemill.run.trained import keep_definition
+
+DOING = {  # what a stage is called while it works
+    "reward": "scoring", "reference": "asking the reference", "advantage": "comparing rewards", "learn": "learning",
+    "old_logprobs": "scoring under the old policy", "teacher": "asking the teacher", "values": "asking the critic",
+    "learn_values": "teaching the critic",
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -71,14 +78,14 @@ class LocalWorkers:
     feed: Feed
     ahead: Ahead
     engine: RolloutEngine  # reads the learner's tensors: rollout's when colocated, evaluation's always
-    learner: Learner | RankedLearner
+    learner: LearnEngine
     scorer: Scorer
     stages: list[Worker]
     learn: LearnWorker
     tally: Tally
     held_out: Source
     turns: Handover
-    critic: ValueLearner | RankedCritic | None = None
+    critic: ValueLearner | RankedRole | None = None
     own_copy: OwnCopy | None = None  # of the weights, for a rollout that is separated
     kept_samples: list[dict[str, Any]] = field(default_factory=list)
     kl: ReferenceKeeper | None = None
@@ -101,7 +108,9 @@ class LocalWorkers:
 
     def _step(self, number: int, stop: Callable[[], bool]) -> None:
         at_boundary = self.feed.state()
+        self.feed.stop = stop
         self.begin(number)
+        self.feed.stop = lambda: False  # rows that replace dropped groups belong to a step that has begun
         try:
             SCHEDULES[self.config.flow.schedule](self.stages, self.learn, stop, stall_s=2 * self.config.flow.lease_s)
         except Stopped:
@@ -115,11 +124,22 @@ class LocalWorkers:
         return together(counted) | {"version": float(self.learner.version)}
 
     def write_samples(self, step: int, metrics: MetricsWriter) -> None:
-        kept = sorted(self.kept_samples, key=lambda sample: sample["id"])  # not in the order rewards came back
+        # Those on which a reward failed first; not in the order rewards came back.
+        kept = sorted(self.kept_samples, key=lambda sample: ("error" not in sample, sample["id"]))
         metrics.samples(step, kept[: self.config.observe.samples_per_step])
         self.kept_samples.clear()
 
-    def evaluate(self, size: int, samples: int) -> Evaluation:
+    def activity(self) -> Activity | None:
+        state = self.dock.state()
+        rolled = state.stages.get("rollout")
+        if self.learn.has_begun or rolled is None:
+            return Activity("learning", state.stages["learn"].done, state.rows)
+        if rolled.done < state.rows:
+            return Activity("rolling out", rolled.done, state.rows)
+        waiting = next((name for name, c in state.stages.items() if c.ready or c.leased), "learn")
+        return Activity(DOING.get(waiting, waiting), state.stages[waiting].done, state.rows)
+
+    def evaluate(self, size: int, samples: int, tell: Callable[[Activity], None] = lambda activity: None) -> Evaluation:
         self.turns.rolling()
         with averaged(self.learner, self.engine):
             return evaluate(
@@ -131,6 +151,7 @@ class LocalWorkers:
                 self.config,
                 size=size,
                 samples=samples,
+                tell=tell,
             )
 
     def begin(self, step: int) -> OpenStep:
@@ -140,40 +161,34 @@ class LocalWorkers:
             worker.begin(opened.first_group, self.ahead.tag(step))
         return opened
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """At a step boundary. Samples of later steps that are in the dock go with it; half-made ones are made again."""
-        self.turns.learning()
-        tensors, learner = self.learner.state() if isinstance(self.learner, Learner) else ({}, {})
-        state: dict[str, Any] = {"learner": learner, "feed": self.feed.state()}
-        if self.ahead.lead:
-            state["dock"], arrays = self.dock.snapshot()
-            state["ahead"] = self.ahead.state()
-            tensors |= as_tensors(arrays)
-        more, of_others = others(self.critic, self.kl)
-        return tensors | more, state | of_others
-
     def save(
         self, folder: Path, step: int, state: dict[str, Any], *, best: bool = False, metric: float | None = None
     ) -> None:
-        tensors, own = self.state()
-        marks: dict[str, Any] = {"keep": self.config.checkpoint.keep, "best": best, "metric": metric}
-        if isinstance(self.learner, Learner):
-            checkpoint.save(folder, step, tensors, own | state, **marks)
-        else:  # ranks write while training goes on, until there is no more of it
-            is_last = step >= self.config.train.steps
-            self.learner.save(folder, step, own | state, tensors, is_last, **marks)
+        """At a step boundary. Samples of later steps that are in the dock go with it; half-made ones are made again.
+        Ranks write while training goes on, until there is no more of it."""
+        self.turns.learning()
+        own: dict[str, Any] = {"feed": self.feed.state()}
+        more: dict[str, torch.Tensor] = {}
+        if self.ahead.lead:
+            own["dock"], arrays = self.dock.snapshot()
+            own["ahead"] = self.ahead.state()
+            more = as_tensors(arrays)
+        if self.kl is not None:
+            moved, own["kl"] = self.kl.state()
+            more |= moved
+        self.learner.save(
+            folder, step, own | state, more=more, critic=self.critic, keep=self.config.checkpoint.keep, best=best,
+            metric=metric, wait=step >= self.config.train.steps,
+        )  # fmt: skip
 
     def restore(self, path: Path) -> dict[str, Any]:
         self.turns.learning()
-        if isinstance(self.learner, Learner):
-            tensors, state = checkpoint.load(path)
-            self.learner.restore(tensors, state["learner"])
-        else:
-            tensors, state = self.learner.load(path)
-        restore_others(self.critic, self.kl, tensors, state)
+        state = self.learner.load(path, self.critic)
+        if self.kl is not None:
+            self.kl.restore(path, state["kl"])
         self.feed.restore(state["feed"])
         if "dock" in state:
-            self.dock.restore(state["dock"], as_arrays(tensors))
+            self.dock.restore(state["dock"], as_arrays(checkpoint.load(path, "dock.", "words.")[0]))
             self.ahead.restore(state["ahead"])
         self.publish()
         return state
@@ -208,8 +223,7 @@ class LocalWorkers:
 
     def publish(self) -> None:
         """The learner's weights are what rollout serves from now on."""
-        if isinstance(self.learner, RankedLearner):
-            self.learner.publish()
+        self.learner.publish()
         if not self.turns.serve(self.learner.version):
             self.engine.load(None, self.learner.version)
         if self.own_copy is not None:
@@ -231,8 +245,7 @@ class LocalWorkers:
         for worker in self.stages:
             if isinstance(worker, Beside):
                 worker.close()
-        if isinstance(self.learner, RankedLearner):
-            self.learner.close()
+        self.learner.close()
         self.scorer.close()
         self.dock.close()
 
@@ -253,24 +266,24 @@ def start(config: Config, model_path: Path | None = None) -> LocalWorkers:
     check_window(config, loaded)
     with contextlib.ExitStack() as undo:
         scorer = undo.enter_context(Scorer(config.rewards, device=config.device))
-        encode = PromptTokens(loaded.tokenizer, config.data)
+        encode = PromptTokens(loaded.tokenizer, config.data, config.rollout.max_new_tokens)
         feed = FEEDS[algorithm.input_kind](training, config, encode, algorithm.greedy_rows)
         train = config.train
         updates = train.steps * train.updates_per_step * train.passes_per_step
         served = copy.deepcopy(loaded.model).requires_grad_(False) if is_separated else None  # before adapters come
         if served is not None:
             routing.make_room(served, config.learn.moe)
-        critic: ValueLearner | RankedCritic | None = None
-        if needs_values(algorithm) and config.learn.parallel.ranks == 1:
-            shares_trunk = algorithm.has_critic and config.algorithm.critic.trunk == "shared"
-            critic = ValueLearner(ValueModel(loaded.model, shares_trunk), config, algorithm, updates)
-        learner: Learner | RankedLearner
+        critic: ValueLearner | RankedRole | None = None
+        learner: LearnEngine
+        ranked = None
         if config.learn.parallel.ranks > 1:
-            learner = RankedLearner(loaded.model, config, updates, model_path)
+            learner = ranked = RankedLearner(loaded.model, config, updates, model_path)
             undo.callback(learner.close)
-            critic = learner.critic(updates) if algorithm.has_critic else None
-        elif isinstance(critic, ValueLearner) and algorithm.learns_values:
-            learner = critic
+            critic = ranked.critic(updates) if algorithm.has_critic else None
+        elif needs_values(algorithm):
+            shares_trunk = algorithm.has_critic and config.algorithm.critic.trunk == "shared"
+            critic = own = ValueLearner(ValueModel(loaded.model, shares_trunk), config, algorithm, updates)
+            learner = own if algorithm.learns_values else Learner(loaded.model, config, algorithm, updates)
         else:
             learner = Learner(loaded.model, config, algorithm, updates)
         # A separated engine that is a server of its own would be started twice: evaluation then has the native one.
@@ -289,8 +302,7 @@ def start(config: Config, model_path: Path | None = None) -> LocalWorkers:
             run = Path(config.folder).expanduser() / config.name
             dump = Dump(run, config.observe.dump, [stage.name for stage in graph.stages])
             dock = cast(LocalDock, DumpingDock(dock, dump))
-            if isinstance(learner, Learner):
-                learner.show = dump.tensors
+            learner.show = dump.tensors
         ahead = Ahead(feed, dock, config)
         tally = Tally()
         own_copy = None
@@ -320,29 +332,39 @@ def start(config: Config, model_path: Path | None = None) -> LocalWorkers:
             LearnWorker(dock, critic, config, tally, "learn_values") if algorithm.has_critic and critic else None
         )
         learn = LearnWorker(dock, learner, config, tally, critic=learn_values)
-        policy = loaded.model if isinstance(learner, Learner) else learner
 
         def reference() -> Any:
-            """On the learner's ranks too, unless it moves with the policy, which is done in this process."""
-            if isinstance(learner, RankedLearner) and not config.algorithm.kl.reset_every:
-                return learner.reference(model_path)
-            return freeze(loaded.model, config.algorithm.kl.weights)
+            """On the learner's ranks too, unless it moves with the policy or is rounded, which is done here."""
+            kl = config.algorithm.kl
+            if ranked is not None and not kl.reset_every and kl.weights == "same":
+                return ranked.reference(model_path)
+            return MeshModel(freeze(loaded.model, config.algorithm.kl.weights), config, is_ready=True)
 
         makers: dict[str, Callable[[], Worker]] = {
             "rollout": rollout,
-            "reward": lambda: RewardWorker(dock, scorer, decoder(loaded.tokenizer), tally, kept.append),
-            "old_logprobs": lambda: ScoreWorker("old_logprobs", "old_logprobs", dock, policy, config, tally),
+            "reward": lambda: RewardWorker(
+                dock, scorer, decoder(loaded.tokenizer), tally, kept.append, revealer(loaded.tokenizer)
+            ),
+            "old_logprobs": lambda: ScoreWorker("old_logprobs", "old_logprobs", dock, learner, config, tally),
             "teacher": lambda: ScoreWorker(
-                "teacher", "teacher_logprobs", dock, teacher(config, device.torch_device), config, tally
+                "teacher",
+                "teacher_logprobs",
+                dock,
+                MeshModel(teacher(config, device.torch_device), config, is_ready=True),
+                config,
+                tally,
             ),
             "reference": lambda: ScoreWorker("reference", "ref_logprobs", dock, reference(), config, tally),
             "advantage": advantage,
             "learn": lambda: learn,
         }
         if critic is not None and learn_values is not None:
-            makers |= {"values": lambda: ValueWorker(dock, critic, config, tally), "learn_values": lambda: learn_values}
+            makers |= {
+                "values": lambda: ScoreWorker("values", "values", dock, critic, config, tally),
+                "learn_values": lambda: learn_values,
+            }
         stages = [makers[stage.name]() for stage in graph.stages]
-        away: Away | None = learner if isinstance(learner, RankedLearner) else None
+        away: Away | None = ranked
         if handed_over == "all" and away is None:
             away = state_of(loaded.model, device.torch_device, lambda: stages)
         taken = Handover(engine, tally, device, handed_over, away)
@@ -400,7 +422,14 @@ def check_window(config: Config, loaded: LoadedModel) -> None:
         )
 
 
-def evaluate_trained(loaded: LoadedModel, config: Config, *, size: int, samples: int) -> Evaluation:
+def evaluate_trained(
+    loaded: LoadedModel,
+    config: Config,
+    *,
+    size: int,
+    samples: int,
+    tell: Callable[[Activity], None] = lambda activity: None,
+) -> Evaluation:
     """Measure a model that is not being trained."""
     _, held_out = open_source(config.data, config.seed)
     with Scorer(config.rewards, device=config.device) as scorer:
@@ -413,4 +442,5 @@ def evaluate_trained(loaded: LoadedModel, config: Config, *, size: int, samples:
             config,
             size=size,
             samples=samples,
+            tell=tell,
         )

@@ -19,68 +19,76 @@ from tidemill.batch import Batch, Column
 from tidemill.cluster.start.ranks import Ranks
 from tidemill.device import determinism, host
 from tidemill.errors import ConfigError
-from tidemill.flow.handover import LearningState, optimizer_tensors
-from tidemill.learn.parallel.build import RankPlace
-from tidemill.learn.parallel.build import critic as build_critic
-from tidemill.learn.parallel.build import learner as build_learner
-from tidemill.learn.parallel.build import reference as build_reference
-from tidemill.learn.parallel.checkpoint import open_checkpoint
-from tidemill.learn.parallel.learner import ParallelLearner
+from tidemill.flow.handover import LearningState
+from tidemill.learn import build
 from tidemill.models import routing
 from tidemill.models.buffers import carried
 from tidemill.recipe.config import Config
 
-RANKS_OWN = (
-    "model.",
-    "adapter.",
-    "ema.",
-    "averaged.",
-    "optimizer.",
-    "critic.",
-    "routers.",
-    "rng",
-)  # tensors of a checkpoint that ranks write and read
 PATIENCE_S = 86_400.0  # a step may take long: ranks watch each other, and a dead one is seen at once
+LEARNER, CRITIC, REFERENCE = "learner", "critic", "reference"
+BUILD = {LEARNER: build.learner, CRITIC: build.critic}
 
 
-class RankedLearner:
-    """As `learn.engine.Learner`; every call runs on all ranks."""
+class RankedRole:
+    """One model on all ranks, as `learn.engine.Learner`: every call runs on all of them."""
 
-    def __init__(self, model: Any, config: Config, updates: int, path: Path | None) -> None:
-        self.model, self.config, self.path = model, config, path
-        parallel, kind = config.learn.parallel, next(model.parameters()).device.type
-        check_here(parallel.ranks, kind)
-        threads = max(1, (config.threads or host.cores()) // parallel.ranks)
-        self.ranks = Ranks(
-            parallel.ranks,
-            kind=kind,
-            timeout_s=parallel.timeout_s,
-            threads=threads,
-            preload=["tidemill.cluster.start.ranked"],
-        )
+    def __init__(self, ranks: Ranks, role: str) -> None:
+        self.ranks, self.role = ranks, role
         self.version, self.skipped = 0, 0
-        routing.make_room(model, config.learn.moe)
-        self.shared = shared_tensors(model)
-        try:
-            self._call(_start, config, updates, path, self.shared, kind)
-        except BaseException:
-            self.ranks.close()
-            raise
 
     def _call(self, work: Callable[..., Any], *args: Any) -> list[Any]:
         return self.ranks.call(work, *args, wait_s=PATIENCE_S)
 
     def logprobs(self, batch: Batch) -> Column:
-        found: Column = self._call(_logprobs, batch)[0]
+        found: Column = self._call(_logprobs, self.role, batch)[0]
         return found
 
     def accumulate(self, batch: Batch) -> None:
-        self._call(_accumulate, batch)
+        self._call(_accumulate, self.role, batch)
 
     def update(self) -> dict[str, float]:
-        metrics: dict[str, float] = self._call(_update)[0]
-        self.version += 1
+        metrics: dict[str, float] = self._call(_update, self.role)[0]
+        self.version, self.skipped = self.version + 1, int(metrics["skipped_updates"])
         return metrics
+
+    def held(self) -> list[Tensor]:
+        """Nothing of this process's: ranks see to their own."""
+        return []
+
+
+class RankedLearner(RankedRole):
+    """Starts the ranks, and publishes what they learn in this process's `model`."""
+
+    show: Any = None  # ranks have pieces of what a dump would show
+
+    def __init__(self, model: Any, config: Config, updates: int, path: Path | None) -> None:
+        self.model, self.path, self._config = model, path, config
+        parallel, kind = config.learn.parallel, next(model.parameters()).device.type
+        check_here(parallel.ranks, kind)
+        threads = max(1, (config.threads or host.cores()) // parallel.ranks)
+        preload = ["tidemill.cluster.start.ranked"]
+        super().__init__(
+            Ranks(parallel.ranks, kind=kind, timeout_s=parallel.timeout_s, threads=threads, preload=preload), LEARNER
+        )
+        routing.make_room(model, config.learn.moe)
+        self.shared = shared_tensors(model)
+        try:
+            self._call(_join, config, self.shared, kind)
+            self._call(_start, LEARNER, config, updates, path)
+        except BaseException:
+            self.ranks.close()
+            raise
+
+    @property
+    def config(self) -> Config:
+        return self._config
+
+    @config.setter
+    def config(self, config: Config) -> None:
+        """Ranks learn by this one from now on."""
+        self._config = config
+        self._call(_configure, config)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -109,27 +117,33 @@ class RankedLearner:
         self._call(_back)
 
     def save(
-        self, folder: Path, step: int, state: Mapping[str, Any], more: Mapping[str, Tensor], wait: bool, **marks: Any
-    ) -> None:
-        """Begin a checkpoint, `more` tensors included; with `wait`, come back when it is on disk."""
-        self._call(_save, folder, step, dict(state), dict(more), wait, marks)
+        self, folder: Path, step: int, state: Mapping[str, Any], *, keep: int, best: bool = False,
+        metric: float | None = None, more: Mapping[str, Tensor] | None = None, critic: Any = None, wait: bool = False,
+    ) -> None:  # fmt: skip
+        """As `learn.engine.Learner.save`. The critic is the ranks' own."""
+        marks = {"keep": keep, "best": best, "metric": metric, "more": more, "wait": wait}
+        self._call(_save, folder, step, dict(state), marks)
 
-    def load(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Take up a checkpoint on all ranks; gives what is not theirs of it."""
-        self.version, self.skipped = self._call(_load, path)[0]
-        source, state = open_checkpoint(path)
-        with source:
-            return {name: source.read(name) for name in source.pieces if not name.startswith(RANKS_OWN)}, state
+    def load(self, path: Path, critic: RankedRole | None = None) -> dict[str, Any]:
+        """Take up a checkpoint on all ranks, a critic's part of it too; gives its state."""
+        state: dict[str, Any] = self._call(_load, path)[0]
+        for role, own in ((self, state["learner"]), (critic, state.get("critic"))):
+            if role is not None and own is not None:
+                role.version, role.skipped = int(own["version"]), int(own["skipped"])
+        return state
 
-    def reference(self, path: Path | None) -> RankedReference:
+    def settle(self) -> None:
+        self._call(_settle)
+
+    def reference(self, path: Path | None) -> RankedRole:
         """The frozen policy on the same ranks."""
         self._call(_start_reference, self.config, path)
-        return RankedReference(self.ranks)
+        return RankedRole(self.ranks, REFERENCE)
 
-    def critic(self, updates: int) -> RankedCritic:
+    def critic(self, updates: int) -> RankedRole:
         """A value model on the same ranks. It is saved and loaded with the learner."""
-        self._call(_start_critic, self.config, updates, self.path)
-        return RankedCritic(self.ranks)
+        self._call(_start, CRITIC, self.config, updates, self.path)
+        return RankedRole(self.ranks, CRITIC)
 
     def close(self) -> None:
         try:
@@ -137,43 +151,6 @@ class RankedLearner:
                 self._call(_close)
         finally:
             self.ranks.close()
-
-
-class RankedReference:
-    """Scores samples under weights that never change."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-
-    def logprobs(self, batch: Batch) -> Column:
-        found: Column = self.ranks.call(_reference_logprobs, batch, wait_s=PATIENCE_S)[0]
-        return found
-
-
-class RankedCritic:
-    """As `learn.critic.ValueLearner`; every call runs on all ranks."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.version, self.skipped = ranks, 0, 0
-
-    def values(self, batch: Batch) -> Column:
-        found: Column = self.ranks.call(_values, batch, wait_s=PATIENCE_S)[0]
-        return found
-
-    def accumulate(self, batch: Batch) -> None:
-        self.ranks.call(_accumulate, batch, "critic", wait_s=PATIENCE_S)
-
-    def update(self) -> dict[str, float]:
-        metrics: dict[str, float] = self.ranks.call(_update, "critic", wait_s=PATIENCE_S)[0]
-        self.version, self.skipped = self.version + 1, int(metrics["skipped_updates"])
-        return metrics
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Its tensors are the ranks' to write."""
-        return {}, {"version": self.version, "skipped": self.skipped}
-
-    def restore(self, _: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        self.version, self.skipped = int(state["version"]), int(state["skipped"])
 
 
 def check_here(ranks: int, kind: str) -> None:
@@ -201,65 +178,54 @@ def bring_over(model: Any, shared: Mapping[str, Tensor]) -> None:
             p.copy_(shared[name], non_blocking=True)
 
 
-# On the ranks: each process has one learner
+# On the ranks: each process has one model of each role
 
 _held: dict[str, Any] = {}
 
 
-def _learner() -> ParallelLearner:
-    found: ParallelLearner = _held["learner"]
-    return found
-
-
-def _start(config: Config, updates: int, path: Path | None, shared: dict[str, Tensor], kind: str) -> None:
-    place = RankPlace(kind, torch.device("cpu") if kind == "cpu" else torch.device(kind, dist.get_rank()))
+def _join(config: Config, shared: dict[str, Tensor], kind: str) -> None:
+    device = torch.device("cpu") if kind == "cpu" else torch.device(kind, dist.get_rank())
     if kind != "cpu":
         torch.accelerator.set_device_index(dist.get_rank())
     if config.deterministic:
         determinism.demand()
-    _held.update(learner=build_learner(config, updates, path, place), shared=shared, place=place)
+    _held.update(shared=shared, place=build.RankPlace(kind, device))
 
 
-def _logprobs(batch: Batch) -> Column | None:
-    found = _learner().logprobs(batch)
-    return found if dist.get_rank() == 0 else None
+def _start(role: str, config: Config, updates: int, path: Path | None) -> None:
+    _held[role] = BUILD[role](config, updates, path, _held["place"])
 
 
 def _start_reference(config: Config, path: Path | None) -> None:
-    _held["reference"] = build_reference(config, path, _held["place"])
+    _held[REFERENCE] = build.reference(config, path, _held["place"])
 
 
-def _reference_logprobs(batch: Batch) -> Column | None:
-    found: Column = _held["reference"].logprobs(batch)
+def _configure(config: Config) -> None:
+    _held[LEARNER].config = config
+
+
+def _logprobs(role: str, batch: Batch) -> Column | None:
+    found: Column = _held[role].logprobs(batch)
     return found if dist.get_rank() == 0 else None
 
 
-def _start_critic(config: Config, updates: int, path: Path | None) -> None:
-    _held["critic"] = build_critic(config, updates, path, _held["place"])
-
-
-def _values(batch: Batch) -> Column | None:
-    found: Column = _held["critic"].values(batch)
-    return found if dist.get_rank() == 0 else None
-
-
-def _accumulate(batch: Batch, role: str = "learner") -> None:
+def _accumulate(role: str, batch: Batch) -> None:
     _held[role].accumulate(batch)
 
 
-def _update(role: str = "learner") -> dict[str, float]:
+def _update(role: str) -> dict[str, float]:
     metrics: dict[str, float] = _held[role].update()
     return metrics
 
 
 def _publish() -> None:
-    learner, rank = _learner(), dist.get_rank()
-    layout, own = learner.layout(), learner.tensors()
+    learner, rank = _held[LEARNER], dist.get_rank()
+    layout, own = learner.layout(), learner.pieces()
     with torch.no_grad():
         for name, target in _held["shared"].items():
             for piece in layout.pieces(name) if name in layout.by_name else ():
                 if piece.rank == rank:
-                    target[tuple(slice(*b) for b in piece.box)] = own[f"model.{name}"]
+                    target[tuple(slice(*b) for b in piece.box)] = own[name]
     dist.barrier()
 
 
@@ -274,35 +240,33 @@ def _back() -> None:
 
 def _optimizers() -> list[Tensor]:
     kind = _held["place"].kind
-    roles = [_held[role] for role in ("learner", "critic") if role in _held]
-    return [t for role in roles for t in optimizer_tensors(role.optimizer) if t.device.type == kind]
+    roles = [_held[role] for role in (LEARNER, CRITIC) if role in _held]
+    return [t for role in roles for t in role.optimizer_tensors() if t.device.type == kind]
 
 
 def _average() -> None:
     _held["averaged"] = stack = ExitStack()
-    stack.enter_context(_learner().averaged())
+    stack.enter_context(_held[LEARNER].averaged())
 
 
 def _average_no_more() -> None:
     _held.pop("averaged").close()
 
 
-def _save(
-    folder: Path, step: int, state: dict[str, Any], more: dict[str, Tensor], wait: bool, marks: dict[str, Any]
-) -> None:
-    learner = _learner()
-    learner.save(folder, step, state, more=more, critic=_held.get("critic"), **marks)
-    if wait:
-        learner.saver.wait()
+def _save(folder: Path, step: int, state: dict[str, Any], marks: dict[str, Any]) -> None:
+    _held[LEARNER].save(folder, step, state, critic=_held.get(CRITIC), **marks)
 
 
-def _load(path: Path) -> tuple[int, int]:
-    learner = _learner()
-    learner.load(path, _held.get("critic"))
-    return learner.version, learner.skipped
+def _load(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = _held[LEARNER].load(path, _held.get(CRITIC))
+    return state
+
+
+def _settle() -> None:
+    _held[LEARNER].settle()
 
 
 def _close() -> None:
-    for role in ("learner", "reference", "critic"):
+    for role in (LEARNER, REFERENCE, CRITIC):
         if role in _held:
             _held.pop(role).close()

@@ -19,11 +19,10 @@ from tidemill.cluster.assignment import Assignment
 from tidemill.cluster.driver.placement import LEARNER
 from tidemill.cluster.report import StoreAddress
 from tidemill.cluster.start.local import check_window, needs_values, teacher
-from tidemill.cluster.worker.cut import Calls, CutLearnWorker, CutScoreWorker, Team
+from tidemill.cluster.worker.cut import Calls, CutScoreWorker, Team
 from tidemill.cluster.worker.engine_ranks import Follower, LeadEngine, Notes, engine_groups
 from tidemill.cluster.worker.kept_tally import KeptTally
 from tidemill.cluster.worker.learners import RankLearnWorker, World
-from tidemill.cluster.worker.state import others, restore_others
 from tidemill.cluster.worker.weights import Follow
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import open_source
@@ -36,26 +35,26 @@ from tidemill.errors import ConfigError
 from tidemill.estimate import handover as turns
 from tidemill.estimate.handover import HandedOver
 from tidemill.flow.ahead import Ahead
-from tidemill.flow.evaluate import averaged, decoder, evaluate
+from tidemill.flow.evaluate import averaged, decoder, evaluate, revealer
 from tidemill.flow.feed import FEEDS, Feed
 from tidemill.flow.handover import Handover, state_of, take_turns
 from tidemill.flow.records import Evaluation
 from tidemill.flow.reference import ReferenceKeeper
 from tidemill.flow.rewarding import RewardWorker
 from tidemill.flow.rolling import RolloutWorker
-from tidemill.flow.scoring import AdvantageWorker, ScoreWorker, ValueWorker
+from tidemill.flow.scoring import AdvantageWorker, ScoreWorker
 from tidemill.flow.stage import Worker
-from tidemill.learn.critic import ValueLearner, ValueModel
+from tidemill.learn.build import RankPlace
+from tidemill.learn.build import critic as cut_critic
+from tidemill.learn.build import learner as cut_learner
+from tidemill.learn.build import reference as cut_reference
+from tidemill.learn.checkpoint.model_folder import empty_model, materialise
+from tidemill.learn.critic import ValueLearner
 from tidemill.learn.engine import Learner, freeze
-from tidemill.learn.parallel.build import RankPlace
-from tidemill.learn.parallel.build import critic as cut_critic
-from tidemill.learn.parallel.build import learner as cut_learner
-from tidemill.learn.parallel.build import reference as cut_reference
+from tidemill.learn.model import MeshModel
+from tidemill.learn.parallel import mesh
 from tidemill.learn.parallel.cuts import elements
-from tidemill.learn.parallel.folder import empty_model, materialise
-from tidemill.learn.parallel.learner import ParallelLearner
-from tidemill.learn.parallel.model import ParallelModel
-from tidemill.learn.parallel.values import ParallelValueLearner
+from tidemill.learn.value_model import ValueModel
 from tidemill.models import routing
 from tidemill.models.box import find
 from tidemill.models.load import LoadedModel, load, load_tokenizer, wrap
@@ -64,20 +63,6 @@ from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import Completion, Partial, RolloutEngine
 from tidemill.rollout.make import make_engine, make_plain, with_turns
 from tidemill.rollout.native.forward import parallel
-
-
-@dataclass(frozen=True, slots=True)
-class CutLearner:
-    """This rank's part of a learner that is cut over ranks, and its place among them."""
-
-    learner: ParallelLearner
-    reference: ParallelModel | None
-    calls: Calls
-    team: Team
-    parameters: int  # of the whole model
-    critic: ParallelValueLearner | None = None
-    critic_team: Team | None = None  # it may be cut by sizes of its own
-    reference_team: Team | None = None  # and so may the reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +101,12 @@ class WorkerState:
     workers: dict[str, Worker] = field(default_factory=dict)  # by stage
     loaded: LoadedModel | None = None  # a whole model: the learner's own, or what an engine serves
     tokenizer: Any = None
-    learner: Learner | None = None  # of a whole model
-    cut: CutLearner | None = None  # of a part of one
-    critic: ValueLearner | None = None
+    learner: Learner | None = None
+    critic: Learner | None = None
+    reference: MeshModel | None = None  # on the ranks of a learner that is cut
+    calls: Calls | None = None  # what ranks do together
+    teams: dict[str, Team] = field(default_factory=dict)  # of learner, critic and reference: each may be cut otherwise
+    parameters: int = 0  # of the whole model
     engine: RolloutEngine | None = None
     lead: LeadEngine | None = None  # of several ranks: this one is told, the others follow
     follower: Follower | None = None
@@ -136,13 +124,17 @@ class WorkerState:
 
     @property
     def learn(self) -> RankLearnWorker | None:
-        found = self.workers.get("learn")
-        return found if isinstance(found, RankLearnWorker) else None
+        return cast("RankLearnWorker | None", self.workers.get("learn"))
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a pass through the learner's model is an exchange between ranks."""
+        return self.learner is not None and not self.learner.meshes.computes_alone
 
     @property
     def shares_tensors(self) -> bool:
         """Whether the engine serves the learner's own tensors."""
-        return self.learner is not None and self.engine is not None
+        return self.learner is not None and self.loaded is not None and self.learner.model is self.loaded.model
 
     @property
     def is_shared(self) -> bool:
@@ -152,8 +144,6 @@ class WorkerState:
     @property
     def version(self) -> int:
         """Of the weights that are learned, or served, here."""
-        if self.cut is not None:
-            return self.cut.learner.version
         if self.learner is not None:
             return self.learner.version
         served = self.follower.engine if self.follower is not None else self.engine
@@ -183,7 +173,7 @@ class WorkerState:
         with (
             self._judging(),
             Scorer(self.config.rewards, self.moved_on, kind) as scorer,
-            averaged(self.learner, engine),
+            averaged(self.learner if self.shares_tensors else None, engine),
         ):
             seen = evaluate(
                 _Judged(engine, self),
@@ -209,18 +199,6 @@ class WorkerState:
             from tidemill.reward import model  # has been imported, if there was one
 
             model.close_all()
-
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """The learner's part of a checkpoint."""
-        assert self.learner is not None
-        tensors, own = self.learner.state()
-        more, of_others = others(self.critic, self.keeper)
-        return tensors | more, {"learner": own, **of_others}
-
-    def restore(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-        assert self.learner is not None
-        self.learner.restore(tensors, state["learner"])
-        restore_others(self.critic, self.keeper, tensors, state)
 
     def reconnect(self, dock: RemoteDock, tally: KeptTally) -> None:
         """The same models and engine at another dock: nothing is held, nothing counted."""
@@ -298,7 +276,7 @@ def build_worker(task: Assignment, dock: RemoteDock) -> WorkerState:
             kit.follows = True
     if post.feeds:
         training, _ = open_source(config.data, config.seed)
-        encode = PromptTokens(kit.tokenizer, config.data)
+        encode = PromptTokens(kit.tokenizer, config.data, config.rollout.max_new_tokens)
         kit.feed = FEEDS[algorithm.input_kind](training, config, encode, algorithm.greedy_rows)
         kit.open_feed()
     if "reward" in post.stages:
@@ -343,34 +321,39 @@ def share_engine(kit: WorkerState, task: Assignment, where: StoreAddress) -> Non
         kit.follower = Follower(engine, notes, kit.loaded.model, kit.engine_group, kit.device)
 
 
-def cut(kit: WorkerState, task: Assignment) -> None:
-    """Once the ranks are one world: this rank's part of the learner, and the workers that need it."""
-    config, world = kit.config, kit.world
+def join_learners(kit: WorkerState, task: Assignment) -> None:
+    """Once the ranks are one world: this rank's part of the learner, and the workers that need it; whole learners
+    become copies of one another."""
+    config, timeout_s = kit.config, kit.config.learn.parallel.timeout_s
+    if not task.post.group.is_cut:
+        sizes = config.learn.parallel.model_copy(
+            update={"replicate": kit.world.size, "timeout_s": config.cluster.collective_s}
+        )
+        for learner in (kit.learner, kit.critic):
+            if learner is not None:
+                learner.join(mesh.build(sizes, kit.device.type))
+        return
     if kit.algorithm.learns_values:
         raise ConfigError(
             f"algorithm {config.algorithm.name} learns no policy, which a learner cut over workers does",
             "set the sizes of learn.parallel to 1, or cluster.executor=local",
         )
-    place = RankPlace(kit.device.type, kit.device)
-    learner = cut_learner(config, updates_of(config), task.model_path, place)
-    reference = cut_reference(config, task.model_path, place) if "reference" in kit.stages else None
-    critic = cut_critic(config, updates_of(config), task.model_path, place) if kit.algorithm.has_critic else None
-    known = world.gather({name: cut.shape for name, cut in learner.cuts.items()}, "counting the model's tensors")
-    timeout_s = config.learn.parallel.timeout_s
-    kit.cut = CutLearner(
-        learner,
-        reference,
-        Calls(world.store, world.rank),
-        Team(learner.meshes, timeout_s),
-        elements({name: shape for part in known for name, shape in part.items()}),
-        critic,
-        Team(critic.meshes, timeout_s) if critic is not None else None,
-        Team(reference.meshes, timeout_s) if reference is not None else None,
-    )
+    place, path = RankPlace(kit.device.type, kit.device), task.model_path
+    kit.learner = cut_learner(config, updates_of(config), path, place)
+    if "reference" in kit.stages:
+        kit.reference = cut_reference(config, path, place)
+    if kit.algorithm.has_critic:
+        kit.critic = cut_critic(config, updates_of(config), path, place)
+    shapes = {name: cut.shape for name, cut in kit.learner.cuts.items()}
+    known = kit.world.gather(shapes, "counting the model's tensors")
+    kit.parameters = elements({name: shape for part in known for name, shape in part.items()})
+    roles = {"learn": kit.learner, "learn_values": kit.critic, "reference": kit.reference}
+    kit.teams = {role: Team.of(model.meshes, timeout_s) for role, model in roles.items() if model is not None}
     _staff(kit)
 
 
 def _staff(kit: WorkerState) -> None:
+    kit.calls = Calls(kit.world) if kit.learner is not None else None
     makers = _makers(kit)
     for stage in kit.stages:
         kit.workers[stage] = makers[stage]()
@@ -398,68 +381,53 @@ def _teach(kit: WorkerState) -> None:
         critic = ValueLearner(ValueModel(model, shares_trunk), config, algorithm, updates)
     kit.learner = critic if algorithm.learns_values and critic else Learner(model, config, algorithm, updates)
     kit.critic = critic if algorithm.has_critic else None  # a reward model is the learner itself
+    kit.teams = {role: Team(kit.world.rank, kit.world.size) for role in ("learn", "learn_values")}
+    kit.parameters = kit.loaded.parameters
 
 
 def _makers(kit: WorkerState) -> dict[str, Callable[[], Worker]]:
     config, dock, tally = kit.config, kit.dock, kit.tally
 
-    def model() -> Any:
-        assert kit.loaded is not None
-        return kit.loaded.model
+    def learn(name: str, learner: Learner | None) -> Worker:
+        assert learner is not None and kit.calls is not None
+        critic = cast("RankLearnWorker | None", kit.workers.get("learn_values")) if name == "learn" else None
+        return RankLearnWorker(dock, learner, config, tally, kit.world, kit.calls, kit.teams[name], name, critic)
 
-    def reference() -> Any:
-        return freeze(model(), config.algorithm.kl.weights)
-
-    def learn(name: str, learner: Learner | None, critic: Worker | None = None) -> Worker:
-        if (part := kit.cut) is not None:
-            parts, team = (part.learner, part.team) if name == "learn" else (part.critic, part.critic_team)
-            assert parts is not None and team is not None
-            other = critic if isinstance(critic, RankLearnWorker) else None
-            return CutLearnWorker(dock, parts, config, tally, kit.world, part.calls, team, name, other)
-        assert learner is not None
-        own = critic if isinstance(critic, RankLearnWorker) else None
-        return RankLearnWorker(dock, learner, config, tally, kit.world, name, own)
-
-    def scores(name: str, column: str) -> Worker:
-        if (part := kit.cut) is None:
-            return ScoreWorker(name, column, dock, model() if name == "old_logprobs" else reference(), config, tally)
-        if name == "old_logprobs":
-            own = (config, tally, kit.world, part.calls, part.team)
-            return CutScoreWorker(name, column, dock, part.learner, *own)
-        assert part.reference is not None and part.reference_team is not None
-        own = (config, tally, kit.world, part.calls, part.reference_team)
-        follow = Follow(part.learner, part.reference, kit.world)
-        return CutScoreWorker(name, column, dock, part.reference, *own, follow)
+    def scores(name: str, column: str, model: MeshModel | None, team: str) -> Worker:
+        if not kit.is_cut or model is None:  # of a whole model, here or in a process of its own
+            if model is None:
+                assert kit.loaded is not None
+                model = MeshModel(freeze(kit.loaded.model, config.algorithm.kl.weights), config, is_ready=True)
+            return ScoreWorker(name, column, dock, model, config, tally)
+        assert kit.learner is not None and kit.calls is not None
+        follow = Follow(kit.learner, model, kit.world) if name == "reference" else None
+        return CutScoreWorker(name, column, dock, model, config, tally, kit.world, kit.calls, kit.teams[team], follow)
 
     def reward() -> Worker:
         assert kit.scorer is not None
-        return RewardWorker(dock, kit.scorer, decoder(kit.tokenizer), tally, kit.kept_samples.append)
+        texts = decoder(kit.tokenizer)
+        return RewardWorker(dock, kit.scorer, texts, tally, kit.kept_samples.append, revealer(kit.tokenizer))
 
     def rollout() -> Worker:
         assert kit.engine is not None
         return RolloutWorker(dock, kit.engine, config, tally)
 
+    def taught_by() -> MeshModel:
+        return MeshModel(teacher(config, kit.device), config, is_ready=True)
+
     def refill(count: int) -> int:
         return kit.ahead.refill(count) if kit.ahead is not None else 0
-
-    def values() -> Worker:
-        if (part := kit.cut) is not None:
-            assert part.critic is not None and part.critic_team is not None
-            own = (part.calls, part.critic_team)
-            return CutScoreWorker("values", "values", dock, part.critic, config, tally, kit.world, *own)
-        assert kit.critic is not None
-        return ValueWorker(dock, kit.critic, config, tally)
 
     return {
         "rollout": rollout,
         "reward": reward,
-        "old_logprobs": lambda: scores("old_logprobs", "old_logprobs"),
-        "teacher": lambda: ScoreWorker("teacher", "teacher_logprobs", dock, teacher(config, kit.device), config, tally),
-        "reference": lambda: scores("reference", "ref_logprobs"),
+        "old_logprobs": lambda: scores("old_logprobs", "old_logprobs", kit.learner, "learn"),
+        "teacher": lambda: ScoreWorker("teacher", "teacher_logprobs", dock, taught_by(), config, tally),
+        "reference": lambda: scores("reference", "ref_logprobs", kit.reference, "reference"),
         "advantage": lambda: AdvantageWorker(dock, kit.algorithm, config, tally, refill),
-        "values": values,
+        "values": lambda: scores("values", "values", kit.critic, "learn_values"),
         "learn_values": lambda: learn("learn_values", kit.critic),
-        "learn": lambda: learn("learn", kit.learner, kit.workers.get("learn_values")),
+        "learn": lambda: learn("learn", kit.learner),
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from tidemill.cluster.assignment import Assignment, WeightLink
 from tidemill.cluster.report import StoreAddress
 from tidemill.cluster.worker import weights
-from tidemill.cluster.worker.build import WorkerState, build_worker, counts_of, cut, share_engine
+from tidemill.cluster.worker.build import WorkerState, build_worker, counts_of, join_learners, share_engine
 from tidemill.cluster.worker.cut import ORDER
 from tidemill.cluster.worker.store import StoreServer
 from tidemill.device import collective
@@ -24,12 +24,10 @@ from tidemill.flow.records import Evaluation
 from tidemill.flow.rolling import RolloutWorker
 from tidemill.flow.scoring import AdvantageWorker
 from tidemill.flow.tally import Counted
-from tidemill.learn import checkpoint
-from tidemill.learn.parallel.model import ParallelModel
-from tidemill.models.load import save_folder
+from tidemill.learn.model import MeshModel
+from tidemill.models.load import keep_definition, save_folder
 from tidemill.reshard.layout import Layout
 from tidemill.rollout.native.forward import parallel
-from tidemill.run.trained import keep_definition
 
 PAUSE_S = 0.001  # between looks at what the first rank calls
 
@@ -56,9 +54,7 @@ class Orders:
 
     @property
     def parameters(self) -> int:
-        if self.kit.cut is not None:
-            return self.kit.cut.parameters
-        return self.kit.loaded.parameters if self.kit.loaded is not None else 0
+        return self.kit.parameters
 
     def count_parameters(self) -> int:
         return self.parameters
@@ -95,10 +91,10 @@ class Orders:
         """Do with the others what the first rank has called next; whether it had."""
         if self.kit.follower is not None:
             self.kit.follower.check()
-        part = self.kit.cut
-        if part is None or part.calls.is_first or self._is_ordered:
+        calls = self.kit.calls
+        if calls is None or calls.is_first or self._is_ordered:
             return False
-        called = part.calls.heard()
+        called = calls.heard()
         if called is None:
             return False
         if called == ORDER:
@@ -110,12 +106,13 @@ class Orders:
         return True
 
     def _in_turn(self) -> None:
-        """What the driver tells all ranks of a cut learner is done at one place among their calls: a rank that moved
-        weights while another began to learn would wait for it for ever."""
-        if (part := self.kit.cut) is None:
+        """What the driver tells all learners is done at one place among their calls: a rank that moved weights while
+        another began to learn would wait for it for ever."""
+        calls = self.kit.calls
+        if calls is None or self.kit.world.size == 1:
             return
-        if part.calls.is_first:
-            part.calls.call(ORDER)
+        if calls.is_first:
+            calls.call(ORDER)
             return
         wait_s = self.task.config.cluster.collective_s
         deadline = time.monotonic() + wait_s
@@ -246,35 +243,29 @@ class Orders:
         """Ranks of a cut learner write while training goes on; with `wait`, come back when it is on disk."""
         self._in_turn()
         self._look_at_learner()
-        marks: dict[str, Any] = {"keep": self.kit.config.checkpoint.keep, "best": best, "metric": metric}
-        if (part := self.kit.cut) is None:
-            tensors, own = self.kit.state()
-            checkpoint.save(folder, step, tensors, own | state, **marks)
-            return
-        own = {} if self.kit.keeper is None else {"kl": self.kit.keeper.state()[1]}
-        part.learner.save(folder, step, own | state, critic=part.critic, reference=self._moving_reference(), **marks)
-        if wait:
-            part.learner.saver.wait()
+        kit = self.kit
+        assert kit.learner is not None
+        more, own = kit.keeper.state() if kit.keeper is not None else ({}, None)
+        kit.learner.save(
+            folder, step, state | ({} if own is None else {"kl": own}), keep=kit.config.checkpoint.keep, best=best,
+            metric=metric, more=more, critic=kit.critic, reference=self._moving_reference(), wait=wait,
+        )  # fmt: skip
 
-    def _moving_reference(self) -> ParallelModel | None:
-        part = self.kit.cut
-        moves = part is not None and self.kit.config.algorithm.kl.reset_every
-        return part.reference if part is not None and moves else None
+    def _moving_reference(self) -> MeshModel | None:
+        return self.kit.reference if self.kit.config.algorithm.kl.reset_every else None
 
     def settle(self) -> None:
         """Whatever is being written is on disk."""
-        if self.kit.cut is not None:
-            self.kit.cut.learner.saver.wait()
+        if self.kit.learner is not None:
+            self.kit.learner.settle()
 
     def restore(self, path: Path) -> dict[str, Any]:
         self._look_at_learner()
-        if (part := self.kit.cut) is not None:
-            state = part.learner.load(path, part.critic, self._moving_reference())
-            if self.kit.keeper is not None:
-                self.kit.keeper.restore({}, state["kl"])
-            return state
-        tensors, state = checkpoint.load(path)
-        self.kit.restore(tensors, state)
+        kit = self.kit
+        assert kit.learner is not None
+        state = kit.learner.load(path, kit.critic, self._moving_reference())
+        if kit.keeper is not None:
+            kit.keeper.restore(path, state["kl"])
         return state
 
     def keep_definition(self, run: Path) -> None:
@@ -285,7 +276,7 @@ class Orders:
         kit = self.kit
         assert kit.loaded is not None
         if kit.lead is None:
-            with kit.learner.averaged() if kit.learner is not None else nullcontext():
+            with kit.learner.averaged() if kit.learner is not None and kit.shares_tensors else nullcontext():
                 save_folder(kit.loaded.model, kit.loaded.tokenizer, folder)
             return
         whole = kit.lead.gathered(kit.loaded.model, kit.engine_group)
@@ -303,8 +294,7 @@ class Orders:
 
     def join_world(self, where: StoreAddress) -> None:
         self.kit.world.join(where, self.kit.device, self.task.config.cluster.collective_s)
-        if self.task.post.group.is_cut:
-            cut(self.kit, self.task)
+        join_learners(self.kit, self.task)
         if self.kit.is_shared:
             share_engine(self.kit, self.task, where)
 
@@ -315,7 +305,7 @@ class Orders:
 
     def describe(self, rank: int, mates: tuple[int, ...]) -> tuple[Layout, Layout]:
         """How what is sent and what is received lies, for this place in a link; `mates`: those of its engine."""
-        sent = weights.layout_of(self._sent(), rank) if self.kit.cut is None else self.kit.cut.learner.layout()
+        sent = self.kit.learner.layout() if self.kit.learner is not None else weights.layout_of({}, rank)
         if self.kit.is_shared:
             assert self.kit.loaded is not None
             return sent, parallel.layout(self.kit.loaded.model, mates)
@@ -378,12 +368,7 @@ class Orders:
         return self.kit.version
 
     def _sent(self) -> dict[str, Any]:
-        if self.kit.cut is not None:
-            return weights.pieces(self.kit.cut.learner)
-        if self.kit.learner is None:
-            return {}
-        assert self.kit.loaded is not None
-        return weights.learned(self.kit.loaded.model)
+        return self.kit.learner.pieces() if self.kit.learner is not None else {}
 
     def _received(self) -> dict[str, Any]:
         if self.kit.is_shared:

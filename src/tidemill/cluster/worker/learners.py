@@ -1,11 +1,12 @@
-"""Ranks that learn together: each adds up the gradients of its share, one all-reduce makes an update of all of them.
+"""Ranks that learn together: each adds up the gradients of its share, and one update is made of all of them.
 
-The share of a rank is whatever the dock gave it; gradients and metrics are sums, so the update is the one that a
-single rank would have made.
+Ranks that work on the same samples (tensor, context and pipeline parallel) are a team; its leader takes the team's
+share from the dock. Gradients and metrics are sums, so the update is the one that a single rank would have made.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,17 +22,19 @@ from tidemill.cluster.report import StoreAddress
 from tidemill.cluster.worker.store import KeyedStore
 from tidemill.device.collective import backend
 from tidemill.dock import Dock, Progress, Want
+from tidemill.errors import CollectiveError, DockError
 from tidemill.flow.learning import LearnWorker
 from tidemill.flow.stage import committed
 from tidemill.flow.tally import Tally
-from tidemill.learn.engine import Learner, stats_from_plain, stats_to_plain
+from tidemill.learn.engine import Learner
 from tidemill.learn.parallel import plain
 from tidemill.recipe.config import Config
 
 if TYPE_CHECKING:
-    from tidemill.learn.parallel.learner import ParallelLearner
+    from tidemill.cluster.worker.cut import Calls, Team
 
 MOST_GROUPS = 4096  # asked for at once: all there are
+LOST = -1  # rows of a step, as a rank sees it that no longer has its share
 
 
 class World:
@@ -60,26 +63,6 @@ class World:
         with self.within(what):
             return plain.gather(own, self.size)
 
-    def update(self, learner: Learner) -> dict[str, float]:
-        """One optimizer step from what all ranks accumulated."""
-        if self.size > 1:
-            self._share(learner)
-        return learner.update()
-
-    def _share(self, learner: Learner) -> None:
-        parts = self.gather((learner._whole, stats_to_plain(learner._stats)), "gathering of metrics")
-        learner._whole = sum(whole for whole, _ in parts)
-        learner._stats = [stats for _, listed in parts for stats in stats_from_plain(listed)]
-        gradients = learner.gradients
-        given = torch.tensor([gradients.of(p) is not None for p in gradients.parameters], dtype=torch.int32)
-        with self.within("all-reduce of gradients"):
-            dist.all_reduce(given, dist.ReduceOp.MAX)
-            for p, is_given in zip(gradients.parameters, given.tolist()):
-                if is_given:  # somewhere; a rank without samples of it adds zero
-                    dist.all_reduce(gradients.ensure(p))
-            for loads in learner.routers.sums() if learner.routers is not None else ():
-                dist.all_reduce(loads)
-
     @contextmanager
     def within(self, operation: str) -> Iterator[None]:
         before, self.operation = self.operation, (operation, time.monotonic())
@@ -88,27 +71,41 @@ class World:
         finally:
             self.operation = before
 
+    @contextmanager
+    def all_ranks(self, name: str) -> Iterator[None]:
+        """What all ranks must come through. One that loses its dock on the way has left the others waiting."""
+        try:
+            with self.within(f"{name} of all ranks"):
+                yield
+        except DockError as error:
+            raise CollectiveError(f"{name} of all ranks stopped half way: {error.message}") from error
+
 
 class RankLearnWorker(LearnWorker):
-    """Learns its share of a step's groups. A step is learned once: when ledger or leases went in between, what was
-    accumulated is thrown away before the update, and what comes back after it is only ended."""
+    """Learns its team's share of a step's groups. A step is learned once: when ledger or leases went in between, what
+    was accumulated is thrown away before the update, and what comes back after it is only ended.
+
+    The first rank calls when all rows are there, and the others follow. Ranks that compute alone, copies of a whole
+    model, add up gradients as their samples come; others do so together, when the first rank calls."""
 
     def __init__(
         self,
         dock: Dock,
-        learner: Learner | ParallelLearner,
+        learner: Learner,
         config: Config,
         tally: Tally,
         world: World,
+        calls: Calls,
+        team: Team,
         name: str = "learn",
-        critic: LearnWorker | None = None,
+        critic: RankLearnWorker | None = None,
     ) -> None:
-        self.world = world
+        self.world, self.calls, self.team, self.own, self.critic_worker = world, calls, team, learner, critic
         self.groups: Any = np.empty(0, np.int64)  # of the whole step, on all ranks; known when it is learned
         self.has_updated = False
         self.started_over = 0
-        self.own = learner
         self._counted = np.zeros(2)  # tokens and samples accumulated since the last update of all ranks
+        self._hands = {"ready": self._accumulate_early, "finish": self._finish_if_all_here}
         super().__init__(dock, learner, config, tally, name, critic)
 
     def begin(self, first_group: int, tag: str | None = None) -> None:
@@ -117,26 +114,35 @@ class RankLearnWorker(LearnWorker):
         self.groups, self.has_updated = np.empty(0, np.int64), False
 
     def poll(self) -> bool:
-        if self.is_done:
+        if self.is_done or not (self.team.is_leader or self.has_updated):
             return False
         before = self._progress()
-        moved = self._take(before)
-        if self._has_lost() and not self.has_updated:
-            self._drop_held()
-            return True
+        moved = self.team.is_leader and self._take(before)
         if self.has_updated:
             return self._end() or moved
-        if not moved and before.is_all_leased and self._has_critic_ended():
-            self._finish_if_all_here()
+        is_alone = self.own.meshes.computes_alone
+        if is_alone and self._has_lost():
+            self._drop_held()
             return True
-        if moved:
-            self._accumulate_ready()
+        if self.calls.is_first and not moved and before.is_all_leased and self._has_critic_ended():
+            return self._call("finish")
+        if moved and self._fills_microbatch():
+            if is_alone:
+                self._accumulate_early()
+            elif self.calls.is_first:
+                self._call("ready")
         return moved
 
-    @property
-    def share(self) -> tuple[int, int]:
-        """Which of the shares that the dock deals out is taken here, and of how many."""
-        return self.world.rank, self.world.size
+    def _call(self, what: str) -> bool:
+        self.calls.call(f"{self.name}:{what}")
+        self.together(what)
+        return True
+
+    def together(self, what: str) -> None:
+        """Do what the first rank has called, with all others."""
+        is_alone = self.own.meshes.computes_alone
+        with self.world.within(f"{self.name} of all ranks") if is_alone else self.world.all_ranks(self.name):
+            self._hands[what]()
 
     def _has_lost(self) -> bool:
         """Whether rows that were held here are someone else's now."""
@@ -145,8 +151,8 @@ class RankLearnWorker(LearnWorker):
     def _has_critic_ended(self) -> bool:
         """Whether the critic, if there is one, has learned from the step. Before that a rank could be at the critic's
         exchange while another is at this one's, and the step would count as done with critic's rows left."""
-        critic = self.critic
-        if not isinstance(critic, RankLearnWorker) or critic.is_done:
+        critic = self.critic_worker
+        if critic is None or critic.is_done:
             return True
         return critic.has_updated and critic._end()
 
@@ -155,15 +161,15 @@ class RankLearnWorker(LearnWorker):
         return self.dock.progress(self.name, self.tag)
 
     def _take(self, before: Progress) -> bool:
-        """Take all that is this rank's. Decisions made before `before` was asked are then all held."""
-        place, shares = self.share
+        """Take all that is this team's. Decisions made before `before` was asked are then all held."""
+        place, shares = self.team.place, self.team.count
         want = Want(groups=MOST_GROUPS, rank=place, ranks=shares, tag=self.tag)
         moved = False
         while (lease := self.dock.take(self.name, want)) is not None:
             self.held.append(lease)
             moved = True
         if shares > 1 and place == 0 and before.ready and before.ready + before.leased == before.pending:
-            # Fewer groups than shares are left, and no more will come: the first rank takes them.
+            # Fewer groups than shares are left, and no more will come: the first team takes them.
             lease = self.dock.take(self.name, Want(groups=MOST_GROUPS, tag=self.tag))
             if lease is not None:
                 self.held.append(lease)
@@ -171,13 +177,25 @@ class RankLearnWorker(LearnWorker):
         return moved
 
     def _word(self) -> tuple[list[int], int] | None:
-        """The groups held here, one of each row, and how many rows there are in all."""
+        """The groups held here, one of each row, and how many rows there are in all. Only leaders hold anything. One
+        whose leases ran out has accumulated what others will take: no step then."""
+        if not self.team.is_leader:
+            return None
+        if not self.calls.is_first:
+            self._take(self._progress())
         own = [int(g) for lease in self.held for g in lease.batch.values(GROUP).tolist()]
-        return own, self._progress().pending
+        return own, LOST if self._has_lost() else self._progress().pending
+
+    def _word_or_loss(self) -> tuple[list[int], int] | None:
+        """A rank whose dock is gone still says so: the others would wait for it."""
+        try:
+            return self._word()
+        except DockError:
+            return [], LOST
 
     def _finish_if_all_here(self) -> None:
-        """Learn, if the shares of all ranks make up the step, each row once; all ranks decide alike."""
-        told = self.world.gather(self._word(), "agreement on the step's samples")
+        """Learn, if the shares of all teams make up the step, each row once; all ranks decide alike."""
+        told = self.world.gather(self._word_or_loss(), "agreement on the step's samples")
         words = [word for word in told if word is not None]
         union = [set(groups) for groups, _ in words]
         every = sorted(set().union(*union))
@@ -193,28 +211,21 @@ class RankLearnWorker(LearnWorker):
         self._end()
 
     def _learn_share(self) -> None:
-        assert isinstance(self.own, Learner)
         whole = Batch.concat([held.batch for held in self.held]) if self.held else None
         place = self._place(self.groups)
         for _ in range(self.passes):
             for update in range(self.config.train.updates_per_step):
-                if whole is not None:
-                    fresh = ~np.isin(whole.values(GROUP), list(self.accumulated))
-                    rows = np.flatnonzero((self._place(whole.values(GROUP)) == update) & fresh)
-                    if len(rows):
-                        self._accumulate(whole.gather(rows))
                 if (place == update).any():
-                    self.has_begun = True
+                    own = None
+                    if whole is not None:
+                        own = self._fresh(whole, self._place(whole.values(GROUP)) == update)
+                    self._accumulate_share(own)
                     self.my_turn()
                     with self.tally.time(self.name):
-                        measured = self.world.update(self.own)
-                    if self.world.rank == 0:
+                        measured = self.own.update()
+                    if self.calls.is_first:
                         self.tally.update(self._named(measured))
                 self.accumulated = set()
-
-    def _counted_in(self, batch: Batch) -> Batch:
-        self._counted += np.array([batch["tokens"].lengths.sum(), batch.rows], np.float64)
-        return super()._counted_in(batch)
 
     def _place(self, groups: Any) -> Any:
         """Which of the step's updates each group belongs to."""
@@ -222,6 +233,45 @@ class RankLearnWorker(LearnWorker):
         if self.config.algorithm.dynamic_sampling:
             return np.searchsorted(self.groups, groups) * updates // max(1, len(self.groups))
         return (groups - self.first_group) // (self.config.train.prompts_per_step // updates)
+
+    # Gradients of a share
+
+    def _fills_microbatch(self) -> bool:
+        early = self._early()
+        return early is not None and early["tokens"].lengths.sum() >= self.config.train.tokens_per_microbatch
+
+    def _early(self) -> Batch | None:
+        """Of the first update, what was not accumulated yet; None where it is not known what belongs to it."""
+        is_dynamic = self.config.algorithm.dynamic_sampling
+        if not self.held or self.only_critic or (is_dynamic and self.config.train.updates_per_step > 1):
+            return None
+        ready = Batch.concat([held.batch for held in self.held])
+        return self._fresh(ready, self._update_of(ready) == 0)
+
+    def _fresh(self, batch: Batch, is_due: Any) -> Batch | None:
+        rows = np.flatnonzero(is_due & ~np.isin(batch.values(GROUP), list(self.accumulated)))
+        return batch.gather(rows) if len(rows) else None
+
+    def _accumulate_early(self) -> None:
+        self._accumulate_share(self._early())
+
+    def _accumulate_share(self, batch: Batch | None) -> None:
+        """What this team's leader gives, which may be nothing; all ranks at once, unless they compute alone."""
+        self.has_begun = True
+        if batch is not None:
+            batch = self._counted_in(batch)
+        shared = self.team.share(batch)
+        self.my_turn()
+        with self.tally.time(self.name):
+            self.own.accumulate_own(shared)
+        if shared is not None:
+            self.accumulated.update(int(g) for g in np.unique(shared.values(GROUP)))
+
+    def _counted_in(self, batch: Batch) -> Batch:
+        self._counted += np.array([batch["tokens"].lengths.sum(), batch.rows], np.float64)
+        return super()._counted_in(batch)
+
+    # After the update, and when something was lost
 
     def _end(self) -> bool:
         """After the update: end what is held. Whether the whole step is ended."""
@@ -239,7 +289,8 @@ class RankLearnWorker(LearnWorker):
             if count:
                 self.tally.add(name, -float(count))
         self._counted[:] = 0
-        for held in self.held:
-            held.abandon()
+        with contextlib.suppress(DockError):  # a dock that is gone has given them away
+            for held in self.held:
+                held.abandon()
         self.held, self.accumulated, self.has_begun = [], set(), False
         self.own.forget()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import math
 import os
 import secrets
 import select
@@ -28,21 +29,14 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from tidemill.cluster.report import StoreAddress
-from tidemill.dock.net.wire import (
-    RESEND_S,
-    SEQ,
-    Doorkeeper,
-    bound_address,
-    calling_socket,
-    check_host,
-    listening_socket,
-    new_identity,
-)
+from tidemill.cluster.worker.curve import Doorkeeper, bound_address, calling_socket, listening_socket
+from tidemill.dock.net.caller import RESEND_S
+from tidemill.dock.net.wire import SEQ, check_host
 from tidemill.errors import CollectiveError
 
 KEY_BYTES = 32
 NAME_BYTES = 16
-GONE_S = 5.0  # a store that cannot be reached for so long is given up
+GONE_S = 30.0  # a store that cannot be reached for so long is given up: a busy machine takes seconds to connect
 _dist: Any = dist  # its types do not say what stores it has
 
 
@@ -128,6 +122,11 @@ class StoreServer:
                     raise _late(ask, within_s)
                 found = self._carry_out(ask)
         return found
+
+    def now(self, ask: Ask) -> Answer | None:
+        """As `ask`; None where that would wait."""
+        with self._changed:
+            return self._carry_out(ask)
 
     def close(self) -> None:
         """Whoever waits for something here is told, or finds nobody."""
@@ -234,6 +233,7 @@ class KeyedStore(_dist.Store):  # type: ignore[misc]
         self.where, self._wait = where, timeout
         self._server = _here.get(where.address)
         self._idle: deque[_Line] = deque()
+        self._awaited: tuple[str, _Line] | None = None
 
     def set(self, key: str, value: bytes | str) -> None:
         self._ask(Set(key, value.encode() if isinstance(value, str) else bytes(value)))
@@ -241,6 +241,23 @@ class KeyedStore(_dist.Store):  # type: ignore[misc]
     def get(self, key: str) -> bytes:
         found = self._ask(Get(key))
         assert isinstance(found, bytes)
+        return found
+
+    def poll(self, key: str) -> bytes | None:
+        """The value, if it is there. One thread may ask for one key again and again: only the first time costs a
+        message, to the store as well."""
+        found: Answer | None
+        if self._server is not None:
+            found = self._server.now(Get(key))
+        else:
+            if self._awaited is None or self._awaited[0] != key:
+                self._awaited = key, self._idle.pop() if self._idle else _Line(self.where)
+                self._awaited[1].begin(Get(key))
+            found = self._awaited[1].answer(0.0)
+            if found is not None:
+                self._idle.append(self._awaited[1])
+                self._awaited = None
+        assert found is None or isinstance(found, bytes)
         return found
 
     def add(self, key: str, amount: int) -> int:
@@ -284,28 +301,44 @@ class _Line:
 
     def __init__(self, where: StoreAddress) -> None:
         context: zmq.Context[Any] = zmq.Context.instance()
-        self._socket = calling_socket(context, where.key, new_identity(), where.address)
+        self._socket = calling_socket(context, where.key, b"c" + os.urandom(15), where.address)
         self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._lost: float | None = time.monotonic()  # since when nobody who has the key is at the other end
-        self._number = 0
+        self._number, self._asked, self._sent = 0, (b"", b""), 0.0
 
     def ask(self, ask: Ask, within_s: float) -> Answer:
-        self._number += 1
-        number, body = SEQ.pack(self._number), _encode(ask)
+        self.begin(ask)
         deadline = time.monotonic() + within_s
         while (left_s := deadline - time.monotonic()) > 0:
-            self._socket.send_multipart([number, body])  # again: the other side knows it by its number
-            until = time.monotonic() + min(left_s, RESEND_S)
-            while (wait_s := until - time.monotonic()) > 0 and self._socket.poll(max(1, int(1000 * wait_s))):
-                got, answer = self._socket.recv_multipart()
-                if got == number:
-                    told: Answer = _decode_answer(answer)
-                    return told
+            answer = self.answer(left_s)
+            if answer is not None:
+                return answer
+        self._close()
+        raise _late(ask, within_s)
+
+    def begin(self, ask: Ask) -> None:
+        self._number += 1
+        self._asked = SEQ.pack(self._number), _encode(ask)
+        self._send()
+
+    def answer(self, wait_s: float) -> Answer | None:
+        """The answer to what was begun; None when it does not come within `wait_s`, or within a moment."""
+        until = time.monotonic() + min(wait_s, RESEND_S)
+        while self._socket.poll(max(0, math.ceil(1000 * (until - time.monotonic())))):
+            number, answer = self._socket.recv_multipart()
+            if number == self._asked[0]:
+                told: Answer = _decode_answer(answer)
+                return told
+        if time.monotonic() - self._sent > RESEND_S:
             if self._is_gone():
                 self._close()
                 raise CollectiveError("the process that keeps the ranks' store is gone", "see its log")
-        self._close()
-        raise _late(ask, within_s)
+            self._send()  # again: the other side knows it by its number
+        return None
+
+    def _send(self) -> None:
+        self._socket.send_multipart(self._asked)
+        self._sent = time.monotonic()
 
     def _is_gone(self) -> bool:
         while self._events.poll(0):

@@ -14,12 +14,10 @@ import torch.distributed as dist
 from tidemill.cluster.assignment import WeightLink
 from tidemill.cluster.worker.learners import World
 from tidemill.cluster.worker.store import KeyedStore
-from tidemill.learn.parallel import adapters
-from tidemill.learn.parallel.learner import ParallelLearner
-from tidemill.learn.parallel.model import ParallelModel, pieces_of
-from tidemill.models import lora
-from tidemill.models.buffers import carried, persistent
-from tidemill.reshard.dtensor import from_tensors, local_tensors
+from tidemill.learn.engine import Learner
+from tidemill.learn.model import MeshModel, pieces_of
+from tidemill.models.buffers import carried
+from tidemill.reshard.dtensor import from_tensors
 from tidemill.reshard.layout import Layout, merge
 from tidemill.reshard.move import (
     BUCKET_BYTES,
@@ -111,21 +109,10 @@ class LooseWire(GroupWire):
         return _Flying(turn, step, works)
 
 
-def learned(model: Any) -> dict[str, torch.Tensor]:
-    """What rollout is to serve, under the names it knows: adapters are merged."""
-    return local_tensors(lora.merged(model) | persistent(model))
-
-
-def pieces(learner: ParallelLearner) -> dict[str, torch.Tensor]:
-    """What lies on this rank of a learner that is cut, as its layout says. Adapters are merged, by all ranks
-    together."""
-    return adapters.merged(learner.model, pieces_of(learner.model))
-
-
 class Follow:
     """A reference on the learner's ranks that now and then becomes the policy, however each of the two is cut."""
 
-    def __init__(self, learner: ParallelLearner, reference: ParallelModel, world: World) -> None:
+    def __init__(self, learner: Learner, reference: MeshModel, world: World) -> None:
         self.learner, self.reference, self.world = learner, reference, world
         self._plan: Plan | None = None
         self._wire: GroupWire | None = None
@@ -143,7 +130,7 @@ class Follow:
         assert self._wire is not None
         self._moves += 1
         targets = pieces_of(self.reference.model)
-        job = Job(self._plan, self.world.rank, pieces(self.learner), targets, self._moves)
+        job = Job(self._plan, self.world.rank, self.learner.pieces(), targets, self._moves)
         with self.world.within("moving the reference"):
             move(job, self._wire)
 

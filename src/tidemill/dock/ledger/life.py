@@ -51,8 +51,9 @@ def enter(ledger: Ledger, ids: Ints, group: Ints, what: Written, places: Ints, t
     ledger.columns.learn_source(what.columns)
     rows.written[slots] = rows.source[slots] = ledger.columns.mask(what.columns)
     rows.pending[slots], rows.leased[slots] = ledger.all_stages, 0
+    code = ledger.tag_code(tag)
     for c in ledger.controllers:
-        c.pending.add(rows.tag[slots], 1)
+        c.pending.change(code, n)
     rows.chunk[:, slots] = -1
     _place(ledger, 0, slots, what, places, tag)
     ledger.chunks.count_rows(tag, n)
@@ -169,9 +170,11 @@ def end(ledger: Ledger, slots: Ints) -> None:
         ledger.effects.append(("end", rows.id[slots]))
     rows.state[slots] = ENDING
     ledger.counts.leave(rows.id[slots])
+    tags, pending, leased = rows.tag[slots], rows.pending[slots], rows.leased[slots]
     for c in ledger.controllers:
-        c.pending.add(rows.tag[slots[(rows.pending[slots] & c.bit) != 0]], -1)
-        c.held.add(rows.tag[slots[(rows.leased[slots] & c.bit) != 0]], -1)
+        c.pending.add(tags[(pending & c.bit) != 0], -1)
+        if c.leased:
+            c.held.add(tags[(leased & c.bit) != 0], -1)
         if not c.is_group:
             c.ready.remove(slots)
     if ledger.group_stages:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+
 import numpy as np
 import numpy.typing as npt
 
@@ -30,20 +33,20 @@ class TagCount(dict[int, int]):
     """How many rows there are of each tag; a tag without rows is not kept."""
 
     def add(self, tags: npt.NDArray[np.int32], sign: int) -> None:
-        if not len(tags):
+        raw = tags.tobytes()  # bytes are compared, and nothing of numpy is run, in the usual case
+        if raw[4:] == raw[:-4]:
+            if raw:
+                self.change(int.from_bytes(raw[:4], sys.byteorder), sign * len(tags))
             return
-        first = int(tags[0])
-        if len(tags) == 1 or bool((tags == first).all()):  # nearly always
-            counted = [(first, len(tags))]
+        for tag, n in Counter(tags.tolist()).items():
+            self.change(tag, sign * n)
+
+    def change(self, tag: int, n: int) -> None:
+        now = self.get(tag, 0) + n
+        if now:
+            self[tag] = now
         else:
-            found, numbers = np.unique(tags, return_counts=True)
-            counted = list(zip(found.tolist(), numbers.tolist()))
-        for tag, n in counted:
-            now = self.get(tag, 0) + sign * n
-            if now:
-                self[tag] = now
-            else:
-                del self[tag]
+            self.pop(tag, None)
 
     def of(self, tag: int | None) -> int:
         """Of one tag; None: of all."""

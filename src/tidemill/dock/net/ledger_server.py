@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import zmq
 
-from tidemill.batch import GROUP, ID, LENGTH, VERSION
-from tidemill.dock.api import LeaseExpired, Progress
 from tidemill.dock.ledger import requeue as again
 from tidemill.dock.ledger import snapshot
 from tidemill.dock.ledger.counts import Counts
@@ -28,20 +27,17 @@ from tidemill.dock.ledger.records import Grant, Written
 from tidemill.dock.ledger.waiters import ProgressWaiter, Waiter, Waiters
 from tidemill.dock.local import with_waiting
 from tidemill.dock.net import messages as m
-from tidemill.dock.net.arrivals import Arrivals, Events
-from tidemill.dock.net.compact import pack
-from tidemill.dock.net.door import Door, open_door
+from tidemill.dock.net.answers import granted, ints, of_rows, progress_reply, refusal
 from tidemill.dock.net.journal import Journal
-from tidemill.dock.net.wire import OWNER_BYTES, SEQ, Doorkeeper, Gate, bound_address, check_host, listening_socket
+from tidemill.dock.net.wire import OWNER_BYTES, SEQ
+from tidemill.dock.net.wire_server import WireServer
 from tidemill.dock.setup import DockSetup
 from tidemill.dock.store.catalog import Catalog
-from tidemill.dock.store.segment import SegmentGone
 from tidemill.errors import DockError
 
 log = logging.getLogger("tidemill.dock")
 
 TICK_S = 0.05  # how late an expiry may be noticed
-AT_ONCE = 256  # messages handled before the loop journals and answers
 # A journal of this many records, and of more than an eighth of the rows, is replaced by a snapshot: a restart reads
 # about 8,000 records a second and has two seconds for everything; a snapshot costs about a microsecond per row.
 SNAPSHOT_RECORDS, ROWS_PER_RECORD = 2000, 8
@@ -63,7 +59,7 @@ class ParkedPut:
 
 
 class LedgerServer:
-    def __init__(self, setup: DockSetup, folder: Path, token: str, host: str, port: int = 0) -> None:
+    def __init__(self, setup: DockSetup, folder: Path, token: str, listeners: Sequence[socket.socket]) -> None:
         self._setup = setup
         self._journal = Journal(folder)
         self.epoch = _next_epoch(folder)
@@ -79,14 +75,7 @@ class LedgerServer:
         self._refused = 0
         self._started = self._ticked = time.monotonic()
         self._awaited = self._catalog.holders()  # known from before a restart and not heard of since
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._doorkeeper = Doorkeeper(self._context, token)
-        self._socket = listening_socket(self._context, token)
-        self._gate = Gate(self._socket)
-        self._socket.bind(f"tcp://{check_host(host)}:{port or '*'}")
-        self.address = bound_address(self._socket)
-        self._door = open_door(token, self.address)
-        self._arrivals = Arrivals(self._door, (self._socket, self._doorkeeper.socket))
+        self._wire = WireServer(token, listeners)
         self.is_stopping = False
 
     # -- the loop ----------------------------------------------------------------------------------------------------
@@ -94,13 +83,12 @@ class LedgerServer:
     def run(self) -> None:
         ticked = 0.0
         while not self.is_stopping:
-            events, has_network = self._arrivals.wait(TICK_S)
+            events = self._wire.wait(TICK_S)
             now = time.monotonic()
-            if events and self._door is not None:
-                self._receive_at_door(self._door, events, now)
-            if has_network:
-                self._doorkeeper.answer_all()
-                self._receive(now)
+            letters = self._wire.receive(now, events)
+            self._note_who_left()  # first: one that came back has asked again, in one of these letters
+            for client, seq, body in letters:
+                self._handle(client, seq, body, now)
             if now - ticked >= TICK_S:
                 ticked = now
                 self._tick(now)
@@ -108,41 +96,26 @@ class LedgerServer:
             self._flush()
         self._journal.rotate(self._snapshot())
         self._journal.close()
-        if self._door is not None:
-            self._door.close()
-        self._socket.disable_monitor()
-        self._context.destroy(linger=200)
+        self._wire.close()
 
-    def _receive(self, now: float) -> None:
-        self._arrivals.is_network_used = True
-        for _ in range(AT_ONCE):
-            try:
-                client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            if len(frames) != 2 or len(frames[0]) != SEQ.size:
-                self._refused += 1
-                continue
-            self._handle(client, frames[0], frames[1], now)
+    def _note_who_left(self) -> None:
+        """When the last local connection of a process ends, the process has: its leases are given back at once."""
+        for client, is_local in self._wire.left:
+            owner = client[:OWNER_BYTES]
+            has_ended = is_local and not self._wire.has_owner(owner)
+            self._forget(client, has_ended)
+            if has_ended:
+                self._ledger.release(owner)
+        self._wire.left.clear()
 
-    def _receive_at_door(self, door: Door, events: Events, now: float) -> None:
-        letters = door.receive(now, events)
-        self._note_who_left(door)  # first: one that came back has asked again, in one of these letters
-        for client, seq, body in letters:
-            self._handle(client, seq, body, now)
-
-    def _note_who_left(self, door: Door) -> None:
-        """When the last connection of a process ends, the process has: its leases are given back at once."""
-        for client in door.left:
-            self._forget(client)
-            if not door.has_owner(client[:OWNER_BYTES]):
-                self._ledger.release(client[:OWNER_BYTES])
-        door.left.clear()
-
-    def _forget(self, client: bytes) -> None:
-        """It hung up: what it waits for is not given to it. Should it come back, it asks again."""
-        last = self._last.pop(client, None)
-        if last is not None and last[1] is None:
+    def _forget(self, client: bytes, has_ended: bool) -> None:
+        """It hung up: what it waits for is not given to it. Should it come back, it asks again, and gets the same
+        answer unless what it was given has been taken back."""
+        last = self._last.get(client)
+        if last is None or not (has_ended or last[1] is None):
+            return
+        del self._last[client]
+        if last[1] is None:
             self._waiters.forget(client)
             self._parked_puts = [put for put in self._parked_puts if put.client != client]
 
@@ -159,11 +132,11 @@ class LedgerServer:
             message = m.decode_for_ledger(body)
             answer = self._step(client, seq, message, now)
         except DockError as error:
-            answer = _refusal(error)
+            answer = refusal(error)
         except NONSENSE as error:
             # The peer has the token but speaks nonsense: say so, count it, and go on serving the others.
             self._refused += 1
-            answer = _refusal(error)
+            answer = refusal(error)
         if answer is not None:
             self._answer(client, seq, answer)
 
@@ -190,18 +163,14 @@ class LedgerServer:
             self._journal.append(effects)
             self._catalog.effects, self._ledger.effects = [], []
         for client, seq, body in self._outbox:
-            if self._door is None or not self._door.send(client, seq, body):
-                self._socket.send_multipart((client, seq, body))
-                self._arrivals.is_network_used = True
+            self._wire.send(client, seq, body)
         self._outbox.clear()
         if self._journal.records > max(SNAPSHOT_RECORDS, len(self._ledger.slot_of) // ROWS_PER_RECORD):
             self._journal.rotate(self._snapshot())
 
     def _tick(self, now: float) -> None:
-        self._gate.watch(now)
-        if self._door is not None:
-            self._door.sweep(now)
-            self._note_who_left(self._door)
+        self._wire.sweep(now)
+        self._note_who_left()
         self._ledger.expire(now)
         self._waiters.expire(now)
         while self._parked_puts and any(p.deadline <= now for p in self._parked_puts):
@@ -248,8 +217,8 @@ class LedgerServer:
                 return self._warehouse_step(client, message, now)
 
     def _put(self, client: bytes, seq: bytes, message: m.Put, now: float) -> m.Message | None:
-        rows = len(_ints(message.ids))
-        if len(_ints(message.group)) != rows or (message.sizes is not None and len(_ints(message.sizes)) != rows):
+        rows = len(ints(message.ids))
+        if len(ints(message.group)) != rows or (message.sizes is not None and len(ints(message.sizes)) != rows):
             raise DockError(f"a put of {rows} ids must come with as many groups and sizes")
         if not self._ledger.chunks.has_room(message.tag, rows, message.outputs.nbytes):
             parked = ParkedPut(client, seq, message, now, now + message.wait_s, now - max(0.0, message.waited_s))
@@ -258,8 +227,8 @@ class LedgerServer:
         return self._admit(message, now)
 
     def _admit(self, message: m.Put, now: float) -> m.Message:
-        ids, group = _ints(message.ids), _ints(message.group)
-        sizes = None if message.sizes is None else _ints(message.sizes)
+        ids, group = ints(message.ids), ints(message.group)
+        sizes = None if message.sizes is None else ints(message.sizes)
         written = self._written(message.outputs, len(ids))
         try:
             return m.Done(self._ledger.put(ids, group, sizes, written, message.tag, now))
@@ -277,7 +246,7 @@ class LedgerServer:
                 try:
                     self._answer(put.client, put.seq, self._admit(put.message, now))
                 except (DockError, *NONSENSE) as error:
-                    self._answer(put.client, put.seq, _refusal(error))
+                    self._answer(put.client, put.seq, refusal(error))
                 return True
         return False
 
@@ -286,15 +255,17 @@ class LedgerServer:
         self._ledger.expire(now)
         grant = self._ledger.take(message.stage, want, now, client[:OWNER_BYTES])
         if grant is not None:
-            return self._granted(grant, now)
+            return granted(grant, now, self._catalog)
         if message.wait_s <= 0:
             return m.Nothing()
 
         def answer(given: Grant | DockError | None) -> None:
             if isinstance(given, DockError):
-                self._answer(client, seq, _refusal(given))
+                self._answer(client, seq, refusal(given))
             else:
-                self._answer(client, seq, m.Nothing() if given is None else self._granted(given, time.monotonic()))
+                self._answer(
+                    client, seq, m.Nothing() if given is None else granted(given, time.monotonic(), self._catalog)
+                )
 
         since = now - max(0.0, message.waited_s)
         owner = client[:OWNER_BYTES]
@@ -305,14 +276,14 @@ class LedgerServer:
         self._ledger.expire(now)
         stage, tag, until = message.stage, message.tag, message.until
         if until is None or message.wait_s <= 0 or self._ledger.controller(stage).holds(until, tag):
-            return _progress_reply(self._ledger.progress(stage, tag))
+            return progress_reply(self._ledger.progress(stage, tag))
         self._waiters.watch(
             ProgressWaiter(
                 stage,
                 tag,
                 until,
                 now + message.wait_s,
-                lambda progress: self._answer(client, seq, _progress_reply(progress)),
+                lambda progress: self._answer(client, seq, progress_reply(progress)),
                 client,
             )
         )
@@ -324,39 +295,19 @@ class LedgerServer:
         rows = self._ledger.lease_rows(message.lease, now)
         written = self._written(message.outputs, rows, message.counts)
         try:
-            self._ledger.commit(message.lease, written, _ints(message.drop).tolist(), now)
+            self._ledger.commit(message.lease, written, ints(message.drop).tolist(), now)
         except (DockError, *NONSENSE):
             self._ledger.chunks.freed.append(written.chunk)
             raise
         return m.Done()
 
     def _written(self, outputs: m.Outputs, rows: int, counts: Counts | None = None) -> Written:
-        version, length = _of_rows(outputs.version, np.int32, rows), _of_rows(outputs.length, np.int32, rows)
-        score = _of_rows(outputs.score, np.float32, rows)
+        version, length = of_rows(outputs.version, np.int32, rows), of_rows(outputs.length, np.int32, rows)
+        score = of_rows(outputs.score, np.float32, rows)
         chunk = -1
         if outputs.copies:
             chunk = self._catalog.add(outputs.nbytes, self._catalog.usable(outputs.copies))
         return Written(outputs.columns, chunk, outputs.nbytes, version, length, score, counts)
-
-    def _granted(self, grant: Grant, now: float) -> m.Granted:
-        keys: dict[int, None] = {}
-        pieces = []
-        for piece in grant.pieces:
-            keys.update(dict.fromkeys(piece.keys))
-            where = [at if isinstance(at, int) else pack(at) for at in (piece.chunks, piece.places)]
-            pieces.append(m.WirePiece(piece.part, *where))
-        return m.Granted(
-            rows=grant.rows,
-            lease=grant.lease,
-            lease_s=grant.deadline - now,
-            columns=grant.columns,
-            ids=pack(grant.meta[ID]),
-            group=pack(grant.meta[GROUP]),
-            version=pack(grant.meta[VERSION]),
-            length=pack(grant.meta[LENGTH]),
-            pieces=tuple(pieces),
-            chunks=tuple(self._catalog.at(key) for key in keys),
-        )
 
     # -- warehouses --------------------------------------------------------------------------------------------------
 
@@ -422,7 +373,7 @@ class LedgerServer:
     def _state(self, now: float) -> dict[str, Any]:
         state = with_waiting(self._ledger.state(now), self._waiters, len(self._parked_puts), self._put_wait_s)
         record = asdict(state)
-        record["refused"] = self._refused + self._gate.refused + (self._door.refused if self._door else 0)
+        record["refused"] = self._refused + self._wire.refused
         record["warehouses"] = {w.hello.node: w.figures for w in self._catalog.warehouses.values()}
         record["short_of_copies"] = self._catalog.short_of_copies()
         record["epoch"] = self.epoch
@@ -463,17 +414,6 @@ class LedgerServer:
         self._journal.open()
 
 
-def _progress_reply(progress: Progress) -> m.ProgressReply:
-    return m.ProgressReply(progress.pending, progress.ready, progress.leased)
-
-
-def _refusal(error: Exception) -> m.Refused:
-    if not isinstance(error, DockError):
-        return m.Refused("error", f"the ledger cannot read this message: {error}", "use matching versions")
-    kind = "lease" if isinstance(error, LeaseExpired) else "gone" if isinstance(error, SegmentGone) else "error"
-    return m.Refused(kind, error.message, error.remedy)
-
-
 def _next_epoch(folder: Path) -> int:
     """Raised with every start: leases and answers from before are told apart."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -483,16 +423,3 @@ def _next_epoch(folder: Path) -> int:
     scratch.write_text(str(epoch))
     os.replace(scratch, path)
     return epoch
-
-
-def _ints(raw: bytes) -> npt.NDArray[np.int64]:
-    return np.frombuffer(raw, np.int64)
-
-
-def _of_rows(raw: bytes | None, dtype: Any, rows: int) -> npt.NDArray[Any] | None:
-    if raw is None:
-        return None
-    array = np.frombuffer(raw, dtype)
-    if len(array) != rows:
-        raise DockError(f"{len(array)} values came for {rows} rows")
-    return array

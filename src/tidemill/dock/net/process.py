@@ -1,5 +1,6 @@
-"""Entry of the dock's own processes: `python -m tidemill.dock.net.process STARTER ledger FOLDER HOST PORT` or
-`STARTER warehouse ...`, where STARTER is the process that starts it.
+"""Entry of the dock's own processes: `python -m tidemill.dock.net.process STARTER ledger FOLDER HOST LISTENERS`
+or `STARTER warehouse ...`, where STARTER is the process that starts it, and LISTENERS are the files of sockets that it
+listens on and hands down: while one ledger is dead and the next is not there yet, nobody else can take its place.
 
 They are given nothing but a folder with the setup and the token, and they stop cleanly when their starter does. What is
 started imports everything once and then only forks: the server works in a child, and when that ends the next child is
@@ -14,6 +15,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -25,7 +27,7 @@ from typing import Any
 
 from tidemill.dock.setup import DockSetup
 
-SETUP_FILE, TOKEN_FILE = "setup.json", "token"
+SETUP_FILE, TOKEN_FILE, LEDGER_FOLDER = "setup.json", "token", "ledger"
 SHORT_LIFE_S, PAUSE_S = 0.5, 0.02  # a child that ends so soon is not followed at once: it may be the first of many
 _PR_SET_PDEATHSIG = 1
 
@@ -96,7 +98,8 @@ def serve(arguments: list[str], ledger_server: ModuleType, warehouse_server: Mod
     token = (folder / TOKEN_FILE).read_text()
     server: Any
     if kind == "ledger":
-        server = ledger_server.LedgerServer(setup, folder / "ledger", token, host, int(arguments[3]))
+        listeners = [socket.socket(fileno=int(file)) for file in arguments[3].split(",")]
+        server = ledger_server.LedgerServer(setup, folder / LEDGER_FOLDER, token, listeners)
     else:
         name, ledger = arguments[3], arguments[4]
         server = warehouse_server.WarehouseServer(setup, name, folder / name, token, host, ledger)

@@ -13,22 +13,24 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tidemill.dock.net.messages import ChunkAt, Copy
-from tidemill.dock.net.wire import check_host
+from tidemill.dock.net.wire import NONCE_BYTES, PROOF_BYTES, check_host, exactly, proof
 from tidemill.dock.store import segment as seg
 
-NONCE_BYTES = 32
-HANDSHAKE_S = 5.0
+HANDSHAKE_S = 5.0  # for all of it
 IDLE_S = 60.0
 STREAM_BYTES = 8 << 20  # each stream carries at least this much of a chunk: below, one stream is as fast
 SOCKET_BUFFER = 4 << 20
 MAX_STREAMS = 4  # each keeps a core busy on both sides: with two cores, a second one only gets in the first one's way
-MAX_CONNECTIONS = 256
+MAX_CONNECTIONS = 256  # of those that have proved that they have the token
+MAX_STRANGERS = 64  # of the others; beyond it the oldest of the address that has most of them goes
 ACCEPT_AGAIN_S = 0.1
 _REQUEST = struct.Struct("<QQQQ")  # segment, generation, offset, bytes
 _OK, _GONE = b"\x01", b"\x00"
@@ -44,6 +46,8 @@ class StreamServer:
         self.refused = 0
         self.sent_bytes = 0
         self._connections = threading.Semaphore(MAX_CONNECTIONS)
+        self._strangers: dict[socket.socket, str] = {}  # and where they come from, in order of arrival
+        self._lock = threading.Lock()
         threading.Thread(target=self._accept, daemon=True, name="stream-accept").start()
 
     def close(self) -> None:
@@ -52,35 +56,52 @@ class StreamServer:
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
+                connection, peer = self._listener.accept()
             except OSError as error:
                 if self._listener.fileno() < 0 or error.errno in (errno.EBADF, errno.EINVAL):
                     return  # closed
                 time.sleep(ACCEPT_AGAIN_S)  # out of files, say: that passes
                 continue
-            if not self._connections.acquire(blocking=False):
-                self.refused += 1
-                connection.close()
-                continue
+            self._make_room(connection, str(peer[0]))
             threading.Thread(target=self._serve, args=(connection,), daemon=True, name="stream-serve").start()
 
+    def _make_room(self, newcomer: socket.socket, peer: str) -> None:
+        """Who holds connections without proving anything holds up only others from the same address, and each for
+        HANDSHAKE_S at most: whoever has the token is through in a moment."""
+        with self._lock:
+            self._strangers[newcomer] = peer
+            if len(self._strangers) > MAX_STRANGERS:
+                most = Counter(self._strangers.values()).most_common(1)[0][0]
+                oldest = next(one for one, where in self._strangers.items() if where == most)
+                del self._strangers[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+
     def _serve(self, connection: socket.socket) -> None:
-        is_known = False
+        is_let_in = False
         try:
             with connection:
-                connection.settimeout(HANDSHAKE_S)
                 is_known = greet(connection, self._token, b"server")
-                if not is_known:
-                    return
-                _tune(connection)
-                connection.settimeout(IDLE_S)
-                while (request := _receive(connection, _REQUEST.size)) is not None:
-                    self._answer(connection, *_REQUEST.unpack(request))
+                with self._lock:
+                    self._strangers.pop(connection, None)
+                is_let_in = is_known and self._connections.acquire(blocking=False)
+                if is_let_in:
+                    self._serve_known(connection)
         except OSError:
             pass  # the other side went away; its pull fails there and is tried from another copy
         finally:
-            self.refused += not is_known
-            self._connections.release()
+            with self._lock:
+                self._strangers.pop(connection, None)
+            if is_let_in:
+                self._connections.release()
+            else:
+                self.refused += 1
+
+    def _serve_known(self, connection: socket.socket) -> None:
+        _tune(connection)
+        connection.settimeout(IDLE_S)
+        while (request := _receive(connection, _REQUEST.size)) is not None:
+            self._answer(connection, *_REQUEST.unpack(request))
 
     def _answer(self, connection: socket.socket, number: int, generation: int, offset: int, nbytes: int) -> None:
         try:
@@ -191,20 +212,21 @@ class Puller:
 
 
 def greet(connection: socket.socket, token: str, side: bytes) -> bool:
-    """Both sides show that they know the token, without showing it."""
+    """Show each other that both sides know the token, without showing it, within HANDSHAKE_S."""
+    until = time.monotonic() + HANDSHAKE_S
     mine = os.urandom(NONCE_BYTES)
-    connection.sendall(mine)
-    theirs = _receive(connection, NONCE_BYTES)
-    if theirs is None or theirs == mine:
+    other = b"stream-client" if side == b"server" else b"stream-server"
+    try:
+        connection.settimeout(HANDSHAKE_S)
+        connection.sendall(mine)
+        theirs = exactly(connection, NONCE_BYTES, until)
+        if theirs == mine:
+            return False
+        connection.sendall(proof(token, b"stream-" + side, mine, theirs))
+        shown = exactly(connection, PROOF_BYTES, until)
+    except ConnectionError:
         return False
-    other = b"client" if side == b"server" else b"server"
-    connection.sendall(_proof(token, side, mine, theirs))
-    proof = _receive(connection, 32)
-    return proof is not None and hmac.compare_digest(proof, _proof(token, other, theirs, mine))
-
-
-def _proof(token: str, side: bytes, own: bytes, others: bytes) -> bytes:
-    return hmac.digest(token.encode(), side + own + others, "sha256")
+    return hmac.compare_digest(shown, proof(token, other, theirs, mine))
 
 
 def _tune(connection: socket.socket) -> None:

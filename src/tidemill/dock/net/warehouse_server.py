@@ -18,20 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
 
 from tidemill.dock.net import messages as m
+from tidemill.dock.net.caller import Link
 from tidemill.dock.net.stream import Puller, StreamServer
-from tidemill.dock.net.wire import (
-    SEQ,
-    Doorkeeper,
-    Gate,
-    bound_address,
-    calling_socket,
-    check_host,
-    listening_socket,
-    new_identity,
-)
+from tidemill.dock.net.wire import address_of, listen
+from tidemill.dock.net.wire_server import WireServer
 from tidemill.dock.setup import DockSetup
 from tidemill.dock.store.arena import Arena, choose_place, claim, is_own_folder, remove_orphans, spill_name
 from tidemill.dock.store.segment import SegmentGone, Views
@@ -45,7 +37,6 @@ REPORT_S = 0.2  # heartbeat to the ledger; also how soon a restarted ledger is n
 LEND_WAIT_S = 1.0  # a writer that finds memory full asks again after this
 PREPARED_SEGMENTS = 4
 SPILL_AGAIN_S = 5.0  # after the disk refused
-FAREWELL_MS = 200
 TOUCH_S = 60.0
 
 
@@ -76,7 +67,9 @@ class WarehouseServer:
         self.node = name
         self._is_shared = is_shared
         self.key, place, numbers = _claim_identity(place)
-        self._arena = Arena(place, folder / spill_name(self.key), memory_bytes, setup.segment_bytes, numbers)
+        # A memory smaller than a segment is cut into smaller ones: else no writer would ever get any.
+        segment_bytes = setup.segment_bytes if setup.segment_bytes <= memory_bytes else memory_bytes // 4
+        self._arena = Arena(place, folder / spill_name(self.key), memory_bytes, segment_bytes, numbers)
         if is_shared:
             for orphan in remove_orphans(place.parent):
                 log.warning("removed %s, which no warehouse has used for long", orphan)
@@ -96,81 +89,64 @@ class WarehouseServer:
         self._refused = self._pull_requests = 0
         self._epoch = -1
         self._reported = self._swept = self._touched = 0.0
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._doorkeeper = Doorkeeper(self._context, token)
-        self._socket = listening_socket(self._context, token)
-        self._gate = Gate(self._socket)
-        self._socket.bind(f"tcp://{check_host(host)}:*")
-        self.address = bound_address(self._socket)
-        self._ledger = calling_socket(self._context, token, new_identity(), ledger)
-        self._asked = 0
+        listener = listen(host)
+        self.address = address_of(listener)
+        self._wire = WireServer(token, [listener])
+        self._wire.watch(self._wake_read)
         self.is_stopping = False
         self._arena.prepare(PREPARED_SEGMENTS)
+        self._ledger = Link(token, ledger, self._note_from_ledger)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._socket, self._ledger, self._doorkeeper.socket, self._wake_read):
-            poller.register(source, zmq.POLLIN)
-        self._announce()
         while not self.is_stopping:
-            events = dict(poller.poll(int(1000 * TICK_S)))
-            if self._doorkeeper.socket in events:
-                self._doorkeeper.answer()
-            if self._wake_read in events:
+            events = self._wire.wait(TICK_S)
+            now = time.monotonic()
+            if any(file == self._wake_read for file, _ in events):
                 os.read(self._wake_read, 4096)
             self._finish_jobs()
-            if self._ledger in events:
-                self._hear_ledger()
-            if self._socket in events:
-                self._hear_clients()
-            self._tick(time.monotonic())
+            for client, seq, body in self._wire.receive(now, events):
+                self._hear_client(client, seq, body)
+            self._wire.left.clear()
+            self._tick(now)
         self.shut()
 
     def shut(self) -> None:
         """The bytes go with us, so the ledger is told: what nobody else has is made or put again at once."""
-        self._ask_ledger(m.Lost(self.key))
+        self._ledger.tell(m.Lost(self.key))
         self._stream.close()
         self._puller.close()
-        self._context.destroy(linger=FAREWELL_MS)
+        self._ledger.close()
+        self._wire.close()
         self._views.close()
         self._arena.destroy()
 
     def _tick(self, now: float) -> None:
         if now - self._reported > REPORT_S:
             self._reported = now
-            self._ask_ledger(m.StateReport(self.key, self.figures()))
+            self._ledger.tell(m.StateReport(self.key, self.figures()))
         if now - self._touched > TOUCH_S:
             self._touched = now
             self._arena.touch()
         if now - self._swept > TICK_S:
             self._swept = now
-            self._gate.watch(now)
+            self._wire.sweep(now)
             self._arena.close_orphans(now)
             self._ask_retire()
             self._spill_if_needed()
         self._serve_parked(now)
 
-    def _hear_clients(self) -> None:
-        while True:
-            try:
-                client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            if len(frames) != 2:
-                self._refused += 1
-                continue
-            try:
-                message = m.decode_for_warehouse(frames[1])
-                answer = self._step(client, frames[0], message)
-            except DockError as error:
-                answer = m.Refused("error", error.message, error.remedy)
-            except (msgspec.MsgspecError, ValueError, TypeError, KeyError, OverflowError) as error:
-                self._refused += 1
-                answer = m.Refused("error", f"the warehouse cannot read this message: {error}", "use matching versions")
-            if answer is not None:
-                self._socket.send_multipart((client, frames[0], m.encode(answer)))
+    def _hear_client(self, client: bytes, seq: bytes, body: bytes) -> None:
+        try:
+            answer = self._step(client, seq, m.decode_for_warehouse(body))
+        except DockError as error:
+            answer = m.Refused("error", error.message, error.remedy)
+        except (msgspec.MsgspecError, ValueError, TypeError, KeyError, OverflowError) as error:
+            self._refused += 1
+            answer = m.Refused("error", f"the warehouse cannot read this message: {error}", "use matching versions")
+        if answer is not None:
+            self._wire.send(client, seq, m.encode(answer))
 
     def _step(self, client: bytes, seq: bytes, message: m.ToWarehouse) -> m.Message | None:
         match message:
@@ -205,7 +181,7 @@ class WarehouseServer:
             "pull_requests": self._pull_requests,
             "sent_bytes": self._stream.sent_bytes,
             "writers_waiting": len(self._parked),
-            "refused": self._refused + self._gate.refused + self._stream.refused,
+            "refused": self._refused + self._wire.refused + self._stream.refused,
             "is_shared_memory": int(self._is_shared),
         }
 
@@ -218,7 +194,7 @@ class WarehouseServer:
                 continue
             self._parked.remove(parked)
             answer = m.Nothing() if segment is None else m.Lent(segment.number, segment.generation, segment.nbytes)
-            self._socket.send_multipart((parked.client, parked.seq, m.encode(answer)))
+            self._wire.send(parked.client, parked.seq, m.encode(answer))
 
     def _spill_if_needed(self) -> None:
         if self._is_spilling or time.monotonic() < self._spill_again:
@@ -293,6 +269,8 @@ class WarehouseServer:
                     log.warning("a segment could not be written to disk, and stays in memory: %s", error)
                     self._arena.give_up_spill(segment)
                     self._is_spilling, self._spill_again = False, time.monotonic() + SPILL_AGAIN_S
+                case ("heard", message):
+                    self._hear_ledger(message)
 
     def _finish_pull(self, key: int, error: Exception | None) -> None:
         pull = self._pulls.pop(key)
@@ -303,10 +281,10 @@ class WarehouseServer:
             answer = m.Refused("gone", f"the chunk could not be pulled: {error}", "take the rows again")
         elif key >= 0:
             self._pulled[key] = copy
-            self._ask_ledger(m.HeldPieces(key, copy))
+            self._ledger.tell(m.HeldPieces(key, copy))
         self._writer.settle(pull.reservation)
         for client, seq in pull.askers:
-            self._socket.send_multipart((client, seq, m.encode(answer)))
+            self._wire.send(client, seq, m.encode(answer))
 
     # -- the ledger --------------------------------------------------------------------------------------------------
 
@@ -316,47 +294,44 @@ class WarehouseServer:
         hello = m.Announce(
             self.key, self.node, place, self.address, self._stream.address, segments, self._arena.next_number
         )
-        self._ask_ledger(hello)
+        self._ledger.tell(hello)
 
     def _ask_retire(self) -> None:
         segments = self._arena.retirable()
         if segments:
-            self._ask_ledger(m.Retire(self.key, segments))
+            self._ledger.tell(m.Retire(self.key, segments))
 
-    def _ask_ledger(self, message: m.Message) -> None:
-        self._asked += 1
-        self._ledger.send_multipart((SEQ.pack(self._asked), m.encode(message)))
+    def _note_from_ledger(self, message: Any) -> None:
+        self._finished.put(("heard", message))
+        self._wake()
 
-    def _hear_ledger(self) -> None:
-        while True:
-            try:
-                frames = self._ledger.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            match m.decode_answer(frames[-1]):
-                case m.Epoch(epoch):
-                    if epoch != self._epoch:
-                        if epoch >= 0:
-                            self._epoch = epoch
-                        self._arena.doubt_all()
-                        self._announce()
-                case m.Empty(segment, generation):
-                    self._arena.note_empty(segment, generation)
-                    self._ask_retire()
-                case m.Retired(segments):
-                    self._recycle(segments)
-                case m.Hold(chunk, sources):
-                    if chunk.key in self._pulled:  # the ledger restarted before it heard
-                        self._ask_ledger(m.HeldPieces(chunk.key, self._pulled[chunk.key]))
-                    else:
-                        with suppress(DockError):  # memory is full; the ledger orders again
-                            self._start_pull(chunk, sources)
-                case m.Refused(_, message, remedy):
-                    log.error("the ledger refused this warehouse: %s (%s)", message, remedy)
-                    if "given up as lost" in message:
-                        self.is_stopping = True
-                case _:
-                    pass
+    def _hear_ledger(self, message: Any) -> None:
+        match message:
+            case None:
+                self._announce()  # the connection is new
+            case m.Epoch(epoch):
+                if epoch != self._epoch:
+                    if epoch >= 0:
+                        self._epoch = epoch
+                    self._arena.doubt_all()
+                    self._announce()
+            case m.Empty(segment, generation):
+                self._arena.note_empty(segment, generation)
+                self._ask_retire()
+            case m.Retired(segments):
+                self._recycle(segments)
+            case m.Hold(chunk, sources):
+                if chunk.key in self._pulled:  # the ledger restarted before it heard
+                    self._ledger.tell(m.HeldPieces(chunk.key, self._pulled[chunk.key]))
+                else:
+                    with suppress(DockError):  # memory is full; the ledger orders again
+                        self._start_pull(chunk, sources)
+            case m.Refused(_, message, remedy):
+                log.error("the ledger refused this warehouse: %s (%s)", message, remedy)
+                if "given up as lost" in message:
+                    self.is_stopping = True
+            case _:
+                pass
 
     def _recycle(self, numbers: tuple[int, ...]) -> None:
         retired = {n for n in numbers if n in self._arena.segments and self._arena.recycle(n)}

@@ -1,7 +1,8 @@
 """Chunk: one batch as one run of bytes that describes itself. It can lie anywhere, so it is moved without being read.
 
-    [magic][header length][header: name, dtype, shape, places][pad] [column values][pad] [offsets][pad] ...
+    [magic][header length][header: name, dtype, shape, places][pad] [column values][pad] [offsets][pad] [index][pad] ...
 
+A column of a group lies there once for each group, with an index that says which is each row's.
 Every array starts at a multiple of 64 bytes from the chunk's start. Nothing is padded but to that.
 """
 
@@ -18,13 +19,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.batch import Batch, Column
+from tidemill.batch import Batch, Column, GroupColumn
 from tidemill.errors import DockError
 
 ALIGN = 64
 _PREFIX = struct.Struct("<II")
-_MAGIC = 0x74_6D_63_31
-_OFFSET = np.dtype(np.int64)
+_MAGIC = 0x74_6D_63_32
+_OFFSET, _INDEX = np.dtype(np.int64), np.dtype(np.int32)
 _KINDS = "biufc"  # bool, whole, unsigned, float, complex: what a raw byte copy can carry
 
 
@@ -36,6 +37,8 @@ class ColumnPlace(msgspec.Struct, array_like=True, frozen=True):
     count: int  # values
     at: int  # of the values, from the end of the header's page
     offsets_at: int  # -1: one value per row
+    kept: int  # rows that lie here
+    index_at: int  # -1: each row is its own
     rows: int
 
 
@@ -53,26 +56,36 @@ _decode_header = msgspec.msgpack.Decoder(list[ColumnPlace]).decode
 
 def plan(batch: Batch) -> ChunkPlan:
     """Where everything goes, before a byte is written."""
-    return _plan(tuple((n, c.values.dtype, c.values.shape, c.is_text, _row_count(c)) for n, c in batch.items()))
+    return _plan(tuple((name, *_shape(column.base), _index_rows(column)) for name, column in batch.items()))
 
 
-def _row_count(column: Column) -> int:
-    return -1 if column.offsets is None else len(column.offsets) - 1
+def _shape(column: Column) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
+    rows = -1 if column.offsets is None else len(column.offsets) - 1
+    return column.values.dtype, column.values.shape, column.is_text, rows
+
+
+def _index_rows(column: Column) -> int:
+    return -1 if column.index is None else len(column.index)
 
 
 @lru_cache(maxsize=256)  # small puts mostly have the same shape as the last
-def _plan(shapes: tuple[tuple[str, np.dtype[Any], tuple[int, ...], bool, int], ...]) -> ChunkPlan:
+def _plan(shapes: tuple[tuple[str, np.dtype[Any], tuple[int, ...], bool, int, int], ...]) -> ChunkPlan:
     places = []
     at = 0
-    for name, dtype, shape, is_text, jagged_rows in shapes:
+    for name, dtype, shape, is_text, jagged_rows, index_rows in shapes:
         if dtype.kind not in _KINDS or not dtype.isnative:
             raise DockError(f"column {name!r} has dtype {dtype}, which cannot be stored", "use numbers")
         start, at = at, _aligned(at + math.prod(shape) * dtype.itemsize)
         offsets_at = -1
         if jagged_rows >= 0:
             offsets_at, at = at, _aligned(at + 8 * (jagged_rows + 1))
-        rows = shape[0] if jagged_rows < 0 else jagged_rows
-        places.append(ColumnPlace(name, dtype.str, shape[1:], is_text, shape[0], start, offsets_at, rows))
+        index_at = -1
+        if index_rows >= 0:
+            index_at, at = at, _aligned(at + _INDEX.itemsize * index_rows)
+        kept = shape[0] if jagged_rows < 0 else jagged_rows
+        rows = kept if index_rows < 0 else index_rows
+        where = start, offsets_at, kept, index_at, rows
+        places.append(ColumnPlace(name, dtype.str, shape[1:], is_text, shape[0], *where))
     header = _encode(places)
     body_at = _aligned(_PREFIX.size + len(header))
     return ChunkPlan(header, places, body_at, body_at + at)
@@ -82,10 +95,12 @@ def write(batch: Batch, plan: ChunkPlan, out: npt.NDArray[np.uint8]) -> None:
     """One copy per column, straight to its place."""
     out.data[: _PREFIX.size + len(plan.header)] = _PREFIX.pack(_MAGIC, len(plan.header)) + plan.header
     for place in plan.places:
-        column = batch[place.name]
+        column, index = batch[place.name].base, batch[place.name].index
         _put(out, plan.body_at + place.at, column.values)
         if column.offsets is not None:
             _put(out, plan.body_at + place.offsets_at, column.offsets)
+        if index is not None:
+            _put(out, plan.body_at + place.index_at, index.astype(_INDEX, copy=False))
 
 
 def to_bytes(batch: Batch) -> npt.NDArray[np.uint8]:
@@ -115,11 +130,15 @@ class StoredChunk(Mapping[str, Column]):
         self.rows, self._columns = _shapes(raw.data[_PREFIX.size : _PREFIX.size + length].tobytes())
 
     def __getitem__(self, name: str) -> Column:
-        dtype, shape, at, offsets_at, is_text = self._columns[name]
+        dtype, shape, at, offsets_at, is_text, kept, index_at = self._columns[name]
         values: npt.NDArray[Any] = np.ndarray(shape, dtype, self._raw, self._body_at + at)
-        if offsets_at < 0:
-            return Column(values, None, is_text)
-        return Column(values, np.ndarray(self.rows + 1, _OFFSET, self._raw, self._body_at + offsets_at), is_text)
+        offsets: npt.NDArray[Any] | None = None
+        if offsets_at >= 0:
+            offsets = np.ndarray(kept + 1, _OFFSET, self._raw, self._body_at + offsets_at)
+        column = Column(values, offsets, is_text)
+        if index_at < 0:
+            return column
+        return GroupColumn(column, np.ndarray(self.rows, _INDEX, self._raw, self._body_at + index_at))
 
     def __contains__(self, name: object) -> bool:
         return name in self._columns
@@ -131,13 +150,17 @@ class StoredChunk(Mapping[str, Column]):
         return len(self._columns)
 
 
-Shape = tuple[np.dtype[Any], tuple[int, ...], int, int, bool]  # dtype, shape, place of values and offsets, is it text
+# dtype, shape, place of values and offsets, is it text, rows that lie here, place of the index
+Shape = tuple[np.dtype[Any], tuple[int, ...], int, int, bool, int, int]
 
 
 @lru_cache(maxsize=256)  # shapes repeat
 def _shapes(header: bytes) -> tuple[int, dict[str, Shape]]:
     places = _decode_header(header)
-    shapes = {p.name: (np.dtype(p.dtype), (p.count, *p.tail), p.at, p.offsets_at, p.is_text) for p in places}
+    shapes = {
+        p.name: (np.dtype(p.dtype), (p.count, *p.tail), p.at, p.offsets_at, p.is_text, p.kept, p.index_at)
+        for p in places
+    }
     return places[0].rows if places else 0, shapes
 
 

@@ -1,7 +1,4 @@
-"""From stored chunks to one batch: views where the rows lie together in one chunk, else a single copy.
-
-`assemble` is the fast path; `assemble_plainly` says the same in a few lines and is what tests compare it with.
-"""
+"""From stored chunks to one batch: views where the rows lie together in one chunk, else a single copy."""
 
 from __future__ import annotations
 
@@ -34,6 +31,12 @@ class Run:
     @staticmethod
     def of(chunk: int, positions: Ints, places: Ints) -> Run:
         return Run(chunk, positions, places, is_range(positions), is_range(places))
+
+    def of_base(self, column: Column) -> tuple[Column, Run]:
+        """The column as it is kept, and where these rows lie in that."""
+        if column.index is None:
+            return column, self
+        return column.base, Run.of(self.chunk, self.positions, column.index[self.places].astype(np.int64))
 
 
 LONG_ROW = 64  # values; from here on copying row by row beats building an index of every value
@@ -92,19 +95,6 @@ def assemble(grant: Grant, chunks: Mapping[int, StoredColumns], allocate: Alloca
     return Batch(columns)
 
 
-def assemble_plainly(grant: Grant, chunks: Mapping[int, StoredColumns]) -> Batch:
-    columns = meta_columns(grant)
-    pieces = [piece.of_rows(grant.rows) for piece in grant.pieces]
-    for name in (name for name in grant.columns if name not in META):
-        rows = []
-        for i in range(grant.rows):
-            holders = [(c[i], p[i]) for c, p in pieces if c[i] >= 0 and name in chunks[int(c[i])]]
-            chunk, place = holders[-1]
-            rows.append(chunks[int(chunk)][name].gather(np.array([place])))
-        columns[name] = Column.concat(rows)
-    return Batch(columns)
-
-
 def _views(grant: Grant, chunks: Mapping[int, StoredColumns]) -> dict[str, Column]:
     """Every piece lies in one chunk, side by side: what one put or commit wrote and one take got."""
     columns: dict[str, Column] = {}
@@ -157,7 +147,7 @@ def _column(
 ) -> Column:
     if len(runs) == 1 and allocate is None and runs[0].lies_together:
         return slice_rows(chunks[runs[0].chunk][name], int(runs[0].places[0]), n)
-    sources = [(chunks[run.chunk][name], run) for run in runs]
+    sources = [run.of_base(chunks[run.chunk][name]) for run in runs]
     first = sources[0][0]
     allocate = allocate or (lambda _, shape, dtype: np.empty(shape, dtype))
     if first.offsets is None:
@@ -180,13 +170,7 @@ def slice_rows(column: Column, start: int, n: int) -> Column:
     """Rows `start` to `start + n` as views."""
     if start + n > column.rows:
         raise DockError(f"a chunk of {column.rows} rows was said to have rows {start} to {start + n}")
-    if start == 0 and n == column.rows:
-        return column
-    if column.offsets is None:
-        return Column(column.values[start : start + n], None, column.is_text)
-    offsets = column.offsets[start : start + n + 1]
-    values = column.values[int(offsets[0]) : int(offsets[-1])]
-    return Column(values, offsets if offsets[0] == 0 else offsets - offsets[0], column.is_text)
+    return column.slice(start, n)
 
 
 def _copy_fixed(values: Array, out: Array, run: Run) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.dock.net import messages as m
-from tidemill.dock.net.wire import Caller
+from tidemill.dock.net.caller import Caller
 from tidemill.dock.store.segment import Bytes, SegmentGone, Views
 from tidemill.dock.store.writer import Reservation, Writer
 from tidemill.errors import DockError
@@ -115,7 +115,7 @@ class Node:
         """From any thread: nobody waits any longer for a warehouse, or for room in one."""
         self._is_left = True
         for caller in list(self._callers.values()):
-            caller.leave()
+            caller.close()
 
     def close(self) -> None:
         self._is_left = True

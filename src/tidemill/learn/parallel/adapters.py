@@ -17,10 +17,11 @@ from tidemill.models import lora
 from tidemill.recipe.config import Learn
 
 
-def attach(model: Any, learn: Learn, seed: int) -> dict[str, Tensor]:
+def attach(model: Any, learn: Learn, seed: int, is_empty: bool = True) -> dict[str, Tensor]:
     """Before the model is cut. Gives the values that adapters begin with, whole, for a model without memory."""
-    first = lora.first_values(model, learn.lora_rank, seed, learn.lora_experts)
-    lora.attach(model, learn.lora_rank, learn.lora_alpha, seed, learn.dora, learn.lora_experts)
+    chosen = (learn.lora_experts, learn.lora_modules)
+    first = lora.first_values(model, learn.lora_rank, seed, *chosen) if is_empty else {}
+    lora.attach(model, learn.lora_rank, learn.lora_alpha, seed, learn.dora, *chosen)
     zero, begins = torch.zeros(()), dict[str, Tensor]()
     for name, a in first.items():
         joint = "." if a.ndim == 2 else "_"  # a stack's adapter lies beside it, not inside

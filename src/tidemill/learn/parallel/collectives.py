@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tidemill.learn.parallel import plain
 from tidemill.learn.parallel.flight import Flight
+from tidemill.learn.parallel.mesh import Meshes, key_holders
 
 Group = Any  # torch.distributed.ProcessGroup
 # Newer torch has new names for these.
@@ -100,6 +101,22 @@ def link(mesh: DeviceMesh, flight: Flight) -> MeshLink:
 
 def world(flight: Flight) -> MeshLink:
     return MeshLink("world", dist.group.WORLD, range(dist.get_world_size()), dist.get_rank(), flight)
+
+
+def make_links(meshes: Meshes, flight: Flight, kv_heads: int) -> dict[str, MeshLink]:
+    """By name: the dimensions over which this rank exchanges something itself. FSDP has its own. One device exchanges
+    nothing with nobody."""
+    if meshes.made is None:
+        return {name: MeshLink(name, None, (0,), 0, flight) for name in ("world", "dp")}
+    links = {"world": world(flight), "dp": link(meshes.made.dp, flight)}
+    for name, mesh in (("cp", meshes.cp), ("ep", meshes.ep), ("pp", meshes.pp)):
+        if mesh is not None:
+            links[name] = link(mesh, flight)
+    if meshes.tp is not None:
+        links["tp"] = link(meshes.tp, flight)
+        if 0 < kv_heads < meshes.tp.size():
+            links["kv"] = link(key_holders(meshes, kv_heads), flight)
+    return links
 
 
 class _Gather(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from tidemill.learn.parallel.mesh import EFSDP, EP, SHARD, Meshes
+from tidemill.learn.parallel.mesh import Meshes
 from tidemill.models.buffers import persistent
 from tidemill.reshard.layout import Layout, LayoutEntry, Mesh, Place, Replicate, Shape, Shard
 
@@ -74,15 +74,15 @@ def copies(cut: Cut, meshes: Meshes) -> int:
 
 def entry(name: str, cut: Cut, dtype: torch.dtype, meshes: Meshes) -> LayoutEntry:
     """One parameter as the weight flow and checkpoints speak of it."""
+    names, sizes, ranks = meshes.grid(cut.is_expert)
     if cut.is_expert:
-        grid = meshes.experts["replicate", EFSDP, EP, "tp"]
         places: tuple[Place, ...] = (Replicate(), Shard(cut.shard_dim), Shard(0), cut.place)
         order: tuple[int, ...] = (0, 2, 3, 1)  # FSDP cuts what the others left
     else:
-        grid = meshes.sharded["replicate", SHARD, "tp"]
         places, order = (Replicate(), Shard(cut.shard_dim), cut.place), (0, 2, 1)
-    assert grid.mesh_dim_names is not None
-    mesh = Mesh(tuple(grid.mesh_dim_names), tuple(grid.mesh.shape), tuple(int(r) for r in grid.mesh.flatten().tolist()))
+    if meshes.shard is None:  # a number by itself has no dimension to cut
+        places = (*(WHOLE for _ in places[:-1]), cut.place) if not cut.is_expert else places
+    mesh = Mesh(names, sizes, ranks)
     return LayoutEntry(name, cut.shape, str(dtype).removeprefix("torch."), mesh, places, order=order)
 
 

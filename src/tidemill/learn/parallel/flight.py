@@ -56,8 +56,17 @@ class Flight:
         self.seconds: dict[str, float] = {}  # spent inside, by dimension: what a straggler report is made of
         self.told: Position | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="flight", daemon=True)
-        self._thread.start()
+        if store is not None:
+            threading.Thread(target=self._watch, name="flight", daemon=True).start()
+
+    @staticmethod
+    def of_world(timeout_s: float, is_up: bool) -> Flight:
+        """Of torch.distributed's world; on one device there is nobody to post to."""
+        if not is_up:
+            return Flight(None, 0, timeout_s)
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return Flight(_get_default_store(), dist.get_rank(), timeout_s)
 
     @contextmanager
     def entered(self, operation: str, over: str, x: Tensor, group: Sequence[int]) -> Iterator[None]:

@@ -16,7 +16,7 @@ each expert rank's experts. So a rank's experts differ along ep, and everything 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -24,27 +24,49 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tidemill.check.parallel import world_problem
 from tidemill.errors import ConfigError
 from tidemill.recipe.config import ParallelSettings
+from tidemill.recipe.ranks import world_problem
 
 DIMENSIONS = ("pp", "replicate", "fsdp", "cp", "tp")
 SHARD, EFSDP, EP, DP = "shard", "efsdp", "ep", "dp"
 
 
 @dataclass(frozen=True)
-class Meshes:
-    """A sub-mesh is None where its dimension has one rank: nothing is cut, so nothing need be said."""
+class RankMeshes:
+    """The meshes of a world that is up."""
 
-    parallel: ParallelSettings
     mesh: DeviceMesh  # of all ranks, DIMENSIONS
     sharded: DeviceMesh  # of all ranks: pp, replicate, shard, tp
     experts: DeviceMesh  # of all ranks: pp, replicate, efsdp, ep, tp
     dp: DeviceMesh  # replicate × fsdp: the ranks with different samples that are otherwise like this one
 
+    def of(self, name: str) -> DeviceMesh:
+        mesh = self.mesh if name in DIMENSIONS else self.sharded if name == SHARD else self.experts
+        return mesh[name]
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """A sub-mesh is None where its dimension has one rank: nothing is cut, so nothing need be said. On one device
+    there is no mesh at all, and no torch.distributed world."""
+
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    made: RankMeshes | None = None
+
     def _one(self, name: str) -> DeviceMesh | None:
-        of = self.mesh if name in DIMENSIONS else self.sharded if name == SHARD else self.experts
-        return of[name] if of[name].size() > 1 else None
+        if self.made is None:
+            return None
+        found = self.made.of(name)
+        return found if found.size() > 1 else None
+
+    def grid(self, is_expert: bool) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
+        """Names, sizes and ranks of the dimensions over which a parameter lies, those of one pipeline stage."""
+        names: tuple[str, ...] = ("replicate", EFSDP, EP, "tp") if is_expert else ("replicate", SHARD, "tp")
+        if self.made is None:
+            return names, (1,) * len(names), (0,)
+        mesh = (self.made.experts if is_expert else self.made.sharded)[names]
+        return names, tuple(mesh.mesh.shape), tuple(int(r) for r in mesh.mesh.flatten().tolist())
 
     @cached_property
     def pp(self) -> DeviceMesh | None:
@@ -82,22 +104,22 @@ class Meshes:
 
     @cached_property
     def data(self) -> DeviceMesh | None:
-        """For `fully_shard`: (replicate, shard), or shard alone; None when no rank has other samples or tokens."""
-        if self.replicate is not None:
-            return self.sharded["replicate", SHARD]
+        """For `fully_shard`: (replicate, shard), or shard alone; None where no weight lies in pieces. Copies alone need
+        no FSDP: their gradients are added up once per update (`learn.gradients`)."""
+        if self.made is not None and self.shard is not None and self.replicate is not None:
+            return self.made.sharded["replicate", SHARD]
         return self.shard
 
     @cached_property
     def expert_data(self) -> DeviceMesh | None:
         """The same for experts, whose shards lie over efsdp."""
-        if self.replicate is not None:
-            return self.experts["replicate", EFSDP]
+        if self.made is not None and self.shard is not None and self.replicate is not None:
+            return self.made.experts["replicate", EFSDP]
         return self.efsdp
 
     def coordinate(self, name: str) -> int:
         """This rank's place along a dimension."""
-        of = self.mesh if name in DIMENSIONS else self.sharded if name == SHARD else self.experts
-        return of[name].get_local_rank()
+        return 0 if self.made is None else self.made.of(name).get_local_rank()
 
     @property
     def dp_size(self) -> int:
@@ -110,15 +132,12 @@ class Meshes:
 
     @property
     def rank(self) -> int:
-        return dist.get_rank()
+        return 0 if self.made is None else dist.get_rank()
 
     @property
-    def is_last_stage(self) -> bool:
-        return self.coordinate("pp") == self.parallel.pp - 1
-
-    @property
-    def is_first_stage(self) -> bool:
-        return self.coordinate("pp") == 0
+    def computes_alone(self) -> bool:
+        """Whether a forward and backward pass exchanges nothing: ranks, if there are several, are copies."""
+        return self.parallel.ranks == self.parallel.replicate
 
     def __str__(self) -> str:
         sizes = {name: getattr(self.parallel, name) for name in (*DIMENSIONS, EP)}
@@ -126,19 +145,22 @@ class Meshes:
 
 
 def build(parallel: ParallelSettings, device_type: str = "cpu") -> Meshes:
-    """For a rank of a torch.distributed world that is up; every rank of it calls this, with the same `parallel`.
+    """For one device, or for a rank of a torch.distributed world that is up; every rank of it calls this, with the same
+    `parallel`.
 
     Models of the same sizes share one mesh: each of its groups has threads, connections and buffers of its own."""
-    problem = world_problem(parallel, dist.get_world_size())
-    if problem is not None:
+    problem = world_problem(parallel, dist.get_world_size() if dist.is_initialized() else 1)
+    if problem:
         raise ConfigError(problem)
+    if parallel.ranks == 1:
+        return Meshes(parallel)
     if _made.world is not dist.group.WORLD:
         _made.world, _made.meshes, _made.key_holders = dist.group.WORLD, {}, {}
     sizes = tuple(getattr(parallel, name) for name in (*DIMENSIONS, EP, "timeout_s"))
     key = (device_type, *sizes)
     if key not in _made.meshes:
         _made.meshes[key] = _make(parallel, device_type)
-    return replace(_made.meshes[key], parallel=parallel)
+    return Meshes(parallel, _made.meshes[key])
 
 
 @dataclass
@@ -146,7 +168,7 @@ class _Made:
     """Meshes of the world that is up; those of another are gone with it."""
 
     world: Any = None
-    meshes: dict[tuple[Any, ...], Meshes] = field(default_factory=dict)
+    meshes: dict[tuple[Any, ...], RankMeshes] = field(default_factory=dict)
     key_holders: dict[tuple[int, int], DeviceMesh] = field(default_factory=dict)
 
 
@@ -156,14 +178,14 @@ _made = _Made()
 def key_holders(meshes: Meshes, kv_heads: int) -> DeviceMesh:
     """Where there are fewer key heads than tensor-parallel ranks: those that hold the same one."""
     assert meshes.tp is not None
-    key = (id(meshes.mesh), kv_heads)
+    key = (id(meshes.made), kv_heads)
     if key not in _made.key_holders:
         folded = meshes.tp._unflatten(0, (kv_heads, meshes.tp.size() // kv_heads), ("kv_head", "kv"))
         _made.key_holders[key] = folded["kv"]
     return _made.key_holders[key]
 
 
-def _make(parallel: ParallelSettings, device_type: str) -> Meshes:
+def _make(parallel: ParallelSettings, device_type: str) -> RankMeshes:
     sizes = tuple(getattr(parallel, name) for name in DIMENSIONS)
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=DIMENSIONS)
     shard = parallel.fsdp * parallel.cp
@@ -174,7 +196,7 @@ def _make(parallel: ParallelSettings, device_type: str) -> Meshes:
     experts = DeviceMesh._concatenate([mesh["pp"], mesh["replicate"], folded[EFSDP], folded[EP], mesh["tp"]])
     dp = mesh["replicate", "fsdp"]._flatten(DP)
     _set_timeouts((mesh, sharded, experts, dp), parallel.timeout_s)
-    return Meshes(parallel, mesh, sharded, experts, dp)
+    return RankMeshes(mesh, sharded, experts, dp)
 
 
 def _set_timeouts(meshes: tuple[DeviceMesh, ...], timeout_s: float) -> None:

@@ -1,8 +1,4 @@
-"""What a sandboxed program sees of the file system: Python's own files to read, and a small scratch folder in memory.
-
-Landlock refuses everything else. The scratch folder is a tmpfs in a mount namespace of its own, so it fills no disk;
-where namespaces are not allowed there is no scratch folder.
-"""
+"""Landlock: a sandboxed program reads Python's own files, writes in its scratch folder, and opens nothing else."""
 
 from __future__ import annotations
 
@@ -18,34 +14,15 @@ MAKE_SOCK, MAKE_CHAR, MAKE_FIFO, MAKE_BLOCK = 1 << 9, 1 << 6, 1 << 10, 1 << 11
 READ = EXECUTE | READ_FILE | READ_DIR
 RIGHTS_OF_VERSION = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # how many access bits that version knows
 
-CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWIPC = 0x20000, 0x10000000, 0x40000000, 0x08000000
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000
 PR_SET_NO_NEW_PRIVS = 38
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime")
+READABLE = (sys.prefix, sys.base_prefix, sys.exec_prefix, *LIBRARIES)
 
 
 def landlock_version(libc: ctypes.CDLL) -> int:
     return int(libc.syscall(LANDLOCK_CREATE, None, 0, VERSION_FLAG))
-
-
-def make_scratch(libc: ctypes.CDLL, folder: str, size_mb: int, files: int) -> bool:
-    """New user, mount, network and message namespaces; a tmpfs on `folder`. False where that is not allowed."""
-    uid, gid = os.getuid(), os.getgid()
-    if libc.unshare(CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC) != 0:
-        return False
-    try:
-        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
-            with open(f"/proc/self/{name}", "w") as file:
-                file.write(text)
-    except OSError:
-        return False
-    if libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) != 0:
-        return False
-    options = f"size={size_mb}m,nr_inodes={files + 1},mode=700".encode()
-    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
-    return bool(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", flags, options) == 0)
 
 
 def restrict(libc: ctypes.CDLL, scratch: str | None) -> None:
@@ -59,7 +36,7 @@ def restrict(libc: ctypes.CDLL, scratch: str | None) -> None:
         attributes.append(0b11)  # abstract sockets of, and signals to, processes outside
     packed = struct.pack(f"={len(attributes)}Q", *attributes)
     ruleset = checked(libc, libc.syscall(LANDLOCK_CREATE, packed, len(packed), 0), "landlock")
-    for path in {sys.prefix, sys.base_prefix, sys.exec_prefix, *LIBRARIES}:
+    for path in set(READABLE):
         allow(libc, ruleset, path, READ)
     for path in DEVICES:
         allow(libc, ruleset, path, READ_FILE | WRITE_FILE)

@@ -18,6 +18,7 @@ class SandboxLimits:
     scratch_mb: int = 8  # all files together; 0: none can be written
     files: int = 64  # that exist at once in the scratch folder
     open_files: int = 32
+    threads: int = 32  # beside the first; bounded by memory alone where the sandbox cannot have namespaces
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,16 +5,17 @@ One sandbox runs one program at a time; use several for more.
 
 from __future__ import annotations
 
-import os
-import signal
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from tidemill.errors import TidemillError
 from tidemill.reward.sandbox.checks import read
@@ -35,9 +36,8 @@ class Sandbox:
     def __init__(self, limits: SandboxLimits | None = None) -> None:
         self.limits = limits or SandboxLimits()
         self.has_scratch = False  # known once started
-        self._process: subprocess.Popen[bytes] | None = None
         self._wire: JsonSocket | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._end: Callable[[], Any] = lambda: None  # ends the process; called by close, or when Python exits
 
     def run(self, code: str, checks: Sequence[str] = (), input: str = "") -> Result:
         """Run a program, then count which of `checks` (statements, such as asserts) hold in its namespace."""
@@ -52,27 +52,31 @@ class Sandbox:
             self.close()
             return Result("killed", "the sandbox's own process was lost")
         answers = message.pop("answers")
+        if not message.pop("is_clean"):
+            self.close()  # the next program gets a sandbox in which nothing is left of this one
         return Result(**message, passed=sum(check.is_met(answer) for check, answer in zip(asked, answers)))
 
     def _start(self) -> JsonSocket:
         if sys.platform != "linux":
             raise SandboxError("code can be run safely only on Linux", "use another reward here")
-        self._folder = tempfile.TemporaryDirectory(prefix="tidemill-sandbox-", ignore_cleanup_errors=True)
+        folder = tempfile.mkdtemp(prefix="tidemill-sandbox-")
         ours, theirs = socket.socketpair()
         source = str(Path(__file__).resolve().parents[3])
         begin = (
             f"import sys; sys.path.insert(0, {source!r}); from tidemill.reward.sandbox import zygote; "
-            f"zygote.main({theirs.fileno()}, {self._folder.name!r}, {source!r})"
+            f"zygote.main({theirs.fileno()}, {folder!r}, {source!r})"
         )
         with theirs:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-I", "-c", begin],
                 pass_fds=[theirs.fileno()],
-                env={},
+                env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},  # numpy would start a thread per core
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                start_new_session=True,  # the terminal's Ctrl-C is for the run, which ends its sandboxes itself
             )
         self._wire = JsonSocket(ours)
+        self._end = weakref.finalize(self, end, process, self._wire, folder)
         try:
             self._wire.send(asdict(self.limits))
             message = self._wire.receive(START_S)
@@ -86,19 +90,18 @@ class Sandbox:
         return self._wire
 
     def close(self) -> None:
-        if self._process is not None:
-            os.kill(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._process = None
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        self._end()
+        self._wire = None
 
     def __enter__(self) -> Sandbox:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def end(process: subprocess.Popen[bytes], wire: JsonSocket, folder: str) -> None:
+    process.kill()
+    process.wait()
+    wire.close()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import json
 import os
@@ -19,68 +20,81 @@ import time
 import traceback
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
-from tidemill.reward.sandbox import files, filter
+from tidemill.reward.sandbox import files, filter, root
+from tidemill.reward.sandbox.values import encoded
 from tidemill.reward.wire import JsonSocket
 
 PR_SET_PDEATHSIG = 1
 CHUNK = 65536
-LONGEST_VALUE, LONGEST_VERDICT = 4000, 60_000  # characters; a pipe holds 64 KiB
+F_SETPIPE_SZ = 1031
+LONGEST_VALUE = 100_000  # characters of one value, encoded
+PIPE = 1 << 20  # bytes that a pipe holds at most, by the kernel's usual setting; 64 KiB where that is refused
 
 
-def main(socket: int, scratch: str, own_path: str) -> None:
+class Verdict(NamedTuple):
+    """Where a copy writes what became of the checks: behind the word, and no more than fits without waiting."""
+
+    pipe: int
+    word: str
+    room: int
+
+
+def main(socket: int, folder: str, own_path: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     wire = JsonSocket.at(socket)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    with contextlib.suppress(EOFError, ConnectionError):  # the process that asks is gone
+        serve(libc, wire, folder, own_path)
+
+
+def serve(libc: ctypes.CDLL, wire: JsonSocket, folder: str, own_path: str) -> None:
     limits = SimpleNamespace(**wire.receive())
     try:
-        place = prepare(libc, scratch, limits)
+        place = prepare(libc, folder, limits)
     except (OSError, AttributeError) as error:
         wire.send({"failed": str(error)})
         return
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # only now: the kernel forgets it when the user changes
     sys.path[:] = [p for p in sys.path if p != own_path]
     wire.send({"ready": True, "scratch": place is not None})
     gc.freeze()  # copies do not touch what is here already, so its pages stay shared
     while True:
-        try:
-            message = wire.receive()
-        except EOFError:
-            return
-        wire.send(run(libc, wire, message, limits))
-        if place is not None:
-            clear(place)
+        result = run(libc, wire, place, wire.receive(), limits)
+        wire.send({**result, "is_clean": is_cleared(place)})
 
 
-def prepare(libc: ctypes.CDLL, scratch: str, limits: SimpleNamespace) -> str | None:
-    """The scratch folder, when there can be one; files out of reach in any case."""
+def prepare(libc: ctypes.CDLL, folder: str, limits: SimpleNamespace) -> int | None:
+    """The open scratch folder, when there can be one; files out of reach in any case."""
     if files.landlock_version(libc) < 1:
         raise OSError("the kernel has no Landlock (Linux 5.13 or later, with it enabled)")
     filter.program(0)  # an architecture it does not know fails here
-    has_scratch = limits.scratch_mb > 0 and files.make_scratch(libc, scratch, limits.scratch_mb, limits.files)
-    place = scratch if has_scratch else None
+    is_apart = root.make_root(libc, folder, limits.scratch_mb, limits.files)
+    place = root.SCRATCH if is_apart and limits.scratch_mb > 0 else None
+    if not is_apart:
+        limits.threads = 0  # the kernel would count all of this user's processes
     os.chdir(place or "/")
     files.restrict(libc, place)
-    return place
+    return None if place is None else os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
-def clear(place: str) -> None:
-    """What one program wrote is not there for the next."""
-    for entry in os.scandir(place):
-        try:
-            if entry.is_dir(follow_symlinks=False):
-                clear(entry.path)
-                os.rmdir(entry.path)
-            else:
-                os.unlink(entry.path)
-        except OSError:
-            continue
+def is_cleared(place: int | None) -> bool:
+    """What one program wrote is not there for the next; if it cannot be deleted, the caller starts another sandbox."""
+    try:
+        if place is not None:
+            root.clear(place)
+    except (OSError, RecursionError):
+        return False
+    return True
 
 
-def run(libc: ctypes.CDLL, wire: JsonSocket, message: dict[str, Any], limits: SimpleNamespace) -> dict[str, Any]:
+def run(
+    libc: ctypes.CDLL, wire: JsonSocket, place: int | None, message: dict[str, Any], limits: SimpleNamespace
+) -> dict[str, Any]:
     """One program in a copy of this process, watched until it ends."""
     out_read, out_write = os.pipe()
     verdict_read, verdict_write = os.pipe()
+    room = enlarged(verdict_write) - 4096
     word = os.urandom(8).hex()
     began = time.monotonic()
     pid = os.fork()
@@ -88,7 +102,9 @@ def run(libc: ctypes.CDLL, wire: JsonSocket, message: dict[str, Any], limits: Si
         os.close(out_read)
         os.close(verdict_read)
         wire.close()
-        in_copy(libc, message, limits, out_write, verdict_write, word)
+        if place is not None:
+            os.close(place)
+        in_copy(libc, message, limits, out_write, Verdict(verdict_write, word, room))
     os.close(out_write)
     os.close(verdict_write)
     output, status = watch(pid, out_read, limits, began)
@@ -100,6 +116,13 @@ def run(libc: ctypes.CDLL, wire: JsonSocket, message: dict[str, Any], limits: Si
         status = "ok" if ended == 0 else "killed" if os.WIFSIGNALED(ended) else "failed"
     text = output.decode(errors="replace")
     return {"status": status, "output": text, "answers": answers, "seconds": time.monotonic() - began}
+
+
+def enlarged(pipe: int) -> int:
+    """The bytes the pipe holds."""
+    with contextlib.suppress(OSError):
+        return fcntl.fcntl(pipe, F_SETPIPE_SZ, PIPE)
+    return 65536
 
 
 def watch(pid: int, pipe: int, limits: SimpleNamespace, began: float) -> tuple[bytes, str]:
@@ -141,14 +164,12 @@ def verdict(pipe: int, word: str) -> list[Any]:
         return []
     try:
         answers = json.loads(said[len(word) :])
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
-    return [a if isinstance(a, str) else None for a in answers] if isinstance(answers, list) else []
+    return [a if isinstance(a, list) else None for a in answers] if isinstance(answers, list) else []
 
 
-def in_copy(
-    libc: ctypes.CDLL, message: dict[str, Any], limits: SimpleNamespace, out: int, verdict: int, word: str
-) -> None:
+def in_copy(libc: ctypes.CDLL, message: dict[str, Any], limits: SimpleNamespace, out: int, verdict: Verdict) -> None:
     """In the copy: take on the limits, run the program, then its checks. Never returns."""
     status = 1
     try:
@@ -159,12 +180,12 @@ def in_copy(
         for name in [n for n in sys.modules if n.partition(".")[0] == "tidemill"]:
             del sys.modules[name]  # a program finds nothing of ours to change by name
         filter.install(libc, os.getpid())
-        status = interpret(message, verdict, word)
+        status = interpret(message, verdict)
     finally:
         os._exit(status)
 
 
-def interpret(message: dict[str, Any], verdict: int, word: str) -> int:
+def interpret(message: dict[str, Any], verdict: Verdict) -> int:
     """The program's exit status."""
     write, dumps = os.write, json.dumps  # as they are now, whatever the program makes of them
     with open(0, closefd=False) as sys.stdin, open(1, "w", closefd=False) as sys.stdout:
@@ -172,14 +193,8 @@ def interpret(message: dict[str, Any], verdict: int, word: str) -> int:
         try:
             scope: dict[str, Any] = {"__name__": "__main__"}
             exec(compile(message["code"], "program.py", "exec"), scope)
-            answers: list[str | None] = []
-            room = LONGEST_VERDICT
-            for source, is_value in message.get("checks") or ():
-                answers.append(value_of(source, scope) if is_value else holds(source, scope))
-                room -= 8 + len(answers[-1] or "")
-                if room < 0:
-                    break
-            write(verdict, word.encode() + dumps(answers).encode())
+            answers = answers_to(message.get("checks") or (), scope, verdict.room, dumps)
+            write(verdict.pipe, verdict.word.encode() + dumps(answers).encode())
         except SystemExit as leaving:
             return 0 if leaving.code in (None, 0) else 1
         except BaseException:
@@ -188,45 +203,37 @@ def interpret(message: dict[str, Any], verdict: int, word: str) -> int:
     return 0
 
 
-def holds(check: str, scope: dict[str, Any]) -> str | None:
+def answers_to(checks: Any, scope: dict[str, Any], room: int, dumps: Callable[[Any], str]) -> list[list[Any] | None]:
+    """Per check what became of its steps, each check up to the first statement that raised."""
+    answers: list[list[Any] | None] = []
+    for steps in checks:
+        found: list[Any] = []
+        for source, is_value in steps:
+            found.append(value_of(source, scope, dumps) if is_value else ran(source, scope))
+            if not is_value and found[-1] is None:
+                break
+        room -= len(dumps(found)) + 2
+        if room < 0:
+            break
+        answers.append(found)
+    return answers
+
+
+def ran(statement: str, scope: dict[str, Any]) -> bool | None:
     try:
-        exec(compile(check, "check.py", "exec"), scope)
+        exec(compile(statement, "check.py", "exec"), scope)
     except Exception:
         return None
-    return "holds"
+    return True
 
 
-def value_of(expression: str, scope: dict[str, Any]) -> str | None:
-    """A plain value as text; None for anything else, and for what raises."""
+def value_of(expression: str, scope: dict[str, Any], dumps: Callable[[Any], str]) -> list[Any] | None:
+    """A plain value, encoded; None for anything else, and for what raises."""
     try:
-        value = eval(compile(expression, "check.py", "eval"), scope)
-        text = repr(as_plain(value))
+        found = encoded(eval(compile(expression, "check.py", "eval"), scope))
+        return found if len(dumps(found)) <= LONGEST_VALUE else None
     except Exception:
         return None
-    return text if len(text) <= LONGEST_VALUE else None
-
-
-def as_plain(value: Any) -> Any:
-    """The same of Python's own types alone, read by their own methods: a Counter is a dict, and an int that calls
-    itself equal to everything is its number. Anything else is a TypeError."""
-    if value is None or type(value) in (bool, int, float, complex, str, bytes):
-        return value
-    for kind, read in PLAIN:
-        if isinstance(value, kind):
-            return read(value)
-    raise TypeError("no plain value")
-
-
-PLAIN: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-    (int, lambda v: int.__add__(v, 0)),
-    (float, lambda v: float.__add__(v, 0.0)),
-    (str, lambda v: str.__add__(v, "")),
-    (list, lambda v: [as_plain(x) for x in list.__iter__(v)]),
-    (tuple, lambda v: tuple(as_plain(x) for x in tuple.__iter__(v))),
-    (set, lambda v: {as_plain(x) for x in set.__iter__(v)}),
-    (frozenset, lambda v: {as_plain(x) for x in frozenset.__iter__(v)}),
-    (dict, lambda v: {as_plain(k): as_plain(x) for k, x in dict.items(v)}),
-)
 
 
 def take_limits(limits: SimpleNamespace) -> None:
@@ -237,6 +244,7 @@ def take_limits(limits: SimpleNamespace) -> None:
         (resource.RLIMIT_FSIZE, limits.scratch_mb << 20),
         (resource.RLIMIT_NOFILE, limits.open_files),
         (resource.RLIMIT_CORE, 0),
+        *([(resource.RLIMIT_NPROC, limits.threads + 2)] if limits.threads else []),  # this copy and what it is one of
     ):
         resource.setrlimit(what, (value, value))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Many
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -25,11 +25,10 @@ from tidemill.rollout.native.cache import PagePool, PageStore, TokenStore
 from tidemill.rollout.native.check import RequestLimits, find_problem, refused
 from tidemill.rollout.native.draw.drawing import draw_rows
 from tidemill.rollout.native.draw.sampling import Drawn
-from tidemill.rollout.native.forward.fused import FusedRunner
 from tidemill.rollout.native.forward.graphs import GraphDecoder
 from tidemill.rollout.native.forward.invariant import RowwisePaged, RowwiseRunner
 from tidemill.rollout.native.forward.routes import RouteRecorder
-from tidemill.rollout.native.forward.runner import PlainRunner, Runner, has_fused, make_runner
+from tidemill.rollout.native.forward.runner import CapturableRunner, PlainRunner, Runner, has_fused, make_runner
 from tidemill.rollout.native.inputs import inputs_of
 from tidemill.rollout.native.kernels import LANES, Kernels
 from tidemill.rollout.native.kernels import load as load_kernels
@@ -137,11 +136,11 @@ class NativeEngine:
         return load_kernels() if works else None
 
     def _graph_decoder(self, wanted: bool) -> GraphDecoder | None:
-        if not wanted or self.device.type == "cpu" or not isinstance(self.runner, FusedRunner):
+        if not wanted or self.device.type == "cpu" or not hasattr(self.runner, "device_kernels"):
             return None
-        return self._graph_decoder_of(self.runner)
+        return self._graph_decoder_of(cast(CapturableRunner, self.runner))
 
-    def _graph_decoder_of(self, runner: FusedRunner) -> GraphDecoder:
+    def _graph_decoder_of(self, runner: CapturableRunner) -> GraphDecoder:
         return GraphDecoder(runner, self.store, self.scheduler.slots, self.vocab, self.routes)
 
     # -- requests ------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tidemill.rollout.native import triton_experts
+from tidemill.rollout.native import triton_experts, triton_latent
 from tidemill.rollout.native.draw import triton_draw
 
 # Programs wanted before a sequence is split over several, and the most parts it is split into.
@@ -276,6 +276,10 @@ class TritonKernels:
         _gate[(rows, triton.cdiv(half, 1024))](x, out, half, 1024, num_warps=4)
         return out
 
+    def reads_cache(self, k: Tensor, v: Tensor) -> bool:
+        """True for a latent cache, whose keys are wider than any head's."""
+        return k.shape[1] == 1 and k.shape[2] > v.shape[2]
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: Tensor,
         scale: float, window: int | None, softcap: float | None, splits: int | None = None,
@@ -283,6 +287,8 @@ class TritonKernels:
     ) -> Tensor:  # fmt: skip
         """q (rows, heads, dim), k and v (rows, kv_heads, dim) with heads side by side; `table` (rows, pages). With
         `scales` of keys and values, these are one byte an element."""
+        if self.reads_cache(k, v) and scales is None and window is None and softcap is None:
+            return triton_latent.attend(q, keys, values, table, length, scale, splits)
         rows, heads, dim = q.shape
         kv_heads, v_dim = v.shape[1:]
         group, page = heads // kv_heads, keys.shape[-1]

@@ -36,6 +36,9 @@ class FusedKernels(Protocol):
         scale: float, window: int | None, softcap: float | None, *, scales: tuple[Tensor, Tensor] | None,
     ) -> Tensor: ...  # fmt: skip
 
+    def reads_cache(self, k: Tensor, v: Tensor) -> bool:
+        """Whether `attend` wants the new keys and values written before it is called."""
+
     def route(self, logits: Tensor, bias: Tensor | None, k: int, sums_to_one: bool) -> tuple[Tensor, Tensor]: ...
 
     def add_experts(
@@ -87,7 +90,7 @@ class FusedRunner:
             self._layer(i, layer, x, positions, context)
         if keep is not None:
             x = x.index_select(0, keep)
-        return self._logits(self.kernels.rms(x, self.norm, self.eps))
+        return float_logits(self.kernels.rms(x, self.norm, self.eps), self.head)
 
     def _layer(self, i: int, w: _Layer, x: Tensor, positions: Tensor, context: Context) -> None:
         """Adds the layer's two branches to x, each in the product that ends it."""
@@ -119,17 +122,22 @@ class FusedRunner:
             made.mul_(F.linear(h, w.scale).sigmoid())
         x.addmm_(made, w.down.t())
 
-    def _logits(self, x: Tensor) -> Tensor:
-        """In float32: rounding logits to bfloat16 alone would move log-probabilities by hundredths."""
-        if x.dtype == torch.float32 or x.device.type == "cpu":
-            return F.linear(x, self.head)
-        return torch.mm(x, self.head.t(), out_dtype=torch.float32)
+    @property
+    def device_kernels(self) -> FusedKernels:
+        return self.kernels
+
+
+def float_logits(x: Tensor, head: Tensor) -> Tensor:
+    """In float32: rounding logits to bfloat16 alone would move log-probabilities by hundredths."""
+    if x.dtype == torch.float32 or x.device.type == "cpu":
+        return F.linear(x, head)
+    return torch.mm(x, head.t(), out_dtype=torch.float32)
 
 
 def _bind(layer: Any, number: int) -> _Layer:
     a, m = layer.self_attn, layer.mlp
     weight, bias = _join(a.q_proj, a.k_proj, a.v_proj)
-    shared = getattr(m, "shared_expert", None)
+    shared = mixture.shared_of(m) if mixture.is_mixture(m) else None
     return _Layer(
         norm_in=layer.input_layernorm.weight,
         qkv=(weight, bias),

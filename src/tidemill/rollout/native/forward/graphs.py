@@ -19,8 +19,9 @@ from tidemill.device.graph import CapturedGraph
 from tidemill.rollout.native.cache import PageStore
 from tidemill.rollout.native.draw.sampling import Drawn
 from tidemill.rollout.native.draw.steering import Steering
-from tidemill.rollout.native.forward.fused import FusedKernels, FusedRunner
+from tidemill.rollout.native.forward.fused import FusedKernels
 from tidemill.rollout.native.forward.routes import RouteRecorder
+from tidemill.rollout.native.forward.runner import CapturableRunner
 from tidemill.rollout.native.pending import Fetch
 from tidemill.rollout.native.scheduler import Sequence as Tenant
 
@@ -95,13 +96,17 @@ class _Context:
 
     def __init__(self, store: PageStore, kernels: FusedKernels, bucket: Bucket) -> None:
         self.store, self.kernels, self.bucket = store, kernels, bucket
-        self.place = _place(bucket, store.page_size) if bucket.kind.has_drafts else None
+        self.place: tuple[Tensor, Tensor] | None = None
+        if bucket.kind.has_drafts:  # rows of one sequence must see each other, and run at the same time
+            self.place = _place(bucket, store.page_size)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         keys, values = self.store.layer(layer, k, v)
-        if self.place is not None:  # rows of one sequence must see each other, and run at the same time
+        if self.place is None and self.kernels.reads_cache(k, v):
+            self.place = _place(self.bucket, self.store.page_size)
+        if self.place is not None:
             self.store.write(layer, k, v, *self.place)
         bucket, scales = self.bucket, self.store.scales.get(layer)
         return self.kernels.attend(
@@ -118,10 +123,10 @@ def _place(bucket: Bucket, page_size: int) -> tuple[Tensor, Tensor]:
 
 class GraphDecoder:
     def __init__(
-        self, runner: FusedRunner, store: PageStore, slots: Any, vocab: int, routes: RouteRecorder | None = None
+        self, runner: CapturableRunner, store: PageStore, slots: Any, vocab: int, routes: RouteRecorder | None = None
     ) -> None:
         self.runner, self.store, self.slots, self.vocab, self.routes = runner, store, slots, vocab, routes
-        self.kernels = cast(DrawKernels, runner.kernels)
+        self.kernels = cast(DrawKernels, runner.device_kernels)
         self.device = store.device
         self.most = len(slots.active)
         self.state = SlotState(self.most, self.device)

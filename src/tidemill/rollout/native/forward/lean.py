@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tidemill.models import routing, rowwise
+from tidemill.models import families, routing, rowwise
 from tidemill.models.attention.registry import Context, attention_window
 from tidemill.rollout.native.forward import mixture
 from tidemill.rollout.native.forward.mixture import Mixture
@@ -22,18 +22,13 @@ from tidemill.rollout.native.kernels import Kernels
 # A large weight with few rows is read once and never rearranged by our own product; the library's takes up to twice as
 # long (60 M parameters, one thread: 41 ms against 24 for 2 rows, 35 against 27 for 4, 39 against 38 for 8).
 FEW_ROWS, LARGE_WEIGHT = 6, 1 << 16
-# Classes whose layer is: norm, attention with rotary positions, norm, gated SiLU. Qwen3 also norms queries and keys.
-# Mixtures of the same form have a router and experts where others have the gated layer.
-FAMILY = (
-    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
-    "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM",
-)  # fmt: skip
 # Rotary tables that depend on nothing but the position; "dynamic" and "longrope" look at the sequence's length.
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 def supports(model: Any) -> bool:
-    if type(model).__name__ not in FAMILY:
+    """Whether its layers are: norm, attention with rotary positions, norm, gated SiLU or a router and experts."""
+    if type(model).__name__.removesuffix("ForCausalLM") not in families.llama_forms(mixtures=True).values():
         return False
     config = model.config
     return (
@@ -48,7 +43,7 @@ def supports(model: Any) -> bool:
 def _linears(layer: Any) -> tuple[Any, ...]:
     a, m = layer.self_attn, layer.mlp
     if mixture.is_mixture(m):
-        m = getattr(m, "shared_expert", None)
+        m = mixture.shared_of(m)
     gated = () if m is None else (m.gate_proj, m.up_proj, m.down_proj)
     return a.q_proj, a.k_proj, a.v_proj, a.o_proj, *gated
 

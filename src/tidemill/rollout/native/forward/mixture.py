@@ -33,7 +33,8 @@ class Mixture:
     """One layer's router and experts. `number` counts the layers that have some, as recorded routes do."""
 
     number: int
-    gate: Any  # the router module: its weight and, where loads are balanced by one, its bias are read at every pass
+    gate: Any  # the router module: its weight and, where it has one, its bias are read at every pass
+    kind: routing.RouterKind
     sums_to_one: bool
     module: Any  # the experts: stacks (experts, 2 · inner, width) and (experts, width, inner), read at every pass
     shared: Shared | None
@@ -45,7 +46,7 @@ class Mixture:
 
     @property
     def bias(self) -> Tensor | None:
-        return getattr(self.gate, routing.GIVEN, None)
+        return getattr(self.gate, routing.PLACE if self.kind.has_place else routing.GIVEN, None)
 
 
 def is_mixture(mlp: Any) -> bool:
@@ -53,33 +54,53 @@ def is_mixture(mlp: Any) -> bool:
 
 
 def is_known(mlp: Any) -> bool:
-    """Whether this file computes what the module does: a softmax router and stacked, gated experts as they were made
-    (no adapters on them, not narrowed)."""
-    kind = routing.KINDS.get(type(mlp.gate).__name__)
+    """Whether this file computes what the module does: a router of a known kind, and stacked, gated experts as they
+    were made (no adapters on them, not narrowed)."""
     module = mlp.experts
     is_plain = all(hasattr(module, name) for name in experts.STACKS) and not hasattr(module, "lora_on")
-    return kind is not None and not kind.has_place and experts.is_known(module) and is_plain
+    return type(mlp.gate).__name__ in routing.KINDS and experts.is_known(module) and is_plain
+
+
+def shared_of(mlp: Any) -> Any:
+    """The module that every token goes through beside the experts it chose, or None."""
+    return getattr(mlp, "shared_expert", None) or getattr(mlp, "shared_experts", None)
 
 
 def bind(mlp: Any, number: int) -> Mixture:
     kind = routing.KINDS[type(mlp.gate).__name__]
     sums_to_one = bool(mlp.gate.norm_topk_prob if kind.sums_to_one is None else kind.sums_to_one)
     shared = None
-    if (expert := getattr(mlp, "shared_expert", None)) is not None:
+    if (expert := shared_of(mlp)) is not None:
         scale = getattr(mlp, "shared_expert_gate", None)
         weights = (expert.gate_proj.weight, expert.up_proj.weight, expert.down_proj.weight)
         shared = Shared(*weights, None if scale is None else scale.weight)
-    return Mixture(number, mlp.gate, sums_to_one, mlp.experts, shared)
+    return Mixture(number, mlp.gate, kind, sums_to_one, mlp.experts, shared)
+
+
+def router_logits(w: Mixture, h: Tensor) -> Tensor:
+    """In the precision that the router itself computes in."""
+    return F.linear(h.float(), w.gate.weight.float()) if w.kind.has_place else F.linear(h, w.gate.weight)
 
 
 def choose(w: Mixture, logits: Tensor) -> tuple[Tensor, Tensor]:
     """logits (tokens, experts) → the experts chosen (tokens, k) and their shares, float32."""
-    scores = logits.float().softmax(-1)
-    chosen = torch.topk(scores if w.bias is None else scores + w.bias, w.k).indices
+    scores = logits.float().sigmoid() if w.kind.has_place else logits.float().softmax(-1)
+    by = scores if w.bias is None else scores + w.bias
+    if getattr(w.gate, "num_group", 1) > 1:
+        by = _best_groups(by, w.gate.num_group, w.gate.topk_group)
+    chosen = torch.topk(by, w.k).indices
     shares = scores.gather(1, chosen)
     if w.sums_to_one:
-        shares = shares / shares.sum(-1, keepdim=True)
-    return chosen, shares
+        shares = shares / (shares.sum(-1, keepdim=True) + (routing.TINY if w.kind.has_place else 0.0))
+    return chosen, shares * w.gate.routed_scaling_factor if w.kind.has_place else shares
+
+
+def _best_groups(by: Tensor, groups: int, kept: int) -> Tensor:
+    """Experts lie in groups, of which a token may use some: those whose two best are largest in sum."""
+    apart = by.view(len(by), groups, -1)
+    best = apart.topk(2, -1).values.sum(-1).topk(kept, -1).indices
+    is_kept = torch.zeros(apart.shape[:2], dtype=torch.bool, device=by.device).scatter_(1, best, True)
+    return apart.masked_fill(~is_kept.unsqueeze(-1), float("-inf")).view_as(by)
 
 
 def record(w: Mixture, context: Context, chosen: Tensor) -> None:
@@ -90,7 +111,7 @@ def record(w: Mixture, context: Context, chosen: Tensor) -> None:
 
 def forward(w: Mixture, h: Tensor, context: Context) -> Tensor:
     """h (tokens, width), normed, through the experts chosen for it and the shared one: what the layer adds to it."""
-    chosen, shares = choose(w, F.linear(h, w.gate.weight))
+    chosen, shares = choose(w, router_logits(w, h))
     record(w, context, chosen)
     held = w.module.down_proj.shape[0]
     if held < w.gate.weight.shape[0]:  # others' experts are others' work: a share of 0 of one that is here

@@ -14,15 +14,24 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tidemill.errors import ModelError
+from tidemill.models import families
 from tidemill.models.attention.registry import Context
 from tidemill.models.modes import at_rest
-from tidemill.rollout.native.forward import lean
+from tidemill.rollout.native.forward import latent, lean
+from tidemill.rollout.native.forward.fused import FusedKernels, FusedRunner
 from tidemill.rollout.native.kernels import Kernels
 
 
 class Runner(Protocol):
     def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
         """ids, positions (tokens,); `keep`: which rows' logits are wanted, None for all → (kept, vocab)."""
+
+
+class CapturableRunner(Runner, Protocol):
+    """A runner whose passes never ask the host, so that a graph can hold them."""
+
+    @property
+    def device_kernels(self) -> FusedKernels: ...
 
 
 class PlainRunner:
@@ -49,7 +58,11 @@ class PlainRunner:
 
 def has_fused(model: Any, is_plain: bool) -> bool:
     """Whether an accelerator's own kernels can run the model."""
-    return not is_plain and lean.supports(model) and importlib.util.find_spec("triton") is not None
+    return (
+        not is_plain
+        and (lean.supports(model) or latent.supports(model))
+        and importlib.util.find_spec("triton") is not None
+    )
 
 
 def make_runner(
@@ -59,16 +72,18 @@ def make_runner(
     if group is not None:
         if is_plain or not lean.supports(model):
             raise ModelError(
-                f"{type(model).__name__} cannot be served tensor-parallel", f"this works for {', '.join(lean.FAMILY)}"
+                f"{type(model).__name__} cannot be served tensor-parallel",
+                f"this works for {', '.join(families.llama_forms(mixtures=True))}",
             )
         from tidemill.rollout.native.forward.parallel import ParallelRunner
 
         return ParallelRunner(model, max_len, kernels, group)
-    if not is_plain and lean.supports(model):
-        if fused and has_fused(model, is_plain):
-            from tidemill.rollout.native.forward.fused import FusedRunner
-            from tidemill.rollout.native.triton_kernels import TritonKernels
+    if is_plain or not (lean.supports(model) or latent.supports(model)):
+        return PlainRunner(model)
+    is_latent = latent.supports(model)
+    if fused and has_fused(model, is_plain):
+        from tidemill.rollout.native.triton_kernels import TritonKernels
 
-            return FusedRunner(model, max_len, TritonKernels())
-        return lean.LeanRunner(model, max_len, kernels)
-    return PlainRunner(model)
+        make = latent.FusedLatentRunner if is_latent else FusedRunner
+        return make(model, max_len, TritonKernels())
+    return (latent.LatentRunner if is_latent else lean.LeanRunner)(model, max_len, kernels)

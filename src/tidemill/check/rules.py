@@ -1,0 +1,227 @@
+"""Settings that cannot work beside others, and settings that nothing would read: tables with one sentence each.
+
+A rule names the key, when it does not work, why, and what would do. `{c.rollout.tp}` in a text is the recipe's value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from tidemill.algorithms import registry
+from tidemill.estimate import handover as turns
+from tidemill.recipe.config import AlgorithmSettings, Config
+from tidemill.recipe.load import leaves
+
+When = Callable[[Config], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    key: str
+    when: When
+    why: str
+    remedy: str  # what would do; several with | between them
+
+
+def is_local(c: Config) -> bool:
+    return c.cluster.executor == "local"
+
+
+def is_cut(c: Config) -> bool:
+    return c.learn.parallel.ranks > 1
+
+
+def learns_values(c: Config) -> bool:
+    return registry.of(c).learns_values or "critic" in registry.roles_of(c)
+
+
+def value_stages(c: Config) -> int:
+    return (c.algorithm.critic.parallel or c.learn.parallel).pp
+
+
+def is_reference_apart(c: Config) -> bool:
+    return not is_local(c) and c.cluster.placement.reference == "separated"
+
+
+def not_native(c: Config) -> bool:
+    return c.rollout.engine != "native"
+
+
+NATIVE = "{c.rollout.engine} does not have this setting of the native engine"
+ONE_PROCESS = "it shows what one process does, and here work is done by several"
+INVARIANT = "rollout.batch_invariant"
+
+RULES = (
+    # Rollout
+    Rule("rollout.cache_dtype", lambda c: not_native(c) and c.rollout.cache_dtype != "auto", NATIVE, "auto"),
+    Rule("rollout.speculate", lambda c: not_native(c) and c.rollout.speculate == "on", NATIVE, "auto"),
+    Rule("rollout.page_size", lambda c: not_native(c) and c.rollout.page_size is not None, NATIVE, "none"),
+    Rule("rollout.cache_tokens", lambda c: not_native(c) and c.rollout.cache_tokens is not None, NATIVE, "none"),
+    Rule("learn.moe.replay", lambda c: not_native(c) and c.learn.moe.replay,
+         "rollout.engine {c.rollout.engine} does not record routes", "rollout.engine=native|false"),
+    Rule(INVARIANT, lambda c: not_native(c) and c.rollout.batch_invariant,
+         "rollout.engine is {c.rollout.engine}, and only native has this mode", "rollout.engine=native"),
+    Rule("rollout.speculate", lambda c: c.rollout.batch_invariant and c.rollout.speculate == "on",
+         "rollout.batch_invariant does without the kernels that draft", "auto"),
+    Rule("rollout.cache_dtype", lambda c: c.rollout.batch_invariant and c.rollout.cache_dtype != "auto",
+         "it rounds, which rollout.batch_invariant must not", "auto"),
+    Rule("learn.recompute", lambda c: c.rollout.batch_invariant and c.learn.recompute != "none",
+         "layers would be computed again outside of rollout.batch_invariant", "none"),
+    Rule(INVARIANT, lambda c: c.rollout.batch_invariant and (is_cut(c) or c.rollout.tp > 1),
+         "one rank alone can promise it, and learn.parallel or rollout.tp asks for several", "false"),
+    Rule("rollout.tp", lambda c: c.rollout.tp > 1 and is_local(c),
+         "one process has one rank", "cluster.executor=processes or ray|1"),
+    Rule("rollout.tp", lambda c: c.rollout.tp > 1 and not_native(c), "{c.rollout.engine} has one rank for each", "1"),
+    Rule("cluster.spread", lambda c: c.cluster.spread and c.cluster.executor == "ray" and c.rollout.tp > 1,
+         "with rollout.tp {c.rollout.tp} the ranks of an engine are placed close together, and engines where room is",
+         "false|rollout.tp=1"),
+    Rule("rollout.tp", lambda c: c.rollout.tp > 1 and c.cluster.placement.rollout == "colocated" and not is_cut(c),
+         "colocated with learners that hold whole models rollout reads their own tensors",
+         "1|cluster.placement.rollout=separated|sizes of learn.parallel"),
+    Rule("learn.moe.balance",
+         lambda c: c.learn.moe.balance == "bias" and (c.rollout.engine == "vllm" or c.rollout.tp > 1),
+         "vLLM and engines over several ranks are given weights alone, and would choose experts without it",
+         "rollout.engine=native with rollout.tp=1|learn.moe.balance=aux_loss"),
+    # The learner over several ranks or processes
+    Rule("observe.dump", lambda c: bool(c.observe.dump) and (is_cut(c) or not is_local(c)), ONE_PROCESS,
+         "cluster.executor=local with learn.parallel sizes of 1|leaving it out"),
+    Rule("train.profile", lambda c: bool(c.train.profile) and (is_cut(c) or not is_local(c)), ONE_PROCESS,
+         "cluster.executor=local with learn.parallel sizes of 1|leaving it out"),
+    Rule("cluster.learners",
+         lambda c: not is_local(c) and is_cut(c) and c.cluster.learners not in (1, c.learn.parallel.ranks),
+         "learn.parallel comes to {c.learn.parallel.ranks} ranks, one worker each", "{c.learn.parallel.ranks}"),
+    Rule("learn.ema", lambda c: bool(c.learn.ema) and is_cut(c) and not is_local(c),
+         "no running mean of a learner that is cut over workers reaches the one that evaluates",
+         "cluster.executor=local|learn.parallel sizes of 1"),
+    Rule("learn.fp8", lambda c: c.learn.fp8 != "none" and c.learn.parallel.tp > 1,
+         "its scales need whole factors, which learn.parallel.tp {c.learn.parallel.tp} cuts",
+         "learn.parallel.tp=1|learn.fp8=none"),
+    Rule("learn.dora", lambda c: c.learn.dora and c.learn.parallel.tp > 1,
+         "its norms need whole rows, which learn.parallel.tp {c.learn.parallel.tp} cuts", "learn.parallel.tp=1"),
+    Rule("learn.dora", lambda c: c.learn.dora and not c.learn.lora_rank,
+         "learn.lora_rank is 0: there are no adapters", "learn.lora_rank=16"),
+    Rule("learn.recompute",
+         lambda c: c.learn.parallel.pp > 1 and c.learn.recompute == "mlp"
+         and (c.learn.moe.replay or c.learn.moe.balance == "aux_loss"),
+         "with learn.parallel.pp {c.learn.parallel.pp} other micro-batches come in between, and learn.moe would route "
+         "and weigh as their tokens say", "full"),
+    Rule("learn.parallel.pp_chunks",
+         lambda c: (c.learn.parallel.pp_chunks > 1) != (c.learn.parallel.pp_schedule == "interleaved")
+         or (c.learn.parallel.pp_chunks > 1 and c.learn.parallel.pp == 1),
+         "several runs of layers per rank are what pp_schedule=interleaved of several ranks has, and nothing else",
+         "pp_chunks=2 with pp_schedule=interleaved and pp above 1|pp_chunks=1 with 1f1b"),
+    Rule("algorithm", lambda c: registry.of(c).learns_values and is_cut(c) and not is_local(c),
+         "its value model is not cut over workers", "cluster.executor=local|learn.parallel sizes of 1"),
+    Rule("algorithm.critic.trunk",
+         lambda c: "critic" in registry.roles_of(c) and is_cut(c) and c.algorithm.critic.trunk == "shared",
+         "over ranks a critic has a decoder of its own", "own"),
+    Rule("learn.parallel.pp", lambda c: learns_values(c) and value_stages(c) > 1,
+         "a value model is not cut into stages", "algorithm.critic.parallel with pp: 1 and the same product"),
+    # The reference
+    Rule("algorithm.kl.target", lambda c: c.algorithm.kl.target is not None and c.algorithm.kl.coef == 0,
+         "an adaptive coefficient begins with algorithm.kl.coef, which is 0", "algorithm.kl.coef=0.01"),
+    Rule("algorithm.kl.target", lambda c: c.algorithm.kl.target is not None and is_reference_apart(c),
+         "a reference apart from the learners does not steer", "cluster.placement.reference=colocated"),
+    Rule("algorithm.kl.reset_every", lambda c: bool(c.algorithm.kl.reset_every) and is_reference_apart(c),
+         "a reference apart from the learners does not move", "cluster.placement.reference=colocated"),
+    Rule("algorithm.kl.reset_every", lambda c: bool(c.algorithm.kl.reset_every and c.learn.lora_rank),
+         "with learn.lora_rank the reference is the model without its adapters, which does not move",
+         "0|learn.lora_rank=0"),
+    Rule("algorithm.kl.weights",
+         lambda c: c.algorithm.kl.weights != "same"
+         and ((is_cut(c) and not is_local(c)) or bool(c.algorithm.kl.reset_every)),
+         "a reference that is cut over workers, or that moves (kl.reset_every), keeps the weights' own dtype", "same"),
+    # The flow
+    Rule("algorithm.rollout_correction",
+         lambda c: c.algorithm.rollout_correction != "none" and c.algorithm.old_logprobs == "rollout",
+         "with algorithm.old_logprobs=rollout there is nothing to correct: every weight is 1",
+         "algorithm.old_logprobs=recompute"),
+    Rule("algorithm.rollout_correction_floor",
+         lambda c: c.algorithm.rollout_correction_floor > c.algorithm.rollout_correction_cap,
+         "its cap is {c.algorithm.rollout_correction_cap}", "a lower floor"),
+    Rule("flow.placement", lambda c: c.flow.schedule == "async" and c.flow.placement == "colocated",
+         "flow.schedule is async, and rollout cannot be ahead while it takes turns", "flow.placement=auto"),
+    Rule("flow.hand_over", lambda c: c.flow.hand_over in ("cache", "all") and not turns.are_taken(c),
+         "rollout and learning take turns on a device only with flow.schedule=sync and rollout colocated",
+         "flow.hand_over=auto"),
+    Rule("rewards", lambda c: c.environment is None and any(r.function == "environment" for r in c.rewards.functions),
+         "there is no environment", "environment.name|another reward"),
+)  # fmt: skip
+
+
+def problems(config: Config) -> Iterator[str]:
+    for rule in RULES:
+        if rule.when(config):
+            why, remedy = (text.format(c=config) for text in (rule.why, rule.remedy))
+            first, *others = remedy.split("|")
+            would_do = ", or ".join([f"{first} would do", *others])
+            yield f"{rule.key} is {said(at(config, rule.key))}, but {why}; {would_do}"
+
+
+# Settings that nothing reads: allowed, because a recipe may be tried in another mode, but said.
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    keys: tuple[str, ...]  # settings, or sections of them
+    when: When
+    why: str
+
+
+RAY_ALONE = ("cluster.address", "cluster.spread", "cluster.cpus")
+UNREAD = (
+    Unread(("cluster",), is_local, "cluster.executor is local: all roles share one process"),
+    Unread(RAY_ALONE, lambda c: c.cluster.executor == "processes", "only cluster.executor=ray reads it"),
+    Unread(("flow.max_staleness", "flow.unfinished_samples"), lambda c: c.flow.schedule != "async",
+           "flow.schedule is {c.flow.schedule}: no sample is older than its step"),
+    Unread(("learn.lora_alpha", "learn.lora_experts"), lambda c: not c.learn.lora_rank, "learn.lora_rank is 0"),
+    Unread(("learn.min_lr_share",), lambda c: c.learn.schedule == "constant", "learn.schedule is constant"),
+    Unread(("learn.recompute_every",), lambda c: c.learn.recompute == "none", "learn.recompute is none"),
+    Unread(("learn.moe.coef",), lambda c: c.learn.moe.balance != "aux_loss", "learn.moe.balance is not aux_loss"),
+    Unread(("learn.moe.bias_rate",), lambda c: c.learn.moe.balance != "bias", "learn.moe.balance is not bias"),
+    Unread(("learn.parallel.cp_form",), lambda c: c.learn.parallel.cp == 1, "learn.parallel.cp is 1"),
+    Unread(("rollout.vllm",), lambda c: c.rollout.engine != "vllm", "rollout.engine is {c.rollout.engine}"),
+    Unread(("algorithm.critic",), lambda c: not learns_values(c), "{c.algorithm.name} has no critic"),
+    Unread(("algorithm.preference",), lambda c: registry.of(c).input_kind in ("prompts", "responses"),
+           "{c.algorithm.name} does not learn from preferences"),
+    Unread(("algorithm.kl",), lambda c: "reference" not in registry.roles_of(c), "algorithm.kl.coef is 0: there is no "
+           "reference"),
+    Unread(("algorithm.rollout_correction_cap", "algorithm.rollout_correction_floor",
+            "algorithm.rollout_correction_outside"),
+           lambda c: c.algorithm.rollout_correction == "none", "algorithm.rollout_correction is none"),
+    Unread(("algorithm.dynamic_sampling_rounds",), lambda c: not c.algorithm.dynamic_sampling,
+           "algorithm.dynamic_sampling is false"),
+    Unread(("algorithm.constant_length",), lambda c: c.algorithm.aggregation != "constant",
+           "algorithm.aggregation is not constant"),
+    Unread(("algorithm.overlong.penalty",), lambda c: not c.algorithm.overlong.buffer, "its buffer is 0"),
+    Unread(("algorithm.covariance",), lambda c: c.algorithm.covariance.mode == "none", "its mode is none"),
+)  # fmt: skip
+
+
+def unread(config: Config) -> list[str]:
+    """Settings that differ from their defaults and that nothing reads in the chosen mode, as sentences."""
+    usual = Config(algorithm=AlgorithmSettings(name=config.algorithm.name))
+    defaults = dict(leaves(usual))
+    changed = {key: value for key, value in leaves(config) if value != defaults.get(key, value)}
+    told: dict[str, str] = {}
+    for row in UNREAD:
+        mine = [key for key in changed if any(key == name or key.startswith(f"{name}.") for name in row.keys)]
+        if mine and row.when(config):
+            told |= {key: row.why.format(c=config) for key in mine if key != "cluster.executor"}
+    return [f"nothing reads {key}={said(changed[key])}: {why}" for key, why in told.items()]
+
+
+def at(section: Any, key: str) -> Any:
+    found = reduce(getattr, key.split("."), section)
+    return found.name if isinstance(found, AlgorithmSettings) else found
+
+
+def said(value: Any) -> str:
+    if hasattr(value, "functions"):
+        return ", ".join(spec.function for spec in value.functions)
+    if isinstance(value, tuple):
+        return str(list(value))
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

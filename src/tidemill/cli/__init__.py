@@ -1,0 +1,26 @@
+"""The command line: one file per command. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+from tidemill.cli import (  # each registers its commands, in the order that `tidemill --help` lists them
+    bench,  # isort: skip
+    diff,  # isort: skip
+    dock,  # isort: skip
+    doctor,  # isort: skip
+    evaluate,  # isort: skip
+    export,  # isort: skip
+    generate,  # isort: skip
+    models,  # isort: skip
+    plot,  # isort: skip
+    recipes,  # isort: skip
+    reshard,  # isort: skip
+    status,  # isort: skip
+    train,  # isort: skip
+    watch,  # isort: skip
+)
+from tidemill.cli.frame import app, explain, main
+
+__all__ = [
+    "app", "bench", "diff", "dock", "doctor", "evaluate", "explain", "export", "generate", "main", "models", "plot",
+    "recipes", "reshard", "status", "train", "watch",
+]  # fmt: skip

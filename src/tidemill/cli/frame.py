@@ -1,0 +1,92 @@
+"""The command line's frame: the app, the terminals it prints to, arguments that several commands share, and how errors
+are told."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from tidemill.errors import TidemillError
+
+app = typer.Typer(
+    help="Train language models by reinforcement learning, as distributed dataflow.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# Markup is off: a value from outside, such as data.source=[a, b], is text. Styles come with `Text`.
+console = Console(highlight=False, markup=False)
+errors = Console(stderr=True, highlight=False, markup=False)
+
+Recipe = Annotated[str, typer.Argument(help="a recipe's name (see `tidemill recipes`) or the path of a YAML file")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="settings over the recipe's: key.sub=value …")]
+Run = Annotated[Path, typer.Argument(help="a run's folder, for example runs/quickstart")]
+Where = Annotated[Path, typer.Argument(help="a run's folder, a Hugging Face folder, a known model's name, or org/name")]
+Raw = Annotated[bool, typer.Option("--raw", help="the weights themselves, where a run keeps their running mean")]
+Step = Annotated[int | None, typer.Option("--step", help="of a run: this checkpoint, not the newest", min=0)]
+Best = Annotated[bool, typer.Option("--best", help="of a run: its best checkpoint, not the newest")]
+INTERRUPTED = 130  # as shells expect of a command that Ctrl-C ended
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"tidemill {metadata.version('tidemill')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _tidemill(
+    version: Annotated[
+        bool, typer.Option("--version", help="show the version and exit", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def say(text: str, style: str = "") -> None:
+    """One sentence, as it is: nothing in it is markup."""
+    console.print(Text(text, style=style), soft_wrap=True)
+
+
+def main() -> None:
+    """Errors a user can fix are a few lines; anything else keeps its traceback, because it is our mistake."""
+    try:
+        status = app(standalone_mode=False, prog_name="tidemill")
+    except typer.Exit as leave:
+        status = leave.exit_code
+    except (Exception, KeyboardInterrupt) as error:
+        status = explain(error)
+    sys.exit(status)  # commands give nothing; one that raised typer.Exit gives its status, caught on the way
+
+
+def explain(error: BaseException) -> int:
+    """Print what a user can do about an error; the exit code. An error of ours is raised again."""
+    if isinstance(error, typer.Abort | KeyboardInterrupt):
+        errors.print("stopped")
+        return INTERRUPTED
+    # A word that no command knows. Whose class it is depends on typer's version: click's, or that of its own copy.
+    show = getattr(error, "show", None)
+    if callable(show) and isinstance(status := getattr(error, "exit_code", None), int):
+        show()
+        return status
+    if isinstance(error, TidemillError):
+        _print_error(error.message, error.remedy)
+        return 1
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        _print_error(f"the disk is full ({error.filename or 'while writing'})", "free some space, then resume")
+        return 1
+    raise error
+
+
+def _print_error(message: str, remedy: str) -> None:
+    errors.print(Text.assemble(("error:", "red"), " ", message), soft_wrap=True)
+    if remedy:
+        errors.print(f"  → {remedy}", soft_wrap=True)

@@ -1,0 +1,50 @@
+"""`tidemill train`, `sft` and `resume`: run a recipe, or continue a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from tidemill.cli.frame import INTERRUPTED, Overrides, Recipe, Run, app, console
+
+
+@app.command()
+def train(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Run a recipe: a model learns by the recipe's algorithm. Everything it makes lands in runs/NAME."""
+    from tidemill import show
+    from tidemill.recipe import load as recipe_files
+    from tidemill.run import start as launch
+
+    loaded = recipe_files.load(recipe, overrides or ())
+    watch = show.RunWatcher(console, loaded.config)
+    with watch:
+        summary = launch.train(loaded, watch=watch)
+    show.ending(console, watch.config, watch.folder, summary)
+    if summary.is_stopped:
+        raise typer.Exit(INTERRUPTED)
+
+
+@app.command()
+def sft(recipe: Recipe = "quickstart-sft", overrides: Overrides = None) -> None:
+    """Fine-tune on prompts with given responses (a recipe whose algorithm is sft)."""
+    train(recipe, [*(overrides or []), "algorithm.name=sft"])
+
+
+@app.command()
+def resume(run: Run, overrides: Overrides = None) -> None:
+    """Continue a run that was stopped, killed or finished, from its newest good checkpoint.
+
+    Settings can change on the way: tidemill resume RUN train.steps=160 learn.lr=1e-6. RUN/changes.jsonl keeps a record.
+    """
+    from tidemill import show
+    from tidemill.observe.run_folder import RunFolder
+    from tidemill.run import start as launch
+
+    watch = show.RunWatcher(console, RunFolder.open(run, exclusive=False).config)
+    with watch:
+        summary = launch.resume(run, watch=watch, overrides=overrides or ())
+    folder = RunFolder.open(run, exclusive=False)
+    show.ending(console, folder.config, Path(run) if Path(run).is_dir() else folder.path, summary)
+    if summary.is_stopped:
+        raise typer.Exit(INTERRUPTED)

@@ -1,0 +1,173 @@
+"""From a recipe to settings that can run: paths that hold anywhere, sizes taken from the data where they are asked for,
+and every check that needs no weights. Nothing is written before this is done."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tidemill.check import precheck, rules
+from tidemill.errors import ConfigError
+from tidemill.recipe import load as recipes
+from tidemill.recipe.config import Config
+
+if TYPE_CHECKING:
+    from tidemill.data.survey import Lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A recipe that stands, and what the user should know of it."""
+
+    loaded: recipes.LoadedRecipe
+    lengths: Lengths
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def config(self) -> Config:
+        return self.loaded.config
+
+
+def prepare(loaded: recipes.LoadedRecipe) -> Prepared:
+    from tidemill.data import survey
+    from tidemill.data.source import open_source
+    from tidemill.run.own import fitted
+
+    notes: list[str] = []
+    config = anchored(loaded.config)
+    config = _from_run(config, notes.append)
+    if config.data.fit:
+        config = fitted(config, loaded.sources, notes.append)
+    precheck.check(config, fetch=True)
+    _check_device(config)
+    training, held_out = open_source(config.data, config.seed)
+    config = _with_steps(config, training.size)
+    examples = survey.looked_at(training)
+    survey.check_columns(examples, config)
+    config = _check_rewards(config, [*examples, *survey.looked_at(held_out)], notes.append)
+    lengths = _measured(config, examples)
+    notes += [*lengths.sentences(config), *rules.unread(config)]
+    return Prepared(replace(loaded, config=config), lengths, notes)
+
+
+# Paths
+
+
+def anchored(config: Config) -> Config:
+    """The config with absolute paths: a run works from any folder."""
+    from tidemill.data.generators import is_generator
+
+    data = {
+        key: _absolute(value)
+        for key in ("source", "eval_source")
+        if (value := getattr(config.data, key)) is not None and not is_generator(value)
+    }
+    data |= {
+        key: _function(value)
+        for key in ("source", "eval_source")
+        if (value := getattr(config.data, key)) is not None and is_generator(value)
+    }
+    model = {
+        key: _absolute(value) for key in ("path", "warm_start") if (value := getattr(config.model, key)) is not None
+    }
+    functions = tuple(
+        spec.model_copy(
+            update={
+                "function": _function(spec.function),
+                "args": {k: _absolute(v) if k == "path" and isinstance(v, str) else v for k, v in spec.args.items()},
+            }
+        )
+        for spec in config.rewards.functions
+    )
+    teacher = config.algorithm.teacher
+    return config.model_copy(
+        update={
+            "data": config.data.model_copy(update=data),
+            "model": config.model.model_copy(update=model),
+            "rewards": config.rewards.model_copy(update={"functions": functions}),
+            "algorithm": config.algorithm.model_copy(update={"teacher": _absolute(teacher) if teacher else teacher}),
+        }
+    )
+
+
+def _absolute(path: str) -> str:
+    place, at, which = path.partition("@")
+    found = Path(path).expanduser()
+    if found.exists():
+        return str(found.absolute())
+    run = Path(place).expanduser()
+    return f"{run.absolute()}{at}{which}" if at and (run / "config.yaml").exists() else path
+
+
+def _function(name: str) -> str:
+    """`path/to/file.py:function` with an absolute path; anything else as it is."""
+    file, colon, function = name.rpartition(":")
+    return f"{Path(file).expanduser().absolute()}:{function}" if colon and file.endswith(".py") else name
+
+
+# A run as the model to start from
+
+
+def _from_run(config: Config, note: Callable[[str], None]) -> Config:
+    """`model.path=RUN`, `RUN@STEP` and `RUN@best`: the run's checkpoint as a folder in the cache."""
+    if config.model.path is None or not is_run(config.model.path):
+        return config
+    from tidemill.run.trained import checkpoint_as_folder
+
+    folder, step = checkpoint_as_folder(config.model.path)
+    note(f"model.path={config.model.path}: step {step}, exported to {folder}")
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+
+
+def is_run(path: str) -> bool:
+    return (Path(path.partition("@")[0]).expanduser() / "config.yaml").is_file()
+
+
+# Checks
+
+
+def _check_device(config: Config) -> None:
+    if config.cluster.executor == "local":
+        from tidemill import device
+
+        device.pick(config.device)
+
+
+def _with_steps(config: Config, rows: int | None) -> Config:
+    epochs = config.train.epochs
+    if epochs is None:
+        return config
+    if rows is None:
+        raise ConfigError(
+            f"train.epochs is {epochs:g}, but data.source={config.data.source} is endless: it has no passes",
+            "set train.steps instead, and train.epochs=none",
+        )
+    steps = max(1, math.ceil(epochs * rows / config.train.prompts_per_step))
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+
+
+def _check_rewards(config: Config, examples: list[Any], note: Callable[[str], None]) -> Config:
+    """Rows must have what rewards read. An algorithm that learns without rewards is then not evaluated."""
+    from tidemill.data import survey
+
+    if config.algorithm.name in survey.GIVEN and not config.eval.size:
+        return config
+    problem = survey.unread(examples, config)
+    if problem is None:
+        return config
+    if config.algorithm.name not in survey.GIVEN:
+        raise problem
+    note(f"no held-out accuracy is measured: {problem.message}")
+    return config.model_copy(update={"eval": config.eval.model_copy(update={"size": 0})})
+
+
+def _measured(config: Config, examples: list[Any]) -> Lengths:
+    from tidemill.data import survey
+    from tidemill.data.prompts import PromptTokens
+    from tidemill.models.load import load_tokenizer
+
+    encode = PromptTokens(load_tokenizer(recipes.model_of(config)), config.data)
+    return survey.measure(examples, encode, config)

@@ -1,1 +1,0 @@
-"""Settings as they are written, merged, explained and checked, before any model is loaded."""
