@@ -180,15 +180,15 @@ class Killer:
         from tidemill.errors import DockError
 
         if kind in ("ledger", "warehouse"):
-            server = self.workers.meeting.server
+            server = self.workers.run_dock.server
             keeper = server.ledger if kind == "ledger" else next(iter(server.warehouses.values()))
             try:
                 return int(keeper.pid)
             except DockError:  # between two docks
                 return 0
         role = self.rng.choice(("rollout", "learner")) if kind == "hang" else kind
-        found = [m.pid for m in list(self.workers.crew.members.values()) if m.post.group.name == role and m.pid]
-        ready = [m.pid for m in list(self.workers.crew.members.values()) if m.pid in found and m.state == "ready"]
+        found = [m.pid for m in list(self.workers.pool.members.values()) if m.post.group.name == role and m.pid]
+        ready = [m.pid for m in list(self.workers.pool.members.values()) if m.pid in found and m.state == "ready"]
         return self.rng.choice(ready) if ready else 0
 
 

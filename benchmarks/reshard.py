@@ -122,7 +122,7 @@ def _bench(rank: int, ranks: int, words: Mapping[str, Any]) -> dict[str, Any]:
 
     makers: list[tuple[str, Callable[[], Any]]] = [
         ("", shared),
-        ("group_", lambda: GroupWire(BufferRing(depth, bucket), timeout_s=300, all_gather=True)),
+        ("group_", lambda: GroupWire(BufferRing(depth, bucket), timeout_s=300)),
     ]
     for prefix, maker in makers:
         _clear(targets)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.faults.test_resume import RECIPE, numbers
-from tidemill.cluster.driver.remote import RemoteWorkers
+from tidemill.cluster.driver.driver import Driver
 from tidemill.run import start as launch
 from tidemill.run.loop import Summary, Watcher
 
@@ -65,11 +65,11 @@ def assert_same_learning(a: list[dict[str, Any]], b: list[dict[str, Any]], withi
 class Disturb(Watcher):
     """Kills what `victim` names, `after_s` into the step that follows `at_step`."""
 
-    def __init__(self, victim: Callable[[RemoteWorkers], int], at_step: int = 1, after_s: float = 0.03) -> None:
+    def __init__(self, victim: Callable[[Driver], int], at_step: int = 1, after_s: float = 0.03) -> None:
         self.victim, self.at_step, self.after_s = victim, at_step, after_s
         self.said: list[str] = []
         self.killed: list[int] = []
-        self.workers: RemoteWorkers | None = None
+        self.workers: Driver | None = None
 
     def started(self, workers: Any, first_step: int) -> None:
         self.workers = workers
@@ -85,13 +85,13 @@ class Disturb(Watcher):
             threading.Timer(self.after_s, os.kill, (pid, signal.SIGKILL)).start()
 
 
-def worker(name: str) -> Callable[[RemoteWorkers], int]:
-    return lambda workers: workers.crew.members[name].pid
+def worker(name: str) -> Callable[[Driver], int]:
+    return lambda workers: workers.pool.members[name].pid
 
 
-def ledger(workers: RemoteWorkers) -> int:
-    return workers.meeting.server.ledger.pid
+def ledger(workers: Driver) -> int:
+    return workers.run_dock.server.ledger.pid
 
 
-def warehouse(workers: RemoteWorkers) -> int:
-    return next(iter(workers.meeting.server.warehouses.values())).pid
+def warehouse(workers: Driver) -> int:
+    return next(iter(workers.run_dock.server.warehouses.values())).pid

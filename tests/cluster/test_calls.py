@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.cluster.worker.commands import Orders
+from tidemill.cluster.worker.commands import RoleWorker
 from tidemill.cluster.worker.cut import KEPT_CALLS, Calls
 from tidemill.cluster.worker.learners import World
 from tidemill.cluster.worker.store import KeyedStore, StoreServer
@@ -30,15 +30,15 @@ class Worker:
         self.said.append(f"begin {first_group}")
 
 
-def rank(store: Any, number: int, wait_s: float = 0.2) -> tuple[Orders, list[str]]:
-    """A worker's orders, of a rank that has nothing but its place among the calls."""
+def rank(store: Any, number: int, wait_s: float = 0.2) -> tuple[RoleWorker, list[str]]:
+    """A worker of a rank that has nothing but its place among the calls."""
     said: list[str] = []
-    made = Orders.__new__(Orders)
-    made._is_ordered = False
+    made = RoleWorker.__new__(RoleWorker)
+    made._is_commanded = False
     cluster = SimpleNamespace(collective_s=wait_s)
     made.task = SimpleNamespace(config=SimpleNamespace(cluster=cluster))  # type: ignore[assignment]
     calls, workers = calls_at(store, number), {"learn": Worker(said)}
-    made.kit = SimpleNamespace(calls=calls, world=calls.world, follower=None, workers=workers)  # type: ignore[assignment]
+    made.state = SimpleNamespace(calls=calls, world=calls.world, follower=None, workers=workers)  # type: ignore[assignment]
     return made, said
 
 
@@ -48,9 +48,9 @@ def calls_at(store: Any, number: int) -> Calls:
     return Calls(world)
 
 
-def calls_of(orders: Orders) -> Calls:
-    assert orders.kit.calls is not None
-    return orders.kit.calls
+def calls_of(worker: RoleWorker) -> Calls:
+    assert worker.state.calls is not None
+    return worker.state.calls
 
 
 def test_calls_are_heard_once_and_in_their_order() -> None:

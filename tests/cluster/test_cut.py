@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.runs import Disturb, assert_same, assert_same_learning, measured, recipe, train, worker
-from tidemill.cluster.driver.remote import RemoteWorkers
+from tidemill.cluster.driver.driver import Driver
 from tidemill.run import start as launch
 
 pytest.importorskip("zmq")
@@ -58,8 +58,8 @@ def test_a_killed_rank_brings_all_back_from_the_newest_checkpoint(
     watch = Disturb(worker(f"learner-{rank}"))
     found = run(tmp_path, watch, learn={"parallel": {"fsdp": 2}}, cluster={"rollouts": 2})
     assert watch.killed and any("newest checkpoint" in said for said in watch.said)
-    assert isinstance(watch.workers, RemoteWorkers)
-    assert {m.restarts for m in watch.workers.crew.learners()} == {1}
+    assert isinstance(watch.workers, Driver)
+    assert {m.restarts for m in watch.workers.pool.learners()} == {1}
     assert_same_learning(found, local)
 
 

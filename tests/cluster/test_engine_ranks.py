@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.cluster.runs import Disturb, assert_same, assert_same_learning, measured, train, worker
 from tests.faults.test_resume import RECIPE
-from tidemill.cluster.driver.remote import RemoteWorkers
+from tidemill.cluster.driver.driver import Driver
 from tidemill.cluster.worker.engine_ranks import Follower, LeadEngine, Notes, Order
 from tidemill.cluster.worker.learners import World
 from tidemill.cluster.worker.store import StoreServer
@@ -105,9 +105,9 @@ def test_two_ranks_of_an_engine_share_the_experts_of_a_mixture(tmp_path: Path) -
 def test_a_killed_rank_brings_its_engine_back(tmp_path: Path, local: list[dict[str, Any]], rank: int) -> None:
     watch = Disturb(worker(f"rollout-{rank}"), after_s=0.0)
     found = run(tmp_path, watch, rollout={"tp": 2})
-    assert watch.killed and isinstance(watch.workers, RemoteWorkers)
-    assert {m.restarts for m in watch.workers.crew.of("rollout", ready=False)} == {1}
-    assert watch.workers.crew.lost_total == 1  # an engine's loss counts once
+    assert watch.killed and isinstance(watch.workers, Driver)
+    assert {m.restarts for m in watch.workers.pool.of("rollout", ready=False)} == {1}
+    assert watch.workers.pool.lost_total == 1  # an engine's loss counts once
     assert_same_learning(found, local)
 
 

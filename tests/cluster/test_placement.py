@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tidemill.algorithms.registry import get
-from tidemill.cluster.driver.placement import PlacementError, accelerator_of, check, place, shortage
+from tidemill.cluster.driver.placement import PlacementError, accelerator_of, check, shortage
+from tidemill.cluster.wiring import wire
 from tidemill.recipe.config import Config
 
 
 def placed(accelerator: str | None = None, algorithm: dict[str, object] | None = None, **cluster: object):
-    config = Config(algorithm=algorithm or {"name": "grpo"}, cluster=cluster)
-    return config, place(config, get(config.algorithm.name).graph(config), accelerator)
+    config = Config(algorithm=algorithm or {"name": "grpo"}, cluster={"executor": "processes", **cluster})
+    return config, wire(config, get(config.algorithm.name).graph(config), accelerator)
 
 
 def test_separated_roles_have_processes_of_their_own() -> None:
@@ -49,8 +50,8 @@ LEARNED = {"functions": [{"function": "exact"}, {"function": "model", "args": {"
 
 
 def learned(accelerator: str | None = "GPU", **cluster: object):
-    config = Config(rewards=LEARNED, cluster=cluster)
-    return config, place(config, get("grpo").graph(config), accelerator)
+    config = Config(rewards=LEARNED, cluster={"executor": "processes", **cluster})
+    return config, wire(config, get("grpo").graph(config), accelerator)
 
 
 def test_a_trained_reward_model_is_a_role_with_devices_of_its_own() -> None:
@@ -100,8 +101,8 @@ def test_where_nothing_separated_fits_colocated_is_advised() -> None:
 
 
 def test_an_engine_of_several_ranks_takes_a_device_for_each_and_one_place_for_requests() -> None:
-    config = Config(cluster={"rollouts": 2}, rollout={"tp": 2})
-    made = place(config, get("grpo").graph(config), "GPU")
+    config = Config(cluster={"executor": "processes", "rollouts": 2}, rollout={"tp": 2})
+    made = wire(config, get("grpo").graph(config), "GPU")
     group = made.group("rollout")
     assert group is not None and group.ranks == 4
     assert [(p.name, p.engine, p.leads, p.stages) for p in group.posts] == [

@@ -21,8 +21,8 @@ import pytest
 from tests.cluster.runs import Disturb, assert_same, assert_same_learning, measured, train, worker
 from tests.cluster.test_cut import OF_RANKS
 from tidemill.cluster.driver import status
+from tidemill.cluster.driver.driver import Driver
 from tidemill.cluster.driver.placement import PlacementError
-from tidemill.cluster.driver.remote import RemoteWorkers
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'tidemill[cluster]'")
 pytest.importorskip("zmq")
@@ -105,8 +105,8 @@ def test_two_nodes_compute_the_same_and_a_killed_worker_is_made_up_for(
     watch = Look(worker("rollout-1"))
     train(tmp_path, watch, train=STEPS, cluster=over(learners=2, spread=True))
     assert_same_learning(measured(tmp_path), local)
-    assert isinstance(watch.workers, RemoteWorkers)
-    assert len({m.node for m in watch.workers.crew.members.values()}) == 2
+    assert isinstance(watch.workers, Driver)
+    assert len({m.node for m in watch.workers.pool.members.values()}) == 2
     assert any("rollout-1 is lost" in said for said in watch.said)
     assert len(stacks) == 6 and "gone" in stacks[-1][0] and "cannot be reached" in stacks[-1][1]
     for who, text in stacks[:-1]:
@@ -153,9 +153,9 @@ def test_a_whole_node_dies_and_the_run_goes_on_without_it(
     train(tmp_path, watch, train=STEPS, cluster=over(learners=1, spread=True))
     assert watch.killed and any("is lost" in said for said in watch.said)
     assert_same_learning(measured(tmp_path), local)
-    assert isinstance(watch.workers, RemoteWorkers)
+    assert isinstance(watch.workers, Driver)
     home = watch.workers.starter.home[0]
-    assert {m.node for m in watch.workers.crew.members.values() if m.state == "ready"} == {home}
+    assert {m.node for m in watch.workers.pool.members.values() if m.state == "ready"} == {home}
 
 
 def test_an_engine_of_two_ranks_loses_one_on_ray_and_comes_back(
@@ -163,7 +163,7 @@ def test_an_engine_of_two_ranks_loses_one_on_ray_and_comes_back(
 ) -> None:
     watch = Disturb(worker("rollout-1"))
     train(tmp_path, watch, train=STEPS, rollout={"tp": 2}, cluster=over(learners=1, rollouts=1))
-    assert watch.workers is not None and {m.restarts for m in watch.workers.crew.of("rollout", ready=False)} == {1}
+    assert watch.workers is not None and {m.restarts for m in watch.workers.pool.of("rollout", ready=False)} == {1}
     assert_same_learning(measured(tmp_path), local)
 
 

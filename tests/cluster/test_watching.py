@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from tests.cluster.runs import Disturb, assert_same_learning, measured, train, worker
 from tidemill.cli import app
 from tidemill.cluster.driver import status
+from tidemill.cluster.driver.driver import Driver
 from tidemill.cluster.driver.logs import LogStream
-from tidemill.cluster.driver.remote import RemoteWorkers
 from tidemill.errors import ConfigError, TidemillError
 
 pytest.importorskip("zmq")
@@ -40,7 +40,7 @@ class Stop(Disturb):
             self.killed.append(self.victim(self.workers))
             threading.Thread(target=self._stop, args=(self.workers, step), daemon=True).start()
 
-    def _stop(self, workers: RemoteWorkers, step: int) -> None:
+    def _stop(self, workers: Driver, step: int) -> None:
         """In the middle of the next step."""
         while workers.conductor.number <= step or "rollout" not in workers.conductor.open:
             time.sleep(0.001)
@@ -72,8 +72,8 @@ def test_a_rank_of_an_engine_that_hangs_is_named_and_its_engine_starts_again(
     train(tmp_path, watch, rollout={"tp": 2}, cluster={"stall_s": 4.0, "collective_s": 60.0})
     assert_same_learning(measured(tmp_path), local)
     assert any("rollout-1" in said and "stacks" in said for said in watch.said), watch.said
-    assert isinstance(watch.workers, RemoteWorkers)
-    assert {m.restarts for m in watch.workers.crew.of("rollout", ready=False)} == {1}
+    assert isinstance(watch.workers, Driver)
+    assert {m.restarts for m in watch.workers.pool.of("rollout", ready=False)} == {1}
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def test_rollout_workers_join_and_leave_while_a_run_goes_on(
 
         def stepped(self, step: int, metrics: dict[str, float]) -> None:
             assert self.workers is not None
-            self.seen += (sorted(m.name for m in self.workers.crew.of("rollout", ready=False)),)
+            self.seen += (sorted(m.name for m in self.workers.pool.of("rollout", ready=False)),)
             status.want_rollouts(tmp_path / "small", {1: 3, 2: 3, 3: 1}.get(step, 1))
             self.workers.look()  # do not wait for the next second
 

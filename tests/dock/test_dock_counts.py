@@ -97,18 +97,6 @@ def test_a_dropped_row_counts_and_what_nobody_counted_of_it_is_left_out():
     assert (told.sums, told.means) == ({}, {"share": (3.0, 1)})
 
 
-def test_counts_are_part_of_a_snapshot():
-    dock, other = LocalDock(STAGES), LocalDock(STAGES)
-    dock.put(rows(4))
-    make(dock, 4, of_each=3.0)
-    dock.take("learn", Want(rows=1)).commit()
-    assert dock.counted().sums == {"tokens": 3.0}
-    dock.take("learn", Want(rows=1)).commit()
-    other.restore(*dock.snapshot())
-    other.take("learn", Want(rows=2)).commit()
-    assert other.counted().sums == {"tokens": 9.0}  # and what was told is not told again
-
-
 def test_counts_outlive_the_ledger_and_an_answer_that_was_lost(tmp_path):
     pytest.importorskip("msgspec")
     from tidemill.dock import connect, serve

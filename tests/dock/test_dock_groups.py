@@ -94,15 +94,6 @@ def test_a_group_taken_alone_is_a_view_of_the_store() -> None:
     assert all(np.shares_memory(prompt[i], prompt[0]) for i in range(SIZE))
 
 
-def test_a_snapshot_keeps_columns_of_groups() -> None:
-    before, after = LocalDock(STAGES), LocalDock(STAGES)
-    before.put(rows([1, 2], True))
-    after.restore(*before.snapshot())
-    assert after.state().bytes == before.state().bytes
-    leases = [dock.take("make", Want(rows=8)) for dock in (before, after)]
-    same(leases[0].batch, leases[1].batch)  # type: ignore[union-attr]
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=12), st.data())
 def test_operations_on_columns_of_groups_agree_with_plain_ones(index: list[int], data: st.DataObject) -> None:

@@ -331,25 +331,6 @@ def test_threads_consume_each_row_once():
     assert sorted(seen) == list(range(300))
 
 
-def test_a_restored_dock_goes_on_where_the_snapshot_was_taken():
-    dock = LocalDock(STAGES)
-    dock.put(prompts(range(8)))
-    run_stage(dock, "rollout", rollout, rows=6)
-    run_stage(dock, "reward", rewards, rows=4)
-    held = dock.take("advantage", Want(groups=1))
-    record, arrays = dock.snapshot()
-    other = LocalDock(STAGES)
-    other.restore(record, arrays)
-    assert other.take("advantage", Want(groups=9)).batch.values("id").tolist() == [0, 1, 2, 3]
-    assert other.take("rollout", Want(rows=9)).batch.values("id").tolist() == [6, 7]
-    assert [row.tolist() for row in other.take("reward", Want(rows=9)).batch["tokens"]] == [[4] * 5, [5]]
-    other.put(prompts(range(8)))
-    assert other.state().rows == 8
-    dock.restore(record, arrays)
-    with pytest.raises(LeaseExpired):
-        held.commit(advantages(held.batch))
-
-
 def test_what_the_producer_does_to_its_arrays_afterwards_is_not_seen():
     dock = LocalDock((Stage("learn", "actor", ("x",)),))
     x = np.zeros(1)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tidemill.batch import Batch
-from tidemill.flow.ahead import Ahead, staleness_limit
+from tidemill.flow.ahead import Ahead
+from tidemill.flow.schedule import staleness_limit
 from tidemill.flow.tally import idle
 from tidemill.recipe.config import Config
 
@@ -76,16 +77,6 @@ def test_refills_belong_to_the_step_that_is_learned_and_are_bounded() -> None:
     assert made.refill(1) == 0
     assert made.begin(2).first_group == 2
     assert made.refill(1, made.tag(3)) == 1 and rows.puts[-1][0] == made.tag(3), "a later step's, if it is told so"
-
-
-def test_what_is_under_way_comes_back_after_a_restart() -> None:
-    made, _ = ahead(max_staleness=2)
-    made.begin(1)
-    again, rows = ahead(max_staleness=2)
-    rows.groups = 6
-    again.restore(made.state())
-    assert again.begin(2).first_group == 2
-    assert rows.puts == [(again.tag(4), [6, 7])]
 
 
 def test_idle_is_the_share_of_a_step_without_work() -> None:

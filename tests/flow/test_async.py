@@ -120,7 +120,7 @@ def test_an_error_in_the_rollout_thread_ends_the_run_with_its_own_message(
     monkeypatch.setattr(RolloutWorker, "_finish", broken)
     with pytest.raises(TidemillError, match="the engine broke"):
         run(tmp_path, flow={"schedule": "async"})
-    assert not [t for t in threading.enumerate() if t.name == "tidemill-rollout"]
+    assert not [t for t in threading.enumerate() if t.name == "work-rollout-0"]
 
 
 ASYNC = {**RECIPE, "flow": {"schedule": "async", "max_staleness": 2}, "eval": {"size": 0, "before": False}}
@@ -186,9 +186,9 @@ def test_interrupted_by_the_user_samples_under_way_are_kept(tmp_path: Path) -> N
 
 
 def test_a_failed_transfer_leaves_the_old_version_serving() -> None:
+    from tests.cluster.ports import Copy
     from tests.rollout.tiny import tiny_model
 
-    from tidemill.flow.weights import OwnCopy
     from tidemill.reshard.one import OneProcessWire
 
     learner, served = tiny_model("qwen2"), tiny_model("qwen2")
@@ -196,6 +196,7 @@ def test_a_failed_transfer_leaves_the_old_version_serving() -> None:
 
     class Engine:
         version = 0
+        has_work = False
 
         def pause(self) -> list[Any]:
             return []
@@ -206,7 +207,7 @@ def test_a_failed_transfer_leaves_the_old_version_serving() -> None:
             self.version = version
 
     engine = Engine()
-    copy = OwnCopy(learner, served, engine, verify="all")  # type: ignore[arg-type]
+    copy = Copy(learner, served, engine)
     before = {n: p.clone() for n, p in served.named_parameters()}
     with torch.no_grad():
         for p in learner.parameters():
@@ -215,13 +216,13 @@ def test_a_failed_transfer_leaves_the_old_version_serving() -> None:
     def flip(tensor: torch.Tensor) -> None:
         tensor.view(-1)[0] += 1.0
 
-    copy.wire = OneProcessWire(tamper=flip)
+    copy.wire.wire = OneProcessWire(tamper=flip)
     with pytest.raises(TidemillError, match="do not match their checksums"):
         copy.publish(1)
-    copy.take_up()
     assert engine.version == 0 and all(torch.equal(p, before[n]) for n, p in served.named_parameters())
-    copy.wire = OneProcessWire()
+    copy.wire.wire = OneProcessWire()
     copy.publish(2)
-    copy.take_up()
+    assert all(torch.equal(p, before[n]) for n, p in served.named_parameters()), "the old version goes on serving"
+    copy.take_up(2)
     own = dict(learner.named_parameters())
     assert engine.version == 2 and all(torch.equal(p, own[n]) for n, p in served.named_parameters())

@@ -10,10 +10,12 @@ import pytest
 import torch
 from tests.faults.test_resume import RECIPE, numbers
 
-from tidemill.cluster.start.local import LocalWorkers, start
+from tidemill.cluster.driver.driver import Driver
+from tidemill.cluster.start.choose import start
 from tidemill.flow.handover import Handover
 from tidemill.flow.tally import Tally
 from tidemill.learn import checkpoint
+from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe import load as recipe
 from tidemill.run import start as launch
 
@@ -72,24 +74,27 @@ def test_whatever_learns_comes_back_as_it_went(tmp_path: Path, kind: str) -> Non
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> LocalWorkers:
+def small(tmp_path: Path) -> Driver:
     made = {**RECIPE, "folder": str(tmp_path), "flow": {"hand_over": "all"}, "algorithm": PPO}
-    workers = start(recipe.load(made).config)
-    yield workers  # type: ignore[misc]
-    workers.close()
+    config = recipe.load(made).config
+    with RunFolder.create(config) as folder:
+        driver = start(config, None, folder)
+        yield driver  # type: ignore[misc]
+        driver.close()
 
 
-def test_each_has_the_memory_only_while_it_works(small: LocalWorkers) -> None:
+def test_each_has_the_memory_only_while_it_works(small: Driver) -> None:
     """Moments, critic and reference are gone while tokens are made; the cache's pages are while gradients are."""
-    engine, learner = small.engine, small.learner
+    handle: Any = small.pool.members["learner-0"].handle
+    state = handle.host.worker.state
+    engine, learner = state.engine, state.learner
     seen: dict[str, list[int]] = {"moments at rollout": [], "critic at rollout": [], "cache at learning": []}
     step, accumulate = engine.step, learner.accumulate
 
     def rolls() -> Any:
         moments = [s["exp_avg"] for s in learner.optimizer.state.values()]
         seen["moments at rollout"].append(sum(m.untyped_storage().nbytes() for m in moments))
-        assert small.critic is not None
-        seen["critic at rollout"].append(sum(p.untyped_storage().nbytes() for p in small.critic.model.parameters()))
+        seen["critic at rollout"].append(sum(p.untyped_storage().nbytes() for p in state.critic.model.parameters()))
         return step()
 
     def learns(batch: Any) -> None:

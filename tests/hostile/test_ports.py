@@ -18,8 +18,9 @@ from tests.hostile.listeners import Listener, Row
 
 pytest.importorskip("zmq")
 
-from tests.cluster.runs import train
 from tidemill.cluster.driver.remote import RemoteWorkers
+
+from tests.cluster.runs import train
 from tidemill.run.loop import Watcher
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"

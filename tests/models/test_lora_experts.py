@@ -6,13 +6,13 @@ import json
 import numpy as np
 import pytest
 import torch
+from tests.cluster.ports import Copy
 from tests.learn.parallel.models import config, gradients, model, samples
 from transformers import AutoModelForCausalLM
 
 from tidemill.algorithms.registry import get
 from tidemill.errors import ModelError
 from tidemill.estimate.memory import adapter_parameters
-from tidemill.flow.weights import OwnCopy
 from tidemill.learn.engine import Learner, freeze, score
 from tidemill.models import experts, lora
 from tidemill.models.load import make_tiny
@@ -81,11 +81,11 @@ def test_rollouts_own_copy_gets_the_merged_stacks():
     made = model("mixtral")
     served = copy.deepcopy(made).requires_grad_(False)
     learner = Learner(made, config(learn={"lr": 1e-2, "lora_rank": 4}), get("grpo"), 1)
-    own = OwnCopy(made, served, NativeEngine(served, eos_ids=[1], max_seqs=2, max_len=64), verify="all")
+    own = Copy(made, served, NativeEngine(served, eos_ids=[1], max_seqs=2, max_len=64))
     learner.accumulate(samples())
     learner.update()
     own.publish(1)
-    own.take_up()
+    own.take_up(1)
     for name, weight in lora.merged(made).items():
         torch.testing.assert_close(served.get_parameter(name), weight, atol=1e-6, rtol=1e-5)
 

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from tests.cluster.ports import Copy
 from tests.environment.test_turns import Echo, Words
 from tests.learn.parallel.models import config, gradients, model, samples
 
@@ -13,7 +14,6 @@ from tidemill.batch import Column
 from tidemill.environment.api import Task
 from tidemill.environment.speech import Speech
 from tidemill.errors import DataError, ModelError
-from tidemill.flow.weights import OwnCopy
 from tidemill.learn.critic import ValueLearner
 from tidemill.learn.engine import Learner, freeze, score
 from tidemill.learn.packing import input_places, pack
@@ -239,11 +239,11 @@ def test_rollouts_own_copy_is_given_the_bias_with_the_weights(name):
     routing.prepare(served, settings.learn.moe)
     learner = Learner(made, settings, get("grpo"), 2)
     engine = NativeEngine(served, eos_ids=[1], max_seqs=8, max_len=64, page_size=4)
-    own = OwnCopy(made, served, engine, verify="all")
+    own = Copy(made, served, engine)
     learner.accumulate(samples(groups=8))
     learner.update()
     own.publish(1)
-    own.take_up()
+    own.take_up(1)
     tokens = np.arange(3, 30)
     assert torch.equal(own_routes(served, tokens), own_routes(made, tokens))
     assert all(torch.equal(a, b) and b.any() for a, b in zip(routing.of(served).biases(), learner.routers.biases()))

@@ -167,3 +167,13 @@ def test_a_kl_weight_changes_where_there_is_a_reference_and_is_refused_where_the
         train(tmp_path, name, {1: command("set", "algorithm.kl.coef", 0.5)}, 2, more=more)
         assert [r.refused[: len(refused)] for r in records(tmp_path / name)] == [refused]
         assert bool(records(tmp_path / name)[0].refused) == bool(refused)
+
+
+@pytest.mark.slow
+def test_workers_in_processes_of_their_own_change_as_one_process_does(tmp_path):
+    changes = {2: command("set", "learn.lr", 5e-6), 3: command("set", "rollout.temperature", 0.5)}
+    one = train(tmp_path, "one", changes)
+    many = train(tmp_path, "many", changes, more=("cluster.executor=processes",))
+    assert [m["lr"] for m in many] == [1e-4, 1e-4, 5e-6, 5e-6, 5e-6]
+    for name in ("reward", "entropy", "loss"):
+        assert [m[name] for m in many] == pytest.approx([m[name] for m in one], rel=1e-4, abs=1e-5)

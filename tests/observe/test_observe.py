@@ -24,10 +24,6 @@ class Folder:
         return self.path / "metrics.jsonl"
 
     @property
-    def samples_file(self) -> Path:
-        return self.path / "samples.jsonl"
-
-    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
@@ -46,12 +42,7 @@ class Clock:
 def test_each_step_is_one_line_on_disk_as_soon_as_it_is_written(tmp_path):
     writer = MetricsWriter(Folder(tmp_path), tensorboard=False)
     writer.write(1, {"reward": 0.5, "tokens": 12})
-    writer.samples(1, [{"prompt": "1+1=", "response": "2 ✓"}, {"prompt": "b"}])
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "reward": 0.5, "tokens": 12}
-    assert [json.loads(line)["prompt"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == [
-        "1+1=",
-        "b",
-    ]
     assert writer.close() is None
 
 

@@ -3,7 +3,7 @@ import torch
 
 from tests.reshard import ranks
 from tests.reshard.ranks import DENSE, MIXTURE
-from tidemill.reshard import gather, pack, parallel
+from tidemill.reshard import pack, parallel
 from tidemill.reshard.layout import Layout, LayoutEntry, Replicate, Shard, mesh
 from tidemill.reshard.move import BufferRing, GroupWire, Job, move
 from tidemill.reshard.pack import BlockMerge
@@ -22,7 +22,7 @@ GRID += [(MIXTURE, a, b) for a in LEARNERS + EXPERT_LEARNERS for b in ENGINES + 
 def all_pairs(rank, size, say, port):
     """Every pair of the grid, over the group (as if nodes had two ranks: bytes are passed on) and over memory."""
     ranks.join(rank, size, port)
-    group_wire = GroupWire(BufferRing(3, 1 << 15), timeout_s=60, all_gather=True)
+    group_wire = GroupWire(BufferRing(3, 1 << 15), timeout_s=60)
     shared_wire = SharedWire(f"test-{port}", rank, size, bucket_bytes=1 << 14, timeout_s=60)
     full = {id(m): ranks.whole(m) for m in (DENSE, MIXTURE)}
     for version, (model, learner, engine) in enumerate(GRID, 1):
@@ -158,38 +158,3 @@ def test_one_process_with_one_layout_copies_no_byte():
     tensors = ranks.cut(layout, 0, ranks.whole(DENSE))
     moved = move(Job(made, 0, tensors, tensors, 1), Nobody())
     assert (moved.sent_bytes, moved.received_bytes, moved.copied_bytes) == (0, 0, 0)
-
-
-def gathers_and_messages(rank, size, say, port):
-    """fsdp4 to whole replicas is an all-gather; other plans have some of it, norms at least, and messages too."""
-    ranks.join(rank, size, port)
-    full = ranks.whole(MIXTURE)
-    for learner, engine in (("fsdp4", "dp4"), ("fsdp4", "tp2,dp2"), ("fsdp4,ep2", "tp2,dp2")):
-        source = parallel.learner(MIXTURE, parallel.parse(learner))
-        target = parallel.engine(MIXTURE, parallel.parse(engine), dtype="float32")
-        sources, wanted = ranks.cut(source, rank, full), ranks.cut(target, rank, full)
-        made = plan(source, target)
-        found = []
-        for all_gather in (True, False):
-            wire = GroupWire(BufferRing(2, 1 << 14), timeout_s=60, all_gather=all_gather)
-            targets = ranks.empty(target, rank)
-            moved = move(Job(made, rank, sources, targets, 1, "all"), wire)
-            is_right = ranks.same(targets, wanted) and moved.received_bytes >= made.ingress.get(rank, 0)
-            found.append((is_right, moved.gathered, moved.rounds))
-        say((learner, engine, *found))
-
-
-def test_blocks_that_all_want_go_by_all_gather_and_arrive_the_same():
-    for words in ranks.run(gathers_and_messages, 4, ranks.free_port()).values():
-        for learner, engine, (is_right, gathered, rounds_of_both), (is_right_alone, none, _) in words:
-            assert is_right and is_right_alone and gathered > 0 and none == 0, (learner, engine)
-            assert (gathered == rounds_of_both) == ((learner, engine) == ("fsdp4", "dp4"))
-
-
-def test_a_plan_splits_into_what_all_want_and_the_rest():
-    source = parallel.learner(DENSE, parallel.parse("fsdp4"))
-    for engine, share in (("dp4", 1.0), ("tp4", 0.0)):
-        made = plan(source, parallel.engine(DENSE, parallel.parse(engine)))
-        together, apart = gather.split(made, 4)
-        assert together.bytes + apart.bytes == made.bytes
-        assert together.bytes >= share * made.bytes and (share or together.bytes < 0.2 * made.bytes)

@@ -10,17 +10,16 @@ from tidemill import errors
 from tidemill.errors import TidemillError
 
 UNORDERED = -1
-DIRECT = frozenset({"watch", "stacks", "look", "equip", "leave", "where"})  # answered at once, whatever is under way
 
 
 class Numbers:
-    """Numbers the orders to one process."""
+    """Numbers the commands to one process."""
 
     def __init__(self) -> None:
         self._next = 0
 
-    def of(self, method: str) -> int:
-        if method in DIRECT:
+    def next(self, is_direct: bool) -> int:
+        if is_direct:
             return UNORDERED
         self._next += 1
         return self._next - 1
@@ -74,7 +73,7 @@ class WorkerReport:
 
     name: str
     serial: int  # grows when something happened that the driver waits for
-    doing: str  # stage or order under way; "" when idle
+    doing: str  # stage or command under way; "" when idle
     since_s: float  # how long already
     moves: int  # pieces of work done so far
     leases: int = 0
@@ -89,9 +88,18 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """A worker has its equipment."""
+    """A worker is built."""
 
     pid: int
     host: str
     parameters: int = 0
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MoveReport:
+    """What one worker did to bring a version of the weights over."""
+
+    nbytes: int
+    checked: int  # blocks whose checksums were compared
+    seconds: float

@@ -15,7 +15,6 @@ import numpy.typing as npt
 from tidemill.batch import Batch, Column
 from tidemill.dock.api import DockState, Progress, Until, Want
 from tidemill.dock.lease import LeaseRenewer, TakenLease
-from tidemill.dock.ledger import snapshot
 from tidemill.dock.ledger.counts import Counts, Tallied
 from tidemill.dock.ledger.ledger import Ledger
 from tidemill.dock.ledger.records import Grant, Written, entry, split
@@ -121,43 +120,6 @@ class LocalDock:
             self._moved.notify_all()
         if self._renewer is not None:
             self._renewer.close()
-
-    def snapshot(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """All of the dock as a JSON-able record and named arrays. Leased rows are in it as ready."""
-        with self._lock:
-            record, arrays = snapshot.dump(self._ledger)
-            record["texts"] = []
-            for key, batch in self._chunks.items():
-                for name, column in batch.items():
-                    arrays[f"chunk.{key}.{name}.values"] = column.base.values
-                    if column.base.offsets is not None:
-                        arrays[f"chunk.{key}.{name}.offsets"] = column.base.offsets
-                    if column.index is not None:
-                        arrays[f"chunk.{key}.{name}.index"] = column.index
-                    if column.is_text:
-                        record["texts"].append(f"{key}.{name}")
-            return record, arrays
-
-    def restore(self, record: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> None:
-        """Become what `snapshot` saw. Leases from before are refused."""
-        with self._lock:
-            epoch = self._ledger.leases.epoch + 1
-            self._ledger = self._make_ledger(epoch=epoch)
-            self._waiters.expire(float("inf"))
-            self._waiters = Waiters(self._ledger)
-            snapshot.load(self._ledger, record, arrays)
-            columns: dict[int, dict[str, Column]] = {}
-            texts = set(record["texts"])
-            for name in arrays:
-                if name.startswith("chunk.") and name.endswith(".values"):
-                    key, column = name.removeprefix("chunk.").removesuffix(".values").split(".", 1)
-                    offsets = arrays.get(f"chunk.{key}.{column}.offsets")
-                    restored = Column(arrays[name], offsets, f"{key}.{column}" in texts)
-                    index = arrays.get(f"chunk.{key}.{column}.index")
-                    columns.setdefault(int(key), {})[column] = restored if index is None else restored.grouped(index)
-            self._chunks = {key: _own(Batch(named)) for key, named in columns.items()}
-            self._next_chunk = max(self._chunks, default=-1) + 1
-            self._settle()
 
     # -- a lease's side ----------------------------------------------------------------------------------------------
 

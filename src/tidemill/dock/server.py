@@ -24,6 +24,7 @@ from tidemill.dock.net.caller import Caller
 from tidemill.dock.net.process import LEDGER_FOLDER, SETUP_FILE, TOKEN_FILE
 from tidemill.dock.net.wire import SOCKET_FILE, address_of, check_host, listen, listen_locally
 from tidemill.dock.setup import DockSetup
+from tidemill.dock.store import arena
 from tidemill.errors import DockError
 from tidemill.graph import Stage
 
@@ -317,6 +318,17 @@ def _tell_if_lost(ask: Callable[[m.Message], Any], hello: m.Announce | None) -> 
 
 def _command(kind: str, folder: Path, host: str, *rest: str) -> list[str]:
     return [sys.executable, "-m", "tidemill.dock.net.process", str(os.getpid()), kind, str(folder), host, *rest]
+
+
+def remove_dock(folder: Path) -> list[Path]:
+    """What a dock left whose processes were all killed: its folder, and its shared memory on this machine. Memory that
+    a warehouse still holds is left to it."""
+    removed = []
+    with suppress(FileNotFoundError):
+        name = arena.dock_name((folder / TOKEN_FILE).read_text())
+        removed = arena.remove_orphans(Path("/dev/shm"), name, older_than_s=-1.0)
+    shutil.rmtree(folder, ignore_errors=True)
+    return removed
 
 
 def _token(path: Path, token: str | None = None) -> str:

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from tidemill.flow.beside import Beside, EveryStep
+from tidemill.flow.every_step import EveryStep
 from tidemill.flow.learning import LearnWorker
-from tidemill.flow.reference import Holder
 from tidemill.flow.rolling import RolloutWorker
 from tidemill.flow.scoring import AdvantageWorker, ScoreWorker
 from tidemill.flow.stage import Worker
+from tidemill.learn.model import MeshModel
 from tidemill.recipe.config import Config
 
 LR, TEMPERATURE, KL = "learn.lr", "rollout.temperature", "algorithm.kl.coef"
-
-
-@runtime_checkable
-class Adjustable(Protocol):
-    """Workers whose settings can be changed between steps."""
-
-    def adjust(self, changes: Mapping[str, float]) -> str:
-        """A sentence where it cannot be done; then nothing has changed."""
-
-
-def change(workers: object, changes: Mapping[str, float]) -> str:
-    if isinstance(workers, Adjustable):
-        return workers.adjust(changes)
-    return "the settings of workers in other processes cannot be changed while they run"
 
 
 def adjusted(config: Config, changes: Mapping[str, float]) -> Config:
@@ -37,41 +23,46 @@ def adjusted(config: Config, changes: Mapping[str, float]) -> Config:
     return config
 
 
-def adjust(config: Config, stages: Iterable[Worker], changes: Mapping[str, float]) -> str:
-    """Implements `Adjustable.adjust` for stages of this process; `config` is the run's."""
-    workers = list(_unwrapped(stages))
-    learners = [w.learner for w in workers if isinstance(w, LearnWorker)]
-    if not all(isinstance(learner, Holder) for learner in learners):
-        return "the learner's ranks are processes of their own, whose settings cannot be changed while they run"
+def values_of(config: Config) -> dict[str, float]:
+    """The settings that can be changed, as they are."""
+    return {LR: config.learn.lr, TEMPERATURE: config.rollout.temperature, KL: config.algorithm.kl.coef}
+
+
+def refusal(config: Config, changes: Mapping[str, float]) -> str:
+    """Why a run cannot change these; "" when it can."""
     if KL in changes and config.algorithm.kl.target is not None:
         return "algorithm.kl.target steers the coefficient of this run"
-    if KL in changes and not any(isinstance(w, ScoreWorker) and w.name == "reference" for w in workers):
+    if KL in changes and not config.algorithm.kl.coef:
         return "the run has no reference model, because algorithm.kl.coef was 0 when it began"
-    for worker in workers:
-        _adjust(worker, changes)
+    if KL in changes and not changes[KL]:
+        return "0 would leave the reference model without a use: take a small weight"
     return ""
 
 
-def _adjust(worker: Worker, changes: Mapping[str, float]) -> None:
-    if isinstance(worker, RolloutWorker):
-        worker.config = adjusted(worker.config, changes)
-        worker.sampling = replace(worker.sampling, temperature=worker.config.rollout.temperature)
-    elif isinstance(worker, AdvantageWorker | ScoreWorker | LearnWorker):
-        worker.config = adjusted(worker.config, changes)
-    if isinstance(worker, LearnWorker) and isinstance(worker.learner, Holder):
-        has_own_rate = worker.name == "learn_values" and worker.config.algorithm.critic.lr is not None
-        own = {key: value for key, value in changes.items() if not (key == LR and has_own_rate)}
-        worker.learner.config = adjusted(worker.learner.config, own)
+def adjust(workers: Iterable[Worker], changes: Mapping[str, float]) -> None:
+    """For the stages of one process."""
+    for worker in workers:
+        if isinstance(worker, RolloutWorker):
+            worker.config = adjusted(worker.config, changes)
+            worker.sampling = replace(worker.sampling, temperature=worker.config.rollout.temperature)
+        elif isinstance(worker, EveryStep):
+            adjust(worker.workers, changes)
+        elif isinstance(worker, AdvantageWorker):
+            worker.config = adjusted(worker.config, changes)
+        elif isinstance(worker, ScoreWorker):
+            worker.config = adjusted(worker.config, changes)
+            _adjust_model(worker.model, {key: value for key, value in changes.items() if key == TEMPERATURE})
+        elif isinstance(worker, LearnWorker):
+            worker.config = adjusted(worker.config, changes)
+            has_own_rate = worker.name == "learn_values" and worker.config.algorithm.critic.lr is not None
+            own = {key: value for key, value in changes.items() if not (key == LR and has_own_rate)}
+            _adjust_model(worker.learner, own)
 
 
-def _unwrapped(stages: Iterable[Worker]) -> Iterator[Worker]:
-    for stage in stages:
-        if isinstance(stage, Beside):
-            yield stage.inner
-        elif isinstance(stage, EveryStep):
-            yield from stage.workers
-        else:
-            yield stage
+def _adjust_model(model: object, changes: Mapping[str, float]) -> None:
+    if isinstance(model, MeshModel):
+        model.config = adjusted(model.config, changes)
+        model.root.config = adjusted(model.root.config, changes)
 
 
 def _with(section: Any, path: list[str], value: float) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tidemill.dock import Dock
 from tidemill.flow.feed import Feed
+from tidemill.flow.schedule import schedule_of
 from tidemill.flow.workers import Stopped
 from tidemill.recipe.config import Config
 
@@ -22,22 +23,12 @@ class OpenStep:
     groups: int  # prompts put so far, refills included
 
 
-def lead_of(config: Config) -> int:
-    return config.flow.max_staleness if config.flow.schedule == "async" else 0
-
-
-def staleness_limit(config: Config) -> int | None:
-    """The same bound as the dock counts it: in updates of the weights. None: nothing can be stale."""
-    train = config.train
-    return lead_of(config) * train.updates_per_step * train.passes_per_step or None
-
-
 class Ahead:
     """Puts rows of steps into the dock, and knows which steps are under way."""
 
     def __init__(self, feed: Feed, dock: Dock, config: Config) -> None:
         self.feed, self.dock, self.config = feed, dock, config
-        self.lead = lead_of(config)
+        self.lead = schedule_of(config).lead
         self.open: dict[int, OpenStep] = {}
         self.step = 0  # the one that is learned from
         self.starts: dict[int, dict[str, Any]] = {}  # where the feed stood before each open step
@@ -79,10 +70,3 @@ class Ahead:
             self.dock.put(self.feed.rows(count), self.tag(step) or "")
             now.groups += count
         return max(count, 0)
-
-    def state(self) -> dict[str, Any]:
-        """What is under way after the current step; its rows are in the dock's own snapshot."""
-        return {str(s): [o.first_group, o.groups] for s, o in self.open.items()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.open = {int(s): OpenStep(*values) for s, values in state.items()}

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tidemill.device import Device
 from tidemill.estimate.handover import HandedOver
-from tidemill.flow.stage import Worker
 from tidemill.flow.tally import Tally
 from tidemill.reshard.swap import Swap
 from tidemill.rollout.engine import RolloutEngine
@@ -46,7 +45,7 @@ class LearningState:
 
 
 class Handover:
-    """Whose turn it is. Whoever is about to work says so; who has the device already loses no time by it."""
+    """Whose turn it is. Each worker says so before it works: a no-op if it already owns the device."""
 
     def __init__(
         self, engine: RolloutEngine | None, tally: Tally, device: Device, what: HandedOver, away: Away | None
@@ -114,24 +113,11 @@ def _held(device: Device) -> tuple[int, int]:
     return torch.accelerator.memory_allocated(device.torch_device), memory.total - memory.free
 
 
-def take_turns(workers: Iterable[Worker], turns: Handover) -> None:
-    """Each worker says when it is about to work."""
-    own: Any
-    for own in workers:
-        if hasattr(own, "my_turn"):
-            own.my_turn = turns.rolling if own.name == "rollout" else turns.learning
-
-
-def state_of(policy: Any, device: torch.device, workers: Callable[[], Iterable[Worker]]) -> LearningState:
-    """What the workers' learners and models keep on the device, without what rollout reads: the policy."""
-
-    def tensors() -> list[Tensor]:
-        stays = {_storage(t) for t in (*policy.parameters(), *policy.buffers())}
-        holding: list[Any] = [worker for worker in workers() if hasattr(worker, "held_tensors")]
-        found = {id(t): t for worker in holding for t in worker.held_tensors()}
-        return [t for t in found.values() if t.device.type == device.type and _storage(t) not in stays and _is_ours(t)]
-
-    return LearningState(device, tensors)
+def kept_tensors(policy: Any, device: torch.device, found: Iterable[Tensor]) -> list[Tensor]:
+    """Of what learning keeps, all that is on the device and can be freed, without what rollout reads: the policy."""
+    stays = {_storage(t) for t in (*policy.parameters(), *policy.buffers())}
+    own = {id(t): t for t in found}.values()
+    return [t for t in own if t.device.type == device.type and _storage(t) not in stays and _is_ours(t)]
 
 
 def _storage(tensor: Tensor) -> int:

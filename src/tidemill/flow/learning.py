@@ -24,7 +24,6 @@ class LearnWorker:
     """
 
     waits = False
-    runs_beside = False
 
     def __init__(
         self,

@@ -26,7 +26,6 @@ class RewardWorker:
     """Scores samples in the scorer's own threads or processes while others go on."""
 
     name = "reward"
-    runs_beside = True
 
     def __init__(
         self,

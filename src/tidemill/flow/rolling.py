@@ -15,7 +15,6 @@ from tidemill.environment.api import Played, Task
 from tidemill.errors import TidemillError
 from tidemill.flow.stage import at_any_time, committed
 from tidemill.flow.tally import Tally
-from tidemill.flow.weights import OwnCopy
 from tidemill.recipe.config import Config
 from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
 
@@ -47,16 +46,11 @@ class RolloutWorker:
     """One lease per group, so that a finished group moves on while longer ones are still being made."""
 
     name = "rollout"
-    runs_beside = False
 
-    def __init__(
-        self, dock: Dock, engine: RolloutEngine, config: Config, tally: Tally, weights: OwnCopy | None = None
-    ) -> None:
+    def __init__(self, dock: Dock, engine: RolloutEngine, config: Config, tally: Tally) -> None:
         self.dock, self.engine, self.config, self.tally = dock, engine, config, tally
         self.sampling = sampling_of(config, config.seed)
         self.rolling: dict[int, _Rolling] = {}
-        self.weights = weights  # a copy of its own, which may change between two tokens
-        self.patience_s = 0.0  # how long an idle worker waits in the dock
         self.peers = 1  # rollout workers that share the work, this one included
         self.my_turn = at_any_time  # called before the engine works
         self.finished = 0  # groups
@@ -74,7 +68,6 @@ class RolloutWorker:
         if not self.engine.has_work:
             return moved
         self.my_turn()
-        self._take_up_weights()
         with self.tally.time(self.name):
             finished = self.engine.step()
         self.take_in(finished)
@@ -90,11 +83,10 @@ class RolloutWorker:
         while self._making() < room:
             is_idle = not (moved or self.engine.has_work)
             want = Want(groups=1, late=is_idle and self.peers > 1)
-            lease = self.dock.take(self.name, want, wait=self.patience_s if is_idle else 0.0)
+            lease = self.dock.take(self.name, want)
             if lease is None:
                 return moved
             self.my_turn()
-            self._take_up_weights()  # published before these rows were put: they must not begin with older ones
             group = int(lease.batch.values(GROUP)[0])
             self.rolling[group] = _Rolling(lease, lease.batch.rows, {})
             for request in self._requests(group, lease.batch):
@@ -120,12 +112,6 @@ class RolloutWorker:
             del self.rolling[group]
             for id in (group, GREEDY_ID + group):
                 self.engine.cancel(id)
-
-    def _take_up_weights(self) -> None:
-        if self.weights is not None:
-            resumed = self.weights.take_up()
-            if resumed:
-                self.tally.add("resumed_samples", float(resumed))
 
     def _requests(self, group: int, batch: Batch) -> list[Request]:
         """The group's rows; those marked greedy, which others are compared with, apart from the drawn ones."""

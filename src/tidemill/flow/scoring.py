@@ -23,7 +23,6 @@ class AdvantageWorker:
     """Advantages of complete groups, or of the whole step where the algorithm says so; other rows end here."""
 
     name = "advantage"
-    runs_beside = False
     waits = False
 
     def __init__(
@@ -89,7 +88,6 @@ class ScoreWorker:
     values before it learns from this step."""
 
     waits = False
-    runs_beside = False
 
     def __init__(self, name: str, column: str, dock: Dock, model: Scores, config: Config, tally: Tally) -> None:
         self.name, self.column, self.dock, self.model = name, column, dock, model

@@ -5,7 +5,6 @@ A worker is polled. `poll` does a bounded piece of work and says whether anythin
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -15,7 +14,6 @@ from tidemill.dock import Counts, Lease, LeaseExpired
 
 class Worker(Protocol):
     name: str  # its stage
-    runs_beside: bool  # in threads or processes of its own, so that it takes no time from others
 
     def begin(self, first_group: int, tag: str | None) -> None:
         """A new step, whose groups count from `first_group`. `tag` marks its rows; None: no other step's are here."""
@@ -41,9 +39,3 @@ def committed(
     except LeaseExpired:
         return False
     return True
-
-
-def stacks_of(workers: list[Worker], since: float) -> str:
-    """Who waits for whom, for a run that stands still."""
-    waiting = ", ".join(w.name for w in workers if w.waits) or "no worker"
-    return f"nothing has moved for {time.monotonic() - since:.0f} s; under way: {waiting}"

@@ -98,6 +98,9 @@ class Tally:
         finally:
             self.add(f"time/{name}", time.perf_counter() - started)
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     def drain(self) -> Counted:
         """All that was counted; counting starts anew."""
         with self._lock:

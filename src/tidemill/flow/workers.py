@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from tidemill.errors import TidemillError
 from tidemill.flow.records import Activity, Evaluation
-from tidemill.observe.metrics import MetricsWriter
 from tidemill.recipe.config import Config
 
 
@@ -21,7 +20,7 @@ class Rewound(TidemillError):
 
 
 class Workers(Protocol):
-    """Made by `cluster.start.start`. The loop sees nothing else of where the work is done."""
+    """Made by `cluster.start.choose.start`. The loop sees nothing else of where the work is done."""
 
     config: Config
 
@@ -36,13 +35,18 @@ class Workers(Protocol):
     def step(self, number: int, stop: Callable[[], bool]) -> None:
         """Feed, roll out, score, learn, and serve the new weights. `Stopped`: nothing of the step has happened."""
 
+    def adjust(self, changes: Mapping[str, float]) -> str:
+        """Between two steps: hold other values of some settings from now on. A sentence where that cannot be; then
+        nothing has changed."""
+
     def measure(self) -> dict[str, float]:
         """What the step came to, `version` included; counting starts anew."""
 
     def after_step(self, step: int, measured: dict[str, float]) -> list[str]:
         """What changes between steps. Gives new warnings, in words."""
 
-    def write_samples(self, step: int, metrics: MetricsWriter) -> None: ...
+    def write_samples(self, step: int) -> str:
+        """Some of the step's, for people to look at; gives the first error of a reward among them, or ""."""
 
     def evaluate(self, size: int, samples: int, tell: Callable[[Activity], None] = lambda activity: None) -> Evaluation:
         """`tell` hears how far it is; it may raise `Stopped`."""

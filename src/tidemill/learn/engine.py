@@ -33,7 +33,6 @@ from tidemill.learn.ema import Ema
 from tidemill.learn.forward import Scores
 from tidemill.learn.gradients import Gradients
 from tidemill.learn.layers import kept_activations, layers_of
-from tidemill.learn.meter import mismatch
 from tidemill.learn.model import ALONE, MeshModel, Row, nothing, pieces_of
 from tidemill.learn.optim.make import learning_rate, optimizer_of, plain_state, restored
 from tidemill.learn.optim.muon import MatrixRanks
@@ -44,7 +43,7 @@ from tidemill.learn.parallel.cuts import local, renamed
 from tidemill.learn.parallel.flight import Flight
 from tidemill.learn.parallel.mesh import Meshes
 from tidemill.learn.parallel.pace import RankPace
-from tidemill.learn.tokens import on_host, stats_from_plain, stats_to_plain, token_batch
+from tidemill.learn.tokens import mismatch, on_host, stats_from_plain, stats_to_plain, token_batch
 from tidemill.models import lora
 from tidemill.models.narrow import narrow
 from tidemill.recipe.config import Config

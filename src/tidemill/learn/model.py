@@ -23,7 +23,7 @@ from tidemill.learn.checkpoint.reading import held_box, read_own
 from tidemill.learn.checkpoint.stored import StoredSource
 from tidemill.learn.forward import ForwardRoot, Scores
 from tidemill.learn.layers import kept_activations, prepare
-from tidemill.learn.packing import Ints, PackedBatch, microbatches, pack, response_column
+from tidemill.learn.packing import Ints, PackedBatch, microbatches, pack, response_column, shares
 from tidemill.learn.parallel import adapters, context, expert, pipeline, shard, tensor
 from tidemill.learn.parallel import cuts as cutting
 from tidemill.learn.parallel.collectives import MeshLink, make_links
@@ -32,7 +32,6 @@ from tidemill.learn.parallel.flight import Flight
 from tidemill.learn.parallel.mesh import Meshes
 from tidemill.learn.parallel.padding import filler, padded
 from tidemill.learn.routes import routed
-from tidemill.learn.shares import shares
 from tidemill.models import experts, lora, routing
 from tidemill.models.attention.contexts import Attention, choose
 from tidemill.models.buffers import persistent

@@ -74,6 +74,28 @@ def fill(found: list[Unit], budget: int, multiple: int = 1, at_least: int = 1) -
     return bins
 
 
+def shares(
+    batch: Batch, ranks: int, budget: int, share_prompts: bool, whole_groups: bool = False, at_least: int = 1
+) -> list[list[Ints]]:
+    """`[rank][i]`: rows of its i-th micro-batch, empty where it runs a filler. `at_least`: micro-batches per rank.
+
+    Every rank is handed the same rows and makes the same decision, so nothing is exchanged. Micro-batches that run at
+    the same time are of like size, for ranks wait for each other in every layer."""
+    if ranks == 1 and at_least == 1:  # in the order in which they are found: sums of floats have one order
+        return [microbatches(batch, budget, share_prompts, whole_groups)]
+    bins = fill(units(batch, budget, share_prompts, whole_groups), budget, multiple=ranks, at_least=at_least)
+    bins = sorted(bins, key=lambda b: -b[0])
+    dealt: list[list[Ints]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for first in range(0, len(bins), ranks):
+        # The heaviest of these goes to the rank that has least so far.
+        order = sorted(range(ranks), key=lambda r: loads[r])
+        for (load, rows), rank in zip(bins[first : first + ranks], order):
+            dealt[rank].append(np.array(sorted(rows), np.int64) if rows else np.empty(0, np.int64))
+            loads[rank] += load
+    return dealt
+
+
 def _fewest(sizes: list[int], budget: int) -> int:
     """Bins that any packing needs: for all tokens, and for units of which at most k fit into one."""
     fewest = -(-sum(sizes) // budget)

@@ -1,4 +1,4 @@
-"""A loss's view of a micro-batch, and its statistics brought to the host."""
+"""A loss's view of a micro-batch, and its statistics: brought to the host, carried between ranks, metered."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tidemill.algorithms.api import Stat, Stats, TokenBatch
+from tidemill.algorithms.shared.losses import extreme, mean_stat
 from tidemill.batch import Batch
 from tidemill.learn.forward import Scores
 from tidemill.learn.packing import PackedBatch
@@ -74,3 +75,24 @@ def stats_to_plain(stats: list[Stats]) -> list[dict[str, list[Any]]]:
 
 def stats_from_plain(records: list[dict[str, list[Any]]]) -> list[Stats]:
     return [{name: Stat(*fields) for name, fields in one.items()} for one in records]
+
+
+def mismatch(part: Batch, tokens: TokenBatch, version: int, engine: str) -> Stats:
+    """How far the rollout engine's log-probabilities are from the learner's, for the same tokens and the same weights.
+
+    Of the tokens that the weights of `version`, now scoring them, made themselves; of others the difference would
+    also hold what was learned since. Nothing where there are none."""
+    if "versions" not in part or tokens.rollout_logprobs is None:
+        return {}
+    made = part["versions"].values == version
+    if not made.any():
+        return {}
+    ours = dataclasses.replace(tokens, mask=upload(made, tokens.mask.device).to(tokens.mask.dtype) * tokens.mask)
+    gap = ours.made(tokens.logprobs.detach() - tokens.rollout_logprobs)
+    found = {
+        "mean": mean_stat(gap.abs(), ours),
+        "max": extreme(gap.abs(), ours, "max"),
+        "ratio_mean": mean_stat(gap.exp(), ours),
+        "ratio_max": extreme(gap.exp(), ours, "max"),
+    }
+    return {f"mismatch/{engine}/{name}": stat for name, stat in found.items()}

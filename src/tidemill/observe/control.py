@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tidemill.errors import ConfigError, did_you_mean
@@ -104,7 +105,8 @@ def is_paused(done: Sequence[Record]) -> bool:
 
 
 class Steering:
-    """The loop's side. `actions`: what `set`, `save` and `evaluate` do; `set` gives a sentence where it cannot."""
+    """The loop's side. `change` gives a sentence where it cannot; `actions`: what `save` and `evaluate` do; `base`: the
+    settings that the run began with."""
 
     def __init__(
         self,
@@ -112,6 +114,7 @@ class Steering:
         first: int,
         change: Callable[[Mapping[str, float]], str],
         actions: Mapping[str, Callable[[], object]],
+        base: Mapping[str, float] = MappingProxyType({}),
         is_stopping: Callable[[], bool] = lambda: False,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -122,6 +125,8 @@ class Steering:
         self._offset = 0
         self._since = _started(folder)
         again = [r for r in done if r.command.kind == "set" and not r.refused]
+        for key in dict.fromkeys(r.command.key for r in again if r.command.key in base):
+            change({key: base[key]})  # workers that lived on when the run went back hold a later value
         self._again: dict[int, list[Command]] = {}  # by step: what an earlier life of the run changed
         for record in again:
             self._again.setdefault(max(record.step, first + 1), []).append(record.command)

@@ -22,9 +22,6 @@ class Places(Protocol):
     def metrics_file(self) -> Path: ...
 
     @property
-    def samples_file(self) -> Path: ...
-
-    @property
     def tensorboard(self) -> Path: ...
 
 
@@ -33,9 +30,7 @@ class MetricsWriter:
         self, run: Places, tensorboard: bool = True, start_step: int = 0, loggers: Sequence[Background] = ()
     ) -> None:
         """`start_step` is the step a resumed run goes on from: TensorBoard hides older events past it."""
-        self.first_error = ""  # of a reward, among the samples written so far
         self._metrics = run.metrics_file.open("ab")
-        self._samples = run.samples_file.open("ab")
         about = RunInfo("", run.tensorboard.parent, start_step)
         self._loggers = [*(start_loggers(["tensorboard"], about) if tensorboard else ()), *loggers]
 
@@ -45,11 +40,6 @@ class MetricsWriter:
         for logger in self._loggers:
             logger.log(step, plain)
 
-    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        for sample in samples:
-            self.first_error = self.first_error or str(sample.get("error", ""))
-            _append(self._samples, {"step": step, **sample})
-
     def event(self, kind: str, text: str) -> None:
         """Tell the loggers that take words: start, finish, failure, health."""
         for logger in self._loggers:
@@ -58,7 +48,6 @@ class MetricsWriter:
     def close(self) -> str | None:
         """A sentence for the user when a logger could not write everything."""
         self._metrics.close()
-        self._samples.close()
         return close_loggers(self._loggers) or None
 
     def __enter__(self) -> MetricsWriter:

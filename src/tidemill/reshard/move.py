@@ -1,7 +1,7 @@
 """Move: run a plan over a process group, in rounds through a small ring of buffers.
 
-Blocks that everybody wants go by the group's all-gather, the others from rank to rank. While one round's messages
-travel the next is packed and the last unpacked. Extra memory is the ring, and one block where a checksum is read back.
+While one round's messages travel the next is packed and the last unpacked. Extra memory is the ring, and one block
+where a checksum is read back.
 Nothing is known here of what the group runs on: gloo, NCCL and HCCL are asked alike.
 """
 
@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from tidemill.errors import ReshardError
-from tidemill.reshard import gather, pack
+from tidemill.reshard import pack
 from tidemill.reshard.layout import extents
 from tidemill.reshard.pack import CHECK_BYTES, Changes, Tensors
 from tidemill.reshard.plan import Plan, Transfer
-from tidemill.reshard.schedule import Page, Round, RoundMessage, rounds
+from tidemill.reshard.schedule import Round, RoundMessage, rounds
 
 Verify = Literal["off", "sample", "all"]
 CHECK_EVERY: Mapping[str, int] = {"off": 0, "sample": 16, "all": 1}
@@ -42,7 +42,6 @@ class Moved:
     copied_bytes: int = 0  # within the rank
     checked: int = 0  # blocks
     rounds: int = 0
-    gathered: int = 0  # of them, all-gathers
     seconds: float = 0.0
 
 
@@ -56,7 +55,7 @@ class Job:
     targets: Tensors
     version: int
     verify: Verify = "sample"
-    changes: Changes | None = None  # adapters merged, weights quantised
+    changes: Changes | None = None  # adapters that are merged on the way
 
     def tensors(self, transfer: Transfer) -> Tensors:
         """What a block is read from: a block that is passed on lies in the targets."""
@@ -130,15 +129,12 @@ class BufferRing:
         return self._buffer.narrow(0, turn % self.depth * self.bucket_bytes + self.half_bytes, self.half_bytes)
 
 
-all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name goes out of use
-
-
 @dataclass(slots=True)
 class _Flying:
-    """A round whose messages are under way: one rank's part in it, or every rank's page of an all-gather."""
+    """One rank's part in a round whose messages are under way."""
 
     turn: int
-    round: Round | list[Page]
+    round: Round
     works: list[dist.Work]
 
 
@@ -166,8 +162,7 @@ class Checks:
 
 
 class GroupWire:
-    """Messages of a process group; ranks of the plan are ranks of the group. With `all_gather`, what all of them want
-    goes by the backend's collective: every rank of the group must take part, and say the same."""
+    """Messages of a process group; ranks of the plan are ranks of the group."""
 
     def __init__(
         self,
@@ -175,30 +170,26 @@ class GroupWire:
         group: dist.ProcessGroup | None = None,
         *,
         timeout_s: float = TIMEOUT_S,
-        all_gather: bool = False,
         tamper: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self.ring = ring
         self.group = group
-        self.gatherers = dist.get_world_size(group) if all_gather else 0
         self.timeout = timedelta(seconds=timeout_s)
         self._tamper = tamper  # tests flip bits of what came before it is unpacked
         self._turn = 0
-        self._schedules: dict[tuple[int, int, int], tuple[Plan, list[list[Page]], list[Round]]] = {}
+        self._schedules: dict[tuple[int, int, int], tuple[Plan, list[Round]]] = {}
 
     def carry(self, job: Job, moved: Moved) -> None:
         flying: deque[_Flying] = deque()
         checks = Checks()
-        gathers, messages = self._rounds(job)
-        moved.rounds, moved.gathered = len(gathers) + len(messages), len(gathers)
+        steps = self._rounds(job)
+        moved.rounds = len(steps)
         copies = own_copies(job)
         self.agree(True, job.version)  # all are here, and mean the same version
-        steps: list[Round | list[Page]] = [*gathers, *messages]
         for step in steps:
             if len(flying) == self.ring.depth:
                 self._land(flying.popleft(), job, moved, checks)
-            launched = self._launch(step, job, moved) if isinstance(step, Round) else self._gather(step, job, moved)
-            flying.append(launched)
+            flying.append(self._launch(step, job, moved))
             if copies:  # while messages travel
                 copy_local(copies.popleft(), job, moved, self.ring.half_bytes)
         while flying:
@@ -225,28 +216,14 @@ class GroupWire:
         least: list[int] = word.tolist()
         return least
 
-    def _rounds(self, job: Job) -> tuple[list[list[Page]], list[Round]]:
+    def _rounds(self, job: Job) -> list[Round]:
         every = CHECK_EVERY[job.verify]
         key = (id(job.plan), every, job.version % max(1, every))
         if key not in self._schedules:
-            together, apart = gather.split(job.plan, self.gatherers)
-            half, version = self.ring.half_bytes, key[2]
-            gathers = gather.rounds(together, self.gatherers, half_bytes=half, check_every=every, version=version)
-            messages = rounds(
-                apart, job.rank, half_bytes=half, depth=self.ring.depth, check_every=every, version=version
-            )
-            self._schedules[key] = job.plan, gathers, messages  # the plan is kept so that its id stays its own
-        return self._schedules[key][1:]
-
-    def _gather(self, step: list[Page], job: Job, moved: Moved) -> _Flying:
-        """Everybody's page to everybody."""
-        turn = self._next_turn()
-        mine = self.ring.going(turn).narrow(0, 0, _longest(step))
-        for slot, _ in step[job.rank].blocks:
-            lay(slot.transfer, job, mine, slot.at, slot.check_at)
-        moved.sent_bytes += step[job.rank].nbytes
-        theirs = self.ring.coming(turn).narrow(0, 0, _longest(step) * len(step))
-        return _Flying(turn, step, [all_gather_into(theirs, mine, group=self.group, async_op=True)])
+            half, depth = self.ring.half_bytes, self.ring.depth
+            made = rounds(job.plan, job.rank, half_bytes=half, depth=depth, check_every=every, version=key[2])
+            self._schedules[key] = job.plan, made  # the plan is kept so that its id stays its own
+        return self._schedules[key][1]
 
     def _next_turn(self) -> int:
         self._turn += 1
@@ -270,23 +247,9 @@ class GroupWire:
         buffer = self.ring.coming(flying.turn)
         if self._tamper:
             self._tamper(buffer)
-        if isinstance(flying.round, Round):
-            for _, message, part in _laid_out(flying.round.into, buffer):
-                for slot in message.slots:
-                    unpack(slot.transfer, job.targets, part, slot.at, slot.check_at, checks)
-            return
-        size = _longest(flying.round)
-        for sender, page in enumerate(flying.round):
-            for slot, readers in page.blocks:
-                if job.rank in readers:
-                    part = buffer.narrow(0, sender * size, size)
-                    unpack(readers[job.rank], job.targets, part, slot.at, slot.check_at, checks)
-                    moved.received_bytes += slot.transfer.nbytes
-
-
-def _longest(pages: list[Page]) -> int:
-    """All pages of an all-gather travel as the longest of them."""
-    return max(page.nbytes for page in pages)
+        for _, message, part in _laid_out(flying.round.into, buffer):
+            for slot in message.slots:
+                unpack(slot.transfer, job.targets, part, slot.at, slot.check_at, checks)
 
 
 def _laid_out(

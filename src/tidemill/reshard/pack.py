@@ -10,7 +10,6 @@ import torch
 from tidemill.errors import ReshardError
 from tidemill.reshard.layout import Shape, extents, fit
 from tidemill.reshard.plan import Spot, Transfer, cut
-from tidemill.reshard.quantise import Quantise
 
 Tensors = Mapping[str, torch.Tensor]
 ALIGN = 8  # bytes: blocks in a buffer begin at whole words, which is what checksums are made of
@@ -30,7 +29,7 @@ class BlockMerge:
     rows: torch.Tensor | None = None
 
 
-Changes = Mapping[str, BlockMerge | Quantise]  # by logical name: what happens to a tensor as it is read
+Changes = Mapping[str, BlockMerge]  # by logical name: what happens to a tensor as it is read
 
 
 def region(tensors: Tensors, spot: Spot, extent: Shape) -> torch.Tensor:
@@ -69,19 +68,16 @@ def block(buffer: torch.Tensor, at: int, transfer: Transfer) -> torch.Tensor:
 
 
 def read(transfer: Transfer, tensors: Tensors, into: torch.Tensor, changes: Changes | None = None) -> None:
-    """Copy a block out of its source: cast, merged or quantised on the way."""
+    """Copy a block out of its source: cast and merged on the way."""
     merge = changes.get(transfer.name) if changes and not transfer.hop else None
-    if isinstance(merge, Quantise):
-        into.copy_(merge.block(transfer, tensors).reshape(into.shape))
-        return
     view = region(tensors, transfer.source, extents(transfer.box))
     if merge is not None:
         (rows, columns) = transfer.box[-2:]
         stacked = tuple(slice(*each) for each in transfer.box[: merge.up.dim() - 2])
-        addition = merge.up[(*stacked, slice(*rows))] @ merge.down[(*stacked, slice(None), slice(*columns))]
-        view = view + (merge.scale * addition).view(view.shape)
+        up, down = merge.up[(*stacked, slice(*rows))], merge.down[(*stacked, slice(None), slice(*columns))]
+        view = view.float() + (merge.scale * (up.float() @ down.float())).view(view.shape)
         if merge.rows is not None:
-            view = view * merge.rows[slice(*rows)].unsqueeze(-1).to(view.dtype)
+            view = view * merge.rows[slice(*rows)].unsqueeze(-1)
     into.copy_(view.view(into.shape) if view.dim() != into.dim() and view.is_contiguous() else view.reshape(into.shape))
 
 

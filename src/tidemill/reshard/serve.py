@@ -1,34 +1,29 @@
 """What an engine serves: a version that is always whole, and where the next one is written.
 
-Separated engines write the next version aside (on the device, or on the host where memory is short) and take it up
-between two tokens; a transfer that fails leaves them as they were. Colocated engines do not serve while weights come,
-so they are written in place.
+Where rollout goes on while weights come, they are written aside (on the device, or on the host where memory is short)
+and taken up between two tokens; a transfer that fails leaves the engine as it was. Elsewhere they are written in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
 import torch
 
-from tidemill.errors import ReshardError
-from tidemill.reshard.layout import Layout
 from tidemill.reshard.move import Job, Moved, WeightWire, move
 from tidemill.reshard.pack import Tensors
-from tidemill.reshard.plan import Plan, Topology, plan
 
 # Where the next version is written. device: beside the one that serves, exchanged with it; copy: the same, but copied
 # into it, for an engine that holds on to its tensors' addresses; host: in host memory.
 Aside = Literal["none", "device", "copy", "host"]
-TORN = -1  # no whole version: a transfer in place failed
+TORN = -1  # no whole version: none came yet, or a transfer in place failed
 
 
 class Serving:
     """An engine's tensors and the version they are. `flip` is called by the engine at a token boundary."""
 
-    def __init__(self, tensors: Tensors, version: int, aside: Aside = "none") -> None:
+    def __init__(self, tensors: Tensors, version: int = TORN, aside: Aside = "none") -> None:
         self.tensors = tensors
         self.version = version
         self.arrived: int | None = None  # whole and aside, to be taken up
@@ -36,17 +31,15 @@ class Serving:
         self._back: Tensors = tensors if aside == "none" else {n: _aside(t, aside) for n, t in tensors.items()}
 
     def receive(self, job: Job, wire: WeightWire) -> Moved:
-        """Bring a new version in, whole or not at all. `job.targets` is chosen here."""
-        if job.version <= self.version:
-            raise ReshardError(f"version {job.version} is not newer than version {self.version}, which is served")
+        """Bring a version in, whole or not at all. `job.targets` is chosen here."""
         self.arrived = None
-        before = self.version
         if self.aside == "none":
             self.version = TORN
         moved = move(replace(job, targets=self._back), wire)
         if self.aside == "none":
-            self.version = before
-        self.arrived = job.version
+            self.version = job.version
+        else:
+            self.arrived = job.version
         return moved
 
     def flip(self) -> int:
@@ -57,7 +50,7 @@ class Serving:
             for name, tensor in self.tensors.items():
                 if self.aside == "device":
                     tensor.data, self._back[name].data = self._back[name].data, tensor.data
-                elif self.aside in ("copy", "host"):
+                else:
                     tensor.copy_(self._back[name], non_blocking=True)
         self.version, self.arrived = self.arrived, None
         return self.version
@@ -68,17 +61,3 @@ def _aside(tensor: torch.Tensor, where: Aside) -> torch.Tensor:
         return torch.empty_like(tensor, requires_grad=False)
     pinned = tensor.device.type != "cpu"
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-
-
-def shared(job: Plan, sources: Tensors, rank: int = 0) -> dict[str, torch.Tensor]:
-    """In one process with one layout nothing moves: the engine's tensors are the learner's own, by other names."""
-    if not job.is_identity:
-        raise ReshardError("the two layouts differ: the tensors cannot be shared", "move them")
-    return {spot.home: sources[t.source.home] for t in job.copies if t.receiver == rank for spot in t.targets}
-
-
-def joining(serving: Layout, alive: Iterable[int], newcomer: Layout, topology: Topology | None = None) -> Plan:
-    """How an engine that comes late gets its weights: from the engines that serve, spread over them. The learner is not
-    asked, and goes on learning."""
-    absent = set(serving.ranks) - set(alive)
-    return plan(serving.without(absent), newcomer, topology)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.learn.parallel.products import samples
-from tidemill.learn.shares import imbalance, shares
+from tidemill.batch import Batch
+from tidemill.learn.packing import Ints, shares
 
 
 @settings(max_examples=60, deadline=None)
@@ -26,6 +27,14 @@ def test_every_sample_is_dealt_once_and_all_ranks_have_as_many_microbatches(
     dealt = shares(batch, ranks, budget, share)
     assert sorted(np.concatenate([rows for own in dealt for rows in own]).tolist()) == list(range(batch.rows))
     assert len({len(own) for own in dealt}) == 1
+
+
+def imbalance(batch: Batch, dealt: list[list[Ints]]) -> float:
+    """How much longer the heaviest rank's tokens are than the mean's: 0 is perfect."""
+    lengths = batch["tokens"].lengths
+    loads = [sum(int(lengths[rows].sum()) for rows in own) for own in dealt]
+    mean = sum(loads) / len(loads)
+    return max(loads) / mean - 1 if mean else 0.0
 
 
 def test_loads_are_even_when_there_is_enough_to_deal() -> None:

@@ -139,7 +139,7 @@ def die_while_saving(parallel: dict[str, Any], folder: Path) -> None:
     dist.barrier()
     if dist.get_rank() == 1:  # its shard is half written when it goes
 
-        def torn(place: Path, rank: int, taken: Any) -> Any:
+        def torn(place: Path, rank: int, *taken: Any) -> Any:
             (place / "rank-00001-001.safetensors").write_bytes(b"half a file")
             os._exit(9)
 

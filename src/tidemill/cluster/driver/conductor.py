@@ -1,7 +1,7 @@
 """Conducting a step: which stages are open when, and what is done about whoever is lost meanwhile.
 
-`sync` opens one stage after the other, `streamed` all of them at once. A rollout or reward worker that is lost costs
-its leases; where a step cannot go on it begins again at another dock, before any weight has changed.
+`sync` opens one stage after the other, `streamed` and `async` all of them at once. A rollout or reward worker that is
+lost costs its leases; where a step cannot go on it begins again at another dock, before any weight has changed.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from tidemill.cluster.driver.placement import LEARNER, ROLLOUT
+from tidemill.cluster.commands import OpenedStep, WorkerCommands, request
 from tidemill.cluster.driver.worker_pool import Member
 from tidemill.cluster.start.handle import WorkerLost
 from tidemill.dock import DockState
 from tidemill.errors import DockError, TidemillError
-from tidemill.flow.ahead import lead_of
+from tidemill.flow.schedule import schedule_of
 from tidemill.flow.workers import Rewound, Stopped
 
 if TYPE_CHECKING:
-    from tidemill.cluster.driver.remote import RemoteWorkers
+    from tidemill.cluster.driver.driver import Driver
 
 LOOK_S = (0.004, 0.1)  # between looks at the dock: at first, at most
 BESIDE = ("reward",)  # scores in threads of its own, while others work
@@ -27,9 +27,9 @@ ATTEMPTS = 5  # at one step
 
 
 class Conductor:
-    def __init__(self, workers: RemoteWorkers) -> None:
-        self.workers, self.crew = workers, workers.crew
-        self.lead = lead_of(workers.config)
+    def __init__(self, driver: Driver) -> None:
+        self.driver, self.pool = driver, driver.pool
+        self.schedule = schedule_of(driver.config)
         self.open: tuple[str, ...] = ()
         self.number = 0
         self.first_group = -1
@@ -46,170 +46,179 @@ class Conductor:
     # A step
 
     def step(self, number: int, stop: Callable[[], bool]) -> None:
-        self.number, self._start = number, dict(self.workers.feed_state)
+        self.number, self._start = number, dict(self.driver.feed_state)
         for _ in range(ATTEMPTS):
             try:
                 self._attempt(stop)
                 return
             except WorkerLost as lost:
-                self.workers.check_learners()
+                self.driver.check_learners()
                 if self._is_learned():  # what is learned is not learned again
                     raise Rewound(f"{lost} after the step was learned; back to the newest checkpoint") from lost
-                self.workers.note(f"the step begins again: {lost}")
+                self.driver.note(f"the step begins again: {lost}")
                 self.begun_again += 1
                 self._begin_again()
         raise TidemillError(f"a step began {ATTEMPTS} times and never ended", "the notes above say why each time")
 
     def _attempt(self, stop: Callable[[], bool]) -> None:
         self._broken, self._lost_rows = "", 0
-        fed = self._feed()
+        fed = self._feed(stop)
         self.moved_at = time.monotonic()
-        if self.workers.config.flow.schedule == "sync":
+        if self.schedule.in_turn:
             self._one_after_the_other(stop)
         else:
             self._all_at_once(stop)
-        if not self.lead:
+        if not self.schedule.lead:
             self._work_on(())
         self._is_fed = False
-        self.workers.feed_state = fed["starts"].get(self.number + 1, fed["state"])
-        if self.workers.config.algorithm.dynamic_sampling and not self.lead:  # more prompts than the step's were fed
-            self.workers.feed_state = self.crew.call(self.workers.feeder, "feed_state")["state"]
+        self.driver.feed_state = fed.starts.get(self.number + 1, fed.state)
+        if self.driver.config.algorithm.dynamic_sampling and not self.schedule.lead:  # more than the step's were fed
+            self.driver.feed_state = self.pool.call(self.driver.feeder, request(WorkerCommands.feed_state))
         self._publish()
 
-    def _feed(self) -> dict[str, Any]:
-        feeder = self.workers.feeder
+    def _feed(self, stop: Callable[[], bool]) -> OpenedStep:
+        feeder = self.driver.feeder
         while feeder.state != "ready":
-            self.workers.check_learners()
-            self.crew.pump(0.2)
-        start = self._start if self.refeed or not self.lead else None
-        fed: dict[str, Any] = self.crew.call(feeder, "open_step", self.number, start)
-        self.first_group, self.tag = fed["first_group"], fed["tag"]
-        self.workers.bad_rows = fed["bad_rows"]
+            self.driver.check_learners()
+            self.pool.pump(0.2)
+        start = self._start if self.refeed or not self.schedule.lead else None
+        self.driver.stop = stop
+        try:
+            fed = self.pool.call(feeder, request(WorkerCommands.open_step, self.number, start))
+        finally:
+            self.driver.stop = lambda: False  # rows that replace dropped groups belong to a step that has begun
+        self.first_group, self.tag = fed.first_group, fed.tag
+        self.driver.bad_rows = fed.bad_rows
         self._is_fed, self.refeed = True, False
-        for member in self.crew.ready:
+        for member in self.pool.ready:
             self._hold_kl(member)
-        self.crew.call_all(self._learners(), "begin", lambda _: (self.first_group, self.tag))
-        for member in self.crew.ready:
+        begin = request(WorkerCommands.begin, self.first_group, self.tag)
+        self.pool.call_all(self._learners(), lambda _: begin)
+        for member in self.pool.ready:
             if member not in self._learners():
-                self.crew.send(member, "begin", self.first_group, self.tag)
+                self.pool.send(member, begin)
         return fed
 
     def _one_after_the_other(self, stop: Callable[[], bool]) -> None:
-        names = [stage.name for stage in self.workers.graph.stages]
+        names = [stage.name for stage in self.driver.graph.stages]
         beside = [name for name in names if name in BESIDE]
         while not self._is_learned():  # once, unless a stage puts new rows in or rows come back
             for name in names:
                 turn = list(dict.fromkeys([name, *beside]))
                 self._work_on(turn)
-                self._until(lambda state, turn=turn: self._is_still(state, turn), stop)  # type: ignore[misc]
+                self._until(lambda turn=turn: self._is_still(turn), stop)  # type: ignore[misc]
 
     def _all_at_once(self, stop: Callable[[], bool]) -> None:
-        self._work_on(stage.name for stage in self.workers.graph.stages)
-        self._until(lambda state: self._is_learned(), stop)
+        self._work_on(stage.name for stage in self.driver.graph.stages)
+        self._until(self._is_learned, stop)
 
-    def _is_still(self, state: DockState, turn: list[str]) -> bool:
+    def _is_still(self, turn: list[str]) -> bool:
         if self._is_learned():
             return True
+        dock = self.driver.run_dock.dock
         if "learn" in turn:  # learners say themselves when the step is theirs
-            upstream = [c for name, c in state.stages.items() if name != "learn"]
-            return any(c.ready for c in upstream)  # rows came back to an earlier stage
-        return all(state.stages[name].ready + state.stages[name].leased == 0 for name in turn)
+            upstream = [stage.name for stage in self.driver.graph.stages if stage.name != "learn"]
+            return any(dock.progress(name).ready for name in upstream)  # rows came back to an earlier stage
+        return all(dock.progress(name).is_idle for name in turn)
 
     def _is_learned(self) -> bool:
         return all(m.report is not None and m.report.done_group == self.first_group for m in self._learners())
 
     # Waiting
 
-    def _until(self, is_over: Callable[[DockState], bool], stop: Callable[[], bool]) -> None:
+    def _until(self, is_over: Callable[[], bool], stop: Callable[[], bool]) -> None:
         pause = LOOK_S[0]
-        dock = self.workers.meeting.dock
+        dock, is_stuck = self.driver.run_dock.dock, False
         while True:
-            self.workers.check_learners()
+            self.driver.check_learners()
             if self._broken:
                 raise WorkerLost(self._broken)
             if stop() and self._leave():
                 raise Stopped
-            self.workers.mend_stores()
+            self.driver.mend_stores()
             self._share_rollout()
             try:
-                state = dock.state()
+                state, ended = dock.state(), is_over()
             except DockError as error:  # a ledger that does not come back
                 raise WorkerLost(error.message) from error
-            self.workers.look(state)
-            if is_over(state):
+            self.driver.look(state)
+            if ended:
                 return
-            if newcomers := self.workers.publisher.newcomers():
-                self.workers.publisher.bring(newcomers)
+            if is_stuck:
+                counts = "; ".join(f"{name}: {c.ready} ready, {c.leased} leased" for name, c in state.stages.items())
+                raise TidemillError(f"the step ended with {state.rows} samples still in the dock ({counts})")
+            if newcomers := self.driver.publisher.newcomers():
+                self.driver.publisher.bring(newcomers)
             if state.lost > self._lost_rows:
                 self._lost_rows = state.lost
-                self.crew.send(self.workers.feeder, "feed_again")
+                self.pool.send(self.driver.feeder, request(WorkerCommands.feed_again))
             pause = LOOK_S[0] if self._has_moved(state) else min(LOOK_S[1], pause * 1.3)
-            self.crew.pump(pause)
+            self.pool.pump(pause)
+            is_stuck = self.pool.starter.is_stuck
 
     def _share_rollout(self) -> None:
         """Whoever rolls out takes a share; how large tells how many there are."""
-        group = LEARNER if self.workers.placement.is_colocated else ROLLOUT
-        members = self.crew.engines(group)
+        members = self.pool.engines(self.pool.wiring.engines.name)
         now = [(m.name, m.incarnation, m.dock) for m in members]
         if now != self._rollouts:
             self._rollouts = now
             for member in members:
-                self.crew.send(member, "share_among", len(members))
+                self.pool.send(member, request(WorkerCommands.share_among, len(members)))
 
     def _has_moved(self, state: DockState) -> bool:
         """Whether anything has changed since the last look; after too long without, the run says who waits."""
         stages = [(c.ready, c.leased, c.done) for c in state.stages.values()]
-        seen = repr((stages, state.ended, [m.report.moves if m.report else -1 for m in self.crew.members.values()]))
+        seen = repr((stages, state.ended, [m.report.moves if m.report else -1 for m in self.pool.members.values()]))
         now = time.monotonic()
         if seen != self._seen:
             self._seen, self.moved_at = seen, now
             return True
-        if now - self.moved_at > self.workers.config.cluster.stall_s:
-            self.workers.stalled(state, now - self.moved_at)
+        if now - self.moved_at > self.driver.stall_s:
+            self.driver.stalled(state, now - self.moved_at)
             self.moved_at = now
         return False
 
     def _leave(self) -> bool:
         """Whether the step could be left: no learner has begun with it."""
-        told = self.crew.call_all(self._learners(), "leave_step", lambda _: ())
+        told = self.pool.call_all(self._learners(), lambda _: request(WorkerCommands.leave_step))
         if not all(told.values()):
             self._work_on(self.open)
             return False
-        self.workers.feed_state = dict(self._start)
+        self.driver.feed_state = dict(self._start)
         return True
 
     # Members
 
     def _learners(self) -> list[Member]:
-        return self.crew.learners()
+        return self.pool.learners()
 
     def _work_on(self, stages: Iterable[str]) -> None:
         self.open = tuple(stages)
-        for member in self.crew.ready:
-            self.crew.send(member, "work_on", self.open)
+        for member in self.pool.ready:
+            self.pool.send(member, request(WorkerCommands.work_on, self.open))
 
     def _publish(self) -> None:
-        version = self.workers.publisher.publish()
-        self.workers.meeting.dock.advance(version)
+        version = self.driver.publisher.publish()
+        self.driver.run_dock.dock.advance(version)
 
     def _begin_again(self) -> None:
         self._is_fed, self.refeed = False, True
-        self.workers.new_dock()
+        self.driver.new_dock()
 
     def welcome(self, member: Member) -> None:
         """A worker has come (back): it takes part in what is under way."""
         if member.post.feeds:
             self.refeed = True
-            if self._is_fed and self.workers.config.algorithm.dynamic_sampling:
+            if self._is_fed and self.driver.config.algorithm.dynamic_sampling:
                 self._broken = f"{member.name} was lost with its place in the data"
             elif self._is_fed:  # rows that the dock has are not entered twice
-                self.crew.send(member, "open_step", self.number, self._start)
+                self.pool.send(member, request(WorkerCommands.open_step, self.number, self._start))
         self._hold_kl(member)
         if self._is_fed:
-            self.crew.send(member, "begin", self.first_group, self.tag)
-        self.crew.send(member, "work_on", self.open)
+            self.pool.send(member, request(WorkerCommands.begin, self.first_group, self.tag))
+        self.pool.send(member, request(WorkerCommands.work_on, self.open))
 
     def _hold_kl(self, member: Member) -> None:
         """A divergence's weight that is steered lies with the learners; advantages may be made elsewhere."""
-        if self.workers.kl_coef is not None:
-            self.crew.send(member, "hold_kl", self.workers.kl_coef)
+        if self.driver.kl_coef is not None:
+            self.pool.send(member, request(WorkerCommands.hold_kl, self.driver.kl_coef))

@@ -1,54 +1,55 @@
-"""Publishing: the driver's part of the weight flow. It says who is on a wire and when to move; no weight passes it."""
+"""Publishing: the driver's part of the weight flow. It says who is on a link and when to move; no weight passes it."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Literal
 
-from tidemill.cluster.driver.placement import ROLLOUT
+from tidemill.cluster.commands import HostCommands, Request, WorkerCommands, request
 from tidemill.cluster.driver.worker_pool import Member, WorkerPool
+from tidemill.cluster.report import MoveReport
 from tidemill.cluster.start.handle import WorkerLost
 from tidemill.errors import TidemillError
+from tidemill.flow.schedule import schedule_of
+from tidemill.recipe.config import Config
 
-Verify = Literal["off", "sample", "all"]
 ATTEMPTS = 8  # to bring a version to whoever lives
 
 
 class Publisher:
     """`check` raises when a learner was lost: there is nothing to publish then."""
 
-    def __init__(self, crew: WorkerPool, timeout_s: float, verify: Verify, check: Callable[[], None]) -> None:
-        self.crew, self.timeout_s, self.verify, self.check = crew, timeout_s, verify, check
+    def __init__(self, pool: WorkerPool, config: Config, check: Callable[[], None]) -> None:
+        self.pool, self.check = pool, check
+        self.timeout_s, self.verify = config.cluster.collective_s, config.reshard.verify
+        self.serves_on = schedule_of(config).serves_on  # rollout is at work while weights come
         self.version = -1
         self.moved_bytes = 0.0
         self.checked = 0.0  # blocks whose checksums were compared
         self.seconds = 0.0
-        self._linked: tuple[tuple[str, int], ...] = ()  # names and incarnations on the wire
+        self._linked: tuple[tuple[str, int], ...] = ()  # names and incarnations on the link
         self._served: dict[str, tuple[int, int]] = {}  # rollout worker → its incarnation and the version it has
         self._met: dict[int, tuple[int, ...]] = {}  # engine of several ranks → the incarnations that have met
 
     def publish(self) -> int:
-        """The learner's weights, whatever version they are now, to every rollout worker that is there."""
-        learners = self.crew.learners()
-        self.version = int(self.crew.call(learners[0], "version"))
-        placement = self.crew.placement
-        if placement.shares_tensors:
-            self.crew.call_all(learners, "serve", lambda _: (self.version,))
-        else:
-            self.bring(learners if placement.is_colocated else self._rollouts())
+        """The learner's weights, whatever version they are now, to every engine that is there."""
+        self.version = self.pool.call(self.pool.learners()[0], request(WorkerCommands.version))
+        self.bring(self._engines())
         return self.version
 
     def newcomers(self) -> list[Member]:
         """Rollout workers that are up but lack the version that is served."""
-        if self.crew.placement.is_colocated:
+        if self.pool.wiring.is_colocated:
             return []
-        return [m for m in self._rollouts() if self._served.get(m.name) != (m.incarnation, self.version)]
+        return [m for m in self._engines() if self._served.get(m.name) != (m.incarnation, self.version)]
 
-    def _rollouts(self) -> list[Member]:
+    def _engines(self) -> list[Member]:
         """All ranks of the engines that are whole."""
-        return [m for m in self.crew.of(ROLLOUT) if self.crew.is_complete(m)]
+        group = self.pool.wiring.engines
+        if group.learns:
+            return self.pool.learners()
+        return [m for m in self.pool.of(group.name) if self.pool.is_complete(m)]
 
     def forget(self) -> None:
         """The learners are new processes: nothing that was linked or served counts."""
@@ -59,69 +60,87 @@ class Publisher:
         last = ""
         for _ in range(ATTEMPTS):
             self.check()
-            alive = [m for m in wanted if m.state == "ready" and self.crew.is_complete(m)]
+            alive = [m for m in wanted if m.state == "ready" and self.pool.is_complete(m)]
             if not alive:
                 return
-            learners = self.crew.learners()
+            learners = self.pool.learners()
+            if gone := [m.name for m in learners if m.state != "ready"]:
+                raise WorkerLost(f"{', '.join(gone)} is lost: there is nothing to publish")
             members = [*learners, *(m for m in alive if m not in learners)]
             try:
                 self._meet(alive)
-                self._link(members)
-                told = self.crew.call_all(members, "move", lambda _: (self.version,), self.timeout_s + 5)
+                self._move(members)
+                self.pool.call_all(alive, lambda _: request(WorkerCommands.take_up, self.version))
             except WorkerLost as lost:
                 last = str(lost)
                 self._unlink(members)
-                self.crew.pump(0.1)
+                self.pool.pump(0.1)
                 continue
             for m in alive:
                 self._served[m.name] = m.incarnation, self.version
-            self.moved_bytes += sum(t["bytes"] for t in told.values())
-            self.checked += sum(t["checked"] for t in told.values())
-            self.seconds = max(t["seconds"] for t in told.values())
             return
         raise TidemillError(f"weights version {self.version} could not be brought to rollout: {last}", "see the logs")
+
+    def _move(self, members: Sequence[Member]) -> None:
+        """Where engines read the learner's own tensors there is nothing to send."""
+        if self.pool.wiring.shares_tensors:
+            return
+        self._link(members)
+        told = self.pool.call_all(members, self._order_of, self.timeout_s + 5)
+        self.moved_bytes += sum(t.nbytes for t in told.values())
+        self.checked += sum(t.checked for t in told.values())
+        self.seconds = max(t.seconds for t in told.values())
+
+    def _order_of(self, member: Member) -> Request[MoveReport]:
+        """An engine that goes on serving writes the version aside; all others stand still."""
+        if self.serves_on and not member.post.group.learns:
+            return request(HostCommands.receive, self.version)
+        return request(WorkerCommands.move, self.version)
 
     def _meet(self, members: Sequence[Member]) -> None:
         """The ranks of an engine become one, once. Learners, whose world is one already, have done so."""
         for leader in members:
             post = leader.post
-            if post.group.name != ROLLOUT or post.group.engine_ranks == 1 or not post.leads:
+            if post.group.learns or post.group.engine_ranks == 1 or not post.leads:
                 continue
-            mates = self.crew.mates(leader)
+            mates = self.pool.mates(leader)
             now = tuple(m.incarnation for m in mates)
             if self._met.get(post.engine) == now:
                 continue
             try:
-                at = self.crew.call(leader, "open_store", "engine")
-                self.crew.call_all(mates, "join_engine", lambda _, at=at: (at,), self.timeout_s + 5)  # type: ignore[misc]
+                where = self.pool.call(leader, request(WorkerCommands.open_store, "engine"))
+                joined = request(WorkerCommands.join_engine, where)
+                self.pool.call_all(mates, lambda _, joined=joined: joined, self.timeout_s + 5)  # type: ignore[misc]
             except WorkerLost as lost:  # a process does not join twice: all of them start again
-                self.crew.lose(leader, f"the ranks of its engine did not meet: {lost}")
+                self.pool.lose(leader, f"the ranks of its engine did not meet: {lost}")
                 raise
             self._met[post.engine] = now
 
     def _link(self, members: Sequence[Member]) -> None:
-        from tidemill.cluster.assignment import WeightLink
+        from tidemill.cluster.assignment import OneProcess, WeightLink
         from tidemill.reshard.layout import merge
 
         now = tuple((m.name, m.incarnation) for m in members)
         if now == self._linked:
             return
         self._linked = ()
-        places = {m.name: i for i, m in enumerate(members)}
-        mates = {m.name: tuple(places[o.name] for o in self.crew.mates(m) if o.name in places) for m in members}
-        told = self.crew.call_all(members, "describe", lambda m: (places[m.name], mates[m.name]))
+        is_here = self.pool.starter.is_here
+        places = {m.name: 0 if is_here else i for i, m in enumerate(members)}
+        mates = {m.name: tuple(places[o.name] for o in self.pool.mates(m) if o.name in places) for m in members}
+        told = self.pool.call_all(members, lambda m: request(WorkerCommands.describe, places[m.name], mates[m.name]))
         nodes = list(dict.fromkeys(m.node for m in members))
-        store = self.crew.call(members[0], "open_store", "link") if len(nodes) > 1 else None
+        several = len(nodes) > 1
         link = WeightLink(
             token=secrets.token_hex(32),
             source=merge(told[name][0] for name in places),
             target=merge(told[name][1] for name in places),
-            nodes=tuple(nodes.index(m.node) for m in members),
-            store=store,
+            nodes=(0,) if is_here else tuple(nodes.index(m.node) for m in members),
+            store=self.pool.call(members[0], request(WorkerCommands.open_store, "link")) if several else None,
             timeout_s=self.timeout_s,
             verify=self.verify,
+            one_process=OneProcess() if is_here else None,
         )
-        self.crew.call_all(members, "link", lambda m: (link, places[m.name]), self.timeout_s + 5)
+        self.pool.call_all(members, lambda m: request(WorkerCommands.link, link, places[m.name]), self.timeout_s + 5)
         self._linked = now
 
     def _unlink(self, members: Sequence[Member]) -> None:
@@ -129,4 +148,4 @@ class Publisher:
         for m in members:
             if m.state == "ready":
                 with contextlib.suppress(WorkerLost):
-                    self.crew.call(m, "unlink", within_s=self.timeout_s + 5)
+                    self.pool.call(m, request(WorkerCommands.unlink), within_s=self.timeout_s + 5)

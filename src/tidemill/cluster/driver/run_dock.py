@@ -1,25 +1,83 @@
-"""The dock at which a run's workers meet. It is opened while the workers start, and another takes its place when a step
-begins again."""
+"""The dock at which a run's workers meet: one of this process, or one of processes of its own, which is opened while
+the workers start, and which another replaces when a step begins again."""
 
 from __future__ import annotations
 
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
 
+from tidemill.cluster.assignment import DockPlace, ServedDock
 from tidemill.cluster.driver.worker_pool import Member
 from tidemill.cluster.start.handle import Starter
-from tidemill.dock.address import Address
-from tidemill.dock.client import RemoteDock
-from tidemill.dock.server import DockServer
-from tidemill.dock.setup import DockSetup
-from tidemill.flow.ahead import staleness_limit
+from tidemill.dock import Dock, LocalDock
+from tidemill.flow.dump import Dump, DumpingDock
+from tidemill.flow.schedule import staleness_limit
 from tidemill.graph import Graph
 from tidemill.recipe.config import Config
 
+if TYPE_CHECKING:
+    from tidemill.dock.client import RemoteDock
+    from tidemill.dock.server import DockServer
 
-class Meeting:
+
+class RunDock(Protocol):
+    @property
+    def dock(self) -> Dock:
+        """The driver's own way in."""
+
+    @property
+    def place(self) -> DockPlace:
+        """What workers are told."""
+
+    def store(self, member: Member) -> None:
+        """A warehouse where the member is, unless there is one."""
+
+    def lose(self, node: str) -> None:
+        """A node's warehouse is gone, with what lay in it."""
+
+    def renew(self) -> None:
+        """Leave the dock with all that is in it, for another."""
+
+    def close(self) -> None: ...
+
+
+class OwnRunDock:
+    """Of this process. `dump` sees all that goes through it."""
+
+    def __init__(self, config: Config, graph: Graph, dump: Dump | None) -> None:
+        from tidemill.cluster.start.local import OwnDock
+
+        made = LocalDock(
+            graph.stages,
+            source=graph.source,
+            lease_s=config.flow.lease_s,
+            max_staleness=staleness_limit(config),
+            stale="requeue",
+            renews=True,
+        )
+        self.dock: Dock = made if dump is None else cast(Dock, DumpingDock(made, dump))
+        self.place: DockPlace = OwnDock(self.dock)
+
+    def store(self, member: Member) -> None:
+        """Its bytes are on this process's heap."""
+
+    def lose(self, node: str) -> None:
+        """It is not lost without this process."""
+
+    def renew(self) -> None:
+        raise NotImplementedError("a step in one process does not begin again")
+
+    def close(self) -> None:
+        self.dock.close()
+
+
+class ServedRunDock:
+    """A ledger and warehouses, in processes of their own."""
+
     def __init__(self, config: Config, graph: Graph, folder: Path, starter: Starter) -> None:
+        from tidemill.dock.setup import DockSetup
+
         self.folder, self.starter = folder, starter
         cluster = config.cluster
         self.memory_mb = cluster.memory_mb
@@ -37,7 +95,10 @@ class Meeting:
 
     def _open(self) -> tuple[DockServer, RemoteDock]:
         """A dock of its own: nothing of an earlier one is left in it."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        from tidemill.dock.client import RemoteDock
+        from tidemill.dock.server import DockServer, remove_dock
+
+        remove_dock(self.folder)
         node, host = self.starter.home
         server = DockServer(self.setup, self.folder, host, nodes=(node,))
         try:
@@ -54,15 +115,19 @@ class Meeting:
     def dock(self) -> RemoteDock:
         return self._opened.result()[1]
 
+    @property
+    def place(self) -> DockPlace:
+        return ServedDock(self.server.address)
+
     def store(self, member: Member) -> None:
-        """A warehouse where the member is, unless there is one."""
         self.starter.store(member.node, member.host, self.server.address, self.memory_mb)
 
-    def renew(self) -> Address:
-        """Leave the dock with all that is in it, for another."""
+    def lose(self, node: str) -> None:
+        self.server.lose(node)
+
+    def renew(self) -> None:
         self._close()
         self._opened = self._background.submit(self._open)
-        return self.server.address
 
     def _close(self) -> None:
         server, dock = self._opened.result()

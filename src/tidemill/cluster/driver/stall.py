@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tidemill.cluster.commands import HostCommands, request
 from tidemill.cluster.driver import status
 from tidemill.cluster.driver.worker_pool import Member, WorkerPool
 from tidemill.cluster.report import WorkerReport
@@ -27,14 +28,14 @@ class Stall:
     why: str = ""
 
 
-def examine(crew: WorkerPool, state: DockState, seconds: float) -> Stall:
-    members = list(crew.members.values())
+def examine(pool: WorkerPool, state: DockState, seconds: float) -> Stall:
+    members = list(pool.members.values())
     workers = [status.of_member(m) for m in members]
     told = status.who_waits(workers, status.stages_of(state))
     culprit, why = blame(members, seconds)
     if culprit is not None:
         told.insert(0, why)
-    file = report(crew, crew.logs, [f"nothing has moved for {seconds:.0f} s", *told])
+    file = report(pool, pool.logs, [f"nothing has moved for {seconds:.0f} s", *told])
     return Stall(tuple(told), file, culprit, why)
 
 
@@ -71,13 +72,13 @@ def _worlds(reports: Sequence[tuple[Member, WorkerReport]]) -> list[list[tuple[M
     return list(found.values())
 
 
-def report(crew: WorkerPool, logs: Path, head: Sequence[str]) -> Path:
+def report(pool: WorkerPool, logs: Path, head: Sequence[str]) -> Path:
     """Everybody's stacks in one file."""
     logs.mkdir(parents=True, exist_ok=True)
     number = len(list(logs.glob("stall-*.txt"))) + 1
     file = logs / f"stall-{number}.txt"
-    members = list(crew.members.values())
-    asked = {m.name: m.handle.call("stacks") for m in members if m.handle is not None}
+    members = list(pool.members.values())
+    asked = {m.name: m.handle.call(request(HostCommands.stacks)) for m in members if m.handle is not None}
     parts = [*head, ""]
     deadline = time.monotonic() + ASK_S
     for m in members:
@@ -102,6 +103,6 @@ def _from_outside(member: Member, logs: Path) -> str:
         return status.stacks_of(member.pid, logs / f"{member.name}.stacks") if there else ""
     assert member.handle is not None
     try:
-        return str(member.handle.call("look").result(LOOK_S).value)
+        return str(member.handle.call(request(HostCommands.look)).result(LOOK_S).value)
     except Exception:  # its machine does not answer either
         return ""

@@ -16,7 +16,7 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Any
 
-from tidemill.cluster.driver.placement import LEARNER, ROLLOUT
+from tidemill.cluster.wiring import ROLLOUT
 from tidemill.errors import ConfigError
 from tidemill.observe.lock import lives
 
@@ -114,7 +114,7 @@ def of_member(member: Member) -> WorkerStatus:
 def world_of(member: Member) -> str:
     """Whom it waits for in operations: learners for one another, ranks of an engine likewise; "": for nobody."""
     group = member.post.group
-    if group.name == LEARNER:
+    if group.learns:
         return group.name
     return f"{group.name} engine {member.post.engine}" if group.engine_ranks > 1 else ""
 

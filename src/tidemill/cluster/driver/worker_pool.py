@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from tidemill.cluster.driver.placement import LEARNER, Placement, Post
+from tidemill.cluster.commands import HostCommands, Request, request
 from tidemill.cluster.report import Answer, Failure, WorkerReady, WorkerReport
 from tidemill.cluster.start.handle import Handle, Starter, WorkerLost
+from tidemill.cluster.wiring import Post, Wiring
 from tidemill.errors import TidemillError
 from tidemill.recipe.config import Cluster
 
@@ -27,6 +28,7 @@ FAILED_STARTS = 3  # in a row that end the run
 PAUSE_S = (0.2, 15.0)  # before a lost worker is started again: at first, at most
 TAIL = 12  # lines of a log that tell why a worker ended
 State = Literal["starting", "ready", "lost", "gone"]
+R = TypeVar("R")
 
 
 @dataclass(slots=True)
@@ -57,27 +59,27 @@ class Member:
 
 
 class WorkerPool:
-    """`equip` makes a started process a worker (gives the future of its readiness); `on_ready` is told of each that
+    """`build` makes a started process a worker (gives the future of its readiness); `on_ready` is told of each that
     comes up; `on_lost` of each that goes, and says whether it is to be started again."""
 
     def __init__(
         self,
         settings: Cluster,
-        placement: Placement,
+        wiring: Wiring,
         starter: Starter,
         logs: Path,
         note: Callable[[str], None],
-        equip: Callable[[Member], Future[Any]],
+        build: Callable[[Member], Future[Any]],
         on_ready: Callable[[Member], None],
         on_lost: Callable[[Member, str], bool],
     ) -> None:
-        self.settings, self.placement, self.starter, self.logs, self.note = settings, placement, starter, logs, note
-        self.members = {post.name: Member(post) for post in placement.posts}
+        self.settings, self.wiring, self.starter, self.logs, self.note = settings, wiring, starter, logs, note
+        self.members = {post.name: Member(post) for post in wiring.posts}
         self.spent = 0  # workers made up for since the last step
         self.lost_total = 0
         self._spawned = 0
         self.received_bytes = 0  # of all answers, as they travel
-        self._equip, self._on_ready, self._on_lost = equip, on_ready, on_lost
+        self._build, self._on_ready, self._on_lost = build, on_ready, on_lost
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.is_closing = False
         self.check: Callable[[], None] = lambda: None  # raises when waiting for an answer has become pointless
@@ -93,7 +95,7 @@ class WorkerPool:
         return [m for m in self.members.values() if m.state == "ready"]
 
     def learners(self) -> list[Member]:
-        return [m for m in self.members.values() if m.post.group.name == LEARNER]
+        return [m for m in self.members.values() if m.post.group.learns]
 
     def mates(self, member: Member) -> list[Member]:
         """Who shares an engine with it, the member itself included, first rank first."""
@@ -160,11 +162,11 @@ class WorkerPool:
         member.node = ""
         member.report, member.heard = None, time.monotonic()
         member.handle = self.starter.spawn(member.post, self.logs)
-        self._then(member, member.handle.call("where"), lambda place: self._placed(member, place))
+        self._then(member, member.handle.call(request(HostCommands.where)), lambda place: self._placed(member, place))
 
     def _placed(self, member: Member, place: tuple[str, str]) -> None:
         member.node, member.host = place
-        self._then(member, self._equip(member), lambda ready: self._is_ready(member, ready))
+        self._then(member, self._build(member), lambda ready: self._is_ready(member, ready))
 
     def _is_ready(self, member: Member, ready: WorkerReady) -> None:
         member.pid, member.failed_starts, member.heard = ready.pid, 0, time.monotonic()
@@ -175,7 +177,8 @@ class WorkerPool:
     def _watch(self, member: Member) -> None:
         assert member.handle is not None
         seen = member.report.serial if member.report is not None else 0
-        self._then(member, member.handle.call("watch", seen, WATCH_S), lambda report: self._heard(member, report))
+        watched = member.handle.call(request(HostCommands.watch, seen, WATCH_S))
+        self._then(member, watched, lambda report: self._heard(member, report))
 
     def _heard(self, member: Member, report: WorkerReport) -> None:
         member.report, member.heard = report, time.monotonic()
@@ -220,7 +223,7 @@ class WorkerPool:
         member.not_before = time.monotonic() + min(PAUSE_S[1], PAUSE_S[0] * 2 ** (member.losses - 1))
         if not self._on_lost(member, why):
             member.not_before = float("inf")  # others decide when
-        if member.post.group.name != LEARNER:  # of learners all start again, whoever is lost
+        if member.post.group.restart == "engine":
             for mate in self.mates(member):
                 self._lose_with(mate, member)
 
@@ -254,7 +257,11 @@ class WorkerPool:
 
     def pump(self, wait_s: float) -> None:
         """Let things happen for at most `wait_s`: until something did."""
-        self._look()
+        if self.starter.is_here:  # the work is done on this thread, and waits by itself
+            self.starter.work(wait_s)
+            wait_s = 0.0
+        else:
+            self._look()
         try:
             event = self._events.get(timeout=wait_s) if wait_s > 0 else self._events.get_nowait()
             while True:
@@ -284,17 +291,18 @@ class WorkerPool:
     def _is_spare(self, member: Member) -> bool:
         """Never placed, as after the loss of its node, while others do the same work."""
         group = member.post.group.name
-        is_needed = group == LEARNER or member.post.feeds
+        is_needed = member.post.group.learns or member.post.feeds
         return not member.node and not is_needed and bool(self.engines(group))
 
-    def call(self, member: Member, method: str, *args: Any, within_s: float = 600.0) -> Any:
-        return self.call_all([member], method, lambda _: args, within_s)[member.name]
+    def call(self, member: Member, asked: Request[R], within_s: float = 600.0) -> R:
+        return self.call_all([member], lambda _: asked, within_s)[member.name]
 
     def call_all(
-        self, members: Sequence[Member], method: str, args: Callable[[Member], tuple[Any, ...]], within_s: float = 600.0
-    ) -> dict[str, Any]:
+        self, members: Sequence[Member], asked: Callable[[Member], Request[R]], within_s: float = 600.0
+    ) -> dict[str, R]:
         """What each answers. `WorkerLost` when one is lost or late, `Failure` raised when one could not."""
-        futures = {m.name: self.send(m, method, *args(m)) for m in members}
+        requests = {m.name: asked(m) for m in members}
+        futures = {m.name: self.send(m, requests[m.name]) for m in members}
         deadline = time.monotonic() + within_s
         while not all(f.done() for f in futures.values()):
             if any(f.done() and (f.exception() or f.result().failure) for f in futures.values()):
@@ -302,24 +310,25 @@ class WorkerPool:
             self.check()
             if time.monotonic() > deadline:
                 late = [name for name, f in futures.items() if not f.done()]
-                raise WorkerLost(f"{', '.join(late)} did not finish {method!r} within {within_s:g} s")
+                what = requests[late[0]].name
+                raise WorkerLost(f"{', '.join(late)} did not finish {what!r} within {within_s:g} s")
             self.pump(0.2)
         done = sorted(futures.items(), key=lambda pair: pair[1].exception() is None if pair[1].done() else True)
         return {name: self.unwrap(name, f) for name, f in done if f.done()}
 
-    def send(self, member: Member, method: str, *args: Any) -> Future[Any]:
+    def send(self, member: Member, asked: Request[Any]) -> Future[Any]:
         """Without waiting; the driver wakes when it is done."""
         if member.handle is None or member.state != "ready":
             gone: Future[Any] = Future()
             gone.set_exception(WorkerLost(f"{member.name} is not there"))
             return gone
-        future = member.handle.call(method, *args)
+        future = member.handle.call(asked)
         future.add_done_callback(lambda _: self._events.put(None))
         return future
 
     def unwrap(self, name: str, future: Future[Any]) -> Any:
         answer: Answer = future.result()
-        self.received_bytes += len(pickle.dumps(answer.value))
+        self._count(answer)
         if answer.failure is None:
             return answer.value
         if answer.failure.is_users:
@@ -342,11 +351,15 @@ class WorkerPool:
                 if answer.failure is not None:
                     self._failed(member, answer.failure)
                     return
+                self._count(answer)
                 answer = answer.value
-                self.received_bytes += len(pickle.dumps(answer))
             follow(answer)
 
         future.add_done_callback(lambda _: self._events.put(event))
+
+    def _count(self, answer: Answer) -> None:
+        if not self.starter.is_here:  # else nothing travels
+            self.received_bytes += len(pickle.dumps(answer.value))
 
     def close(self) -> None:
         self.is_closing = True

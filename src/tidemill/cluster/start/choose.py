@@ -1,23 +1,73 @@
-"""Which executor a recipe asks for: every role in this process, or roles as processes of their own."""
+"""Which executor a recipe asks for: who starts its workers, and where. The driver is the same for all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tidemill.flow.workers import Workers
+from tidemill.cluster.driver import placement
+from tidemill.cluster.driver.driver import Driver
+from tidemill.cluster.start import owned
+from tidemill.cluster.start.handle import Starter
+from tidemill.cluster.wiring import wire
+from tidemill.graph import Graph
 from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe.config import Config
 
 
 def start(
     config: Config, model_path: Path | None, folder: RunFolder, note: Callable[[str], None] = lambda text: None
-) -> Workers:
+) -> Driver:
     """`model_path`: a finished warm start. `note` hears what the user should know while it runs."""
-    if config.cluster.executor == "local":
-        from tidemill.cluster.start import local
+    ranks = max(config.cluster.learners, config.learn.parallel.ranks)  # of a learner that is cut
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"learners": ranks})})
+    with ThreadPoolExecutor(1) as beside:  # the table of stages brings torch, the starter a cluster: both take seconds
+        table = beside.submit(_graph, config)
+        starter = make_starter(config, folder)
+    try:
+        graph, nodes = table.result(), starter.nodes()
+        wiring = wire(config, graph, placement.accelerator_of(config, nodes))
+        if not starter.is_here:
+            placement.check(wiring, nodes, config.cluster)
+        starter.reserve(wiring)
+    except BaseException:
+        starter.close()
+        raise
+    driver = Driver(config, model_path, folder, note, starter, wiring, graph)
+    try:
+        driver.start()
+    except BaseException:
+        driver.close()
+        raise
+    return driver
 
-        return local.start(config, model_path)
-    from tidemill.cluster.driver import remote
 
-    return remote.start(config, model_path, folder, note)
+def _graph(config: Config) -> Graph:
+    from tidemill.algorithms.registry import get
+
+    return get(config.algorithm.name).graph(config)
+
+
+def make_starter(config: Config, folder: RunFolder) -> Starter:
+    cluster = config.cluster
+    if cluster.executor == "local":
+        from tidemill.cluster.start.local import LocalStarter
+
+        return LocalStarter()
+    from tidemill.cluster.start.forkserver import Forks
+
+    forks = Forks(owned.make() / "forks")
+    if cluster.executor == "processes" or cluster.address == "local":
+        forks.start()  # first of all: its imports take longest
+    try:
+        if cluster.executor == "processes":
+            from tidemill.cluster.start.processes import ProcessStarter
+
+            return ProcessStarter(forks)
+        from tidemill.cluster.start.ray import RayStarter
+
+        return RayStarter(cluster, folder.config.name, forks, config.rollout.tp, bool(config.rewards.models))
+    except BaseException:
+        forks.close()
+        raise

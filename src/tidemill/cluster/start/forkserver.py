@@ -30,9 +30,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tidemill.cluster.report import UNORDERED, Answer, Numbers
+from tidemill.cluster.commands import Request
+from tidemill.cluster.report import Answer, Numbers
+from tidemill.cluster.start import owned
 from tidemill.cluster.start.handle import WorkerLost
-from tidemill.cluster.worker.host import Host
+from tidemill.cluster.worker.host import own_process
 from tidemill.device import BEFORE_FORK
 from tidemill.errors import TidemillError
 
@@ -50,10 +52,13 @@ class Forks:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._process: subprocess.Popen[bytes] | None = None
+        self._owner: int | None = None
 
     def start(self) -> None:
         """Without waiting: its imports go on beside whatever the caller does next."""
         make_private(self.path.parent)
+        if self._owner is None:
+            self._owner = owned.own(self.path.parent)
         code = f"from tidemill.cluster.start.forkserver import listen; listen({str(self.path)!r})"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -114,6 +119,9 @@ class Forks:
             self._process.kill()
             self._process.wait()
         shutil.rmtree(self.path.parent, ignore_errors=True)
+        if self._owner is not None:
+            os.close(self._owner)
+            self._owner = None
 
 
 class ForkedHandle:
@@ -123,25 +131,25 @@ class ForkedHandle:
         self.name, self._pipe, self._forks = name, pipe, forks
         self.pid = 0  # not known yet
         self._waiting: dict[int, Future[Any]] = {}
-        self._numbers = itertools.count()
-        self._orders = Numbers()
+        self._messages = itertools.count()
+        self._commands = Numbers()
         self._lock = threading.Lock()
         self._is_gone = False
         threading.Thread(target=self._listen, name=f"hear-{name}", daemon=True).start()
 
-    def call(self, method: str, *args: Any) -> Future[Any]:
-        return self.pass_on(method, args, self._orders.of(method))
+    def call(self, request: Request[Any]) -> Future[Any]:
+        return self.pass_on(request, self._commands.next(request.is_direct))
 
-    def pass_on(self, method: str, args: tuple[Any, ...], order: int) -> Future[Any]:
+    def pass_on(self, request: Request[Any], order: int) -> Future[Any]:
         """What somebody else has numbered."""
         future: Future[Any] = Future()
         with self._lock:
-            number = next(self._numbers)
+            number = next(self._messages)
             self._waiting[number] = future
             try:
                 if self._is_gone:
                     raise BrokenPipeError
-                self._pipe.send((number, method, args, order))
+                self._pipe.send((number, request, order))
             except OSError:
                 self._waiting.pop(number, None)
                 future.set_exception(WorkerLost(self._why()))
@@ -339,11 +347,11 @@ def _become_worker(connection: Connection, name: str, logs: str, variables: dict
 
 def serve(name: str, logs: str, pipe: Connection) -> None:
     """A worker's process: every message is answered by a thread of its own; it ends when its life line does."""
-    host = Host(name, logs)
+    host = own_process(name, Path(logs))
     sending = threading.Lock()
 
-    def respond(number: int, method: str, args: tuple[Any, ...], order: int = UNORDERED) -> None:
-        answer: Answer = host.answer(method, args, order)
+    def respond(number: int, request: Request[Any], order: int) -> None:
+        answer: Answer = host.answer(request, order)
         with sending, contextlib.suppress(OSError):
             pipe.send((number, answer))
 

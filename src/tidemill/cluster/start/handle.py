@@ -1,4 +1,4 @@
-"""Handles: how the driver reaches a worker's process, whoever started it."""
+"""Handles: how the driver reaches a worker, whoever started it and wherever it is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
-from tidemill.cluster.driver.placement import Placement, Post, Resources
+from tidemill.cluster.commands import Request
+from tidemill.cluster.wiring import Post, Resources, Wiring
 from tidemill.dock.address import Address
 
 
@@ -16,7 +17,7 @@ class WorkerLost(Exception):
 
 
 class Handle(Protocol):
-    def call(self, method: str, *args: Any) -> Future[Any]:
+    def call(self, request: Request[Any]) -> Future[Any]:
         """An `Answer` to come; `WorkerLost` when the process ends first."""
 
     def kill(self) -> None:
@@ -24,13 +25,22 @@ class Handle(Protocol):
 
 
 class Starter(Protocol):
-    """Places and starts processes; watching and restarting them is the crew's."""
+    """Places and starts workers; watching and restarting them is the worker pool's."""
+
+    is_here: bool  # workers are in this process: none of them is lost without it
+
+    def work(self, wait_s: float) -> None:
+        """Do the work of workers that are in this process, for a moment, or wait for it; else nothing."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether no worker of this process has anything to do, or waits for anything."""
 
     def nodes(self) -> Sequence[Resources]:
         """What each node has, all of it, whether in use or not."""
 
-    def reserve(self, placement: Placement) -> None:
-        """Set the placement's resources aside, or say why not."""
+    def reserve(self, wiring: Wiring) -> None:
+        """Set the resources of its posts aside, or say why not."""
 
     def spawn(self, post: Post, logs: Path) -> Handle: ...
 
@@ -54,3 +64,13 @@ class Starter(Protocol):
     def describe(self) -> str: ...
 
     def close(self) -> None: ...
+
+
+class Elsewhere:
+    """What a starter of other processes has to say of the work in this one."""
+
+    is_here = False
+    is_stuck = False
+
+    def work(self, wait_s: float) -> None:
+        """There is none."""

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tidemill import device
-from tidemill.cluster.driver.placement import Placement, Post, Resources
 from tidemill.cluster.start.forkserver import ForkedHandle, Forks
+from tidemill.cluster.start.handle import Elsewhere
+from tidemill.cluster.wiring import Post, Resources, Wiring
 from tidemill.device import host as machine
 from tidemill.dock.address import Address
 
 PLENTY = 64.0  # processes of one machine share its cores as they can, and its device where it has only one
 
 
-class ProcessStarter:
+class ProcessStarter(Elsewhere):
     home = ("node0", "127.0.0.1")
     address = ""
 
@@ -31,8 +32,8 @@ class ProcessStarter:
             found[device.RESOURCES[self._kind]] = float(self._devices) if self._devices > 1 else PLENTY
         return [found]
 
-    def reserve(self, placement: Placement) -> None:
-        for post in placement.posts:
+    def reserve(self, wiring: Wiring) -> None:
+        for post in wiring.posts:
             self._device_of(post)
 
     def spawn(self, post: Post, logs: Path) -> ForkedHandle:

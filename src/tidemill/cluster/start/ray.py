@@ -9,18 +9,20 @@ import contextlib
 import os
 import queue
 import shutil
-import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from tidemill.cluster.commands import HostCommands, Request
 from tidemill.cluster.driver import status
-from tidemill.cluster.driver.placement import LEARNER, ROLLOUT, Placement, PlacementError, Post, Resources
+from tidemill.cluster.driver.placement import PlacementError
 from tidemill.cluster.report import Answer, Numbers
+from tidemill.cluster.start import owned
 from tidemill.cluster.start.forkserver import Forks, environment
-from tidemill.cluster.start.handle import WorkerLost
+from tidemill.cluster.start.handle import Elsewhere, WorkerLost
+from tidemill.cluster.wiring import ROLLOUT, Post, Resources, Wiring
 from tidemill.dock.address import Address
 from tidemill.errors import ConfigError, MissingExtra, TidemillError
 from tidemill.recipe.config import Cluster
@@ -45,12 +47,12 @@ class RayHost:
         self._worker = Forks(Path(forks)).spawn(name, Path(logs))
         self._stacks = Path(logs) / f"{name}.stacks"
 
-    def answer(self, method: str, args: tuple[Any, ...], number: int) -> Answer:
-        if method == "where":
+    def answer(self, request: Request[Any], number: int) -> Answer:
+        if request.name == HostCommands.where.__name__:
             return Answer((ray.get_runtime_context().get_node_id(), own_address()))
-        if method == "look":  # from outside: the worker itself may not be able to answer
+        if request.name == HostCommands.look.__name__:  # from outside: the worker may not be able to answer
             return Answer(status.stacks_of(self._worker.pid, self._stacks))
-        told: Answer = self._worker.pass_on(method, args, number).result()
+        told: Answer = self._worker.pass_on(request, number).result()
         return told
 
 
@@ -71,7 +73,7 @@ class Storehouse:
         threading.Event().wait()
 
 
-class RayStarter:
+class RayStarter(Elsewhere):
     def __init__(
         self, settings: Cluster, name: str, forks: Forks, engine_ranks: int = 1, has_reward_model: bool = False
     ) -> None:
@@ -104,7 +106,8 @@ class RayStarter:
                     "`ray start --head` starts a cluster; cluster.address=local one for this run alone",
                 ) from error
         else:
-            self._folder = Path(tempfile.mkdtemp(prefix="tm-"))  # short: sockets lie in it, whose paths are limited
+            self._folder = owned.make()
+            self._owner = owned.own(self._folder)
             # Its nodes have our environment from the start, so that workers which Ray starts ahead can be used.
             before = {name: os.environ.get(name) for name in environment()}
             os.environ |= environment()
@@ -150,13 +153,13 @@ class RayStarter:
     def describe(self) -> str:
         return f"Ray at {self.address}"
 
-    def reserve(self, placement: Placement) -> None:
-        for group in placement.groups:
+    def reserve(self, wiring: Wiring) -> None:
+        for group in wiring.groups:
             if group.name == ROLLOUT and group.engine_ranks > 1:  # the ranks of an engine close together
                 for post in group.posts:
                     self._place_of(post)
                 continue
-            strategy = "SPREAD" if self.settings.spread and group.name != LEARNER else "PACK"
+            strategy = "SPREAD" if self.settings.spread and not group.learns else "PACK"
             self._groups[group.name] = placement_group([dict(group.needs)] * group.ranks, strategy=strategy)
         for name, reserved in self._groups.items():
             if not reserved.wait(RESERVE_S):
@@ -240,16 +243,17 @@ class RayStarter:
         self._forks.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._owner)
 
 
 class RayHandle:
     def __init__(self, name: str, actor: Any) -> None:
-        self.name, self._actor, self._orders = name, actor, Numbers()
+        self.name, self._actor, self._numbers = name, actor, Numbers()
 
-    def call(self, method: str, *args: Any) -> Future[Any]:
+    def call(self, request: Request[Any]) -> Future[Any]:
         answered: Future[Any] = Future()
         try:
-            told = self._actor.answer.remote(method, args, self._orders.of(method)).future()
+            told = self._actor.answer.remote(request, self._numbers.next(request.is_direct)).future()
         except Exception as error:
             answered.set_exception(WorkerLost(first_line(error)))
             return answered

@@ -1,6 +1,7 @@
-"""Host: the body of a worker process. One thread does all the work: orders first, then whatever its open stages have.
+"""Host: the body of a worker. One thread does all the work: commands first, then whatever its open stages have.
 
-It knows nothing of who started it; Ray actors and plain processes hold one each and hand messages to `answer`.
+It knows nothing of who started it: a process of its own, an actor of Ray, or a place in the driver's process, whose own
+thread may do the work too.
 """
 
 from __future__ import annotations
@@ -20,60 +21,88 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tidemill.cluster.report import UNORDERED, Answer, Failure, WorkerReady, WorkerReport
+from tidemill.cluster.commands import Request
+from tidemill.cluster.report import UNORDERED, Answer, Failure, MoveReport, WorkerReady, WorkerReport
 from tidemill.errors import DockError, TidemillError
 
 if TYPE_CHECKING:
     from tidemill.cluster.assignment import Assignment
-    from tidemill.cluster.worker.commands import Orders
+    from tidemill.cluster.worker.commands import RoleWorker
 
 NAME = "TIDEMILL_WORKER"  # in the environment of a worker and of what it starts
 IDLE_S = (0.001, 0.02)  # between polls when nothing moves: at first, at most
+JOIN_S = 30.0
+
+Work = tuple[Callable[[], Any], str, Future[Any]]
 
 
 class Host:
-    def __init__(self, name: str, logs: str) -> None:
+    """Implements `HostCommands`. `start` gives the work a thread; without one, whoever holds it calls `run_once`."""
+
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._orders: queue.SimpleQueue[tuple[Callable[[], Any], str, Future[Any]]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._early: dict[int, tuple[Callable[[], Any], str, Future[Any]]] = {}  # orders before their turn
+        self._early: dict[int, Work] = {}  # commands before their turn
         self._next = 0
-        self._serial = self._moves = 0
+        self.serial = self._moves = 0
         self._doing, self._since = "starting", time.monotonic()
-        self._failure: Failure | None = None
+        self.error: BaseException | None = None  # that the work met
         self._is_stopping = False
-        self._work: Orders | None = None
-        keep_logs(name, Path(logs))
-        os.environ |= {"PYTHONBREAKPOINT": f"{__name__}.no_terminal", NAME: name}
-        self._thread = threading.Thread(target=self._run, name="work", daemon=True)
+        self.worker: RoleWorker | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=f"work-{self.name}", daemon=True)
         self._thread.start()
 
-    def answer(self, method: str, args: tuple[Any, ...], number: int = UNORDERED) -> Answer:
-        """Called from any thread, several at a time. Orders are carried out as they are numbered: channels may deliver
-        them in another order."""
+    @property
+    def has_thread(self) -> bool:
+        return self._thread is not None
+
+    def answer(self, request: Request[Any], number: int = UNORDERED) -> Answer:
+        """Called from any thread, several at a time. Commands are carried out as they are numbered: channels may
+        deliver them in another order."""
         try:
-            if number == UNORDERED:
-                return Answer(getattr(self, f"on_{method}")(*args))
+            if request.is_direct:
+                return Answer(request.run(self))
             done: Future[Any] = Future()
             with self._changed:
-                self._early[number] = (lambda: getattr(self._equipped(), method)(*args), method, done)
+                self._early[number] = (lambda: request.run(self._built()), request.name, done)
                 while self._next in self._early:
-                    self._orders.put(self._early.pop(self._next))
+                    self._commands.put(self._early.pop(self._next))
                     self._next += 1
             return Answer(done.result())
         except BaseException as error:
-            print(f"{method} failed:", *traceback.format_exception(error), sep="\n", file=sys.stderr, flush=True)
+            print(f"{request.name} failed:", *traceback.format_exception(error), sep="\n", file=sys.stderr, flush=True)
             return Answer(failure=Failure.of(error))
+
+    def give(self, request: Request[Any]) -> Future[Any]:
+        """From the one thread that gives all commands: to be carried out after those before it."""
+        done: Future[Any] = Future()
+        self._commands.put((lambda: request.run(self._built()), request.name, done))
+        return done
 
     # Asked directly, whatever the work is at
 
-    def on_watch(self, seen: int, wait_s: float) -> WorkerReport:
-        """As soon as something the driver waits for has happened since `seen`, at the latest after `wait_s`."""
+    def where(self) -> tuple[str, str]:
+        return "node0", "127.0.0.1"
+
+    def build(self, task: Assignment) -> WorkerReady:
+        started = time.monotonic()
+        done: Future[Any] = Future()
+        self._commands.put((lambda: self._build(task), "build", done))
+        if not self.has_thread:
+            self._obey(0.0)
+        parameters = done.result()
+        return WorkerReady(os.getpid(), socket.gethostname(), parameters, time.monotonic() - started)
+
+    def watch(self, seen: int, wait_s: float) -> WorkerReport:
         with self._changed:
-            self._changed.wait_for(lambda: self._serial != seen, wait_s)
+            self._changed.wait_for(lambda: self.serial != seen, wait_s)
         return self.report()
 
-    def on_stacks(self) -> str:
+    def stacks(self) -> str:
         names = {t.ident: t.name for t in threading.enumerate()}
         parts = []
         for ident, frame in sys._current_frames().items():
@@ -81,68 +110,67 @@ class Host:
                 parts.append(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}")
         return "\n".join(parts)
 
-    def on_equip(self, task: Assignment) -> WorkerReady:
-        started = time.monotonic()
-        done: Future[Any] = Future()
-        self._orders.put((lambda: self._equip(task), "equip", done))
-        parameters = done.result()
-        return WorkerReady(os.getpid(), socket.gethostname(), parameters, time.monotonic() - started)
+    def look(self) -> str:
+        return self.stacks()
 
-    def on_leave(self, ledger: str) -> None:
-        """The dock. What is under way there ends at once, instead of waiting for it to come back."""
-        if self._work is not None:
-            self._work.leave(ledger)
+    def leave(self, ledger: str) -> None:
+        if self.worker is not None:
+            self.worker.leave(ledger)
 
-    def on_where(self) -> tuple[str, str]:
-        """The node this process is on, and the address that others reach it by."""
-        return "node0", "127.0.0.1"
+    def receive(self, version: int) -> MoveReport:
+        return self._built().weights.receive(version)
 
     def report(self) -> WorkerReport:
-        work = self._work
-        operation = work.operation if work is not None else None
+        worker = self.worker
+        operation = worker.operation if worker is not None else None
         now = time.monotonic()
         return WorkerReport(
             name=self.name,
-            serial=self._serial,
+            serial=self.serial,
             doing=self._doing,
             since_s=now - self._since,
-            moves=self._moves + (work.kit.judged if work is not None else 0),
-            failure=self._failure,
+            moves=self._moves + (worker.state.evaluated if worker is not None else 0),
+            failure=None if self.error is None else Failure.of(self.error),
             operation=operation[0] if operation else "",
             operation_s=now - operation[1] if operation else 0.0,
-            **(work.facts() if work is not None else {}),
+            **(worker.facts() if worker is not None else {}),
         )
 
     # The work
 
-    def _equip(self, task: Assignment) -> int:
-        from tidemill.cluster.worker.commands import Orders  # brings torch: whoever only speaks to workers is spared it
+    def _build(self, task: Assignment) -> int:
+        # Brings torch: whoever only speaks to workers is spared it.
+        from tidemill.cluster.worker.commands import RoleWorker
 
-        self._work = Orders(task)
-        return self._work.parameters
+        self.worker = RoleWorker(task)
+        return self.worker.count_parameters()
 
-    def _equipped(self) -> Orders:
-        if self._work is None:
-            raise RuntimeError(f"{self.name} has no equipment yet")
-        return self._work
+    def _built(self) -> RoleWorker:
+        if self.worker is None:
+            raise RuntimeError(f"{self.name} is not built yet")
+        return self.worker
 
     def _run(self) -> None:
         idle = IDLE_S[0]
         while not self._is_stopping:
-            if self._obey(0.0) or self._poll() or self._obey(idle):
+            if self.run_once() or self._obey(idle):
                 idle = IDLE_S[0]
             else:
                 idle = min(IDLE_S[1], idle * 1.5)
 
+    def run_once(self) -> bool:
+        """One command, or one look at each open stage; whether anything moved."""
+        return self._obey(0.0) or self._poll()
+
     def _obey(self, wait_s: float) -> bool:
-        """Carry out the orders that have come, or the first to come within `wait_s`."""
+        """Carry out the command that has come, or the first to come within `wait_s`."""
         try:
-            order, name, done = self._orders.get(timeout=wait_s) if wait_s else self._orders.get_nowait()
+            command, name, done = self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait()
         except queue.Empty:
             return False
         self._now(name)
         try:
-            done.set_result(order())
+            done.set_result(command())
         except BaseException as error:
             done.set_exception(error)
         self._now("")
@@ -150,22 +178,23 @@ class Host:
         return True
 
     def _poll(self) -> bool:
-        work = self._work
-        if work is None or work.is_leaving or self._failure is not None:
+        worker = self.worker
+        if worker is None or worker.is_leaving or self.error is not None:
             return False
-        moved, was_done = False, work.is_done
+        moved, was_done = False, worker.is_done
         try:
-            moved = work.follow()
-            for stage in work.open:
+            moved = worker.follow()
+            for stage in worker.open:
                 self._now(stage)
-                moved = work.poll(stage) or moved
+                moved = worker.poll(stage) or moved
         except BaseException as error:
-            if not (work.is_leaving and isinstance(error, DockError)):
-                traceback.print_exc()
-                self._failure = Failure.of(error)
+            if not (worker.is_leaving and isinstance(error, DockError)):
+                self.error = error
+                if self.has_thread:
+                    traceback.print_exc()
         self._now("")
         self._moves += moved
-        if self._failure is not None or work.is_done != was_done:
+        if self.error is not None or worker.is_done != was_done:
             self._say()
         return moved
 
@@ -175,8 +204,17 @@ class Host:
 
     def _say(self) -> None:
         with self._changed:
-            self._serial += 1
+            self.serial += 1
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread, where there is one, and let go of what the work held."""
+        self._is_stopping = True
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(JOIN_S)
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
 
 
 def no_terminal(*_: Any, **__: Any) -> None:
@@ -190,8 +228,17 @@ def no_terminal(*_: Any, **__: Any) -> None:
     )
 
 
+def own_process(name: str, logs: Path) -> Host:
+    """A host whose process is a worker and nothing else: whatever it prints goes to its own file."""
+    keep_logs(name, logs)
+    os.environ |= {"PYTHONBREAKPOINT": f"{__name__}.no_terminal", NAME: name}
+    host = Host(name)
+    host.start()
+    return host
+
+
 def keep_logs(name: str, logs: Path) -> None:
-    """Whatever this process prints goes to its own file; a signal makes it write its stacks beside it."""
+    """Output goes to the worker's own file; a signal makes it write its stacks beside it."""
     with contextlib.suppress(OSError):
         logs.mkdir(parents=True, exist_ok=True)
         file = os.open(logs / f"{name}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tidemill.flow.tally import Counted, Tally
 
+if TYPE_CHECKING:
+    from tidemill.cluster.assignment import Assignment, DockPlace
+
 _ADD, _MEAN = "+", "~"
+
+
+def tally_of(task: Assignment, dock: DockPlace) -> Tally:
+    """On file for a worker that may die alone; who ends with the run needs none."""
+    return KeptTally(task.logs / f"{task.post.name}.counts", dock.ledger) if task.dies_alone else Tally()
 
 
 class KeptTally(Tally):

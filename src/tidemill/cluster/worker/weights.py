@@ -1,23 +1,32 @@
-"""The weight flow between processes: learner ranks send, rollout workers receive, over one wire that they all share.
+"""The weight flow between workers: layout → plan → move → take up, the same for every executor.
 
-A link holds for as long as nobody of it dies; then it is made anew from those who live. On one node it is shared
-memory, between nodes a process group of its own, apart from the learner's world.
+Learner ranks send, rollout workers receive, over one link that they all share. It holds for as long as nobody of it
+dies; then it is made anew from those who live. In one process blocks are copied; on one node they go through shared
+memory, between nodes through a process group of its own, apart from the learner's world. An engine that reads the
+learner's own tensors has no link: there is nothing to send, and taking up is all.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from tidemill.cluster.assignment import WeightLink
+from tidemill.cluster.report import MoveReport
 from tidemill.cluster.worker.learners import World
 from tidemill.cluster.worker.store import KeyedStore
+from tidemill.flow.schedule import schedule_of
 from tidemill.learn.engine import Learner
 from tidemill.learn.model import MeshModel, pieces_of
-from tidemill.models.buffers import carried
-from tidemill.reshard.dtensor import from_tensors
+from tidemill.models import lora
+from tidemill.models.buffers import carried, persistent
+from tidemill.reshard.dtensor import from_tensors, local_tensors
 from tidemill.reshard.layout import Layout, merge
 from tidemill.reshard.move import (
     BUCKET_BYTES,
@@ -31,16 +40,151 @@ from tidemill.reshard.move import (
     _laid_out,
     move,
 )
-from tidemill.reshard.pack import Tensors
+from tidemill.reshard.one import OneProcessWire
+from tidemill.reshard.pack import BlockMerge, Changes, Tensors
 from tidemill.reshard.plan import Plan, Topology, plan
 from tidemill.reshard.record import from_plain, to_plain
 from tidemill.reshard.schedule import Round
-from tidemill.reshard.serve import Serving
+from tidemill.reshard.serve import Aside, Serving
 from tidemill.reshard.shared import SharedWire
+from tidemill.rollout.native.forward import parallel
+
+if TYPE_CHECKING:
+    from tidemill.cluster.worker.worker_state import WorkerState
 
 _stores: Any = dist  # where torch keeps them; its types do not say so
 LEAST_BUCKET = 1 << 20
-UNSERVED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a learner sends, and what happens to it on the way."""
+
+    tensors: Tensors
+    changes: Changes | None = None
+
+
+class WeightPort:
+    """A worker's end of the weight flow."""
+
+    def __init__(self, state: WorkerState) -> None:
+        self.state = state
+        self.is_whole = state.learner is not None  # the engine has a whole version
+        self._carrier: Carrier | None = None
+        self._serving: Serving | None = None
+        self._lock = threading.Lock()  # a link does not end while a version comes over it
+
+    # Layout
+
+    def sources(self) -> Sources:
+        """The policy as it is now; nothing where none is learned."""
+        state = self.state
+        if state.learner is None:
+            return Sources({})
+        if state.is_cut:
+            return Sources(state.learner.pieces())
+        state.learner.publish()
+        assert state.loaded is not None
+        return learned(state.loaded.model)
+
+    def serving(self) -> Serving:
+        """What the engine here serves, if it has weights of its own. Where rollout goes on meanwhile, the next version
+        is written aside."""
+        if self._serving is None:
+            model = self.state.loaded.model if self.state.loaded is not None and self._has_own else None
+            tensors = {} if model is None else {**dict(model.named_parameters()), **persistent(model)}
+            self._serving = Serving(tensors, aside=aside_of(tensors) if self.writes_aside else "none")
+        return self._serving
+
+    @property
+    def _has_own(self) -> bool:
+        return self.state.is_shared or (self.state.engine is not None and not self.state.shares_tensors)
+
+    @property
+    def writes_aside(self) -> bool:
+        return self._has_own and self.state.learner is None and schedule_of(self.state.config).serves_on
+
+    def describe(self, rank: int, mates: tuple[int, ...]) -> tuple[Layout, Layout]:
+        is_cut, learner = self.state.is_cut, self.state.learner
+        sent = learner.layout() if is_cut else from_tensors(dict(self.sources().tensors), rank)
+        if self.state.is_shared:
+            assert self.state.loaded is not None
+            return sent, parallel.layout(self.state.loaded.model, mates)
+        return sent, from_tensors(dict(self.serving().tensors), rank)
+
+    # Plan
+
+    def link(self, link: WeightLink, rank: int) -> None:
+        self.unlink()
+        if link.one_process is not None and self.state.learner is not None:
+            link.one_process.sources = self.sources
+            return  # who receives copies
+        self._carrier = Carrier(link, rank, self.state.device)
+
+    def unlink(self) -> None:
+        with self._lock:
+            if self._carrier is not None:
+                self._carrier.close()
+                self._carrier = None
+
+    # Move
+
+    def move(self, version: int) -> MoveReport:
+        """Send and receive, the work standing still."""
+        if self._carrier is None:
+            return MoveReport(0, 0, 0.0)
+        if not self._has_own:
+            return self._carry(self._carrier, Serving({}), version)
+        self.is_whole = False
+        with self._between_steps():
+            return self._carry(self._carrier, self.serving(), version)
+
+    def receive(self, version: int) -> MoveReport:
+        """Write a version aside, from any thread, while the work goes on."""
+        with self._lock:
+            assert self._carrier is not None
+            return self._carry(self._carrier, self.serving(), version)
+
+    def _carry(self, carrier: Carrier, serving: Serving, version: int) -> MoveReport:
+        """The time is counted once: where the learner's tensors are read."""
+        here = carrier.link.one_process
+        sources = here.sources() if here is not None and here.sources is not None else self.sources()
+        with self.state.tally.time("publish") if sources.tensors else nullcontext():
+            return carrier.move(sources, serving, version)
+
+    # Take up
+
+    def take_up(self, version: int) -> None:
+        """Between two tokens: the weights that have come are this version. Unfinished samples go on under it."""
+        state, engine = self.state, self.state.engine
+        if state.shares_tensors:
+            state.learner.publish()
+        if self.writes_aside:
+            with self._between_steps():
+                self.serving().flip()
+        if engine is None:
+            return
+        self.is_whole = True
+        if state.turns is not None and state.turns.serve(version):
+            return
+        reread = state.config.flow.unfinished_samples == "recompute_kv" and engine.has_work
+        unfinished = engine.pause() if reread else []
+        engine.load(None, version)
+        engine.resume(unfinished)
+        if resumed := sum(bool(p.tokens) for p in unfinished):
+            state.tally.add("resumed_samples", float(resumed))
+
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """Where an engine has several ranks, all of them are between the same two steps."""
+        state = self.state
+        if state.lead is not None:
+            state.lead.order()
+        if state.follower is None:
+            yield
+            return
+        with state.follower.at_order(state.config.cluster.collective_s):
+            yield
 
 
 class Carrier:
@@ -55,22 +199,20 @@ class Carrier:
         self.plan = plan(link.source, link.target, topology, direct=link.store is None)
         bucket = min(BUCKET_BYTES, max(LEAST_BUCKET, link.source.nbytes))
         self.wire: WeightWire
-        if link.store is None:
+        if link.one_process is not None:
+            self.wire = OneProcessWire(bucket)
+        elif link.store is None:
             self.wire = SharedWire(
                 link.token, rank, link.ranks, bucket_bytes=bucket, device=device, timeout_s=link.timeout_s
             )
         else:
             self.wire = LooseWire(BufferRing(bucket_bytes=bucket), link, rank)
 
-    def send(self, tensors: Tensors, version: int) -> Moved:
-        return move(Job(self.plan, self.rank, tensors, {}, version, self.link.verify), self.wire)
-
-    def receive(self, sources: Tensors, targets: Tensors, version: int) -> Moved:
-        """In place: the engine does not serve meanwhile. `sources`: what this member itself has to send."""
-        serving = Serving(targets, UNSERVED)
-        moved = serving.receive(Job(self.plan, self.rank, sources, {}, version, self.link.verify), self.wire)
-        serving.flip()
-        return moved
+    def move(self, sources: Sources, serving: Serving, version: int) -> MoveReport:
+        """Whole or not at all. `sources`: what this member itself has to send."""
+        job = Job(self.plan, self.rank, sources.tensors, {}, version, self.link.verify, sources.changes)
+        moved = serving.receive(job, self.wire)
+        return MoveReport(moved.sent_bytes + moved.received_bytes, moved.checked, moved.seconds)
 
     def close(self) -> None:
         self.wire.close()
@@ -109,6 +251,29 @@ class LooseWire(GroupWire):
         return _Flying(turn, step, works)
 
 
+def aside_of(tensors: Tensors) -> Aside:
+    """An accelerator's engine has its tensors' addresses in captured graphs: there they are written, not exchanged."""
+    on_host = all(t.device.type == "cpu" for t in tensors.values())
+    return "device" if on_host else "copy"
+
+
+def learned(model: Any) -> Sources:
+    """What rollout is to serve, under the names it knows. Adapters are merged block by block, as they are read."""
+    own = lora.adapters(model)
+    tensors = {name: tensor for name, tensor in carried(model).items() if name not in own}
+    changes = {f"{n}.weight": adapter_of(m) for n, m in model.named_modules() if isinstance(m, lora.LoraLinear)}
+    for name, m, stack in lora.adapted_stacks(model):
+        a, b = (getattr(m, f"{stack}_lora_{side}").detach() for side in "ab")
+        changes[name] = BlockMerge(a, b, m.lora_factor)
+    return Sources(local_tensors(tensors), changes or None)
+
+
+def adapter_of(linear: lora.LoraLinear) -> BlockMerge:
+    """What makes of a frozen weight the one that the learner computes with."""
+    rows = None if linear.lora_m is None else linear.lora_m.detach() / linear.row_norms().to(linear.lora_m.dtype)
+    return BlockMerge(linear.lora_a.detach(), linear.lora_b.detach(), linear.factor, rows)
+
+
 class Follow:
     """A reference on the learner's ranks that now and then becomes the policy, however each of the two is cut."""
 
@@ -133,11 +298,3 @@ class Follow:
         job = Job(self._plan, self.world.rank, self.learner.pieces(), targets, self._moves)
         with self.world.within("moving the reference"):
             move(job, self._wire)
-
-
-def served(model: Any) -> dict[str, torch.Tensor]:
-    return carried(model)
-
-
-def layout_of(tensors: dict[str, Any], rank: int) -> Layout:
-    return from_tensors(tensors, rank)

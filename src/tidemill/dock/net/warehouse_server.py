@@ -5,7 +5,6 @@ The bytes themselves pass it by: writers and readers of the node map its segment
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import queue
@@ -25,7 +24,7 @@ from tidemill.dock.net.stream import Puller, StreamServer
 from tidemill.dock.net.wire import address_of, listen
 from tidemill.dock.net.wire_server import WireServer
 from tidemill.dock.setup import DockSetup
-from tidemill.dock.store.arena import Arena, choose_place, claim, is_own_folder, remove_orphans, spill_name
+from tidemill.dock.store.arena import Arena, choose_place, claim, dock_name, is_own_folder, remove_orphans, spill_name
 from tidemill.dock.store.segment import SegmentGone, Views
 from tidemill.dock.store.writer import Reservation, Writer
 from tidemill.errors import DockError
@@ -60,7 +59,7 @@ class ParkedLend:
 class WarehouseServer:
     def __init__(self, setup: DockSetup, name: str, folder: Path, token: str, host: str, ledger: str) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        unique = f"tidemill-{hashlib.blake2b(token.encode(), digest_size=6).hexdigest()}-{name}"
+        unique = f"{dock_name(token)}{name}"
         place, memory_bytes, is_shared = choose_place(unique, folder, setup.memory_bytes, setup.segment_bytes)
         if not is_shared:
             log.warning("/dev/shm cannot hold %d bytes: the arena is a folder on disk, %s", memory_bytes, place)

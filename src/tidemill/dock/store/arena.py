@@ -7,6 +7,7 @@ free ──lend──▶ lent ──writer closes, or dies──▶ closed ─�
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import re
@@ -294,10 +295,15 @@ def is_own_folder(folder: Path) -> bool:
     return stat.S_ISDIR(seen.st_mode) and seen.st_uid == os.geteuid() and not stat.S_IMODE(seen.st_mode) & 0o077
 
 
-def remove_orphans(place: Path) -> list[Path]:
+def dock_name(token: str) -> str:
+    """What the arenas of one dock are called, which tells nothing of its token."""
+    return f"tidemill-{hashlib.blake2b(token.encode(), digest_size=6).hexdigest()}-"
+
+
+def remove_orphans(place: Path, dock: str = "tidemill-", older_than_s: float = ORPHAN_S) -> list[Path]:
     """Arenas whose warehouse was killed with all that would have started it again: memory that nobody would free."""
     removed = []
-    for folder in place.glob("tidemill-*"):
+    for folder in place.glob(f"{dock}*"):
         try:
             if not _ARENA.fullmatch(folder.name) or not is_own_folder(folder):
                 continue
@@ -305,7 +311,7 @@ def remove_orphans(place: Path) -> list[Path]:
         except OSError:  # going, or not one of these
             continue
         try:
-            if time.time() - os.fstat(fd).st_mtime > ORPHAN_S and seg.try_lock_alone(fd):
+            if time.time() - os.fstat(fd).st_mtime > older_than_s and seg.try_lock_alone(fd):
                 spill = Path(os.path.realpath(folder / "spill"))
                 shutil.rmtree(folder, ignore_errors=True)
                 if spill.name == spill_name(int(folder.name[-14:], 16)):

@@ -1,0 +1,55 @@
+"""Temporary folders that do not outlive their owner for long: the next run removes those whose owner is dead.
+
+An owner holds a lock in its folder for as long as it lives, however it ends. Names are random, and a folder is looked
+at before it is touched: it must be this user's alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+PREFIX = "tm-"  # short: sockets lie in these folders, and a socket's path is limited
+LOCK = "owner"
+ORPHAN_S = 60.0  # a folder may be this old before its owner has locked it
+
+
+def make() -> Path:
+    """A new folder for this user alone, without an owner yet."""
+    remove_orphans()
+    return Path(tempfile.mkdtemp(prefix=PREFIX))
+
+
+def own(folder: Path) -> int:
+    """Be its owner until the file given is closed, or this process ends."""
+    lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return lock
+
+
+def remove_orphans() -> list[Path]:
+    """Folders of this user whose owner is dead."""
+    removed = []
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # going, or its owner lives
+            if not _is_old_and_ours(folder.lstat()):
+                continue
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder)
+            finally:
+                os.close(lock)
+    return removed
+
+
+def _is_old_and_ours(seen: os.stat_result) -> bool:
+    is_ours = stat.S_ISDIR(seen.st_mode) and seen.st_uid == os.geteuid() and not stat.S_IMODE(seen.st_mode) & 0o077
+    return is_ours and time.time() - seen.st_ctime > ORPHAN_S

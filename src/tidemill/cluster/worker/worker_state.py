@@ -1,0 +1,255 @@
+"""What one worker works with: its models, engine, scorer and feed, and the workers of its stages."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tidemill import device as devices
+from tidemill.algorithms.api import Algorithm
+from tidemill.batch import Batch
+from tidemill.cluster.worker.cut import Calls, Team
+from tidemill.cluster.worker.engine_ranks import Follower, LeadEngine
+from tidemill.cluster.worker.learners import World
+from tidemill.cluster.worker.stages import STAGES
+from tidemill.data.prompts import PromptTokens
+from tidemill.data.source import open_source
+from tidemill.dock import Dock
+from tidemill.estimate.handover import HandedOver
+from tidemill.flow.ahead import Ahead
+from tidemill.flow.evaluate import averaged, decoder, evaluate
+from tidemill.flow.feed import Feed
+from tidemill.flow.handover import Away, Handover, LearningState, kept_tensors
+from tidemill.flow.learning import LearnWorker
+from tidemill.flow.records import Activity, Evaluation
+from tidemill.flow.reference import ReferenceKeeper
+from tidemill.flow.rolling import RolloutWorker
+from tidemill.flow.scoring import AdvantageWorker, ScoreWorker
+from tidemill.flow.stage import Worker
+from tidemill.flow.tally import Tally
+from tidemill.learn.model import MeshModel
+from tidemill.models.load import LoadedModel
+from tidemill.recipe.config import Config
+from tidemill.reward.score import Scorer
+from tidemill.rollout.engine import Completion, Partial, RolloutEngine
+from tidemill.rollout.make import make_engine
+
+
+@dataclass(frozen=True, slots=True)
+class _Paused:
+    """What an engine was making when it was asked for something else."""
+
+    unfinished: Sequence[Partial] = ()
+    done: Sequence[Completion] = ()
+
+
+class _EvaluatingEngine:
+    """Tells of each step, so that a long evaluation is not taken for one that hangs."""
+
+    def __init__(self, engine: RolloutEngine, moved_on: Callable[[], None]) -> None:
+        self._engine, self._moved_on = engine, moved_on
+
+    def step(self) -> list[Completion]:
+        self._moved_on()
+        return self._engine.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """What its post does not need is None."""
+
+    stages: tuple[str, ...]
+    config: Config
+    algorithm: Algorithm
+    dock: Dock
+    tally: Tally
+    world: World
+    device: torch.device
+    is_alone: bool  # the only process of the run: nobody learns with it, and no lease is lost
+    workers: dict[str, Worker] = field(default_factory=dict)  # by stage
+    rollout: RolloutWorker | None = None  # of these, those that are spoken to by name
+    advantage: AdvantageWorker | None = None
+    learn: LearnWorker | None = None
+    learn_values: LearnWorker | None = None
+    loaded: LoadedModel | None = None  # a whole model: the learner's own, or what an engine serves
+    tokenizer: Any = None
+    learner: Any = None  # `learn.engine.Learner`, or what stands for its ranks
+    critic: Any = None
+    is_cut: bool = False  # a pass through the learner's model is an exchange between ranks
+    reference: MeshModel | None = None  # on the ranks of a learner that is cut
+    frozen: dict[str, Any] = field(default_factory=dict)  # models that never learn, by the stage that scores with them
+    make_reference: Callable[[], Any] | None = None
+    calls: Calls | None = None  # what ranks do together
+    teams: dict[str, Team] = field(default_factory=dict)  # of learner, critic and reference: each may be cut otherwise
+    parameters: int = 0  # of the whole model
+    away: Away | None = None  # what learning keeps elsewhere, and can take off the device; None: it is all here
+    engine: RolloutEngine | None = None
+    lead: LeadEngine | None = None  # of several ranks: this one is told, the others follow
+    follower: Follower | None = None
+    engine_group: Any = None
+    scorer: Scorer | None = None
+    feed: Feed | None = None
+    ahead: Ahead | None = None  # of the feeder: whose rows are in the dock
+    puts: FeederDock | None = None
+    keeper: ReferenceKeeper | None = None
+    handed_over: HandedOver = "never"
+    turns: Handover | None = None  # where rollout and learning share the device
+    kept_samples: list[dict[str, Any]] = field(default_factory=list)
+    follows: bool = False  # another rank of an engine
+    evaluated: int = 0  # steps that evaluations took, and outcomes of their answers
+
+    @property
+    def shares_tensors(self) -> bool:
+        """Whether the engine serves the learner's own tensors."""
+        return self.learner is not None and self.engine is not None and not self.is_cut
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether this process holds one rank's share of an engine."""
+        return self.lead is not None or self.follows
+
+    @property
+    def version(self) -> int:
+        """Of the weights that are learned, or served, here."""
+        if self.learner is not None:
+            return int(self.learner.version)
+        served = self.follower.engine if self.follower is not None else self.engine
+        return served.version if served is not None else -1
+
+    # Stages
+
+    def make_workers(self) -> None:
+        """One for each of its stages."""
+        self.calls = Calls(self.world) if self.learner is not None else None
+        self.workers = {}
+        for stage in self.stages:
+            self.workers[stage] = STAGES[stage](self)
+        if self.keeper is None:
+            self.keeper = ReferenceKeeper.of(self.config, list(self.workers.values()))
+            return
+        self.keeper.reference = cast(ScoreWorker, self.workers["reference"])
+        if self.advantage is not None:
+            self.keeper.replace(self.advantage)
+
+    def take_turns(self) -> None:
+        """Rollout and learning hand the device's memory over to one another, where the recipe says so."""
+        if self.loaded is None or self.handed_over == "never":
+            return
+        own = LearningState(self.device, lambda: kept_tensors(self.loaded.model, self.device, self._kept()))  # type: ignore[union-attr]
+        away = self.away if self.away is not None else own
+        device = devices.pick(str(self.device))
+        self.turns = Handover(self.engine, self.tally, device, self.handed_over, away)
+
+    def rolling(self) -> None:
+        """Rollout works next."""
+        if self.turns is not None:
+            self.turns.rolling()
+
+    def learning(self) -> None:
+        """Something else works next, or looks at what is learned."""
+        if self.turns is not None:
+            self.turns.learning()
+
+    def _kept(self) -> Iterator[Tensor]:
+        """What learning keeps on the device."""
+        for model in (self.learner, self.critic, self.reference, *self.frozen.values()):
+            if model is not None:
+                yield from model.held()
+
+    def open_feed(self) -> None:
+        """Nothing of any step is in the dock."""
+        if self.feed is not None:
+            self.puts = FeederDock(self)
+            self.ahead = Ahead(self.feed, cast(Dock, self.puts), self.config)
+
+    def reconnect(self, dock: Dock, tally: Tally) -> None:
+        """The same models and engine at another dock: nothing is held, nothing counted."""
+        self.dock.close()
+        self.tally.close()
+        if self.engine is not None:
+            self.engine.pause()  # what it was making is dropped
+            while self.engine.has_work:
+                self.engine.step()  # and what it had finished
+        self.dock, self.tally = dock, tally
+        self.open_feed()
+        self.kept_samples.clear()
+        self.make_workers()
+        if self.turns is not None:
+            self.turns.tally = tally
+
+    # Evaluating
+
+    def moved_on(self) -> None:
+        """An evaluation has. Told by several threads; where two count as one, it has moved all the same."""
+        self.evaluated += 1
+
+    def evaluate(self, size: int, samples: int, tell: Callable[[Activity], None]) -> Evaluation:
+        assert self.loaded is not None
+        engine, paused = self.engine, _Paused()
+        if self.lead is not None and engine is not None:  # its ranks have room for one engine
+            paused = _Paused(engine.pause(), engine.step() if engine.has_work else [])
+        elif engine is None or engine.has_work:  # rollout goes on while others learn: what it has under way is not ours
+            own = self.config.rollout.model_copy(update={"engine": "native"})
+            engine = make_engine(self.loaded, self.config.model_copy(update={"rollout": own}))
+        _, held_out = open_source(self.config.data, self.config.seed)
+        encode, decode = PromptTokens(self.tokenizer, self.config.data), decoder(self.tokenizer)
+        watched = cast(RolloutEngine, _EvaluatingEngine(engine, self.moved_on))
+        with self._scoring() as scorer, averaged(None if self.is_cut else self.learner, engine):
+            seen = evaluate(
+                watched, held_out, encode, decode, scorer, self.config, size=size, samples=samples, tell=tell
+            )
+        if self.lead is not None and self.rollout is not None:
+            engine.resume(paused.unfinished)
+            self.rollout.take_in(paused.done)
+        return seen
+
+    @contextlib.contextmanager
+    def _scoring(self) -> Iterator[Scorer]:
+        """Its own scorer, or one for as long as the evaluation takes."""
+        if self.scorer is not None:
+            yield self.scorer
+            return
+        with Scorer(self.config.rewards, self.moved_on, self.config.device.partition(":")[0]) as scorer:
+            yield scorer
+        if self.config.rewards.models:  # a trained reward model is on the device no longer than that
+            from tidemill.reward import model
+
+            model.close_all()
+
+    def close(self) -> None:
+        if self.scorer is not None:
+            self.scorer.close()
+        if self.learner is not None:
+            self.learner.close()
+        self.dock.close()
+        self.tally.close()
+
+
+class FeederDock:
+    """The feeder's dock: remembers what was put of the steps under way, so that lost bytes can be put again."""
+
+    def __init__(self, state: WorkerState) -> None:
+        self.state = state
+        self.kept: dict[str, list[Batch]] = {}
+
+    def put(self, rows: Batch, tag: str = "") -> None:
+        self.kept.setdefault(tag, []).append(rows)
+        self.state.dock.put(rows, tag)
+
+    def forget(self, tags: Collection[str]) -> None:
+        """Of steps that are over."""
+        self.kept = {tag: rows for tag, rows in self.kept.items() if tag in tags}
+
+    def again(self) -> None:
+        """What the dock still has is not entered twice."""
+        for tag, listed in self.kept.items():
+            for rows in listed:
+                self.state.dock.put(rows, tag)

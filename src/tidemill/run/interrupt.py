@@ -1,0 +1,64 @@
+"""Ctrl-C and SIGTERM end a run at the next safe moment; whoever asks for that also tells what the run is at."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tidemill.flow.records import Activity
+from tidemill.flow.workers import Stopped, Workers
+from tidemill.run.summary import Watcher
+
+TELL_EVERY_S = 0.2  # what the run is at: as often as a panel can show
+
+
+class Pulse:
+    """Whether the user asked to stop. It is asked all the time, so it also tells the watcher what the run is at."""
+
+    def __init__(self, asked: Callable[[], bool], workers: Workers, watch: Watcher) -> None:
+        self.asked, self.workers, self.watch = asked, workers, watch
+        self.told_at = 0.0
+
+    def __call__(self) -> bool:
+        if self._is_due() and (activity := self.workers.activity()) is not None:
+            self.watch.doing(activity)
+        return self.asked()
+
+    def evaluating(self, activity: Activity) -> None:
+        if self._is_due():
+            self.watch.doing(activity)
+        if self.asked():
+            raise Stopped
+
+    def _is_due(self) -> bool:
+        now = time.monotonic()
+        if now - self.told_at < TELL_EVERY_S:
+            return False
+        self.told_at = now
+        return True
+
+
+@contextmanager
+def interruptions(watch: Watcher) -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM end the run at the next safe moment; a second Ctrl-C ends it at once."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+
+    def on_signal(number: int, _: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+        watch.noted(f"{signal.Signals(number).name}: stopping and saving; once more to stop at once")
+
+    before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
