@@ -118,23 +118,23 @@ def lengths(request: Any, long_every: int) -> Sequence[int]:
 
 
 def speed(job: Mapping[str, Any]) -> dict[str, float]:
-    from tidemill.cluster.start import local
+    from tidemill.cluster.worker import build
     from tidemill.run import start as launch
     from tidemill.run.loop import Watcher
 
-    make = local.make_engine
+    make = build.make_engine
 
     def simulated(loaded: Any, config: Any) -> Any:
         return SimulatedDevice(make(loaded, config), job["decode_ms"] / 1000, job["long_every"])
 
-    class SimulatedLearner(local.Learner):
+    class SimulatedLearner(build.Learner):
         def accumulate(self, batch: Any) -> None:
             began = time.perf_counter()
             super().accumulate(batch)
             takes = float(batch["tokens"].lengths.sum()) * job["learn_us"] / 1e6
             time.sleep(max(0.0, takes - (time.perf_counter() - began)))
 
-    local.make_engine, local.Learner = simulated, SimulatedLearner  # type: ignore[misc]
+    build.make_engine, build.Learner = simulated, SimulatedLearner  # type: ignore[misc]
     laps: list[dict[str, float]] = []
 
     class Laps(Watcher):

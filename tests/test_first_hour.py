@@ -372,7 +372,7 @@ def test_checkpoints_with_adapters_hold_what_is_learned_alone(tmp_path: Path, do
 
 
 def test_the_watcher_hears_what_the_run_is_doing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidemill.run.loop.TELL_EVERY_S", 0.0)
+    monkeypatch.setattr("tidemill.run.interrupt.TELL_EVERY_S", 0.0)
     watch = Listen()
     launch.train(recipe(tmp_path), watch=watch)
     assert watch.seen[0] == "loading the model"

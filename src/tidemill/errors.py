@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 class TidemillError(Exception):
-    """Something the user can mend; `remedy` says how."""
+    """Something the user can fix; `remedy` says how."""
 
     def __init__(self, message: str, remedy: str = "") -> None:
         super().__init__(message)

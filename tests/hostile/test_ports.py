@@ -18,9 +18,8 @@ from tests.hostile.listeners import Listener, Row
 
 pytest.importorskip("zmq")
 
-from tidemill.cluster.driver.remote import RemoteWorkers
-
 from tests.cluster.runs import train
+from tidemill.cluster.driver.driver import Driver
 from tidemill.run.loop import Watcher
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
@@ -77,7 +76,7 @@ class Scan(Watcher):
         self.files_before = listeners.opened_by_descendants(os.getpid(), PUBLIC)
 
     def started(self, workers: Any, first_step: int) -> None:
-        self.workers: RemoteWorkers = workers
+        self.workers: Driver = workers
 
     def stepped(self, step: int, metrics: dict[str, float]) -> None:
         self.found |= listeners.of_descendants(os.getpid()) - self.before
@@ -85,7 +84,7 @@ class Scan(Watcher):
             asked = sorted(self.found)
             said = strangers.told(strangers.start(KNOCK, json.dumps([(x.kind, x.place) for x in asked])))
             self.answers = dict(zip(asked, json.loads(said)))
-        self.lost = self.workers.crew.lost_total
+        self.lost = self.workers.pool.lost_total
         for path in listeners.opened_by_descendants(os.getpid(), PUBLIC) - self.files_before:
             with contextlib.suppress(FileNotFoundError):
                 self.files[path] = path.lstat()

@@ -49,7 +49,7 @@ def test_each_sign_is_told_in_words_with_a_remedy(sign, change, words) -> None:
     (found,) = signs([FINE] * 20 + [{**FINE, **change}] * 5)
     assert found.sign == sign
     assert words in found.sentence
-    assert "Try" in found.sentence or "Mend" in found.sentence
+    assert "Try" in found.sentence or "Fix" in found.sentence
 
 
 def test_a_run_that_learns_from_examples_may_become_sure_of_them() -> None:

@@ -97,7 +97,7 @@ def render(
         why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise DataError(
             f"{where}: the chat template refuses the conversation: {why}",
-            "mend the row (order of roles, kinds of messages), set data.on_bad_row=skip, or give the model another "
+            "fix the row (order of roles, kinds of messages), set data.on_bad_row=skip, or give the model another "
             "chat template",
         ) from error
 

@@ -186,7 +186,7 @@ def template_columns(template: str) -> list[str]:
         ) from error
     if bad := [field for field in fields if not field.isidentifier()]:
         raise ConfigError(
-            f"data.template has the place {{{bad[0]}}}, which is no column name",
+            f"data.template has the place {{{bad[0]}}}, which is not the name of a column",
             "write {column} for a column and {{ }} for plain braces",
         )
     return fields

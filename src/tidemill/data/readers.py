@@ -56,7 +56,8 @@ def missing(path: str) -> DataError:
     file = Path(path).expanduser()
     siblings = [str(file.parent / p.name) for p in file.parent.iterdir()] if file.parent.is_dir() else []
     return DataError(
-        f"data.source {path!r} is no file, folder or generator{did_you_mean(path, [*siblings, *registry()])}",
+        f"data.source {path!r} is neither a file, nor a folder, nor a generator"
+        f"{did_you_mean(path, [*siblings, *registry()])}",
         f"generators: {', '.join(registry())}, reasoning_gym:TASK; files: {' '.join(KINDS)}",
     )
 

@@ -98,7 +98,7 @@ class RewardWorker:
         )
         if any(r.error for r in scored) and self.scorer.rewards.on_error == "fail":
             raise RewardError(
-                next(r.error for r in scored if r.error), "mend the function, or set rewards.on_error=zero (or drop)"
+                next(r.error for r in scored if r.error), "fix the function, or set rewards.on_error=zero (or drop)"
             )
         is_dropped = self.scorer.rewards.on_error == "drop"
         dropped = {int(g) for g, r in zip(lease.batch.values(GROUP), scored) if r.error and is_dropped}

@@ -144,7 +144,7 @@ def reward_errors(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warn
         return None
     return Warning(
         "reward_errors",
-        f"{errors:.0f} rewards failed in the last {len(recent)} steps; samples.jsonl names them. Mend the function, "
+        f"{errors:.0f} rewards failed in the last {len(recent)} steps; samples.jsonl names them. Fix the function, "
         "raise rewards.timeout_s, or choose rewards.on_error.",
     )
 
@@ -155,7 +155,7 @@ def environment_errors(recent: Sequence[Metrics], history: Sequence[Metrics]) ->
         return None
     return Warning(
         "environment_errors",
-        f"{errors:.0f} conversations of the last {len(recent)} steps ended because their environment failed. Mend it, "
+        f"{errors:.0f} conversations of the last {len(recent)} steps ended because their environment failed. Fix it, "
         "raise environment.timeout_s, or find the first with environment.on_error=fail.",
     )
 

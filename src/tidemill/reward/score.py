@@ -187,7 +187,7 @@ class ScoringTask:
             return
         failed = next((s.error for s in scored if s.error), None)
         if failed and self.scorer.rewards.on_error == "fail":
-            remedy = "mend the function, or set rewards.on_error to zero or drop to go on without such samples"
+            remedy = "fix the function, or set rewards.on_error to zero or drop to continue without such samples"
             self.future.set_exception(RewardError(failed, remedy))
         else:
             self.future.set_result(scored)

@@ -144,7 +144,8 @@ def _teach_ranks(state: WorkerState, task: Assignment, updates: int) -> None:
     except BaseException:
         learner.close()
         raise
-    if not state.config.algorithm.kl.reset_every:  # one that moves with the policy does so in this process
+    kl = state.config.algorithm.kl
+    if not kl.reset_every and kl.weights == "same":  # one that moves, or is rounded, is made in this process
         state.make_reference = partial(learner.reference, task.model_path)
 
 
