@@ -14,6 +14,14 @@ from tidemill.observe.loggers.background import Background
 from tidemill.observe.loggers.background import close as close_loggers
 from tidemill.observe.loggers.background import start as start_loggers
 
+OF_MACHINE = ("time/", "idle/", "seconds/", "machine/", "cost/")  # what starts the names of metrics of its speed
+SPEED = frozenset({"tokens_per_s", "memory_gib", "mfu"})
+
+
+def is_computed(name: str) -> bool:
+    """Whether two equal runs have equal values of a metric: not of those that tell how fast a machine was."""
+    return not (name.startswith(OF_MACHINE) or name in SPEED or name.endswith("_s"))
+
 
 class Places(Protocol):
     """The part of a run folder that is written here."""

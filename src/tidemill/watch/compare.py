@@ -6,10 +6,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from tidemill.observe.metrics import is_computed
 from tidemill.watch import lines, samples
 from tidemill.watch.runs import Run, flat
 
-NOT_NUMBERS = ("time/", "idle/", "tokens_per_s", "machine/", "cost/", "driver_bytes")  # differ between any two runs
 OWN = ("name", "folder")
 COMPARED = 200_000  # steps looked at
 PROMPTS = 8
@@ -36,7 +36,7 @@ def first_difference(one: Path, other: Path) -> dict[str, Any] | None:
     for (_, a), (_, b) in islice(pairs, COMPARED):
         mine, theirs = lines.parse(a) or {}, lines.parse(b) or {}
         for name, value in mine.items():
-            if name in theirs and not name.startswith(NOT_NUMBERS) and value != theirs[name]:
+            if name in theirs and is_computed(name) and value != theirs[name]:
                 return {"step": mine.get("step"), "name": name, "one": value, "other": theirs[name]}
     return None
 

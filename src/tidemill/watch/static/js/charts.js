@@ -31,6 +31,7 @@ export class Charts {
     this.found = runs.map(() => ({}));
     this.isWhole = false; // every line of the files is in the curves
     this.added = 0;
+    this.turn = 0;
     this.charts = wanted.map((one) => ({ ...one, box: this.box(one), plot: null }));
     this.element = h("div", { class: "cards" }, this.charts.map((chart) => chart.box));
     this.resized = new ResizeObserver(() => this.fit());
@@ -43,18 +44,21 @@ export class Charts {
 
   // Everything once; after that only what is new, until so much is new that buckets are made again.
   async load(whole = true) {
+    const turn = ++this.turn; // an answer that a later question has overtaken is not drawn
     const names = [...new Set(this.charts.flatMap((chart) => chart.names))];
     const parts = [];
     for (let i = 0; i < names.length; i += 60) parts.push(names.slice(i, i + 60));
     const range = this.range ? { from: Math.floor(this.range[0]), to: Math.ceil(this.range[1]) } : {};
     const added = !whole && !this.range && this.isWhole && this.added < FRESH;
-    this.found = await Promise.all(this.runs.map(async (run, r) => {
+    const found = await Promise.all(this.runs.map(async (run, r) => {
       const before = added ? this.found[r] : {};
       const from = Math.max(0, ...Object.values(before).map(([steps]) => steps.at(-1) ?? 0));
       const told = await Promise.all(parts.map((name) => get("series", { run, name, points: POINTS, ...range, ...(added ? { from } : {}) })));
-      this.isWhole = told.every((one) => one.is_whole);
-      return joined(before, Object.assign({}, ...told.map((one) => one.curves)));
+      return { isWhole: told.every((one) => one.is_whole), curves: joined(before, Object.assign({}, ...told.map((one) => one.curves))) };
     }));
+    if (turn !== this.turn) return;
+    this.isWhole = found.every((one) => one.isWhole);
+    this.found = found.map((one) => one.curves);
     this.added = added ? this.added + 1 : 0;
     for (const chart of this.charts) this.draw(chart, this.found);
   }
@@ -120,6 +124,7 @@ export class Charts {
 
   whole() {
     this.range = null;
+    this.isWhole = false; // what is held is only the stretch that was zoomed to
     this.load();
   }
 
