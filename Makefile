@@ -11,7 +11,7 @@ BROWSER_VENV ?= .venv-browser
 RANKS := tests/learn/parallel
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-vllm test-browser lint layers types quick slow learning bench peers clean
+.PHONY: help install quickstart test test-slurm test-ray-jobs test-vllm test-browser lint layers types quick slow learning bench peers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -75,6 +75,16 @@ $(BROWSER_VENV)/bin/playwright:
 test-browser: install $(BROWSER_VENV)/bin/playwright ## `tidemill watch` in a real browser (needs chromium; PICTURES=1 keeps pictures)
 	@TIDEMILL_PYTHON=$(abspath $(BIN)/python) $(BROWSER_VENV)/bin/python -m pytest tests/browser
 
+test-slurm: install ## a recipe on a real Slurm with two nodes (apt-get install slurm-wlm munge; as root)
+	@TIDEMILL_TEST_SLURM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/launch/test_slurm_itself.py
+
+RAY_DEFAULT ?= .ray-default
+$(RAY_DEFAULT):
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --target $@ "ray[default]==2.60.0"
+
+test-ray-jobs: install $(RAY_DEFAULT) ## a recipe submitted to a real Ray cluster
+	@PYTHONPATH=$(abspath $(RAY_DEFAULT)) TIDEMILL_TEST_RAY_JOBS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/launch/test_ray_itself.py
+
 peers: install ## install what the benchmarks compare with
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.peers.lock
 
@@ -82,4 +92,4 @@ bench: install ## the benchmarks that run on this machine, as tables
 	@for name in step; do $(BIN)/tidemill bench $$name; done
 
 clean: ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) $(BROWSER_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(BROWSER_VENV) $(RAY_DEFAULT) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,6 +10,8 @@ from tidemill.cli import (  # each registers its commands, in the order that `ti
     evaluate,  # isort: skip
     export,  # isort: skip
     generate,  # isort: skip
+    jobs,  # isort: skip
+    launch,  # isort: skip
     models,  # isort: skip
     plot,  # isort: skip
     recipes,  # isort: skip
@@ -21,6 +23,6 @@ from tidemill.cli import (  # each registers its commands, in the order that `ti
 from tidemill.cli.frame import app, explain, main
 
 __all__ = [
-    "app", "bench", "diff", "dock", "doctor", "evaluate", "explain", "export", "generate", "main", "models", "plot",
-    "recipes", "reshard", "status", "train", "watch",
+    "app", "bench", "diff", "dock", "doctor", "evaluate", "explain", "export", "generate", "jobs", "launch", "main",
+    "models", "plot", "recipes", "reshard", "status", "train", "watch",
 ]  # fmt: skip

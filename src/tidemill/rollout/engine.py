@@ -83,7 +83,7 @@ def token_limit(request: Request, index: int) -> int:
     return request.sampling.max_tokens if request.limits is None else request.limits[index]
 
 
-def told(done: list[Completion], held: list[Completion]) -> list[Completion]:
+def run_callbacks(done: list[Completion], held: list[Completion]) -> list[Completion]:
     """What an engine gives, once those who wait for a request have heard of it. Where one of them raises, the others
     hear all the same, and what this step could not give goes to `held`, for the next one."""
     failure: Exception | None = None

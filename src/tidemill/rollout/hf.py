@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from tidemill.models.modes import at_rest
-from tidemill.rollout.engine import Completion, Finish, Partial, Request, load_part, token_limit, told
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, load_part, run_callbacks, token_limit
 from tidemill.rollout.native.check import RequestLimits, find_problem, refused
 from tidemill.rollout.native.draw.sampling import Draw, draw, is_steered, is_truncated, steer, stream_key
 
@@ -51,7 +51,7 @@ class HFEngine:
             request, samples = self.waiting.popleft()
             with _plain(self.model):
                 done = [completion for sample in samples for completion in self._complete(request, sample)]
-        return told(done, self.ended)
+        return run_callbacks(done, self.ended)
 
     def _complete(self, request: Request, sample: Partial) -> Iterator[Completion]:
         how, device = request.sampling, next(self.model.parameters()).device

@@ -20,7 +20,7 @@ from tidemill.environment.registry import find
 from tidemill.environment.speech import Speech
 from tidemill.errors import PlayError
 from tidemill.recipe.config import EnvironmentSettings as Settings
-from tidemill.rollout.engine import Completion, Finish, Partial, Request, RolloutEngine, token_limit, told
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, RolloutEngine, run_callbacks, token_limit
 from tidemill.rollout.native.check import RequestLimits, find_problem
 
 PATIENCE_S = 0.05  # between looks at environments that think, when no model works
@@ -119,7 +119,7 @@ class TurnsEngine:
         for completion in made:
             done += self._spoken(completion)
         done += self._answers()
-        return told(done, self.ready)  # of whole conversations; the engine has called back for the rest
+        return run_callbacks(done, self.ready)  # of whole conversations; the engine has called back for the rest
 
     def _begin(self, task: Task) -> Environment:
         try:

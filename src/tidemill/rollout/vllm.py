@@ -23,7 +23,7 @@ from torch import Tensor
 from tidemill.errors import ModelError
 from tidemill.models import lora, routing
 from tidemill.models.buffers import persistent
-from tidemill.rollout.engine import Completion, Finish, Partial, Request, Sampling, token_limit, told
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, Sampling, run_callbacks, token_limit
 from tidemill.rollout.hf import _plain
 from tidemill.rollout.mismatch import Mismatch, measure
 from tidemill.rollout.native.check import RequestLimits, find_problem, refused
@@ -111,7 +111,7 @@ class VLLMEngine:
             self._need_weights()
             self._absorb(self.engine.step())
         done, self._done = self._done, []
-        return told(done, self._done)
+        return run_callbacks(done, self._done)
 
     def _absorb(self, outputs: Iterable[Any]) -> None:
         """Write new tokens down; what ended goes to `_done`."""

@@ -52,9 +52,11 @@ def interruptions(watch: Watcher) -> Iterator[Callable[[], bool]]:
 
     def on_signal(number: int, _: Any) -> None:
         if asked.is_set():
-            raise KeyboardInterrupt
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return  # a scheduler signals every process of a job, and the job's supervisor passes it on: one request
         asked.set()
-        watch.noted(f"{signal.Signals(number).name}: stopping and saving; once more to stop at once")
+        watch.noted(f"{signal.Signals(number).name}: stopping and saving; Ctrl-C to stop at once")
 
     before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -18,8 +18,8 @@ from tidemill.batch import Array
 from tidemill.device import has_triton, mapped
 from tidemill.errors import ConfigError
 from tidemill.models.attention.registry import Context
-from tidemill.rollout.engine import Completion, Finish, Partial, Request, load_part, token_limit, told
-from tidemill.rollout.native import paged
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, load_part, run_callbacks
+from tidemill.rollout.native import paged, resuming
 from tidemill.rollout.native.attention import Paged
 from tidemill.rollout.native.cache import PagePool, PageStore, TokenStore
 from tidemill.rollout.native.check import RequestLimits, find_problem, refused
@@ -33,10 +33,10 @@ from tidemill.rollout.native.inputs import inputs_of
 from tidemill.rollout.native.kernels import LANES, Kernels
 from tidemill.rollout.native.kernels import load as load_kernels
 from tidemill.rollout.native.pending import Fetch, Pending
+from tidemill.rollout.native.resuming import completes_a_stop
 from tidemill.rollout.native.rows import RunningRows
 from tidemill.rollout.native.scheduler import Kept, Reading, Scheduler, Sequence, Trunk
 from tidemill.rollout.native.speculate import When, speculator_for
-from tidemill.rollout.stops import ends_by_string
 
 # Small pages waste little; larger ones let an accelerator's attention read longer runs. On an H200, 512 rows of 257-768
 # tokens take 84 us with pages of 32 (3.3 TB/s), 90 us with 64 and 97 us with 128.
@@ -121,7 +121,7 @@ class NativeEngine:
             if batch_invariant
             else make_runner(model, max_len, self.kernels, plain, is_fused, group)
         )
-        # Inference mode saves bookkeeping per operation, but a foreign module may keep a tensor it makes.
+        # Inference mode saves bookkeeping, but a foreign module may keep a tensor it makes.
         self._no_grad = torch.no_grad if isinstance(self.runner, PlainRunner) else torch.inference_mode
         self.decoder = self._graph_decoder(graphs)
         if self.decoder is not None:
@@ -136,9 +136,8 @@ class NativeEngine:
         return load_kernels() if works else None
 
     def _graph_decoder(self, wanted: bool) -> GraphDecoder | None:
-        if not wanted or self.device.type == "cpu" or not hasattr(self.runner, "device_kernels"):
-            return None
-        return self._graph_decoder_of(cast(CapturableRunner, self.runner))
+        is_capturable = self.device.type != "cpu" and hasattr(self.runner, "device_kernels")
+        return self._graph_decoder_of(cast(CapturableRunner, self.runner)) if wanted and is_capturable else None
 
     def _graph_decoder_of(self, runner: CapturableRunner) -> GraphDecoder:
         return GraphDecoder(runner, self.store, self.scheduler.slots, self.vocab, self.routes)
@@ -163,7 +162,7 @@ class NativeEngine:
         done, self._refused = self._refused, []
         with self._no_grad():
             done += self._advance()
-        return told(done, self._refused)
+        return run_callbacks(done, self._refused)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -209,10 +208,9 @@ class NativeEngine:
         may_draft = self._may_draft()
         if may_draft:
             self._drain()  # drafts follow tokens that the host must have seen
-        launched = []
+        launched: list[Pending] = []
         scheduler.grow()
-        readings = scheduler.admit()
-        rows = np.flatnonzero(slots.active & (slots.launched < slots.limit))
+        readings, rows = scheduler.admit(), np.flatnonzero(slots.active & (slots.launched < slots.limit))
         if len(rows) and not (may_draft and self._draft(decoder, rows)):
             slots.length[rows] += 1
             position = slots.before[rows] + slots.launched[rows]
@@ -284,8 +282,9 @@ class NativeEngine:
             context = Paged(self.store, x.page, x.offset, running, x.chunks, self.kernels, has_drafts, self.library)
         if self.routes is None:
             return self.runner.forward(x.ids, x.position, context, x.keep)
-        run = lambda routed: self.runner.forward(x.ids, x.position, routed, x.keep)  # noqa: E731
-        return self.routes.forward(run, context, x.page, x.offset)
+        return self.routes.forward(
+            lambda routed: self.runner.forward(x.ids, x.position, routed, x.keep), context, x.page, x.offset
+        )
 
     def _draw(self, rows: Array, logits: Tensor, ahead: Array | int = 0) -> Drawn:
         return draw_rows(self.scheduler, rows, logits, ahead, self.kernels, self.batch_invariant)
@@ -301,8 +300,7 @@ class NativeEngine:
             slots.length[rows] += 1
             slots.launched[rows] += 1
         made = slots.made[rows]
-        slots.tokens[rows, made] = tokens
-        slots.logprobs[rows, made] = logprobs
+        slots.tokens[rows, made], slots.logprobs[rows, made] = tokens, logprobs
         if slots.truncated[rows].any():
             slots.kept[rows, made] = 0.0 if kept is None else kept[still]
         slots.token[rows] = tokens
@@ -310,7 +308,7 @@ class NativeEngine:
         broken = ~np.isfinite(logprobs)
         stopped = self.is_end[tokens] & ~slots.ignore_eos[rows]
         for i in np.flatnonzero(slots.watched[rows] & ~stopped):
-            stopped[i] = self._stops(rows[i])
+            stopped[i] = completes_a_stop(self.scheduler, int(rows[i]), self.tokenizer)
         full = slots.made[rows] >= slots.limit[rows]
         done: list[Completion] = []
         for i in np.flatnonzero(broken | stopped | full):
@@ -319,18 +317,6 @@ class NativeEngine:
             finish: Finish = "error" if broken[i] else "stop" if stopped[i] else "length"
             done.append(self._finish(sequence, finish))
         return done
-
-    def _stops(self, slot: int) -> bool:
-        """Whether the newest token of the slot completes one of the request's own stops."""
-        slots, sequence = self.scheduler.slots, self.scheduler.sequence[slot]
-        assert sequence is not None
-        how = sequence.request.sampling
-        if int(slots.token[slot]) in how.stop_tokens:
-            return True
-        if not how.stop_strings:
-            return False
-        made = sequence.tokens + slots.tokens[slot, : slots.made[slot]].tolist()
-        return ends_by_string(made, how.stop_strings, self.tokenizer)
 
     def _finish(self, sequence: Sequence, finish: Finish) -> Completion:
         cached = int(self.scheduler.slots.length[sequence.slot])
@@ -371,8 +357,7 @@ class NativeEngine:
         self._drain()
         for sequence in [s for s in self.scheduler.running() if s.request.id == request_id]:
             self._refused.append(self._finish(sequence, "cancelled"))
-        for sequence in self.scheduler.remove(request_id):
-            self._refused.append(sequence.as_completion("cancelled"))
+        self._refused += [sequence.as_completion("cancelled") for sequence in self.scheduler.remove(request_id)]
         if self.speculator is not None:
             self.speculator.forget(request_id)
         self._scrub_abandoned()
@@ -408,7 +393,7 @@ class NativeEngine:
         fresh: dict[tuple[int, tuple[int, ...]], deque[Sequence]] = {}
         for p in partials:
             sequence = Sequence(p.request, p.index, list(p.tokens), list(p.logprobs), list(p.versions), p.kept)
-            ending = self._resumed_too_late(sequence)
+            ending = resuming.ended(sequence, self.limits)
             if ending is not None:
                 self.release([p])
                 self._refused.append(ending)
@@ -416,34 +401,13 @@ class NativeEngine:
             if self.speculator is not None:
                 self.speculator.expect(p.request)
             if p.tokens:
-                self.scheduler.add(self._trunk_of(sequence, p.cache))
+                self.scheduler.add(resuming.trunk_of(self.scheduler, sequence, p.cache))
                 continue
             one = (p.request.id, tuple(p.request.prompt))  # ids are the caller's, and may come twice
-            if one in fresh:
-                fresh[one].append(sequence)
-            else:
-                members = fresh[one] = deque([sequence])
+            members = fresh.setdefault(one, deque())
+            members.append(sequence)
+            if len(members) == 1:
                 self.scheduler.add(Trunk(sequence.context(), members, is_sole=False))
-
-    def _resumed_too_late(self, sequence: Sequence) -> Completion | None:
-        """How a sample ends that this engine cannot add a token to."""
-        request, made = sequence.request, len(sequence.tokens)
-        problem = find_problem(request, self.limits)
-        if problem:
-            return sequence.as_completion("error", problem)
-        if made >= token_limit(request, sequence.index) or len(request.prompt) + made >= self.max_len:
-            return sequence.as_completion("length")
-        return None
-
-    def _trunk_of(self, sequence: Sequence, cache: Any) -> Trunk:
-        """A half-made sample to go on with: its pages are its own again, or it is read from the start."""
-        trunk = Trunk(sequence.context(), deque([sequence]), is_sole=True)
-        if cache in self.scheduler.kept:
-            self.scheduler.kept.remove(cache)
-            trunk.pages, trunk.found, trunk.done = cache.pages, cache.shared, cache.length
-            trunk.weights = cache.weights
-            cache.pages = []
-        return trunk
 
     def load(self, weights: Any, version: int) -> None:
         """Serve new weights. In one process they are the learner's own tensors and only the version changes. Running

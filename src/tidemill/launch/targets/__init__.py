@@ -1,0 +1,1 @@
+"""The places a recipe can be launched on: one file each."""

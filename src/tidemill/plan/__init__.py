@@ -1,0 +1,1 @@
+"""What a cluster is, as data that plans are made of."""

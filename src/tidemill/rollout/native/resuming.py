@@ -1,0 +1,46 @@
+"""How a sample goes on or ends: what a paused one is resumed as, and whether a newest token is its last."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from tidemill.rollout.engine import Completion, token_limit
+from tidemill.rollout.native.check import RequestLimits, find_problem
+from tidemill.rollout.native.scheduler import Scheduler, Sequence, Trunk
+from tidemill.rollout.stops import ends_by_string
+
+
+def ended(sequence: Sequence, limits: RequestLimits) -> Completion | None:
+    """How a paused sample ends that this engine cannot add a token to."""
+    request, made = sequence.request, len(sequence.tokens)
+    problem = find_problem(request, limits)
+    if problem:
+        return sequence.as_completion("error", problem)
+    if made >= token_limit(request, sequence.index) or len(request.prompt) + made >= limits.max_len:
+        return sequence.as_completion("length")
+    return None
+
+
+def trunk_of(scheduler: Scheduler, sequence: Sequence, cache: Any) -> Trunk:
+    """An unfinished sample to go on with: its pages are its own again, or it is read from the start."""
+    trunk = Trunk(sequence.context(), deque([sequence]), is_sole=True)
+    if cache in scheduler.kept:
+        scheduler.kept.remove(cache)
+        trunk.pages, trunk.found, trunk.done = cache.pages, cache.shared, cache.length
+        trunk.weights = cache.weights
+        cache.pages = []
+    return trunk
+
+
+def completes_a_stop(scheduler: Scheduler, slot: int, tokenizer: Any) -> bool:
+    """Whether the newest token of the slot completes one of the request's own stops."""
+    slots, sequence = scheduler.slots, scheduler.sequence[slot]
+    assert sequence is not None
+    how = sequence.request.sampling
+    if int(slots.token[slot]) in how.stop_tokens:
+        return True
+    if not how.stop_strings:
+        return False
+    made = sequence.tokens + slots.tokens[slot, : slots.made[slot]].tolist()
+    return ends_by_string(made, how.stop_strings, tokenizer)
