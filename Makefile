@@ -5,12 +5,13 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 VLLM_VENV  ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+BROWSER_VENV ?= .venv-browser
 
 # These start eight processes that compute together: beside another worker's they would crowd two cores.
 RANKS := tests/learn/parallel
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slurm test-ray-jobs test-vllm lint layers types quick slow learning bench peers clean
+.PHONY: help install quickstart test test-slurm test-ray-jobs test-vllm test-browser lint layers types quick slow learning bench peers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -67,6 +68,13 @@ test-vllm: $(VLLM_STAMP) ## the vLLM engine against vLLM itself, in an environme
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/reshard/test_vllm_layout.py
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/flow/test_vllm_run.py
 
+$(BROWSER_VENV)/bin/playwright:
+	@test -x $(BROWSER_VENV)/bin/python || $(PYTHON) -m venv $(BROWSER_VENV)
+	@$(BROWSER_VENV)/bin/python -m pip install -q --disable-pip-version-check playwright pytest pytest-timeout
+
+test-browser: install $(BROWSER_VENV)/bin/playwright ## `tidemill watch` in a real browser (needs chromium; PICTURES=1 keeps pictures)
+	@TIDEMILL_PYTHON=$(abspath $(BIN)/python) $(BROWSER_VENV)/bin/python -m pytest tests/browser
+
 test-slurm: install ## a recipe on a real Slurm with two nodes (apt-get install slurm-wlm munge; as root)
 	@TIDEMILL_TEST_SLURM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/launch/test_slurm_itself.py
 
@@ -84,4 +92,4 @@ bench: install ## the benchmarks that run on this machine, as tables
 	@for name in step; do $(BIN)/tidemill bench $$name; done
 
 clean: ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) $(RAY_DEFAULT) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(BROWSER_VENV) $(RAY_DEFAULT) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -33,7 +33,7 @@ CHOICES = ("never", "cache", "all")
 GIB = 2**30
 LARGE = {"hidden": 1536, "layers": 12, "heads": 12, "kv_heads": 4, "intermediate": 6144, "window": 512}
 SMALL = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48, "window": 64}
-ABOUT_TIME = ("time/", "idle/", "handed_over/")
+ABOUT_TIME = ("time/", "idle/", "handed_over/", "machine/", "cost/")
 
 
 def noise(sample: Any) -> float:

@@ -63,7 +63,7 @@ def in_child(work: Callable[[], Any], kill_after_s: float | None = None) -> int 
 def numbers(run: Path) -> list[dict[str, Any]]:
     """Everything a run measured that is not about time."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    about_time = ("time/", "idle/")
+    about_time = ("time/", "idle/", "machine/", "cost/")
     return [{k: v for k, v in line.items() if not k.startswith(about_time) and "per_s" not in k} for line in lines]
 
 

@@ -18,10 +18,11 @@ from tidemill.cli import (  # each registers its commands, in the order that `ti
     reshard,  # isort: skip
     status,  # isort: skip
     train,  # isort: skip
+    watch,  # isort: skip
 )
 from tidemill.cli.frame import app, explain, main
 
 __all__ = [
     "app", "bench", "diff", "dock", "doctor", "evaluate", "explain", "export", "generate", "jobs", "launch", "main",
-    "models", "plot", "recipes", "reshard", "status", "train",
+    "models", "plot", "recipes", "reshard", "status", "train", "watch",
 ]  # fmt: skip

@@ -105,6 +105,10 @@ class WorkerCommands(Protocol):
 
     def hold_kl(self, coef: float) -> None: ...
 
+    def adjust(self, changes: dict[str, float]) -> None:
+        """Hold other values of some settings, by their keys, from now on."""
+        ...
+
     def save(
         self, folder: Path, step: int, state: dict[str, Any], best: bool, metric: float | None, wait: bool
     ) -> None:

@@ -127,9 +127,20 @@ class RewardWorker:
                     "correct": result.correct,
                     "finish": sample.finish,
                     "versions": sorted(set(versions[i].tolist())),
+                    **_tokens(sample, versions[i].tolist(), batch["mask"][i].tolist() if "mask" in batch else None),
                     **({"error": result.error} if result.error else {}),
                 }
             )
+
+
+def _tokens(sample: Sample, versions: list[int], mask: list[int] | None) -> dict[str, Any]:
+    """The response token by token, so that a page can colour it; versions and mask only where they differ."""
+    found: dict[str, Any] = {"tokens": sample.tokens[len(sample.tokens) - len(versions) :]}
+    if len(set(versions)) > 1:
+        found["token_versions"] = versions
+    if mask is not None and not all(mask):
+        found["mask"] = mask
+    return found
 
 
 def reward_counts(samples: list[Sample], scored: list[Scored], dropped: set[int]) -> Counts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +34,10 @@ class Workers(Protocol):
 
     def step(self, number: int, stop: Callable[[], bool]) -> None:
         """Feed, roll out, score, learn, and serve the new weights. `Stopped`: nothing of the step has happened."""
+
+    def adjust(self, changes: Mapping[str, float]) -> str:
+        """Between two steps: hold other values of some settings from now on. A sentence where that cannot be; then
+        nothing has changed."""
 
     def measure(self) -> dict[str, float]:
         """What the step came to, `version` included; counting starts anew."""

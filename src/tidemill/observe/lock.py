@@ -57,6 +57,12 @@ class Lock:
         self.handle = -1
 
 
+def is_held(path: Path) -> bool:
+    """Whether a process writes the run, as far as can be seen from here; takes and changes nothing."""
+    holder = _holder(path)
+    return bool(holder) and _is_alive(holder)
+
+
 def _holder(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

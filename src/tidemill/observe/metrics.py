@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import queue
-import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from tidemill.errors import TidemillError
+from tidemill.observe.loggers.api import RunInfo
+from tidemill.observe.loggers.background import Background
+from tidemill.observe.loggers.background import close as close_loggers
+from tidemill.observe.loggers.background import start as start_loggers
 
-TENSORBOARD_CLOSE_S = 30.0
+OF_MACHINE = ("time/", "idle/", "seconds/", "machine/", "cost/")  # what starts the names of metrics of its speed
+SPEED = frozenset({"tokens_per_s", "memory_gib", "mfu"})
+
+
+def is_computed(name: str) -> bool:
+    """Whether two equal runs have equal values of a metric: not of those that tell how fast a machine was."""
+    return not (name.startswith(OF_MACHINE) or name in SPEED or name.endswith("_s"))
 
 
 class Places(Protocol):
@@ -26,57 +34,35 @@ class Places(Protocol):
 
 
 class MetricsWriter:
-    def __init__(self, run: Places, tensorboard: bool = True, start_step: int = 0) -> None:
+    def __init__(
+        self, run: Places, tensorboard: bool = True, start_step: int = 0, loggers: Sequence[Background] = ()
+    ) -> None:
         """`start_step` is the step a resumed run goes on from: TensorBoard hides older events past it."""
         self._metrics = run.metrics_file.open("ab")
-        self._events = EventThread(run.tensorboard, start_step) if tensorboard else None
+        about = RunInfo("", run.tensorboard.parent, start_step)
+        self._loggers = [*(start_loggers(["tensorboard"], about) if tensorboard else ()), *loggers]
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         _append(self._metrics, {"step": step, **{k: _number(v) for k, v in metrics.items()}})
-        if self._events is not None:
-            self._events.put(step, {k: float(v) for k, v in metrics.items()})
+        plain = {k: float(v) for k, v in metrics.items()}
+        for logger in self._loggers:
+            logger.log(step, plain)
+
+    def event(self, kind: str, text: str) -> None:
+        """Tell the loggers that take words: start, finish, failure, health."""
+        for logger in self._loggers:
+            logger.event(kind, text)
 
     def close(self) -> str | None:
-        """A sentence for the user when TensorBoard's events could not be written."""
+        """A sentence for the user when a logger could not write everything."""
         self._metrics.close()
-        return self._events.close() if self._events is not None else None
+        return close_loggers(self._loggers) or None
 
     def __enter__(self) -> MetricsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class EventThread:
-    """Writes TensorBoard events in the background: loading the writer takes a second that no step should wait for."""
-
-    def __init__(self, folder: Path, start_step: int) -> None:
-        self._queue: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
-        self._failure: str | None = None
-        self._thread = threading.Thread(target=self._run, args=(folder, start_step), name="tensorboard", daemon=True)
-        self._thread.start()
-
-    def put(self, step: int, metrics: dict[str, float]) -> None:
-        self._queue.put((step, metrics))
-
-    def close(self) -> str | None:
-        self._queue.put(None)
-        self._thread.join(TENSORBOARD_CLOSE_S)
-        return self._failure
-
-    def _run(self, folder: Path, start_step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-
-            with SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None) as writer:
-                while (item := self._queue.get()) is not None:
-                    for name, value in item[1].items():
-                        writer.add_scalar(name, value, item[0])
-                    writer.flush()
-        except Exception as error:  # whatever a logger does, training goes on; the user is told at the end
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            self._failure = f"TensorBoard events were not all written: {first} (metrics.jsonl has everything)"
 
 
 def _append(file: BinaryIO, record: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from tidemill.device import host
 from tidemill.errors import ConfigError, TidemillError, did_you_mean
 from tidemill.observe.lock import Lock
+from tidemill.observe.loggers.api import RunInfo
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Config
 
@@ -24,6 +25,7 @@ from tidemill.recipe.config import Config
 OWN_FILES = (
     "config.yaml", "origin.json", "changes.jsonl", "README.md", "summary.json", "metrics.jsonl", "samples.jsonl",
     "curve.png", "tensorboard", "checkpoints", "model", "warm_start", "dock", "status.json", "lock",
+    "control.jsonl", "steered.jsonl", "metrics.csv", "wandb", "mlruns", "trackio", "swanlog",
 )  # fmt: skip
 RECORDED_PACKAGES = ("tidemill", "torch", "transformers", "safetensors", "numpy")
 
@@ -170,6 +172,20 @@ class RunFolder:
     def _write_config(self) -> None:
         head = "# The settings this run was started with, defaults included. `tidemill resume` reads them.\n"
         _replace(self.path / "config.yaml", (head + recipe.dump(self.config)).encode())
+
+
+def info_of(path: Path, config: Config, first: int) -> RunInfo:
+    """What loggers are told of a run."""
+    observe = config.observe
+    return RunInfo(
+        config.name,
+        path,
+        first,
+        dict(recipe.leaves(config)),
+        project=observe.project,
+        webhook=observe.webhook,
+        port=observe.prometheus_port,
+    )
 
 
 # Changing settings of a run that is under way

@@ -353,6 +353,13 @@ class Checkpoint(Section):
 class Observe(Section):
     dump: tuple[int, ...] = Field((), description="steps whose columns, gradients and weights `tidemill diff` compares")
     tensorboard: bool = Field(True, description="write TensorBoard events")
+    loggers: tuple[Literal["csv", "wandb", "mlflow", "trackio", "swanlab", "webhook", "prometheus"], ...] = Field(
+        (), description="where metrics go too; offline unless a package's own environment variables say otherwise"
+    )
+    project: str = Field("tidemill", min_length=1, description="name under which loggers file the run")
+    webhook: str = Field("", description="address that is told of start, finish, failure and health warnings")
+    prometheus_port: int = Field(9464, ge=0, le=65535, description="of the logger prometheus; 0: any free one")
+    price_per_device_hour: float | None = Field(None, ge=0, description="of a device, for the run's cost so far")
     samples_per_step: int = Field(8, ge=0, description="samples written to samples.jsonl each step")
     progress: Literal["auto", "rich", "plain", "off"] = Field(
         "auto", description="what the terminal shows while it runs"

@@ -12,13 +12,12 @@ import numpy as np
 
 from tidemill.errors import TidemillError
 from tidemill.flow.dump import FOLDER, file_of
+from tidemill.observe.metrics import is_computed
 from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Config
 
-NOT_COMPUTED = ("time/", "idle/", "seconds/")  # metrics of the machine's speed, which differ between any two runs
 LOOKED = "eval/"  # what evaluations measure
-SPEED = frozenset({"tokens_per_s", "memory_gib", "mfu"})
 LEARNED = ("gradient", "weight")  # what a dump has of each update
 NAMES = frozenset({"name", "folder", "about"})  # settings that change nothing
 
@@ -98,7 +97,7 @@ def _metrics(a: Path, b: Path) -> Iterator[Difference]:
             if name.startswith(LOOKED) and (name not in one[step] or name not in other[step]):
                 continue  # one run looked and the other did not, as a shorter one does at its end
             values = one[step].get(name, "nothing"), other[step].get(name, "nothing")
-            is_speed = name.startswith(NOT_COMPUTED) or name in SPEED or name.endswith("_s")
+            is_speed = not is_computed(name)
             if not is_speed and values[0] != values[1]:
                 yield Difference(step, "metrics", name, f"{values[0]} and {values[1]}")
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from tidemill.cluster.start.choose import start
+from tidemill.flow.adjust import values_of
 from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.workers import Rewound, Stopped, Workers
 from tidemill.learn import checkpoint
+from tidemill.observe.control import Steering
+from tidemill.observe.loggers import start as start_loggers
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.observe.profile import profiled
-from tidemill.observe.run_folder import RunFolder
+from tidemill.observe.run_folder import RunFolder, info_of
 from tidemill.recipe.config import Config
 from tidemill.run.interrupt import Pulse, interruptions
+from tidemill.run.measure import Machine
 from tidemill.run.summary import Summary, Watcher, finish, record, refuse_if_all_failed, restore, save
 from tidemill.run.warm_start import warm_start
 
@@ -28,13 +32,32 @@ def train_loop(
         first = restore(found, workers, summary)
     folder.truncate(first if found is not None else -1)  # without a checkpoint, what was logged before step 1 goes too
     watch.started(workers, first)
-    with recording(folder, config, first, watch) as metrics, interruptions(watch) as asked:
+    with (
+        closing(Machine(config)) as machine,
+        recording(folder, config, first, watch) as metrics,
+        interruptions(watch) as asked,
+    ):
         stop = Pulse(asked, workers, watch)
         if summary.is_look_due:  # the user stopped the run in an evaluation
             look(workers, config, summary, metrics, watch, stop)
         if first == 0 and config.eval.before and config.eval.size:
             summary.before = look(workers, config, summary, metrics, watch, stop)
+        steering = Steering(
+            folder.path,
+            first,
+            change=workers.adjust,
+            actions={
+                "save": lambda: save(folder, workers, summary, config, watch),
+                "evaluate": lambda: look(workers, config, summary, metrics, watch, stop),
+            },
+            base=values_of(config),
+            is_stopping=stop,
+            note=watch.noted,
+        )
         for step in range(first + 1, config.train.steps + 1):
+            if steering.begin(step):
+                summary.is_stopped = True
+                break
             began = time.perf_counter()
             try:
                 with profiled(folder.path, config.train.profile, step):
@@ -42,7 +65,7 @@ def train_loop(
             except Stopped:
                 summary.is_stopped = True
                 break
-            record(step, workers, metrics, summary, time.perf_counter() - began, watch)
+            record(step, workers, metrics, machine, summary, time.perf_counter() - began, watch)
             if config.eval.size and config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
                 seen = look(workers, config, summary, metrics, watch, stop)
                 summary.is_look_due = seen is None
@@ -111,9 +134,17 @@ def look(
 
 @contextmanager
 def recording(folder: RunFolder, config: Config, first: int, watch: Watcher) -> Iterator[MetricsWriter]:
-    metrics = MetricsWriter(folder, config.observe.tensorboard, first)
+    about = info_of(folder.path, config, first)
+    metrics = MetricsWriter(
+        folder, config.observe.tensorboard, first, start_loggers(config.observe.loggers, about, watch.noted)
+    )
+    metrics.event("start", f"goes on from step {first}" if first else "started")
     try:
         yield metrics
+        metrics.event("finish", "ended")
+    except BaseException as error:
+        metrics.event("failure", f"{type(error).__name__}: {error}")
+        raise
     finally:
         if trouble := metrics.close():
             watch.noted(trouble)

@@ -14,6 +14,7 @@ from tidemill.learn import checkpoint
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe.config import Config
+from tidemill.run.measure import Machine
 
 
 @dataclass(slots=True)
@@ -59,7 +60,13 @@ class Watcher:
 
 
 def record(
-    step: int, workers: Workers, metrics: MetricsWriter, summary: Summary, seconds: float, watch: Watcher
+    step: int,
+    workers: Workers,
+    metrics: MetricsWriter,
+    machine: Machine,
+    summary: Summary,
+    seconds: float,
+    watch: Watcher,
 ) -> None:
     measured = workers.measure()
     made = "made_tokens" in measured  # learning from one's own samples: each counts once, however often it is learned
@@ -75,6 +82,7 @@ def record(
     summary.rewards.append(measured.get("reward", -measured.get("loss", 0.0)))
     if not workers.config.eval.every:
         summary.latest = summary.rewards[-1]
+    measured |= machine.measure(measured, seconds, tokens, workers.parameters, summary.seconds)
     trouble = workers.after_step(step, measured)
     first_error = workers.write_samples(step)
     if first_error and not summary.is_failure_told:
@@ -87,6 +95,7 @@ def record(
     watch.stepped(step, measured)
     for sentence in trouble:
         watch.noted(sentence)
+        metrics.event("health", sentence)
 
 
 def refuse_if_all_failed(failed: int, made: int, first: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from tidemill.cluster.wiring import LEARNER, ROLLOUT, Wiring
 from tidemill.device import host
 from tidemill.dock import DockState
 from tidemill.errors import TidemillError
+from tidemill.flow.adjust import adjusted, refusal
 from tidemill.flow.dump import Dump
 from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.tally import Counted, together
@@ -266,6 +267,15 @@ class Driver:
         with self._dump.step(number) if self._dump is not None else contextlib.nullcontext():
             self.conductor.step(number, stop)
         self.pool.step_made()
+
+    def adjust(self, changes: Mapping[str, float]) -> str:
+        """Between two steps, on every worker; those that come later are built with the changed config."""
+        if self.starter.is_here and self.config.learn.parallel.ranks > 1:
+            return "ranks of a learner in one process cannot be changed while they run: cluster.executor=processes can"
+        if not (why := refusal(self.config, changes)):
+            self.config = adjusted(self.config, changes)
+            self._from_all(request(WorkerCommands.adjust, dict(changes)))
+        return why
 
     def measure(self) -> dict[str, float]:
         told = self._from_all(request(WorkerCommands.measure))

@@ -21,6 +21,7 @@ from tidemill.cluster.worker.worker_state import WorkerState
 from tidemill.device import collective
 from tidemill.dock import Dock
 from tidemill.errors import CollectiveError
+from tidemill.flow.adjust import adjust, adjusted
 from tidemill.flow.records import Evaluation
 from tidemill.flow.tally import Counted
 from tidemill.models.load import keep_definition, save_folder
@@ -221,6 +222,10 @@ class RoleWorker:
             kl = settings.kl.model_copy(update={"coef": coef})
             own = settings.model_copy(update={"kl": kl})
             advantage.config = advantage.config.model_copy(update={"algorithm": own})
+
+    def adjust(self, changes: dict[str, float]) -> None:
+        self.state.config = adjusted(self.state.config, changes)
+        adjust(self.state.workers.values(), changes)
 
     # Keeping
 
