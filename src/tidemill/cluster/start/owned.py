@@ -1,7 +1,7 @@
 """Temporary folders that do not outlive their owner for long: the next run removes those whose owner is dead.
 
-Each owner holds a shared lock in its folder for as long as it lives, however it ends. Names are random, and a folder is looked
-at before it is touched: it must be this user's alone.
+Each owner holds a shared lock in its folder for as long as it lives, however it ends. Names are random, and a folder is
+looked at before it is touched: it must be this user's alone.
 """
 
 from __future__ import annotations
