@@ -281,6 +281,8 @@ def test_threads_are_bounded_however_small_their_stacks(box) -> None:
 def test_nothing_outside_can_be_looked_at(box, code) -> None:
     if not box.has_scratch:
         pytest.skip("Landlock does not guard these calls, and namespaces are not allowed here")
+    if any(f"/{top}'" in code and Path(sys.prefix).is_relative_to(f"/{top}") for top in ("home", "var", "tmp")):
+        pytest.skip("Python itself lies in that folder, so its way there can be seen")
     assert refused(box, f"import os; {code}")
 
 
