@@ -40,7 +40,7 @@ class ReferenceKeeper:
             return None
         holder = None
         if kl.target is not None:
-            holder = workers["advantage"] if kl.place == "reward" else workers["learn"].learner
+            holder = workers.get("advantage") if kl.place == "reward" else workers["learn"].learner
         return ReferenceKeeper(config, holder, workers["reference"])
 
     def after_step(self, step: int, measured: dict[str, float], policy: Any) -> None:

@@ -24,7 +24,7 @@ def start(
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"learners": ranks})})
     with ThreadPoolExecutor(1) as beside:  # the table of stages brings torch, the starter a cluster: both take seconds
         table = beside.submit(_graph, config)
-        starter = make_starter(config, folder)
+        starter = make_starter(config, folder, lambda: len(wire(config, table.result()).posts))
     try:
         graph, nodes = table.result(), starter.nodes()
         wiring = wire(config, graph, placement.accelerator_of(config, nodes))
@@ -49,7 +49,8 @@ def _graph(config: Config) -> Graph:
     return get(config.algorithm.name).graph(config)
 
 
-def make_starter(config: Config, folder: RunFolder) -> Starter:
+def make_starter(config: Config, folder: RunFolder, posts: Callable[[], int]) -> Starter:
+    """`posts`: how many workers there will be, once the table of stages is known."""
     cluster = config.cluster
     if cluster.executor == "local":
         from tidemill.cluster.start.local import LocalStarter
@@ -67,7 +68,7 @@ def make_starter(config: Config, folder: RunFolder) -> Starter:
             return ProcessStarter(forks)
         from tidemill.cluster.start.ray import RayStarter
 
-        return RayStarter(cluster, folder.config.name, forks, config.rollout.tp, bool(config.rewards.models))
+        return RayStarter(cluster, folder.config.name, forks, posts)
     except BaseException:
         forks.close()
         raise

@@ -10,7 +10,7 @@ import os
 import queue
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -74,11 +74,8 @@ class Storehouse:
 
 
 class RayStarter(Elsewhere):
-    def __init__(
-        self, settings: Cluster, name: str, forks: Forks, engine_ranks: int = 1, has_reward_model: bool = False
-    ) -> None:
-        self.settings, self.name, self._forks, self._engine_ranks = settings, name, forks, engine_ranks
-        self._has_reward_model = has_reward_model
+    def __init__(self, settings: Cluster, name: str, forks: Forks, posts: Callable[[], int]) -> None:
+        self.settings, self.name, self._forks, self._posts = settings, name, forks, posts
         self._is_own = False
         self._folder: Path | None = None
         self._environment: dict[str, Any] = {"runtime_env": {"env_vars": environment()}}  # of each worker
@@ -133,11 +130,7 @@ class RayStarter(Elsewhere):
     def _cpus(self) -> int:
         """On one machine workers share the cores as they can: as many places as workers, at least. Ray starts a process
         for each ahead of need, about a second of work: there is none to spare."""
-        wanted = self.settings
-        posts = wanted.learners + wanted.rollouts * self._engine_ranks + wanted.rewards
-        posts += wanted.placement.reference == "separated"
-        posts += wanted.reward_models if self._has_reward_model else 0
-        return max(os.cpu_count() or 1, int(posts * wanted.cpus + 0.999))
+        return max(os.cpu_count() or 1, int(self._posts() * self.settings.cpus + 0.999))
 
     # What there is
 
