@@ -78,7 +78,7 @@ def make_model(name: str, folder: Path, options: Mapping[str, Any]) -> Path:
     """Warmed up just enough that responses have their natural lengths; both systems load the same folder."""
     code = (
         "import sys, json; from pathlib import Path\n"
-        "from tidemill import launch; from tidemill.run.trained import export\n"
+        "from tidemill.run import start as launch; from tidemill.run.trained import export\n"
         "folder, overrides = sys.argv[1], json.loads(sys.argv[2])\n"
         "launch.train('quickstart-worked', overrides)\n"
         "export(folder + '/sft', Path(folder) / 'model')\n"
