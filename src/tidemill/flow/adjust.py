@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from tidemill.flow.every_step import EveryStep
-from tidemill.flow.learning import LearnWorker
-from tidemill.flow.rolling import RolloutWorker
-from tidemill.flow.scoring import AdvantageWorker, ScoreWorker
 from tidemill.flow.stage import Worker
 from tidemill.learn.model import MeshModel
 from tidemill.recipe.config import Config
@@ -39,27 +34,21 @@ def refusal(config: Config, changes: Mapping[str, float]) -> str:
     return ""
 
 
+@runtime_checkable
+class Adjustable(Protocol):
+    """A worker that reads settings which can change."""
+
+    def adjust(self, changes: Mapping[str, float]) -> None: ...
+
+
 def adjust(workers: Iterable[Worker], changes: Mapping[str, float]) -> None:
-    """For the stages of one process."""
+    """For the stages of one process; a worker that reads none of these has nothing to do."""
     for worker in workers:
-        if isinstance(worker, RolloutWorker):
-            worker.config = adjusted(worker.config, changes)
-            worker.sampling = replace(worker.sampling, temperature=worker.config.rollout.temperature)
-        elif isinstance(worker, EveryStep):
-            adjust(worker.workers, changes)
-        elif isinstance(worker, AdvantageWorker):
-            worker.config = adjusted(worker.config, changes)
-        elif isinstance(worker, ScoreWorker):
-            worker.config = adjusted(worker.config, changes)
-            _adjust_model(worker.model, {key: value for key, value in changes.items() if key == TEMPERATURE})
-        elif isinstance(worker, LearnWorker):
-            worker.config = adjusted(worker.config, changes)
-            has_own_rate = worker.name == "learn_values" and worker.config.algorithm.critic.lr is not None
-            own = {key: value for key, value in changes.items() if not (key == LR and has_own_rate)}
-            _adjust_model(worker.learner, own)
+        if isinstance(worker, Adjustable):
+            worker.adjust(changes)
 
 
-def _adjust_model(model: object, changes: Mapping[str, float]) -> None:
+def adjust_model(model: object, changes: Mapping[str, float]) -> None:
     if isinstance(model, MeshModel):
         model.config = adjusted(model.config, changes)
         model.root.config = adjusted(model.root.config, changes)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from tidemill.flow.adjust import adjust
 from tidemill.flow.stage import Worker
 
 
@@ -15,6 +16,9 @@ class EveryStep:
 
     def __init__(self, name: str, workers: Sequence[Worker]) -> None:
         self.name, self.workers = name, workers
+
+    def adjust(self, changes: Mapping[str, float]) -> None:
+        adjust(self.workers, changes)
 
     def begin(self, first_group: int, tag: str | None) -> None:
         """Each has its tag already."""

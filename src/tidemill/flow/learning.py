@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from tidemill.batch import GROUP, ID, Batch
 from tidemill.dock import Dock, Lease, Want
+from tidemill.flow.adjust import LR, adjust_model, adjusted
 from tidemill.flow.stage import at_any_time
 from tidemill.flow.tally import Tally
 from tidemill.learn.api import Learns
@@ -41,6 +43,12 @@ class LearnWorker:
         self.held: list[Lease] = []
         self.has_begun = False  # a gradient has been added that an interruption would waste
         self.begin(0)
+
+    def adjust(self, changes: Mapping[str, float]) -> None:
+        """Of the policy, or of the critic, which may have a rate of its own."""
+        self.config = adjusted(self.config, changes)
+        has_own_rate = self.name == "learn_values" and self.config.algorithm.critic.lr is not None
+        adjust_model(self.learner, {k: v for k, v in changes.items() if not (k == LR and has_own_rate)})
 
     def begin(self, first_group: int, tag: str | None = None) -> None:
         """A new step, whose groups count from `first_group`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from tidemill.batch import GROUP, LENGTH, VERSION, Batch, Column
 from tidemill.dock import Counts, Dock, Lease, Want
 from tidemill.environment.api import Played, Task
 from tidemill.errors import TidemillError
+from tidemill.flow.adjust import adjusted
 from tidemill.flow.stage import at_any_time, committed
 from tidemill.flow.tally import Tally
 from tidemill.recipe.config import Config
@@ -54,6 +55,10 @@ class RolloutWorker:
         self.peers = 1  # rollout workers that share the work, this one included
         self.my_turn = at_any_time  # called before the engine works
         self.finished = 0  # groups
+
+    def adjust(self, changes: Mapping[str, float]) -> None:
+        self.config = adjusted(self.config, changes)
+        self.sampling = replace(self.sampling, temperature=self.config.rollout.temperature)
 
     def begin(self, first_group: int, tag: str | None) -> None:
         """Makes samples of whatever step's rows are there."""

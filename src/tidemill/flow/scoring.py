@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 from tidemill.algorithms.api import Algorithm
 from tidemill.batch import GROUP, ID, Batch
 from tidemill.dock import Counts, Dock, Lease, Want
+from tidemill.flow.adjust import TEMPERATURE, adjust_model, adjusted
 from tidemill.flow.stage import at_any_time, committed
 from tidemill.flow.tally import Tally
 from tidemill.learn.api import Scores
@@ -31,6 +32,9 @@ class AdvantageWorker:
         self.dock, self.algorithm, self.config, self.tally, self.refill = dock, algorithm, config, tally, refill
         self.held: list[Lease] = []
         self.tag: str | None = None
+
+    def adjust(self, changes: Mapping[str, float]) -> None:
+        self.config = adjusted(self.config, changes)
 
     def begin(self, first_group: int, tag: str | None) -> None:
         """Groups of one step at a time: what they are compared with, and what replaces them, belongs to it."""
@@ -94,6 +98,10 @@ class ScoreWorker:
         self.config, self.tally = config, tally
         self.my_turn = at_any_time  # called before the model works
         self.tag: str | None = None
+
+    def adjust(self, changes: Mapping[str, float]) -> None:
+        self.config = adjusted(self.config, changes)
+        adjust_model(self.model, {key: value for key, value in changes.items() if key == TEMPERATURE})
 
     def begin(self, first_group: int, tag: str | None) -> None:
         """Policy and critic change with every step, so only this step's samples are scored; other models do not."""
