@@ -87,10 +87,8 @@ def asked(options: Mapping[str, Any], first: int, count: int) -> Iterator[dict[s
         rows = [json.loads(line) for line in problems[start : min(count, start + ASKED_AT_ONCE)]]
         for id, row in enumerate(rows, start):
             said = [{"role": "user", "content": row["question"]}]
-            tokens = model.tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
-            engine.submit(Request(id, list(tokens), Sampling(max_tokens=320), n=1))
+            encoded = model.tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)
+            engine.submit(Request(id, list(encoded["input_ids"]), Sampling(max_tokens=320), n=1))
         while engine.has_work:
             for done in engine.step():
                 gold = rows[done.request.id - start]["answer"].rpartition("#### ")[2]
