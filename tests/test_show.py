@@ -75,7 +75,7 @@ def test_recipes_and_findings_are_tables(tmp_path, monkeypatch):
     well = [doctor.Finding("memory", "3 GB")]
     assert "runs will work on this machine" in shown(show.doctor_table(well))
     ill = [*well, doctor.Finding("torch", "not installed", "bad", "pip install torch")]
-    assert "1 of these will make a run fail" in shown(show.doctor_table(ill))
+    assert "1 of these would make a run fail" in shown(show.doctor_table(ill))
     assert "pip install torch" in shown(show.doctor_table(ill))
 
 

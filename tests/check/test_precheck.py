@@ -100,7 +100,7 @@ def test_settings_that_work_pass():
         ("learn.lora_rank=4 & algorithm.kl.reset_every=5", "0 would do, or learn.lora_rank=0"),
         (
             "cluster.executor=ray & cluster.placement=separated & algorithm.kl.coef=1 & algorithm.kl.target=1",
-            "does not steer; cluster.placement.reference=colocated would do",
+            "cannot steer it; cluster.placement.reference=colocated would do",
         ),
         ("model.warm_start=warm", "model.warm_start: there is no recipe 'warm'"),
         ("model.path=Org/Model-1B", "`tidemill models get Org/Model-1B`"),
@@ -118,7 +118,7 @@ def test_a_learner_cut_over_workers_passes(learners):
 
 def test_all_problems_come_in_one_message_of_few_lines():
     message = refusal("train.updates_per_step=3", "train.samples_per_prompt=1", "device=gpu")
-    assert message.startswith("3 things cannot work:")
+    assert message.startswith("3 settings cannot work:")
     assert len(message.splitlines()) == 4
 
 
