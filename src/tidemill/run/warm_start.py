@@ -81,10 +81,11 @@ def _code() -> str:
 
 def train(own: Config, made: Path, watch: Watcher) -> None:
     from tidemill.cluster.start.choose import start
+    from tidemill.run.interrupt import drained
     from tidemill.run.loop import train_loop
 
     with RunFolder.create(own) as inner, closing(start(own, warm_start(own, inner, watch), inner)) as workers:
-        if train_loop(own, inner, workers, watch, None).is_stopped:
+        if drained(train_loop(own, inner, workers, watch, None)).is_stopped:
             raise KeyboardInterrupt
         aside = made.with_name(".model")
         workers.save_model(aside)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -263,9 +263,9 @@ class Driver:
 
     # What the loop asks
 
-    def step(self, number: int, stop: Callable[[], bool]) -> None:
+    def stages(self, number: int, stop: Callable[[], bool]) -> Iterator[str]:
         with self._dump.step(number) if self._dump is not None else contextlib.nullcontext():
-            self.conductor.step(number, stop)
+            yield from self.conductor.stages(number, stop)
         self.pool.step_made()
 
     def adjust(self, changes: Mapping[str, float]) -> str:
