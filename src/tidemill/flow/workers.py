@@ -10,7 +10,6 @@ from tidemill.errors import TidemillError
 from tidemill.flow.records import Activity, Evaluation
 from tidemill.recipe.config import Config
 
-
 ALL_STAGES = "all"
 
 

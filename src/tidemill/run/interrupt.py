@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from tidemill.flow.records import Activity
 from tidemill.flow.workers import Stopped, Workers
-from tidemill.run.summary import Watcher
+from tidemill.run.watcher import Watcher
 
 R = TypeVar("R")
 TELL_EVERY_S = 0.2  # what the run is at: as often as a panel can show

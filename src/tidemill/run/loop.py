@@ -21,8 +21,9 @@ from tidemill.observe.run_folder import RunFolder, info_of
 from tidemill.recipe.config import Config
 from tidemill.run.interrupt import Presence, Pulse, Stopwatch, interruptions
 from tidemill.run.measure import Machine
-from tidemill.run.summary import Summary, Watcher, finish, record, refuse_if_all_failed, restore, save
+from tidemill.run.summary import Summary, finish, record, refuse_if_all_failed, restore, save
 from tidemill.run.warm_start import warm_start
+from tidemill.run.watcher import Watcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def train_loop(
         interruptions(watch) as asked,
     ):
         presence = Presence()
-        stop = Pulse(lambda: asked() or not presence.is_there, workers, watch)
+        stop = Pulse(lambda: asked() or not presence.is_there or watch.stopping(), workers, watch)
         if summary.is_look_due:  # the user stopped the run in an evaluation
             look(workers, config, summary, metrics, watch, stop)
         if first == 0 and config.eval.before and config.eval.size:
@@ -178,4 +179,4 @@ def recording(folder: RunFolder, config: Config, first: int, watch: Watcher) -> 
             watch.noted(trouble)
 
 
-__all__ = ["Moment", "StageDone", "StepDone", "Summary", "Watcher", "moments"]
+__all__ = ["Moment", "StageDone", "StepDone", "Summary", "moments"]

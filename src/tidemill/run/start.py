@@ -14,7 +14,8 @@ from tidemill.recipe.config import Config
 
 if TYPE_CHECKING:
     from tidemill.flow.records import Activity, Evaluation
-    from tidemill.run.loop import Moment, Summary, Watcher
+    from tidemill.run.loop import Moment, Summary
+    from tidemill.run.watcher import Watcher
 
     Moments = Generator[Moment, None, Summary]
 
@@ -39,7 +40,7 @@ def begin(
     overrides: Sequence[str] = (),
     watch: Watcher | None = None,
 ) -> Moments:
-    """A run of a recipe, driven by its moments. Nothing is checked, and nothing begins, before the first is asked for."""
+    """A run of a recipe, driven by its moments. Nothing is checked and nothing begins before the first is asked for."""
     from tidemill.run.prepare import prepare
 
     loaded = recipe if isinstance(recipe, recipes.LoadedRecipe) else recipes.load(recipe, overrides)

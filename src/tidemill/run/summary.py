@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from tidemill.data.survey import Lengths
 from tidemill.errors import CheckpointError, RewardError
-from tidemill.flow.records import Activity, Evaluation, dump_evaluation, load_evaluation
+from tidemill.flow.records import Evaluation, dump_evaluation, load_evaluation
 from tidemill.flow.tally import idle
 from tidemill.flow.workers import Workers
 from tidemill.learn import checkpoint
@@ -17,6 +14,7 @@ from tidemill.observe.metrics import MetricsWriter
 from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe.config import Config
 from tidemill.run.measure import Machine
+from tidemill.run.watcher import Watcher
 
 
 @dataclass(slots=True)
@@ -48,27 +46,6 @@ class Summary:
             if evaluation is not None:
                 own[f"pass_at_{when}"] = {str(k): v for k, v in evaluation.pass_at.items()}
         return own | {"is_stopped": self.is_stopped, "is_early": self.is_early}
-
-
-class Watcher:
-    """What a run tells whoever watches; the command line draws it, tests ignore it."""
-
-    def prepared(self, config: Config, lengths: Lengths) -> None: ...
-    def doing(self, activity: Activity) -> None: ...
-    def started(self, workers: Workers, first_step: int) -> None: ...
-    def beginning(self, step: int) -> None: ...
-    def published(self, step: int, version: int) -> None: ...
-    def sampled(self, step: int, read: Callable[[], list[dict[str, Any]]]) -> None:
-        """`read` gives the samples of the step that are kept for people."""
-
-    def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
-    def stepped(self, step: int, metrics: dict[str, float]) -> None: ...
-    def ended(self, summary: Summary) -> None: ...
-    def saved(self, step: int, checkpoint: Path) -> None: ...
-    def noted(self, message: str) -> None: ...
-    def warned(self, sentence: str) -> None:
-        """A health warning: what goes wrong, and what to try."""
-        self.noted(sentence)
 
 
 def record(

@@ -20,7 +20,7 @@ from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Config
 
 if TYPE_CHECKING:
-    from tidemill.run.loop import Watcher
+    from tidemill.run.watcher import Watcher
 
 # Settings that change no weight.
 WITHOUT_EFFECT = ("name", "about", "folder", "observe", "checkpoint", "reshard")
@@ -43,7 +43,7 @@ def warm_start(config: Config, folder: RunFolder, watch: Watcher) -> Path | None
         return made
     watch.noted(f"warm start: {own.about or own.name}")
     precheck.check(own, fetch=True)
-    train(own, made, watch)
+    train(own, made, watch.of_warm_start())
     keep(made, kept)
     return made
 
