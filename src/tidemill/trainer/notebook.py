@@ -6,6 +6,7 @@ It is HTML and SVG alone, so that it shows in Jupyter, VS Code and Colab, and st
 from __future__ import annotations
 
 import html
+import importlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,10 @@ def is_notebook() -> bool:
     """Whether output goes to a notebook's cell."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return type(shell).__name__ in ("ZMQInteractiveShell", "Shell")  # Jupyter's, Colab's
+
+
+def _ipython() -> Any:
+    return importlib.import_module("IPython.display")
 
 
 class Picture:
@@ -125,9 +130,7 @@ class NotebookWatcher(Watcher):
         self._handle: Any = None
 
     def __enter__(self) -> NotebookWatcher:
-        from IPython.display import HTML, display
-
-        self._handle = display(HTML(self.html()), display_id=True)
+        self._handle = _ipython().display(_ipython().HTML(self.html()), display_id=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -179,10 +182,8 @@ class NotebookWatcher(Watcher):
         now = time.monotonic()
         if self._handle is None or (now - self._drawn < DRAW_EVERY_S and not is_last):
             return
-        from IPython.display import HTML
-
         self._drawn = now
-        self._handle.update(HTML(self.html()))
+        self._handle.update(_ipython().HTML(self.html()))
 
     def html(self) -> str:
         total = self.config.train.steps
