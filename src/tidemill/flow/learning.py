@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from tidemill.batch import GROUP, ID, LENGTH, Batch
 from tidemill.dock import Dock, Lease, Want
@@ -140,10 +139,6 @@ class LearnWorker:
                     with self.tally.time(self.name):
                         self.tally.update(self._named(self.learner.update()))
                 self.accumulated = set()
-
-    def held_tensors(self) -> list[Tensor]:
-        """What may leave the device while rollout has it."""
-        return self.learner.held()
 
     def _named(self, metrics: dict[str, float]) -> dict[str, float]:
         return metrics if self.name == "learn" else {f"critic/{name}": value for name, value in metrics.items()}

@@ -33,7 +33,6 @@ class Conductor:
         self.number = 0
         self.first_group = -1
         self.tag: str | None = None
-        self.begun_again = 0
         self.refeed = True  # the dock may lack rows of the step: they are put again from where it began
         self._is_fed = False
         self._start: dict[str, Any] = {}  # where the feed stood when the step began
@@ -55,7 +54,6 @@ class Conductor:
                 if self._is_learned():  # what is learned is not learned again
                     raise Rewound(f"{lost} after the step was learned; back to the newest checkpoint") from lost
                 self.driver.note(f"the step begins again: {lost}")
-                self.begun_again += 1
                 self._begin_again()
         raise TidemillError(f"a step began {ATTEMPTS} times and never ended", "the notes above say why each time")
 
