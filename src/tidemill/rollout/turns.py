@@ -198,8 +198,8 @@ class TurnsEngine:
         try:
             conversation.played = conversation.played.after(turn)
             tokens = [] if turn.is_done else self._heard_tokens(turn, thinking)
-        except TemplateError as error:
-            return [self._fail(conversation, f"cannot be heard: {error.message}")]
+        except TemplateError as refusal:
+            return [self._fail(conversation, f"cannot be heard: {refusal.message}")]
         except (TypeError, ValueError, AttributeError) as error:  # a text that is none, a reward that is no number
             return [self._fail(conversation, f"answered with {turn!r:.80}: {error}")]
         if turn.is_done:
