@@ -41,6 +41,8 @@ class Speech:
 
     def heard(self, turn: Turn, said: Answer | None, *, has_ended: bool) -> list[int]:
         """The tokens of an answer. `has_ended`: the model closed its message itself, with its end token."""
+        if not isinstance(turn.text, str):
+            raise TypeError("its text is none")
         if turn.is_inline or not self.is_chat:
             return self.chat.encode(self.chat.clean(turn.text))
         message = {"role": "assistant", "content": ""} if said is None else said.message()
