@@ -89,7 +89,7 @@ def test_a_template_that_refuses_says_why() -> None:
 
 def test_a_template_that_leaves_tools_out_has_them_told_in_words() -> None:
     chat = Chat(tokenizer("gemma"))
-    assert not chat.takes_tools and Chat(tokenizer("qwen")).takes_tools
+    assert not chat.takes_tools([TOOL]) and Chat(tokenizer("qwen")).takes_tools([TOOL])
     text = chat.tokenizer.decode(chat.prompt(ASKED, [TOOL]))
     assert '"name": "add"' in text and "tool_code" in text and "what is one and one?" in text
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -41,6 +40,7 @@ class Chat:
         self._words = sorted(self.specials.values(), key=len, reverse=True)
         self._any_word = re.compile("|".join(map(re.escape, self._words)))
         self._hidden = {id for id, word in self.specials.items() if word not in self.format.markers}
+        self._takes_tools: bool | None = None
         self._has_marks = len(self._hidden) < len(self.specials)
 
     # Messages to tokens
@@ -60,19 +60,20 @@ class Chat:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Schema] | None = None) -> list[int]:
         messages = [self.cleaned(message) for message in messages]
-        if tools and not self.takes_tools:
+        if tools and not self.takes_tools(tools):
             messages, tools = self.told(messages, tools), None
         return self.encode(self.render(messages, tools, asks=True))
 
-    @cached_property
-    def takes_tools(self) -> bool:
+    def takes_tools(self, tools: Sequence[Schema]) -> bool:
         """Whether the template tells the model of the tools that it is given."""
-        tool = {"name": MARK, "description": "", "parameters": {"type": "object", "properties": {}}}
-        try:
-            text = self.render([{"role": "user", "content": "?"}], [{"type": "function", "function": tool}], asks=True)
-        except TemplateError:
-            return False
-        return MARK in text
+        if self._takes_tools is None:
+            asked = [{"role": "user", "content": "?"}]
+            try:
+                without = self.render(asked, None, asks=True)
+            except TemplateError:  # it cannot do without tools
+                without = ""
+            self._takes_tools = self.render(asked, tools, asks=True) != without
+        return self._takes_tools
 
     def told(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[dict[str, Any]]:
         """The messages with the tools written out in front, for a template that leaves them out."""

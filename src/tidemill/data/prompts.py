@@ -58,7 +58,7 @@ class PromptTokens:
             )
         if self.is_chat:
             tools, messages = self._tools(example), self._messages(example)
-            if tools and not self.chat.takes_tools:
+            if tools and not self.chat.takes_tools(tools):
                 messages, tools = self.chat.told(messages, tools), None
             options = {"asks": True, **self.data.chat_args}
             text = conversations.render(self.tokenizer, messages, tools, example.where, **options)
