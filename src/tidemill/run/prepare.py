@@ -168,7 +168,8 @@ def _check_rewards(config: Config, examples: list[Any], note: Callable[[str], No
 def _measured(config: Config, examples: list[Any]) -> Lengths:
     from tidemill.data import survey
     from tidemill.data.prompts import PromptTokens
+    from tidemill.environment.registry import offered
     from tidemill.models.load import load_tokenizer
 
-    encode = PromptTokens(load_tokenizer(recipes.model_of(config)), config.data)
+    encode = PromptTokens(load_tokenizer(recipes.model_of(config)), config.data, tools=offered(config.environment))
     return survey.measure(examples, encode, config)
