@@ -50,7 +50,8 @@ def prepare(loaded: recipes.LoadedRecipe) -> Prepared:
     config = _check_rewards(config, [*examples, *survey.looked_at(held_out)], notes.append)
     lengths = _measured(config, examples)
     notes += [*lengths.sentences(config), *rules.unread(config)]
-    return Prepared(replace(loaded, config=config), lengths, notes)
+    as_one = recipes.load(config).layers  # what was chosen here is part of the recipe from now on
+    return Prepared(replace(loaded, config=config, layers=as_one), lengths, notes)
 
 
 # Paths
