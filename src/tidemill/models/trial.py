@@ -90,11 +90,7 @@ def _packed(model: Any, samples: list[Tensor]) -> Tensor:
             f"{type(model).__name__} keeps its window of {max(asked)} tokens in a mask and does not tell its attention",
             REMEDY,
         )
-    made: Tensor = model.get_output_embeddings()(hidden)
-    how = logits.shape(model, 1.0)
-    cap: float | None = how["softcap"]
-    bounded = made if cap is None else cap * torch.tanh(made / cap)
-    return bounded / float(how["temperature"])
+    return logits.of(model, hidden)
 
 
 class _Windows:
@@ -127,18 +123,8 @@ def _asked() -> Iterator[set[int]]:
 
 @torch.no_grad()
 def _alone(model: Any, samples: list[Tensor]) -> Tensor:
-    with plain_attention(model):
+    with attention.plain(model):
         return torch.cat([model(input_ids=sample[None], use_cache=False).logits[0] for sample in samples])
-
-
-@contextmanager
-def plain_attention(model: Any) -> Iterator[None]:
-    usual = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(usual)
 
 
 def _apart(ours: Tensor, theirs: Tensor) -> list[float]:
