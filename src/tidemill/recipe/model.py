@@ -40,12 +40,12 @@ class TinyModel(Section):
     heads: int = Field(4, ge=1, description="attention heads")
     kv_heads: int = Field(2, ge=1, description="key/value heads; divides heads")
     intermediate: int = Field(384, ge=8, description="width inside the MLP, or inside each expert")
-    experts: int = Field(8, ge=1, description="of qwen3_moe and mixtral, in each layer")
-    experts_per_token: int = Field(2, ge=1, description="how many of them a token goes through")
+    experts: int = Field(8, ge=1, description="experts in each layer, of qwen3_moe and mixtral")
+    experts_per_token: int = Field(2, ge=1, description="experts that a token is routed to")
     window: int = Field(256, ge=8, description="longest sequence, prompt and response")
     alphabet: str = Field(
         "0123456789+-*/=()<>.,:;?! \nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ'\"[]{}_#$%&@^|~`\\",
-        description="characters the tokenizer knows, one token each",
+        description="the tokenizer's characters, one token each",
     )
     vision: TinyVision | None = Field(
         None, description="of architectures that take images (qwen3_vl, smolvlm, …); none: the usual sizes"
@@ -65,7 +65,7 @@ class ModelSettings(Section):
     path: str | None = Field(
         None, description="a Hugging Face folder, a name of `tidemill models list`, or org/name on the hub"
     )
-    warm_start: str | None = Field(None, description="recipe that makes the model first, when path is not given")
+    warm_start: str | None = Field(None, description="recipe that trains the model first, when path is not given")
     tiny: TinyModel | None = Field(
         None, description="a small model made on the spot, when neither path nor warm_start is given"
     )
