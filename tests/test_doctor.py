@@ -99,7 +99,7 @@ def test_a_recipe_that_does_not_fit_is_told_what_would_help(tmp_path):
 
 
 def test_an_engine_over_several_devices_is_judged_by_its_share() -> None:
-    pytest.importorskip("zmq")
+    pytest.importorskip("msgspec")
     over = [*FITTING, "cluster.executor=processes", "rollout.tp=2", "model.tiny.hidden=256"]
     alone = doctor.examine(recipe.load("quickstart", ["model.warm_start=none", *over]))
     found = {f.area: f for f in alone}["recipe rollout"]

@@ -26,8 +26,8 @@ from tidemill.models.load import make_tiny, save_folder
 from tidemill.recipe import load as recipes
 from tidemill.recipe.config import Data, TinyModel
 from tidemill.run import start as launch
-from tidemill.run.loop import Watcher
 from tidemill.run.trained import export, export_adapter, open_trained
+from tidemill.run.watcher import Watcher
 
 TINY = TinyModel(**RECIPE["model"]["tiny"])
 REWARDS = """

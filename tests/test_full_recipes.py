@@ -76,7 +76,7 @@ SMALL = {
 @pytest.mark.parametrize(("name", "tp"), [("qwen3-8b-h100", 1), ("qwen2.5-32b-h100", 2)])
 def test_a_full_recipe_trains_with_a_small_model_on_fewer_ranks(tmp_path: Path, name: str, tp: int) -> None:
     """All its own settings but sizes, ranks, and workers in place of Ray's."""
-    pytest.importorskip("zmq")
+    pytest.importorskip("msgspec")
     over = [f"{key}={value}" for key, value in SMALL.items()]
     ranks = ["learn.parallel.fsdp=2", f"rollout.tp={tp}"]
     summary = launch.train(f"full/{name}", [*over, *ranks, f"folder={tmp_path}"])

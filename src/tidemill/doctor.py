@@ -46,7 +46,7 @@ EXTRAS = {
     "data": ("Parquet files and dataset folders", ("pyarrow",)),
     "plot": ("the reward curve as PNG", ("matplotlib",)),
     "gguf": ("GGUF files, and the models that come in them", ("gguf",)),
-    "cluster": ("many processes and machines", ("ray", "zmq", "msgspec", "psutil")),
+    "cluster": ("many processes and machines", ("ray", "msgspec", "psutil")),
     "rewards": ("mathematics, reasoning tasks, JSON schemas", ("math_verify", "reasoning_gym", "jsonschema")),
     "peers": ("`tidemill bench` beside other trainers", ("trl",)),
     "dev": ("`make test`", ("pytest", "hypothesis", "ruff", "mypy")),

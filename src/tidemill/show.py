@@ -16,6 +16,7 @@ from tidemill.observe import curve
 from tidemill.observe.progress import Progress, clock_text, percent
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Config
+from tidemill.run.watcher import Watcher
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
     from tidemill.doctor import Finding
     from tidemill.flow.records import Activity, Answered, Evaluation
     from tidemill.flow.workers import Workers
-    from tidemill.run.loop import Summary, Watcher
-else:
-    Watcher = object  # the loop brings torch; drawing does not need it
+    from tidemill.run.summary import Summary
 
 MARKS = {"ok": ("✓", "green"), "note": ("·", "dim"), "warn": ("!", "yellow"), "bad": ("✗", "red")}
 SHOWN_PROBLEMS = 3

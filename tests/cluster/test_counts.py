@@ -10,7 +10,7 @@ import pytest
 from tests.cluster import fatal
 from tests.cluster.runs import Disturb, assert_same, measured, train, worker
 
-pytest.importorskip("zmq")
+pytest.importorskip("msgspec")
 
 # An evaluation brings the reward's module into the rollout worker before its first commit.
 OVER: dict[str, Any] = {

@@ -11,7 +11,7 @@ from tests.cluster.runs import Disturb, assert_same, assert_same_learning, measu
 from tidemill.cluster.driver.driver import Driver
 from tidemill.run import start as launch
 
-pytest.importorskip("zmq")
+pytest.importorskip("msgspec")
 
 ALGORITHM = {"name": "grpo", "old_logprobs": "recompute", "kl": {"coef": 0.01}}
 STEPS = {"steps": 3, "tokens_per_microbatch": 48}

@@ -17,7 +17,7 @@ from tidemill.cluster.driver import status
 from tidemill.observe.lock import lives
 from tidemill.run import start as launch
 
-pytest.importorskip("zmq")
+pytest.importorskip("msgspec")
 pytestmark = pytest.mark.slow
 
 CODE = """

@@ -20,10 +20,10 @@ from tidemill.cluster.worker.learners import World
 from tidemill.cluster.worker.store import StoreServer
 from tidemill.errors import CollectiveError
 from tidemill.models.load import make_tiny, save_folder
-from tidemill.run.loop import Watcher
 from tidemill.run.trained import open_trained
+from tidemill.run.watcher import Watcher
 
-pytest.importorskip("zmq")
+pytest.importorskip("msgspec")
 
 OF_RANKS = ("slowest_rank", "slowest_over_median")  # what only several ranks of a learner can tell
 STEPS = {"steps": 3}

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.runs import measured, train
 
-pytest.importorskip("zmq")
+pytest.importorskip("msgspec")
 SAFE = {"algorithm": {"name": "tests.cluster.safety:SafeGRPO"}, "train": {"steps": 2}, "eval": {"size": 0}}
 
 

@@ -25,7 +25,7 @@ from tidemill.errors import TidemillError
 from tidemill.run import start as launch
 from tidemill.run import trained
 
-pytest.importorskip("zmq")
+pytest.importorskip("msgspec")
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from tidemill.cluster.driver.driver import Driver
 from tidemill.cluster.driver.placement import PlacementError
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'tidemill[cluster]'")
-pytest.importorskip("zmq")
+pytest.importorskip("msgspec")
 pytestmark = pytest.mark.slow  # every worker imports torch anew
 
 STEPS = {"steps": 3}

@@ -6,7 +6,7 @@ import pytest
 
 from tidemill import bench
 
-pytest.importorskip("zmq")
+pytest.importorskip("msgspec")
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from tidemill.cluster.driver.driver import Driver
 from tidemill.cluster.driver.logs import LogStream
 from tidemill.errors import ConfigError, TidemillError
 
-pytest.importorskip("zmq")
+pytest.importorskip("msgspec")
 
 
 @pytest.fixture(scope="module")

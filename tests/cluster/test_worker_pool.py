@@ -13,7 +13,7 @@ import pytest
 from tidemill import device
 from tidemill.algorithms.registry import get
 from tidemill.cluster.commands import Request, WorkerCommands, request
-from tidemill.cluster.driver import stall, status, worker_pool
+from tidemill.cluster.driver import stall, status
 from tidemill.cluster.driver.driver import Driver
 from tidemill.cluster.driver.placement import PlacementError, check
 from tidemill.cluster.driver.publish import Publisher
@@ -80,7 +80,7 @@ def pool_of(tmp_path: Path, tp: int = 1, **cluster: Any) -> WorkerPool:
 
 def test_pauses_grow_with_losses_and_begin_anew_with_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
-    monkeypatch.setattr(worker_pool, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(Starter, "now", lambda self: now)
     pool = pool_of(tmp_path)
     member = pool.members["reward-0"]
     pauses = []

@@ -246,7 +246,7 @@ def test_a_peer_without_the_token_is_refused_and_does_not_believe_the_server(ech
 
 
 def test_who_knows_another_address_is_told_at_once_that_nobody_answers(echo):
-    caller = echo.caller(resends=False)
+    caller = echo.caller(patience_s=0.0)
     assert caller.ask(m.Missing(), 5).count == 1
     echo.silent = 1 << 30
     with pytest.raises(TimeoutError):

@@ -12,7 +12,7 @@ from tests.hostile import strangers
 from tidemill.cluster.start import forkserver
 from tidemill.errors import TidemillError
 
-pytest.importorskip("zmq")
+pytest.importorskip("msgspec")
 
 from tidemill.dock.net.warehouse_server import _identity
 

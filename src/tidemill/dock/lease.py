@@ -41,7 +41,7 @@ class LeaseRenewer:
     any more is not renewed: it runs out."""
 
     def __init__(self, dock: object, lease_s: float) -> None:
-        self.renewed = self.lost = 0
+        self.lost = 0
         self._held: weakref.WeakSet[TakenLease] = weakref.WeakSet()
         self._lock, self._stop = threading.Lock(), threading.Event()
         threading.Thread(target=self._renew, args=(lease_s / RENEWALS,), name="leases", daemon=True).start()
@@ -68,7 +68,6 @@ class LeaseRenewer:
         for lease in held:
             try:
                 lease.renew()
-                self.renewed += 1
             except LeaseExpired:
                 self.lost += 1
             except DockError:

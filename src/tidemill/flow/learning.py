@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from tidemill.batch import GROUP, ID, Batch
+from tidemill.batch import GROUP, ID, LENGTH, Batch
 from tidemill.dock import Dock, Lease, Want
 from tidemill.flow.adjust import LR, adjust_model, adjusted
 from tidemill.flow.stage import at_any_time
@@ -92,7 +91,7 @@ class LearnWorker:
         ready = Batch.concat([held.batch for held in self.held])
         fresh = ~np.isin(ready.values(GROUP), list(self.accumulated))
         rows = np.flatnonzero((self._update_of(ready) == 0) & fresh)
-        if ready["tokens"].lengths[rows].sum() >= self.config.train.tokens_per_microbatch:
+        if ready.values(LENGTH)[rows].sum() >= self.config.train.tokens_per_microbatch:
             self._accumulate(ready.gather(rows))
 
     def _accumulate(self, batch: Batch) -> None:
@@ -105,7 +104,7 @@ class LearnWorker:
 
     def _counted_in(self, batch: Batch) -> Batch:
         """In the order of groups, whatever order they came in; told to the tally."""
-        self.tally.add("learned_tokens", float(batch["tokens"].lengths.sum()))
+        self.tally.add("learned_tokens", float(batch.values(LENGTH).sum()))
         self.tally.add("learned_samples", float(batch.rows))
         if self.config.flow.schedule == "async" and "versions" in batch:
             self._count_age(batch)
@@ -140,10 +139,6 @@ class LearnWorker:
                     with self.tally.time(self.name):
                         self.tally.update(self._named(self.learner.update()))
                 self.accumulated = set()
-
-    def held_tensors(self) -> list[Tensor]:
-        """What may leave the device while rollout has it."""
-        return self.learner.held()
 
     def _named(self, metrics: dict[str, float]) -> dict[str, float]:
         return metrics if self.name == "learn" else {f"critic/{name}": value for name, value in metrics.items()}

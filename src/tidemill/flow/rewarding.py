@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -52,7 +51,7 @@ class RewardWorker:
     def poll(self) -> bool:
         lease = self.dock.take(self.name, Want(rows=1024))
         if lease is not None:
-            self._since = self._since if self.scoring else time.perf_counter()
+            self._since = self._since if self.scoring else self.tally.now()
             prompts: dict[tuple[int, ...], str] = {}  # a group's are the same
             samples = [self._sample(lease.batch.row(i), prompts) for i in range(lease.batch.rows)]
             self.scoring.append((lease, samples, self.scorer.submit(samples)))
@@ -62,7 +61,7 @@ class RewardWorker:
         for finished in done:
             self._commit(*finished)
         if done and not self.scoring:
-            self.tally.add("time/reward", time.perf_counter() - self._since)
+            self.tally.add("time/reward", self.tally.now() - self._since)
         return lease is not None or bool(done)
 
     def _sample(self, row: dict[str, Any], prompts: dict[tuple[int, ...], str]) -> Sample:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,8 +48,17 @@ class RolloutWorker:
 
     name = "rollout"
 
-    def __init__(self, dock: Dock, engine: RolloutEngine, config: Config, tally: Tally) -> None:
+    def __init__(
+        self,
+        dock: Dock,
+        engine: RolloutEngine,
+        config: Config,
+        tally: Tally,
+        outputs: Callable[[list[Completion]], tuple[Batch, Counts | None]] | None = None,
+    ) -> None:
+        """`outputs`: what is committed of a group whose samples are made, and what is counted of them."""
         self.dock, self.engine, self.config, self.tally = dock, engine, config, tally
+        self.outputs = outputs or rollout_outputs
         self.sampling = sampling_of(config, config.seed)
         self.rolling: dict[int, _Rolling] = {}
         self.peers = 1  # rollout workers that share the work, this one included
@@ -149,11 +158,16 @@ class RolloutWorker:
                 f"rollout of group {failed.request.id} failed: {failed.error}",
                 "non-finite weights mean the run diverged: lower learn.lr, or resume from an earlier checkpoint",
             )
-        self.finished += committed(rolling.lease, rollout_columns(made), counts=rollout_counts(made))
+        columns, counts = self.outputs(made)
+        self.finished += committed(rolling.lease, columns, counts=counts)
 
 
 def task_of(row: dict[str, Any]) -> Task:
     return Task(row["answer"], json.loads(row["meta"]), row["where"])
+
+
+def rollout_outputs(made: list[Completion]) -> tuple[Batch, Counts]:
+    return rollout_columns(made), rollout_counts(made)
 
 
 def rollout_columns(made: list[Completion]) -> Batch:

@@ -119,10 +119,6 @@ class ScoreWorker:
         whole: Any = self.model
         return carried(whole.model)
 
-    def held_tensors(self) -> list[Tensor]:
-        """What may leave the device while rollout has it."""
-        return self.model.held()
-
     def poll(self) -> bool:
         lease = self.dock.take(self.name, Want(tokens=self.config.train.tokens_per_microbatch * 4, tag=self.tag))
         if lease is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -67,7 +67,8 @@ def idle(measured: Mapping[str, float], seconds: float) -> dict[str, float]:
 
 
 class Tally:
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.now = now
         self._lock = threading.Lock()
         self._clear()
 
@@ -91,12 +92,12 @@ class Tally:
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
+        started = self.now()
         try:
             with span(name):
                 yield
         finally:
-            self.add(f"time/{name}", time.perf_counter() - started)
+            self.add(f"time/{name}", self.now() - started)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -30,22 +31,30 @@ class LoadedRecipe:
     config: Config
     sources: dict[str, str]  # dotted key → default, "file:line" or command line
     path: Path | None = None
+    layers: tuple[Layer, ...] = ()  # whoever lays more over them knows what was given and what is a default
 
 
-def load(recipe: str | Path | Mapping[str, Any] | Config | LoadedRecipe, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """The config of a recipe (a path, a name, a mapping or a ready config) with `key.sub=value` overrides."""
+def load(
+    recipe: str | Path | Mapping[str, Any] | Config | LoadedRecipe,
+    overrides: Sequence[str] = (),
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> LoadedRecipe:
+    """The config of a recipe (a path, a name, a mapping or a ready config) with `key.sub=value` overrides. `settings`:
+    a program's own, by section, over the recipe and under the overrides."""
     path: Path | None = None
     if isinstance(recipe, LoadedRecipe):
-        if not overrides:
+        if not overrides and not settings:
             return recipe  # with its sources
-        recipe = recipe.config
-    if isinstance(recipe, Config):
+        path, layers = recipe.path, list(recipe.layers)
+    elif isinstance(recipe, Config):
         layers = [flatten(recipe.model_dump(exclude_unset=True), from_one(PYTHON))]
     elif isinstance(recipe, Mapping):
         layers = [flatten(dict(recipe), from_one(PYTHON))]
     else:
         path = locate(str(recipe))
         layers = list(_read_with_bases(path))
+    if settings:
+        layers.append(flatten(dict(settings), from_one(PYTHON)))
     layers.append(parse_overrides(overrides))
     problems = [p for layer in layers for p in layer.problems]
     given: dict[str, Given] = {}
@@ -58,7 +67,7 @@ def load(recipe: str | Path | Mapping[str, Any] | Config | LoadedRecipe, overrid
         problems += [_explain(e, given) for e in error.errors() if e["type"] != "extra_forbidden"]
     if problems or config is None:
         raise ConfigError(as_list(problems), SEE_KEYS)
-    return LoadedRecipe(config, _sources(config, given), path)
+    return LoadedRecipe(config, _sources(config, given), path, tuple(layers))
 
 
 def model_of(config: Config) -> ModelSettings:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -260,6 +260,3 @@ def shift(at: Shape, box: Box, inner: Box) -> Shape:
 def fit_offset(offset: Shape, ndim: int) -> Shape:
     lead = len(offset) - ndim
     return offset[lead:] if lead > 0 else (0,) * -lead + offset
-
-
-Homes = Mapping[str, tuple[Shape, str]]

@@ -107,10 +107,6 @@ class Swap:
         self._stream = torch.Stream(device=self.device) if self._on_device else None
         self._coming = False
 
-    @property
-    def is_out(self) -> bool:
-        return bool(self._out)
-
     def out(self, tensors: Iterable[torch.Tensor]) -> Swapped:
         """Copy to the host what the host does not have, then free all of it on the device."""
         if self._out:

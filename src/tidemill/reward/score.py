@@ -20,7 +20,7 @@ from tidemill.recipe.config import Rewards
 from tidemill.reward.api import RewardFunction, Sample, Scored, is_batched
 from tidemill.reward.outcome import Outcome, judge, judge_many
 from tidemill.reward.pool import Pool, Unit
-from tidemill.reward.registry import check_args, find, is_quick, wants_device
+from tidemill.reward.registry import check_args, find, is_quick, runs_here, wants_device
 
 MOST_WORKERS = 32  # with rewards.workers auto: each takes a second to start and some 100 MB
 
@@ -59,10 +59,6 @@ class Failures:
     by_fault: Mapping[str, int] = field(default_factory=dict)
     first: Failure | None = None
 
-    @property
-    def is_total(self) -> bool:
-        return 0 < self.scored == self.failed
-
     def __add__(self, other: Failures) -> Failures:
         by_fault = Counter(self.by_fault) + Counter(other.by_fault)
         return Failures(self.scored + other.scored, self.failed + other.failed, by_fault, self.first or other.first)
@@ -76,7 +72,6 @@ class Scorer:
         self.rewards, self.on_outcome = rewards, on_outcome
         self.components = components(rewards, device)
         self.failures = Failures()  # since the start
-        self._taken = Failures()  # since they were last taken
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "reward")
         slow = [(c.name, c.args) for c in self.components if c.slot is not None]
@@ -131,13 +126,7 @@ class Scorer:
         faults = Counter(failure.fault for failure in failures)
         found = Failures(1, bool(failures), faults, failures[0] if failures else None)
         with self._lock:
-            self.failures, self._taken = self.failures + found, self._taken + found
-
-    def take_failures(self) -> Failures:
-        """Those since the last call: of a step, when it is called once a step."""
-        with self._lock:
-            taken, self._taken = self._taken, Failures()
-        return taken
+            self.failures = self.failures + found
 
     def close(self) -> None:
         if self._pool is not None:
@@ -206,7 +195,7 @@ def components(rewards: Rewards, device: str = "auto") -> tuple[Component, ...]:
             if tried.fault:
                 raise ConfigError(f"rewards: {spec.function!r} cannot work with args {spec.args}: it {tried.why}")
         label = unique(spec.label or spec.function.rpartition(":")[2], {c.label for c in made})
-        is_here = quick or is_batched(function)
+        is_here = runs_here(spec.function, function)
         args = {"device": device, **spec.args} if wants_device(spec.function) else spec.args
         made.append(Component(label, spec.function, args, spec.weight, function, None if is_here else slots))
         slots += not is_here

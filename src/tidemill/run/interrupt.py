@@ -5,14 +5,15 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from tidemill.flow.records import Activity
 from tidemill.flow.workers import Stopped, Workers
-from tidemill.run.summary import Watcher
+from tidemill.run.watcher import Watcher
 
+R = TypeVar("R")
 TELL_EVERY_S = 0.2  # what the run is at: as often as a panel can show
 
 
@@ -40,6 +41,44 @@ class Pulse:
             return False
         self.told_at = now
         return True
+
+
+class Stopwatch:
+    """Seconds of a step, without those that whoever drives the run took for other things."""
+
+    def __init__(self) -> None:
+        self._began, self.away_s = time.perf_counter(), 0.0
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._began - self.away_s
+
+
+class Presence:
+    """Whether whoever drives the run by its moments is still there. One who leaves closes the generator, which is met
+    at the moment that was told last."""
+
+    def __init__(self) -> None:
+        self.is_there = True
+
+    @contextmanager
+    def elsewhere(self, clock: Stopwatch) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        except GeneratorExit:
+            self.is_there = False
+        finally:
+            clock.away_s += time.perf_counter() - began
+
+
+def drained(moments: Generator[Any, None, R]) -> R:
+    """Drive a run to its end; what it came to."""
+    while True:
+        try:
+            next(moments)
+        except StopIteration as end:
+            found: R = end.value
+            return found
 
 
 @contextmanager

@@ -1,11 +1,12 @@
-"""The run itself: feed, roll out, score, learn, look, save; again. Everything it does is in `train_loop`, in order."""
+"""The run itself: feed, roll out, score, learn, look, save; again. Everything it does is in `train_loop`, in order.
+It is a generator: a command takes its moments to the end, a program may do something between them."""
 
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 
 from tidemill.cluster.start.choose import start
 from tidemill.flow.adjust import values_of
@@ -18,15 +19,35 @@ from tidemill.observe.metrics import MetricsWriter
 from tidemill.observe.profile import profiled
 from tidemill.observe.run_folder import RunFolder, info_of
 from tidemill.recipe.config import Config
-from tidemill.run.interrupt import Pulse, interruptions
+from tidemill.run.interrupt import Presence, Pulse, Stopwatch, interruptions
 from tidemill.run.measure import Machine
-from tidemill.run.summary import Summary, Watcher, finish, record, refuse_if_all_failed, restore, save
+from tidemill.run.summary import Summary, finish, record, refuse_if_all_failed, restore, save
 from tidemill.run.warm_start import warm_start
+from tidemill.run.watcher import Watcher
+
+
+@dataclass(frozen=True, slots=True)
+class StageDone:
+    """A stage of a step is over; those that work at once are over at once, as `flow.workers.ALL_STAGES`."""
+
+    step: int
+    stage: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    step: int
+    metrics: dict[str, float]
+
+
+Moment = StageDone | StepDone
 
 
 def train_loop(
     config: Config, folder: RunFolder, workers: Workers, watch: Watcher, found: checkpoint.Found | None
-) -> Summary:
+) -> Generator[Moment, None, Summary]:
+    """A run, driven by whoever takes its moments. One who leaves (closes the generator) ends the run as a user who
+    stops it does: what is under way is finished and saved."""
     summary, first = Summary(), 0
     if found is not None:
         first = restore(found, workers, summary)
@@ -37,7 +58,8 @@ def train_loop(
         recording(folder, config, first, watch) as metrics,
         interruptions(watch) as asked,
     ):
-        stop = Pulse(asked, workers, watch)
+        presence = Presence()
+        stop = Pulse(lambda: asked() or not presence.is_there or watch.stopping(), workers, watch)
         if summary.is_look_due:  # the user stopped the run in an evaluation
             look(workers, config, summary, metrics, watch, stop)
         if first == 0 and config.eval.before and config.eval.size:
@@ -58,14 +80,21 @@ def train_loop(
             if steering.begin(step):
                 summary.is_stopped = True
                 break
-            began = time.perf_counter()
+            watch.beginning(step)
+            clock = Stopwatch()
             try:
                 with profiled(folder.path, config.train.profile, step):
-                    workers.step(step, stop)
+                    for stage in workers.stages(step, stop):
+                        if presence.is_there:
+                            with presence.elsewhere(clock):
+                                yield StageDone(step, stage)
             except Stopped:
                 summary.is_stopped = True
                 break
-            record(step, workers, metrics, machine, summary, time.perf_counter() - began, watch)
+            measured = record(step, folder, workers, metrics, machine, summary, clock.seconds(), watch)
+            if presence.is_there:
+                with presence.elsewhere(clock):
+                    yield StepDone(step, measured)
             if config.eval.size and config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
                 seen = look(workers, config, summary, metrics, watch, stop)
                 summary.is_look_due = seen is None
@@ -84,7 +113,7 @@ def train_loop(
     return summary
 
 
-def run(config: Config, folder: RunFolder, watch: Watcher | None = None) -> Summary:
+def moments(config: Config, folder: RunFolder, watch: Watcher | None = None) -> Generator[Moment, None, Summary]:
     """From wherever the folder stands to the end of the run."""
     watch = watch or Watcher()
     watch.doing(Activity("loading the model"))
@@ -96,7 +125,7 @@ def run(config: Config, folder: RunFolder, watch: Watcher | None = None) -> Summ
         while True:
             found = newest(folder, watch)
             try:
-                return train_loop(config, folder, workers, watch, found)
+                return (yield from train_loop(config, folder, workers, watch, found))
             except Rewound as lost:
                 watch.noted(str(lost))
                 workers.rewind()
@@ -150,4 +179,4 @@ def recording(folder: RunFolder, config: Config, first: int, watch: Watcher) -> 
             watch.noted(trouble)
 
 
-__all__ = ["Summary", "Watcher", "run"]
+__all__ = ["Moment", "StageDone", "StepDone", "Summary", "moments"]

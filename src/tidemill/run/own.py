@@ -94,13 +94,14 @@ class _Fit:
         from tidemill.data import survey
         from tidemill.data.prompts import PromptTokens
         from tidemill.data.source import open_source
+        from tidemill.environment.registry import offered
         from tidemill.models.load import load_tokenizer
         from tidemill.models.shape import shape_of
 
         config = self.config()
         shape = shape_of(config.model)
         window = (shape.window if shape else None) or 4096
-        encode = PromptTokens(load_tokenizer(config.model), config.data)
+        encode = PromptTokens(load_tokenizer(config.model), config.data, tools=offered(config.environment))
         training, held_out = open_source(config.data, config.seed)
         examples = [*survey.looked_at(training), *survey.looked_at(held_out)]
         longest = max(len(encode.prompt(example)) for example in examples)

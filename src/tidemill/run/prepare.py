@@ -50,7 +50,8 @@ def prepare(loaded: recipes.LoadedRecipe) -> Prepared:
     config = _check_rewards(config, [*examples, *survey.looked_at(held_out)], notes.append)
     lengths = _measured(config, examples)
     notes += [*lengths.sentences(config), *rules.unread(config)]
-    return Prepared(replace(loaded, config=config), lengths, notes)
+    as_one = recipes.load(config).layers  # what was chosen here is part of the recipe from now on
+    return Prepared(replace(loaded, config=config, layers=as_one), lengths, notes)
 
 
 # Paths
@@ -167,7 +168,8 @@ def _check_rewards(config: Config, examples: list[Any], note: Callable[[str], No
 def _measured(config: Config, examples: list[Any]) -> Lengths:
     from tidemill.data import survey
     from tidemill.data.prompts import PromptTokens
+    from tidemill.environment.registry import offered
     from tidemill.models.load import load_tokenizer
 
-    encode = PromptTokens(load_tokenizer(recipes.model_of(config)), config.data)
+    encode = PromptTokens(load_tokenizer(recipes.model_of(config)), config.data, tools=offered(config.environment))
     return survey.measure(examples, encode, config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,10 @@ from tidemill.recipe.config import Config
 
 if TYPE_CHECKING:
     from tidemill.flow.records import Activity, Evaluation
-    from tidemill.run.loop import Summary, Watcher
+    from tidemill.run.loop import Moment, Summary
+    from tidemill.run.watcher import Watcher
+
+    Moments = Generator[Moment, None, Summary]
 
 
 class NothingLeft(TidemillError):
@@ -27,6 +30,17 @@ def train(
     watch: Watcher | None = None,
 ) -> Summary:
     """Run a recipe. A start that fails leaves everything as it was: an older run of the name stays in its place."""
+    from tidemill.run.interrupt import drained
+
+    return drained(begin(recipe, overrides, watch))
+
+
+def begin(
+    recipe: str | Path | Mapping[str, Any] | Config | recipes.LoadedRecipe,
+    overrides: Sequence[str] = (),
+    watch: Watcher | None = None,
+) -> Moments:
+    """A run of a recipe, driven by its moments. Nothing is checked and nothing begins before the first is asked for."""
     from tidemill.run.prepare import prepare
 
     loaded = recipe if isinstance(recipe, recipes.LoadedRecipe) else recipes.load(recipe, overrides)
@@ -39,7 +53,7 @@ def train(
         if folder.moved is not None and watch is not None:
             watch.noted(f"an older run of this name is now {folder.moved}")
         try:
-            return _loop(folder, watch)
+            return (yield from _loop(folder, watch))
         except BaseException:
             if not has_steps(folder.path):
                 failed = folder.discard()
@@ -50,12 +64,19 @@ def train(
 
 def resume(run: str | Path, watch: Watcher | None = None, overrides: Sequence[str] = ()) -> Summary:
     """Continue a run from its newest checkpoint, with changed settings if any are given."""
+    from tidemill.run.interrupt import drained
+
+    return drained(go_on(run, watch, overrides))
+
+
+def go_on(run: str | Path, watch: Watcher | None = None, overrides: Sequence[str] = ()) -> Moments:
+    """`resume`, driven by its moments."""
     with RunFolder.open(run) as folder:
         for change in folder.change(overrides, _last_step(folder), precheck.check) if overrides else ():
             if watch is not None:
                 watch.noted(f"changed: {change}")
         refuse_if_finished(folder)
-        return _loop(folder, watch)
+        return (yield from _loop(folder, watch))
 
 
 def _last_step(folder: RunFolder) -> int:
@@ -75,10 +96,10 @@ def refuse_if_finished(folder: RunFolder) -> None:
         )
 
 
-def _loop(folder: RunFolder, watch: Watcher | None) -> Summary:
-    from tidemill.run.loop import run  # brings torch and transformers: only once the config stands
+def _loop(folder: RunFolder, watch: Watcher | None) -> Moments:
+    from tidemill.run.loop import moments  # brings torch and transformers: only once the config stands
 
-    return run(folder.config, folder, watch)
+    return (yield from moments(folder.config, folder, watch))
 
 
 def evaluate(

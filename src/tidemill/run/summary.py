@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidemill.data.survey import Lengths
 from tidemill.errors import CheckpointError, RewardError
-from tidemill.flow.records import Activity, Evaluation, dump_evaluation, load_evaluation
+from tidemill.flow.records import Evaluation, dump_evaluation, load_evaluation
 from tidemill.flow.tally import idle
 from tidemill.flow.workers import Workers
 from tidemill.learn import checkpoint
@@ -15,6 +14,7 @@ from tidemill.observe.metrics import MetricsWriter
 from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe.config import Config
 from tidemill.run.measure import Machine
+from tidemill.run.watcher import Watcher
 
 
 @dataclass(slots=True)
@@ -48,27 +48,19 @@ class Summary:
         return own | {"is_stopped": self.is_stopped, "is_early": self.is_early}
 
 
-class Watcher:
-    """What a run tells whoever watches; the command line draws it, tests ignore it."""
-
-    def prepared(self, config: Config, lengths: Lengths) -> None: ...
-    def doing(self, activity: Activity) -> None: ...
-    def started(self, workers: Workers, first_step: int) -> None: ...
-    def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
-    def stepped(self, step: int, metrics: dict[str, float]) -> None: ...
-    def noted(self, message: str) -> None: ...
-
-
 def record(
     step: int,
+    folder: RunFolder,
     workers: Workers,
     metrics: MetricsWriter,
     machine: Machine,
     summary: Summary,
     seconds: float,
     watch: Watcher,
-) -> None:
+) -> dict[str, float]:
+    """What the step came to: counted, checked, written and told."""
     measured = workers.measure()
+    watch.published(step, int(measured.get("version", -1)))
     made = "made_tokens" in measured  # learning from one's own samples: each counts once, however often it is learned
     tokens = measured["prompt_tokens"] + measured["made_tokens"] if made else measured.get("learned_tokens", 0.0)
     measured |= {"tokens_per_s": tokens / seconds, "time/step": seconds}
@@ -84,7 +76,9 @@ def record(
         summary.latest = summary.rewards[-1]
     measured |= machine.measure(measured, seconds, tokens, workers.parameters, summary.seconds)
     trouble = workers.after_step(step, measured)
+    samples_from = folder.samples_size()
     first_error = workers.write_samples(step)
+    watch.sampled(step, lambda: folder.samples_after(samples_from))
     if first_error and not summary.is_failure_told:
         summary.is_failure_told = True
         watch.noted(f"a reward failed: {first_error}")
@@ -94,8 +88,9 @@ def record(
     metrics.write(step, measured)
     watch.stepped(step, measured)
     for sentence in trouble:
-        watch.noted(sentence)
+        watch.warned(sentence)
         metrics.event("health", sentence)
+    return measured
 
 
 def refuse_if_all_failed(failed: int, made: int, first: str) -> None:
@@ -121,6 +116,7 @@ def save(folder: RunFolder, workers: Workers, summary: Summary, config: Config, 
     try:
         workers.save(folder.checkpoints, summary.steps, state, best=is_best, metric=metric)
         summary.best = metric if is_best else summary.best
+        watch.saved(summary.steps, folder.checkpoints / f"step-{summary.steps:06d}")
     except CheckpointError as error:
         watch.noted(f"{error} (the run goes on; earlier checkpoints are untouched)")
         return False
@@ -133,6 +129,7 @@ def finish(folder: RunFolder, workers: Workers, summary: Summary, config: Config
             setattr(summary, name, evaluation.accuracy)
     is_saved = save(folder, workers, summary, config, watch)
     folder.write_summary(summary.plain())
+    watch.ended(summary)
     if not is_saved:
         raise CheckpointError(
             f"the last checkpoint of {folder.path} could not be saved",

@@ -20,7 +20,7 @@ from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Config
 
 if TYPE_CHECKING:
-    from tidemill.run.loop import Watcher
+    from tidemill.run.watcher import Watcher
 
 # Settings that change no weight.
 WITHOUT_EFFECT = ("name", "about", "folder", "observe", "checkpoint", "reshard")
@@ -43,7 +43,7 @@ def warm_start(config: Config, folder: RunFolder, watch: Watcher) -> Path | None
         return made
     watch.noted(f"warm start: {own.about or own.name}")
     precheck.check(own, fetch=True)
-    train(own, made, watch)
+    train(own, made, watch.of_warm_start())
     keep(made, kept)
     return made
 
@@ -81,10 +81,11 @@ def _code() -> str:
 
 def train(own: Config, made: Path, watch: Watcher) -> None:
     from tidemill.cluster.start.choose import start
+    from tidemill.run.interrupt import drained
     from tidemill.run.loop import train_loop
 
     with RunFolder.create(own) as inner, closing(start(own, warm_start(own, inner, watch), inner)) as workers:
-        if train_loop(own, inner, workers, watch, None).is_stopped:
+        if drained(train_loop(own, inner, workers, watch, None)).is_stopped:
             raise KeyboardInterrupt
         aside = made.with_name(".model")
         workers.save_model(aside)

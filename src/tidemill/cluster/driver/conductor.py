@@ -6,8 +6,7 @@ lost costs its leases; where a step cannot go on it begins again at another dock
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tidemill.cluster.commands import OpenedStep, WorkerCommands, request
@@ -16,7 +15,7 @@ from tidemill.cluster.start.handle import WorkerLost
 from tidemill.dock import DockState
 from tidemill.errors import DockError, TidemillError
 from tidemill.flow.schedule import schedule_of
-from tidemill.flow.workers import Rewound, Stopped
+from tidemill.flow.workers import ALL_STAGES, Rewound, Stopped
 
 if TYPE_CHECKING:
     from tidemill.cluster.driver.driver import Driver
@@ -34,40 +33,40 @@ class Conductor:
         self.number = 0
         self.first_group = -1
         self.tag: str | None = None
-        self.begun_again = 0
         self.refeed = True  # the dock may lack rows of the step: they are put again from where it began
         self._is_fed = False
         self._start: dict[str, Any] = {}  # where the feed stood when the step began
         self._broken = ""  # why the step cannot go on as it is
         self._lost_rows = 0
         self._rollouts: list[tuple[str, int, str]] = []  # who shares the rollout, at which dock; all were told
-        self.moved_at, self._seen = time.monotonic(), ""
+        self.moved_at, self._seen = self.pool.starter.now(), ""
 
     # A step
 
-    def step(self, number: int, stop: Callable[[], bool]) -> None:
+    def stages(self, number: int, stop: Callable[[], bool]) -> Iterator[str]:
+        """A step; the names of its stages as they are done. Those of a step that begins again come again."""
         self.number, self._start = number, dict(self.driver.feed_state)
         for _ in range(ATTEMPTS):
             try:
-                self._attempt(stop)
+                yield from self._attempt(stop)
                 return
             except WorkerLost as lost:
                 self.driver.check_learners()
                 if self._is_learned():  # what is learned is not learned again
                     raise Rewound(f"{lost} after the step was learned; back to the newest checkpoint") from lost
                 self.driver.note(f"the step begins again: {lost}")
-                self.begun_again += 1
                 self._begin_again()
         raise TidemillError(f"a step began {ATTEMPTS} times and never ended", "the notes above say why each time")
 
-    def _attempt(self, stop: Callable[[], bool]) -> None:
+    def _attempt(self, stop: Callable[[], bool]) -> Iterator[str]:
         self._broken, self._lost_rows = "", 0
         fed = self._feed(stop)
-        self.moved_at = time.monotonic()
+        self.moved_at = self.pool.starter.now()
         if self.schedule.in_turn:
-            self._one_after_the_other(stop)
+            yield from self._one_after_the_other(stop)
         else:
             self._all_at_once(stop)
+            yield ALL_STAGES
         if not self.schedule.lead:
             self._work_on(())
         self._is_fed = False
@@ -99,7 +98,7 @@ class Conductor:
                 self.pool.send(member, begin)
         return fed
 
-    def _one_after_the_other(self, stop: Callable[[], bool]) -> None:
+    def _one_after_the_other(self, stop: Callable[[], bool]) -> Iterator[str]:
         names = [stage.name for stage in self.driver.graph.stages]
         beside = [name for name in names if name in BESIDE]
         while not self._is_learned():  # once, unless a stage puts new rows in or rows come back
@@ -107,6 +106,8 @@ class Conductor:
                 turn = list(dict.fromkeys([name, *beside]))
                 self._work_on(turn)
                 self._until(lambda turn=turn: self._is_still(turn), stop)  # type: ignore[misc]
+                yield name
+                self.moved_at = self.pool.starter.now()  # whoever drives the stages may have taken long
 
     def _all_at_once(self, stop: Callable[[], bool]) -> None:
         self._work_on(stage.name for stage in self.driver.graph.stages)
@@ -169,7 +170,7 @@ class Conductor:
         """Whether anything has changed since the last look; after too long without, the run says who waits."""
         stages = [(c.ready, c.leased, c.done) for c in state.stages.values()]
         seen = repr((stages, state.ended, [m.report.moves if m.report else -1 for m in self.pool.members.values()]))
-        now = time.monotonic()
+        now = self.pool.starter.now()
         if seen != self._seen:
             self._seen, self.moved_at = seen, now
             return True

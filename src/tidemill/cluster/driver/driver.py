@@ -7,8 +7,7 @@ counts, positions and states.
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +19,6 @@ from tidemill.cluster.driver.activity import what_it_is_at
 from tidemill.cluster.driver.conductor import Conductor
 from tidemill.cluster.driver.logs import LogStream
 from tidemill.cluster.driver.publish import Publisher
-from tidemill.cluster.driver.run_dock import OwnRunDock, RunDock, ServedRunDock
 from tidemill.cluster.driver.status_writer import StatusWriter
 from tidemill.cluster.driver.worker_pool import Member, WorkerPool
 from tidemill.cluster.start.handle import Starter, WorkerLost
@@ -62,7 +60,7 @@ class Driver:
         self.starter, self.wiring, self.graph = starter, wiring, graph
         self.path = folder.path.resolve()
         self._tell = note
-        self._logs = None if starter.is_here else LogStream(self.path / "logs")
+        self._logs = LogStream(self.path / "logs") if starter.has_processes else None
         logs = self.path / "logs"
         self.pool = WorkerPool(
             config.cluster, wiring, starter, logs, self.note, self._build, self._on_ready, self._on_lost
@@ -87,11 +85,7 @@ class Driver:
         self._dump = (
             Dump(self.path, config.observe.dump, [s.name for s in graph.stages]) if config.observe.dump else None
         )
-        self.run_dock: RunDock
-        if starter.is_here:
-            self.run_dock = OwnRunDock(config, graph, self._dump)
-        else:
-            self.run_dock = ServedRunDock(config, graph, self.path / "dock", starter)
+        self.run_dock = starter.open_dock(config, graph, self.path, self._dump)
         self.conductor = Conductor(self)
         self.status = StatusWriter(self)
 
@@ -103,7 +97,7 @@ class Driver:
     # Starting
 
     def start(self) -> None:
-        if not self.starter.is_here:
+        if self.starter.has_processes:
             self._end_stacks = status.keep_stacks(self.pool.logs / "driver.stacks")
         self.pool.start(self.pool.members)
         self.look()
@@ -129,7 +123,7 @@ class Driver:
         for member in self.pool.learners():
             if member.handle is not None:
                 member.handle.kill()
-            member.become("lost")
+            member.become("lost", self.starter.now())
             self.pool.again(member)
         self._lost_learner = ""
 
@@ -230,7 +224,7 @@ class Driver:
 
     def look(self, state: DockState | None = None, is_over: bool = False) -> None:
         """Write status.json, if it is time for it or `state` is None, and let workers join and leave."""
-        if not self.starter.is_here:
+        if self.starter.has_processes:
             self.status.write(state, is_over)
 
     def mend_stores(self) -> None:
@@ -263,9 +257,9 @@ class Driver:
 
     # What the loop asks
 
-    def step(self, number: int, stop: Callable[[], bool]) -> None:
+    def stages(self, number: int, stop: Callable[[], bool]) -> Iterator[str]:
         with self._dump.step(number) if self._dump is not None else contextlib.nullcontext():
-            self.conductor.step(number, stop)
+            yield from self.conductor.stages(number, stop)
         self.pool.step_made()
 
     def adjust(self, changes: Mapping[str, float]) -> str:
@@ -301,7 +295,7 @@ class Driver:
         """The answers of all who are there; one that is lost meanwhile has no word."""
         futures = {m.name: self.pool.send(m, asked) for m in self.pool.ready}
         told = {}
-        deadline = time.monotonic() + self.config.cluster.stall_s
+        deadline = self.starter.now() + self.config.cluster.stall_s
         for name, future in futures.items():
             while not future.done():
                 self.check_learners()
@@ -314,7 +308,7 @@ class Driver:
     def _give_up_late(self, name: str, command: str, deadline: float) -> None:
         """One that answers when it is watched, but hangs in its work, is not waited for without end."""
         member = self.pool.members.get(name)
-        if time.monotonic() < deadline or member is None or member.state != "ready":
+        if self.starter.now() < deadline or member is None or member.state != "ready":
             return
         why = f"{name} did not come to {command!r} within {self.config.cluster.stall_s:g} s: it hangs"
         self.pool.lose(member, f"{why}{self.pool.examine(why)}")
@@ -368,11 +362,11 @@ class Driver:
         """However long it takes, as long as tokens are made, or answers judged."""
         shown = size if self.starter.is_here else SHOWN_ANSWERS
         future = self.pool.send(member, request(WorkerCommands.evaluate, size, samples, shown))
-        moves, moved_at = -1, time.monotonic()
+        moves, moved_at = -1, self.starter.now()
         while not future.done():
             self.check_learners()
             self.pool.pump(0.2)
-            now = time.monotonic()
+            now = self.starter.now()
             if member.report is not None and member.report.moves != moves:
                 moves, moved_at = member.report.moves, now
             if now - moved_at > self.config.cluster.stall_s:

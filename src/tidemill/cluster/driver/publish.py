@@ -25,7 +25,6 @@ class Publisher:
         self.timeout_s, self.verify = config.cluster.collective_s, config.reshard.verify
         self.serves_on = schedule_of(config).serves_on  # rollout is at work while weights come
         self.version = -1
-        self.moved_bytes = 0.0
         self.checked = 0.0  # blocks whose checksums were compared
         self.seconds = 0.0
         self._linked: tuple[tuple[str, int], ...] = ()  # names and incarnations on the link
@@ -87,7 +86,6 @@ class Publisher:
             return
         self._link(members)
         told = self.pool.call_all(members, self._order_of, self.timeout_s + 5)
-        self.moved_bytes += sum(t.nbytes for t in told.values())
         self.checked += sum(t.checked for t in told.values())
         self.seconds = max(t.seconds for t in told.values())
 

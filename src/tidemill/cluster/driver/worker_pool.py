@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import pickle
 import queue
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -22,7 +21,6 @@ from tidemill.cluster.wiring import Post, Wiring
 from tidemill.errors import TidemillError
 from tidemill.recipe.config import Cluster
 
-WATCH_S = 2.0  # a worker reports at least this often
 SILENCE_S = 15.0  # at least this long without a report before a worker counts as lost: busy machines are slow
 FAILED_STARTS = 3  # in a row that end the run
 PAUSE_S = (0.2, 15.0)  # before a lost worker is started again: at first, at most
@@ -41,8 +39,8 @@ class Member:
     host: str = ""
     pid: int = 0
     report: WorkerReport | None = None
-    heard: float = field(default_factory=time.monotonic)
-    since: float = field(default_factory=time.monotonic)  # of its state
+    heard: float = 0.0
+    since: float = 0.0  # of its state
     failed_starts: int = 0
     losses: int = 0  # since the last step
     restarts: int = 0
@@ -54,8 +52,8 @@ class Member:
     def name(self) -> str:
         return self.post.name
 
-    def become(self, state: State) -> None:
-        self.state, self.since = state, time.monotonic()
+    def become(self, state: State, now: float) -> None:
+        self.state, self.since = state, now
 
 
 class WorkerPool:
@@ -74,7 +72,8 @@ class WorkerPool:
         on_lost: Callable[[Member, str], bool],
     ) -> None:
         self.settings, self.wiring, self.starter, self.logs, self.note = settings, wiring, starter, logs, note
-        self.members = {post.name: Member(post) for post in wiring.posts}
+        now = starter.now()
+        self.members = {post.name: Member(post, heard=now, since=now) for post in wiring.posts}
         self.spent = 0  # workers made up for since the last step
         self.lost_total = 0
         self._spawned = 0
@@ -119,9 +118,9 @@ class WorkerPool:
 
     def wait_ready(self, names: Sequence[str]) -> None:
         """Of those that are still members: one that finds no place, and is not needed, is given up meanwhile."""
-        deadline = time.monotonic() + self.settings.start_s
+        deadline = self.starter.now() + self.settings.start_s
         while late := [n for n in names if n in self.members and self.members[n].state != "ready"]:
-            if time.monotonic() > deadline and not self._do_without(late):
+            if self.starter.now() > deadline and not self._do_without(late):
                 raise TidemillError(
                     f"{', '.join(late)} did not start within {self.settings.start_s:g} s",
                     f"see {self.logs}; raise cluster.start_s if the model is large",
@@ -143,24 +142,25 @@ class WorkerPool:
 
     def add(self, post: Post) -> Member:
         """One more worker, while the run goes on."""
-        member = self.members[post.name] = Member(post)
+        now = self.starter.now()
+        member = self.members[post.name] = Member(post, heard=now, since=now)
         self._spawn(member)
         return member
 
     def remove(self, name: str) -> None:
         """A worker leaves for good: what it holds goes to others."""
         member = self.members.pop(name)
-        member.become("gone")
+        member.become("gone", self.starter.now())
         if member.handle is not None:
             member.handle.kill()
         self.starter.release(member.post)
 
     def _spawn(self, member: Member) -> None:
-        member.become("starting")
+        member.become("starting", self.starter.now())
         self._spawned += 1
         member.incarnation = self._spawned  # of all workers: one that comes under an old name is not taken for it
         member.node = ""
-        member.report, member.heard = None, time.monotonic()
+        member.report, member.heard = None, self.starter.now()
         member.handle = self.starter.spawn(member.post, self.logs)
         self._then(member, member.handle.call(request(HostCommands.where)), lambda place: self._placed(member, place))
 
@@ -169,19 +169,19 @@ class WorkerPool:
         self._then(member, self._build(member), lambda ready: self._is_ready(member, ready))
 
     def _is_ready(self, member: Member, ready: WorkerReady) -> None:
-        member.pid, member.failed_starts, member.heard = ready.pid, 0, time.monotonic()
-        member.become("ready")
+        member.pid, member.failed_starts, member.heard = ready.pid, 0, self.starter.now()
+        member.become("ready", self.starter.now())
         self._watch(member)
         self._on_ready(member)
 
     def _watch(self, member: Member) -> None:
         assert member.handle is not None
         seen = member.report.serial if member.report is not None else 0
-        watched = member.handle.call(request(HostCommands.watch, seen, WATCH_S))
+        watched = member.handle.call(request(HostCommands.watch, seen, self.starter.watch_s))
         self._then(member, watched, lambda report: self._heard(member, report))
 
     def _heard(self, member: Member, report: WorkerReport) -> None:
-        member.report, member.heard = report, time.monotonic()
+        member.report, member.heard = report, self.starter.now()
         if report.failure is not None:
             self._failed(member, report.failure)
         elif member.state == "ready":
@@ -202,7 +202,7 @@ class WorkerPool:
         if member.state == "starting":
             member.failed_starts += 1
         member.last_error = why
-        member.become("lost")
+        member.become("lost", self.starter.now())
         self.lost_total += 1
         if member.handle is not None:
             member.handle.kill()
@@ -220,7 +220,7 @@ class WorkerPool:
                 f"{self._own_words(member)}",
                 f"its log is {self.logs / member.name}.log; cluster.restarts is the limit",
             )
-        member.not_before = time.monotonic() + min(PAUSE_S[1], PAUSE_S[0] * 2 ** (member.losses - 1))
+        member.not_before = self.starter.now() + min(PAUSE_S[1], PAUSE_S[0] * 2 ** (member.losses - 1))
         if not self._on_lost(member, why):
             member.not_before = float("inf")  # others decide when
         if member.post.group.restart == "engine":
@@ -231,7 +231,7 @@ class WorkerPool:
         """The ranks of an engine have no use without one another. Counted once."""
         if mate.state == "ready":
             mate.last_error = f"{lost.name}, which shares its engine, is lost"
-            mate.become("lost")
+            mate.become("lost", self.starter.now())
             mate.not_before = lost.not_before
             if mate.handle is not None:
                 mate.handle.kill()
@@ -257,10 +257,8 @@ class WorkerPool:
 
     def pump(self, wait_s: float) -> None:
         """Let things happen for at most `wait_s`: until something did."""
-        if self.starter.is_here:  # the work is done on this thread, and waits by itself
-            self.starter.work(wait_s)
-            wait_s = 0.0
-        else:
+        wait_s = self.starter.work(wait_s)  # of workers on this thread, who wait by themselves
+        if not self.starter.is_here:
             self._look()
         try:
             event = self._events.get(timeout=wait_s) if wait_s > 0 else self._events.get_nowait()
@@ -272,8 +270,8 @@ class WorkerPool:
             return
 
     def _look(self) -> None:
-        now = time.monotonic()
-        silence_s = WATCH_S + max(SILENCE_S, 2 * self.settings.lease_s)
+        now = self.starter.now()
+        silence_s = self.starter.watch_s + max(SILENCE_S, 2 * self.settings.lease_s)
         for member in list(self.members.values()):
             if member.state == "gone":
                 continue
@@ -303,12 +301,12 @@ class WorkerPool:
         """What each answers. `WorkerLost` when one is lost or late, `Failure` raised when one could not."""
         requests = {m.name: asked(m) for m in members}
         futures = {m.name: self.send(m, requests[m.name]) for m in members}
-        deadline = time.monotonic() + within_s
+        deadline = self.starter.now() + within_s
         while not all(f.done() for f in futures.values()):
             if any(f.done() and (f.exception() or f.result().failure) for f in futures.values()):
                 break
             self.check()
-            if time.monotonic() > deadline:
+            if self.starter.now() > deadline:
                 late = [name for name, f in futures.items() if not f.done()]
                 what = requests[late[0]].name
                 raise WorkerLost(f"{', '.join(late)} did not finish {what!r} within {within_s:g} s")
@@ -358,7 +356,7 @@ class WorkerPool:
         future.add_done_callback(lambda _: self._events.put(event))
 
     def _count(self, answer: Answer) -> None:
-        if not self.starter.is_here:  # else nothing travels
+        if self.starter.has_processes:  # else nothing travels
             self.received_bytes += len(pickle.dumps(answer.value))
 
     def close(self) -> None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tidemill.cluster.commands import Request
 from tidemill.cluster.wiring import Post, Resources, Wiring
 from tidemill.dock.address import Address
+from tidemill.graph import Graph
+from tidemill.recipe.config import Config
+
+if TYPE_CHECKING:
+    from tidemill.cluster.driver.run_dock import RunDock
+    from tidemill.flow.dump import Dump
+
+WATCH_S = 2.0  # a worker of another process reports at least this often
 
 
 class WorkerLost(Exception):
@@ -28,9 +37,18 @@ class Starter(Protocol):
     """Places and starts workers; watching and restarting them is the worker pool's."""
 
     is_here: bool  # workers are in this process: none of them is lost without it
+    has_processes: bool  # workers have logs, stacks and states to look at from outside, and what they say travels
+    watch_s: float  # longest that a worker which lives is not heard of
 
-    def work(self, wait_s: float) -> None:
-        """Do the work of workers that are in this process, for a moment, or wait for it; else nothing."""
+    def now(self) -> float:
+        """Seconds on the clock that the workers live by. All control code asks this one."""
+
+    def work(self, wait_s: float) -> float:
+        """Do the work of workers that are in this process, for a moment, or wait for it. Gives how long is left to
+        wait for workers that are elsewhere."""
+
+    def open_dock(self, config: Config, graph: Graph, folder: Path, dump: Dump | None) -> RunDock:
+        """Where the workers of a run meet; `folder` is the run's."""
 
     @property
     def is_stuck(self) -> bool:
@@ -70,7 +88,17 @@ class Elsewhere:
     """What a starter of other processes has to say of the work in this one."""
 
     is_here = False
+    has_processes = True
     is_stuck = False
+    watch_s = WATCH_S
 
-    def work(self, wait_s: float) -> None:
-        """There is none."""
+    def now(self) -> float:
+        return time.monotonic()
+
+    def work(self, wait_s: float) -> float:
+        return wait_s
+
+    def open_dock(self, config: Config, graph: Graph, folder: Path, dump: Dump | None) -> RunDock:
+        from tidemill.cluster.driver.run_dock import ServedRunDock
+
+        return ServedRunDock(config, graph, folder / "dock", self)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tidemill.cluster.assignment import DockDoor
 from tidemill.cluster.commands import HostCommands, Request
@@ -21,12 +21,18 @@ from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import open_source
 from tidemill.dock import Dock
 from tidemill.dock.address import Address
+from tidemill.environment.registry import offered
 from tidemill.flow.evaluate import decoder, evaluate
 from tidemill.flow.records import Activity, Evaluation
+from tidemill.graph import Graph
 from tidemill.models.load import LoadedModel
 from tidemill.recipe.config import Config
 from tidemill.reward.score import Scorer
 from tidemill.rollout.make import make_engine
+
+if TYPE_CHECKING:
+    from tidemill.cluster.driver.run_dock import RunDock
+    from tidemill.flow.dump import Dump
 
 SLICE_S = 0.02  # of work before the driver looks at how the step stands
 REPORT_S = 1.0  # a worker is heard of at least this often: a run that decodes does not stand still
@@ -84,6 +90,8 @@ class LocalStarter:
     home = ("node0", "127.0.0.1")
     address = ""
     is_here = True
+    has_processes = False
+    watch_s = REPORT_S
 
     def __init__(self) -> None:
         self._handles: list[LocalHandle] = []
@@ -96,7 +104,15 @@ class LocalStarter:
         self._handles.append(made)
         return made
 
-    def work(self, wait_s: float) -> None:
+    def now(self) -> float:
+        return time.monotonic()
+
+    def open_dock(self, config: Config, graph: Graph, folder: Path, dump: Dump | None) -> RunDock:
+        from tidemill.cluster.driver.run_dock import OwnRunDock
+
+        return OwnRunDock(config, graph, dump)
+
+    def work(self, wait_s: float) -> float:
         """Poll what has no thread until nothing moves, but let the driver look now and then."""
         own = [h.host for h in self._handles if not h.host.has_thread]
         until = time.monotonic() + SLICE_S
@@ -118,6 +134,7 @@ class LocalStarter:
         elif is_waiting and wait_s:
             time.sleep(min(self._idle_s, wait_s))
             self._idle_s = min(2 * self._idle_s, IDLE_S[1])
+        return 0.0
 
     def _raise_errors(self) -> None:
         for handle in self._handles:
@@ -168,7 +185,10 @@ def evaluate_trained(
 ) -> Evaluation:
     """Measure a model that is not being trained."""
     _, held_out = open_source(config.data, config.seed)
-    encode, decode = PromptTokens(loaded.tokenizer, config.data), decoder(loaded.tokenizer)
+    encode, decode = (
+        PromptTokens(loaded.tokenizer, config.data, tools=offered(config.environment)),
+        decoder(loaded.tokenizer),
+    )
     with Scorer(config.rewards, device=config.device) as scorer:
         engine = make_engine(loaded, config)
         return evaluate(engine, held_out, encode, decode, scorer, config, size=size, samples=samples, tell=tell)

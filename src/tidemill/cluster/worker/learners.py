@@ -103,7 +103,6 @@ class RankLearnWorker(LearnWorker):
         self.world, self.calls, self.team, self.own, self.critic_worker = world, calls, team, learner, critic
         self.groups: Any = np.empty(0, np.int64)  # of the whole step, on all ranks; known when it is learned
         self.has_updated = False
-        self.started_over = 0
         self._counted = np.zeros(2)  # tokens and samples accumulated since the last update of all ranks
         self._hands = {"ready": self._accumulate_early, "finish": self._finish_if_all_here}
         super().__init__(dock, learner, config, tally, name, critic)
@@ -283,8 +282,6 @@ class RankLearnWorker(LearnWorker):
 
     def _drop_held(self) -> None:
         """Give everything back and forget what was accumulated of it."""
-        if self.held:
-            self.started_over += 1
         for name, count in zip(("learned_tokens", "learned_samples"), self._counted):
             if count:
                 self.tally.add(name, -float(count))

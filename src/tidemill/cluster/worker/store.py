@@ -1,93 +1,86 @@
-"""The store in which ranks meet: as torch's own, but only holders of its key can use it.
+"""The store in which ranks meet: torch's own interface over the dock's wire. Only holders of its key can use it.
 
-torch's TCPStore listens on every interface and asks nobody for a secret. This one speaks over CURVE sockets whose keys
-come from a random key: a peer without it does not get past the handshake, and what passes is encrypted, authenticated
-and cannot be replayed. On one machine it is a Unix socket with a random name and opens no port; between machines it
-is bound to the one address that the others reach it by. The key travels with the address, by the driver's own channels.
+torch's TCPStore listens on every interface and asks for no secret. This one listens on one address, by which the other
+ranks reach this machine (the loopback address where they are all here). Both sides prove that they have the store's
+random key before a message is read. The key travels with the address, through the driver's own channels.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
-import math
 import os
 import secrets
 import select
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
 import torch.distributed as dist
-import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from tidemill.cluster.report import StoreAddress
-from tidemill.cluster.worker.curve import Doorkeeper, bound_address, calling_socket, listening_socket
-from tidemill.dock.net.caller import RESEND_S
-from tidemill.dock.net.wire import SEQ, check_host
+from tidemill.dock.net.caller import Caller
+from tidemill.dock.net.messages import Message, encode
+from tidemill.dock.net.wire import address_of, listen
+from tidemill.dock.net.wire_server import WireServer
 from tidemill.errors import CollectiveError
 
 KEY_BYTES = 32
-NAME_BYTES = 16
-GONE_S = 30.0  # a store that cannot be reached for so long is given up: a busy machine takes seconds to connect
+GONE_S = 30.0  # a store that cannot be reached for this long is given up: a busy machine takes seconds to connect
+SWEEP_S = 1.0  # between looks for connections that have not proved in time that they have the key
+IDLE_S = 86400.0  # `poll` waits for a key in the background, however long its owner has nothing to say
 _dist: Any = dist  # its types do not say what stores it has
 
 
-class Ask(msgspec.Struct, array_like=True, tag=True):
-    """One request to a store; on the wire its name, then its fields."""
-
-
-class Set(Ask):
+class Set(Message):
     key: str
     value: bytes
 
 
-class Get(Ask):
+class Get(Message):
     """Answered once the key is there."""
 
     key: str
 
 
-class Wait(Ask):
+class Wait(Message):
     """Answered once all keys are there."""
 
     keys: list[str]
 
 
-class Check(Ask):
+class Check(Message):
     keys: list[str]
 
 
-class Add(Ask):
+class Add(Message):
     key: str
     amount: int
 
 
-class CompareSet(Ask):
+class CompareSet(Message):
     key: str
     expected: bytes
     desired: bytes
 
 
-class Delete(Ask):
+class Delete(Message):
     key: str
 
 
-class Count(Ask):
+class Count(Message):
     pass
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Set | Get | Wait | Check | Add | CompareSet | Delete | Count).decode
-_decode_answer = msgspec.msgpack.Decoder(bytes | int | bool).decode
+Ask = Set | Get | Wait | Check | Add | CompareSet | Delete | Count
 Answer = bytes | int | bool
+_decode = msgspec.msgpack.Decoder(Ask).decode
+_decode_answer = msgspec.msgpack.Decoder(Answer).decode
 _here: WeakValueDictionary[str, StoreServer] = WeakValueDictionary()  # stores of this process, by address
 
 
@@ -95,19 +88,17 @@ class StoreServer:
     """Keeps a store in this process. Processes that hold its address use it through a `KeyedStore`."""
 
     def __init__(self, host: str) -> None:
-        """`host`: the address that the others reach this machine by; a loopback one says that they are all here."""
+        """`host`: the address by which the other ranks reach this machine."""
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
-        self._parked: dict[bytes, tuple[bytes, Ask]] = {}  # client → the number of its request, and what it waits for
-        self._answered: dict[bytes, tuple[bytes, bytes]] = {}  # a request sent again is not carried out again
+        self._parked: dict[bytes, tuple[bytes, Ask]] = {}  # client → number of its request, and what it waits for
+        self._answered: dict[bytes, tuple[bytes, bytes]] = {}  # a request that is sent again is not carried out again
         self._is_closed = False
-        self._context: zmq.Context[Any] = zmq.Context()
-        key = secrets.token_hex(KEY_BYTES)
-        self._doorkeeper = Doorkeeper(self._context, key)
-        self._socket = listening_socket(self._context, key)
-        self._socket.bind(_endpoint(host))
-        self.address = StoreAddress(bound_address(self._socket), key)
+        listener = listen(host)
+        self.address = StoreAddress(address_of(listener), secrets.token_hex(KEY_BYTES))
+        self._wire = WireServer(self.address.key, [listener])
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wire.watch(self._woken)
         _here[self.address.address] = self
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._thread.start()
@@ -124,12 +115,12 @@ class StoreServer:
         return found
 
     def now(self, ask: Ask) -> Answer | None:
-        """As `ask`; None where that would wait."""
+        """Like `ask`; None where that would wait."""
         with self._changed:
             return self._carry_out(ask)
 
     def close(self) -> None:
-        """Whoever waits for something here is told, or finds nobody."""
+        """Requests that wait for a key fail."""
         with self._changed:
             if self._is_closed:
                 return
@@ -139,7 +130,7 @@ class StoreServer:
         self._thread.join()
 
     def _carry_out(self, ask: Ask) -> Answer | None:
-        """None: not before something is there. The caller has the lock."""
+        """None: a key is still missing. The caller holds the lock."""
         values = self._values
         match ask:
             case Get(key):
@@ -166,7 +157,7 @@ class StoreServer:
                 return True
             case Add(key, amount):
                 number = int(values.get(key, b"0")) + amount
-                values[key] = str(number).encode()  # as torch's own stores keep it
+                values[key] = str(number).encode()  # the form in which torch's own stores keep it
                 return number
             case CompareSet(key, expected, desired):
                 if values.get(key, b"") == expected and (key in values or not expected):
@@ -175,44 +166,40 @@ class StoreServer:
         raise AssertionError(ask)
 
     def _rouse(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it has been told already
+        with contextlib.suppress(BlockingIOError):  # the pipe is full: the thread will wake anyway
             os.write(self._wake, b"\0")
 
     # Its thread
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._doorkeeper.socket, self._socket, self._woken):
-            poller.register(source, zmq.POLLIN)
         while not self._is_closed:
-            ready = dict(poller.poll())
-            if self._woken in ready:
+            events = self._wire.wait(SWEEP_S)
+            with contextlib.suppress(BlockingIOError):
                 os.read(self._woken, select.PIPE_BUF)
-            self._doorkeeper.answer_all()
+            now = time.monotonic()
+            letters = self._wire.receive(now, events)
+            self._wire.sweep(now)
             with self._changed:
-                if self._socket in ready:
-                    self._receive()
+                for client, _ in self._wire.left:
+                    self._parked.pop(client, None)  # it asks again when it is back
+                self._wire.left.clear()
+                for letter in letters:
+                    self._receive(*letter)
                 self._serve_parked()
-        self._socket.close(0)
-        self._doorkeeper.socket.close(0)
-        self._context.term()
+        self._wire.close()
         os.close(self._woken)
         os.close(self._wake)
 
-    def _receive(self) -> None:
-        with contextlib.suppress(zmq.Again):
-            while True:
-                client, *rest = self._socket.recv_multipart(zmq.NOBLOCK)
-                with contextlib.suppress(ValueError, msgspec.DecodeError, OverflowError):  # nonsense gets no answer
-                    number, body = rest
-                    before = self._answered.get(client)
-                    if before is not None and before[0] == number:
-                        self._socket.send_multipart([client, *before])
-                    else:
-                        self._parked[client] = number, _decode(body)
+    def _receive(self, client: bytes, number: bytes, body: bytes) -> None:
+        before = self._answered.get(client)
+        if before is not None and before[0] == number:
+            self._wire.send(client, *before)
+            return
+        with contextlib.suppress(msgspec.DecodeError):  # a malformed message gets no answer
+            self._parked[client] = number, _decode(body)
 
     def _serve_parked(self) -> None:
-        """Until nothing more can be answered: an answer to one may be what another waits for."""
+        """Until nothing more can be answered: an answer to one request may be what another waits for."""
         moved = True
         while moved:
             moved = False
@@ -220,20 +207,20 @@ class StoreServer:
                 found = self._carry_out(ask)
                 if found is not None:
                     del self._parked[client]
-                    self._answered[client] = number, _encode(found)
-                    self._socket.send_multipart([client, *self._answered[client]])
+                    self._answered[client] = number, encode(found)
+                    self._wire.send(client, *self._answered[client])
                     moved = True
 
 
 class KeyedStore(_dist.Store):  # type: ignore[misc]
-    """A store as torch knows it, of which the process at `where` keeps the values. From any thread."""
+    """torch's view of the store that the process at `where` keeps. For any thread."""
 
     def __init__(self, where: StoreAddress, timeout: timedelta) -> None:
         super().__init__()
         self.where, self._wait = where, timeout
         self._server = _here.get(where.address)
-        self._idle: deque[_Line] = deque()
-        self._awaited: tuple[str, _Line] | None = None
+        self._idle: deque[Caller] = deque()
+        self._awaited: tuple[str, Future[bytes]] | None = None
 
     def set(self, key: str, value: bytes | str) -> None:
         self._ask(Set(key, value.encode() if isinstance(value, str) else bytes(value)))
@@ -244,21 +231,28 @@ class KeyedStore(_dist.Store):  # type: ignore[misc]
         return found
 
     def poll(self, key: str) -> bytes | None:
-        """The value, if it is there. One thread may ask for one key again and again: only the first time costs a
-        message, to the store as well."""
-        found: Answer | None
+        """The value, if it is there. For one thread, which may ask for one key again and again at no cost: a thread
+        waits for the key in the background."""
         if self._server is not None:
             found = self._server.now(Get(key))
-        else:
-            if self._awaited is None or self._awaited[0] != key:
-                self._awaited = key, self._idle.pop() if self._idle else _Line(self.where)
-                self._awaited[1].begin(Get(key))
-            found = self._awaited[1].answer(0.0)
-            if found is not None:
-                self._idle.append(self._awaited[1])
-                self._awaited = None
-        assert found is None or isinstance(found, bytes)
-        return found
+            assert found is None or isinstance(found, bytes)
+            return found
+        if self._awaited is None or self._awaited[0] != key:
+            self._awaited = key, Future()
+            threading.Thread(target=self._await, args=self._awaited, daemon=True).start()
+        future = self._awaited[1]
+        if not future.done():
+            return None
+        self._awaited = None
+        return future.result()
+
+    def _await(self, key: str, future: Future[bytes]) -> None:
+        try:
+            found = self._ask(Get(key), timedelta(seconds=IDLE_S))
+            assert isinstance(found, bytes)
+            future.set_result(found)
+        except CollectiveError as error:
+            future.set_exception(error)
 
     def add(self, key: str, amount: int) -> int:
         return int(self._ask(Add(key, amount)))
@@ -290,80 +284,21 @@ class KeyedStore(_dist.Store):  # type: ignore[misc]
         within_s = (timeout or self._wait).total_seconds()
         if self._server is not None:
             return self._server.ask(ask, within_s)
-        line = self._idle.pop() if self._idle else _Line(self.where)
-        answer = line.ask(ask, within_s)
-        self._idle.append(line)  # one that failed is not used again: an answer may still be under way to it
+        try:
+            caller = self._idle.pop()
+        except IndexError:
+            caller = Caller(self.where.key, self.where.address, decode=_decode_answer, patience_s=GONE_S)
+        try:
+            answer: Answer = caller.ask(ask, within_s)
+        except TimeoutError:
+            raise _late(ask, within_s) from None
+        except OSError:
+            raise CollectiveError("the process that keeps the ranks' store is gone", "see its log") from None
+        finally:
+            self._idle.append(caller)
         return answer
-
-
-class _Line:
-    """A connection to a store, for one request at a time."""
-
-    def __init__(self, where: StoreAddress) -> None:
-        context: zmq.Context[Any] = zmq.Context.instance()
-        self._socket = calling_socket(context, where.key, b"c" + os.urandom(15), where.address)
-        self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._lost: float | None = time.monotonic()  # since when nobody who has the key is at the other end
-        self._number, self._asked, self._sent = 0, (b"", b""), 0.0
-
-    def ask(self, ask: Ask, within_s: float) -> Answer:
-        self.begin(ask)
-        deadline = time.monotonic() + within_s
-        while (left_s := deadline - time.monotonic()) > 0:
-            answer = self.answer(left_s)
-            if answer is not None:
-                return answer
-        self._close()
-        raise _late(ask, within_s)
-
-    def begin(self, ask: Ask) -> None:
-        self._number += 1
-        self._asked = SEQ.pack(self._number), _encode(ask)
-        self._send()
-
-    def answer(self, wait_s: float) -> Answer | None:
-        """The answer to what was begun; None when it does not come within `wait_s`, or within a moment."""
-        until = time.monotonic() + min(wait_s, RESEND_S)
-        while self._socket.poll(max(0, math.ceil(1000 * (until - time.monotonic())))):
-            number, answer = self._socket.recv_multipart()
-            if number == self._asked[0]:
-                told: Answer = _decode_answer(answer)
-                return told
-        if time.monotonic() - self._sent > RESEND_S:
-            if self._is_gone():
-                self._close()
-                raise CollectiveError("the process that keeps the ranks' store is gone", "see its log")
-            self._send()  # again: the other side knows it by its number
-        return None
-
-    def _send(self) -> None:
-        self._socket.send_multipart(self._asked)
-        self._sent = time.monotonic()
-
-    def _is_gone(self) -> bool:
-        while self._events.poll(0):
-            if recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._lost = None
-            elif self._lost is None:
-                self._lost = time.monotonic()
-        return self._lost is not None and time.monotonic() - self._lost > GONE_S
-
-    def _close(self) -> None:
-        self._socket.disable_monitor()
-        self._events.close(0)
-        self._socket.close(0)
 
 
 def _late(ask: Ask, within_s: float) -> CollectiveError:
     what = getattr(ask, "key", None) or ", ".join(getattr(ask, "keys", ()))
     return CollectiveError(f"{what!r} was not in the ranks' store within {within_s:g} s: another rank is late or gone")
-
-
-def _endpoint(host: str) -> str:
-    if host == "localhost" or ipaddress.ip_address(check_host(host)).is_loopback:
-        if sys.platform == "linux":
-            return (
-                f"ipc://@tidemill-{secrets.token_hex(NAME_BYTES)}"  # in the abstract namespace: nothing is left on disk
-            )
-        return "tcp://127.0.0.1:*"
-    return f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"

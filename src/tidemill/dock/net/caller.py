@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
@@ -27,11 +28,17 @@ class Caller:
     request as it answered the first. One per thread."""
 
     def __init__(
-        self, token: str, address: str, local: str = "", owner: bytes | None = None, resends: bool = True
+        self,
+        token: str,
+        address: str,
+        local: str = "",
+        owner: bytes | None = None,
+        decode: Callable[[bytes], Any] = decode_answer,
+        patience_s: float = math.inf,
     ) -> None:
-        """Without `resends` a broken connection is an error: the caller knows another address to try."""
+        """A connection that stays broken for `patience_s` is an error; 0 where another address can be tried."""
         self.address, self.resent = address, 0
-        self._token, self._local, self._resends = token, local, resends
+        self._token, self._local, self._decode, self._patience_s = token, local, decode, patience_s
         self._identity = new_identity(owner)
         self._seq = 0
         self._page = memoryview(bytearray(ANSWER_BYTES))
@@ -49,23 +56,24 @@ class Caller:
         """The answer. Raises TimeoutError when nobody answered, though asked again after every broken connection."""
         self._seq += 1
         seq, body = SEQ.pack(self._seq), encode(message)
-        deadline = time.monotonic() + within_s
+        deadline, give_up = time.monotonic() + within_s, time.monotonic() + self._patience_s
         while True:
             try:
                 left_s = max(KNOCK_AGAIN_S, deadline - time.monotonic())
                 connection = self._connected(left_s)
                 connection.sendall(self._frames.pack(seq, body))
-                wait_s = min(RESEND_S, left_s) if self._resends else left_s
-                return decode_answer(self._answer_to(seq, connection, wait_s))
+                wait_s = min(RESEND_S, left_s) if self._patience_s else left_s
+                return self._decode(self._answer_to(seq, connection, wait_s))
             except _Unanswered:
+                give_up = time.monotonic() + self._patience_s
                 if time.monotonic() >= deadline:
                     self._hang_up()  # what comes later is no answer to another request
                     raise TimeoutError(f"no answer from {self.address} within {within_s:.1f} s") from None
-                self.resent += self._resends  # over the same connection: nothing says that it broke
+                self.resent += bool(self._patience_s)  # over the same connection: nothing says that it broke
             except OSError as error:  # broken, refused, or out of time
                 self._hang_up()
                 self._check_open()
-                if not self._resends:
+                if time.monotonic() >= give_up:
                     raise ConnectionError(f"{self.address} went away: {error}") from None
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"no answer from {self.address} within {within_s:.1f} s") from None

@@ -207,5 +207,5 @@ class Node:
             with self._lock:
                 for key in [key for key in list(self._callers) if not key[0].is_alive()]:
                     self._callers.pop(key).close()
-                caller = self._callers[mine] = Caller(self._token, control, resends=False)
+                caller = self._callers[mine] = Caller(self._token, control, patience_s=0.0)
         return caller

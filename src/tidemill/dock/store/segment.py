@@ -247,9 +247,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def as_array(raw: Bytes, dtype: Any, count: int, offset: int) -> npt.NDArray[Any]:
-    """A typed view into a chunk's bytes."""
-    dtype = np.dtype(dtype)
-    return raw[offset : offset + count * dtype.itemsize].view(dtype)

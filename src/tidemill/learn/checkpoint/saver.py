@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -37,12 +36,10 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._count = 0
-        self.seconds_blocked = 0.0  # of the last save: what training waited
 
     def save(self, job: Saving, tensors: Mapping[str, Tensor], layout: Layout) -> None:
         """Every rank calls this with its own tensors and the same job. `wait` tells when it is on disk."""
         self.wait()
-        began = time.perf_counter()
         taken = self._taken
         if taken is None or taken.forms != forms_of(tensors):
             taken = self._taken = Snapshot.room(tensors, layout, self.rank)
@@ -52,7 +49,6 @@ class Saver:
             target=self._write, args=(job, self._count, taken), name="checkpoint", daemon=True
         )
         self._thread.start()
-        self.seconds_blocked = time.perf_counter() - began
 
     def wait(self) -> None:
         if self._thread is not None:

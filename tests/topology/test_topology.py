@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from tidemill.errors import ConfigError
-from tidemill.plan import topology
-from tidemill.plan.topology import KINDS, Level, Link, Topology
+from tidemill.topology import describe, discover
+from tidemill.topology.tree import KINDS, LEVELS, Level, Link, Topology
 
 PLAIN: dict[str, Any] = {
     "name": "two super-nodes",
@@ -35,33 +35,33 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 
 def test_two_devices_meet_at_the_innermost_level_that_holds_both() -> None:
-    made = topology.parse(PLAIN)
+    made = describe.parse(PLAIN)
     names = [level.name if (level := made.shared(0, other)) else "device" for other in (0, 1, 2, 4, 11, 12)]
     assert names == ["device", "socket", "node", "supernode", "supernode", "pod"]
 
 
 def test_a_message_takes_its_levels_latency_and_rate() -> None:
-    made = topology.parse(PLAIN)
+    made = describe.parse(PLAIN)
     assert made.seconds(1e9, 0, 4) == pytest.approx(2e-6 + 0.01)
     assert made.seconds(1e9, 3, 3) == 0.0
 
 
 def test_groups_cover_every_rank_once_at_every_level() -> None:
-    made = topology.parse(PLAIN)
+    made = describe.parse(PLAIN)
     assert made.devices == 24 and made.size("rack") == 12
-    for name in topology.LEVELS:
+    for name in LEVELS:
         assert [rank for group in made.groups(name) for rank in group] == list(range(24))
 
 
 def test_a_ring_in_the_order_of_ranks_crosses_the_slow_links_least() -> None:
-    made = topology.parse(PLAIN)
+    made = describe.parse(PLAIN)
     assert made.crossings(range(24)) == {"socket": 12, "node": 6, "supernode": 4, "pod": 2}
     assert made.crossings([r for pair in zip(range(12), range(12, 24)) for r in pair])["pod"] == 24
 
 
 def test_a_dumped_topology_is_read_back_as_it_was() -> None:
-    made = topology.parse(PLAIN)
-    assert topology.parse(yaml.safe_load(topology.dump(made))) == made
+    made = describe.parse(PLAIN)
+    assert describe.parse(yaml.safe_load(describe.dump(made))) == made
 
 
 @pytest.mark.parametrize(
@@ -82,26 +82,26 @@ def test_a_dumped_topology_is_read_back_as_it_was() -> None:
 )
 def test_a_description_that_cannot_be_meant_is_refused(plain: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        topology.parse(plain)
+        describe.parse(plain)
 
 
 def test_ranks_and_levels_that_are_not_there_are_refused(tmp_path: Path) -> None:
-    made = topology.parse(PLAIN)
+    made = describe.parse(PLAIN)
     with pytest.raises(ConfigError, match="rank 24"):
         made.shared(0, 24)
     with pytest.raises(ConfigError, match="did you mean rack"):
         made.size("rak")
     with pytest.raises(ConfigError, match="nowhere"):
-        topology.load(tmp_path / "nowhere.yaml")
+        describe.load(tmp_path / "nowhere.yaml")
 
 
 def test_servers_of_a_rank_table_are_nodes_of_super_nodes() -> None:
-    made = topology.from_servers([("0", 8)] * 3 + [("1", 8)] * 3)
+    made = discover.from_servers([("0", 8)] * 3 + [("1", 8)] * 3)
     assert [(level.name, level.holds) for level in made.levels] == [("node", 8), ("supernode", 3), ("pod", 2)]
-    flat = topology.from_servers([("", 8)] * 2)
+    flat = discover.from_servers([("", 8)] * 2)
     assert [(level.name, level.holds) for level in flat.levels] == [("node", 8), ("pod", 2)]
     with pytest.raises(ConfigError, match="differ in size"):
-        topology.from_servers([("0", 8), ("0", 4)])
+        discover.from_servers([("0", 8), ("0", 4)])
 
 
 def make_sys(folder: Path) -> Path:
@@ -117,13 +117,13 @@ def make_sys(folder: Path) -> Path:
 
 def test_this_machines_sockets_cores_and_cards_are_read_from_the_system(tmp_path: Path) -> None:
     sys = make_sys(tmp_path)
-    assert topology.numa_cores(sys) == {0: [0, 1, 4], 1: [2, 3, 5]}
-    assert topology.numa_of("00000000:3B:00.0", sys) == 1 and topology.numa_of("0000:99:00.0", sys) is None
-    made = topology.this_machine(8, "H200", KINDS["nvlink4"], sys)
+    assert discover.numa_cores(sys) == {0: [0, 1, 4], 1: [2, 3, 5]}
+    assert discover.numa_of("00000000:3B:00.0", sys) == 1 and discover.numa_of("0000:99:00.0", sys) is None
+    made = discover.this_machine(8, "H200", KINDS["nvlink4"], sys)
     assert [(level.name, level.holds) for level in made.levels] == [("socket", 4), ("node", 2)]
-    odd = topology.this_machine(7, "H200", KINDS["nvlink4"], sys)
+    odd = discover.this_machine(7, "H200", KINDS["nvlink4"], sys)
     assert odd == Topology("this machine", "H200", (Level("node", 7, Link("nvlink4", 450, 1)),))
 
 
 def test_a_machine_without_devices_has_one_place_for_its_processor(tmp_path: Path) -> None:
-    assert topology.this_machine(0, "cpu", KINDS["memory"], tmp_path).devices == 1
+    assert discover.this_machine(0, "cpu", KINDS["memory"], tmp_path).devices == 1

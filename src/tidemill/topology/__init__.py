@@ -1,0 +1,1 @@
+"""A cluster as data: levels, links, and which processes belong to which part of a machine."""
