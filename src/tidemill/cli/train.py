@@ -11,7 +11,7 @@ from tidemill.cli.frame import INTERRUPTED, Overrides, Recipe, Run, app, console
 
 @app.command()
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Run a recipe: a model learns by the recipe's algorithm. Everything it makes lands in runs/NAME."""
+    """Run a recipe: train a model by the recipe's algorithm. Everything is written to runs/NAME."""
     from tidemill import show
     from tidemill.recipe import load as recipe_files
     from tidemill.trainer import Trainer
@@ -34,7 +34,7 @@ def sft(recipe: Recipe = "quickstart-sft", overrides: Overrides = None) -> None:
 def resume(run: Run, overrides: Overrides = None) -> None:
     """Continue a run that was stopped, killed or finished, from its newest good checkpoint.
 
-    Settings can change on the way: tidemill resume RUN train.steps=160 learn.lr=1e-6. RUN/changes.jsonl keeps a record.
+    Settings can be changed: tidemill resume RUN train.steps=160 learn.lr=1e-6. RUN/changes.jsonl records each change.
     """
     from tidemill import show
     from tidemill.observe.run_folder import RunFolder

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run at the next safe moment; whoever asks for that also tells what the run is at."""
+"""Ctrl-C and SIGTERM end a run at the next safe moment; asking for it also reports what the run is doing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from tidemill.flow.workers import Stopped, Workers
 from tidemill.run.watcher import Watcher
 
 R = TypeVar("R")
-TELL_EVERY_S = 0.2  # what the run is at: as often as a panel can show
+TELL_EVERY_S = 0.2  # what the run is doing: reported as often as a panel can show it
 
 
 class Pulse:
-    """Whether the user asked to stop. It is asked all the time, so it also tells the watcher what the run is at."""
+    """Say whether the user asked to stop. It is called all the time, so it also reports to the watcher what the run
+    is doing."""
 
     def __init__(self, asked: Callable[[], bool], workers: Workers, watch: Watcher) -> None:
         self.asked, self.workers, self.watch = asked, workers, watch
@@ -83,7 +84,7 @@ def drained(moments: Generator[Any, None, R]) -> R:
 
 @contextmanager
 def interruptions(watch: Watcher) -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM end the run at the next safe moment; a second Ctrl-C ends it at once."""
+    """Make Ctrl-C and SIGTERM end the run at the next safe moment, and a second Ctrl-C at once."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked.is_set
@@ -93,7 +94,7 @@ def interruptions(watch: Watcher) -> Iterator[Callable[[], bool]]:
         if asked.is_set():
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
-            return  # a scheduler signals every process of a job, and the job's supervisor passes it on: one request
+            return  # a scheduler signals every process of a job, and its supervisor forwards the signal: one request
         asked.set()
         watch.noted(f"{signal.Signals(number).name}: stopping and saving; Ctrl-C to stop at once")
 

@@ -51,7 +51,9 @@ def train_loop(
     summary, first = Summary(), 0
     if found is not None:
         first = restore(found, workers, summary)
-    folder.truncate(first if found is not None else -1)  # without a checkpoint, what was logged before step 1 goes too
+    folder.truncate(
+        first if found is not None else -1
+    )  # without a checkpoint, what was logged before step 1 is removed, too
     watch.started(workers, first)
     with (
         closing(Machine(config)) as machine,
@@ -60,7 +62,7 @@ def train_loop(
     ):
         presence = Presence()
         stop = Pulse(lambda: asked() or not presence.is_there or watch.stopping(), workers, watch)
-        if summary.is_look_due:  # the user stopped the run in an evaluation
+        if summary.is_look_due:  # the user stopped the run during an evaluation
             look(workers, config, summary, metrics, watch, stop)
         if first == 0 and config.eval.before and config.eval.size:
             summary.before = look(workers, config, summary, metrics, watch, stop)
@@ -114,12 +116,12 @@ def train_loop(
 
 
 def moments(config: Config, folder: RunFolder, watch: Watcher | None = None) -> Generator[Moment, None, Summary]:
-    """From wherever the folder stands to the end of the run."""
+    """Train from where the folder's last checkpoint stands to the end of the run."""
     watch = watch or Watcher()
     watch.doing(Activity("loading the model"))
     workers = start(config, warm_start(config, folder, watch), folder, watch.noted)
     gc.collect()
-    gc.freeze()  # what was loaded by now lives to the run's end: no use in looking through it at every collection
+    gc.freeze()  # what is loaded by now lives to the run's end: the garbage collector need not look through it again
     try:
         workers.keep_definition(folder.path)
         while True:
@@ -145,7 +147,7 @@ def newest(folder: RunFolder, watch: Watcher) -> checkpoint.Found | None:
 def look(
     workers: Workers, config: Config, summary: Summary, metrics: MetricsWriter, watch: Watcher, stop: Pulse
 ) -> Evaluation | None:
-    """Evaluate. None: the user asked to stop meanwhile, which the loop then does."""
+    """Evaluate. None: the user asked to stop meanwhile, and the loop stops."""
     watch.doing(Activity("evaluating", 0, config.eval.size))
     try:
         evaluation = workers.evaluate(config.eval.size, config.eval.samples, stop.evaluating)
@@ -167,7 +169,7 @@ def recording(folder: RunFolder, config: Config, first: int, watch: Watcher) -> 
     metrics = MetricsWriter(
         folder, config.observe.tensorboard, first, start_loggers(config.observe.loggers, about, watch.noted)
     )
-    metrics.event("start", f"goes on from step {first}" if first else "started")
+    metrics.event("start", f"continues from step {first}" if first else "started")
     try:
         yield metrics
         metrics.event("finish", "ended")

@@ -1,4 +1,4 @@
-"""From a recipe to a run: load and check the config, open the run's folder, then hand over to the loop."""
+"""Start a run from a recipe: load and check the config, open the run's folder, then call the loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class NothingLeft(TidemillError):
-    """The run has already made all its steps."""
+    """The run has made all its steps already."""
 
 
 def train(
@@ -29,7 +29,7 @@ def train(
     overrides: Sequence[str] = (),
     watch: Watcher | None = None,
 ) -> Summary:
-    """Run a recipe. A start that fails leaves everything as it was: an older run of the name stays in its place."""
+    """Run a recipe. A start that fails changes nothing: an older run of the same name stays in its place."""
     from tidemill.run.interrupt import drained
 
     return drained(begin(recipe, overrides, watch))
@@ -58,7 +58,7 @@ def begin(
             if not has_steps(folder.path):
                 failed = folder.discard()
                 if failed is not None and watch is not None:
-                    watch.noted(f"what the workers wrote is in {failed}")
+                    watch.noted(f"the workers' logs are in {failed}")
             raise
 
 
@@ -97,7 +97,7 @@ def refuse_if_finished(folder: RunFolder) -> None:
 
 
 def _loop(folder: RunFolder, watch: Watcher | None) -> Moments:
-    from tidemill.run.loop import moments  # brings torch and transformers: only once the config stands
+    from tidemill.run.loop import moments  # imports torch and transformers: only once the config is valid
 
     return (yield from moments(folder.config, folder, watch))
 
@@ -114,15 +114,17 @@ def evaluate(
     best: bool = False,
     tell: Callable[[Activity], None] = lambda activity: None,
 ) -> Evaluation:
-    """Measure a run with its own problems, or any model folder with a recipe's. `raw`: not the running mean."""
+    """Evaluate a run on its own problems, or any model folder on a recipe's. `raw`: not the running mean."""
     from tidemill.cluster.start.local import evaluate_trained
     from tidemill.run.trained import open_trained
 
     if recipe is None and (Path(where).expanduser() / "config.json").exists():
-        raise ConfigError(f"{where} is a plain model folder: which problems?", "tidemill eval FOLDER --recipe RECIPE")
+        raise ConfigError(
+            f"{where} is a plain model folder and names no problems", "tidemill eval FOLDER --recipe RECIPE"
+        )
     config = None if recipe is None else recipes.load(recipe, overrides).config
     trained = open_trained(where, raw=raw, step=step, best=best)
     if recipe is None and trained.step is None:
-        raise ConfigError(f"{where} is a plain model: which problems?", f"tidemill eval {where} --recipe RECIPE")
+        raise ConfigError(f"{where} is a plain model and names no problems", f"tidemill eval {where} --recipe RECIPE")
     config = config or recipes.load(trained.config, overrides).config
     return evaluate_trained(trained.loaded, config, size=size or config.eval.size, samples=samples, tell=tell)
