@@ -19,6 +19,7 @@ COLDEST, HOTTEST = 1e-6, 1e6
 FARTHEST = 1e6
 PENALTIES = (1e-3, 1e3)
 MOST_SAMPLES = 1 << 20
+MOST_TOPS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def _problem_of_tiles(request: Request, limits: RequestLimits) -> str | None:
 
 
 def _problem_of_numbers(how: Sampling) -> str | None:
-    names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty")
+    names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     for name in names:
         if not _is_number(getattr(how, name)):
             return f"{name} is {getattr(how, name)!r:.40}; it must be a finite number"
@@ -115,8 +116,11 @@ def _problem_of_numbers(how: Sampling) -> str | None:
     low, high = PENALTIES
     if not low <= how.repetition_penalty <= high:
         return f"repetition_penalty is {how.repetition_penalty}; it must be in [{low:g}, {high:g}] (1: off)"
-    if abs(how.presence_penalty) > FARTHEST:
-        return f"presence_penalty is {how.presence_penalty}; it must be in [{-FARTHEST:g}, {FARTHEST:g}]"
+    for name in ("presence_penalty", "frequency_penalty"):
+        if abs(getattr(how, name)) > FARTHEST:
+            return f"{name} is {getattr(how, name)}; it must be in [{-FARTHEST:g}, {FARTHEST:g}]"
+    if not _is_count(how.top_logprobs) or not 0 <= how.top_logprobs <= MOST_TOPS:
+        return f"top_logprobs is {how.top_logprobs!r:.40}; it must be a whole number from 0 to {MOST_TOPS}"
     return None
 
 
@@ -150,6 +154,8 @@ def _problem_of_strings(how: Sampling, limits: RequestLimits) -> str | None:
         return f"stop_strings is {how.stop_strings!r:.40}; it must be a list of strings"
     if how.stop_strings and not limits.has_tokenizer:
         return "stop_strings need a tokenizer, and the engine was made without one"
+    if how.grammar is not None and not limits.has_tokenizer:
+        return "a grammar needs a tokenizer, and the engine was made without one"
     for stop in how.stop_strings:
         if not isinstance(stop, str) or not stop:
             return "stop_strings holds an empty string" if stop == "" else f"stop_strings holds {stop!r:.40}"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tidemill.batch import Array
 from tidemill.models.vision.eyes.eyes import Eyes
-from tidemill.rollout.engine import Completion, Finish, Partial, Request, token_limit
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, Top, token_limit
 from tidemill.rollout.native.cache import PagePool
 from tidemill.rollout.native.draw.sampling import is_steered, is_truncated, stream_key
 from tidemill.rollout.native.scene import Scene, scene_of
@@ -35,6 +35,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kept: list[float] | None = None
+    tops: list[Top] | None = None
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     shared: int = 0  # leading pages that others may hold too
@@ -59,7 +60,7 @@ class Sequence:
 
     def as_completion(self, finish: Finish, error: str | None = None, routes: Array | None = None) -> Completion:
         made = (self.tokens, self.logprobs, self.versions)
-        return Completion(self.request, self.index, *made, finish, error, self.kept, routes)
+        return Completion(self.request, self.index, *made, finish, error, self.kept, routes, tops=self.tops)
 
 
 @dataclass(slots=True, eq=False)
@@ -376,7 +377,10 @@ class _Slots:
         self.truncated = np.zeros(n, bool)
         self.ignore_eos = np.zeros(n, bool)
         self.watched = np.zeros(n, bool)  # has stop tokens or strings of its own
-        self.steered = np.zeros(n, bool)  # has penalties, bias or allowed tokens
+        self.steered = np.zeros(n, bool)  # has penalties, bias, allowed tokens or a grammar
+        self.guided = np.zeros(n, bool)  # has a grammar
+        self.tops = np.zeros(n, np.int64)  # of each token so many of the likeliest ones are wanted
+        self.stream = np.full(n, -1, np.int64)  # who hears of its tokens; -1: nobody
         self.shared = np.zeros(n, np.int64)
         self.shift = np.zeros(n, np.int64)  # from a place in the cache to the position that is turned by
         self.table = np.zeros((n, pages), np.int64)
@@ -408,6 +412,9 @@ class _Slots:
         self.ignore_eos[slot] = how.ignore_eos
         self.watched[slot] = len(how.stop_tokens) > 0 or len(how.stop_strings) > 0
         self.steered[slot] = is_steered(how)
+        self.guided[slot] = how.grammar is not None
+        self.tops[slot] = how.top_logprobs
+        self.stream[slot] = -1 if request.stream is None else request.stream + sequence.index
         self.shared[slot] = sequence.shared
         self.shift[slot] = 0 if sequence.scene is None else sequence.scene.shift
         pages = np.asarray(sequence.pages, np.int64)

@@ -62,4 +62,4 @@ def draw_rowwise(logits: Tensor, how: Draw) -> Drawn:
     drawn = draw(logits, how)
     heated = logits if how.temperature is None else logits / how.temperature.unsqueeze(1)
     chosen = heated.gather(1, drawn.tokens.unsqueeze(1)).squeeze(1)
-    return Drawn(drawn.tokens, chosen - rowwise.logsumexp(heated), drawn.kept)
+    return Drawn(drawn.tokens, chosen - rowwise.logsumexp(heated), drawn.kept, drawn.tops)
