@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from tidemill.batch import Array
 from tidemill.environment.api import Played, Task
 from tidemill.errors import ModelError, did_you_mean
+from tidemill.tiles import Tiles
 
 Finish = Literal["stop", "length", "error", "cancelled"]
 
@@ -55,6 +56,8 @@ class Request:
     limits: Sequence[int] | None = None  # most tokens of each sample, where they differ; else sampling.max_tokens
     on_done: Callable[[Completion], None] | None = None
     task: Task | None = None  # what the environment plays with each sample; None: one turn
+    tiles: Tiles = ()  # of the images that the prompt shows
+    strays: int = 0  # places for images in the prompt that a model wrote there: words like any other
     stream: int | None = None  # number under which `on_tokens` hears of sample 0 as it is made; of sample k: plus k
     user: Any = None
 
@@ -90,6 +93,7 @@ class Completion:
     routes: Array | None = None  # (inputs · layers · k) experts that each token but the last went through
     mask: list[int] | None = None  # 0 where an environment made the token; None: the model made all
     played: Played | None = None  # what the conversation with an environment came to
+    tiles: Tiles = ()  # of images that an environment showed, by their places in prompt and response
     is_told: bool = False  # `on_done` has been called
     tops: list[Top] | None = None  # of each token the likeliest ones, where they were asked for
 

@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from tidemill.models.attention import registry as attention
 from tidemill.models.modes import at_rest
+from tidemill.models.vision.eyes import eyes
+from tidemill.models.vision.eyes.eyes import TilePixels
 from tidemill.rollout.engine import Completion, Finish, Partial, Request, Top, load_part, run_callbacks, token_limit
 from tidemill.rollout.native.check import RequestLimits, find_problem, refused
 from tidemill.rollout.native.draw.guides import Grammars, Guides
@@ -34,7 +37,8 @@ class HFEngine:
         self.tokenizer = tokenizer
         self.version = 0
         vocab = int(model.get_output_embeddings().weight.shape[0])
-        self.limits = RequestLimits(vocab, max_len, 1 << 62, tokenizer is not None)
+        self.eyes = eyes.of(model)
+        self.limits = RequestLimits(vocab, max_len, 1 << 62, tokenizer is not None, self.eyes)
         self.grammars = Grammars(tokenizer, vocab, list(eos_ids))
         self.waiting: deque[tuple[Request, list[Partial]]] = deque()
         self.ended: list[Completion] = []  # refused or cancelled: what the next step gives
@@ -66,10 +70,13 @@ class HFEngine:
         cache = DynamicCache(config=self.model.config)
         ids = torch.tensor([[*map(int, request.prompt), *sample.tokens]], device=device)
         finish: Finish = "length"
+        shown = self._shown(request, ids)
         guides, tops = Guides(self.grammars), list[Top]()
         guides.seat(0, how.grammar, sample.tokens)
         while len(sample.tokens) < limit:
-            logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            given, shown = shown, {}
+            made = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **given)
+            logits = made.logits[:, -1]
             drawn = draw(logits, self._how(sample, key, logits, guides))
             if not torch.isfinite(drawn.logprobs).all():
                 yield self._completion(sample, "error", "the model gave logits that are not numbers")
@@ -88,6 +95,13 @@ class HFEngine:
                 break
             ids = drawn.tokens.unsqueeze(1)
         yield replace(self._completion(sample, finish), tops=tops or None)
+
+    def _shown(self, request: Request, ids: Tensor) -> dict[str, Any]:
+        """The prompt's images, as the model's own forward pass takes them with the first tokens."""
+        if self.eyes is None:
+            return {}
+        self.model.model.rope_deltas = None  # Qwen's model keeps those of the prompt before
+        return self.eyes.foreign(TilePixels.of(request.tiles, ids.device), ids) if request.tiles else {}
 
     @staticmethod
     def _how(sample: Partial, key: Tensor, logits: Tensor, guides: Guides) -> Draw:
@@ -148,10 +162,5 @@ class HFEngine:
 @contextmanager
 def _plain(model: Any) -> Iterator[None]:
     """transformers' own attention and no dropout, whatever the model is otherwise used for."""
-    attention = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        with at_rest(model.modules()):
-            yield
-    finally:
-        model.set_attn_implementation(attention)
+    with attention.plain(model), at_rest(model.modules()):
+        yield

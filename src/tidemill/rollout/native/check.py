@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from tidemill.models.vision.eyes.eyes import Eyes
+from tidemill.models.vision.views.view import misplaced
 from tidemill.rollout.engine import Completion, Request, Sampling
 
 # Beyond these, numbers that float32 logits are divided by or added to could leave its range.
@@ -28,6 +30,7 @@ class RequestLimits:
     max_len: int
     cache_tokens: int
     has_tokenizer: bool
+    eyes: Eyes | None = None
 
 
 def find_problem(request: Request, limits: RequestLimits) -> str | None:
@@ -36,6 +39,7 @@ def find_problem(request: Request, limits: RequestLimits) -> str | None:
     return (
         _problem_of_counts(request)
         or _problem_of_prompt(request, limits)
+        or _problem_of_tiles(request, limits)
         or _problem_of_numbers(how)
         or _problem_of_tokens(how, limits)
         or _problem_of_strings(how, limits)
@@ -79,7 +83,9 @@ def _problem_of_prompt(request: Request, limits: RequestLimits) -> str | None:
         return "the prompt is empty"
     if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
         return f"the prompt must be a flat list of token numbers; it is {request.prompt!r:.60}"
-    if prompt.min() < 0 or prompt.max() >= limits.vocab:
+    if request.tiles and limits.eyes is not None:  # its place may lie beyond the words
+        prompt = prompt[prompt != limits.eyes.view.token]
+    if len(prompt) and (prompt.min() < 0 or prompt.max() >= limits.vocab):
         odd = prompt.min() if prompt.min() < 0 else prompt.max()
         return f"the prompt holds token {odd}; the model knows 0 … {limits.vocab - 1}"
     if len(prompt) >= limits.max_len:
@@ -89,6 +95,12 @@ def _problem_of_prompt(request: Request, limits: RequestLimits) -> str | None:
     if total > limits.cache_tokens:
         return f"prompt and response may take {total} tokens; the cache has room for {limits.cache_tokens}"
     return None
+
+
+def _problem_of_tiles(request: Request, limits: RequestLimits) -> str | None:
+    if limits.eyes is None:
+        return f"the prompt shows {len(request.tiles)} images; the model reads text alone" if request.tiles else None
+    return misplaced(request.prompt, request.tiles, limits.eyes.view, request.strays)
 
 
 def _problem_of_numbers(how: Sampling) -> str | None:

@@ -18,6 +18,7 @@ from tidemill.batch import Array
 from tidemill.device import has_triton, mapped
 from tidemill.errors import ConfigError
 from tidemill.models.attention.registry import Context
+from tidemill.models.vision.eyes import eyes
 from tidemill.rollout.engine import Completion, Finish, Grammar, OnTokens, Partial, Request, load_part, run_callbacks
 from tidemill.rollout.native import paged, resuming
 from tidemill.rollout.native.ahead import launch
@@ -34,6 +35,7 @@ from tidemill.rollout.native.forward.runner import CapturableRunner, PlainRunner
 from tidemill.rollout.native.inputs import inputs_of
 from tidemill.rollout.native.kernels import LANES, Kernels
 from tidemill.rollout.native.kernels import load as load_kernels
+from tidemill.rollout.native.looking import Looking
 from tidemill.rollout.native.pending import Fetch, Pending
 from tidemill.rollout.native.resuming import completes_a_stop
 from tidemill.rollout.native.rows import RunningRows
@@ -62,7 +64,7 @@ class NativeEngine:
     drafts tokens by lookup ("auto": with the compiled kernels, where it is expected to pay; "on": in graphs too).
     `cache_dtype` int8 or fp8 keeps keys and values in one byte an element, with a scale per token and head. `group` is
     a process group whose ranks share the work of one model; each must be given the same requests, in the same order,
-    between the same steps."""
+    between the same steps. `keeps_features`: new weights do not change how images look, because the tower is frozen."""
 
     def __init__(
         self,
@@ -84,6 +86,7 @@ class NativeEngine:
         record_routes: bool = False,
         speculate: When = "off",
         cache_dtype: Literal["auto", "int8", "fp8"] = "auto",
+        keeps_features: bool = False,
     ) -> None:
         parameter = next(model.parameters())
         self.device = parameter.device
@@ -114,9 +117,11 @@ class NativeEngine:
         # One page more than can be given out: captured decoding writes its padding there.
         self.store = make_store(pages + 1, page_size, self.device, kind)
         self.routes = RouteRecorder(model, self.store) if record_routes else None
-        self.limits = RequestLimits(self.vocab, max_len, pages * page_size, tokenizer is not None)
+        self.eyes = eyes.of(model)
+        self.looking = Looking(self.eyes, self.device, keeps_features)
+        self.limits = RequestLimits(self.vocab, max_len, pages * page_size, tokenizer is not None, self.eyes)
         step_tokens = step_tokens or (STEP_TOKENS if self.device.type == "cpu" else ACCELERATOR_STEP_TOKENS)
-        self.scheduler = Scheduler(self.pool, max_seqs, max_len, max(step_tokens, max_seqs + page_size))
+        self.scheduler = Scheduler(self.pool, max_seqs, max_len, max(step_tokens, max_seqs + page_size), self.eyes)
         self.rows = RunningRows(self.scheduler, self.device)
         self.kernels = self._kernels(parameter) if kernels and not batch_invariant else None
         self.runner: Runner = (
@@ -156,7 +161,7 @@ class NativeEngine:
             self._refused += refused(request, problem)
             return
         members = deque(Sequence(request, index) for index in range(request.n))
-        self.scheduler.add(Trunk(np.asarray(request.prompt, np.int64), members, is_sole=request.n == 1))
+        self.scheduler.add(self.scheduler.trunk(members, is_sole=request.n == 1))
 
     def _problem_of_grammar(self, grammar: Grammar | None) -> str | None:
         if grammar is None:
@@ -258,10 +263,12 @@ class NativeEngine:
         else:
             has_drafts = bool(ahead.any())
             context = Paged(self.store, x.page, x.offset, running, x.chunks, self.kernels, has_drafts, self.library)
+            context.ahead = "never" if self.eyes is None else self.eyes.ahead
+        seen = self.looking.seen(readings, len(rows))
         if self.routes is None:
-            return self.runner.forward(x.ids, x.position, context, x.keep)
+            return self.runner.forward(x.ids, x.position, context, x.keep, seen)
         return self.routes.forward(
-            lambda routed: self.runner.forward(x.ids, x.position, routed, x.keep), context, x.page, x.offset
+            lambda routed: self.runner.forward(x.ids, x.position, routed, x.keep, seen), context, x.page, x.offset
         )
 
     def _draw(self, rows: Array, logits: Tensor, ahead: Array | int = 0) -> Drawn:
@@ -315,15 +322,14 @@ class NativeEngine:
             self.speculator.ended(sequence)
         is_worth_keeping = self.reuse_prefix and finish in ("stop", "length")
         pages = sequence.pages
-        self.scheduler.leave(sequence, remember=sequence.context()[:cached] if is_worth_keeping else None)
+        self.scheduler.leave(sequence, remember=sequence.identity()[:cached] if is_worth_keeping else None)
         if finish == "error":
             self._scrub(pages)
         return sequence.as_completion(finish, error, routes)
 
     def _scrub(self, pages: list[int]) -> None:
-        """Zero those pages that are now free: they may hold NaN, which the next tenant's masked positions would let
-        through. Pages that others hold are left alone: a sample that went wrong shares its prompt with sound ones, and
-        where the prompt itself is at fault the last of them scrubs it."""
+        """Zero those pages that are now free: they may hold NaN, which masked positions would let through. Pages that
+        others hold are left alone: where a shared prompt is at fault, the last of its samples scrubs it."""
         free = self.pool.unused(pages)
         if free and self.store.keys:
             with self._no_grad():
@@ -347,9 +353,9 @@ class NativeEngine:
         self._scrub_abandoned()
 
     def pause(self, keep_cache: bool = False) -> list[Partial]:
-        """Take everything unfinished out. Full pages stay findable, so that `resume` under the same weights reads again
-        only what did not fill a page. With `keep_cache` running samples keep all their keys and values, also through
-        `load`; what is not resumed must be given to `release`."""
+        """Take everything unfinished out. Full pages stay findable, so that `resume` under the same weights reads
+        little again. With `keep_cache` running samples keep all their keys and values, also through `load`; what is
+        not resumed must be given to `release`."""
         self.drain()
         if self.speculator is not None:
             self.speculator.forget()
@@ -359,7 +365,7 @@ class NativeEngine:
             cached = int(scheduler.slots.length[sequence.slot])
             cache = scheduler.keep(sequence) if keep_cache else None
             scheduler.slots.save(sequence)
-            scheduler.leave(sequence, remember=None if keep_cache else sequence.context()[:cached])
+            scheduler.leave(sequence, remember=None if keep_cache else sequence.identity()[:cached])
             partials.append(sequence.as_partial(cache))
         partials += [sequence.as_partial() for sequence in scheduler.remove(None)]
         self._scrub_abandoned()
@@ -374,24 +380,15 @@ class NativeEngine:
     def resume(self, partials: Many[Partial]) -> None:
         """Go on with paused samples, of this engine or another. One that cannot work here comes back from `step` as an
         error."""
-        fresh: dict[tuple[int, tuple[int, ...]], deque[Sequence]] = {}
-        for p in partials:
-            sequence = Sequence(p.request, p.index, list(p.tokens), list(p.logprobs), list(p.versions), p.kept)
-            ending = resuming.ended(sequence, self.limits)
-            if ending is not None:
+        for p, became in resuming.taken_up(self.scheduler, partials, self.limits):
+            if isinstance(became, Completion):
                 self.release([p])
-                self._refused.append(ending)
+                self._refused.append(became)
                 continue
             if self.speculator is not None:
                 self.speculator.expect(p.request)
-            if p.tokens:
-                self.scheduler.add(resuming.trunk_of(self.scheduler, sequence, p.cache))
-                continue
-            one = (p.request.id, tuple(p.request.prompt))  # ids are the caller's, and may come twice
-            members = fresh.setdefault(one, deque())
-            members.append(sequence)
-            if len(members) == 1:
-                self.scheduler.add(Trunk(sequence.context(), members, is_sole=False))
+            if became is not None:
+                self.scheduler.add(became)
 
     def load(self, weights: Any, version: int) -> None:
         """Serve new weights. In one process they are the learner's own tensors and only the version changes. Running
@@ -400,6 +397,7 @@ class NativeEngine:
         if weights is not None:
             load_part(self.model, weights)
         self.version = version
+        self.looking.new_weights()
         if self.speculator is not None:
             self.speculator.reset()
         self.scheduler.restart_reading()
@@ -426,6 +424,7 @@ class NativeEngine:
             pass
         self.pool.index.forget_all()
         self.store.clear()
+        self.looking.clear()
         if self.decoder is not None and self.store.memory is None:
             self.decoder.forget_graphs()  # they hold the addresses of what was just given back
 

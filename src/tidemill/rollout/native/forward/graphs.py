@@ -17,6 +17,7 @@ from torch import Tensor
 from tidemill.batch import Array
 from tidemill.device.graph import CapturedGraph
 from tidemill.models.attention.registry import AttentionForm
+from tidemill.models.vision.eyes import eyes
 from tidemill.rollout.native.cache import PageStore
 from tidemill.rollout.native.check import MOST_TOPS
 from tidemill.rollout.native.draw.sampling import Drawn, likeliest
@@ -69,6 +70,7 @@ class SlotState:
         self.greedy = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         self.key = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.latest = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self.shift = torch.zeros(slots + 1, dtype=torch.int64, device=device)  # from a place in the cache to a position
 
 
 def _host_buffer(device: torch.device, *shape: int) -> Tensor:
@@ -129,6 +131,8 @@ class GraphDecoder:
         self.device = store.device
         self.most = len(slots.active)
         self.state = SlotState(self.most, self.device)
+        looks = eyes.of(runner.model)
+        self.has_axes = looks is not None and looks.has_axes  # a token's place is not its position
         self.buckets: dict[GraphKey, Bucket] = {}
         self._has_truncated = self._has_steered = False  # some slot's state may say to
         self.steering: Steering | None = None  # from the first that is steered
@@ -159,6 +163,8 @@ class GraphDecoder:
         self.state.temperature[index] = self._upload(self.slots.temperature[rows])
         self.state.greedy[index] = self._upload(self.slots.greedy[rows].astype(np.int32))
         self.state.key[index] = self._upload(self.slots.key[rows])
+        if self.has_axes:
+            self.state.shift[index] = self._upload(self.slots.shift[rows])
         self._has_steered |= bool(self.slots.steered[rows].any())
         self._has_truncated |= self._has_steered or bool(self.slots.truncated[rows].any())
         if self._has_truncated:
@@ -277,9 +283,12 @@ class GraphDecoder:
         return bucket
 
     def _logits(self, bucket: Bucket) -> Tensor:
-        ids = bucket.ids.long() if bucket.kind.has_drafts else self.state.latest[bucket.slot.long()]
+        slot = bucket.slot.long()
+        ids = bucket.ids.long() if bucket.kind.has_drafts else self.state.latest[slot]
         context = _Context(self.store, self.kernels, bucket)
         positions = (bucket.length - 1).long()
+        if self.has_axes:
+            positions = positions + self.state.shift[slot]
         if self.routes is None:
             return self.runner.forward(ids, positions, context, None)
         run = lambda routed: self.runner.forward(ids, positions, routed, None)  # noqa: E731
