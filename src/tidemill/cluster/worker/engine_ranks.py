@@ -21,7 +21,7 @@ from tidemill.cluster.report import StoreAddress
 from tidemill.cluster.worker.learners import World
 from tidemill.cluster.worker.store import KeyedStore
 from tidemill.errors import CollectiveError
-from tidemill.rollout.engine import Completion, Partial, Request, RolloutEngine, Sampling
+from tidemill.rollout.engine import Completion, OnTokens, Partial, Request, RolloutEngine, Sampling, Streams
 from tidemill.rollout.native.forward import parallel
 
 KEPT_NOTES = 64  # kept in the store: every step waits for all ranks, so none is that far behind
@@ -150,6 +150,15 @@ class LeadEngine:
     @property
     def has_work(self) -> bool:
         return self._engine is not None and self._engine.has_work
+
+    @property
+    def on_tokens(self) -> OnTokens | None:
+        return self.engine.on_tokens if isinstance(self.engine, Streams) else None
+
+    @on_tokens.setter
+    def on_tokens(self, hear: OnTokens | None) -> None:
+        if isinstance(self.engine, Streams):
+            self.engine.on_tokens = hear
 
     def submit(self, request: Request) -> None:
         limits = None if request.limits is None else list(request.limits)

@@ -10,7 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from tidemill.models import rowwise
-from tidemill.models.attention.registry import Context
+from tidemill.models.attention.registry import AttentionForm, Context
+from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.rollout.native.attention import DecodeRows, PageChunk
 from tidemill.rollout.native.cache import TokenStore
 from tidemill.rollout.native.draw.sampling import Draw, Drawn, draw
@@ -18,9 +19,11 @@ from tidemill.rollout.native.forward.runner import PlainRunner
 
 
 class RowwiseRunner(PlainRunner):
-    def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
+    def forward(
+        self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None, seen: Seen | None = None
+    ) -> Tensor:
         with rowwise.mode(True, ids.device):
-            return super().forward(ids, positions, context, keep)
+            return super().forward(ids, positions, context, keep, seen)
 
 
 @dataclass(slots=True)
@@ -48,14 +51,10 @@ class RowwisePaged:
             length.append(chunk.context + 1 + np.arange(count))
         return cls(store, page, offset, table, np.concatenate(which), np.concatenate(length))
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         self.store.write(layer, k, v, self.page, self.offset)
         keys, values = self.store.keys[layer].flatten(0, 1), self.store.values[layer].flatten(0, 1)
-        return rowwise.attention(
-            q, keys, values, self.table, self.which, self.length, self.store.page_size, scale, window, softcap
-        )
+        return rowwise.attention(q, keys, values, self.table, self.which, self.length, self.store.page_size, form)
 
 
 def draw_rowwise(logits: Tensor, how: Draw) -> Drawn:
@@ -63,4 +62,4 @@ def draw_rowwise(logits: Tensor, how: Draw) -> Drawn:
     drawn = draw(logits, how)
     heated = logits if how.temperature is None else logits / how.temperature.unsqueeze(1)
     chosen = heated.gather(1, drawn.tokens.unsqueeze(1)).squeeze(1)
-    return Drawn(drawn.tokens, chosen - rowwise.logsumexp(heated), drawn.kept)
+    return Drawn(drawn.tokens, chosen - rowwise.logsumexp(heated), drawn.kept, drawn.tops)
