@@ -1,4 +1,4 @@
-"""Take a calibration of this machine's device: matrix products, a copy, then our own engine and learner on small models.
+"""Take a calibration of this device: matrix products, a copy, then our own engine and learner on small models.
 
 Products give a grid of efficiencies; the engine's steps, the learner's passes and updates give what is left as a few
 coefficients (`fit`): kernels that are not products, starting them, the host's part.
@@ -11,6 +11,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -34,12 +35,13 @@ ENOUGH_S = 0.03  # of repeats of one product
 Point = tuple[Cost, float]
 # Where points of a small model cannot tell: what larger ones on the same kind of device came to.
 PRIOR = {
-    "cpu": {"decode.attention": 2.0, "decode.head": 1.0, "decode.matmul": 1.0, "prefill.matmul": 1.0,
-            "learn.matmul": 1.0, "learn.elements": 1.0, "learn.logprob": 1.0, "update.bytes": 1.5},
-    "cuda": {"decode.attention": 1.3, "decode.head": 1.0, "decode.matmul": 1.0, "decode.draw": 1.5,
-             "decode.experts": 1.1, "prefill.matmul": 1.0, "prefill.attention": 2.0, "prefill.head": 1.0,
-             "learn.matmul": 1.0, "learn.elements": 1.0, "learn.attention": 2.0, "learn.logprob": 1.2,
-             "learn.experts": 1.3, "learn.shared": 2.0, "update.bytes": 1.1},
+    "cpu": {"decode.attention": 2.0, "decode.head": 1.5, "decode.matmul": 1.2, "prefill.matmul": 1.2,
+            "learn.matmul": 1.0, "learn.elements": 5.0, "learn.logprob": 1.0, "update.bytes": 1.5},
+    "cuda": {"decode.attention": 1.3, "decode.head": 1.2, "decode.matmul": 1.0, "decode.draw": 1.2,
+             "decode.experts": 1.1, "decode.layer": 2e-5, "decode.once": 1e-3, "prefill.matmul": 1.0,
+             "prefill.attention": 2.0, "prefill.head": 1.0, "learn.matmul": 1.0, "learn.elements": 1.0,
+             "learn.attention": 1.6, "learn.logprob": 1.3, "learn.experts": 1.3, "learn.shared": 2.0,
+             "learn.lora": 3.0, "learn.fp8": 3.0, "update.bytes": 1.1},
 }  # fmt: skip
 
 
@@ -54,7 +56,8 @@ def calibrate(
     base = meter.rates()
     points = meter.points(base)
     prior = PRIOR["cpu" if chosen.kind == "cpu" else "cuda"]
-    coefficients, errors = {}, {}
+    coefficients: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for phase, own in points.items():
         usual = {name: value for name, value in prior.items() if name.startswith(phase)}
         found = fit(own, usual)
@@ -85,10 +88,7 @@ class _Meter:
     # Rates
 
     def rates(self) -> Calibration:
-        copied = torch.empty(self.trials.copy_bytes, dtype=torch.uint8, device=self.on).random_(0, 255)
-        target = torch.empty_like(copied)
-        bytes_per_s = 2 * self.trials.copy_bytes / self._seconds(lambda: target.copy_(copied))
-        del copied, target
+        bytes_per_s = self._copies()
         measured = {(m, e): self._product(m, e) for e in self.trials.elements for m in self.trials.rows}
         flops = max(2 * m * k * n / s for (m, _), (k, n, s) in measured.items())
         share = []
@@ -111,6 +111,11 @@ class _Meter:
             matmul=Grid(self.trials.rows, self.trials.elements, tuple(share)),
             coefficients={},
         )
+
+    def _copies(self) -> float:
+        copied = torch.empty(self.trials.copy_bytes, dtype=torch.uint8, device=self.on).random_(0, 255)
+        target = torch.empty_like(copied)
+        return 2 * self.trials.copy_bytes / self._seconds(lambda: target.copy_(copied))
 
     def _product(self, m: int, elements: int) -> tuple[int, int, float]:
         """Of several matrices in turn, as a decoder's layers are, so that a device's cache does not hold them."""
@@ -171,12 +176,12 @@ class _Meter:
         found: dict[str, list[Point]] = {"decode": [], "prefill": [], "learn": [], "update": []}
         for model, engines in self.trials.engines:
             if not self.is_late:
-                self._guarded(f"engine {model.hidden}", lambda m=model, e=engines: self._engine(base, m, e, found))
+                self._guarded(f"engine {model.hidden}", partial(self._engine, base, model, engines, found))
         for model, learners in self.trials.learners:
             for trial in learners:
                 if not self.is_late:
                     name = f"learner {model.hidden} {trial.learn or ''}"
-                    self._guarded(name, lambda m=model, t=trial: self._learner(base, m, t, found))
+                    self._guarded(name, partial(self._learner, base, model, trial, found))
         return found
 
     def _guarded(self, name: str, work: Callable[[], None]) -> None:
@@ -200,7 +205,9 @@ class _Meter:
         config = AutoConfig.for_model(plain.pop("model_type"), **plain)
         torch.manual_seed(0)
         with self.on:
-            made = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=self.dtype)
+            made: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, attn_implementation=attention.NAME, dtype=self.dtype
+            )
         made.config.use_cache = False
         shape = parse(made.config.to_dict())
         assert shape is not None

@@ -1,7 +1,7 @@
 """A calibration: what a device was measured to do, as efficiencies that a model of time multiplies rooflines with.
 
-A small JSON file. `tidemill calibrate` writes one for this machine; those of an H200 and of one CPU come along. A device
-without one borrows the efficiencies of the nearest kind, and plans say so.
+A small JSON file. `tidemill calibrate` writes one for this machine; those of an H200 and of one CPU come along. A
+device without one borrows the efficiencies of the nearest kind, and plans say so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Cost = dict[str, float]  # seconds on the roofline, or counts, by feature: what 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Efficiency of matrix products: the roofline's time over the measured one, by rows and by the matrix's elements."""
+    """Efficiency of matrix products: the roofline's time over the measured one, by rows and the matrix's elements."""
 
     rows: tuple[int, ...]
     elements: tuple[int, ...]

@@ -1,5 +1,5 @@
-"""A rollout engine as a clock: continuous batching whose steps take what the model of time says, from one sample's end to
-the next in one leap.
+"""A rollout engine as a clock: continuous batching whose steps take what the model of time says, from one sample's end
+to the next in one leap.
 
 Nothing here waits. `span` says how long the engine works until something changes, `advance` moves it by so many steps.
 """
@@ -10,13 +10,14 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class EngineTime(Protocol):
     """What the clock asks of the model of time."""
 
-    token_read_s: float
+    @property
+    def token_read_s(self) -> float: ...
 
     def step_s(self, rows: int) -> float: ...
 
@@ -29,7 +30,7 @@ class Sample:
 
     prompt: int
     length: int
-    user: object = None
+    user: Any = None
     made: int = 0
     began: int = 0  # the step of the engine at which it took its slot
     trunk: Trunk | None = None

@@ -1,4 +1,4 @@
-"""What each phase of a step does, as features: seconds that the roofline asks for, and counts of what happens each time.
+"""What each phase of a step does, as features: seconds that the roofline asks for, and counts of what happens.
 
 Shapes and lengths in, plain numbers out. A calibration's coefficients turn them into seconds.
 """

@@ -11,7 +11,7 @@ ROUNDS = 4000
 
 
 def fit(
-    points: Sequence[tuple[Mapping[str, float], float]], prior: Mapping[str, float] | None = None, pull: float = 0.03
+    points: Sequence[tuple[Mapping[str, float], float]], prior: Mapping[str, float] | None = None, pull: float = 0.1
 ) -> dict[str, float]:
     """Coefficients by feature so that the sum of features comes to each point's seconds, errors weighed by size.
     `prior`: what a coefficient is where the points do not say otherwise; `pull`: how much that counts."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -88,7 +89,7 @@ def of_run(folder: Path, config: Config) -> Lengths:
     )
 
 
-def _lines(file: Path) -> Sequence[dict[str, float]]:
+def _lines(file: Path) -> Sequence[dict[str, Any]]:
     if not file.exists():
         return []
     found = []

@@ -6,6 +6,7 @@ share, because the ranks of a level each bring their part. Latencies add up, and
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,5 +67,5 @@ def all_to_all_s(topology: Topology, ranks: Sequence[int], size: float) -> float
 
 def message_s(topology: Topology, ranks: Sequence[int], size: float) -> float:
     """From each rank to the next; the slowest counts."""
-    pairs = list(zip(ranks, ranks[1:]))
+    pairs = itertools.pairwise(ranks)
     return max((topology.seconds(size, one, other) for one, other in pairs), default=0.0)

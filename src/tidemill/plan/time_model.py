@@ -1,7 +1,7 @@
 """The model of time: seconds of every stage of a recipe on a described cluster, worked out without running anything.
 
-Arithmetic by the roofline of a device and its calibration; exchanges by the topology's links. One object answers for the
-estimate of a step, the search and the simulator, so that the three never disagree.
+Arithmetic by the roofline of a device and its calibration; exchanges by the topology's links. One object answers for
+the estimate of a step, the search and the simulator, so that the three never disagree.
 """
 
 from __future__ import annotations

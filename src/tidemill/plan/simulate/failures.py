@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tidemill.plan.simulate.mirror import Mirror
     from tidemill.plan.simulate.starter import World
-    from tidemill.plan.simulate.worker import Mirror, SimulatedWorker
+    from tidemill.plan.simulate.worker import SimulatedWorker
 
 HOUR_S = 3600.0
 
@@ -41,3 +42,9 @@ class Faults:
 
     def network(self, rng: random.Random) -> float:
         return 1.0 + rng.uniform(0, self.contention) if self.contention else 1.0
+
+
+def speed_factor(rng: random.Random, spread: float, slow_share: float, slow_factor: float) -> float:
+    """How much slower than its kind a device is."""
+    own = rng.lognormvariate(0.0, spread) if spread else 1.0
+    return own * (slow_factor if slow_share and rng.random() < slow_share else 1.0)

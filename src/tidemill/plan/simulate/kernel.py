@@ -58,14 +58,14 @@ class Kernel:
         return self._heap[0][0] if self._heap else FOREVER
 
     def run(self, until: float, is_over: Callable[[], bool]) -> None:
-        """Let things happen until a time, or until `is_over` says so after one of them. The clock is then there."""
+        """Let things happen until a time, or until `is_over` says so when all of a moment has happened."""
         while (due := self.next_time) <= until and due < FOREVER:
             self.time, _, event = heapq.heappop(self._heap)
             happens, event.happens = event.happens, None
             self.events += 1
             if happens is not None:
                 happens()
-            if is_over():
+            if self.next_time > self.time and is_over():
                 return
         if until < FOREVER:
             self.time = max(self.time, until)

@@ -64,10 +64,9 @@ class LengthBook:
 class SimulatedEngine:
     """Implements `RolloutEngine` for whole samples."""
 
-    version = 0
-
     def __init__(self, host: Works, clock: DecodingClock, book: LengthBook, config: Config, groups_only: bool) -> None:
         self.host, self.clock, self.book = host, clock, book
+        self.version = 0
         self.recomputes = config.flow.unfinished_samples == "recompute_kv"
         self.groups_only = groups_only
         self._requests: dict[int, Request] = {}
@@ -94,7 +93,7 @@ class SimulatedEngine:
         return [self._completion(sample) for sample in self.clock.advance(steps)]
 
     def _completion(self, sample: Sample) -> Completion:
-        request, index, version = sample.user  # type: ignore[misc]
+        request, index, version = sample.user
         versions = [version] if version == self.version else [version, self.version]
         return Completion(request, index, range(sample.length), [], versions, "stop")  # type: ignore[arg-type]
 
@@ -106,9 +105,9 @@ class SimulatedEngine:
 
     def cancel(self, request_id: int) -> None:
         clock = self.clock
-        kept = [t for t in clock.waiting if not (t.samples and t.samples[0].user[0].id == request_id)]  # type: ignore[index]
+        kept = [t for t in clock.waiting if not (t.samples and t.samples[0].user[0].id == request_id)]
         clock.waiting = deque(kept)
-        clock.leave(lambda sample: sample.user[0].id == request_id)  # type: ignore[index]
+        clock.leave(lambda sample: sample.user[0].id == request_id)
 
     def load(self, weights: Any, version: int) -> None:
         if version != self.version and self.clock.running and self.recomputes:
@@ -129,7 +128,7 @@ def made_columns(graph: Graph) -> Callable[[list[Completion]], tuple[Batch, Coun
         count = len(made)
         prompts = np.array([c.request.prompt[0] for c in made], np.int32)
         oldest = np.array([c.versions[0] for c in made], np.int32)
-        columns = {
+        columns: dict[str, Any] = {
             **_blank(writes, count),
             "prompt_length": prompts,
             "versions": oldest,
@@ -237,8 +236,8 @@ class SimulatedFeed:
         place = np.repeat(np.arange(prompts), n)
         self.host.work(len(groups) * self.row_s)
         prompt = Column(own, np.arange(prompts + 1, dtype=np.int64)).grouped(place)
-        given = _blank([name for name in self.graph.source if name != "prompt"], len(groups))
-        meta = {
+        given: dict[str, Any] = _blank([name for name in self.graph.source if name != "prompt"], len(groups))
+        meta: dict[str, Any] = {
             ID: groups * n + np.tile(np.arange(n), prompts),
             GROUP: groups,
             "group_size": np.full(len(groups), n, np.int32),

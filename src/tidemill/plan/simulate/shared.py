@@ -16,8 +16,8 @@ class Job:
 
 
 class Share:
-    """`count` whole parts: up to so many tasks work at full speed, more of them share. A clock of work runs at the speed
-    that each has at the moment, so that one heap tells who is done next."""
+    """`count` whole parts: up to so many tasks work at full speed, more of them share. A clock of work runs at the
+    speed that each has at the moment, so that one heap tells who is done next."""
 
     def __init__(self, kernel: Kernel, count: float) -> None:
         self.kernel, self.count = kernel, count

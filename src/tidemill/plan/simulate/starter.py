@@ -18,13 +18,14 @@ from tidemill.flow.schedule import staleness_limit
 from tidemill.flow.tally import Counted
 from tidemill.graph import Graph
 from tidemill.plan.lengths import Lengths
-from tidemill.plan.simulate.failures import Faults
+from tidemill.plan.simulate.failures import Faults, speed_factor
 from tidemill.plan.simulate.kernel import FOREVER, Kernel
+from tidemill.plan.simulate.mirror import Mirror
 from tidemill.plan.simulate.parts import LengthBook
 from tidemill.plan.simulate.promise import DONE, Promise
 from tidemill.plan.simulate.shared import Share, Unshared
 from tidemill.plan.simulate.timeline import Timeline
-from tidemill.plan.simulate.worker import Mirror, SimulatedWorker, speed_factor
+from tidemill.plan.simulate.worker import SimulatedWorker
 from tidemill.plan.time_model import TimeModel
 from tidemill.recipe.config import Config
 
@@ -62,7 +63,7 @@ class World:
         self._moving: Promise | None = None
         self._look_due = 0.0
         shape, learn = model.shape, model.config.learn
-        held = (learn.lora_rank and 0.02 or 1.0) * shape.total * 3 * model.width
+        held = (0.02 if learn.lora_rank else 1.0) * shape.total * 3 * model.width
         self.save_s = held / max(1, model.learners) / DISK_BYTES_PER_S
 
     # Who is where
@@ -282,7 +283,8 @@ class SimulatedStarter:
 
     def spawn(self, post: Post, logs: Path) -> SimulatedWorker | Mirror:
         rolls_out = post.group.has_engine and post.leads
-        is_first = post.rank == 0 or rolls_out if post.group.learns else (post.leads and bool(post.stages)) or post.feeds
+        decides = post.rank == 0 if post.group.learns else post.leads and bool(post.stages)
+        is_first = decides or rolls_out or post.feeds
         made = SimulatedWorker(self.world, post) if is_first else Mirror(self.world, post)
         self.world.hosts[post.name] = made
         self.world.faults.born(self.world, made)

@@ -37,8 +37,8 @@ def write(file: Path, spans: Iterable[Span], origin: float = 0.0) -> None:
     """`origin`: when, in seconds since the epoch, time 0 was."""
     with file.open("w", encoding="utf-8") as out:
         for s in spans:
-            line = {"worker": s.worker, "what": s.what, "start": round(origin + s.start, 6), "end": round(origin + s.end, 6)}
-            out.write(json.dumps(line) + "\n")
+            times = {"start": round(origin + s.start, 6), "end": round(origin + s.end, 6)}
+            out.write(json.dumps({"worker": s.worker, "what": s.what, **times}) + "\n")
 
 
 def read(file: Path) -> Iterator[Span]:

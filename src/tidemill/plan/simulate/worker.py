@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tidemill.cluster.commands import OpenedStep, Request
@@ -181,11 +179,12 @@ class SimulatedWorker:
     def _rollout(self, dock: Dock) -> Worker:
         world = self.world
         if self.engine is None:
-            clock = DecodingClock(world.model, world.config.rollout.concurrent, world.model.cache_capacity(), self.speed)
+            slots, capacity = world.config.rollout.concurrent, world.model.cache_capacity()
+            clock = DecodingClock(world.model, slots, capacity, self.speed)
             self.engine = SimulatedEngine(self, clock, world.book, world.config, world.groups_only)
         else:
             self.engine.clock.clear()
-        self.rollout = RolloutWorker(dock, self.engine, world.config, self.tally, made_columns(world.graph))  # type: ignore[arg-type]
+        self.rollout = RolloutWorker(dock, self.engine, world.config, self.tally, made_columns(world.graph))
         self.rollout.peers = world.peers
         return self.rollout
 
@@ -437,74 +436,6 @@ class HostDock:
         return getattr(self._dock, name)
 
 
-class Mirror:
-    """Implements `Handle` for a rank that does what its group's first does: it has no stages of its own to decide on."""
-
-    def __init__(self, world: World, post: Post) -> None:
-        self.world, self.post = world, post
-        self.is_dead = False
-        self._watching: Promise | None = None
-        self._seen = -1
-        self._told = -1
-        self._serial = 0
-
-    def call(self, request: Request[Any]) -> Any:
-        world = self.world
-        if self.is_dead:
-            gone = Promise()
-            gone.fail(WorkerLost("its process has ended"))
-            return gone
-        match request.name:
-            case "where":
-                return Promise(Answer(world.place_of(self.post)))
-            case "build":
-                promise = Promise()
-                ready = Answer(WorkerReady(0, "here"))
-                world.kernel.after(world.start_s(self.post), lambda: self._ready(promise, ready))
-                self._watching = promise
-                return promise
-            case "watch":
-                self._watching = Promise()
-                if self._told != self._seen:
-                    self.tell(self._seen)
-                return self._watching
-            case "move" | "receive":
-                return world.moving()
-            case "describe":
-                return Promise(Answer((EMPTY, EMPTY)))
-            case "measure":
-                return world.nothing_counted
-            case "leave_step":
-                return Promise(Answer(True))
-            case "version":
-                return Promise(Answer(world.version))
-            case "restore":
-                return Promise(Answer(world.saved.get(str(request.args[0]), {})))
-            case "open_store":
-                return Promise(Answer(StoreAddress("", "")))
-            case _:
-                return world.done
-
-    def _ready(self, promise: Promise, answer: Answer) -> None:
-        promise.answer(answer)
-        self.world.heard()
-
-    def tell(self, group: int) -> None:
-        """Its group's first has ended a step."""
-        self._seen = group
-        if self._watching is not None and not self._watching.done():
-            self._told, self._serial = group, self._serial + 1
-            report = WorkerReport(self.post.name, self._serial, "", 0.0, 0, 0, group)
-            self._watching.answer(Answer(report))
-
-    def kill(self) -> None:
-        if not self.is_dead:
-            self.is_dead = True
-            if self._watching is not None:
-                self._watching.fail(WorkerLost("its process has ended"))
-            self.world.gone(self)
-
-
 def _next_look(since: float, now: float) -> float:
     """Seconds until a real worker that has been idle since then looks again: its pauses grow."""
     at, pause = since, IDLE_S[0]
@@ -514,12 +445,3 @@ def _next_look(since: float, now: float) -> float:
         if pause >= IDLE_S[1] and at < now:
             at += int((now - at) / pause) * pause
     return min(IDLE_S[1], max(0.0, at - now))
-
-
-def speed_factor(rng: random.Random, spread: float, slow_share: float, slow_factor: float) -> float:
-    """How much slower than its kind a device is."""
-    own = rng.lognormvariate(0.0, spread) if spread else 1.0
-    return own * (slow_factor if slow_share and rng.random() < slow_share else 1.0)
-
-
-Say = Callable[[str], None]
