@@ -69,7 +69,9 @@ def attention_inputs(tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def attended(context: Any, inputs: list[torch.Tensor], window: int | None = None) -> list[torch.Tensor]:
     """Output and gradients."""
-    out = context.attend(0, *inputs, 128**-0.5, window, None)
+    from tidemill.models.attention.registry import AttentionForm
+
+    out = context.attend(0, *inputs, AttentionForm(128**-0.5, window))
     torch.manual_seed(1)
     grads = torch.autograd.grad(out, inputs, torch.randn_like(out, dtype=torch.float32).to(out.dtype))
     return [out.detach(), *grads]

@@ -31,6 +31,7 @@ from tidemill.models import experts
 from tidemill.models.attention import registry as attention
 from tidemill.models.attention.contexts import KINDS
 from tidemill.models.attention.flex import Sight
+from tidemill.models.attention.registry import AttentionForm
 
 REPEATS = 5
 
@@ -128,7 +129,7 @@ def context_attention(device: torch.device, dtype: torch.dtype, small: bool) -> 
 
     def run(context: Any) -> list[torch.Tensor]:
         q.grad = k.grad = v.grad = None
-        out = context.attend(0, q, k, v, dim**-0.5, None, None)
+        out = context.attend(0, q, k, v, AttentionForm(dim**-0.5))
         out.backward(torch.ones_like(out))
         return [out.detach(), q.grad, k.grad, v.grad]
 

@@ -54,6 +54,7 @@ def pages_for(lengths: list[int], page: int, kv_heads: int, dim: int, dtype: tor
 
 
 def check_attention() -> None:
+    from tidemill.models.attention.registry import AttentionForm
     from tidemill.rollout.native.attention import causal_attention
     from tidemill.rollout.native.triton_kernels import TritonKernels
 
@@ -68,14 +69,16 @@ def check_attention() -> None:
                     for h in (heads, kv_heads, kv_heads)
                 )
                 length = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-                out = TritonKernels().attend(q, k, v, keys, values, table, length, dim**-0.5, window, None, splits)
+                out = TritonKernels().attend(
+                    q, k, v, keys, values, table, length, AttentionForm(dim**-0.5, window), splits
+                )
                 for i, n in enumerate(lengths):
                     held = table[i, : -(-n // page)].long()
                     all_k = keys[held].permute(1, 0, 3, 2).flatten(1, 2)[None, :, :n].float()
                     all_v = values[held].permute(1, 0, 2, 3).flatten(1, 2)[None, :, :n].float()
                     assert torch.equal(all_k[0, :, -1], k[i].float()), "the new key was not written"
                     wanted = causal_attention(
-                        q[i, None, :, None].float(), all_k, all_v, n - 1, dim**-0.5, window, None
+                        q[i, None, :, None].float(), all_k, all_v, n - 1, AttentionForm(dim**-0.5, window)
                     )[0, :, 0]
                     worst = max(worst, (out[i].float() - wanted).abs().max().item())
     row("attention: largest error, bf16", f"{worst:.4f}")
@@ -105,6 +108,7 @@ def check_draw() -> None:
 
 
 def time_kernels() -> None:
+    from tidemill.models.attention.registry import AttentionForm
     from tidemill.rollout.native.triton_kernels import TritonKernels
 
     rows, heads, kv_heads, dim, hidden, inside, vocab = 512, 12, 2, 128, 1536, 8960, 151936
@@ -119,7 +123,7 @@ def time_kernels() -> None:
                 kernels = TritonKernels(block, warps, stages)
                 try:
                     ms = milliseconds(
-                        lambda: kernels.attend(q, k, v, keys, values, table, length, dim**-0.5, None, None, splits)  # noqa: B023
+                        lambda: kernels.attend(q, k, v, keys, values, table, length, AttentionForm(dim**-0.5), splits)  # noqa: B023
                     )
                 except Exception as error:
                     say(f"attend page {page} block {block} warps {warps} stages {stages}: {str(error)[:120]}")

@@ -20,7 +20,7 @@ from tidemill.errors import ConfigError, DataError, ModelError, RewardError, Tid
 from tidemill.recipe import load as recipes
 from tidemill.recipe.config import TinyModel
 from tidemill.run import start as launch
-from tidemill.run.loop import Watcher
+from tidemill.run.watcher import Watcher
 
 
 def attempt(folder: Path, **over: Any) -> Any:

@@ -73,7 +73,7 @@ def test_hardware_that_torch_does_not_use_is_named_with_its_remedy(monkeypatch):
 def test_a_recipe_is_told_its_memory_next_to_what_is_free():
     several_passes = "train.tokens_per_microbatch=2048"  # gradients of the ones before are there at the peak
     found = by_area(doctor.examine(recipe.load({}, [*FITTING, several_passes])))
-    assert "settings can work" in found["recipe"].what
+    assert "settings are valid" in found["recipe"].what
     memory = found["recipe memory"]
     assert memory.status == "ok"
     for part in ("weights", "gradients", "optimizer", "activations", "cache", "is free on cpu"):

@@ -26,8 +26,8 @@ from tidemill.models.load import make_tiny, save_folder
 from tidemill.recipe import load as recipes
 from tidemill.recipe.config import Data, TinyModel
 from tidemill.run import start as launch
-from tidemill.run.loop import Watcher
 from tidemill.run.trained import export, export_adapter, open_trained
+from tidemill.run.watcher import Watcher
 
 TINY = TinyModel(**RECIPE["model"]["tiny"])
 REWARDS = """
@@ -364,7 +364,7 @@ def test_checkpoints_with_adapters_hold_what_is_learned_alone(tmp_path: Path, do
         a.response for a in summary.after.answers
     ]
     shutil.move(tmp_path / "base", tmp_path / "gone")
-    with pytest.raises(TidemillError, match="learned adapters, and the model under them cannot be opened"):
+    with pytest.raises(TidemillError, match="has only adapters, and their base model cannot be opened"):
         open_trained(run, "cpu")
 
 

@@ -67,7 +67,7 @@ def test_a_recipe_extends_another_and_mappings_merge_while_lists_replace(folder)
 def test_recipes_that_extend_each_other_in_a_ring_are_refused(folder):
     write(folder, "a.yaml", "extends: b\n")
     write(folder, "b.yaml", "extends: a.yaml\n")
-    assert "ring: a.yaml → b.yaml → a.yaml" in refusal("a")
+    assert "cycle: a.yaml → b.yaml → a.yaml" in refusal("a")
 
 
 def test_sources_say_default_file_with_line_and_command_line(folder):

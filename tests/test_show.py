@@ -73,9 +73,9 @@ def test_recipes_and_findings_are_tables(tmp_path, monkeypatch):
     monkeypatch.setenv("TIDEMILL_RECIPES", str(tmp_path))
     assert "learns to count" in shown(show.recipes_table())
     well = [doctor.Finding("memory", "3 GB")]
-    assert "nothing here keeps a run from working" in shown(show.doctor_table(well))
+    assert "runs will work on this machine" in shown(show.doctor_table(well))
     ill = [*well, doctor.Finding("torch", "not installed", "bad", "pip install torch")]
-    assert "1 of these will make a run fail" in shown(show.doctor_table(ill))
+    assert "1 of these would make a run fail" in shown(show.doctor_table(ill))
     assert "pip install torch" in shown(show.doctor_table(ill))
 
 
@@ -113,7 +113,7 @@ def test_a_run_without_rewards_has_its_loss_as_curve_and_a_reward_model_is_not_t
         show.ending(Console(file=screen, width=120), config, tmp_path, summary)
         lines = [line.strip() for line in screen.getvalue().splitlines()]
         assert "loss" in lines and "reward" not in lines and any(line.startswith("0.7") for line in lines)
-        assert ("talk to the model" in screen.getvalue()) == (algorithm == "dpo")
+        assert ("chat with the model" in screen.getvalue()) == (algorithm == "dpo")
 
 
 def test_the_panel_says_what_is_done_and_how_long_it_takes():

@@ -1,40 +1,64 @@
 """Tidemill trains language models by reinforcement learning, as distributed dataflow.
 
+from tidemill import Trainer
+Trainer(model="smollm2-135m", rewards=my_reward, data=my_rows, algorithm="grpo").train()
+
 import tidemill
 summary = tidemill.train("quickstart", ["train.steps=20"])
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Read once, when torch loads OpenMP: a thread that waits for its partners looks for some 30 microseconds, then sleeps.
-# Spinning for long, a thread on a busy machine holds the core its partner needs (measured: 81 tokens/s spinning, 1,615
-# sleeping); sleeping at once, every small product of a free machine pays for being woken (a sixth of a small step).
-OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
+from tidemill.device.host import OPENMP
+
 if not OPENMP.keys() & os.environ.keys():
     os.environ.update(OPENMP)
 
 if TYPE_CHECKING:
     from tidemill.recipe.config import Config
+    from tidemill.reward.api import Reward, Sample
     from tidemill.run.loop import Summary
+    from tidemill.trainer import Callback, Result, Table, Trainer
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "resume", "train"]
+__all__ = ["Callback", "Result", "Reward", "Sample", "Table", "Trainer", "__version__", "resume", "train"]
+
+# Imported when first used: `import tidemill` waits for nothing.
+_HOMES = {
+    "Callback": "tidemill.trainer",
+    "Result": "tidemill.trainer",
+    "Table": "tidemill.trainer",
+    "Trainer": "tidemill.trainer",
+    "Reward": "tidemill.reward.api",
+    "Sample": "tidemill.reward.api",
+}
 
 
 def train(recipe: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str] = ()) -> Summary:
     """Run a recipe (a name, a path, a mapping or a Config) to its end and say what it came to."""
-    from tidemill.run.start import train as launch
+    from tidemill.trainer import Trainer
 
-    return launch(recipe, overrides)
+    return Trainer(recipe=recipe, overrides=overrides).train().summary
 
 
 def resume(run: str | Path) -> Summary:
     """Go on with a run that was stopped or killed."""
-    from tidemill.run.start import resume as launch
+    from tidemill.trainer import Trainer
 
-    return launch(run)
+    return Trainer.from_run(run).train().summary
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tidemill' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

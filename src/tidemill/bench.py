@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tidemill import OPENMP
 from tidemill.device import host
+from tidemill.device.host import OPENMP
 from tidemill.errors import ConfigError, did_you_mean
 from tidemill.observe import run_folder
 from tidemill.recipe import dialect

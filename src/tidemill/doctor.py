@@ -1,4 +1,4 @@
-"""What this machine can do: devices, versions, memory, disk, extras; and what a recipe would take of it."""
+"""Reports what this machine can do: devices, versions, memory, disk, extras; and what a recipe would need of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Config
 from tidemill.recipe.load import LoadedRecipe
 
-Status = Literal["ok", "note", "warn", "bad"]  # bad: will fail; warn: will fail sometimes or be slow; note: not needed
+Status = Literal["ok", "note", "warn", "bad"]  # bad: will fail; warn: may fail or be slow; note: not needed
 
 NEEDED = {
     "torch": "2.11",
@@ -52,7 +52,7 @@ EXTRAS = {
     "dev": ("`make test`", ("pytest", "hypothesis", "ruff", "mypy")),
 }
 ENGINES = {"vllm": "rollout.engine=vllm"}
-CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")  # where Ray notes the one that runs on this machine
+CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")  # where Ray records the cluster that runs on this machine
 LITTLE_DISK, LITTLE_MEMORY = 2 * 10**9, 2 * 10**9
 
 
@@ -77,7 +77,7 @@ def is_healthy(findings: list[Finding]) -> bool:
 
 def _machine(folder: str) -> Iterator[Finding]:
     yield Finding("machine", f"{platform.system()} {platform.release()}, {platform.machine()}")
-    yield Finding("processor", f"{host.processor()}, {host.cores()} cores to use")
+    yield Finding("processor", f"{host.processor()}, {host.cores()} cores available")
     memory = host.memory()
     yield Finding(
         "memory",
@@ -90,7 +90,7 @@ def _machine(folder: str) -> Iterator[Finding]:
         place = place.parent
     disk = shutil.disk_usage(place)
     little = disk.free < LITTLE_DISK
-    remedy = "free some, or set folder=… to another disk" if little else ""
+    remedy = "free some space, or set folder=… to another disk" if little else ""
     yield Finding(
         "disk", f"{human(disk.free)} free of {human(disk.total)} at {place}", "warn" if little else "ok", remedy
     )
@@ -119,9 +119,9 @@ def _parts(version: str) -> tuple[int, ...]:
 def _devices() -> Iterator[Finding]:
     try:
         usable = device.available()
-    except Exception as error:  # a broken torch fails in its own ways; that is what a doctor is for
+    except Exception as error:  # a broken torch may raise anything; finding that out is what this is for
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        yield Finding("device", f"torch cannot be used: {first}", "bad", "install torch again")
+        yield Finding("device", f"torch cannot be used: {first}", "bad", "reinstall torch")
         return
     for one in usable:
         memory = one.memory()
@@ -143,7 +143,10 @@ def _extras() -> Iterator[Finding]:
     for package, purpose in ENGINES.items():
         if importlib.util.find_spec(package) is None:
             yield Finding(
-                package, f"{purpose}: no; the native engine needs nothing more", "note", f"pip install {package}"
+                package,
+                f"{purpose}: not installed; the native engine works without it",
+                "note",
+                f"pip install {package}",
             )
 
 
@@ -154,7 +157,7 @@ def _recipe(config: Config) -> Iterator[Finding]:
         return
     try:
         precheck.check(config)
-        yield Finding("recipe", f"{config.name}: its settings can work")
+        yield Finding("recipe", f"{config.name}: its settings are valid")
     except TidemillError as error:
         yield Finding("recipe", error.message, "bad", error.remedy)
         return
@@ -173,7 +176,7 @@ def _recipe(config: Config) -> Iterator[Finding]:
 
 
 def _one_rank(config: Config, shape: ModelShape | None, chosen: device.Device) -> Iterator[Finding]:
-    """Whether a learner on one device fits it."""
+    """Say whether a learner on one device fits it."""
     needed = memory(config, shape, on_accelerator=chosen.kind != "cpu") if shape else None
     if needed is None or shape is None:
         yield Finding("recipe memory", "the model's folder does not tell its size", "note")
@@ -185,14 +188,14 @@ def _one_rank(config: Config, shape: ModelShape | None, chosen: device.Device) -
     taken = "" if handed_over == "never" else f", at once {human(most)} with flow.hand_over={handed_over}"
     what = f"{human(needed.total)} by estimate ({parts}){taken}; {human(free)} is free on {chosen.kind}"
     yield _fitting("recipe memory", what, most <= free, "; ".join(_savings(config, needed)))
-    if config.rollout.tp > 1:  # on devices of its own: nothing of the learner is beside it
+    if config.rollout.tp > 1:  # on devices of its own, without the learner
         alone = ranks_memory.RankMemory(*(0 for _ in fields(ranks_memory.RankMemory)))
         have = chosen.memory().total // (config.rollout.tp * config.cluster.rollouts if chosen.kind == "cpu" else 1)
         yield _beside_learner(config, shape, alone, have)
     on_host = host_bytes(config, shape) + turns.host_bytes(needed, handed_over) if chosen.kind != "cpu" else 0
     if on_host:
         room = host.memory().free
-        what = f"{human(on_host)} by estimate in the device's place; {human(room)} is free"
+        what = f"{human(on_host)} by estimate on the host instead of the device; {human(room)} is free"
         remedy = "learn.moments=int8 makes the optimizer's state small; learn.offload=none"
         yield _fitting("recipe host memory", what, on_host <= room, remedy)
     if not chosen.supports(config.model.dtype):
@@ -204,8 +207,8 @@ def _fitting(area: str, what: str, fits: bool, remedy: str) -> Finding:
 
 
 def _on_paper(config: Config, shape: ModelShape) -> Iterator[Finding]:
-    """A large model whose folder is not here: its published sizes are enough to judge a layout."""
-    missing = "model.path="  # what precheck says of a folder that is not there
+    """Judge the layout of a large model whose folder is not here by its published sizes."""
+    missing = "model.path="  # what precheck says about a missing folder
     problems = [p for p in precheck.problems(config, config.model) if not p.startswith(missing)]
     problems += parallel.size_problems(config.learn.parallel, shape)
     if config.rollout.tp > 1:
@@ -213,13 +216,13 @@ def _on_paper(config: Config, shape: ModelShape) -> Iterator[Finding]:
     if problems:
         yield Finding("recipe", recipe.as_list(list(dict.fromkeys(problems))), "bad", "change these keys")
         return
-    what = f"{config.name}: its settings can work; {config.model.path} is not here, so this is by its published sizes"
+    what = f"{config.name}: its settings are valid; {config.model.path} is not here: judged by its published sizes"
     yield Finding("recipe", f"{what} ({shape.total / 1e9:.0f} billion parameters)")
     yield from _ranks(config, shape)
 
 
 def _devices_here(config: Config) -> Iterator[Finding]:
-    """Whether the devices that the recipe is written for are here, unless it joins a cluster that runs elsewhere."""
+    """Say whether the devices that the recipe is written for are here, unless it joins a cluster elsewhere."""
     is_elsewhere = config.cluster.executor == "ray" and _is_cluster_running(config.cluster.address)
     sizes, cluster, kind = config.learn.parallel, config.cluster, config.device.partition(":")[0]
     is_for_cpu = kind == "cpu" or (kind == "auto" and sizes.device_gb is None)
@@ -237,19 +240,19 @@ def _devices_here(config: Config) -> Iterator[Finding]:
         "recipe devices",
         f"it cannot work here: it is written for {wanted} devices{each}, and this machine has {seen}",
         "bad",
-        "run it where they are, or name a running cluster with cluster.address=HOST:PORT",
+        "run it on such a machine, or name a running cluster with cluster.address=HOST:PORT",
     )
 
 
 def _is_cluster_running(address: str) -> bool:
-    """Whether Ray would join a cluster; `auto` finds the one that this machine is part of."""
+    """Say whether Ray would join a cluster; `auto` finds the one that this machine is part of."""
     if address in ("local", "auto"):
         return address == "auto" and ("RAY_ADDRESS" in os.environ or CURRENT_CLUSTER.exists())
     return True
 
 
 def _ranks(config: Config, shape: ModelShape) -> Iterator[Finding]:
-    """Whether each rank's share fits a device."""
+    """Say whether each rank's share fits a device."""
     yield from _devices_here(config)
     layout = config.learn.parallel
     if layout.device_gb is not None:
@@ -267,8 +270,8 @@ def _ranks(config: Config, shape: ModelShape) -> Iterator[Finding]:
 
 
 def _beside_learner(config: Config, shape: ModelShape, learner: ranks_memory.RankMemory, have: int) -> Finding:
-    """Whether an engine's share of the weights and of its cache fits too. Colocated, the cache and what learning needs
-    only while it learns take turns."""
+    """Say whether an engine's share of the weights and of its cache fits, too. Colocated, the cache takes turns with
+    what only learning needs."""
     at_rest, at_work = 0, 0
     if config.cluster.placement.rollout == "colocated":
         most_handed = "all" if config.flow.hand_over == "auto" else config.flow.hand_over

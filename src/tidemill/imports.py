@@ -34,11 +34,41 @@ if TYPE_CHECKING:
 else:
     torch = _Lazy("torch")  # importing it takes seconds, which reading a recipe does not have
 FIX = "fix the module, so that Python can import it"
+HERE = "python"  # in place of a module: an object that was handed over in this process
+WORKER = "TIDEMILL_WORKER"  # in the environment of a worker and of what it starts
+_kept: dict[str, Any] = {}
 PATH = re.compile(r"(?P<module>[A-Za-z_][\w.]*|.+\.py):(?P<name>[A-Za-z_]\w*)")
 
 
 def is_import_path(text: str) -> bool:
     return PATH.fullmatch(text) is not None
+
+
+def keep(path: str, thing: Any) -> None:
+    """Let `load` find an object of this process by `python:NAME`."""
+    _kept[path] = thing
+
+
+def is_kept_here(path: str) -> bool:
+    return path.startswith(f"{HERE}:")
+
+
+def refuse_in_worker() -> None:
+    """A program that trains at its top level would train again in every worker that imports a function from it."""
+    if name := os.environ.get(WORKER):
+        raise TidemillError(
+            f"{name} imports a function from a program that trains when it is imported",
+            'put the training under `if __name__ == "__main__":`, or the function into a file of its own',
+        )
+
+
+def _of_here(path: str, error: type[TidemillError], key: str) -> Any:
+    if path not in _kept:
+        raise error(
+            f"{key}: {path.partition(':')[2]!r} was handed over as a Python object, which only that process has",
+            "go on with Trainer.from_run(RUN, rewards=…) and give it again, or move it to a file that can be imported",
+        )
+    return _kept[path]
 
 
 def built_in(path: str) -> Any:
@@ -86,6 +116,8 @@ def load(path: str, error: type[TidemillError], key: str) -> Any:
             f"{key}: {path!r} is not an import path", "write package.module:function or path/to/file.py:function"
         )
     module_name, name = match["module"], match["name"]
+    if module_name == HERE:
+        return _of_here(path, error, key)
     module = load_file(path, module_name, error, key) if module_name.endswith(".py") else None
     module = module or load_module(path, module_name, error, key)
     if not hasattr(module, name):

@@ -1,4 +1,5 @@
-"""What the commands print: tables of settings, recipes and findings, the plan before a run and the result after it."""
+"""Prints what commands show: tables of settings, recipes and findings, the plan before a run and the result after
+it."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from tidemill.observe import curve
 from tidemill.observe.progress import Progress, clock_text, percent
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Config
+from tidemill.run.watcher import Watcher
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -24,24 +26,22 @@ if TYPE_CHECKING:
     from tidemill.doctor import Finding
     from tidemill.flow.records import Activity, Answered, Evaluation
     from tidemill.flow.workers import Workers
-    from tidemill.run.loop import Summary, Watcher
-else:
-    Watcher = object  # the loop brings torch; drawing does not need it
+    from tidemill.run.summary import Summary
 
 MARKS = {"ok": ("✓", "green"), "note": ("·", "dim"), "warn": ("!", "yellow"), "bad": ("✗", "red")}
 SHOWN_PROBLEMS = 3
 LONGEST_TEXT = 160
-WIDE = 140  # columns of a terminal from which a setting fits one line
+WIDE = 140  # from this many columns on, a setting fits one line
 
 
 # Tables
 
 
-FIRST_KEYS = (  # of `tidemill config`: those that most people change, before all others of their sections
+FIRST_KEYS = (  # in `tidemill config`: settings that most people change stand first in their sections
     "name", "model.path", "data.source", "train.steps", "train.prompts_per_step", "train.samples_per_prompt",
     "rollout.max_new_tokens", "rollout.temperature", "rewards.functions", "algorithm.name", "learn.lr",
 )  # fmt: skip
-GROUPS = (  # of `tidemill recipes`: heading, and the names that it holds
+GROUPS = (  # in `tidemill recipes`: heading, and a pattern of names
     ("start here", r"quickstart|own"),
     ("real models", r"real/.*"),
     ("algorithms, seconds each on a CPU", r"cpu/(?!tools|game|judge|grpo_reward_model).*"),
@@ -52,8 +52,8 @@ GROUPS = (  # of `tidemill recipes`: heading, and the names that it holds
 
 
 def config_table(loaded: recipe.LoadedRecipe, changed: bool = False, width: int = 80) -> RenderableType:
-    """Every key, its value, where it came from, its help, by section; what matters most first. A key is never broken
-    over lines, so that it can be copied. `changed`: only what is not a default."""
+    """Show every key, its value, where it came from and its help, by section; the most important first. A key is
+    never broken over lines, so that it can be copied. `changed`: only settings that are not defaults."""
     rows = [row for row in recipe.describe(loaded) if not (changed and row[2].startswith(recipe.DEFAULT))]
     groups: dict[str, list[tuple[str, Any, str, str]]] = {"what matters most": []}
     for row in rows:
@@ -77,7 +77,7 @@ def _settings(title: str, rows: Sequence[tuple[str, Any, str, str]], width: int)
 
 
 def _narrow(title: str, rows: Sequence[tuple[str, Any, str, str]]) -> RenderableType:
-    """Two lines a setting: key, value and source, then its help, indented."""
+    """Show a setting in two lines: key, value and source, then its help, indented."""
     lines: list[RenderableType] = [Text(title, style="bold underline")]
     for key, value, source, help in rows:
         is_default = source.startswith(recipe.DEFAULT)
@@ -127,12 +127,12 @@ def doctor_table(findings: Sequence[Finding]) -> RenderableType:
             Text(mark, style=style), Text(finding.area, style="bold"), Text(finding.what), Text(finding.remedy)
         )
     bad = sum(f.status == "bad" for f in findings)
-    verdict = f"{bad} of these will make a run fail" if bad else "nothing here keeps a run from working"
+    verdict = f"{bad} of these would make a run fail" if bad else "runs will work on this machine"
     return Group(table, Text(verdict, style="red" if bad else "green"))
 
 
 def plan_table(config: Config, parameters: int | None = None, lengths: Lengths | None = None) -> RenderableType:
-    """What the batch settings come to, before training. With the data's own lengths where these are known."""
+    """Show what the batch settings amount to, before training; with the data's own lengths where these are known."""
     table = _table("", "", "how")
     rows = plans.plan(config if lengths is None else lengths.bounded(config), parameters)
     if lengths is not None:
@@ -175,12 +175,12 @@ def _short(text: str) -> str:
 
 
 class RunWatcher(Watcher):
-    """Draws a run: the plan, then progress. A warm start is a run of its own before the main one."""
+    """Draws a run: the plan, then the progress. A warm start is a run of its own before the main one."""
 
     def __init__(self, console: Console, config: Config) -> None:
         self.console, self.config = console, config
         self._progress: Progress | None = None
-        self._status: Status | None = None  # while there is no panel yet
+        self._status: Status | None = None  # before there is a panel
         self._lengths: Lengths | None = None
 
     @property
@@ -245,7 +245,7 @@ class RunWatcher(Watcher):
 
 
 def ending(console: Console, config: Config, folder: Path, summary: Summary) -> None:
-    """The result: accuracy before and after, some problems, the curve, what to try next."""
+    """Show the result: accuracy before and after, some problems, the curve, what to try next."""
     if summary.is_stopped:
         console.print(Text(f"stopped after step {summary.steps} of {config.train.steps}; everything is saved"))
         console.print(Text(f"  → tidemill resume {folder}"))
@@ -260,14 +260,15 @@ def ending(console: Console, config: Config, folder: Path, summary: Summary) -> 
 
 
 def _curve_of(summary: Summary) -> tuple[str, list[float]]:
-    """The loop keeps a run without rewards as minus its loss."""
+    """Undo the loop's sign: it keeps minus the loss for a run without rewards."""
     if not summary.has_rewards:
         return "loss", [-v for v in summary.rewards]
     return "reward", list(summary.rewards)
 
 
 def plot(runs: Sequence[Path], to: Path, without_metrics: Mapping[str, list[float]] | None = None) -> str:
-    """Draw the curves of runs into one picture; a sentence about it. `without_metrics`: what a run without any has."""
+    """Draw the curves of runs into one picture; return a sentence about it. `without_metrics`: used for a run that
+    has none."""
     from tidemill.observe.run_folder import metrics_of
 
     panels: dict[str, list[curve.Line]] = {}
@@ -280,7 +281,7 @@ def plot(runs: Sequence[Path], to: Path, without_metrics: Mapping[str, list[floa
         spare = {key: list(enumerate(values, 1)) for key, values in (without_metrics or {}).items()}
         panels = {key: [curve.Line(names[0], points)] for key, points in spare.items()}
     if not panels:
-        return f"no PNG of the curve: {', '.join(map(str, runs))} made no step yet"
+        return f"no PNG of the curve: {', '.join(map(str, runs))} has made no step yet"
     return curve.save_png(to, panels, title=names[0] if len(names) == 1 else "")
 
 
@@ -292,7 +293,7 @@ def result_table(summary: Summary) -> RenderableType:
     if summary.before is not None and summary.after is not None:
         for k in summary.after.pass_at:
             table.add_row(f"pass@{k}, sampled", _share(summary.before.pass_at.get(k)), _share(summary.after.pass_at[k]))
-    early = ", ended early: the accuracy asked for was reached" if summary.is_early else ""
+    early = ", ended early: train.stop_at_accuracy was reached" if summary.is_early else ""
     steps = "1 step" if summary.steps == 1 else f"{summary.steps:,} steps"
     pace = f"{steps} in {clock_text(summary.seconds)}, {summary.tokens_per_s:,.0f} tokens/s{early}"
     return Group(table, Text(pace, style="dim"))
@@ -315,7 +316,7 @@ def evaluation_table(evaluation: Evaluation, full: bool = False) -> RenderableTy
 
 
 def answers_table(answers: Sequence[Answered], full: bool = False) -> RenderableType:
-    """A few answers: right ones and wrong ones, in their order."""
+    """Show a few answers, right and wrong ones, in their order."""
     table = _table("problem", "answer", "response")
     wrong = [i for i, a in enumerate(answers) if not a.correct]
     right = [i for i, a in enumerate(answers) if a.correct]
@@ -331,13 +332,14 @@ def _share(value: float | None) -> str:
 
 
 def problems_table(before: Sequence[Answered], after: Sequence[Answered]) -> RenderableType:
-    """Some held-out problems with the answers before and after."""
+    """Show some held-out problems with the answers before and after."""
     table = _table("problem", "answer", "before", "after")
     table.title, table.title_justify, table.title_style = "three held-out problems", "left", "dim"
     pairs = [(b, a) for b, a in zip(before, after) if b.prompt == a.prompt]
     learned = [i for i, (b, a) in enumerate(pairs) if a.correct and not b.correct]
     wrong = [i for i, (_, a) in enumerate(pairs) if not a.correct]
-    # Two that show what was learned and one that was not, when there are such: no picture better than the run.
+    # Two problems that were learned and one that was not, where such exist: the choice must not look better than the
+    # run.
     order = dict.fromkeys([*learned[: SHOWN_PROBLEMS - 1], *wrong[:1], *learned, *range(len(pairs))])
     for b, a in [pairs[i] for i in order][:SHOWN_PROBLEMS]:
         table.add_row(Text(_short(a.prompt)), Text(_short(a.answer)), _response(b), _response(a))
@@ -351,9 +353,9 @@ def _response(answered: Answered, full: bool = False) -> Text:
 
 def next_steps(config: Config, folder: Path) -> RenderableType:
     table = _table("try next", "")
-    is_judge = config.algorithm.name == "reward_model"  # it gives numbers, not words
-    talk = (f"tidemill generate {folder} -i", "talk to the model")
-    judge = ("rewards: {functions: [{function: model, args: {path: my-model}}]}", "reward another run with it")
+    is_judge = config.algorithm.name == "reward_model"  # a reward model gives numbers, not text
+    talk = (f"tidemill generate {folder} -i", "chat with the model")
+    judge = ("rewards: {functions: [{function: model, args: {path: my-model}}]}", "use it as the reward of another run")
     for command, why in (
         *(() if is_judge else (talk, (f"tidemill eval {folder}", "measure it again, with your own settings"))),
         (f"tidemill export {folder} --to my-model", "a Hugging Face folder"),

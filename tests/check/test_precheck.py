@@ -73,7 +73,7 @@ def test_settings_that_work_pass():
             "rollout.cache_tokens is 4096, but vllm does not",
         ),
         ("rollout.engine=hf & rollout.page_size=16", "rollout.page_size is 16, but hf does not have this setting"),
-        ("rollout.batch_invariant=true & rollout.speculate=on", "rollout.batch_invariant does without"),
+        ("rollout.batch_invariant=true & rollout.speculate=on", "rollout.batch_invariant does not use"),
         ("learn.dora=true", "learn.lora_rank=16 would do"),
         ("name=a/b", "cannot be a folder's name"),
         ("name=..", "cannot be a folder's name"),
@@ -100,7 +100,7 @@ def test_settings_that_work_pass():
         ("learn.lora_rank=4 & algorithm.kl.reset_every=5", "0 would do, or learn.lora_rank=0"),
         (
             "cluster.executor=ray & cluster.placement=separated & algorithm.kl.coef=1 & algorithm.kl.target=1",
-            "does not steer; cluster.placement.reference=colocated would do",
+            "cannot steer it; cluster.placement.reference=colocated would do",
         ),
         ("model.warm_start=warm", "model.warm_start: there is no recipe 'warm'"),
         ("model.path=Org/Model-1B", "`tidemill models get Org/Model-1B`"),
@@ -118,7 +118,7 @@ def test_a_learner_cut_over_workers_passes(learners):
 
 def test_all_problems_come_in_one_message_of_few_lines():
     message = refusal("train.updates_per_step=3", "train.samples_per_prompt=1", "device=gpu")
-    assert message.startswith("3 things cannot work:")
+    assert message.startswith("3 settings cannot work:")
     assert len(message.splitlines()) == 4
 
 
@@ -176,7 +176,7 @@ def test_the_window_of_a_warm_start_is_that_of_its_own_recipe(tmp_path):
 
 def test_warm_starts_in_a_ring_are_refused(tmp_path):
     (tmp_path / "warm.yaml").write_text("model: {warm_start: warm}\n")
-    assert "warm starts form a ring" in refusal("model.warm_start=warm")
+    assert "warm starts form a cycle" in refusal("model.warm_start=warm")
 
 
 def test_a_disk_too_small_for_the_checkpoints_is_told(monkeypatch):

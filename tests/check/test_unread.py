@@ -48,7 +48,7 @@ def test_settings_that_are_read_are_not_told(override: str) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("learn.lr=inf", "a finite number of at least 0 and of at most 10 (one update of a larger rate destroys"),
+        ("learn.lr=inf", "a finite number of at least 0 and of at most 10 (one update at a higher rate destroys"),
         ("learn.lr=11", "destroys any model"),
         ("train.prompts_per_step=100000000", "of at most 1,000,000 (a step's rows are held in memory"),
         ("train.samples_per_prompt=100000000", "held in memory"),

@@ -14,7 +14,8 @@ import pytest
 from tests.faults.test_resume import RECIPE, numbers
 from tidemill.cluster.driver.driver import Driver
 from tidemill.run import start as launch
-from tidemill.run.loop import Summary, Watcher
+from tidemill.run.loop import Summary
+from tidemill.run.watcher import Watcher
 
 STEPS = 4
 CLUSTER = {"executor": "processes", "lease_s": 1.5, "collective_s": 20.0, "stall_s": 60.0, "memory_mb": 256}

@@ -20,8 +20,8 @@ from tidemill.cluster.worker.learners import World
 from tidemill.cluster.worker.store import StoreServer
 from tidemill.errors import CollectiveError
 from tidemill.models.load import make_tiny, save_folder
-from tidemill.run.loop import Watcher
 from tidemill.run.trained import open_trained
+from tidemill.run.watcher import Watcher
 
 pytest.importorskip("msgspec")
 

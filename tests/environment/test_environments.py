@@ -10,7 +10,8 @@ from tidemill.data.nim import nim, reply
 from tidemill.environment import registry
 from tidemill.environment.api import Task
 from tidemill.environment.nim import Nim
-from tidemill.environment.tools import Tools, calculator
+from tidemill.environment.tools.calculator import calculator
+from tidemill.environment.tools.environment import Tools
 from tidemill.errors import ConfigError
 from tidemill.recipe import load as recipe
 

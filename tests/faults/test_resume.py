@@ -17,7 +17,7 @@ import pytest
 
 from tidemill.errors import TidemillError
 from tidemill.run import start as launch
-from tidemill.run.loop import Watcher
+from tidemill.run.watcher import Watcher
 
 STEPS = 6
 RECIPE: dict[str, Any] = {

@@ -20,7 +20,7 @@ pytest.importorskip("msgspec")
 
 from tests.cluster.runs import train
 from tidemill.cluster.driver.driver import Driver
-from tidemill.run.loop import Watcher
+from tidemill.run.watcher import Watcher
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 TABLE = listeners.table(PAGE)

@@ -22,7 +22,7 @@ from tidemill.cluster.worker import store as stores
 from tidemill.cluster.worker.store import KeyedStore, StoreServer
 from tidemill.dock.net.caller import Caller
 from tidemill.errors import CollectiveError
-from tidemill.run.loop import Watcher
+from tidemill.run.watcher import Watcher
 
 SOON = timedelta(seconds=10)
 

@@ -8,6 +8,7 @@ from tests.models.test_packed_contexts import attended
 
 from tidemill.models.attention import ascend as fusion
 from tidemill.models.attention.contexts import KINDS
+from tidemill.models.attention.registry import AttentionForm
 
 CPU = torch.device("cpu")
 PROMPTS, RESPONSES, GROUP, LENGTHS = [5, 3], [4, 0, 9, 7], [0, 1, 1, 0], [7, 1, 12]
@@ -46,7 +47,7 @@ def test_the_operator_is_asked_for_what_the_plain_attention_computes(shared, win
     inputs = [torch.randn(tokens, h, 8, requires_grad=True) for h in (4, 2, 2)]
     found = []
     for kind in ("fusion", "blocks"):
-        out = made(kind).attend(0, *inputs, 8**-0.5, window, None)
+        out = made(kind).attend(0, *inputs, AttentionForm(8**-0.5, window))
         found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for ours, plain in zip(*found):
         torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-4)

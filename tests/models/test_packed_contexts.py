@@ -9,6 +9,7 @@ import torch
 from tidemill.models.attention import varlen
 from tidemill.models.attention.contexts import KINDS, choose
 from tidemill.models.attention.flex import BLOCK, Sight, block_table
+from tidemill.models.attention.registry import AttentionForm
 
 CPU = torch.device("cpu")
 PROMPTS, RESPONSES, GROUP = [5, 3, 300], [4, 0, 130, 7, 400], [0, 1, 2, 1, 2]
@@ -29,13 +30,13 @@ def test_two_intervals_per_token_say_what_the_plain_attention_does(shared: bool,
     context = plain.shared(prompts, responses, group, CPU) if shared else plain.packed(lengths, CPU)
     torch.manual_seed(0)
     q, k, v = (torch.randn(len(sight.start), h, 8) for h in (4, 2, 2))
-    wanted = context.attend(0, q, k, v, 8**-0.5, window, None)
+    wanted = context.attend(0, q, k, v, AttentionForm(8**-0.5, window))
     torch.testing.assert_close(attended(torch.from_numpy(sight.dense(window)), q, k, v), wanted)
 
 
 @pytest.mark.parametrize("sight", [Sight.packed([700, 1, 90, 256]), Sight.shared(PROMPTS, RESPONSES, GROUP)])
 def test_block_tables_miss_nothing_and_call_full_what_is(sight: Sight) -> None:
-    some, full = block_table(sight, windowed=False)
+    some, full = block_table(sight, is_local=False)
     dense, count = sight.dense(), len(some)
     padded = np.zeros((count * BLOCK, count * BLOCK), bool)
     padded[: len(dense), : len(dense)] = dense
@@ -49,15 +50,16 @@ def test_a_response_lined_up_at_its_end_sees_its_prompt_and_itself() -> None:
     """What the flash kernel is given, worked out sequence by sequence, against the plain attention."""
     prompts, responses, group = [5, 3], [4, 0, 9, 7], [0, 1, 1, 0]
     shared = varlen.FlashShared(prompts, responses, group, CPU)
-    assert shared.responses is not None and shared.keys is not None and shared.seen is not None
+    spans = shared.spans[None]
+    assert spans.responses is not None and spans.keys is not None and spans.seen is not None
     torch.manual_seed(0)
     q, k, v = (torch.randn(sum(prompts) + sum(responses), h, 8) for h in (4, 2, 2))
     made = []
-    for (q0, q1), (k0, k1) in zip(shared.responses.ends.unfold(0, 2, 1), shared.keys.ends.unfold(0, 2, 1)):
-        seen, queries = shared.seen[k0:k1], q[shared.split + q0 : shared.split + q1]
+    for (q0, q1), (k0, k1) in zip(spans.responses.ends.unfold(0, 2, 1), spans.keys.ends.unfold(0, 2, 1)):
+        seen, queries = spans.seen[k0:k1], q[shared.split + q0 : shared.split + q1]
         ends_meet = torch.ones(len(queries), len(seen), dtype=torch.bool).tril(len(seen) - len(queries))
         made.append(attended(ends_meet, queries, k[seen], v[seen]))
-    wanted = KINDS["blocks"].shared(prompts, responses, group, CPU).attend(0, q, k, v, 8**-0.5, None, None)
+    wanted = KINDS["blocks"].shared(prompts, responses, group, CPU).attend(0, q, k, v, AttentionForm(8**-0.5))
     torch.testing.assert_close(torch.cat(made), wanted[shared.split :])
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tidemill.models.attention import short
 from tidemill.models.attention.packed import Packed, SharedPrompt
+from tidemill.models.attention.registry import AttentionForm
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(short._library() is None, reason="no C compiler here")
@@ -21,7 +22,7 @@ def tensors(tokens: int, heads: int, kv_heads: int, dim: int, v_dim: int) -> lis
 
 
 def both(context, given: list[torch.Tensor], window: int | None = None, softcap: float | None = None):
-    out = context.attend(0, *given, given[0].shape[-1] ** -0.5, window, softcap)
+    out = context.attend(0, *given, AttentionForm(given[0].shape[-1] ** -0.5, window, softcap))
     weights = torch.sin(torch.arange(out.numel(), dtype=out.dtype)).reshape(out.shape)
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), given)]
 

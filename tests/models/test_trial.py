@@ -61,7 +61,6 @@ def strange(kind: str, **changes: Any) -> Any:
         ("CodeGenConfig", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
          "other logits of packed samples"),
         ("BloomConfig", {"n_layer": 2, "n_head": 4}, "other logits of packed samples"),
-        ("PhimoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}, "window of 9 tokens"),
         ("StableLmConfig", {}, "cannot be learned from packed rows"),
     ],
 )  # fmt: skip

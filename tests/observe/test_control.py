@@ -130,7 +130,7 @@ def test_a_wrong_key_names_the_nearest():
 def train(tmp_path, name: str, commands: dict[int, control.Command], steps: int = 5, interrupt: int = 0, more=()):
     from tidemill.recipe import load as recipe
     from tidemill.run import start
-    from tidemill.run.loop import Watcher
+    from tidemill.run.watcher import Watcher
 
     folder = tmp_path / name
 

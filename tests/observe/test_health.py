@@ -41,7 +41,7 @@ def test_a_healthy_run_gets_no_warning() -> None:
         ("environment_errors", {"environment_errors": 1.0}, "5 conversations of the last 5 steps ended"),
         ("length", {"response_tokens": 300.0}, "from 100 to 300 tokens"),
         ("skipped", {"skipped_updates": 2.0}, "2 updates were skipped"),
-        ("critic", {"critic/explained_variance": -0.2}, "explains nothing"),
+        ("critic", {"critic/explained_variance": -0.2}, "does not explain"),
         ("repetition", {"repetition": 0.5}, "50% of word sequences repeat"),
     ],
 )

@@ -53,6 +53,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", {}),
     "glm4": ("Glm4Config", {}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": None}),
+    "gpt-oss": ("GptOssConfig", {
+        "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
+    "phimoe": ("PhimoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What an algorithm's facts and the recipe say of one another, and the teacher that distillation learns from."""
+"""Checks an algorithm's facts against the recipe, and the teacher that distillation learns from."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def problems(config: Config, model: ModelSettings) -> Iterator[str]:
 
 
 def _is_read(key: str, config: Config) -> bool:
-    """Where there is no reference its settings are idle in every algorithm."""
+    """Report reference settings without a reference: no algorithm reads them."""
     return not key.startswith("kl.") or config.algorithm.kl.coef > 0
 
 
@@ -59,7 +59,7 @@ def _teacher(config: Config, model: ModelSettings) -> Iterator[str]:
 
 
 def _other_vocabulary(teacher: ModelSettings, model: ModelSettings, shape: ModelShape | None) -> str:
-    """Tokens go to the teacher as numbers: each must mean there what it means here."""
+    """Compare the tokenizers: tokens go to the teacher as ids, which must mean the same there."""
     from tidemill.models.load import load_tokenizer  # brings transformers
 
     try:
@@ -69,7 +69,7 @@ def _other_vocabulary(teacher: ModelSettings, model: ModelSettings, shape: Model
     other = sorted((number, token) for token, number in own.items() if theirs.get(token) != number)
     if other:
         number, token = other[0]
-        there = f"is {theirs[token]} there" if token in theirs else "is unknown there"
+        there = f"is {theirs[token]} there" if token in theirs else "is unknown to it"
         return (
             f"has another vocabulary: {len(other):,} of the policy's {len(own):,} tokens differ, first {token!r}, "
             f"which is {number} here and {there}"
@@ -80,7 +80,7 @@ def _other_vocabulary(teacher: ModelSettings, model: ModelSettings, shape: Model
 
 
 def _room(config: Config, path: str, teacher: ModelShape, policy: ModelShape) -> Iterator[str]:
-    """What cannot fit whatever else is set; `tidemill doctor --recipe` weighs the rest."""
+    """Report what cannot fit whatever else is set; `tidemill doctor --recipe` estimates the rest."""
     if teacher.parameters is None or policy.parameters is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Whether a folder holds a model that can be opened, as far as a look at its files tells."""
+"""Checks by its files alone whether a folder holds a model that can be opened."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PICKLED = "it has pickled weights, which can run code: save the model again with
 
 
 def folder_problems(key: str, path: str) -> Iterator[str]:
-    """Of the folder that `key` names."""
+    """Check the folder that `key` names."""
     folder = find.look(path)
     if not folder.exists() and find.is_fetchable(path):
         yield find.not_here(key, path)
@@ -30,7 +30,7 @@ def folder_problems(key: str, path: str) -> Iterator[str]:
 
 
 def _lacking(folder: Path) -> Iterator[tuple[str, str]]:
-    """What is not there, and what to do."""
+    """Say which files are missing, and what to do."""
     if not (folder / "config.json").exists():
         yield "config.json", "copy the model's config.json into it"
     if not ((folder / INDEX).exists() or any(folder.glob("*.safetensors"))):
@@ -47,14 +47,14 @@ def _unusable(key: str, folder: Path) -> Iterator[str]:
         except FileNotFoundError:
             continue
         except (OSError, ValueError, KeyError, AttributeError) as error:
-            yield f"{key}={folder}: {name} cannot be read ({error}); copy the model's own again"
+            yield f"{key}={folder}: {name} cannot be read ({error}); copy the model's original file again"
             continue
         if found:
             yield f"{key}={folder} {found}"
 
 
 def _look(folder: Path, name: str) -> str:
-    """What is wrong inside of a file that can be read; "": nothing."""
+    """Say what is wrong inside a file that can be read; "": nothing."""
     raw = json.loads((folder / name).read_text(encoding="utf-8"))
     if name != INDEX:
         unknown = unknown_layers(raw.get("text_config") or raw) if isinstance(raw, dict) else ""

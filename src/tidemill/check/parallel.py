@@ -1,7 +1,5 @@
-"""Which products of parallel sizes can work, by arithmetic alone: against the ranks there are, and against the model.
-
-Every refusal names the key, what it got, and the sizes that would do. Needs no torch.
-"""
+"""Checks products of parallel sizes by arithmetic alone, against the ranks that exist and against the model. Every
+refusal names the key, its value, and sizes that would do. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from tidemill.recipe.ranks import divisors, folding_problem
 
 
 def problems(config: Config, model: ModelSettings) -> Iterator[str]:
-    """`model` is the one that will be trained."""
+    """Check all sizes. `model` is the one that will be trained."""
     parallel, shape = config.learn.parallel, shape_of(model)
     yield from _sequence(config)
     yield from size_problems(parallel, shape)
@@ -28,15 +26,15 @@ def problems(config: Config, model: ModelSettings) -> Iterator[str]:
 
 
 def _beside(key: str, sizes: ParallelSettings, learners: ParallelSettings, shape: ModelShape | None) -> Iterator[str]:
-    """Another model on the learner's ranks, by sizes of its own."""
+    """Check another model that is cut over the learner's ranks by sizes of its own."""
     if sizes.ranks != learners.ranks:
-        what = f"it lies on the learner's {learners.ranks}"
+        what = f"it runs on the learner's {learners.ranks}"
         yield unfit(key, f"{sizes.ranks} ranks", what, "sizes with the same product would do")
     yield from (problem.replace("learn.parallel", key) for problem in size_problems(sizes, shape))
 
 
 def size_problems(parallel: ParallelSettings, shape: ModelShape | None) -> Iterator[str]:
-    """Of the sizes themselves, and against the model where it is known."""
+    """Check the sizes themselves, and against the model where it is known."""
     if folding := folding_problem(parallel):
         yield folding
     if shape is None:
@@ -75,7 +73,7 @@ def _widths(parallel: ParallelSettings, shape: ModelShape) -> Iterator[str]:
 
 
 def _engine(config: Config, shape: ModelShape | None) -> Iterator[str]:
-    """A rollout engine over several ranks."""
+    """Check a rollout engine over several ranks."""
     tp, ranks = config.rollout.tp, config.learn.parallel.ranks
     if config.cluster.placement.rollout == "colocated" and ranks % tp:
         yield undivided("rollout.tp", tp, f"the {ranks} ranks of learn.parallel that engines share", divisors(ranks))
@@ -84,7 +82,8 @@ def _engine(config: Config, shape: ModelShape | None) -> Iterator[str]:
 
 
 def engine_problems(tp: int, shape: ModelShape) -> Iterator[str]:
-    """Each rank of an engine has whole key/value heads, and an equal share of the MLP and of the experts."""
+    """Check that each rank of an engine gets whole key/value heads, and an equal share of the MLP and of the
+    experts."""
     served = families.llama_forms(mixtures=True)
     if shape.architecture not in served:
         what = f"engines over several ranks serve {', '.join(served)}, not {shape.architecture}"
@@ -99,7 +98,7 @@ def engine_problems(tp: int, shape: ModelShape) -> Iterator[str]:
 
 
 def engine_sizes(config: Config, shape: ModelShape) -> list[int]:
-    """What rollout.tp could be, from what it is on: sizes that the model and, colocated, the learner's ranks allow."""
+    """List values of rollout.tp that the model and, colocated, the learner's ranks allow."""
     ranks = config.learn.parallel.ranks
     is_colocated = config.cluster.placement.rollout == "colocated"
     return [
@@ -110,7 +109,8 @@ def engine_sizes(config: Config, shape: ModelShape) -> list[int]:
 
 
 def _sequence(config: Config) -> Iterator[str]:
-    """Every rank needs a token of each micro-batch: rows are filled up to a multiple of the ranks that share them."""
+    """Check that every rank gets a token of each micro-batch: rows are padded to a multiple of the ranks that share
+    them."""
     parallel, tokens = config.learn.parallel, config.train.tokens_per_microbatch
     multiple = parallel.cp * parallel.tp * (2 if parallel.cp > 1 else 1)
     if multiple > tokens:
@@ -120,5 +120,5 @@ def _sequence(config: Config) -> Iterator[str]:
 
 
 def head_cuts(shape: ModelShape) -> list[int]:
-    """Tensor-parallel sizes: divide the heads, and divide or are divided by the key/value heads."""
+    """List tensor-parallel sizes: they divide the heads, and divide or are divided by the key/value heads."""
     return [n for n in divisors(shape.heads) if max(shape.kv_heads, n) % min(shape.kv_heads, n) == 0]

@@ -1,4 +1,5 @@
-"""Everything that can be known to fail before a model is loaded, as sentences: the key, what it got, what would do."""
+"""Checks everything that can be known to fail before a model is loaded: each sentence names the key, its value, and
+what would do."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ from tidemill.recipe.config import Config, ModelSettings
 from tidemill.recipe.load import as_list, model_of
 from tidemill.recipe.ranks import divisors
 
-LONGEST_NAME = 200  # bytes; file systems stop at 255, and runs moved aside get a suffix
+LONGEST_NAME = 200  # bytes; file systems allow 255, and runs moved aside get a suffix
 Check = Callable[[Config, ModelSettings], Iterator[str]]
 
 
 def check(config: Config, *, fetch: bool = False) -> None:
-    """Refuse, in one message, everything that can be known to fail before a model is loaded. `fetch`: models that are
-    only named are brought here, once nothing else is wrong."""
+    """Refuse, in one message, everything that can be known to fail before a model is loaded. `fetch`: download
+    models given by name, once nothing else is wrong."""
     found = _all_problems(config)
     named = (("model.path", config.model.path), ("algorithm.teacher", config.algorithm.teacher))
     waiting = {find.not_here(key, path): path for key, path in named if path is not None}
@@ -49,9 +50,9 @@ def _all_problems(config: Config) -> list[str]:
 
 
 def problems(config: Config, model: ModelSettings) -> list[str]:
-    """`model` is the one that will be trained (a warm start's own)."""
+    """List what is wrong. `model` is the one that will be trained (a warm start's own)."""
     checks: tuple[Check, ...] = (_name, _steps, _lengths, _model, _data, _functions, _environment, _device)
-    # What an algorithm's facts decide can be judged only of one that is there.
+    # Checks that depend on the algorithm's facts need one that exists.
     ours: tuple[Check, ...] = (_batch, lambda c, _: rules.problems(c), _disk, parallel.problems, algorithm.problems)
     unknown = list(_algorithm(config))
     found = [problem for one in (checks if unknown else (*checks, *ours)) for problem in one(config, model)]
@@ -83,7 +84,7 @@ def _batch(config: Config, _: ModelSettings) -> Iterator[str]:
 
 
 def _steps(config: Config, _: ModelSettings) -> Iterator[str]:
-    """Steps to look into."""
+    """Check the steps to profile or dump."""
     for key, asked in (("train.profile", config.train.profile), ("observe.dump", config.observe.dump)):
         none = [step for step in asked if not 1 <= step <= config.train.steps]
         if none:
@@ -133,7 +134,7 @@ def _data(config: Config, _: ModelSettings) -> Iterator[str]:
 
 
 def _data_file(source: str, generators: list[str]) -> str:
-    """What is wrong with it, and what would do; "": nothing."""
+    """Say what is wrong with a data source, and what would do; "": nothing."""
     path = Path(source).expanduser()
     if not path.exists():
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -184,8 +185,8 @@ def _device(config: Config, _: ModelSettings) -> Iterator[str]:
     elif index and config.cluster.executor != "local":
         seen = f", with {device.VISIBLE[kind]}={index} in the environment" if kind in device.VISIBLE else ""
         yield (
-            f"device is {config.device}, but with cluster.executor={config.cluster.executor} each worker is given one "
-            f"of those there are; device={kind} would do{seen}"
+            f"device is {config.device}, but with cluster.executor={config.cluster.executor} each worker is "
+            f"assigned one of the existing ones; device={kind} would do{seen}"
         )
 
 

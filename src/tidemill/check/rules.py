@@ -1,7 +1,5 @@
-"""Settings that cannot work beside others, and settings that nothing would read: tables with one sentence each.
-
-A rule names the key, when it does not work, why, and what would do. `{c.rollout.tp}` in a text is the recipe's value.
-"""
+"""Settings that cannot work with others, and settings that nothing would read: tables with one sentence each. A rule
+names the key, when it does not work, why, and what would do. `{c.rollout.tp}` in a text is the recipe's value."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ class Rule:
     key: str
     when: When
     why: str
-    remedy: str  # what would do; several with | between them
+    remedy: str  # what would do; alternatives separated by |
 
 
 def is_local(c: Config) -> bool:
@@ -51,7 +49,7 @@ def not_native(c: Config) -> bool:
 
 
 NATIVE = "{c.rollout.engine} does not have this setting of the native engine"
-ONE_PROCESS = "it shows what one process does, and here work is done by several"
+ONE_PROCESS = "it shows what one process does, and here several work"
 INVARIANT = "rollout.batch_invariant"
 
 RULES = (
@@ -65,25 +63,25 @@ RULES = (
     Rule(INVARIANT, lambda c: not_native(c) and c.rollout.batch_invariant,
          "rollout.engine is {c.rollout.engine}, and only native has this mode", "rollout.engine=native"),
     Rule("rollout.speculate", lambda c: c.rollout.batch_invariant and c.rollout.speculate == "on",
-         "rollout.batch_invariant does without the kernels that draft", "auto"),
+         "rollout.batch_invariant does not use the kernels that draft", "auto"),
     Rule("rollout.cache_dtype", lambda c: c.rollout.batch_invariant and c.rollout.cache_dtype != "auto",
          "it rounds, which rollout.batch_invariant must not", "auto"),
     Rule("learn.recompute", lambda c: c.rollout.batch_invariant and c.learn.recompute != "none",
-         "layers would be computed again outside of rollout.batch_invariant", "none"),
+         "layers would be recomputed outside rollout.batch_invariant", "none"),
     Rule(INVARIANT, lambda c: c.rollout.batch_invariant and (is_cut(c) or c.rollout.tp > 1),
-         "one rank alone can promise it, and learn.parallel or rollout.tp asks for several", "false"),
+         "only a single rank can promise it, and learn.parallel or rollout.tp asks for several", "false"),
     Rule("rollout.tp", lambda c: c.rollout.tp > 1 and is_local(c),
          "one process has one rank", "cluster.executor=processes or ray|1"),
     Rule("rollout.tp", lambda c: c.rollout.tp > 1 and not_native(c), "{c.rollout.engine} has one rank for each", "1"),
     Rule("cluster.spread", lambda c: c.cluster.spread and c.cluster.executor == "ray" and c.rollout.tp > 1,
-         "with rollout.tp {c.rollout.tp} the ranks of an engine are placed close together, and engines where room is",
+         "with rollout.tp {c.rollout.tp} an engine's ranks are placed close together, and engines where there is room",
          "false|rollout.tp=1"),
     Rule("rollout.tp", lambda c: c.rollout.tp > 1 and c.cluster.placement.rollout == "colocated" and not is_cut(c),
-         "colocated with learners that hold whole models rollout reads their own tensors",
+         "colocated with learners that hold whole models, rollout reads their tensors",
          "1|cluster.placement.rollout=separated|sizes of learn.parallel"),
     Rule("learn.moe.balance",
          lambda c: c.learn.moe.balance == "bias" and (c.rollout.engine == "vllm" or c.rollout.tp > 1),
-         "vLLM and engines over several ranks are given weights alone, and would choose experts without it",
+         "vLLM and engines over several ranks get only weights, and would choose experts without the bias",
          "rollout.engine=native with rollout.tp=1|learn.moe.balance=aux_loss"),
     # The learner over several ranks or processes
     Rule("observe.dump", lambda c: bool(c.observe.dump) and (is_cut(c) or not is_local(c)), ONE_PROCESS,
@@ -94,7 +92,7 @@ RULES = (
          lambda c: not is_local(c) and is_cut(c) and c.cluster.learners not in (1, c.learn.parallel.ranks),
          "learn.parallel comes to {c.learn.parallel.ranks} ranks, one worker each", "{c.learn.parallel.ranks}"),
     Rule("learn.ema", lambda c: bool(c.learn.ema) and is_cut(c) and not is_local(c),
-         "no running mean of a learner that is cut over workers reaches the one that evaluates",
+         "the running mean of a learner that is cut over workers does not reach the worker that evaluates",
          "cluster.executor=local|learn.parallel sizes of 1"),
     Rule("learn.fp8", lambda c: c.learn.fp8 != "none" and c.learn.parallel.tp > 1,
          "its scales need whole factors, which learn.parallel.tp {c.learn.parallel.tp} cuts",
@@ -111,22 +109,22 @@ RULES = (
     Rule("learn.parallel.pp_chunks",
          lambda c: (c.learn.parallel.pp_chunks > 1) != (c.learn.parallel.pp_schedule == "interleaved")
          or (c.learn.parallel.pp_chunks > 1 and c.learn.parallel.pp == 1),
-         "several runs of layers per rank are what pp_schedule=interleaved of several ranks has, and nothing else",
+         "only pp_schedule=interleaved over several ranks has several runs of layers per rank",
          "pp_chunks=2 with pp_schedule=interleaved and pp above 1|pp_chunks=1 with 1f1b"),
     Rule("algorithm", lambda c: registry.of(c).learns_values and is_cut(c) and not is_local(c),
          "its value model is not cut over workers", "cluster.executor=local|learn.parallel sizes of 1"),
     Rule("algorithm.critic.trunk",
          lambda c: "critic" in registry.roles_of(c) and is_cut(c) and c.algorithm.critic.trunk == "shared",
-         "over ranks a critic has a decoder of its own", "own"),
+         "over ranks, a critic has a decoder of its own", "own"),
     Rule("learn.parallel.pp", lambda c: learns_values(c) and value_stages(c) > 1,
          "a value model is not cut into stages", "algorithm.critic.parallel with pp: 1 and the same product"),
     # The reference
     Rule("algorithm.kl.target", lambda c: c.algorithm.kl.target is not None and c.algorithm.kl.coef == 0,
          "an adaptive coefficient begins with algorithm.kl.coef, which is 0", "algorithm.kl.coef=0.01"),
     Rule("algorithm.kl.target", lambda c: c.algorithm.kl.target is not None and is_reference_apart(c),
-         "a reference apart from the learners does not steer", "cluster.placement.reference=colocated"),
+         "a reference in workers of its own cannot steer it", "cluster.placement.reference=colocated"),
     Rule("algorithm.kl.reset_every", lambda c: bool(c.algorithm.kl.reset_every) and is_reference_apart(c),
-         "a reference apart from the learners does not move", "cluster.placement.reference=colocated"),
+         "a reference in workers of its own does not move", "cluster.placement.reference=colocated"),
     Rule("algorithm.kl.reset_every", lambda c: bool(c.algorithm.kl.reset_every and c.learn.lora_rank),
          "with learn.lora_rank the reference is the model without its adapters, which does not move",
          "0|learn.lora_rank=0"),
@@ -143,7 +141,7 @@ RULES = (
          lambda c: c.algorithm.rollout_correction_floor > c.algorithm.rollout_correction_cap,
          "its cap is {c.algorithm.rollout_correction_cap}", "a lower floor"),
     Rule("flow.placement", lambda c: c.flow.schedule == "async" and c.flow.placement == "colocated",
-         "flow.schedule is async, and rollout cannot be ahead while it takes turns", "flow.placement=auto"),
+         "flow.schedule is async, and rollout cannot run ahead while it takes turns", "flow.placement=auto"),
     Rule("flow.hand_over", lambda c: c.flow.hand_over in ("cache", "all") and not turns.are_taken(c),
          "rollout and learning take turns on a device only with flow.schedule=sync and rollout colocated",
          "flow.hand_over=auto"),
@@ -161,7 +159,7 @@ def problems(config: Config) -> Iterator[str]:
             yield f"{rule.key} is {said(at(config, rule.key))}, but {why}; {would_do}"
 
 
-# Settings that nothing reads: allowed, because a recipe may be tried in another mode, but said.
+# Settings that nothing reads: allowed, because a recipe may be tried in another mode, but reported.
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +200,7 @@ UNREAD = (
 
 
 def unread(config: Config) -> list[str]:
-    """Settings that differ from their defaults and that nothing reads in the chosen mode, as sentences."""
+    """Return sentences about settings that differ from their defaults and that nothing reads in the chosen mode."""
     usual = Config(algorithm=AlgorithmSettings(name=config.algorithm.name))
     defaults = dict(leaves(usual))
     changed = {key: value for key, value in leaves(config) if value != defaults.get(key, value)}

@@ -1,4 +1,5 @@
-"""Numbers that must divide or fit one another, each with one sentence: what it is, what it must fit, what would do."""
+"""Checks of numbers that must divide or fit one another, each with one sentence: the value, the limit, what would
+do."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def longest_in_words(config: Config) -> str:
 
 
 def window_problems(config: Config, whose: str, shape: ModelShape | None) -> Iterator[str]:
-    """Of a model that reads whole samples."""
+    """Check the window of a model that reads whole samples."""
     if shape is None or shape.window is None or shape.window >= longest(config):
         return
     room = shape.window - config.rollout.max_new_tokens

@@ -1,4 +1,4 @@
-"""`tidemill diff`: where two runs part."""
+"""`tidemill diff`: where two runs begin to differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tidemill dock`: look into the sample flow of a run."""
+"""`tidemill dock`: show the sample flow of a run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tidemill.cli.frame import Run, app
 @app.command()
 def dock(
     run: Run,
-    prometheus: Annotated[bool, typer.Option("--prometheus", help="as Prometheus text")] = False,
+    prometheus: Annotated[bool, typer.Option("--prometheus", help="in Prometheus' text format")] = False,
 ) -> None:
-    """Look into the dock that serves a run: rows per stage, bytes, the oldest, who waits."""
+    """Show the dock that serves a run: rows per stage, bytes, the oldest row, who waits."""
     from tidemill.dock import view
 
     state = view.look(run)

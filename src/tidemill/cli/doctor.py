@@ -11,10 +11,10 @@ from tidemill.cli.frame import Overrides, app, console
 
 @app.command()
 def doctor(
-    recipe: Annotated[str | None, typer.Option("--recipe", help="also judge whether this recipe fits here")] = None,
+    recipe: Annotated[str | None, typer.Option("--recipe", help="also say whether this recipe can run here")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Examine this machine: devices, versions, memory, disk; what would work, what would not, and the remedy."""
+    """Check this machine: devices, versions, memory, disk; what works, what does not, and how to fix it."""
     from tidemill import doctor as examination
     from tidemill import show
     from tidemill.recipe import load as recipe_files

@@ -19,11 +19,11 @@ def evaluate(
     recipe: Annotated[str | None, typer.Option(help="which problems and rewards; a run has its own")] = None,
     overrides: Overrides = None,
     samples: Annotated[int, typer.Option("-k", "--samples", help="sampled answers per problem, for pass@k", min=1)] = 1,
-    size: Annotated[int, typer.Option(help="held-out problems; 0: as the recipe says", min=0)] = 0,
+    size: Annotated[int, typer.Option(help="held-out problems; 0: as many as the recipe says", min=0)] = 0,
     step: Step = None,
     best: Best = False,
     raw: Raw = False,
-    full: Annotated[bool, typer.Option("--full", help="show the answers whole")] = False,
+    full: Annotated[bool, typer.Option("--full", help="show whole answers")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
 ) -> None:
     """Measure a run or a Hugging Face folder on held-out problems: greedy accuracy, pass@1 and pass@k."""
@@ -46,6 +46,6 @@ def evaluate(
         console.print(show.evaluation_table(evaluation, full))
     if evaluation.failed and evaluation.failed == evaluation.scored:
         raise RewardError(
-            f"every reward failed, so these figures say nothing of the model: {evaluation.first_failure}",
+            f"every reward failed, so these figures say nothing about the model: {evaluation.first_failure}",
             "fix the reward function, then measure again",
         )

@@ -24,11 +24,12 @@ def export(
     step: Step = None,
     best: Best = False,
     dtype: Annotated[
-        str | None, typer.Option(help="of the weights: float32, bfloat16 or float16; none: as the model began")
+        str | None,
+        typer.Option(help="of the weights: float32, bfloat16 or float16; none: that of the model the run started from"),
     ] = None,
     raw: Raw = False,
     without_bias: Annotated[
-        bool, typer.Option("--without-bias", help="leave a balancing bias out that the model has no place for")
+        bool, typer.Option("--without-bias", help="leave out a balancing bias that the model has no place for")
     ] = False,
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face folder that AutoModelForCausalLM.from_pretrained opens."""

@@ -1,5 +1,5 @@
-"""The command line's frame: the app, the terminals it prints to, arguments that several commands share, and how errors
-are told."""
+"""The command line's frame: the app, the consoles it prints to, arguments that several commands share, and how
+errors are shown."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ console = Console(highlight=False, markup=False)
 errors = Console(stderr=True, highlight=False, markup=False)
 
 Recipe = Annotated[str, typer.Argument(help="a recipe's name (see `tidemill recipes`) or the path of a YAML file")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="settings over the recipe's: key.sub=value …")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="settings that replace the recipe's: key.sub=value …")]
 Run = Annotated[Path, typer.Argument(help="a run's folder, for example runs/quickstart")]
 Where = Annotated[Path, typer.Argument(help="a run's folder, a Hugging Face folder, a known model's name, or org/name")]
 Raw = Annotated[bool, typer.Option("--raw", help="the weights themselves, where a run keeps their running mean")]
-Step = Annotated[int | None, typer.Option("--step", help="of a run: this checkpoint, not the newest", min=0)]
-Best = Annotated[bool, typer.Option("--best", help="of a run: its best checkpoint, not the newest")]
-INTERRUPTED = 130  # as shells expect of a command that Ctrl-C ended
+Step = Annotated[
+    int | None, typer.Option("--step", help="of a run: the checkpoint of this step instead of the newest", min=0)
+]
+Best = Annotated[bool, typer.Option("--best", help="of a run: its best checkpoint instead of the newest")]
+INTERRUPTED = 130  # what shells expect from a command that Ctrl-C ended
 
 
 def _version(is_asked: bool) -> None:
@@ -52,27 +54,28 @@ def _tidemill(
 
 
 def say(text: str, style: str = "") -> None:
-    """One sentence, as it is: nothing in it is markup."""
+    """Print one sentence as it is: nothing in it is markup."""
     console.print(Text(text, style=style), soft_wrap=True)
 
 
 def main() -> None:
-    """Errors a user can fix are a few lines; anything else keeps its traceback, because it is our mistake."""
+    """Run the app. Errors that a user can fix are a few lines; anything else keeps its traceback, because it is our
+    bug."""
     try:
         status = app(standalone_mode=False, prog_name="tidemill")
     except typer.Exit as leave:
         status = leave.exit_code
     except (Exception, KeyboardInterrupt) as error:
         status = explain(error)
-    sys.exit(status)  # commands give nothing; one that raised typer.Exit gives its status, caught on the way
+    sys.exit(status)  # a command returns None; where it raised typer.Exit, typer returns the status
 
 
 def explain(error: BaseException) -> int:
-    """Print what a user can do about an error; the exit code. An error of ours is raised again."""
+    """Print what a user can do about an error, and return the exit code. A bug of ours is raised again."""
     if isinstance(error, typer.Abort | KeyboardInterrupt):
         errors.print("stopped")
         return INTERRUPTED
-    # A word that no command knows. Whose class it is depends on typer's version: click's, or that of its own copy.
+    # An unknown command or option. The class depends on typer's version: click's, or that of typer's own copy.
     show = getattr(error, "show", None)
     if callable(show) and isinstance(status := getattr(error, "exit_code", None), int):
         show()

@@ -57,7 +57,7 @@ def _ask() -> str:
 
 @contextlib.contextmanager
 def _history():  # type: ignore[no-untyped-def]
-    """Line editing, and the lines of earlier talks with the arrow keys, where Python has readline."""
+    """Turn on line editing, and the lines of earlier chats by the arrow keys, where Python has readline."""
     try:
         import readline
     except ImportError:

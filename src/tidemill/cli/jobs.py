@@ -23,16 +23,16 @@ QUEUE = Path("runs/.queue")
 def add(
     what: Annotated[list[str], typer.Argument(help="a recipe and its overrides; with --command, a command line")],
     priority: Annotated[int, typer.Option(help="higher runs first, and may preempt lower")] = 0,
-    slots: Annotated[int, typer.Option(help="devices, or parts of the machine, that it needs", min=1)] = 1,
-    group: Annotated[str, typer.Option(help="a name whose jobs `run --limit NAME=K` counts together")] = "",
-    is_command: Annotated[bool, typer.Option("--command", help="WHAT is a command, not a recipe")] = False,
+    slots: Annotated[int, typer.Option(help="devices, or slots of the machine, that it needs", min=1)] = 1,
+    group: Annotated[str, typer.Option(help="a group of jobs that `run --limit NAME=K` limits together")] = "",
+    is_command: Annotated[bool, typer.Option("--command", help="WHAT is a command instead of a recipe")] = False,
     resumable: Annotated[
-        bool, typer.Option(help="with --command: goes on when started again; may be preempted")
+        bool, typer.Option(help="with --command: it continues when started again, so it may be preempted")
     ] = False,
-    on_ray: Annotated[bool, typer.Option("--on-ray", help="the recipe runs on the queue's Ray cluster")] = False,
+    on_ray: Annotated[bool, typer.Option("--on-ray", help="run the recipe on the queue's Ray cluster")] = False,
     queue: Folder = QUEUE,
 ) -> None:
-    """Put a recipe (or a command) into the queue."""
+    """Add a recipe (or a command) to the queue."""
     from tidemill.jobs.queue import Queue
     from tidemill.jobs.recipe import recipe_job
     from tidemill.jobs.state import Spec
@@ -50,7 +50,7 @@ def listing(
     queue: Folder = QUEUE,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON list on standard output")] = False,
 ) -> None:
-    """Show the queue: what runs, what waits and in which order, what has ended."""
+    """Show the queue: running jobs, waiting jobs in their order, and ended ones."""
     import json
     from dataclasses import asdict
 
@@ -75,7 +75,7 @@ def listing(
 def cancel(
     number: Annotated[int, typer.Argument(help="as `tidemill jobs list` shows it")], queue: Folder = QUEUE
 ) -> None:
-    """Take a job out of the queue; one that runs is asked to save and end."""
+    """Remove a job from the queue; a running job is asked to save and end."""
     from tidemill.jobs.queue import Queue
 
     job = Queue(queue).cancel(number)
@@ -84,14 +84,16 @@ def cancel(
 
 @jobs.command()
 def run(
-    slots: Annotated[int, typer.Option(help="what jobs share; 0: as many as there are devices, else 1", min=0)] = 0,
+    slots: Annotated[
+        int, typer.Option(help="slots that jobs share; 0: the number of devices, or 1 without devices", min=0)
+    ] = 0,
     limit: Annotated[list[str] | None, typer.Option(help="GROUP=K: at most K jobs of a group at once")] = None,
     ray: Annotated[str, typer.Option(help="host:port of a Ray cluster that jobs share")] = "",
     drain: Annotated[bool, typer.Option("--drain", help="end when the queue is empty")] = False,
-    grace_s: Annotated[float, typer.Option(help="longest that a preempted job may take to save", min=0)] = 300.0,
+    grace_s: Annotated[float, typer.Option(help="seconds that a preempted job may take to save", min=0)] = 300.0,
     queue: Folder = QUEUE,
 ) -> None:
-    """Run the queue. Ctrl-C ends the queue alone: jobs that run go on, and the next `run` finds them."""
+    """Run the queue. Ctrl-C ends only the queue: running jobs continue, and the next `run` finds them."""
     from tidemill.jobs.queue import Queue
     from tidemill.jobs.recipe import capacity, parse_limits
     from tidemill.jobs.runner import Processes

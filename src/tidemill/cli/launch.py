@@ -1,4 +1,4 @@
-"""`tidemill launch`: start a recipe somewhere else, ask how it is, stop it, resume it."""
+"""`tidemill launch`: start a recipe somewhere else, show its status, stop it, resume it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ START = "start"
 
 
 class _StartsByDefault(TyperGroup):
-    """`launch RECIPE` is `launch start RECIPE`: the first word that is no command is a recipe."""
+    """Read `launch RECIPE` as `launch start RECIPE`: a first word that is no command is a recipe."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
@@ -38,12 +38,14 @@ def start(
     recipe: Recipe,
     overrides: Overrides = None,
     where: Annotated[str, typer.Option("--on", help="`tidemill launch places` lists them")] = "local",
-    option: Annotated[list[str] | None, typer.Option("-o", "--option", help="key=value of the place")] = None,
-    include: Annotated[list[Path] | None, typer.Option(help="further files and folders that travel along")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("-o", "--option", help="key=value: an option of the place")
+    ] = None,
+    include: Annotated[list[Path] | None, typer.Option(help="further files and folders to send along")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="show exactly what would be sent, and send nothing")
     ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with a run that is there already")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="continue a run that exists there already")] = False,
 ) -> None:
     """Send a recipe and the code to a place and start it there."""
     from tidemill.launch import options, send
@@ -74,7 +76,7 @@ def listing() -> None:
     """List the jobs launched from here."""
     from tidemill.launch import job as records
 
-    table = Table("job", "place", "its name there", "launched", "run", box=None)
+    table = Table("job", "place", "the job's name there", "launched", "run", box=None)
     for name in records.names():
         found = records.load(name)
         table.add_row(name, found.where, found.reference, found.launched, found.run)
@@ -85,7 +87,7 @@ def listing() -> None:
 def status(
     job: JobName, as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False
 ) -> None:
-    """Ask the place how a job is."""
+    """Ask the place for a job's status."""
     import json
 
     from tidemill.launch import send
@@ -100,7 +102,7 @@ def status(
 
 @launch.command()
 def logs(job: JobName, lines: Annotated[int, typer.Option("-n", help="last lines", min=1)] = 50) -> None:
-    """Bring back the last lines that a job wrote."""
+    """Show the last lines that a job wrote."""
     from tidemill.launch import send
 
     print(send.logs(job, lines), end="")
@@ -117,7 +119,7 @@ def stop(job: JobName) -> None:
 
 @launch.command("resume")
 def resume_(job: JobName) -> None:
-    """Send a job again that ended before its run was done."""
+    """Send a job that ended before its run was complete again."""
     from tidemill.launch import send
 
     found = send.resume(job)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from tidemill.cli.frame import app, console, errors
 
-models = typer.Typer(help="Models to train: known ones, GGUF files, what a folder holds.", no_args_is_help=True)
+models = typer.Typer(help="Models to train: known ones, GGUF files, folders.", no_args_is_help=True)
 app.add_typer(models, name="models")
 
 Name = Annotated[str, typer.Argument(help="a known model's name (`tidemill models list`), or org/name on the hub")]
@@ -18,7 +18,7 @@ Name = Annotated[str, typer.Argument(help="a known model's name (`tidemill model
 
 @models.command("list")
 def listing() -> None:
-    """List the models that can be had by name."""
+    """List the models that are available by name."""
     from tidemill.models.box import known
 
     table = Table("name", "parameters", "license", "what", "here", box=None)
@@ -31,11 +31,11 @@ def listing() -> None:
 
 @models.command()
 def get(name: Name) -> None:
-    """Fetch a model, once, and say where its folder is. `model.path` and `tidemill generate` then take its name."""
+    """Fetch a model once and print its folder. `model.path` and `tidemill generate` then accept its name."""
     from tidemill.models.box import find
 
     if not find.look(name).exists():
-        errors.print(f"{name} is not here yet: fetching it", style="dim")
+        errors.print(f"{name} is not on this machine yet: fetching it", style="dim")
     print(find.get(name))
 
 
@@ -48,7 +48,7 @@ def import_(
         str | None, typer.Option(help="take the tokenizer from this folder or org/name instead of the file")
     ] = None,
 ) -> None:
-    """Turn a GGUF file into a Hugging Face folder: weights dequantised, tokenizer and chat template in place."""
+    """Turn a GGUF file into a Hugging Face folder: dequantised weights, tokenizer and chat template."""
     from tidemill.models.box import find
     from tidemill.models.gguf.convert import import_file
 
@@ -61,10 +61,10 @@ def import_(
 @models.command()
 def show(
     folder: Annotated[str, typer.Argument(help="a Hugging Face folder, a known name, or org/name")],
-    tokens: Annotated[int, typer.Option(help="of a sample, prompt and response", min=8)] = 1024,
-    samples: Annotated[int, typer.Option(help="rolled out at once", min=1)] = 16,
+    tokens: Annotated[int, typer.Option(help="of a sample: prompt and response", min=8)] = 1024,
+    samples: Annotated[int, typer.Option(help="sequences rolled out at once", min=1)] = 16,
 ) -> None:
-    """Show a model's architecture, its parameters, and the memory to roll it out and to train it."""
+    """Show a model's architecture, its parameters, and the memory that rollout and training need."""
     from tidemill.errors import human
     from tidemill.estimate import needs
     from tidemill.models.box import find
@@ -80,7 +80,7 @@ def show(
     for label, field in (
         ("to roll out", "roll_out"),
         (f"to learn with LoRA (rank {needs.LORA_RANK})", "learn_lora"),
-        ("to learn whole", "learn_whole"),
+        ("to learn all weights", "learn_whole"),
     ):
         table.add_row(label, *(human(getattr(need, field)) for need in found.needs.values()))
     console.print(table)

@@ -12,7 +12,7 @@ from tidemill.cli.frame import Overrides, app, console, say
 
 @app.command()
 def recipes() -> None:
-    """List the recipes that can be run by name, those to start with first."""
+    """List the recipes that can be run by name, the ones to start with first."""
     from tidemill import show
 
     console.print(show.recipes_table())
@@ -22,10 +22,10 @@ def recipes() -> None:
 def config(
     recipe: Annotated[str | None, typer.Argument(help="a recipe's name or path; without it, the defaults")] = None,
     overrides: Overrides = None,
-    as_yaml: Annotated[bool, typer.Option("--yaml", help="as YAML that can be run")] = False,
+    as_yaml: Annotated[bool, typer.Option("--yaml", help="as YAML, itself a recipe")] = False,
     changed: Annotated[bool, typer.Option("--changed", help="only settings that are not defaults")] = False,
 ) -> None:
-    """Show every setting: key, value, where it came from, help. Checks the recipe too."""
+    """Show every setting: key, value, where it came from, help. The recipe is checked, too."""
     from tidemill import show
     from tidemill.check import precheck, rules
     from tidemill.recipe import load as recipe_files

@@ -20,15 +20,16 @@ def plan(
     model: Annotated[str | None, typer.Option(help="a published model's name, such as qwen2.5-32b")] = None,
     source: Annotated[str | None, typer.Option("--from", help="the learner's layout, such as tp8,dp2")] = None,
     target: Annotated[str | None, typer.Option("--to", help="the rollout's layout, such as tp4,dp4")] = None,
-    devices: Annotated[int, typer.Option(help="devices there are; 0: as many as the layouts say", min=0)] = 0,
+    devices: Annotated[int, typer.Option(help="number of devices; 0: as many as the layouts need", min=0)] = 0,
     per_node: Annotated[int, typer.Option(help="devices in a node", min=1)] = 8,
-    apart: Annotated[bool, typer.Option(help="the rollout has devices of its own")] = False,
+    apart: Annotated[bool, typer.Option(help="rollout has devices of its own")] = False,
     dry: Annotated[
-        bool, typer.Option("--dry", help="without a recipe or a model: the cases of docs/weights.md")
+        bool, typer.Option("--dry", help="the cases of docs/weights.md, without a recipe or a model")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
 ) -> None:
-    """What moving a model's weights would cost, without devices: bytes, memory, seconds, who sends to whom."""
+    """Work out what moving a model's weights would cost: bytes, memory, seconds, who sends to whom. Needs no
+    devices."""
     import json
 
     from tidemill.estimate import weight_flow
@@ -50,7 +51,7 @@ def plan(
         reports = weight_flow.on_paper()
     else:
         raise ReshardError(
-            "plan of what?", "name a recipe, or --model, --from and --to, or --dry for the cases on paper"
+            "nothing to plan", "name a recipe, or --model, --from and --to, or --dry for the cases on paper"
         )
     if as_json:
         plain = [found.as_dict() for found in reports]
@@ -61,4 +62,4 @@ def plan(
 
 @reshard.callback()
 def _reshard() -> None:
-    """Keeps `plan` a command of its own while it is the only one."""
+    """Keep `plan` a subcommand although it is the only one."""

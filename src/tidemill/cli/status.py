@@ -15,7 +15,7 @@ def status(
     run: Run,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
 ) -> None:
-    """What a run on a cluster is doing: every worker, every stage, who waits for whom and since when."""
+    """Show what a run on a cluster is doing: every worker, every stage, who waits for whom and since when."""
     import json
 
     from tidemill.cluster.driver import status as statuses
@@ -26,7 +26,7 @@ def status(
 
 @app.command()
 def stacks(run: Run) -> None:
-    """What every worker of a run on a cluster is at, line by line: by py-spy where it is installed."""
+    """Show the stacks of every worker of a run on a cluster, through py-spy where it is installed."""
     from tidemill.cluster.driver import status as statuses
 
     folder = _folder_of(run)
@@ -35,8 +35,10 @@ def stacks(run: Run) -> None:
 
 
 @app.command()
-def scale(run: Run, rollouts: Annotated[int, typer.Option(help="rollout workers from now on", min=1)]) -> None:
-    """Let rollout workers join or leave a run on a cluster while it goes on."""
+def scale(
+    run: Run, rollouts: Annotated[int, typer.Option(help="number of rollout workers from now on", min=1)]
+) -> None:
+    """Add rollout workers to a run on a cluster, or remove some, while it continues."""
     from tidemill.cluster.driver import status as statuses
 
     statuses.want_rollouts(_folder_of(run), rollouts)

@@ -11,15 +11,14 @@ from tidemill.cli.frame import INTERRUPTED, Overrides, Recipe, Run, app, console
 
 @app.command()
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Run a recipe: a model learns by the recipe's algorithm. Everything it makes lands in runs/NAME."""
+    """Run a recipe: train a model by the recipe's algorithm. Everything is written to runs/NAME."""
     from tidemill import show
     from tidemill.recipe import load as recipe_files
-    from tidemill.run import start as launch
+    from tidemill.trainer import Trainer
 
     loaded = recipe_files.load(recipe, overrides or ())
     watch = show.RunWatcher(console, loaded.config)
-    with watch:
-        summary = launch.train(loaded, watch=watch)
+    summary = Trainer(recipe=loaded, display=watch).train().summary
     show.ending(console, watch.config, watch.folder, summary)
     if summary.is_stopped:
         raise typer.Exit(INTERRUPTED)
@@ -35,15 +34,14 @@ def sft(recipe: Recipe = "quickstart-sft", overrides: Overrides = None) -> None:
 def resume(run: Run, overrides: Overrides = None) -> None:
     """Continue a run that was stopped, killed or finished, from its newest good checkpoint.
 
-    Settings can change on the way: tidemill resume RUN train.steps=160 learn.lr=1e-6. RUN/changes.jsonl keeps a record.
+    Settings can be changed: tidemill resume RUN train.steps=160 learn.lr=1e-6. RUN/changes.jsonl records each change.
     """
     from tidemill import show
     from tidemill.observe.run_folder import RunFolder
-    from tidemill.run import start as launch
+    from tidemill.trainer import Trainer
 
     watch = show.RunWatcher(console, RunFolder.open(run, exclusive=False).config)
-    with watch:
-        summary = launch.resume(run, watch=watch, overrides=overrides or ())
+    summary = Trainer.from_run(run, overrides=overrides or (), display=watch).train().summary
     folder = RunFolder.open(run, exclusive=False)
     show.ending(console, folder.config, Path(run) if Path(run).is_dir() else folder.path, summary)
     if summary.is_stopped:

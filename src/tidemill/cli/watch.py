@@ -1,4 +1,4 @@
-"""`tidemill watch`: a page of a run, live or finished, in the browser."""
+"""`tidemill watch`: a page about a run, live or finished, in the browser."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from tidemill.cli.frame import app
 def watch(
     where: Annotated[Path, typer.Argument(help="a run's folder, or a folder of runs")] = Path("runs"),
     control: Annotated[
-        bool, typer.Option("--control", help="allow pause, stop, save, evaluate and changed settings")
+        bool, typer.Option("--control", help="let the page pause, stop, save, evaluate and change settings")
     ] = False,
-    host: Annotated[str, typer.Option(help="address to listen at")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="the first free one from here on; 0: any", min=0, max=65535)] = 8640,
-    token: Annotated[str | None, typer.Option(help="what the page asks for; none: a random one")] = None,
-    no_token: Annotated[bool, typer.Option("--no-token", help="ask for none; only on loopback")] = False,
+    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="first port to try; 0: any free one", min=0, max=65535)] = 8640,
+    token: Annotated[str | None, typer.Option(help="the token that the page asks for; none: a random one")] = None,
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="ask for no token; only on the loopback address")
+    ] = False,
 ) -> None:
-    """Open a local page of curves, samples, flow, machines and weights. It only reads, unless --control."""
+    """Open a local page with curves, samples, flow, machines and weights. It only reads, unless --control is given."""
     from tidemill.watch.serve import serve
 
     def told(address: str) -> None:
-        print(f"{address}\nCtrl-C ends it{'; it may steer runs' if control else ''}", flush=True)
+        print(f"{address}\nCtrl-C ends it{'; the page can steer runs' if control else ''}", flush=True)
 
     found = where if where.exists() or not (Path("runs") / where).exists() else Path("runs") / where
     serve(found, host=host, port=port, token="" if no_token else token, may_control=control, told=told)

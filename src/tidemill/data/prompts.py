@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from tidemill.chat.answer import Schema
+from tidemill.chat.template import Chat
 from tidemill.data import conversations
 from tidemill.data.source import Example, Message
 from tidemill.errors import ConfigError, DataError, did_you_mean
@@ -15,11 +19,15 @@ if TYPE_CHECKING:
 
 class PromptTokens:
     """Turns examples into token lists with one tokenizer and one set of data settings. `longest_response`: of the
-    responses in the data; longer ones are cut, and counted in `cut_responses`."""
+    responses in the data; longer ones are cut, and counted in `cut_responses`. `tools`: what every prompt offers,
+    beside the row's own."""
 
-    def __init__(self, tokenizer: Any, data: Data, longest_response: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, data: Data, longest_response: int | None = None, tools: Sequence[Schema] = ()
+    ) -> None:
         self.tokenizer = tokenizer
         self.data = data
+        self.tools = list(tools)
         self.longest_response = longest_response
         self.cut_responses = 0
         has_template = bool(getattr(tokenizer, "chat_template", None))
@@ -49,15 +57,25 @@ class PromptTokens:
                 "algorithm sft learns from documents; set eval.size=0, since there is nothing to ask of them",
             )
         if self.is_chat:
-            tools = conversations.tools_of(example.meta)
+            tools, messages = self._tools(example), self._messages(example)
+            if tools and not self.chat.takes_tools(tools):
+                messages, tools = self.chat.told(messages, tools), None
             options = {"asks": True, **self.data.chat_args}
-            text = conversations.render(self.tokenizer, self._messages(example), tools, example.where, **options)
+            text = conversations.render(self.tokenizer, messages, tools, example.where, **options)
             tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
         else:
             tokens = self._plain_tokens(self.text(example))
         if not tokens:
             raise DataError(f"{example.where}: the prompt is empty", "fill it, or set data.on_bad_row=skip")
         return tokens
+
+    @cached_property
+    def chat(self) -> Chat:
+        return Chat(self.tokenizer, self.data.chat_args)
+
+    def _tools(self, example: Example) -> list[Any] | None:
+        found = [*(conversations.tools_of(example.meta) or []), *self.tools]
+        return found or None
 
     def _check_length(self, tokens: list[int], where: str) -> None:
         limit = self.data.max_prompt_tokens

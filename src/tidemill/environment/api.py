@@ -12,6 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from tidemill.chat.answer import Answer, Schema
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -34,6 +36,7 @@ class Turn:
     is_inline: bool = False  # the text goes on in the model's own turn (a tool's result), not as a message of its own
     is_solved: bool | None = None  # whether the sample counts as correct; None: decided by its reward
     parts: Mapping[str, float] = field(default_factory=dict)
+    messages: Sequence[Mapping[str, Any]] = ()  # for a chat model, in place of the text: messages of any role
 
 
 class Environment(Protocol):
@@ -55,6 +58,18 @@ class Interrupts(Protocol):
     """An environment that wants the model to stop at some strings, such as the end of a tool call."""
 
     stop: tuple[str, ...]
+
+
+@runtime_checkable
+class UsesTools(Protocol):
+    """An environment whose tools a chat model calls in the form that its template has for them."""
+
+    schemas: Sequence[
+        Schema
+    ]  # what the prompt tells the model of them; empty: calls are plain text, as `step` reads it
+
+    def use(self, said: Answer) -> Turn:
+        """In place of `step`, for a chat model: what it said, and what it called."""
 
 
 def last_said(mask: Sequence[int]) -> int:

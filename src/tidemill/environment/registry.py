@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tidemill.chat.answer import Schema
 from tidemill.environment.api import Maker
 from tidemill.errors import ConfigError, did_you_mean
 from tidemill.imports import built_in, check_arguments, is_import_path, load
+from tidemill.recipe.config import EnvironmentSettings
 
 BUILT_IN = {
     "nim": "tidemill.environment.nim:Nim",
-    "tools": "tidemill.environment.tools:Tools",
+    "tools": "tidemill.environment.tools.environment:Tools",
 }
 PACKAGES = {  # PREFIX:GAME
     "gymnasium": "tidemill.environment.gymnasium:maker",
@@ -35,6 +37,15 @@ def find(name: str) -> Maker:
         f"environment.name: there is no environment {name!r}{did_you_mean(name, BUILT_IN)}",
         f"there are {', '.join([*BUILT_IN, *(f'{p}:GAME' for p in PACKAGES)])}; your own is package.module:Class",
     )
+
+
+def offered(settings: EnvironmentSettings | None) -> list[Schema]:
+    """The tools that every prompt tells a chat model of."""
+    if settings is None:
+        return []
+    maker = find(settings.name)
+    tell = getattr(maker, "offered", None)
+    return list(tell(**settings.args)) if tell is not None else []
 
 
 def check_args(name: str, maker: Maker, args: Mapping[str, Any]) -> None:

@@ -1,66 +1,76 @@
-"""Between an environment's text and the tokens of a conversation. What the model sampled is never tokenised again.
+"""Between an environment's messages and the tokens of a conversation. What the model sampled is never tokenised again.
 
-In chat form an answer is a message of its own: it closes the model's message, stands in one of role `role`, and opens
-the model's next. That frame is read off the tokenizer's own template, so every chat model gets its own.
+In chat form an answer is a message of its own: it closes the model's message, stands in one of role `role` (or is a
+tool's result), and opens the model's next, as the tokenizer's own template would write it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tidemill.chat.answer import Answer, Schema
+from tidemill.chat.template import Chat, TemplateError
+from tidemill.environment.api import Turn
 from tidemill.errors import ConfigError
-
-SPOKEN, HEARD = "\u2063spoken\u2063", "\u2063heard\u2063"  # marks that no template changes
 
 
 class Speech:
-    def __init__(self, tokenizer: Any, is_chat: bool, role: str = "user") -> None:
-        self.tokenizer = tokenizer
-        self.frame = chat_frame(tokenizer, role) if is_chat else None
-        self.specials = sorted(filter(None, map(str, tokenizer.all_special_tokens)), key=len, reverse=True)
+    def __init__(
+        self,
+        tokenizer: Any,
+        is_chat: bool,
+        role: str = "user",
+        options: Mapping[str, Any] | None = None,
+        tools: Sequence[Schema] = (),
+    ) -> None:
+        """`options`: of the chat template. `tools`: what every prompt offers."""
+        self.chat = Chat(tokenizer, options or {})
+        self.is_chat, self.role, self.tools = is_chat, role, tools
+        self._has_tool_role = is_chat and self._takes("tool")
+        if is_chat and role not in ("user", "tool"):
+            self._refuse_role()
+        if is_chat and role == "tool" and not self._has_tool_role:
+            self._refuse_role()
 
-    def said(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+    def text(self, tokens: Sequence[int]) -> str:
+        return self.chat.text(tokens)
 
-    def heard(self, text: str, *, is_inline: bool, has_ended: bool) -> list[int]:
+    def said(self, prompt: Sequence[int], tokens: Sequence[int]) -> Answer:
+        return self.chat.read(tokens, self.tools, has_thoughts=self.chat.opens_thoughts(prompt))
+
+    def heard(self, turn: Turn, said: Answer | None, *, has_ended: bool) -> list[int]:
         """The tokens of an answer. `has_ended`: the model closed its message itself, with its end token."""
-        text = self._plain(text)
-        if is_inline or self.frame is None:
-            return self._encode(text)
-        closing, before, behind = self.frame
-        return self._encode(("" if has_ended else closing) + before + text + behind)
+        if not isinstance(turn.text, str):
+            raise TypeError("its text is none")
+        if turn.is_inline or not self.is_chat:
+            return self.chat.encode(self.chat.clean(turn.text))
+        message = {"role": "assistant", "content": ""} if said is None else said.message()
+        new = self._messages(turn)
+        made = self.chat.follow(message, new, self.tools, has_ended=has_ended)
+        if made is None:
+            raise TemplateError("the chat template writes the model's message otherwise once an answer follows it")
+        return made
 
-    def _plain(self, text: str) -> str:
-        """An environment's text must not be able to end a message or to speak for the model."""
-        for special in self.specials:
-            text = text.replace(special, "")
-        return text
+    def _messages(self, turn: Turn) -> list[Mapping[str, Any]]:
+        if not turn.messages:
+            return [{"role": self.role, "content": turn.text}]
+        if self._has_tool_role or all(m["role"] != "tool" for m in turn.messages):
+            return list(turn.messages)
+        frame = self.chat.format.result  # a template that knows no tools: their results are the user's words
+        return [{"role": "user", "content": "\n".join(frame.format(m["content"]) for m in turn.messages)}]
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
+    def _takes(self, role: str) -> bool:
+        try:
+            made = self.chat.follow(
+                {"role": "assistant", "content": ""}, [{"role": role, "content": "heard"}], None, has_ended=True
+            )
+        except TemplateError:
+            return False
+        return made is not None and "heard" in str(self.chat.tokenizer.decode(made, skip_special_tokens=False))
 
-
-def chat_frame(tokenizer: Any, role: str) -> tuple[str, str, str]:
-    """What closes the model's message, what then stands before an answer, and what behind it."""
-    messages = [
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": SPOKEN},
-        {"role": role, "content": HEARD},
-    ]
-    try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # templates are programs, and refuse in their own ways
+    def _refuse_role(self) -> None:
         raise ConfigError(
-            f"environment.role is {role!r}, which the tokenizer's chat template refuses: {error}",
+            f"environment.role is {self.role!r}, which the tokenizer's chat template refuses or leaves out",
             "set environment.role=user",
-        ) from error
-    if text.count(SPOKEN) != 1 or text.count(HEARD) != 1:
-        raise ConfigError(
-            f"the tokenizer's chat template leaves out messages of role {role!r}", "set environment.role=user"
         )
-    before, _, behind = text.partition(SPOKEN)[2].partition(HEARD)
-    end = str(tokenizer.eos_token or "")
-    if end and before.startswith(end):
-        return end, before.removeprefix(end), behind
-    return "", before, behind

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from tidemill.errors import TidemillError
 from tidemill.flow.records import Activity, Evaluation
 from tidemill.recipe.config import Config
+
+ALL_STAGES = "all"
 
 
 class Stopped(Exception):
@@ -32,8 +34,10 @@ class Workers(Protocol):
     def bad_rows(self) -> int:
         """Rows of the data that could not be used, so far."""
 
-    def step(self, number: int, stop: Callable[[], bool]) -> None:
-        """Feed, roll out, score, learn, and serve the new weights. `Stopped`: nothing of the step has happened."""
+    def stages(self, number: int, stop: Callable[[], bool]) -> Iterator[str]:
+        """Feed, roll out, score, learn, and serve the new weights: a step, driven by whoever takes the names of the
+        stages that are done, one after the other. Stages that work at once are done at once, as `ALL_STAGES`.
+        `Stopped`: nothing of the step has happened."""
 
     def adjust(self, changes: Mapping[str, float]) -> str:
         """Between two steps: hold other values of some settings from now on. A sentence where that cannot be; then

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tidemill.device import host
 from tidemill.models import families, fused
-from tidemill.models.attention.registry import NAME, Context, attention_window
+from tidemill.models.attention.registry import NAME, AttentionForm, Context, attention_window
 from tidemill.models.fused import Fork, Placed, added, gated, has_hooks, is_plain, through
 
 CLOSE = 1e-5  # how far a fused module may be from the plain one
@@ -88,7 +88,7 @@ def _attended(module: Any, x: Tensor, positions: Positions, context: Context) ->
     heads = len(module.q_proj.weight) // dim, len(module.k_proj.weight) // dim
     cos, sin = (t.squeeze(0).contiguous() for t in positions)
     q, k, v = Placed.apply(rows, norms, cos, sin, heads, eps, *(norms or ()))  # type: ignore[no-untyped-call]
-    out = context.attend(module.layer_idx, q, k, v, module.scaling, attention_window(module), None)
+    out = context.attend(module.layer_idx, q, k, v, AttentionForm(module.scaling, attention_window(module)))
     return out.reshape(len(x), -1)
 
 

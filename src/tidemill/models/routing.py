@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tidemill.errors import ModelError
-from tidemill.models.attention.registry import Context
+from tidemill.models.attention.registry import AttentionForm, Context
 from tidemill.models.lora import Reference
 from tidemill.recipe.config import Mixture
 
@@ -73,10 +73,8 @@ class Routed:
     weights: Tensor | None = None  # (tokens,) how much each learns
     made: dict[int, Tensor] | None = None  # filled with what each layer chose, if a dict is given
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        return self.inner.attend(layer, q, k, v, scale, window, softcap)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+        return self.inner.attend(layer, q, k, v, form)
 
 
 class Routers:

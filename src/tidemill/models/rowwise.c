@@ -80,9 +80,10 @@ void tm_rows_linear(const float *x, const float *w, const float *bias, float *y,
 typedef struct {
     const float *q, *keys, *values;        /* (rows, heads, dim), (tokens, kv_heads, dim), (tokens, kv_heads, v_dim) */
     const int64_t *table, *which, *length; /* pages of each sequence; sequence and tokens seen of each row */
+    const float *sinks;                    /* (heads): a score beside the others, or none */
     float *out;                            /* (rows, heads, v_dim) */
-    int64_t table_stride, heads, kv_heads, dim, v_dim, page, window; /* window 0: none */
-    float scale, softcap;                                            /* softcap 0: none */
+    int64_t table_stride, heads, kv_heads, dim, v_dim, page, window, chunk; /* window, chunk 0: none */
+    float scale, softcap;                                                   /* softcap 0: none */
 } attention;
 
 static float dot(const float *a, const float *b, int64_t n) {
@@ -94,9 +95,15 @@ static float dot(const float *a, const float *b, int64_t n) {
     return s;
 }
 
+/* The first position that a token sees, which is the last of `length`. */
+static int64_t first_seen(const attention *a, int64_t length) {
+    int64_t from = a->window > 0 && length > a->window ? length - a->window : 0, begin = a->chunk > 0 ? (length - 1) / a->chunk * a->chunk : 0;
+    return begin > from ? begin : from;
+}
+
 static void attend_head(const attention *a, int64_t row, int64_t head, float *weight) {
     int64_t kv = head / (a->heads / a->kv_heads), length = a->length[row];
-    int64_t from = a->window > 0 && length > a->window ? length - a->window : 0;
+    int64_t from = first_seen(a, length);
     const int64_t *pages = a->table + a->which[row] * a->table_stride;
     const float *q = a->q + (row * a->heads + head) * a->dim;
     float *out = a->out + (row * a->heads + head) * a->v_dim, peak = -INFINITY, sum = 0;
@@ -106,6 +113,10 @@ static void attend_head(const attention *a, int64_t row, int64_t head, float *we
         if (a->softcap > 0) s = tanhf(s / a->softcap) * a->softcap;
         weight[t] = s;
         peak = s > peak ? s : peak;
+    }
+    if (a->sinks) {
+        peak = a->sinks[head] > peak ? a->sinks[head] : peak;
+        sum = expf(a->sinks[head] - peak);
     }
     for (int64_t t = from; t < length; t++) sum += weight[t] = expf(weight[t] - peak);
     memset(out, 0, sizeof(float) * a->v_dim);

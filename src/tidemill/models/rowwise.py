@@ -25,14 +25,14 @@ from tidemill.batch import Array
 from tidemill.device.compiled import library, over_rows
 from tidemill.errors import ConfigError
 from tidemill.models.attention.packed import Packed, SharedPrompt
-from tidemill.models.attention.registry import Context
+from tidemill.models.attention.registry import AttentionForm, Context
 
 SOURCE = Path(__file__).with_name("rowwise.c")
 # torch works on this many elements in one thread, and on vectors of at most this many.
 GRAIN, VECTORS = 32768, 64
 
-_POINTERS = ("q", "keys", "values", "table", "which", "length", "out")
-_NUMBERS = ("table_stride", "heads", "kv_heads", "dim", "v_dim", "page", "window")
+_POINTERS = ("q", "keys", "values", "table", "which", "length", "sinks", "out")
+_NUMBERS = ("table_stride", "heads", "kv_heads", "dim", "v_dim", "page", "window", "chunk")
 
 
 class _Attention(ctypes.Structure):
@@ -83,18 +83,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def attention(
-    q: Tensor, keys: Tensor, values: Tensor, table: Array, which: Array, length: Array, page: int, scale: float,
-    window: int | None, softcap: float | None,
-) -> Tensor:  # fmt: skip
+    q: Tensor, keys: Tensor, values: Tensor, table: Array, which: Array, length: Array, page: int, form: AttentionForm
+) -> Tensor:
     """q (rows, heads, dim); row i sees `length[i]` tokens of sequence `which[i]`, whose token t lies at
     table[which[i], t // page] * page + t % page of keys and values (tokens, kv_heads, dim)."""
     q, keys, values = q.contiguous(), keys.contiguous(), values.contiguous()
     table, which, length = (np.ascontiguousarray(a, np.int64) for a in (table, which, length))
     (rows, heads, dim), (kv_heads, v_dim) = q.shape, values.shape[1:]
     out = torch.empty(rows, heads, v_dim)
+    sinks = None if form.sinks is None else form.sinks.detach().contiguous()
     how = _Attention(
         q.data_ptr(), keys.data_ptr(), values.data_ptr(), table.ctypes.data, which.ctypes.data, length.ctypes.data,
-        out.data_ptr(), table.shape[1], heads, kv_heads, dim, v_dim, page, window or 0, scale, softcap or 0.0,
+        None if sinks is None else sinks.data_ptr(), out.data_ptr(), table.shape[1], heads, kv_heads, dim, v_dim, page,
+        form.window or 0, form.chunk or 0, form.scale, form.softcap or 0.0,
     )  # fmt: skip
 
     def run(first: int, last: int) -> None:
@@ -199,14 +200,12 @@ class RowwiseContext:
             self.table[i, : len(sequence)] = sequence
         self.which, self.length = np.array(rows, np.int64).T
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         with torch.no_grad():
-            out = attention(q, k, v, self.table, self.which, self.length, 1, scale, window, softcap)
+            out = attention(q, k, v, self.table, self.which, self.length, 1, form)
         if not q.requires_grad:
             return out
-        carrier = self.plain.attend(layer, q, k, v, scale, window, softcap)
+        carrier = self.plain.attend(layer, q, k, v, form)
         return cast(Tensor, _Instead.apply(out, carrier))  # type: ignore[no-untyped-call]
 
 

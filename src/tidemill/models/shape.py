@@ -18,7 +18,8 @@ from tidemill.recipe.config import ModelSettings, TinyModel
 
 SPECIAL_TOKENS = 3  # of a small model's tokenizer: padding, end, unknown
 DEFAULT_VOCABULARY = 32_000  # when config.json does not say
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})  # kinds that can be learned from packed rows
+# Kinds of layers that can be learned from packed rows.
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 

@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionMaskInterface
 
 from tidemill.errors import ModelError
 from tidemill.models import logits
-from tidemill.models.attention import registry as attention
 from tidemill.models.attention.packed import Packed
-from tidemill.models.attention.registry import Context
 from tidemill.models.shape import unknown_layers
 
 LENGTHS = (7, 5)  # of two samples
+LOCAL = ("sliding_window", "attention_chunk_size")
+FEW = 3  # tokens in a window or chunk while a model is tried
 STRIDE = 7919  # between tried tokens, modulo the vocabulary
 REMEDY = "docs/models.md lists models that can be"
 
@@ -33,6 +32,12 @@ def try_out(model: Any) -> None:
     if unknown:
         raise ModelError(f"{kind} has layers of {unknown}, which cannot be learned from packed rows", REMEDY)
     samples = _samples(model)
+    with _narrowed(model.config.get_text_config()):
+        _compare(model, samples)
+
+
+def _compare(model: Any, samples: list[Tensor]) -> None:
+    kind = type(model).__name__
     try:
         ours = _packed(model, samples)
     except ModelError:
@@ -79,17 +84,10 @@ def _packed(model: Any, samples: list[Tensor]) -> Tensor:
     """(tokens, words), the way the learner goes."""
     device = samples[0].device
     positions = torch.cat([torch.arange(len(sample), device=device) for sample in samples])
-    context = _Windows(Packed([len(sample) for sample in samples], device))
-    with _asked() as asked:
-        hidden = model.get_decoder()(
-            input_ids=torch.cat(samples)[None], position_ids=positions[None], use_cache=False, tide=context
-        ).last_hidden_state[0]
-    layers = getattr(model.config.get_text_config(), "layer_types", None) or ("sliding_attention",)
-    if asked - context.told and "sliding_attention" in layers:
-        raise ModelError(
-            f"{type(model).__name__} keeps its window of {max(asked)} tokens in a mask and does not tell its attention",
-            REMEDY,
-        )
+    context = Packed([len(sample) for sample in samples], device)
+    hidden = model.get_decoder()(
+        input_ids=torch.cat(samples)[None], position_ids=positions[None], use_cache=False, tide=context
+    ).last_hidden_state[0]
     made: Tensor = model.get_output_embeddings()(hidden)
     how = logits.shape(model, 1.0)
     cap: float | None = how["softcap"]
@@ -97,32 +95,17 @@ def _packed(model: Any, samples: list[Tensor]) -> Tensor:
     return bounded / float(how["temperature"])
 
 
-class _Windows:
-    """An attention context that remembers which windows layers told it."""
-
-    def __init__(self, inner: Context) -> None:
-        self.inner, self.told = inner, set[int]()
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        self.told |= set() if window is None else {window}
-        return self.inner.attend(layer, q, k, v, scale, window, softcap)
-
-
 @contextmanager
-def _asked() -> Iterator[set[int]]:
-    """Windows of the masks that transformers would have made."""
-    windows: set[int] = set()
-
-    def note(*_: Any, local_size: int | None = None, **__: Any) -> None:
-        windows.update(() if local_size is None else (local_size,))
-
-    AttentionMaskInterface.register(attention.NAME, note)
+def _narrowed(settings: Any) -> Iterator[None]:
+    """Windows and chunks of so few tokens that they matter among those that are tried."""
+    usual = {name: size for name in LOCAL if isinstance(size := getattr(settings, name, None), int)}
+    for name in usual:
+        setattr(settings, name, FEW)
     try:
-        yield windows
+        yield
     finally:
-        AttentionMaskInterface.register(attention.NAME, attention.no_mask)
+        for name, size in usual.items():
+            setattr(settings, name, size)
 
 
 @torch.no_grad()

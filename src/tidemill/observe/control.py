@@ -1,8 +1,6 @@
-"""Steering a run from outside: what is asked for in `control.jsonl`, and what was done about it in `steered.jsonl`.
-
-The loop reads new commands at the beginning of each step. Settings that were changed are recorded with the step from
-which they held, so that a resumed run changes them at the same steps and computes the same numbers.
-"""
+"""Steering a run from outside: commands are in `control.jsonl`, and what was done about each in `steered.jsonl`. The
+loop reads new commands at the beginning of each step. Changed settings are recorded with the step from which they
+apply, so that a resumed run changes them at the same steps and computes the same numbers."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ from tidemill.errors import ConfigError, did_you_mean
 ASKED, DONE = "control.jsonl", "steered.jsonl"
 KINDS = ("pause", "resume", "stop", "save", "evaluate", "set")
 BOUNDS = {"learn.lr": (0.0, 1.0), "rollout.temperature": (0.0, 10.0), "algorithm.kl.coef": (0.0, 100.0)}
-PAUSE_LOOK_S = 0.2  # between looks for the end of a pause
-LATE = "asked for while the run did not run"
+PAUSE_LOOK_S = 0.2  # between checks for the end of a pause
+LATE = "requested while the run was not running"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class Record:
     """`refused` says why nothing was done; "" when it was."""
 
     command: Command
-    step: int  # at whose beginning
+    step: int  # at the beginning of this step
     refused: str = ""
 
     def plain(self) -> dict[str, Any]:
@@ -49,7 +47,7 @@ class Record:
 
 
 def command(kind: str, key: str = "", value: float = 0.0, by: str = "") -> Command:
-    """A command that can be carried out; ConfigError says what is wrong with any other."""
+    """Check a command; ConfigError says what is wrong."""
     made = Command(uuid.uuid4().hex[:12], kind, key, value, by, time.time())
     validate(made)
     return made
@@ -63,7 +61,7 @@ def validate(asked: Command) -> None:
         return
     if asked.key not in BOUNDS:
         raise ConfigError(
-            f"{asked.key!r} cannot be changed while a run goes on{did_you_mean(asked.key, BOUNDS)}",
+            f"{asked.key!r} cannot be changed during a run{did_you_mean(asked.key, BOUNDS)}",
             f"what can: {', '.join(BOUNDS)}",
         )
     low, high = BOUNDS[asked.key]
@@ -72,12 +70,12 @@ def validate(asked: Command) -> None:
 
 
 def ask(folder: Path, asked: Command) -> None:
-    """One write, one line: several pages may ask at once."""
+    """Append one line in one write: several pages may send commands at once."""
     _append(folder / ASKED, asdict(asked))
 
 
 def parse(line: bytes) -> Command | None:
-    """None: the line is cut short, or is no command."""
+    """Read a command. None: the line is cut short, or is not a command."""
     try:
         plain = json.loads(line)
         fields = {name: plain[name] for name in ("id", "kind", "key", "by")}
@@ -89,7 +87,7 @@ def parse(line: bytes) -> Command | None:
 
 
 def records(folder: Path) -> list[Record]:
-    """Everything that was done or refused so far, oldest first."""
+    """Return everything that was done or refused so far, oldest first."""
     found = []
     for line in _lines(folder / DONE):
         asked = parse(line)
@@ -105,8 +103,8 @@ def is_paused(done: Sequence[Record]) -> bool:
 
 
 class Steering:
-    """The loop's side. `change` gives a sentence where it cannot; `actions`: what `save` and `evaluate` do; `base`: the
-    settings that the run began with."""
+    """The loop's side. `change` returns a sentence where it cannot; `actions`: what `save` and `evaluate` do;
+    `base`: the settings that the run began with."""
 
     def __init__(
         self,
@@ -126,13 +124,13 @@ class Steering:
         self._since = _started(folder)
         again = [r for r in done if r.command.kind == "set" and not r.refused]
         for key in dict.fromkeys(r.command.key for r in again if r.command.key in base):
-            change({key: base[key]})  # workers that lived on when the run went back hold a later value
+            change({key: base[key]})  # workers that survived when the run went back hold a later value
         self._again: dict[int, list[Command]] = {}  # by step: what an earlier life of the run changed
         for record in again:
             self._again.setdefault(max(record.step, first + 1), []).append(record.command)
 
     def begin(self, step: int) -> bool:
-        """At the beginning of a step: do what was asked for. Whether the run is to stop here."""
+        """Carry out commands at the beginning of a step. True: the run is to stop here."""
         for asked in self._again.pop(step, ()):
             self.change({asked.key: asked.value})
         is_paused = False
@@ -174,11 +172,11 @@ class Steering:
     def _record(self, asked: Command, step: int, refused: str = "") -> None:
         _append(self.folder / DONE, Record(asked, step, refused).plain())
         what = f"{asked.key}={asked.value:g}" if asked.kind == "set" else asked.kind
-        self.note(f"{what}: {refused or f'done at step {step}'} (asked for by {asked.by or 'control.jsonl'})")
+        self.note(f"{what}: {refused or f'done at step {step}'} (requested by {asked.by or 'control.jsonl'})")
 
 
 def _started(folder: Path) -> float:
-    """When the process that writes the run took it."""
+    """Return when the process that writes the run took the lock."""
     try:
         return (folder / "lock").stat().st_mtime
     except OSError:

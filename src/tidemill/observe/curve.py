@@ -14,7 +14,7 @@ DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The values as one line, means where there are more values than places; what is not finite is a gap."""
+    """Draw values as one line: means where there are more values than places, gaps where they are not finite."""
     cells = _resample(values, min(width, len(values)))
     low, high = _range(cells)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
@@ -24,7 +24,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def terminal_curve(
     values: Sequence[float], width: int = 64, height: int = 10, title: str = "", xlabel: str = ""
 ) -> str:
-    """A chart `width` by `height` characters, axes included."""
+    """Draw a chart of `width` by `height` characters, axes included."""
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
         return f"{title}: nothing to draw yet" if title else "nothing to draw yet"
@@ -56,10 +56,10 @@ class Line:
 
 
 def save_png(path: Path, panels: Mapping[str, Sequence[Line]], title: str = "") -> str:
-    """Draw one panel per measure, one line per run in each. Gives a sentence for the user; a missing matplotlib is no
-    failure."""
+    """Draw one panel per measure, one line per run in each. Returns a sentence for the user; a missing matplotlib is
+    not an error."""
     try:
-        from matplotlib.figure import Figure  # without pyplot: no window system is touched
+        from matplotlib.figure import Figure  # without pyplot: no window system is needed
         from matplotlib.ticker import MaxNLocator
     except ImportError:
         return "no PNG of the curve: matplotlib is not installed (pip install 'tidemill[plot]')"
@@ -83,7 +83,7 @@ def save_png(path: Path, panels: Mapping[str, Sequence[Line]], title: str = "") 
 
 
 def _plot(axes: Any, line: Line, colour: str) -> None:
-    """The smoothed line, with the raw one behind it and held-out points on it."""
+    """Draw the smoothed line, with the raw one behind it and held-out points on it."""
     xs, ys = [p[0] for p in line.points], [p[1] for p in line.points]
     few = len(xs) <= 12
     if few:
@@ -105,7 +105,7 @@ def _plot(axes: Any, line: Line, colour: str) -> None:
 
 
 def smoothed(values: Sequence[float], share: float = 0.05) -> list[float]:
-    """The mean of each value and its neighbours, over `share` of the whole line on either side; gaps stay out."""
+    """Average each value with its neighbours, over `share` of the whole line on either side; gaps are skipped."""
     reach = max(1, round(share * len(values)))
     windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
     means = [_mean(window) for window in windows]
@@ -113,7 +113,7 @@ def smoothed(values: Sequence[float], share: float = 0.05) -> list[float]:
 
 
 def lines_of(metrics: Sequence[Mapping[str, Any]], name: str) -> dict[str, Line]:
-    """A run's curves out of its metrics: reward (or loss), and accuracy with held-out points."""
+    """Extract a run's curves from its metrics: reward (or loss), and accuracy with held-out points."""
     curves: dict[str, Line] = {}
     main = next((key for key in ("reward", "loss") if any(key in m for m in metrics)), None)
     if main is not None:
@@ -129,7 +129,7 @@ def _points(metrics: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float,
 
 
 def _draw(points: Sequence[float | None], low: float, high: float, dots_high: int) -> dict[tuple[int, int], int]:
-    """Braille cells by (column, row); neighbouring points are joined."""
+    """Compute braille cells by (column, row); neighbouring points are joined."""
     canvas: dict[tuple[int, int], int] = {}
     last: int | None = None
     for x, value in enumerate(points):
@@ -151,7 +151,7 @@ def _between(last: int | None, now: int) -> range:
 
 
 def _resample(values: Sequence[float], cells: int) -> list[float | None]:
-    """Exactly `cells` values: the mean of each slice, or, with few values, a straight line between them."""
+    """Resample to exactly `cells` values: the mean of each slice, or, with few values, a straight line between them."""
     count = len(values)
     if count == 0 or cells <= 0:
         return []
@@ -178,6 +178,6 @@ def _range(values: Sequence[float | None]) -> tuple[float, float]:
 
 
 def _tick(value: float, span: float) -> str:
-    """With as many decimals as tell the top from the middle."""
+    """Format with as many decimals as distinguish the top from the middle."""
     decimals = max(0, 1 - math.floor(math.log10(span)))
     return f"{value:,.{decimals}f}" if decimals <= 5 and abs(value) < 1e6 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Health of a run: what its metrics say is going wrong, in sentences, with what to try. A pure function of metrics."""
+"""Health of a run: sentences about what its metrics show going wrong, and what to try. A pure function of metrics."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 Metrics = Mapping[str, float]
 
-GAP = 0.1  # nats; two right computations in bfloat16 are 0.02 to 0.05 apart, a stale layer whole nats
-WINDOW = 5  # steps a sign must last, so that one odd step is no alarm
+GAP = 0.1  # nats; two correct computations in bfloat16 are 0.02 to 0.05 apart, a stale layer whole nats
+WINDOW = 5  # steps that a sign must last, so that one odd step raises no alarm
 
 
 @dataclass(frozen=True, slots=True)
 class Warning:
-    """`sign` names it, so that the same one is not told again and again."""
+    """One warning. `sign` names it, so that the same one is not repeated."""
 
     sign: str
     sentence: str
 
 
 def warnings(history: Sequence[Metrics]) -> list[str]:
-    """Sentences about the last steps, most telling first."""
+    """Return warnings about the last steps, the most important first."""
     return [w.sentence for w in signs(history)]
 
 
@@ -71,13 +71,13 @@ def entropy_fall(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warni
     now, begin = mean(recent, "entropy"), mean(history[:WINDOW], "entropy")
     accuracy = mean(recent, "accuracy")
     if accuracy is None:
-        return None  # nothing is tried and rewarded: it learns from examples, and is to become sure of them
+        return None  # no rewards: it learns from examples, and is supposed to become certain of them
     if now is None or begin is None or begin < 0.05 or now > 0.1 * begin or accuracy > 0.9:
         return None
     return Warning(
         "entropy",
-        f"Entropy has fallen from {begin:.2g} to {now:.2g} while accuracy is {accuracy:.0%}: the policy tries "
-        "nothing new. Try algorithm.clip_high=0.28, algorithm.entropy_coef=1e-3, algorithm.covariance.mode=kl, or a "
+        f"Entropy has fallen from {begin:.2g} to {now:.2g} while accuracy is {accuracy:.0%}: it no longer explores. "
+        "Try algorithm.clip_high=0.28, algorithm.entropy_coef=1e-3, algorithm.covariance.mode=kl, or a "
         "lower learn.lr.",
     )
 
@@ -88,7 +88,7 @@ def divergence(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warning
         return None
     return Warning(
         "old_kl",
-        f"Within a step the policy moves {moved:.2g} nats per token from the one that made the samples. "
+        f"Within a step, the policy moves {moved:.2g} nats per token from the one that made the samples. "
         "Try a lower learn.lr, or fewer train.updates_per_step and train.passes_per_step.",
     )
 
@@ -187,7 +187,7 @@ def skipped(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warning | 
     earlier = history[: -len(recent)]
     names = ("skipped_updates", "critic/skipped_updates")
     before, now = (sum(step.get(name, 0.0) for step in some[-1:] for name in names) for some in (earlier, recent))
-    count = now - before  # they count from the run's beginning
+    count = now - before  # counted from the run's beginning
     if count <= 0:
         return None
     told = next((_where(step) for step in reversed(recent) if "not_finite_tensors" in step), "")
@@ -199,7 +199,7 @@ def skipped(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warning | 
 
 
 def _where(step: Metrics) -> str:
-    """In which the last of them was."""
+    """Say where the last of them was."""
     if step["not_finite_loss"]:
         return ": the loss was not finite itself, so look at the step's rewards and log-probabilities"
     if not step["not_finite_tensors"]:
@@ -224,6 +224,6 @@ def critic(recent: Sequence[Metrics], history: Sequence[Metrics]) -> Warning | N
         return None  # where nearly all returns are alike there is nothing to explain
     return Warning(
         "critic",
-        f"The critic explains nothing of the returns (explained variance {explained:.2f}). Try "
+        f"The critic does not explain the returns (explained variance {explained:.2f}). Try "
         "algorithm.critic.warmup_steps=20, a higher algorithm.critic.lr, or algorithm.critic.lam=1.",
     )

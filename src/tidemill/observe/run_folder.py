@@ -144,6 +144,18 @@ class RunFolder:
         """Every step's metrics so far; a line cut short is left out."""
         return metrics_of(self.path)
 
+    def samples_size(self) -> int:
+        """Where the next sample will be written."""
+        return self.samples_file.stat().st_size if self.samples_file.exists() else 0
+
+    def samples_after(self, offset: int) -> list[dict[str, Any]]:
+        """What was written of samples since the file had that size."""
+        if not self.samples_file.exists():
+            return []
+        with self.samples_file.open("rb") as file:
+            file.seek(offset)
+            return [json.loads(line) for line in file.read().split(b"\n") if line]
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """All at once: a reader sees the old summary or the new one."""
         _replace(self.summary_file, json.dumps(summary, indent=2).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""The section `algorithm`: what a loss and its advantages are made of."""
+"""The section `algorithm`: settings of the loss and of advantages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidemill.errors import ConfigError
 from tidemill.imports import is_import_path, load, named
 from tidemill.recipe.section import ParallelSettings, Section
 
-PLUGINS = "tidemill.algorithms"  # whose files `algorithm.name` names
+PLUGINS = "tidemill.algorithms"  # `algorithm.name` names a file in it
 
 
 class KL(Section):
@@ -19,20 +19,20 @@ class KL(Section):
         0.0, ge=0, description="weight of the divergence from the frozen reference; 0: no reference model"
     )
     estimator: Literal["k1", "k2", "k3", "abs"] = Field(
-        "k3", description="k1: log ratio, k2: half its square, k3: unbiased and positive, abs: the log ratio's size"
+        "k3", description="k1: log ratio, k2: half its square, k3: unbiased and positive, abs: its absolute value"
     )
-    place: Literal["loss", "reward"] = Field("loss", description="a term of the loss, or taken from the reward")
+    place: Literal["loss", "reward"] = Field("loss", description="in the loss, or subtracted from the reward")
     clamp_log_ratio: float | None = Field(
         None, gt=0, description="bound on the log ratio inside the estimator; none: no bound"
     )
     clamp: float | None = Field(None, gt=0, description="bound on the estimate itself; none: no bound")
     target: float | None = Field(
-        None, gt=0, description="divergence that an adaptive coef steers towards; none: coef is fixed"
+        None, gt=0, description="divergence that an adaptive coef aims at; none: coef is fixed"
     )
-    horizon: int = Field(10000, ge=1, description="samples over which the adaptive coef reacts")
+    horizon: int = Field(10000, ge=1, description="samples over which the adaptive coef adjusts")
     reset_every: int = Field(0, ge=0, description="steps after which the reference becomes the policy; 0: never")
     parallel: ParallelSettings | None = Field(
-        None, description="sizes by which the reference is cut over the learner's ranks; none: as the learner"
+        None, description="how the reference is cut over the learner's ranks; none: like the learner"
     )
     weights: Literal["same", "int8", "fp8"] = Field(
         "same", description="of the reference's layers: the policy's dtype, or 8 bits with a scale per row"
@@ -40,7 +40,7 @@ class KL(Section):
 
 
 class Critic(Section):
-    """The value model of PPO, and how advantages are made of its values."""
+    """PPO's value model, and how its values become advantages."""
 
     gamma: float = Field(1.0, gt=0, le=1, description="discount of later rewards")
     lam: float = Field(0.95, ge=0, le=1, description="λ of generalised advantage estimation, for the policy")
@@ -48,54 +48,56 @@ class Critic(Section):
     length_alpha: float | None = Field(
         None, gt=0, description="length-adaptive λ = 1 - 1/(this · tokens of the response); none: lam for all"
     )
-    value_clip: float | None = Field(0.2, gt=0, description="most a value may move in one step; none: no bound")
+    value_clip: float | None = Field(0.2, gt=0, description="largest change of a value in one step; none: no bound")
     value_coef: float = Field(0.5, ge=0, description="factor of the critic's squared error")
-    whiten: bool = Field(True, description="advantages of a step to mean 0 and standard deviation 1")
+    whiten: bool = Field(True, description="normalise a step's advantages to mean 0 and standard deviation 1")
     warmup_steps: int = Field(0, ge=0, description="steps in which only the critic learns")
     passes: int | None = Field(
         None, ge=1, description="times the critic learns from each sample; none: train.passes_per_step"
     )
     trunk: Literal["own", "shared"] = Field(
-        "own", description="the critic's decoder: a copy that learns, or the policy's own, with only a head learned"
+        "own", description="the critic's decoder: a copy that is trained, or the policy's own with only a head trained"
     )
     lr: float | None = Field(None, ge=0, le=10, description="the critic's learning rate; none: learn.lr")
     parallel: ParallelSettings | None = Field(
-        None, description="sizes by which the critic is cut over the learner's ranks; none: as the learner"
+        None, description="how the critic is cut over the learner's ranks; none: like the learner"
     )
 
 
 class Preference(Section):
-    """Learning from pairs or judged responses."""
+    """Learning from preference pairs or rated responses."""
 
     beta: float = Field(0.1, gt=0, description="inverse temperature of the implied reward")
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of pairs taken to be labelled the wrong way")
-    margin: float = Field(0.0, description="by how much a chosen response must win (SimPO's γ)")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of pairs assumed to be mislabelled")
+    margin: float = Field(0.0, description="margin by which a chosen response must win (SimPO's γ)")
     sft_coef: float = Field(0.0, ge=0, description="weight of imitating the chosen response")
     good_weight: float = Field(1.0, ge=0, description="weight of good responses (KTO)")
     bad_weight: float = Field(1.0, ge=0, description="weight of bad responses (KTO)")
-    centre_coef: float = Field(0.0, ge=0, description="pull of a reward model's outputs towards 0")
+    centre_coef: float = Field(0.0, ge=0, description="how strongly a reward model's outputs are pulled towards 0")
 
 
 class Overlong(Section):
-    """What happens to responses that come near the longest length."""
+    """How responses near the length limit are treated."""
 
     buffer: int = Field(0, ge=0, description="last tokens before max_new_tokens over which the penalty grows; 0: none")
-    penalty: float = Field(1.0, ge=0, description="taken from the reward at full length")
-    drop_truncated: bool = Field(False, description="responses cut off at the longest length are not learned from")
+    penalty: float = Field(1.0, ge=0, description="penalty at full length, subtracted from the reward")
+    drop_truncated: bool = Field(False, description="do not learn from responses that were cut off at the length limit")
 
 
 class Covariance(Section):
-    """Holding back the few tokens that collapse entropy (clip-cov and KL-cov)."""
+    """Restraining the few tokens that collapse entropy (clip-cov and KL-cov)."""
 
-    mode: Literal["none", "clip", "kl"] = Field("none", description="detach such tokens, or hold them by a KL penalty")
-    share: float = Field(2e-4, gt=0, lt=1, description="share of tokens held back")
-    low: float = Field(1.0, description="clip: least covariance of a token that may be held back")
+    mode: Literal["none", "clip", "kl"] = Field(
+        "none", description="detach these tokens, or restrain them by a KL penalty"
+    )
+    share: float = Field(2e-4, gt=0, lt=1, description="share of tokens restrained")
+    low: float = Field(1.0, description="clip: smallest covariance of a token that may be restrained")
     high: float = Field(5.0, description="clip: largest such covariance")
     kl_coef: float = Field(1.0, ge=0, description="kl: weight of the penalty")
 
 
 class AlgorithmSettings(Section):
-    """Settings that several algorithms share; what a paper chose otherwise its algorithm's file says (`paper`)."""
+    """Settings that several algorithms share. Where a paper differs, its algorithm's file says so (`paper`)."""
 
     name: str = Field("grpo", description="one of the files in algorithms/, or package.module:name")
     clip_low: float = Field(0.2, ge=0, description="ratio may fall to 1 - this before it is clipped")
@@ -103,7 +105,7 @@ class AlgorithmSettings(Section):
     dual_clip: float | None = Field(None, gt=1, description="bound on the loss of negative advantages; none: no bound")
     ratio_cap: float | None = Field(None, gt=1, description="bound on the unclipped ratio itself; none: no bound")
     baseline: Literal["mean", "leave_one_out", "none"] = Field(
-        "mean", description="taken from each reward: its group's mean, the mean of the others, or nothing"
+        "mean", description="subtracted from each reward: its group's mean, the mean of the others, or nothing"
     )
     advantage_scale: Literal["std", "batch_std", "none"] = Field(
         "std", description="divide advantages by the standard deviation of their group, or of the whole step"
@@ -111,10 +113,10 @@ class AlgorithmSettings(Section):
     std_bias: Literal["sample", "population"] = Field("sample", description="n-1 or n in the standard deviation")
     std_eps: float = Field(1e-4, ge=0, description="added to the standard deviation")
     group_of_one: Literal["zero", "reward"] = Field(
-        "zero", description="advantage of a sample without others to compare with"
+        "zero", description="advantage of a sample that is alone in its group"
     )
     aggregation: Literal["token_mean", "sample_mean", "group_mean", "constant"] = Field(
-        "token_mean", description="what the loss is a mean over"
+        "token_mean", description="what the loss is averaged over"
     )
     constant_length: int | None = Field(
         None, ge=1, description="divisor of aggregation constant; none: rollout.max_new_tokens"
@@ -129,14 +131,14 @@ class AlgorithmSettings(Section):
     )
     rollout_correction_cap: float = Field(2.0, gt=0, description="largest weight of rollout_correction")
     rollout_correction_floor: float = Field(
-        0.0, ge=0, description="smallest weight of rollout_correction that a mask lets through"
+        0.0, ge=0, description="smallest weight of rollout_correction that is not masked"
     )
     rollout_correction_outside: Literal["truncate", "mask"] = Field(
         "truncate",
-        description="weights above the cap: count as the cap, or (also below the floor) are not learned from",
+        description="weights above the cap: set to the cap, or masked (as are those below the floor)",
     )
     dynamic_sampling: bool = Field(
-        False, description="groups whose rewards are all equal are dropped and replaced by new prompts"
+        False, description="drop groups whose rewards are all equal, and replace them by new prompts"
     )
     dynamic_sampling_rounds: int = Field(
         8, ge=0, description="most prompts tried in place of dropped groups, as a multiple of prompts_per_step"
@@ -166,8 +168,8 @@ class AlgorithmSettings(Section):
 
 
 def paper_defaults(name: str) -> Mapping[str, Any]:
-    """What the algorithm's paper chose where it differs from the defaults; a recipe's own keys win. The algorithm's own
-    file says it, here or wherever a user's import path leads; a name that leads nowhere is refused by the checks."""
+    """Apply the algorithm's `paper` settings under the recipe's own keys. An unknown name is refused later, by the
+    checks."""
     try:
         found = load(name, ConfigError, "algorithm.name") if is_import_path(name) else named(PLUGINS, name)
     except ConfigError:

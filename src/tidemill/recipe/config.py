@@ -27,12 +27,12 @@ class TinyModel(Section):
     heads: int = Field(4, ge=1, description="attention heads")
     kv_heads: int = Field(2, ge=1, description="key/value heads; divides heads")
     intermediate: int = Field(384, ge=8, description="width inside the MLP, or inside each expert")
-    experts: int = Field(8, ge=1, description="of qwen3_moe and mixtral, in each layer")
-    experts_per_token: int = Field(2, ge=1, description="how many of them a token goes through")
+    experts: int = Field(8, ge=1, description="experts in each layer, of qwen3_moe and mixtral")
+    experts_per_token: int = Field(2, ge=1, description="experts that a token is routed to")
     window: int = Field(256, ge=8, description="longest sequence, prompt and response")
     alphabet: str = Field(
         "0123456789+-*/=()<>.,:;?! \nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ'\"[]{}_#$%&@^|~`\\",
-        description="characters the tokenizer knows, one token each",
+        description="the tokenizer's characters, one token each",
     )
 
     @model_validator(mode="after")
@@ -49,7 +49,7 @@ class ModelSettings(Section):
     path: str | None = Field(
         None, description="a Hugging Face folder, a name of `tidemill models list`, or org/name on the hub"
     )
-    warm_start: str | None = Field(None, description="recipe that makes the model first, when path is not given")
+    warm_start: str | None = Field(None, description="recipe that trains the model first, when path is not given")
     tiny: TinyModel | None = Field(
         None, description="a small model made on the spot, when neither path nor warm_start is given"
     )
@@ -58,9 +58,9 @@ class ModelSettings(Section):
 
 
 class CurriculumSettings(Section):
-    """Harder problems once the easier ones are mostly solved."""
+    """Raise the difficulty as easier problems are solved."""
 
-    setting: str = Field("level", description="which of data.args takes one value after the other")
+    setting: str = Field("level", description="the key of data.args that takes one value after the other")
     values: tuple[Any, ...] = Field(min_length=1, description="its values, easiest first")
     rise_above: float = Field(0.8, ge=0, le=1, description="accuracy from which the next value is used")
     fall_below: float = Field(0.1, ge=0, le=1, description="accuracy below which the value before is used again")
@@ -73,71 +73,69 @@ class Data(Section):
         description="a file (.jsonl .json .csv .tsv .parquet .txt), a Hugging Face dataset folder, a generator's name",
     )
     args: dict[str, Any] = Field({}, description="the generator's own settings")
-    curriculum: CurriculumSettings | None = Field(None, description="problems that grow harder with measured accuracy")
+    curriculum: CurriculumSettings | None = Field(None, description="raise the difficulty with measured accuracy")
     eval_source: str | None = Field(None, description="held-out data; without it, held_out rows of source")
     eval_args: dict[str, Any] | None = Field(None, description="the held-out generator's settings; without it, args")
     held_out: int = Field(200, ge=0, description="rows kept from source for evaluation, never trained on")
     columns: dict[str, str] = Field(
-        {}, description="our name: the file's name, for prompt, answer, response, messages, …"
+        {}, description="our name: the file's column, for prompt, answer, response, messages, …"
     )
     split: str | None = Field(None, description="split of a dataset folder; none: train")
     eval_split: str | None = Field(None, description="split of eval_source (or of source) used as held-out data")
     answer_pattern: str | None = Field(
-        None, description="regular expression whose first group is the answer inside the column answer"
+        None, description="regular expression; its first group is the answer within the column answer"
     )
-    template: str | None = Field(None, description="prompt text with {column} places, instead of the column prompt")
+    template: str | None = Field(None, description="prompt text with {column} in it, instead of the column prompt")
     system: str | None = Field(None, description="system message, for chat models")
     chat: Literal["auto", "on", "off"] = Field(
         "auto", description="use the tokenizer's chat template; auto: when it has one"
     )
-    chat_args: dict[str, Any] = Field({}, description="what the chat template is told, such as enable_thinking: false")
+    chat_args: dict[str, Any] = Field({}, description="arguments of the chat template, such as enable_thinking: false")
     learn_turns: Literal["last", "all"] = Field(
-        "last", description="what sft learns of a conversation: the assistant's last turn, or every one of its turns"
+        "last", description="what sft learns from a conversation: the assistant's last turn, or all its turns"
     )
     max_prompt_tokens: Places = Field(1024, description="a longer prompt is a bad row")
-    on_bad_row: Literal["fail", "skip"] = Field("fail", description="what a row that cannot be used does to the run")
-    shuffle: bool = Field(True, description="new order each pass over the data")
+    on_bad_row: Literal["fail", "skip"] = Field("fail", description="what to do with a row that cannot be used")
+    shuffle: bool = Field(True, description="reshuffle for each pass over the data")
     fit: bool = Field(
-        False, description="sizes, columns and rewards that are not set are taken from the model and the data's rows"
+        False, description="take sizes, columns and rewards that are not set from the model and the data's rows"
     )
 
 
 class Train(Section):
     steps: int = Field(100, ge=1, description="steps of the whole run")
     epochs: float | None = Field(
-        None, gt=0, description="passes over a file's rows, in place of steps; none: as many as steps come to"
+        None, gt=0, description="passes over a file's rows, instead of steps; none: train.steps decides"
     )
-    prompts_per_step: Rows = Field(16, description="prompts that enter each step")
-    samples_per_prompt: Rows = Field(8, description="responses made of each prompt (a group)")
-    updates_per_step: Rows = Field(1, description="optimizer updates made of one step's samples")
-    tokens_per_microbatch: Places = Field(16384, description="most tokens in one forward and backward pass")
-    passes_per_step: Rows = Field(1, description="times each sample is learned from (inner epochs)")
+    prompts_per_step: Rows = Field(16, description="prompts per step")
+    samples_per_prompt: Rows = Field(8, description="responses per prompt (a group)")
+    updates_per_step: Rows = Field(1, description="optimizer updates per step")
+    tokens_per_microbatch: Places = Field(16384, description="token limit of one forward and backward pass")
+    passes_per_step: Rows = Field(1, description="how often each sample is learned from (inner epochs)")
     stop_at_accuracy: float | None = Field(
         None, ge=0, le=1, description="end early once held-out accuracy reaches this"
     )
-    profile: tuple[int, ...] = Field((), description="steps whose time is written in detail, as Chrome traces")
+    profile: tuple[int, ...] = Field((), description="steps to profile, as Chrome traces")
 
 
 class VLLM(Section):
     memory_share: float = Field(
-        0.5, gt=0, le=1, description="of the device's memory that vLLM may take; the learner has the rest"
+        0.5, gt=0, le=1, description="share of the device's memory for vLLM; the learner has the rest"
     )
     sleep_level: Literal[1, 2] = Field(
-        1, description="asleep, vLLM keeps its weights in host memory (1) or drops them until the next update (2)"
+        1, description="while asleep, vLLM keeps its weights in host memory (1) or drops them until the next update (2)"
     )
 
 
 class Rollout(Section):
-    engine: Literal["native", "hf", "vllm"] = Field("native", description="what makes the tokens")
+    engine: Literal["native", "hf", "vllm"] = Field("native", description="what generates the tokens")
     max_new_tokens: Places = Field(256, description="longest response")
     temperature: Temperature = Field(1.0, description="of sampling; 0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus of sampling")
     top_k: int = Field(0, ge=0, description="most likely tokens kept; 0: all")
-    min_p: float = Field(0.0, ge=0, le=1, description="least probability kept, relative to the most likely token's")
+    min_p: float = Field(0.0, ge=0, le=1, description="smallest probability kept, relative to the most likely token's")
     stop: tuple[str, ...] = Field((), description="strings that end a response")
-    tp: int = Field(
-        1, ge=1, description="ranks, one device each, that share one engine (tensor parallel); of cluster.rollouts each"
-    )
+    tp: int = Field(1, ge=1, description="tensor parallel: ranks, one device each, per engine")
     concurrent: Rows = Field(256, description="most sequences decoded at once")
     page_size: int | None = Field(
         None, ge=1, description="tokens per page of the key/value cache; none: what the engine measured best"
@@ -146,11 +144,11 @@ class Rollout(Section):
         None, ge=1, description="size of the key/value cache; none: what concurrent sequences need"
     )
     cache_dtype: Literal["auto", "int8", "fp8"] = Field(
-        "auto", description="an element of the key/value cache: the model's own type, or one byte with scales"
+        "auto", description="type of the key/value cache: the model's own, or one byte with scales"
     )
     speculate: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="draft tokens by looking up what followed before (native engine); auto: on a CPU, where it pays",
+        description="speculative decoding by lookup (native engine); auto: on a CPU, where it pays",
     )
     batch_invariant: bool = Field(
         False, description="native engine on a CPU: rollout and learner agree bit for bit, at a third of the speed"
@@ -169,7 +167,7 @@ class Rewards(Section):
     functions: tuple[RewardSpec, ...] = Field(
         (RewardSpec(function="exact"),), min_length=1, description="rewards, added with their weights"
     )
-    timeout_s: float = Field(10.0, gt=0, description="longest one sample's reward may take")
+    timeout_s: float = Field(10.0, gt=0, description="time limit of one sample's reward")
     on_error: Literal["zero", "drop", "fail"] = Field(
         "zero",
         description="a reward that raises, hangs or is not finite: counts as 0, drops its group, or ends the run",
@@ -207,19 +205,19 @@ class Rewards(Section):
 
 
 class EnvironmentSettings(Section):
-    """Whom the model talks to: each sample is a conversation of several turns."""
+    """What the model talks to: each sample is a conversation of several turns."""
 
     name: str = Field(description="nim, tools, gymnasium:GAME, textarena:GAME, or package.module:Class")
     args: dict[str, Any] = Field({}, description="the environment's own settings")
-    max_turns: int = Field(8, ge=1, description="most times the model speaks in one conversation")
+    max_turns: int = Field(8, ge=1, description="limit of the model's turns in one conversation")
     max_turn_tokens: int | None = Field(
-        None, ge=1, description="most tokens the model says at once; none: what rollout.max_new_tokens leaves"
+        None, ge=1, description="token limit of one turn; none: what rollout.max_new_tokens leaves"
     )
-    role: Literal["user", "tool"] = Field("user", description="whose message an answer is, for chat models")
-    workers: int = Field(0, ge=0, description="threads for environments that take time to answer; 0: none")
-    timeout_s: float = Field(60.0, gt=0, description="longest an environment may think in a thread")
+    role: Literal["user", "tool"] = Field("user", description="role of the environment's messages, for chat models")
+    workers: int = Field(0, ge=0, description="threads for environments that are slow to answer; 0: none")
+    timeout_s: float = Field(60.0, gt=0, description="time limit of an environment in a thread")
     on_error: Literal["end", "fail"] = Field(
-        "end", description="an environment that raises or takes too long: ends the conversation, or the run"
+        "end", description="what an environment that raises or takes too long ends: the conversation, or the run"
     )
 
     @model_validator(mode="before")
@@ -229,20 +227,20 @@ class EnvironmentSettings(Section):
 
 
 class Mixture(Section):
-    """Models with experts."""
+    """Mixtures of experts."""
 
     balance: Literal["none", "aux_loss", "bias"] = Field(
-        "none", description="keep experts evenly loaded: by a loss, or by a bias on their choice"
+        "none", description="balance the experts' load: by a loss, or by a bias on the router"
     )
     coef: float = Field(1e-3, ge=0, description="with balance aux_loss: its factor")
     bias_rate: float = Field(1e-3, ge=0, description="with balance bias: how far the bias moves after each update")
-    replay: bool = Field(False, description="route tokens in learning as rollout routed them; native engine")
+    replay: bool = Field(False, description="route tokens in learning as in rollout (native engine)")
 
 
 class Learn(Section):
     lr: Rate = Field(1e-6, description="learning rate")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="of the learning rate after warm-up"
+        "constant", description="learning-rate schedule after warm-up"
     )
     warmup_steps: int = Field(0, ge=0, description="updates over which the learning rate rises from 0")
     min_lr_share: float = Field(0.0, ge=0, le=1, description="share of lr that linear and cosine end at")
@@ -255,14 +253,14 @@ class Learn(Section):
     clip_norm: float | None = Field(1.0, gt=0, description="largest gradient norm; none: no clipping")
     recompute: Literal["none", "selective", "mlp", "full"] = Field(
         "none",
-        description="what the backward pass computes again to save memory: the MLPs' activations, the MLPs, or all",
+        description="activation checkpointing: recompute the MLPs' activations, the MLPs, or all",
     )
-    recompute_every: int = Field(1, ge=1, description="with recompute: of this many layers one is computed again")
+    recompute_every: int = Field(1, ge=1, description="with recompute: recompute one layer of this many")
     offload: Literal["none", "activations"] = Field(
-        "none", description="activations wait for the backward pass in the host's memory"
+        "none", description="keep activations in host memory until the backward pass"
     )
     share_prompts: bool = Field(True, description="compute a group's prompt once and let its responses attend to it")
-    logprob_chunk: int = Field(4096, ge=1, description="as many logits exist at once as so many tokens have")
+    logprob_chunk: int = Field(4096, ge=1, description="logits held at once, in tokens × vocabulary")
     attention: Literal["auto", "blocks", "short", "flash", "fusion", "flex"] = Field(
         "auto", description="attention over packed samples; auto: what suits device, dtype and model"
     )
@@ -275,27 +273,25 @@ class Learn(Section):
     moments: Literal["same", "float32", "int8"] = Field(
         "same", description="AdamW's moments: the weights' dtype, float32, or 8 bits with a scale per block"
     )
-    lora_rank: int = Field(
-        0, ge=0, description="learn low-rank changes of the layers' matrices, of this rank; 0: all weights"
-    )
+    lora_rank: int = Field(0, ge=0, description="LoRA rank; 0: train all weights")
     lora_modules: tuple[str, ...] = Field(
         (), description="with lora_rank: names or patterns of the modules adapted, such as q_proj or *.mlp.*; none: all"
     )
-    lora_experts: bool = Field(True, description="with lora_rank: each of a mixture's stacked experts has adapters too")
-    lora_alpha: float = Field(32.0, gt=0, description="with lora_rank: their factor is this over the rank")
+    lora_experts: bool = Field(True, description="with lora_rank: adapters for each of a mixture's experts, too")
+    lora_alpha: float = Field(32.0, gt=0, description="with lora_rank: adapters are scaled by alpha / rank")
     ema: float = Field(
         0.0,
         ge=0,
         lt=1,
         description="evaluate and export a running mean of the weights that keeps this share each update; 0: none",
     )
-    dora: bool = Field(False, description="with lora_rank: learn each row's magnitude apart from its direction")
+    dora: bool = Field(False, description="with lora_rank: learn each row's magnitude separately (DoRA)")
     fp8: Literal["none", "tensorwise", "rowwise"] = Field(
-        "none", description="products of the layers in 8-bit floating point, with a scale per tensor or per row"
+        "none", description="matrix products in 8-bit floating point, with a scale per tensor or per row"
     )
-    optimizer_on_host: bool = Field(False, description="the optimizer's state lives in the host's memory")
+    optimizer_on_host: bool = Field(False, description="keep the optimizer's state in host memory")
     reduce_dtype: Literal["same", "float32", "bfloat16"] = Field(
-        "float32", description="in which gradients are added up over ranks; same: the weights' own"
+        "float32", description="type in which gradients are summed over ranks; same: the weights'"
     )
     parallel: ParallelSettings = ParallelSettings()
     moe: Mixture = Mixture()
@@ -303,14 +299,15 @@ class Learn(Section):
 
 class Flow(Section):
     schedule: Literal["sync", "streamed", "async"] = Field(
-        "sync", description="stages one after the other, each on what is ready, or rollout ahead of learning as well"
+        "sync",
+        description="stages one after the other, each on what is ready, or rollout ahead of learning as well",
     )
     max_staleness: int = Field(
-        1, ge=0, description="async: most steps that the oldest token of a sample may be behind the weights it teaches"
+        1, ge=0, description="async: how many steps the oldest token of a sample may lag behind the learner's weights"
     )
     placement: Literal["auto", "colocated", "separated"] = Field(
         "auto",
-        description="separated: rollout works beside the others with its own copy of the weights; auto: for async",
+        description="separated: rollout runs beside the others with its own weights; auto: separated for async",
     )
     unfinished_samples: Literal["recompute_kv", "keep_kv"] = Field(
         "recompute_kv",
@@ -318,10 +315,10 @@ class Flow(Section):
     )
     hand_over: Literal["auto", "never", "cache", "all"] = Field(
         "auto",
-        description="colocated and sync: what leaves the device while others work there: nothing, rollout's cache, or "
-        "also optimizer, critic and reference while rollout does; auto: as the memory estimate asks",
+        description="colocated and sync, what leaves the device in turns: nothing, rollout's cache, or also "
+        "optimizer, critic and reference; auto: what the memory estimate requires",
     )
-    lease_s: float = Field(600.0, gt=0, description="longest a stage may hold samples before they are given out again")
+    lease_s: float = Field(600.0, gt=0, description="how long a stage may hold samples before others get them")
 
     @property
     def is_separated(self) -> bool:
@@ -329,10 +326,10 @@ class Flow(Section):
 
 
 class Reshard(Section):
-    """How weights get from the learner to the rollout."""
+    """How weights travel from the learner to rollout."""
 
     verify: Literal["off", "sample", "all"] = Field(
-        "sample", description="checksums of what arrived: of no block, of one in sixteen, of every one"
+        "sample", description="checksums of what arrived: of no block, of one in sixteen, of all"
     )
 
 
@@ -340,14 +337,14 @@ class Eval(Section):
     every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after")
     size: int = Field(200, ge=0, description="held-out problems used; 0: no evaluation")
     samples: int = Field(1, ge=1, description="sampled answers per problem, for pass@k")
-    temperature: Temperature = Field(1.0, description="of the sampled answers")
+    temperature: Temperature = Field(1.0, description="temperature of the sampled answers")
     before: bool = Field(True, description="evaluate before the first step")
     after: bool = Field(True, description="evaluate after the last step")
 
 
 class Checkpoint(Section):
     every: int = Field(10, ge=0, description="steps between checkpoints; 0: only at the end")
-    keep: int = Field(2, ge=1, description="newest checkpoints kept; the best is kept too")
+    keep: int = Field(2, ge=1, description="checkpoints kept: the newest, and the best")
 
 
 class Observe(Section):
@@ -356,13 +353,13 @@ class Observe(Section):
     loggers: tuple[Literal["csv", "wandb", "mlflow", "trackio", "swanlab", "webhook", "prometheus"], ...] = Field(
         (), description="where metrics go too; offline unless a package's own environment variables say otherwise"
     )
-    project: str = Field("tidemill", min_length=1, description="name under which loggers file the run")
-    webhook: str = Field("", description="address that is told of start, finish, failure and health warnings")
-    prometheus_port: int = Field(9464, ge=0, le=65535, description="of the logger prometheus; 0: any free one")
-    price_per_device_hour: float | None = Field(None, ge=0, description="of a device, for the run's cost so far")
+    project: str = Field("tidemill", min_length=1, description="project name for loggers")
+    webhook: str = Field("", description="URL that gets start, finish, failure and health warnings")
+    prometheus_port: int = Field(9464, ge=0, le=65535, description="port of the logger prometheus; 0: any free one")
+    price_per_device_hour: float | None = Field(None, ge=0, description="price of a device, for the run's cost so far")
     samples_per_step: int = Field(8, ge=0, description="samples written to samples.jsonl each step")
     progress: Literal["auto", "rich", "plain", "off"] = Field(
-        "auto", description="what the terminal shows while it runs"
+        "auto", description="what the terminal shows during the run"
     )
 
 
@@ -371,61 +368,62 @@ class PlacementSettings(Section):
 
     rollout: Literal["separated", "colocated"] = Field("separated", description="colocated: as many as learners")
     reward: Literal["separated", "colocated"] = Field("separated", description="feed, rewards and advantages")
-    reference: Literal["separated", "colocated"] = Field("colocated", description="the frozen policy, if there is one")
+    reference: Literal["separated", "colocated"] = Field("colocated", description="the frozen policy, if any")
     reward_model: Literal["separated", "colocated"] = Field(
         "separated",
-        description="rewards, where a trained model is among them: on a device each, or the learners'",
+        description="rewards with a trained model: on devices of their own, or the learners'",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _one_for_all(cls, value: Any) -> Any:
-        """`placement: colocated` says it for every role."""
+        """Expand `placement: colocated` to every role."""
         return dict.fromkeys(cls.model_fields, value) if isinstance(value, str) else value
 
 
 class Cluster(Section):
-    """Where the roles run. Nothing of it is used while executor is local."""
+    """Where the roles run. Not used while executor is local."""
 
     executor: Literal["local", "processes", "ray"] = Field(
         "local", description="this process, processes of this machine, or a Ray cluster"
     )
     address: str = Field(
-        "local", description="of Ray: local starts one for this run alone; auto, host:port or ray://… use one that runs"
+        "local",
+        description="Ray's: local starts one for this run; auto, host:port or ray://… join a running one",
     )
     learners: int = Field(
-        1, ge=1, description="ranks that learn together, with whole models each; learn.parallel gives its own number"
+        1, ge=1, description="ranks that learn together, each with a whole model; learn.parallel sets its own number"
     )
     rollouts: int = Field(1, ge=1, description="rollout engines, where they are separated")
     rewards: int = Field(1, ge=1, description="reward workers, where they are separated")
     reward_models: int = Field(1, ge=1, description="workers with a trained reward model, where they are separated")
     placement: PlacementSettings = PlacementSettings()
     spread: bool = Field(False, description="put rollout workers on different nodes where there are several")
-    cpus: float = Field(1.0, gt=0, description="CPUs that each worker asks Ray for")
+    cpus: float = Field(1.0, gt=0, description="CPUs that each worker requests from Ray")
     memory_mb: int | None = Field(None, ge=1, description="shared memory of each node's warehouse; none: half of it")
-    replicas: int = Field(0, ge=0, description="further nodes that hold a copy of each sample's bytes")
-    lease_s: float = Field(10.0, gt=0, description="silence after which a worker's samples are given to another")
-    start_s: float = Field(180.0, gt=0, description="longest that a worker may take to start")
-    stall_s: float = Field(300.0, gt=0, description="standstill after which the run says who waits for whom")
-    collective_s: float = Field(120.0, gt=0, description="longest that ranks wait for one another in one operation")
-    restarts: int = Field(20, ge=0, description="lost workers made up for without a step made in between")
+    replicas: int = Field(0, ge=0, description="number of other nodes that keep a copy of each sample's bytes")
+    lease_s: float = Field(10.0, gt=0, description="silence after which a worker's samples go to another")
+    start_s: float = Field(180.0, gt=0, description="time limit for a worker to start")
+    stall_s: float = Field(300.0, gt=0, description="time without progress after which the run says who waits for whom")
+    collective_s: float = Field(120.0, gt=0, description="time limit of ranks waiting for one another in one operation")
+    restarts: int = Field(20, ge=0, description="how many lost workers are replaced within one step")
 
 
 class Config(Section):
     """A whole run."""
 
-    name: str = Field("run", min_length=1, description="the run's folder under folder")
+    name: str = Field("run", min_length=1, description="the run's name, its subfolder of folder")
     about: str = Field("", description="one line: what this recipe is for")
-    folder: str = Field("runs", description="where runs are kept")
-    seed: int = Field(0, ge=0, description="of data order, sampling and new weights")
+    folder: str = Field("runs", description="folder of all runs")
+    seed: int = Field(0, ge=0, description="seed of data order, sampling and initial weights")
     device: str = Field("auto", description="auto, cpu, or an accelerator's name")
-    deterministic: bool = Field(False, description="two runs give the same bits on one device; slower there")
+    deterministic: bool = Field(False, description="equal runs give equal bits on one device; slower")
     threads: int | None = Field(None, ge=1, description="CPU threads; none: all cores")
     model: ModelSettings = ModelSettings()
     data: Data = Data()
     train: Train = Train()
     rollout: Rollout = Rollout()
-    environment: EnvironmentSettings | None = Field(None, description="whom the model talks to; none: one turn")
+    environment: EnvironmentSettings | None = Field(None, description="what the model talks to; none: one turn")
     rewards: Rewards = Rewards()
     algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)
     learn: Learn = Learn()

@@ -1,4 +1,4 @@
-"""YAML as people mean it: 1e-6 is a number, a key given twice is an error, every key knows its line."""
+"""Reads YAML the way people mean it: 1e-6 is a number, a duplicate key is an error, every key knows its line."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FIRST_MARK = 0xE000
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: 1e-6 is a number; on, off, yes, no and 1:30 are text (true/false settings take them).
-    Environment variables are put in where a value names them, and typed as if they had been written there."""
+    """Reads YAML where 1e-6 is a number, and on, off, yes, no and 1:30 are text (true/false settings accept them).
+    Environment variables that a value names are inserted, and typed as if they had been written there."""
 
     variables: list[re.Match[str]]
 
@@ -65,7 +65,7 @@ class UnsetVariable(Exception):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads back as it was."""
+    """Writes what `_Loader` reads back unchanged."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -88,7 +88,7 @@ _SCALARS = (
     ("merge", r"<<", "<"),
 )
 for _yaml in (_Loader, _Dumper):
-    # The dumper keeps YAML 1.1's rules beside ours: it quotes what either would misread.
+    # The dumper keeps YAML 1.1's rules beside ours, and so quotes what either would misread.
     _yaml.yaml_implicit_resolvers = {}
     if _yaml is _Dumper:
         _yaml.yaml_implicit_resolvers = {c: list(r) for c, r in yaml.SafeDumper.yaml_implicit_resolvers.items()}
@@ -159,7 +159,7 @@ def _note_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int], path
 
 
 def display(path: Path) -> str:
-    """A path as short as it can be said from here."""
+    """Return the shortest form of a path, relative to the working folder where that is shorter."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What one source (a file, the command line) wrote, by dotted key; and how layers lie over one another."""
+"""Settings from one source (a file, the command line), by dotted key; and how layers override one another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Where = Callable[[str], str]  # dotted key → the place that wrote it
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A value somebody wrote, and where."""
+    """A value, and where it was written."""
 
     value: Any
     where: str
@@ -26,7 +26,7 @@ class Given:
 
 @dataclass(slots=True)
 class Layer:
-    """One file's, or the command line's, settings by dotted key, and what is wrong with them."""
+    """Settings of one file, or of the command line, by dotted key, and what is wrong with them."""
 
     given: dict[str, Given] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -60,10 +60,8 @@ def flatten(tree: Mapping[str, Any], where: Where, section: type[Section] = Conf
 
 
 def _long_form(section: type[Section], value: Any) -> Any:
-    """`algorithm: grpo` as `{name: grpo}`, so that a short form changes only what it names.
-
-    The sections' own validators are not asked: they fill in an algorithm's defaults, which must lie under every layer.
-    """
+    """Expand `algorithm: grpo` to `{name: grpo}`, so that a short form changes only what it names. The sections' own
+    validators are not used: they fill in an algorithm's defaults, which must lie under every layer."""
     if section is AlgorithmSettings and isinstance(value, str):
         return {"name": value}
     if section is Rewards and isinstance(value, str | list | tuple):
@@ -123,14 +121,15 @@ def parse_overrides(overrides: Sequence[str]) -> Layer:
 
 def _override_value(dotted: str, text: str) -> Any:
     key = schema.tree().get(dotted)
-    # Text is taken as it stands: {question} in a template is not a mapping, 007 is a name.
+    # Text is taken literally: {question} in a template is not a mapping, 007 is a name.
     if key is not None and key.is_text and not text.startswith(('"', "'")):
         return None if key.allows_none and text in ("none", "null", "~", "") else text
     return dialect.parse(text)
 
 
 def lay_over(below: dict[str, Given], above: Mapping[str, Given]) -> None:
-    """A value replaces what was under its key; a mapping merges, and revives a section that was set to none."""
+    """Override: a value replaces what was under its key; a mapping merges, and restores a section that was set to
+    none."""
     for key, given in above.items():
         if given.value != {} or not _is_section(key):
             for old in [k for k in below if k == key or (k.startswith(f"{key}.") and not _is_free(key))]:
@@ -146,14 +145,14 @@ def _is_section(key: str) -> bool:
 
 
 def _is_free(key: str) -> bool:
-    """Whether it is a name under a free mapping, where `a.b` is no part of `a`."""
+    """Say whether the key lies under a free mapping, where `a.b` is not a part of `a`."""
     *above, _ = _parts(key)
     known = schema.tree().get(".".join(above))
     return known is not None and known.is_mapping
 
 
 def _parts(dotted: str) -> list[str]:
-    """The path of a key; what is under a free mapping is one name, dots and all."""
+    """Split a key into its path; what lies under a free mapping is one name, dots included."""
     parts = dotted.split(".")
     for i in range(1, len(parts)):
         key = schema.tree().get(".".join(parts[:i]))

@@ -1,8 +1,6 @@
-"""Recipes: a whole run as a YAML file, which may extend another, with overrides from the command line.
-
-`load` gives the validated config and where each setting came from. Mappings merge over what they extend; lists and
-values replace.
-"""
+"""Recipes: a whole run as a YAML file, which may extend another, with overrides from the command line. `load` returns
+the validated config and where each setting came from. Mappings merge with what they extend; lists and values replace
+it."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -30,22 +29,30 @@ class LoadedRecipe:
     config: Config
     sources: dict[str, str]  # dotted key → default, "file:line" or command line
     path: Path | None = None
+    layers: tuple[Layer, ...] = ()  # whoever lays more over them knows what was given and what is a default
 
 
-def load(recipe: str | Path | Mapping[str, Any] | Config | LoadedRecipe, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """The config of a recipe (a path, a name, a mapping or a ready config) with `key.sub=value` overrides."""
+def load(
+    recipe: str | Path | Mapping[str, Any] | Config | LoadedRecipe,
+    overrides: Sequence[str] = (),
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> LoadedRecipe:
+    """Load the config of a recipe (a path, a name, a mapping or a finished config) with `key.sub=value` overrides.
+    `settings`: a program's own, by section, over the recipe and under the overrides."""
     path: Path | None = None
     if isinstance(recipe, LoadedRecipe):
-        if not overrides:
+        if not overrides and not settings:
             return recipe  # with its sources
-        recipe = recipe.config
-    if isinstance(recipe, Config):
+        path, layers = recipe.path, list(recipe.layers)
+    elif isinstance(recipe, Config):
         layers = [flatten(recipe.model_dump(exclude_unset=True), from_one(PYTHON))]
     elif isinstance(recipe, Mapping):
         layers = [flatten(dict(recipe), from_one(PYTHON))]
     else:
         path = locate(str(recipe))
         layers = list(_read_with_bases(path))
+    if settings:
+        layers.append(flatten(dict(settings), from_one(PYTHON)))
     layers.append(parse_overrides(overrides))
     problems = [p for layer in layers for p in layer.problems]
     given: dict[str, Given] = {}
@@ -58,15 +65,15 @@ def load(recipe: str | Path | Mapping[str, Any] | Config | LoadedRecipe, overrid
         problems += [_explain(e, given) for e in error.errors() if e["type"] != "extra_forbidden"]
     if problems or config is None:
         raise ConfigError(as_list(problems), SEE_KEYS)
-    return LoadedRecipe(config, _sources(config, given), path)
+    return LoadedRecipe(config, _sources(config, given), path, tuple(layers))
 
 
 def model_of(config: Config) -> ModelSettings:
-    """The settings of the model that will be trained; a warm start's are in its own recipe."""
+    """Return the settings of the model that will be trained; a warm start's are in its own recipe."""
     seen: list[str] = []
     while config.model.path is None and config.model.warm_start is not None:
         if config.model.warm_start in seen:
-            raise ConfigError(f"warm starts form a ring: {' → '.join([*seen, config.model.warm_start])}")
+            raise ConfigError(f"warm starts form a cycle: {' → '.join([*seen, config.model.warm_start])}")
         seen.append(config.model.warm_start)
         config = load(config.model.warm_start).config
     return config.model
@@ -75,14 +82,14 @@ def model_of(config: Config) -> ModelSettings:
 def as_list(problems: Sequence[str]) -> str:
     if len(problems) == 1:
         return problems[0]
-    return f"{len(problems)} things cannot work:\n" + "\n".join(f"  - {p}" for p in problems)
+    return f"{len(problems)} settings cannot work:\n" + "\n".join(f"  - {p}" for p in problems)
 
 
 # Finding recipes
 
 
 def folders() -> list[Path]:
-    """Where recipes are looked for by name: the user's folders, the repository's, the package's."""
+    """Return the folders in which recipes are found by name: the user's, the repository's, the package's."""
     mine = [Path(p) for p in os.environ.get(ENV_FOLDERS, "").split(os.pathsep) if p]
     package = Path(__file__).resolve().parents[1]
     repository = package.parents[1]
@@ -99,7 +106,8 @@ def _named() -> dict[str, Path]:
 
 
 def locate(name: str, beside: Path | None = None) -> Path:
-    """The file of a recipe given as a path (relative to the file that names it, or to here) or as a bare name."""
+    """Find the file of a recipe given as a path (relative to the file that names it, or to the working folder) or as
+    a name."""
     for base in [beside.parent] if beside else [Path()]:
         if (base / name).expanduser().is_file():
             return (base / name).expanduser()
@@ -113,7 +121,7 @@ def locate(name: str, beside: Path | None = None) -> Path:
 
 
 def listing() -> list[tuple[str, str]]:
-    """Name and one line about each recipe that can be run by name; names that begin with _ are parts of others."""
+    """Return each recipe that can be run by name, with a line about it; names that begin with _ are parts of others."""
     rows = []
     for name, path in _named().items():
         if Path(name).name.startswith("_"):
@@ -128,16 +136,16 @@ def listing() -> list[tuple[str, str]]:
 
 
 def dump(config: Config) -> str:
-    """The whole effective config as YAML that loads again to an equal one."""
+    """Return the whole effective config as YAML that loads to an equal one."""
     return dialect.write(config.model_dump())
 
 
 def _read_with_bases(path: Path, children: tuple[Path, ...] = ()) -> Iterator[Layer]:
-    """The layers of a file and of all it extends, the furthest base first."""
+    """Return the layers of a file and of all that it extends, the furthest base first."""
     path = path.resolve()
     if path in children:
         ring = " → ".join(dialect.display(p) for p in (*children[children.index(path) :], path))
-        raise ConfigError(f"recipes extend each other in a ring: {ring}", "take one `extends` out")
+        raise ConfigError(f"recipes extend each other in a cycle: {ring}", "remove one `extends`")
     tree, lines = dialect.read(path)
     base = tree.pop("extends", None)
     if base is not None:
@@ -151,7 +159,7 @@ def _read_with_bases(path: Path, children: tuple[Path, ...] = ()) -> Iterator[La
 
 
 def _explain(error: Mapping[str, Any], given: Mapping[str, Given]) -> str:
-    """One pydantic error as: the key, what it got, where that came from, what would do."""
+    """Describe a pydantic error by the key, the value, where it came from, and what is accepted."""
     names = [part for part in error["loc"] if isinstance(part, str)]
     dotted = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in error["loc"]).lstrip(".")
     where = _where(".".join(names), given)
@@ -206,7 +214,7 @@ def _sources(config: Config, given: Mapping[str, Given]) -> dict[str, str]:
 
 
 def leaves(config: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting of this config by dotted key; a section that is none is one setting."""
+    """Return every setting of this config by dotted key; a section that is none counts as one setting."""
     for name in type(config).model_fields:
         value = getattr(config, name)
         if isinstance(value, Section):
@@ -216,7 +224,7 @@ def leaves(config: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def describe(loaded: LoadedRecipe) -> list[tuple[str, Any, str, str]]:
-    """For `tidemill config`: key, value, where it came from, help."""
+    """Return the rows of `tidemill config`: key, value, where it came from, help."""
     tree = schema.tree()
     return [(key, value, loaded.sources.get(key, DEFAULT), tree[key].help) for key, value in leaves(loaded.config)]
 

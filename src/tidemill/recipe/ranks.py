@@ -1,4 +1,4 @@
-"""Whether parallel sizes make a world of ranks, whatever the model is."""
+"""Checks that parallel sizes make a world of ranks, whatever the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MOST_SUGGESTED = 256
 
 
 def folding_problem(parallel: ParallelSettings) -> str:
-    """Why the experts' ranks do not lie over the others; "": they do."""
+    """Say why the experts' ranks do not fit over the others; "": they do."""
     shard = parallel.fsdp * parallel.cp
     if shard % parallel.ep == 0:
         return ""
@@ -18,7 +18,7 @@ def folding_problem(parallel: ParallelSettings) -> str:
 
 
 def world_problem(parallel: ParallelSettings, world: int) -> str:
-    """Why these sizes do not make a world of that many ranks; "": they do."""
+    """Say why these sizes do not make a world of that many ranks; "": they do."""
     problem = folding_problem(parallel)
     if problem or parallel.ranks == world:
         return problem
@@ -27,7 +27,7 @@ def world_problem(parallel: ParallelSettings, world: int) -> str:
     fit = (
         f"learn.parallel.fsdp={world // rest} would do"
         if world % rest == 0
-        else f"the others come to {rest}, which must divide {world}"
+        else f"the others multiply to {rest}, which must divide {world}"
     )
     return f"learn.parallel needs {parallel.ranks} ranks ({product}), but there are {world}; {fit}"
 

@@ -1,4 +1,4 @@
-"""The tree of settings as facts: which dotted keys there are, what each one wants, and which one a stranger meant."""
+"""The tree of settings as data: all dotted keys, what each accepts, and suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from tidemill.recipe.config import Config, Section
 
-# What other tools call our keys. Only for hints: the names themselves are refused like any unknown one.
+# Names that other tools use for our keys. Only for suggestions: the names themselves are refused like any unknown key.
 WORDS_FROM_ELSEWHERE = {
     "learning_rate": "learn.lr",
     "batch_size": "train.prompts_per_step",
@@ -67,7 +67,7 @@ class Key:
 
     @property
     def element(self) -> type[Section] | None:
-        """The section a list holds, as `rewards.functions` does."""
+        """Return the section that a list holds, as in `rewards.functions`."""
         for member in _members(self.field.annotation):
             if get_origin(member) in (tuple, list):
                 return _section_among(get_args(member))
@@ -95,7 +95,7 @@ class Key:
 
     @property
     def wants(self) -> str:
-        """What would do, in words: 'a whole number of at least 1, or none'."""
+        """Say what is accepted: 'a whole number of at least 1, or none'."""
         kinds = [_in_words(m) for m in _members(self.field.annotation) if m is not type(None)]
         text = " or ".join(kinds) + _bounds(self.field.metadata)
         text = f"{text}, or none" if self.allows_none else text
@@ -104,12 +104,12 @@ class Key:
 
 
 def fields(section: type[Section], prefix: str = "") -> dict[str, Key]:
-    """The section's own keys by their short names."""
+    """Return the section's own keys by their short names."""
     return {name: Key(f"{prefix}{name}", field) for name, field in section.model_fields.items()}
 
 
 def walk(section: type[Section] = Config, prefix: str = "") -> Iterator[Key]:
-    """Every key under the section, sections before what they hold."""
+    """Return every key under the section, sections before what they hold."""
     for key in fields(section, prefix).values():
         yield key
         if key.section is not None:
@@ -122,12 +122,12 @@ def tree() -> dict[str, Key]:
 
 
 def keys() -> list[str]:
-    """The dotted names of all settings (not of the sections that hold them)."""
+    """Return the dotted names of all settings (not of the sections that hold them)."""
     return [name for name, key in tree().items() if key.section is None]
 
 
 def nearest_keys(unknown: str, n: int = 3) -> list[str]:
-    """Dotted keys that an unknown one may have meant, best first, from anywhere in the tree."""
+    """Suggest dotted keys for an unknown one, best first, from anywhere in the tree."""
     last = unknown.rsplit(".", 1)[-1]
     by_last: dict[str, list[str]] = {}
     for name in tree():

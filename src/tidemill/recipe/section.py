@@ -1,4 +1,4 @@
-"""What every section of a recipe is, and sizes that several sections have."""
+"""The base of every section of a recipe, and sizes that several sections share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """train.steps=true is a slip, not one step."""
+        """Refuse `train.steps=true`, which is a slip, not one step."""
         annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)) and _is_number(annotation):
-            raise PydanticCustomError("not_a_number", "a number is wanted")
+            raise PydanticCustomError("not_a_number", "a number is expected")
         return value
 
 
@@ -28,19 +28,19 @@ def _is_number(annotation: Any) -> bool:
 
 
 def bounded(reason: str, ge: float, le: float) -> Any:
-    """Say why a number has the bounds that it has."""
+    """Explain a number's bounds in the error message."""
     return Field(ge=ge, le=le, json_schema_extra={"reason": reason})
 
 
-Rows = Annotated[int, bounded("a step's rows are held in memory: more than a million are several", ge=1, le=10**6)]
+Rows = Annotated[int, bounded("a step's rows are held in memory: use several steps", ge=1, le=10**6)]
 Places = Annotated[int, bounded("places in a sample are 32-bit numbers", ge=1, le=2**31)]
-Rate = Annotated[float, bounded("one update of a larger rate destroys any model", ge=0, le=10)]
-Temperature = Annotated[float, bounded("above it sampling is uniform over the vocabulary", ge=0, le=100)]
+Rate = Annotated[float, bounded("one update at a higher rate destroys any model", ge=0, le=10)]
+Temperature = Annotated[float, bounded("above this, sampling is uniform over the vocabulary", ge=0, le=100)]
 
 
 class ParallelSettings(Section):
-    """Over how many ranks the learner is cut, and how. The ranks are replicate × fsdp × cp × tp × pp; ep lies over the
-    ranks of fsdp and cp together and multiplies nothing."""
+    """How the learner is cut over ranks. There are replicate × fsdp × cp × tp × pp ranks; ep uses the ranks of fsdp
+    and cp together, and adds none."""
 
     replicate: int = Field(1, ge=1, description="copies of the sharded model, each with its own samples (hybrid shard)")
     fsdp: int = Field(1, ge=1, description="ranks over which weights, gradients and optimizer are sharded (FSDP2)")
@@ -50,12 +50,12 @@ class ParallelSettings(Section):
     pp: int = Field(1, ge=1, description="ranks that each hold a run of layers (pipeline parallel)")
     cp_form: Literal["auto", "ulysses", "ring"] = Field(
         "auto",
-        description="context parallel by exchanging heads or by passing keys round; auto: heads where they divide",
+        description="context parallel by exchanging heads, or by passing keys round a ring; auto: heads if they divide",
     )
     pp_schedule: Literal["1f1b", "interleaved"] = Field("1f1b", description="order of a pipeline's micro-batches")
     pp_chunks: int = Field(1, ge=1, description="runs of layers per pipeline rank; more than 1 with interleaved")
     timeout_s: float = Field(
-        600.0, gt=0, description="longest wait for another rank before the run says who is missing"
+        600.0, gt=0, description="time limit of waiting for another rank before the run says which one is missing"
     )
     device_gb: float | None = Field(None, gt=0, description="memory of one device, for the estimate; none: as here")
 

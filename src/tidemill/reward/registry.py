@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tidemill.errors import ConfigError, did_you_mean
-from tidemill.imports import built_in, check_arguments, is_import_path, load
-from tidemill.reward.api import RewardFunction
+from tidemill.imports import built_in, check_arguments, is_import_path, is_kept_here, load
+from tidemill.reward.api import RewardFunction, is_batched
+from tidemill.reward.lists import over_samples, takes_lists
 
 if TYPE_CHECKING:
     from tidemill.recipe.config import Rewards
@@ -101,6 +102,11 @@ def is_quick(name: str) -> bool:
     return name in BUILT_IN and BUILT_IN[name].is_quick
 
 
+def runs_here(name: str, function: RewardFunction) -> bool:
+    """Whether a reward runs in the process that scores, in a thread, where nothing can kill it."""
+    return is_quick(name) or is_batched(function) or is_kept_here(name)
+
+
 def wants_device(name: str) -> bool:
     return name in BUILT_IN and BUILT_IN[name].wants_device
 
@@ -116,7 +122,7 @@ def find(name: str) -> RewardFunction:
             raise ConfigError(
                 f"rewards: {name!r} is not a function but of type {type(found).__name__}", "name a function(sample)"
             )
-        return found
+        return over_samples(found) if takes_lists(found) else found
     raise ConfigError(
         f"rewards: there is no reward {name!r}{did_you_mean(name, BUILT_IN)}",
         f"the built-in rewards are {', '.join(BUILT_IN)}; your own is package.module:function",

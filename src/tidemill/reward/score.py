@@ -20,7 +20,7 @@ from tidemill.recipe.config import Rewards
 from tidemill.reward.api import RewardFunction, Sample, Scored, is_batched
 from tidemill.reward.outcome import Outcome, judge, judge_many
 from tidemill.reward.pool import Pool, Unit
-from tidemill.reward.registry import check_args, find, is_quick, wants_device
+from tidemill.reward.registry import check_args, find, is_quick, runs_here, wants_device
 
 MOST_WORKERS = 32  # with rewards.workers auto: each takes a second to start and some 100 MB
 
@@ -195,7 +195,7 @@ def components(rewards: Rewards, device: str = "auto") -> tuple[Component, ...]:
             if tried.fault:
                 raise ConfigError(f"rewards: {spec.function!r} cannot work with args {spec.args}: it {tried.why}")
         label = unique(spec.label or spec.function.rpartition(":")[2], {c.label for c in made})
-        is_here = quick or is_batched(function)
+        is_here = runs_here(spec.function, function)
         args = {"device": device, **spec.args} if wants_device(spec.function) else spec.args
         made.append(Component(label, spec.function, args, spec.weight, function, None if is_here else slots))
         slots += not is_here

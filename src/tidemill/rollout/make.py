@@ -17,13 +17,13 @@ def with_turns(engine: RolloutEngine, loaded: LoadedModel, config: Config) -> Ro
     """As it is, or with the recipe's environment talking to it."""
     if config.environment is None:
         return engine
+    from tidemill.environment.registry import offered
     from tidemill.environment.speech import Speech
     from tidemill.rollout.turns import TurnsEngine
 
     is_chat = bool(loaded.tokenizer.chat_template) and config.data.chat != "off"
-    return TurnsEngine(
-        engine, config.environment, Speech(loaded.tokenizer, is_chat, config.environment.role), loaded.eos_ids
-    )
+    own = (config.environment.role, config.data.chat_args, offered(config.environment))
+    return TurnsEngine(engine, config.environment, Speech(loaded.tokenizer, is_chat, *own), loaded.eos_ids)
 
 
 def make_plain(loaded: LoadedModel, config: Config, group: Any = None) -> RolloutEngine:

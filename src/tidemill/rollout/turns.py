@@ -12,10 +12,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from tidemill.batch import Array
-from tidemill.environment.api import Closes, Environment, Interrupts, Maker, Played, Task, Turn
+from tidemill.chat.answer import Answer
+from tidemill.chat.template import TemplateError
+from tidemill.environment.api import Closes, Environment, Interrupts, Maker, Played, Task, Turn, UsesTools
 from tidemill.environment.registry import find
 from tidemill.environment.speech import Speech
 from tidemill.errors import PlayError
@@ -71,6 +73,7 @@ class Conversation:
 @dataclass(slots=True, eq=False)
 class Thinking:
     conversation: Conversation
+    said: Answer | None  # for an environment with tools
     has_ended: bool  # the model closed its message itself
     answer: Future[Turn]
     since: float
@@ -101,7 +104,7 @@ class TurnsEngine:
             self.inner.submit(request)
             return
         seed = turn_id(request.id, request.sampling.seed, 0)
-        task = replace(request.task, prompt=self.speech.said(request.prompt), seed=seed)
+        task = replace(request.task, prompt=self.speech.text(request.prompt), seed=seed)
         conversations = [Conversation(request, k, self._begin(task)) for k in range(request.n)]
         self.under_way |= {id(c): c for c in conversations}
         limits = [self._turn_limit(c) for c in conversations]
@@ -135,7 +138,7 @@ class TurnsEngine:
 
     def _turn(self, id: int, prompt: Sequence[int], who: list[Conversation], limits: list[int]) -> Request:
         sampling = who[0].request.sampling
-        if isinstance(who[0].environment, Interrupts):
+        if isinstance(who[0].environment, Interrupts) and not self._uses_tools(who[0].environment):
             sampling = replace(sampling, stop_strings=(*sampling.stop_strings, *who[0].environment.stop))
         return Request(id, prompt, sampling, n=len(who), limits=limits, user=who)
 
@@ -153,9 +156,20 @@ class TurnsEngine:
         if completion.finish in ("error", "cancelled"):
             return [self._finish(conversation, completion.finish, completion.error)]
         has_ended = bool(completion.tokens) and completion.tokens[-1] in self.eos_ids
-        answer = self.executor.submit(conversation.environment.step, self.speech.said(completion.tokens))
-        self.thinking.append(Thinking(conversation, has_ended, answer, time.monotonic()))
+        environment, said = conversation.environment, None
+        if self._uses_tools(environment):
+            said = self.speech.said(completion.request.prompt, completion.tokens)
+            answer = self.executor.submit(environment.use, said)
+        else:
+            answer = self.executor.submit(environment.step, self.speech.text(completion.tokens))
+        self.thinking.append(Thinking(conversation, said, has_ended, answer, time.monotonic()))
         return []
+
+    def _uses_tools(self, environment: Environment) -> TypeGuard[UsesTools]:
+        """Whether its calls have the form of the chat template."""
+        return (
+            self.speech.is_chat and isinstance(environment, UsesTools) and not getattr(environment, "is_plain", False)
+        )
 
     def _answers(self) -> list[Completion]:
         """Of environments that have answered or have thought too long."""
@@ -183,7 +197,9 @@ class TurnsEngine:
             return [self._fail(conversation, f"answered with {turn!r:.80}, not with a Turn")]
         try:
             conversation.played = conversation.played.after(turn)
-            tokens = [] if turn.is_done else self._heard_tokens(turn, thinking.has_ended)
+            tokens = [] if turn.is_done else self._heard_tokens(turn, thinking)
+        except TemplateError as refusal:
+            return [self._fail(conversation, f"cannot be heard: {refusal.message}")]
         except (TypeError, ValueError, AttributeError) as error:  # a text that is none, a reward that is no number
             return [self._fail(conversation, f"answered with {turn!r:.80}: {error}")]
         if turn.is_done:
@@ -194,8 +210,8 @@ class TurnsEngine:
         self._go_on(conversation)
         return []
 
-    def _heard_tokens(self, turn: Turn, has_ended: bool) -> list[int]:
-        return self.speech.heard(turn.text, is_inline=turn.is_inline, has_ended=has_ended)
+    def _heard_tokens(self, turn: Turn, thinking: Thinking) -> list[int]:
+        return self.speech.heard(turn, thinking.said, has_ended=thinking.has_ended)
 
     def _go_on(self, conversation: Conversation) -> None:
         request = conversation.request

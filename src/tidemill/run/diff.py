@@ -17,9 +17,9 @@ from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Config
 
-LOOKED = "eval/"  # what evaluations measure
-LEARNED = ("gradient", "weight")  # what a dump has of each update
-NAMES = frozenset({"name", "folder", "about"})  # settings that change nothing
+LOOKED = "eval/"  # metrics that evaluations measure
+LEARNED = ("gradient", "weight")  # parts of a dump that each update has
+NAMES = frozenset({"name", "folder", "about"})  # settings that change no number
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """Of the earliest step; a dump says most about it."""
+        """Find the first difference. A dump says most about a step."""
         found = [d for d in (self.dumps, self.metrics, self.checkpoints) if d is not None]
         return min(found, key=lambda d: d.step) if found else None
 
@@ -80,7 +80,7 @@ def render(found: Comparison) -> str:
 
 def _settings(a: Config, b: Config) -> Iterator[str]:
     one, other = dict(recipe.leaves(a)), dict(recipe.leaves(b))
-    for key in dict.fromkeys([*one, *other]):  # a section that is none in one run has keys in the other alone
+    for key in dict.fromkeys([*one, *other]):  # a section that is null in one run has keys only in the other
         if key not in NAMES and one.get(key) != other.get(key):
             yield f"{key}: {one.get(key)!r} and {other.get(key)!r}"
 
@@ -95,7 +95,7 @@ def _metrics(a: Path, b: Path) -> Iterator[Difference]:
             continue
         for name in sorted(one[step].keys() | other[step].keys()):
             if name.startswith(LOOKED) and (name not in one[step] or name not in other[step]):
-                continue  # one run looked and the other did not, as a shorter one does at its end
+                continue  # one run evaluated and the other did not, as a shorter run does at its end
             values = one[step].get(name, "nothing"), other[step].get(name, "nothing")
             is_speed = not is_computed(name)
             if not is_speed and values[0] != values[1]:
@@ -117,7 +117,7 @@ def _dumps(a: Path, b: Path, step: int) -> Iterator[Difference]:
     one, other = (_tensors(file_of(run, step)) for run in (a, b))
     order = {stage: i for i, stage in enumerate(dict.fromkeys([*one[1], *other[1]]))}
     names = list(dict.fromkeys([*one[0], *other[0]]))
-    for name in sorted(names, key=lambda n: _when(n, order)):  # equals stay in the order in which they came
+    for name in sorted(names, key=lambda n: _when(n, order)):  # a stable sort: equals stay in their order
         stage, _, tensor = name.partition("/")
         if name not in one[0] or name not in other[0]:
             yield Difference(step, stage, tensor, f"only the {'first' if name in one[0] else 'second'} run has it")
@@ -126,7 +126,7 @@ def _dumps(a: Path, b: Path, step: int) -> Iterator[Difference]:
 
 
 def _when(name: str, stages: dict[str, int]) -> tuple[int, int, bool]:
-    """By stage; then, of the learner, by update, which is made of its gradients before it makes its weights."""
+    """Order by stage; for the learner also by update, gradients before weights."""
     stage, what, update = [*name.split("/", 3), "", ""][:3]
     if what not in LEARNED or not update.isdigit():
         return stages.get(stage, len(stages)), 0, False
@@ -148,7 +148,7 @@ def _checkpoints(a: Path, b: Path, step: int) -> Iterator[Difference]:
 
 
 def _unlike(a: Any, b: Any) -> str:
-    """How two arrays differ, or nothing. Equal means the same bits, not-a-number included."""
+    """Say how two arrays differ, or None. Equal means the same bits, NaN included."""
     if a.shape != b.shape:
         return f"{list(a.shape)} and {list(b.shape)} values"
     if a.tobytes() == b.tobytes():
@@ -156,7 +156,7 @@ def _unlike(a: Any, b: Any) -> str:
     same = (a == b) | ((a != a) & (b != b))
     at = np.flatnonzero(~same.reshape(-1))
     if not len(at):
-        return ""  # 0 and -0, or different kinds of not-a-number
+        return ""  # 0 and -0, or different NaNs
     place = np.unravel_index(at[0], a.shape)
     gap = np.abs(a.astype(np.float64) - b.astype(np.float64))
     first = f"first at {[int(i) for i in place]}: {a[place]} and {b[place]}"
@@ -173,12 +173,12 @@ def _tensors(path: Path) -> tuple[dict[str, Any], list[str]]:
             return {name: _array(file.get_tensor(name)) for name in came}, told.get("stages", "").split(",")
     except SafetensorError as error:
         raise TidemillError(
-            f"{path} cannot be read: {error}", "the run was killed while it wrote the dump; take the file away"
+            f"{path} cannot be read: {error}", "the run was killed while it wrote the dump; remove the file"
         ) from error
 
 
 def _array(tensor: Any) -> Any:
-    """numpy has no bfloat16; float32 holds every value of it."""
+    """Convert bfloat16, which numpy lacks, to float32, which holds each of its values."""
     return tensor.float().numpy() if "bfloat16" in str(tensor.dtype) else tensor.numpy()
 
 

@@ -1,23 +1,25 @@
-"""Ctrl-C and SIGTERM end a run at the next safe moment; whoever asks for that also tells what the run is at."""
+"""Ctrl-C and SIGTERM end a run at the next safe moment; asking for it also reports what the run is doing."""
 
 from __future__ import annotations
 
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from tidemill.flow.records import Activity
 from tidemill.flow.workers import Stopped, Workers
-from tidemill.run.summary import Watcher
+from tidemill.run.watcher import Watcher
 
-TELL_EVERY_S = 0.2  # what the run is at: as often as a panel can show
+R = TypeVar("R")
+TELL_EVERY_S = 0.2  # what the run is doing: reported as often as a panel can show it
 
 
 class Pulse:
-    """Whether the user asked to stop. It is asked all the time, so it also tells the watcher what the run is at."""
+    """Say whether the user asked to stop. It is called all the time, so it also reports to the watcher what the run
+    is doing."""
 
     def __init__(self, asked: Callable[[], bool], workers: Workers, watch: Watcher) -> None:
         self.asked, self.workers, self.watch = asked, workers, watch
@@ -42,9 +44,47 @@ class Pulse:
         return True
 
 
+class Stopwatch:
+    """Seconds of a step, without those that whoever drives the run took for other things."""
+
+    def __init__(self) -> None:
+        self._began, self.away_s = time.perf_counter(), 0.0
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._began - self.away_s
+
+
+class Presence:
+    """Whether whoever drives the run by its moments is still there. One who leaves closes the generator, which is met
+    at the moment that was told last."""
+
+    def __init__(self) -> None:
+        self.is_there = True
+
+    @contextmanager
+    def elsewhere(self, clock: Stopwatch) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        except GeneratorExit:
+            self.is_there = False
+        finally:
+            clock.away_s += time.perf_counter() - began
+
+
+def drained(moments: Generator[Any, None, R]) -> R:
+    """Drive a run to its end; what it came to."""
+    while True:
+        try:
+            next(moments)
+        except StopIteration as end:
+            found: R = end.value
+            return found
+
+
 @contextmanager
 def interruptions(watch: Watcher) -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM end the run at the next safe moment; a second Ctrl-C ends it at once."""
+    """Make Ctrl-C and SIGTERM end the run at the next safe moment, and a second Ctrl-C at once."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked.is_set
@@ -54,7 +94,7 @@ def interruptions(watch: Watcher) -> Iterator[Callable[[], bool]]:
         if asked.is_set():
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
-            return  # a scheduler signals every process of a job, and the job's supervisor passes it on: one request
+            return  # a scheduler signals every process of a job, and its supervisor forwards the signal: one request
         asked.set()
         watch.noted(f"{signal.Signals(number).name}: stopping and saving; Ctrl-C to stop at once")
 

@@ -1,11 +1,12 @@
-"""The run itself: feed, roll out, score, learn, look, save; again. Everything it does is in `train_loop`, in order."""
+"""The run itself: feed, roll out, score, learn, look, save; again. Everything it does is in `train_loop`, in order.
+It is a generator: a command takes its moments to the end, a program may do something between them."""
 
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 
 from tidemill.cluster.start.choose import start
 from tidemill.flow.adjust import values_of
@@ -18,27 +19,50 @@ from tidemill.observe.metrics import MetricsWriter
 from tidemill.observe.profile import profiled
 from tidemill.observe.run_folder import RunFolder, info_of
 from tidemill.recipe.config import Config
-from tidemill.run.interrupt import Pulse, interruptions
+from tidemill.run.interrupt import Presence, Pulse, Stopwatch, interruptions
 from tidemill.run.measure import Machine
-from tidemill.run.summary import Summary, Watcher, finish, record, refuse_if_all_failed, restore, save
+from tidemill.run.summary import Summary, finish, record, refuse_if_all_failed, restore, save
 from tidemill.run.warm_start import warm_start
+from tidemill.run.watcher import Watcher
+
+
+@dataclass(frozen=True, slots=True)
+class StageDone:
+    """A stage of a step is over; those that work at once are over at once, as `flow.workers.ALL_STAGES`."""
+
+    step: int
+    stage: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    step: int
+    metrics: dict[str, float]
+
+
+Moment = StageDone | StepDone
 
 
 def train_loop(
     config: Config, folder: RunFolder, workers: Workers, watch: Watcher, found: checkpoint.Found | None
-) -> Summary:
+) -> Generator[Moment, None, Summary]:
+    """A run, driven by whoever takes its moments. One who leaves (closes the generator) ends the run as a user who
+    stops it does: what is under way is finished and saved."""
     summary, first = Summary(), 0
     if found is not None:
         first = restore(found, workers, summary)
-    folder.truncate(first if found is not None else -1)  # without a checkpoint, what was logged before step 1 goes too
+    folder.truncate(
+        first if found is not None else -1
+    )  # without a checkpoint, what was logged before step 1 is removed, too
     watch.started(workers, first)
     with (
         closing(Machine(config)) as machine,
         recording(folder, config, first, watch) as metrics,
         interruptions(watch) as asked,
     ):
-        stop = Pulse(asked, workers, watch)
-        if summary.is_look_due:  # the user stopped the run in an evaluation
+        presence = Presence()
+        stop = Pulse(lambda: asked() or not presence.is_there or watch.stopping(), workers, watch)
+        if summary.is_look_due:  # the user stopped the run during an evaluation
             look(workers, config, summary, metrics, watch, stop)
         if first == 0 and config.eval.before and config.eval.size:
             summary.before = look(workers, config, summary, metrics, watch, stop)
@@ -58,14 +82,21 @@ def train_loop(
             if steering.begin(step):
                 summary.is_stopped = True
                 break
-            began = time.perf_counter()
+            watch.beginning(step)
+            clock = Stopwatch()
             try:
                 with profiled(folder.path, config.train.profile, step):
-                    workers.step(step, stop)
+                    for stage in workers.stages(step, stop):
+                        if presence.is_there:
+                            with presence.elsewhere(clock):
+                                yield StageDone(step, stage)
             except Stopped:
                 summary.is_stopped = True
                 break
-            record(step, workers, metrics, machine, summary, time.perf_counter() - began, watch)
+            measured = record(step, folder, workers, metrics, machine, summary, clock.seconds(), watch)
+            if presence.is_there:
+                with presence.elsewhere(clock):
+                    yield StepDone(step, measured)
             if config.eval.size and config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
                 seen = look(workers, config, summary, metrics, watch, stop)
                 summary.is_look_due = seen is None
@@ -84,19 +115,19 @@ def train_loop(
     return summary
 
 
-def run(config: Config, folder: RunFolder, watch: Watcher | None = None) -> Summary:
-    """From wherever the folder stands to the end of the run."""
+def moments(config: Config, folder: RunFolder, watch: Watcher | None = None) -> Generator[Moment, None, Summary]:
+    """Train from where the folder's last checkpoint stands to the end of the run."""
     watch = watch or Watcher()
     watch.doing(Activity("loading the model"))
     workers = start(config, warm_start(config, folder, watch), folder, watch.noted)
     gc.collect()
-    gc.freeze()  # what was loaded by now lives to the run's end: no use in looking through it at every collection
+    gc.freeze()  # what is loaded by now lives to the run's end: the garbage collector need not look through it again
     try:
         workers.keep_definition(folder.path)
         while True:
             found = newest(folder, watch)
             try:
-                return train_loop(config, folder, workers, watch, found)
+                return (yield from train_loop(config, folder, workers, watch, found))
             except Rewound as lost:
                 watch.noted(str(lost))
                 workers.rewind()
@@ -116,7 +147,7 @@ def newest(folder: RunFolder, watch: Watcher) -> checkpoint.Found | None:
 def look(
     workers: Workers, config: Config, summary: Summary, metrics: MetricsWriter, watch: Watcher, stop: Pulse
 ) -> Evaluation | None:
-    """Evaluate. None: the user asked to stop meanwhile, which the loop then does."""
+    """Evaluate. None: the user asked to stop meanwhile, and the loop stops."""
     watch.doing(Activity("evaluating", 0, config.eval.size))
     try:
         evaluation = workers.evaluate(config.eval.size, config.eval.samples, stop.evaluating)
@@ -138,7 +169,7 @@ def recording(folder: RunFolder, config: Config, first: int, watch: Watcher) -> 
     metrics = MetricsWriter(
         folder, config.observe.tensorboard, first, start_loggers(config.observe.loggers, about, watch.noted)
     )
-    metrics.event("start", f"goes on from step {first}" if first else "started")
+    metrics.event("start", f"continues from step {first}" if first else "started")
     try:
         yield metrics
         metrics.event("finish", "ended")
@@ -150,4 +181,4 @@ def recording(folder: RunFolder, config: Config, first: int, watch: Watcher) -> 
             watch.noted(trouble)
 
 
-__all__ = ["Summary", "Watcher", "run"]
+__all__ = ["Moment", "StageDone", "StepDone", "Summary", "moments"]

@@ -12,7 +12,8 @@ from tidemill.recipe.config import Config
 
 
 class Machine:
-    """`price` and `devices` of the recipe; MFU and the allocator's peak only where the work is done in this process."""
+    """Measure with the recipe's `price` and `devices`; MFU and the allocator's peak only where this process does the
+    work."""
 
     def __init__(self, config: Config) -> None:
         kind, _ = ("cpu", 0) if config.device == "cpu" else devices.count()

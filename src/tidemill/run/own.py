@@ -17,32 +17,32 @@ from tidemill.recipe.layer import COMMAND_LINE
 
 PROMPTS = ("prompt", "messages", "question", "problem", "instruction", "query", "input", "text")
 ANSWERS = ("answer", "final_answer", "solution", "target", "label", "output", "completion")
-MARKED = r"####\s*(.+)"  # as GSM8K marks the final answer in a worked one
-LONGEST_RESPONSE = 512  # tokens, where the model's window leaves room for them
+MARKED = r"####\s*(.+)"  # how GSM8K marks the final answer of a worked solution
+LONGEST_RESPONSE = 512  # tokens, where the model's window has room for them
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 200
 USAGE = "tidemill train own model.path=FOLDER data.source=FILE"
 
 
 def fitted(config: Config, sources: Mapping[str, str], note: Callable[[str], None]) -> Config:
-    """The config with everything that was not given on the command line or in a file of the user's own filled in."""
+    """Return the config with everything filled in that neither the command line nor a file of the user's sets."""
     if config.model.path is None:
-        raise ConfigError("model.path is missing: which model shall learn?", USAGE)
+        raise ConfigError("model.path is missing: which model is to be trained?", USAGE)
     if sources.get("data.source", recipes.DEFAULT).startswith(recipes.DEFAULT):
-        raise ConfigError("data.source is missing: what shall it learn from?", USAGE)
+        raise ConfigError("data.source is missing: what is the model to learn from?", USAGE)
     fit = _Fit(config, sources)
-    precheck.check(fit.without_sizes(), fetch=True)  # folder, file and names, before any of them is opened
+    precheck.check(fit.without_sizes(), fetch=True)  # check folder, file and names before any of them is opened
     fit.columns()
     fit.rows()
     fit.lengths()
     if fit.chosen:
         note(
-            "chosen to fit model and data: " + ", ".join(f"{key}={_plain(value)}" for key, value in fit.chosen.items())
+            "chosen to fit model and data:  " + ", ".join(f"{key}={_plain(value)}" for key, value in fit.chosen.items())
         )
     return fit.config()
 
 
 class _Fit:
-    """What is chosen, by dotted key, over a config. What the user gave is never changed."""
+    """Keep what is chosen, by dotted key, over a config. What the user gave is never changed."""
 
     def __init__(self, config: Config, sources: Mapping[str, str]) -> None:
         self.base, self.sources = config, sources
@@ -64,7 +64,7 @@ class _Fit:
         return any(where == COMMAND_LINE or not (where.startswith(recipes.DEFAULT) or _is_ours(where)) for where in own)
 
     def columns(self) -> None:
-        """Which columns hold prompt and answer, where they do not have our names."""
+        """Find the columns that hold prompt and answer, where they do not have our names."""
         names, answers = _first_rows(self.base)
         found = dict(self.base.data.columns)
         if self.base.data.template is None and not {"prompt", "messages"} & {*found, *names}:
@@ -90,17 +90,18 @@ class _Fit:
             self.set("train.prompts_per_step", max(1, min(self.base.train.prompts_per_step, size - aside)))
 
     def lengths(self) -> None:
-        """Room for the longest prompt, and for a response in what the model's window leaves."""
+        """Make room for the longest prompt, and give the response what the model's window leaves."""
         from tidemill.data import survey
         from tidemill.data.prompts import PromptTokens
         from tidemill.data.source import open_source
+        from tidemill.environment.registry import offered
         from tidemill.models.load import load_tokenizer
         from tidemill.models.shape import shape_of
 
         config = self.config()
         shape = shape_of(config.model)
         window = (shape.window if shape else None) or 4096
-        encode = PromptTokens(load_tokenizer(config.model), config.data)
+        encode = PromptTokens(load_tokenizer(config.model), config.data, tools=offered(config.environment))
         training, held_out = open_source(config.data, config.seed)
         examples = [*survey.looked_at(training), *survey.looked_at(held_out)]
         longest = max(len(encode.prompt(example)) for example in examples)
@@ -116,7 +117,7 @@ class _Fit:
         self.set("train.tokens_per_microbatch", max(self.base.train.tokens_per_microbatch, prompt + response))
 
     def without_sizes(self) -> Config:
-        """The config with the smallest of every size that is still to be chosen."""
+        """Return the config with the smallest value of every size that is still to be chosen."""
         small = _Fit(self.base, self.sources)
         for key in ("data.max_prompt_tokens", "rollout.max_new_tokens"):
             small.set(key, 1)
@@ -128,7 +129,7 @@ class _Fit:
 
 
 def _first_rows(config: Config) -> tuple[list[str], list[Mapping[str, Any]]]:
-    """The data's column names and some rows; none of a generator, whose columns are ours."""
+    """Return the data's column names and some rows; none for a generator, whose columns have our names."""
     from itertools import islice
 
     from tidemill.data import generators, readers
@@ -150,7 +151,7 @@ def _take(found: dict[str, str], ours: str, theirs: Sequence[str], names: Sequen
 
 
 def _reward(answers: Sequence[str]) -> str:
-    """The reward that suits how answers look."""
+    """Choose the reward by what the answers look like."""
     if all(re.fullmatch(r"[-+]?[\d,]*\.?\d+", answer.strip()) for answer in answers):
         return "last_number"
     if all(re.fullmatch(r"\(?[A-J]\)?", answer.strip()) for answer in answers):
@@ -164,7 +165,7 @@ def _at(config: Config, key: str) -> Any:
 
 
 def _is_ours(where: str) -> bool:
-    """Whether a setting comes from a recipe that comes along, which data.fit may change."""
+    """Say whether a setting comes from a bundled recipe, so that data.fit may change it."""
     file = Path(where.rpartition(":")[0]).absolute()
     return any(folder.resolve() in file.resolve().parents for folder in recipes.folders()[-1:])
 

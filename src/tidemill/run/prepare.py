@@ -1,5 +1,5 @@
-"""From a recipe to settings that can run: paths that hold anywhere, sizes taken from the data where they are asked for,
-and every check that needs no weights. Nothing is written before this is done."""
+"""Turn a recipe into settings that can run: absolute paths, sizes taken from the data where they are asked for, and
+every check that needs no weights. Nothing is written before this is done."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A recipe that stands, and what the user should know of it."""
+    """A recipe that passed all checks, and what the user should know about it."""
 
     loaded: recipes.LoadedRecipe
     lengths: Lengths
@@ -50,14 +50,15 @@ def prepare(loaded: recipes.LoadedRecipe) -> Prepared:
     config = _check_rewards(config, [*examples, *survey.looked_at(held_out)], notes.append)
     lengths = _measured(config, examples)
     notes += [*lengths.sentences(config), *rules.unread(config)]
-    return Prepared(replace(loaded, config=config), lengths, notes)
+    as_one = recipes.load(config).layers  # what was chosen here is part of the recipe from now on
+    return Prepared(replace(loaded, config=config, layers=as_one), lengths, notes)
 
 
 # Paths
 
 
 def anchored(config: Config) -> Config:
-    """The config with absolute paths: a run works from any folder."""
+    """Return the config with absolute paths: a run works from any folder."""
     from tidemill.data.generators import is_generator
 
     data = {
@@ -103,16 +104,16 @@ def _absolute(path: str) -> str:
 
 
 def _function(name: str) -> str:
-    """`path/to/file.py:function` with an absolute path; anything else as it is."""
+    """Return `path/to/file.py:function` with an absolute path, and anything else as it is."""
     file, colon, function = name.rpartition(":")
     return f"{Path(file).expanduser().absolute()}:{function}" if colon and file.endswith(".py") else name
 
 
-# A run as the model to start from
+# Start from another run's model
 
 
 def _from_run(config: Config, note: Callable[[str], None]) -> Config:
-    """`model.path=RUN`, `RUN@STEP` and `RUN@best`: the run's checkpoint as a folder in the cache."""
+    """Resolve `model.path=RUN`, `RUN@STEP` and `RUN@best`: export the run's checkpoint to a folder in the cache."""
     if config.model.path is None or not is_run(config.model.path):
         return config
     from tidemill.run.trained import checkpoint_as_folder
@@ -142,7 +143,7 @@ def _with_steps(config: Config, rows: int | None) -> Config:
         return config
     if rows is None:
         raise ConfigError(
-            f"train.epochs is {epochs:g}, but data.source={config.data.source} is endless: it has no passes",
+            f"train.epochs is {epochs:g}, but data.source={config.data.source} is endless, so it has no epochs",
             "set train.steps instead, and train.epochs=none",
         )
     steps = max(1, math.ceil(epochs * rows / config.train.prompts_per_step))
@@ -150,7 +151,7 @@ def _with_steps(config: Config, rows: int | None) -> Config:
 
 
 def _check_rewards(config: Config, examples: list[Any], note: Callable[[str], None]) -> Config:
-    """Rows must have what rewards read. An algorithm that learns without rewards is then not evaluated."""
+    """Check that rows have what rewards read. An algorithm that learns without rewards is not evaluated otherwise."""
     from tidemill.data import survey
 
     if config.algorithm.name in survey.GIVEN and not config.eval.size:
@@ -160,14 +161,15 @@ def _check_rewards(config: Config, examples: list[Any], note: Callable[[str], No
         return config
     if config.algorithm.name not in survey.GIVEN:
         raise problem
-    note(f"no held-out accuracy is measured: {problem.message}")
+    note(f"held-out accuracy is not measured: {problem.message}")
     return config.model_copy(update={"eval": config.eval.model_copy(update={"size": 0})})
 
 
 def _measured(config: Config, examples: list[Any]) -> Lengths:
     from tidemill.data import survey
     from tidemill.data.prompts import PromptTokens
+    from tidemill.environment.registry import offered
     from tidemill.models.load import load_tokenizer
 
-    encode = PromptTokens(load_tokenizer(recipes.model_of(config)), config.data)
+    encode = PromptTokens(load_tokenizer(recipes.model_of(config)), config.data, tools=offered(config.environment))
     return survey.measure(examples, encode, config)

@@ -1,8 +1,8 @@
-"""From a recipe to a run: load and check the config, open the run's folder, then hand over to the loop."""
+"""Start a run from a recipe: load and check the config, open the run's folder, then call the loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,14 @@ from tidemill.recipe.config import Config
 
 if TYPE_CHECKING:
     from tidemill.flow.records import Activity, Evaluation
-    from tidemill.run.loop import Summary, Watcher
+    from tidemill.run.loop import Moment, Summary
+    from tidemill.run.watcher import Watcher
+
+    Moments = Generator[Moment, None, Summary]
 
 
 class NothingLeft(TidemillError):
-    """The run has already made all its steps."""
+    """The run has made all its steps already."""
 
 
 def train(
@@ -26,7 +29,18 @@ def train(
     overrides: Sequence[str] = (),
     watch: Watcher | None = None,
 ) -> Summary:
-    """Run a recipe. A start that fails leaves everything as it was: an older run of the name stays in its place."""
+    """Run a recipe. A start that fails changes nothing: an older run of the same name stays in its place."""
+    from tidemill.run.interrupt import drained
+
+    return drained(begin(recipe, overrides, watch))
+
+
+def begin(
+    recipe: str | Path | Mapping[str, Any] | Config | recipes.LoadedRecipe,
+    overrides: Sequence[str] = (),
+    watch: Watcher | None = None,
+) -> Moments:
+    """A run of a recipe, driven by its moments. Nothing is checked and nothing begins before the first is asked for."""
     from tidemill.run.prepare import prepare
 
     loaded = recipe if isinstance(recipe, recipes.LoadedRecipe) else recipes.load(recipe, overrides)
@@ -39,23 +53,30 @@ def train(
         if folder.moved is not None and watch is not None:
             watch.noted(f"an older run of this name is now {folder.moved}")
         try:
-            return _loop(folder, watch)
+            return (yield from _loop(folder, watch))
         except BaseException:
             if not has_steps(folder.path):
                 failed = folder.discard()
                 if failed is not None and watch is not None:
-                    watch.noted(f"what the workers wrote is in {failed}")
+                    watch.noted(f"the workers' logs are in {failed}")
             raise
 
 
 def resume(run: str | Path, watch: Watcher | None = None, overrides: Sequence[str] = ()) -> Summary:
     """Continue a run from its newest checkpoint, with changed settings if any are given."""
+    from tidemill.run.interrupt import drained
+
+    return drained(go_on(run, watch, overrides))
+
+
+def go_on(run: str | Path, watch: Watcher | None = None, overrides: Sequence[str] = ()) -> Moments:
+    """`resume`, driven by its moments."""
     with RunFolder.open(run) as folder:
         for change in folder.change(overrides, _last_step(folder), precheck.check) if overrides else ():
             if watch is not None:
                 watch.noted(f"changed: {change}")
         refuse_if_finished(folder)
-        return _loop(folder, watch)
+        return (yield from _loop(folder, watch))
 
 
 def _last_step(folder: RunFolder) -> int:
@@ -75,10 +96,10 @@ def refuse_if_finished(folder: RunFolder) -> None:
         )
 
 
-def _loop(folder: RunFolder, watch: Watcher | None) -> Summary:
-    from tidemill.run.loop import run  # brings torch and transformers: only once the config stands
+def _loop(folder: RunFolder, watch: Watcher | None) -> Moments:
+    from tidemill.run.loop import moments  # imports torch and transformers: only once the config is valid
 
-    return run(folder.config, folder, watch)
+    return (yield from moments(folder.config, folder, watch))
 
 
 def evaluate(
@@ -93,15 +114,17 @@ def evaluate(
     best: bool = False,
     tell: Callable[[Activity], None] = lambda activity: None,
 ) -> Evaluation:
-    """Measure a run with its own problems, or any model folder with a recipe's. `raw`: not the running mean."""
+    """Evaluate a run on its own problems, or any model folder on a recipe's. `raw`: not the running mean."""
     from tidemill.cluster.start.local import evaluate_trained
     from tidemill.run.trained import open_trained
 
     if recipe is None and (Path(where).expanduser() / "config.json").exists():
-        raise ConfigError(f"{where} is a plain model folder: which problems?", "tidemill eval FOLDER --recipe RECIPE")
+        raise ConfigError(
+            f"{where} is a plain model folder and names no problems", "tidemill eval FOLDER --recipe RECIPE"
+        )
     config = None if recipe is None else recipes.load(recipe, overrides).config
     trained = open_trained(where, raw=raw, step=step, best=best)
     if recipe is None and trained.step is None:
-        raise ConfigError(f"{where} is a plain model: which problems?", f"tidemill eval {where} --recipe RECIPE")
+        raise ConfigError(f"{where} is a plain model and names no problems", f"tidemill eval {where} --recipe RECIPE")
     config = config or recipes.load(trained.config, overrides).config
     return evaluate_trained(trained.loaded, config, size=size or config.eval.size, samples=samples, tell=tell)

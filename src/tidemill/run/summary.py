@@ -1,13 +1,12 @@
-"""What a run came to: counted step by step, kept in its checkpoints and in `summary.json`, told to whoever watches."""
+"""A run's summary: updated step by step, kept in its checkpoints and in `summary.json`, reported to the watcher."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidemill.data.survey import Lengths
 from tidemill.errors import CheckpointError, RewardError
-from tidemill.flow.records import Activity, Evaluation, dump_evaluation, load_evaluation
+from tidemill.flow.records import Evaluation, dump_evaluation, load_evaluation
 from tidemill.flow.tally import idle
 from tidemill.flow.workers import Workers
 from tidemill.learn import checkpoint
@@ -15,11 +14,12 @@ from tidemill.observe.metrics import MetricsWriter
 from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe.config import Config
 from tidemill.run.measure import Machine
+from tidemill.run.watcher import Watcher
 
 
 @dataclass(slots=True)
 class Summary:
-    """What a run came to; `summary.json` holds the same."""
+    """A run's results so far; `summary.json` holds the same."""
 
     accuracy_before: float | None = None
     accuracy_after: float | None = None
@@ -29,15 +29,15 @@ class Summary:
     tokens: float = 0.0
     is_stopped: bool = False  # by the user, before the last step
     is_early: bool = False  # by train.stop_at_accuracy
-    rewards: list[float] = field(default_factory=list)  # of each step; minus the loss, where there are no rewards
+    rewards: list[float] = field(default_factory=list)  # of each step; minus the loss where there are no rewards
     has_rewards: bool = True
     before: Evaluation | None = None
     after: Evaluation | None = None
     bad_rows: int = 0
-    is_look_due: bool = False  # an evaluation was left when the user stopped the run
+    is_look_due: bool = False  # the user stopped the run during an evaluation
     is_failure_told: bool = False  # the first reward that failed was shown
     best: float | None = None  # accuracy (or reward, without evaluations) of the best checkpoint so far
-    latest: float | None = None  # of the weights as they are now
+    latest: float | None = None  # of the current weights
 
     def plain(self) -> dict[str, Any]:
         names = ("accuracy_before", "accuracy_after", "steps", "seconds", "tokens_per_s", "tokens", "bad_rows")
@@ -48,28 +48,22 @@ class Summary:
         return own | {"is_stopped": self.is_stopped, "is_early": self.is_early}
 
 
-class Watcher:
-    """What a run tells whoever watches; the command line draws it, tests ignore it."""
-
-    def prepared(self, config: Config, lengths: Lengths) -> None: ...
-    def doing(self, activity: Activity) -> None: ...
-    def started(self, workers: Workers, first_step: int) -> None: ...
-    def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
-    def stepped(self, step: int, metrics: dict[str, float]) -> None: ...
-    def noted(self, message: str) -> None: ...
-
-
 def record(
     step: int,
+    folder: RunFolder,
     workers: Workers,
     metrics: MetricsWriter,
     machine: Machine,
     summary: Summary,
     seconds: float,
     watch: Watcher,
-) -> None:
+) -> dict[str, float]:
+    """What the step came to: counted, checked, written and told."""
     measured = workers.measure()
-    made = "made_tokens" in measured  # learning from one's own samples: each counts once, however often it is learned
+    watch.published(step, int(measured.get("version", -1)))
+    made = (
+        "made_tokens" in measured
+    )  # learning from the run's own samples: each counts once, however often it is learned from
     tokens = measured["prompt_tokens"] + measured["made_tokens"] if made else measured.get("learned_tokens", 0.0)
     measured |= {"tokens_per_s": tokens / seconds, "time/step": seconds}
     measured |= idle(measured, seconds)
@@ -84,7 +78,9 @@ def record(
         summary.latest = summary.rewards[-1]
     measured |= machine.measure(measured, seconds, tokens, workers.parameters, summary.seconds)
     trouble = workers.after_step(step, measured)
+    samples_from = folder.samples_size()
     first_error = workers.write_samples(step)
+    watch.sampled(step, lambda: folder.samples_after(samples_from))
     if first_error and not summary.is_failure_told:
         summary.is_failure_told = True
         watch.noted(f"a reward failed: {first_error}")
@@ -94,21 +90,22 @@ def record(
     metrics.write(step, measured)
     watch.stepped(step, measured)
     for sentence in trouble:
-        watch.noted(sentence)
+        watch.warned(sentence)
         metrics.event("health", sentence)
+    return measured
 
 
 def refuse_if_all_failed(failed: int, made: int, first: str) -> None:
-    """A run whose every reward fails learns nothing: it ends at once, and says why."""
+    """End a run whose every reward fails at once, because it learns nothing, and say why."""
     if made and failed >= made:
         raise RewardError(
             f"every reward failed ({failed} of {made} samples), the first: {first or 'see samples.jsonl'}",
-            "fix the reward function; `rewards.on_error` only says what single failures do",
+            "fix the reward function; `rewards.on_error` decides only about single failures",
         )
 
 
 def save(folder: RunFolder, workers: Workers, summary: Summary, config: Config, watch: Watcher) -> bool:
-    """Whether it is on disk. A full disk does not end a run that can still be mended: the last checkpoint stays."""
+    """Save, and say whether it is on disk. A full disk does not end the run: the last checkpoint stays."""
     state = {
         "step": summary.steps,
         "summary": summary.plain()
@@ -121,8 +118,9 @@ def save(folder: RunFolder, workers: Workers, summary: Summary, config: Config, 
     try:
         workers.save(folder.checkpoints, summary.steps, state, best=is_best, metric=metric)
         summary.best = metric if is_best else summary.best
+        watch.saved(summary.steps, folder.checkpoints / f"step-{summary.steps:06d}")
     except CheckpointError as error:
-        watch.noted(f"{error} (the run goes on; earlier checkpoints are untouched)")
+        watch.noted(f"{error} (the run continues; earlier checkpoints are untouched)")
         return False
     return True
 
@@ -133,9 +131,10 @@ def finish(folder: RunFolder, workers: Workers, summary: Summary, config: Config
             setattr(summary, name, evaluation.accuracy)
     is_saved = save(folder, workers, summary, config, watch)
     folder.write_summary(summary.plain())
+    watch.ended(summary)
     if not is_saved:
         raise CheckpointError(
-            f"the last checkpoint of {folder.path} could not be saved",
+            f"the final checkpoint of {folder.path} could not be saved",
             f"free some disk, then: tidemill resume {folder.path}",
         )
 

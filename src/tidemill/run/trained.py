@@ -1,4 +1,4 @@
-"""A model that can be asked, measured or given away: the newest checkpoint of a run, or any Hugging Face folder."""
+"""A trained model to generate with, evaluate or export: a checkpoint of a run, or any Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tidemill.reward import model as reward_model
 from tidemill.rollout.engine import Completion, Request, Sampling
 from tidemill.rollout.native.engine import NativeEngine
 
-CACHE_TOKENS = 1 << 16  # of answering, unless the model's window is longer
+CACHE_TOKENS = 1 << 16  # cache for generation, unless the model's window is longer
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Trained:
     loaded: LoadedModel
     config: Config
     step: int | None  # of the checkpoint; None for a plain folder
-    reward_head: torch.Tensor | None = None  # what a reward model has in place of words
+    reward_head: torch.Tensor | None = None  # a reward model's head, in place of the vocabulary's
     is_mean: bool = False  # the weights are the running mean that learn.ema keeps
     base_dtype: str | None = None  # of the model that the run started from, where that is known
 
@@ -55,8 +55,8 @@ class Trained:
 def open_trained(
     where: str | Path, device: str = "auto", *, raw: bool = False, step: int | None = None, best: bool = False
 ) -> Trained:
-    """The newest checkpoint of a run, or the one that `step` or `best` names, or a Hugging Face folder.
-    Where a run keeps a running mean of its weights, the mean is opened, as evaluations see it, unless `raw`."""
+    """Open the newest checkpoint of a run, or the one that `step` or `best` names, or a Hugging Face folder. Where a
+    run keeps a running mean of its weights, the mean is opened, as in evaluations, unless `raw`."""
     on = devices.pick(device).torch_device
     folder = Path(where).expanduser()
     if (folder / "config.json").exists():
@@ -76,7 +76,7 @@ def open_trained(
 
 
 def _named_checkpoint(where: str, which: str) -> tuple[int | None, bool]:
-    """What `RUN@STEP` and `RUN@best` ask for."""
+    """Read what `RUN@STEP` and `RUN@best` ask for."""
     if which == "best":
         return None, True
     if not which.isdigit():
@@ -113,7 +113,7 @@ def _from_run(run: RunFolder, place: torch.device, raw: bool, step: int | None, 
 
 
 def _holds_all(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether weights are in the checkpoint that adapters change, as in those of earlier versions."""
+    """Say whether the checkpoint holds the weights that adapters change, as those of earlier versions do."""
     adapted = [name for name in tensors if name.startswith("adapter.") and name.endswith(".lora_a")]
     return all(f"model.{n.removeprefix('adapter.').removesuffix('.lora_a')}.weight" in tensors for n in adapted)
 
@@ -123,25 +123,25 @@ def _is_reward_model(tensors: Mapping[str, torch.Tensor]) -> bool:
 
 
 def _policys_name(name: str, prefix: str, head: torch.Tensor | None) -> str:
-    """A reward model is the policy's decoder, with one number instead of words."""
+    """Rename a tensor of a reward model, which is the policy's decoder with a head of one number."""
     return name if head is None else name.replace("decoder", prefix, 1)
 
 
 def _base(run: RunFolder) -> Any:
-    """The model that a run with adapters started from: its checkpoints hold what was learned alone."""
+    """Open the model that a run with adapters started from: its checkpoints hold only the adapters."""
     warm = run.path / "warm_start" / "model"
     model = run.config.model
     try:
         return load(model, seed=run.config.seed, device=torch.device("cpu"), path=warm if warm.exists() else None).model
     except ModelError as error:
         raise CheckpointError(
-            f"{run.path} learned adapters, and the model under them cannot be opened: {error.message}",
-            "put it back in its place; the adapters alone: tidemill export RUN --adapter",
+            f"{run.path} has only adapters, and their base model cannot be opened: {error.message}",
+            "put the base model back in its place, or export only the adapters: tidemill export RUN --adapter",
         ) from error
 
 
 def _merged(model: Any, own: Mapping[str, torch.Tensor], config: Config) -> dict[str, torch.Tensor]:
-    """The weights that adapters change, with their change in them; the model is as before afterwards."""
+    """Return the weights with the adapters merged in; the model itself is left unchanged."""
     learn = config.learn
     chosen = (learn.dora, learn.lora_experts, learn.lora_modules)
     lora.attach(model, learn.lora_rank, learn.lora_alpha, config.seed, *chosen)
@@ -174,20 +174,20 @@ def _checkpoint(
 
 
 def _chosen(run: RunFolder, step: int | None) -> checkpoint.Found:
-    """The checkpoint of a step, or the best one."""
+    """Find the checkpoint of a step, or the best one."""
     saved = {int(p.name[5:]): p for p in run.checkpoints.glob("step-*") if p.name[5:].isdigit()}
     path = checkpoint.best(run.checkpoints) if step is None else saved.get(step)
     if path is None:
         there = ", ".join(map(str, sorted(saved))) or "none"
         what = "no best checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise CheckpointError(f"{run.path} has {what}", f"there are those of step {there}")
+        raise CheckpointError(f"{run.path} has {what}", f"checkpoints exist of step {there}")
     if why := checkpoint.fault(path):
         raise CheckpointError(f"{path} cannot be used ({why})", "name another step")
     return checkpoint.Found(path, int(path.name[5:]), [])
 
 
 def checkpoint_as_folder(where: str) -> tuple[Path, int]:
-    """A run's checkpoint as a Hugging Face folder in the cache, written once; its step."""
+    """Write a run's checkpoint as a Hugging Face folder into the cache, once; return the folder and the step."""
     place, _, which = where.partition("@")
     run = RunFolder.open(place, exclusive=False)
     found = _chosen(run, _named_checkpoint(where, which)[0]) if which else checkpoint.latest(run.checkpoints)
@@ -216,8 +216,8 @@ def export(
     best: bool = False,
     dtype: str | None = None,
 ) -> Trained:
-    """A checkpoint as a Hugging Face folder, written aside and renamed. `dtype`: of its weights; None: that of the
-    model which the run started from."""
+    """Write a checkpoint as a Hugging Face folder, under another name first. `dtype`: of its weights; None: that of
+    the model which the run started from."""
     _check_free(folder)
     folder = folder.expanduser()
     aside = folder.with_name(f".{folder.name}.tmp")
@@ -228,7 +228,7 @@ def export(
     if routing.given(trained.loaded.model) and not without_bias:
         name = type(trained.loaded.model).__name__
         raise ConfigError(
-            f"{where} balances experts by a bias on their choice, for which {name} has no place: whoever opened the "
+            f"{where} balances experts by a bias on the router, for which {name} has no place: whoever opened the "
             "folder would send tokens to other experts than this run does",
             "--without-bias writes the weights alone; learn.moe.balance=aux_loss needs no such place",
         )
@@ -249,16 +249,16 @@ def export(
 def export_adapter(
     where: str | Path, folder: Path, *, raw: bool = False, step: int | None = None, best: bool = False
 ) -> tuple[int, bool]:
-    """A checkpoint's low-rank adapters as a folder that peft opens; the step they are of, and whether they are
+    """Write a checkpoint's low-rank adapters as a folder that peft opens; return their step, and whether they are
     running means."""
     run = RunFolder.open(where, exclusive=False)
     found, tensors = _checkpoint(run, step, best)
     own, is_mean = adapters_of(tensors, raw)
     if not own:
-        raise ConfigError(f"{run.path} learned all weights: it has no adapters", "export without --adapter")
+        raise ConfigError(f"{run.path} trained all weights: it has no adapters", "export without --adapter")
     if any(name.startswith("decoder.") for name in own):  # of `learn.critic.ValueModel`
         raise ConfigError(
-            f"{run.path} learned a reward model, of which a folder of peft would lack the head",
+            f"{run.path} trained a reward model, whose head a peft folder would lack",
             "export without --adapter",
         )
     _check_free(folder)
@@ -273,7 +273,7 @@ def export_adapter(
 
 
 class Speaker:
-    """Text in, text out, a token at a time."""
+    """Generates text for text, a token at a time."""
 
     def __init__(self, trained: Trained, sampling: Sampling) -> None:
         self.loaded, self.sampling = trained.loaded, sampling
@@ -284,7 +284,8 @@ class Speaker:
             tokenizer=trained.loaded.tokenizer,
             max_seqs=64,
             max_len=trained.loaded.window,
-            # Room for one as long as the model's window, not for 64 of them: that would be more than a device has.
+            # Room for one sequence as long as the model's window, not for 64 of them: that would be more than a device
+            # has.
             cache_tokens=max(trained.loaded.window, CACHE_TOKENS),
             reuse_prefix=True,
         )
@@ -305,7 +306,7 @@ class Speaker:
         return str(self.loaded.tokenizer.decode(completion.tokens, skip_special_tokens=True))
 
     def encode(self, messages: list[dict[str, str]]) -> list[int]:
-        """A conversation through the chat template, or its last message alone where there is none."""
+        """Encode a conversation through the chat template, or only its last message where there is none."""
         tokenizer = self.loaded.tokenizer
         if tokenizer.chat_template:
             encoded = tokenizer.apply_chat_template(

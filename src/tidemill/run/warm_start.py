@@ -1,5 +1,5 @@
-"""Warm starts: the model that a recipe wants trained first. Trained once for its settings, kept in a cache, found again
-by every run that wants the same."""
+"""Warm starts: the model that a recipe trains first. It is trained once for its settings, kept in a cache, and
+reused by every run that needs the same."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Config
 
 if TYPE_CHECKING:
-    from tidemill.run.loop import Watcher
+    from tidemill.run.watcher import Watcher
 
 # Settings that change no weight.
 WITHOUT_EFFECT = ("name", "about", "folder", "observe", "checkpoint", "reshard")
 
 
 def warm_start(config: Config, folder: RunFolder, watch: Watcher) -> Path | None:
-    """The folder of the model to start from: the run's own, the cache's, or trained now. None: no warm start."""
+    """Return the folder of the model to start from: the run's own, the cache's, or one trained now. None: no warm
+    start."""
     if config.model.path is not None or config.model.warm_start is None:
         return None
     own = settings_of(config, folder.path)
     made, kept = folder.path / "warm_start" / "model", cache() / "warm_starts" / key(own) / "model"
     if (made / "config.json").exists():
         return made
-    if made.is_symlink():  # to a cache that was cleared since
+    if made.is_symlink():  # the cache was cleared since
         made.unlink()
     if (kept / "config.json").exists():
         watch.noted(f"warm start: {own.about or own.name} (trained before; kept in {kept.parent})")
@@ -43,13 +44,13 @@ def warm_start(config: Config, folder: RunFolder, watch: Watcher) -> Path | None
         return made
     watch.noted(f"warm start: {own.about or own.name}")
     precheck.check(own, fetch=True)
-    train(own, made, watch)
+    train(own, made, watch.of_warm_start())
     keep(made, kept)
     return made
 
 
 def settings_of(config: Config, folder: Path) -> Config:
-    """The warm start's own recipe, on the device and with the seed of the run that wants it."""
+    """Return the warm start's recipe, with the device and the seed of the run that needs it."""
     assert config.model.warm_start is not None
     threads = [f"threads={config.threads}"] if config.threads else []
     return recipe.load(
@@ -59,7 +60,7 @@ def settings_of(config: Config, folder: Path) -> Config:
 
 
 def key(own: Config) -> str:
-    """Names a warm start by everything that its weights depend on, its own warm start included."""
+    """Name a warm start by everything that its weights depend on, its own warm start included."""
     plain = own.model_dump(mode="json", exclude=set(WITHOUT_EFFECT))
     if own.model.warm_start is not None and own.model.path is None:
         plain["model"]["warm_start"] = key(settings_of(own, Path()))
@@ -72,7 +73,7 @@ def key(own: Config) -> str:
 
 @cache_result
 def _code() -> str:
-    """This package's own source: other code may train other weights."""
+    """Hash this package's own source: other code may train other weights."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
@@ -81,10 +82,11 @@ def _code() -> str:
 
 def train(own: Config, made: Path, watch: Watcher) -> None:
     from tidemill.cluster.start.choose import start
+    from tidemill.run.interrupt import drained
     from tidemill.run.loop import train_loop
 
     with RunFolder.create(own) as inner, closing(start(own, warm_start(own, inner, watch), inner)) as workers:
-        if train_loop(own, inner, workers, watch, None).is_stopped:
+        if drained(train_loop(own, inner, workers, watch, None)).is_stopped:
             raise KeyboardInterrupt
         aside = made.with_name(".model")
         workers.save_model(aside)
@@ -92,11 +94,11 @@ def train(own: Config, made: Path, watch: Watcher) -> None:
 
 
 def keep(made: Path, kept: Path) -> None:
-    """Copy a finished warm start into the cache. Without room or rights there the run goes on all the same."""
+    """Copy a finished warm start into the cache. Without space or permission there, the run continues all the same."""
     aside = kept.with_name(f".model-{os.getpid()}")
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(made, aside)
         aside.rename(kept)
-    except OSError:  # or another run was first
+    except OSError:  # or another run finished first
         shutil.rmtree(aside, ignore_errors=True)

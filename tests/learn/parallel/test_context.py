@@ -17,6 +17,7 @@ from tidemill.learn.parallel.ring import AttentionRing, make_plan, within
 from tidemill.learn.tokens import token_batch
 from tidemill.models.attention.contexts import KINDS
 from tidemill.models.attention.flex import Sight
+from tidemill.models.attention.registry import AttentionForm
 
 CPU = torch.device("cpu")
 LENGTHS = [7, 30, 1, 12, 3]
@@ -37,17 +38,23 @@ def base(kind):
     return made.packed(LENGTHS, CPU) if kind == "packed" else made.shared(*SHARED, CPU)
 
 
-def whole_attention(kind, heads, kv_heads, window, softcap):
+def form_of(window, softcap, chunk, has_sinks, heads):
+    sinks = torch.linspace(-1.0, 2.0, heads).requires_grad_() if has_sinks else None
+    return AttentionForm(0.5, window, softcap, chunk, sinks)
+
+
+def whole_attention(kind, heads, kv_heads, *how):
     q, k, v, grad = inputs(len(sights()[kind].start), heads, kv_heads)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = base(kind).attend(0, q, k, v, 0.5, window, softcap)
+    form = form_of(*how, heads)
+    out = base(kind).attend(0, q, k, v, form)
     out.backward(grad)
-    return out.detach(), q.grad, k.grad, v.grad
+    return out.detach(), q.grad, k.grad, v.grad, None if form.sinks is None else form.sinks.grad
 
 
 def rank_attention(cases):
     over, found = over_all(), []
-    for kind, form, heads, kv_heads, window, softcap in cases:
+    for kind, form, heads, kv_heads, *how in cases:
         sight = sights()[kind]
         shares = Shares.of(len(sight.start), over.size)
         if form == "ring":
@@ -57,36 +64,44 @@ def rank_attention(cases):
         own = torch.from_numpy(shares.tokens(over.rank))
         q, k, v, grad = (x[own] for x in inputs(len(sight.start), heads, kv_heads))
         q, k, v = (x.requires_grad_() for x in (q, k, v))
-        out = here.attend(0, q, k, v, 0.5, window, softcap)
+        seen = form_of(*how, heads)
+        out = here.attend(0, q, k, v, seen)
         out.backward(grad)
-        found.append((own, [out.detach(), q.grad, k.grad, v.grad]))
+        grads = [q.grad, k.grad, v.grad]
+        found.append((own, [out.detach(), *grads], None if seen.sinks is None else seen.sinks.grad))
     return found
 
 
 CASES = [
     *(
-        (kind, form, 8, kv, None, None)
+        (kind, form, 8, kv, None, None, None, False)
         for kind in ("packed", "shared")
         for form in ("ring", "ulysses")
         for kv in (8, 2)
     ),
-    ("packed", "ring", 3, 1, 5, None),
-    ("shared", "ring", 4, 2, 5, 2.0),
-    ("packed", "ring", 4, 4, None, 2.0),
-    ("shared", "ulysses", 8, 4, 5, 2.0),
+    ("packed", "ring", 3, 1, 5, None, None, False),
+    ("shared", "ring", 4, 2, 5, 2.0, None, False),
+    ("packed", "ring", 4, 4, None, 2.0, None, True),
+    ("shared", "ring", 4, 2, None, None, 3, True),
+    ("packed", "ring", 4, 2, None, None, 5, False),
+    ("shared", "ulysses", 8, 4, 5, 2.0, None, False),
+    ("shared", "ulysses", 8, 4, None, None, 4, True),
 ]
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_attention_over_ranks_equals_that_of_one(ranks, count):
     for case, parts in zip(CASES, zip(*ranks.call(rank_attention, CASES, on=count))):
-        kind, _, heads, kv_heads, window, softcap = case
-        wanted = whole_attention(kind, heads, kv_heads, window, softcap)
+        kind, _, heads, kv_heads, *how = case
+        *wanted, wanted_sinks = whole_attention(kind, heads, kv_heads, *how)
         for name, at, whole in zip(("out", "q", "k", "v"), range(4), wanted):
             found = torch.empty_like(whole)
-            for own, tensors in parts:
+            for own, tensors, _ in parts:
                 found[own] = tensors[at]
             torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-5, msg=f"{name} of {case}")
+        if wanted_sinks is not None:  # a rank has those of its own tokens or heads
+            summed = sum(sinks for _, _, sinks in parts)
+            torch.testing.assert_close(summed, wanted_sinks, atol=1e-5, rtol=1e-5, msg=f"sinks of {case}")
 
 
 def loss_of(made, batch, settings, attention, share):

@@ -114,7 +114,7 @@ def test_training_fetches_a_named_model_and_mere_checking_does_not(small_known: 
     with pytest.raises(ConfigError, match="does not exist here yet; `tidemill models get mini`"):
         precheck.check(config.config)
     wrong = recipe.load(config, ["rollout.max_new_tokens=16", "device=nonsense"])
-    with pytest.raises(ConfigError, match="2 things cannot work"):
+    with pytest.raises(ConfigError, match="2 settings cannot work"):
         precheck.check(wrong.config, fetch=True)
     assert known.here("mini") is None, "nothing is fetched for a recipe that cannot work"
     precheck.check(config.config, fetch=True)

@@ -64,7 +64,7 @@ class TorchKernels:
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: Tensor,
-        scale: float, window: int | None, softcap: float | None, *, scales: Any = None,
+        form: Any, *, scales: Any = None,
     ) -> Tensor:  # fmt: skip
         assert scales is None
         out = q.new_empty(*q.shape[:2], v.shape[-1])
@@ -75,7 +75,7 @@ class TorchKernels:
             values[held[-1], :, (n - 1) % page] = v[row]
             all_k = keys[held].permute(1, 0, 3, 2).flatten(1, 2)[:, :n]
             all_v = values[held].permute(1, 0, 2, 3).flatten(1, 2)[:, :n]
-            seen = causal_attention(q[row, None, :, None], all_k[None], all_v[None], n - 1, scale, window, softcap)
+            seen = causal_attention(q[row, None, :, None], all_k[None], all_v[None], n - 1, form)
             out[row] = seen[0, :, 0]
         return out
 

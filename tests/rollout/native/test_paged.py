@@ -14,6 +14,7 @@ import torch
 from tests.rollout.tiny import VOCAB, roll, tiny_model
 from torch import Tensor
 
+from tidemill.models.attention.registry import AttentionForm
 from tidemill.rollout.engine import Request, Sampling
 from tidemill.rollout.native import paged
 from tidemill.rollout.native.attention import causal_attention
@@ -30,7 +31,9 @@ def plainly(
         held = table[row, : -(-n // keys.shape[1])].long()
         k, v = (x[held].flatten(0, 1)[:n].transpose(0, 1) for x in (keys, values))
         window = None if left < 0 else left + 1
-        out[row] = causal_attention(q[row][None, :, None], k[None], v[None], n - 1, scale, window, None)[0, :, 0]
+        out[row] = causal_attention(q[row][None, :, None], k[None], v[None], n - 1, AttentionForm(scale, window))[
+            0, :, 0
+        ]
     return out
 
 

@@ -16,6 +16,7 @@ if not HAS_DEVICE:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton")
 
+from tidemill.models.attention.registry import AttentionForm  # noqa: E402
 from tidemill.rollout.native import triton_experts, triton_latent  # noqa: E402
 from tidemill.rollout.native.attention import causal_attention  # noqa: E402
 from tidemill.rollout.native.draw.sampling import Draw, draw, stream_key  # noqa: E402
@@ -56,11 +57,16 @@ def test_norm_gate_and_rotation(dim: int) -> None:
 
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "v_dim", "window", "softcap"),
-    [(4, 2, 16, 16, None, None), (6, 1, 24, 12, None, 2.0), (2, 2, 32, 32, 40, None)],
+    ("heads", "kv_heads", "dim", "v_dim", "form"),
+    [
+        (4, 2, 16, 16, AttentionForm(0.3)),
+        (6, 1, 24, 12, AttentionForm(0.3, softcap=2.0, sinks=torch.linspace(-1.0, 2.0, 6))),
+        (2, 2, 32, 32, AttentionForm(0.3, window=40)),
+        (2, 2, 16, 16, AttentionForm(0.3, chunk=48, sinks=torch.tensor([3.0, 0.0]))),
+    ],
 )
 def test_attention_over_pages(
-    splits: int, heads: int, kv_heads: int, dim: int, v_dim: int, window: int | None, softcap: float | None
+    splits: int, heads: int, kv_heads: int, dim: int, v_dim: int, form: AttentionForm
 ) -> None:
     torch.manual_seed(0)
     page, lengths = 16, [1, 15, 16, 17, 90, 200]
@@ -73,16 +79,14 @@ def test_attention_over_pages(
             table[row, place] = next(order)
     q, k, v = randn(6, heads, dim), randn(6, kv_heads, dim), randn(6, kv_heads, v_dim)
     length = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    out = KERNELS.attend(q, k, v, keys, values, table.to(DEVICE), length, 0.3, window, softcap, splits)
+    out = KERNELS.attend(q, k, v, keys, values, table.to(DEVICE), length, form, splits)
     for row, n in enumerate(lengths):
         held = table[row, : -(-n // page)].long().to(DEVICE)
         all_k = keys[held].permute(1, 0, 3, 2).reshape(kv_heads, -1, dim)[:, :n]
         all_v = values[held].permute(1, 0, 2, 3).reshape(kv_heads, -1, v_dim)[:, :n]
         close(all_k[:, -1], k[row])  # the new token was written
         close(all_v[:, -1], v[row])
-        wanted = causal_attention(
-            q[row].view(1, heads, 1, dim), all_k.unsqueeze(0), all_v.unsqueeze(0), n - 1, 0.3, window, softcap
-        )
+        wanted = causal_attention(q[row].view(1, heads, 1, dim), all_k.unsqueeze(0), all_v.unsqueeze(0), n - 1, form)
         close(out[row], wanted.view(heads, v_dim))
 
 
@@ -226,7 +230,7 @@ def test_attention_over_narrow_pages(kind: str, splits: int) -> None:
     q, k, v = randn(6, heads, dim), randn(6, kv_heads, dim), randn(6, kv_heads, dim)
     keys, values = store.layer(0, k, v)
     length = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    out = KERNELS.attend(q, k, v, keys, values, table, length, 0.3, None, None, splits, scales=store.scales[0])
+    out = KERNELS.attend(q, k, v, keys, values, table, length, AttentionForm(0.3), splits, scales=store.scales[0])
     for row, n in enumerate(lengths):
         held = table[row, : -(-n // page)].long()
         all_k = store.read_keys(0, held, torch.float32).permute(1, 0, 3, 2).reshape(kv_heads, -1, dim)[:, :n]
@@ -235,7 +239,7 @@ def test_attention_over_narrow_pages(kind: str, splits: int) -> None:
         close(all_k[:, -1], byte.float() * scale.unsqueeze(-1))
         all_k, all_v = all_k.clone(), all_v.clone()
         all_k[:, -1], all_v[:, -1] = k[row], v[row]  # to itself the new token is whole
-        wanted = causal_attention(q[row][None, :, None], all_k[None], all_v[None], n - 1, 0.3, None, None)[0, :, 0]
+        wanted = causal_attention(q[row][None, :, None], all_k[None], all_v[None], n - 1, AttentionForm(0.3))[0, :, 0]
         close(out[row], wanted)
 
 

@@ -6,7 +6,7 @@ lost costs its leases; where a step cannot go on it begins again at another dock
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tidemill.cluster.commands import OpenedStep, WorkerCommands, request
@@ -15,7 +15,7 @@ from tidemill.cluster.start.handle import WorkerLost
 from tidemill.dock import DockState
 from tidemill.errors import DockError, TidemillError
 from tidemill.flow.schedule import schedule_of
-from tidemill.flow.workers import Rewound, Stopped
+from tidemill.flow.workers import ALL_STAGES, Rewound, Stopped
 
 if TYPE_CHECKING:
     from tidemill.cluster.driver.driver import Driver
@@ -45,11 +45,12 @@ class Conductor:
 
     # A step
 
-    def step(self, number: int, stop: Callable[[], bool]) -> None:
+    def stages(self, number: int, stop: Callable[[], bool]) -> Iterator[str]:
+        """A step; the names of its stages as they are done. Those of a step that begins again come again."""
         self.number, self._start = number, dict(self.driver.feed_state)
         for _ in range(ATTEMPTS):
             try:
-                self._attempt(stop)
+                yield from self._attempt(stop)
                 return
             except WorkerLost as lost:
                 self.driver.check_learners()
@@ -59,14 +60,15 @@ class Conductor:
                 self._begin_again()
         raise TidemillError(f"a step began {ATTEMPTS} times and never ended", "the notes above say why each time")
 
-    def _attempt(self, stop: Callable[[], bool]) -> None:
+    def _attempt(self, stop: Callable[[], bool]) -> Iterator[str]:
         self._broken, self._lost_rows = "", 0
         fed = self._feed(stop)
         self.moved_at = self.pool.starter.now()
         if self.schedule.in_turn:
-            self._one_after_the_other(stop)
+            yield from self._one_after_the_other(stop)
         else:
             self._all_at_once(stop)
+            yield ALL_STAGES
         if not self.schedule.lead:
             self._work_on(())
         self._is_fed = False
@@ -99,7 +101,7 @@ class Conductor:
                 self.pool.send(member, begin)
         return fed
 
-    def _one_after_the_other(self, stop: Callable[[], bool]) -> None:
+    def _one_after_the_other(self, stop: Callable[[], bool]) -> Iterator[str]:
         names = [stage.name for stage in self.driver.graph.stages]
         beside = [name for name in names if name in BESIDE]
         while not self._is_learned():  # once, unless a stage puts new rows in or rows come back
@@ -107,6 +109,8 @@ class Conductor:
                 turn = list(dict.fromkeys([name, *beside]))
                 self._work_on(turn)
                 self._until(lambda turn=turn: self._is_still(turn), stop)  # type: ignore[misc]
+                yield name
+                self.moved_at = self.pool.starter.now()  # whoever drives the stages may have taken long
 
     def _all_at_once(self, stop: Callable[[], bool]) -> None:
         self._work_on(stage.name for stage in self.driver.graph.stages)

@@ -7,7 +7,7 @@ counts, positions and states.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -257,9 +257,9 @@ class Driver:
 
     # What the loop asks
 
-    def step(self, number: int, stop: Callable[[], bool]) -> None:
+    def stages(self, number: int, stop: Callable[[], bool]) -> Iterator[str]:
         with self._dump.step(number) if self._dump is not None else contextlib.nullcontext():
-            self.conductor.step(number, stop)
+            yield from self.conductor.stages(number, stop)
         self.pool.step_made()
 
     def adjust(self, changes: Mapping[str, float]) -> str:

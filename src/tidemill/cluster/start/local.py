@@ -21,6 +21,7 @@ from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import open_source
 from tidemill.dock import Dock
 from tidemill.dock.address import Address
+from tidemill.environment.registry import offered
 from tidemill.flow.evaluate import decoder, evaluate
 from tidemill.flow.records import Activity, Evaluation
 from tidemill.graph import Graph
@@ -184,7 +185,10 @@ def evaluate_trained(
 ) -> Evaluation:
     """Measure a model that is not being trained."""
     _, held_out = open_source(config.data, config.seed)
-    encode, decode = PromptTokens(loaded.tokenizer, config.data), decoder(loaded.tokenizer)
+    encode, decode = (
+        PromptTokens(loaded.tokenizer, config.data, tools=offered(config.environment)),
+        decoder(loaded.tokenizer),
+    )
     with Scorer(config.rewards, device=config.device) as scorer:
         engine = make_engine(loaded, config)
         return evaluate(engine, held_out, encode, decode, scorer, config, size=size, samples=samples, tell=tell)

@@ -24,6 +24,7 @@ from tidemill.data.source import open_source
 from tidemill.device import determinism
 from tidemill.device.collective import backend
 from tidemill.dock import Dock
+from tidemill.environment.registry import offered
 from tidemill.errors import ConfigError
 from tidemill.estimate import handover as turns
 from tidemill.flow.feed import FEEDS
@@ -70,7 +71,7 @@ def build_worker(task: Assignment, dock: Dock) -> WorkerState:
         _make_engine(state, task)
     if post.feeds:
         training, _ = open_source(config.data, config.seed)
-        encode = PromptTokens(state.tokenizer, config.data, config.rollout.max_new_tokens)
+        encode = PromptTokens(state.tokenizer, config.data, config.rollout.max_new_tokens, offered(config.environment))
         state.feed = FEEDS[state.algorithm.input_kind](training, config, encode, state.algorithm.greedy_rows)
         state.feed.stop = task.hooks.stop
         state.open_feed()

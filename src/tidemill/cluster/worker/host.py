@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 from tidemill.cluster.commands import Request
 from tidemill.cluster.report import UNORDERED, Answer, Failure, MoveReport, WorkerReady, WorkerReport
 from tidemill.errors import DockError, TidemillError
+from tidemill.imports import WORKER
 
 if TYPE_CHECKING:
     from tidemill.cluster.assignment import Assignment
     from tidemill.cluster.worker.commands import RoleWorker
 
-NAME = "TIDEMILL_WORKER"  # in the environment of a worker and of what it starts
 IDLE_S = (0.001, 0.02)  # between polls when nothing moves: at first, at most
 JOIN_S = 30.0
 
@@ -221,7 +221,7 @@ def no_terminal(*_: Any, **__: Any) -> None:
     """What breakpoint() does in a worker, and in processes that it starts."""
     frame = sys._getframe(1)
     raise TidemillError(
-        f"breakpoint() at {frame.f_code.co_filename}:{frame.f_lineno} in {os.environ.get(NAME, 'a worker')}, "
+        f"breakpoint() at {frame.f_code.co_filename}:{frame.f_lineno} in {os.environ.get(WORKER, 'a worker')}, "
         "which has no terminal",
         "run the same recipe with cluster.executor=local, where breakpoint() works; or look at a running worker with "
         "`tidemill stacks RUN`",
@@ -231,7 +231,7 @@ def no_terminal(*_: Any, **__: Any) -> None:
 def own_process(name: str, logs: Path) -> Host:
     """A host whose process is a worker and nothing else: whatever it prints goes to its own file."""
     keep_logs(name, logs)
-    os.environ |= {"PYTHONBREAKPOINT": f"{__name__}.no_terminal", NAME: name}
+    os.environ |= {"PYTHONBREAKPOINT": f"{__name__}.no_terminal", WORKER: name}
     host = Host(name)
     host.start()
     return host

@@ -20,6 +20,7 @@ from tidemill.cluster.worker.stages import STAGES
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import open_source
 from tidemill.dock import Dock
+from tidemill.environment.registry import offered
 from tidemill.estimate.handover import HandedOver
 from tidemill.flow.ahead import Ahead
 from tidemill.flow.evaluate import averaged, decoder, evaluate
@@ -200,7 +201,10 @@ class WorkerState:
             own = self.config.rollout.model_copy(update={"engine": "native"})
             engine = make_engine(self.loaded, self.config.model_copy(update={"rollout": own}))
         _, held_out = open_source(self.config.data, self.config.seed)
-        encode, decode = PromptTokens(self.tokenizer, self.config.data), decoder(self.tokenizer)
+        encode, decode = (
+            PromptTokens(self.tokenizer, self.config.data, tools=offered(self.config.environment)),
+            decoder(self.tokenizer),
+        )
         watched = cast(RolloutEngine, _EvaluatingEngine(engine, self.moved_on))
         with self._scoring() as scorer, averaged(None if self.is_cut else self.learner, engine):
             seen = evaluate(

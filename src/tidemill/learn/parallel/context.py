@@ -27,7 +27,7 @@ from tidemill.learn.parallel.collectives import MeshLink
 from tidemill.learn.parallel.ring import AttentionRing
 from tidemill.models.attention.contexts import Attention
 from tidemill.models.attention.flex import Sight
-from tidemill.models.attention.registry import Context
+from tidemill.models.attention.registry import AttentionForm, Context
 from tidemill.models.upload import upload
 
 FORMS = ("auto", "ulysses", "ring")
@@ -140,14 +140,14 @@ class Ulysses:
         self.order = upload(order, device)  # rank after rank, as tokens arrive
         self.restore = upload(np.argsort(order), device)
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         own, given = self.shares.counts[self.rank], q.shape[0]
         wanted = upload(key_heads(q.shape[1], k.shape[1], self.ranks), k.device)
         k, v = k.index_select(1, wanted), v.index_select(1, wanted)
         q, k, v = (self._to_heads(x[:own]) for x in (q, k, v))
-        out = self._to_tokens(self.inner.attend(layer, q, k, v, scale, window, softcap))
+        if form.sinks is not None:
+            form = form._replace(sinks=form.sinks.chunk(self.ranks)[self.rank])
+        out = self._to_tokens(self.inner.attend(layer, q, k, v, form))
         return F.pad(out, (0, 0, 0, 0, 0, given - own))  # a rank without tokens computes one that none sees
 
     def _to_heads(self, x: Tensor) -> Tensor:

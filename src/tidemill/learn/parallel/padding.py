@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tidemill.learn.packing import PackedBatch
-from tidemill.models.attention.registry import Context
+from tidemill.models.attention.registry import AttentionForm, Context
 
 
 class Padded:
@@ -21,15 +21,13 @@ class Padded:
     def __init__(self, inner: Context | None, tokens: int) -> None:
         self.inner, self.tokens = inner, tokens
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         n = self.tokens
         rest = q.new_zeros((q.shape[0] - n, q.shape[1], v.shape[-1]))
         if self.inner is None:
             # Joined to its inputs, so that every weight gets a gradient (of nothing) on this rank as on the others.
             return rest + 0.0 * (q.sum() + k.sum() + v.sum())
-        return torch.cat([self.inner.attend(layer, q[:n], k[:n], v[:n], scale, window, softcap), rest])
+        return torch.cat([self.inner.attend(layer, q[:n], k[:n], v[:n], form), rest])
 
 
 def padded(packed: PackedBatch, multiple: int) -> PackedBatch:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tidemill.learn.parallel.collectives import MeshLink
 from tidemill.models.attention.flex import Sight
+from tidemill.models.attention.registry import AttentionForm
 from tidemill.models.upload import upload
 
 if TYPE_CHECKING:
@@ -68,29 +69,31 @@ class AttentionRing:
     ) -> None:
         self.sight, self.shares, self.over, self.device = sight, shares, over, device
         self.tile = tile or (TILE if device.type == "cpu" else ACCELERATOR_TILE)
-        self._plans: dict[int | None, RingPlan] = {}
+        self._plans: dict[tuple[int | None, int | None], RingPlan] = {}
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        if window not in self._plans:
-            sight = self.sight if window is None else within(self.sight, window)
-            self._plans[window] = make_plan(sight, self.shares, self.over.rank, self.device, self.tile)
-        plan = self._plans[window]
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+        key = (form.window, form.chunk)
+        if key not in self._plans:
+            sight = within(self.sight, *key)
+            self._plans[key] = make_plan(sight, self.shares, self.over.rank, self.device, self.tile)
+        plan = self._plans[key]
         own = len(plan.at)
         out: Tensor = _RingAttention.apply(  # type: ignore[no-untyped-call]
-            q[:own], k[:own], v[:own], plan, self.over, scale, softcap
+            q[:own], k[:own], v[:own], form.sinks, plan, self.over, form.scale, form.softcap
         )
         return F.pad(out, (0, 0, 0, 0, 0, q.shape[0] - own))  # a rank without tokens computes one that none sees
 
 
-def within(sight: Sight, window: int) -> Sight:
-    """The same with a sliding window: intervals begin later."""
+def within(sight: Sight, window: int | None, chunk: int | None = None) -> Sight:
+    """The same with a sliding window or in chunks: intervals begin later."""
+    if window is None and chunk is None:
+        return sight
     at = np.arange(len(sight.start))
-    nearest = sight.prompt_start + sight.position - window + 1  # in the prompt, whose own positions begin at 0
+    back = sight.position % chunk if chunk is not None else np.full_like(at, (window or 1) - 1)  # tokens before it
+    nearest = sight.prompt_start + sight.position - back  # in the prompt, whose own positions begin at 0
     return replace(
         sight,
-        start=np.maximum(sight.start, at - window + 1),
+        start=np.maximum(sight.start, at - back),
         prompt_start=np.minimum(np.maximum(sight.prompt_start, nearest), sight.prompt_end),
     )
 
@@ -140,11 +143,12 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, over: MeshLink, scale: float, softcap: float | None
-    ) -> Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: RingPlan, over: MeshLink, scale: float,
+        softcap: float | None,
+    ) -> Tensor:  # fmt: skip
         scores = RingScores(plan, scale, softcap)
         queries = _by_key_head(q, k.shape[1])  # (kv_heads, repeats, tokens, dim)
-        merge = RingMerge(queries, v.shape[-1])
+        merge = RingMerge(queries, v.shape[-1], sinks)
         rank, ranks = over.rank, over.size
         block = torch.cat([k, v], -1)
         for step in range(ranks):
@@ -156,13 +160,13 @@ class _RingAttention(torch.autograd.Function):
             block = coming.arrived() if coming else block
         dense, log_z = merge.result()
         out = _by_token(dense).to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, log_z)
+        ctx.save_for_backward(q, k, v, sinks, out, log_z)
         ctx.plan, ctx.over, ctx.settings = plan, over, (scale, softcap)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, log_z = ctx.saved_tensors
+        q, k, v, sinks, out, log_z = ctx.saved_tensors
         plan, over = ctx.plan, ctx.over
         scores = RingScores(plan, *ctx.settings)
         queries, grad_out = _by_key_head(q, k.shape[1]), _by_key_head(grad, k.shape[1])
@@ -196,7 +200,12 @@ class _RingAttention(torch.autograd.Function):
         assert carried is not None
         home = carried.arrived()
         grad_k, grad_v = home[..., : k.shape[-1]], home[..., k.shape[-1] :]
-        return _by_token(grad_q).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
+        grad_sinks = None
+        if sinks is not None:  # the share of the softmax that went there
+            share = (_of_heads(sinks, log_z) - log_z).exp() * delta.squeeze(-1)
+            grad_sinks = -share.sum(-1).flatten().to(sinks.dtype)
+        given = _by_token(grad_q).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+        return *given, grad_sinks, None, None, None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +235,11 @@ class RingScores:
 class RingMerge:
     """The online softmax: what was seen so far, relative to the largest score so far."""
 
-    def __init__(self, queries: Tensor, dim: int) -> None:
+    def __init__(self, queries: Tensor, dim: int, sinks: Tensor | None = None) -> None:
         self.largest = queries.new_full(queries.shape[:3], float("-inf"), dtype=torch.float32)
         self.total = torch.zeros_like(self.largest)
+        if sinks is not None:  # seen by all, and worth nothing
+            self.largest, self.total = _of_heads(sinks, self.largest).clone(), torch.ones_like(self.total)
         self.out = queries.new_zeros((*queries.shape[:3], dim), dtype=torch.float32)
 
     def absorb(self, tile: Tile, scores: Tensor, values: Tensor) -> None:
@@ -247,6 +258,11 @@ class RingMerge:
     def result(self) -> tuple[Tensor, Tensor]:
         """The output and the log of the normaliser of every query."""
         return self.out.div_(self.total.unsqueeze(-1)), self.largest + self.total.log()
+
+
+def _of_heads(sinks: Tensor, like: Tensor) -> Tensor:
+    """(heads,) → (kv_heads, repeats, tokens)"""
+    return sinks.float().view(*like.shape[:2], 1).expand_as(like)
 
 
 def _by_key_head(x: Tensor, kv_heads: int) -> Tensor:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tidemill.errors import ModelError
+from tidemill.models.attention.registry import AttentionForm
 from tidemill.models.attention.varlen import Spans
 
 OPERATOR = "npu::npu_fusion_attention"
@@ -32,13 +34,15 @@ def works_on(device: torch.device, dtype: torch.dtype) -> bool:
         return False  # no such operator here
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, queries: Spans, keys: Spans, scale: float, window: int | None) -> Tensor:
+def causal(q: Tensor, k: Tensor, v: Tensor, queries: Spans, keys: Spans, form: AttentionForm) -> Tensor:
     """q (tokens, heads, dim), k and v (keys, kv_heads, dim); the last query of a sequence sees its last key."""
+    if form.sinks is not None:
+        raise ModelError("Ascend's fused attention knows no attention sinks", "set learn.attention=blocks")
     found = operator()(
         q, k, v, q.shape[1], "TND",
-        atten_mask=_triangle(q.device), scale=scale, keep_prob=1.0,
-        pre_tockens=EVERYTHING if window is None else window - 1, next_tockens=0,
-        sparse_mode=CAUSAL if window is None else BAND,
+        atten_mask=_triangle(q.device), scale=form.scale, keep_prob=1.0,
+        pre_tockens=EVERYTHING if form.window is None else form.window - 1, next_tockens=0,
+        sparse_mode=CAUSAL if form.window is None else BAND,
         actual_seq_qlen=list(queries.host), actual_seq_kvlen=list(keys.host),
     )  # fmt: skip
     out: Tensor = found[0]

@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tidemill.models.attention.packed import seen as sees
+from tidemill.models.attention.registry import AttentionForm
 from tidemill.models.upload import upload
 
 if TYPE_CHECKING:  # slow to import, and only wanted where it is used
@@ -51,20 +53,23 @@ class Sight:
         position[split:] += last[split:] - first[split:]
         return Sight(own.start, first, last, position)
 
-    def dense(self, window: int | None = None) -> npt.NDArray[np.bool_]:
+    def dense(self, window: int | None = None, chunk: int | None = None) -> npt.NDArray[np.bool_]:
         """(tokens, tokens): the whole mask, for tests."""
         k, q = np.arange(len(self.start))[None, :], np.arange(len(self.start))[:, None]
         seen = (self.start[:, None] <= k) & (k <= q)
         seen |= (self.prompt_start[:, None] <= k) & (k < self.prompt_end[:, None])
         if window is not None:
             seen &= self.position[:, None] - self.position[None, :] < window
+        if chunk is not None:
+            seen &= self.position[:, None] // chunk == self.position[None, :] // chunk
         return np.asarray(seen)
 
 
-def block_table(sight: Sight, windowed: bool) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def block_table(sight: Sight, is_local: bool) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """(query blocks, key blocks): where a token may be seen, and where surely every one is seen by every one.
 
-    Blocks called partial though they are full or (with a window) empty cost a little time, never a wrong number.
+    Blocks called partial though they are full or (where attention is local) empty cost a little time, never a wrong
+    number.
     """
     tokens = len(sight.start)
     count = -(-tokens // BLOCK)
@@ -76,7 +81,7 @@ def block_table(sight: Sight, windowed: bool) -> tuple[npt.NDArray[np.bool_], np
     np.add.at(edges, (with_prompt // BLOCK, sight.prompt_start[with_prompt] // BLOCK), 1)
     np.add.at(edges, (with_prompt // BLOCK, (sight.prompt_end[with_prompt] - 1) // BLOCK + 1), -1)
     some = np.cumsum(edges, 1)[:, :-1] > 0
-    if windowed:
+    if is_local:
         return some, np.zeros_like(some)
     heads = np.arange(0, tokens, BLOCK)
     block = np.arange(count) * BLOCK
@@ -98,43 +103,46 @@ class Flex:
         self.start, self.first, self.last, self.position = (
             upload(x, device, np.int32) for x in (sight.start, sight.prompt_start, sight.prompt_end, sight.position)
         )
-        self._masks: dict[int | None, BlockMask] = {}
+        self._masks: dict[tuple[int | None, int | None], BlockMask] = {}
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        if window not in self._masks:
-            self._masks[window] = self._block_mask(window)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+        key = (form.window, form.chunk)
+        if key not in self._masks:
+            self._masks[key] = self._block_mask(form)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        out: Tensor = _compiled()(
-            q, k, v, score_mod=_capped(softcap), block_mask=self._masks[window], scale=scale, enable_gqa=True
-        )
-        return out[0].transpose(0, 1)
+        made = _compiled()(
+            q, k, v, score_mod=_capped(form.softcap), block_mask=self._masks[key], scale=form.scale, enable_gqa=True,
+            return_lse=form.sinks is not None,
+        )  # fmt: skip
+        if form.sinks is None:
+            return cast(Tensor, made[0].transpose(0, 1))
+        out, log_z = made
+        kept = (log_z - form.sinks[None, :, None]).sigmoid()  # what does not go to the sink
+        return cast(Tensor, (out * kept.unsqueeze(-1).to(out.dtype))[0].transpose(0, 1))
 
-    def _block_mask(self, window: int | None) -> BlockMask:
+    def _block_mask(self, form: AttentionForm) -> BlockMask:
         from torch.nn.attention.flex_attention import BlockMask
 
-        some, full = block_table(self.sight, window is not None)
+        some, full = block_table(self.sight, form.window is not None or form.chunk is not None)
         tokens = len(self.sight.start)
         counts, blocks, full_counts, full_blocks = (
             upload(x, self.device, np.int32)[None, None] for m in (some & ~full, full) for x in _indices(m)
         )
         return BlockMask.from_kv_blocks(
             counts, blocks, full_counts, full_blocks,
-            BLOCK_SIZE=BLOCK, mask_mod=self._seen(window), seq_lengths=(tokens, tokens),
+            BLOCK_SIZE=BLOCK, mask_mod=self._seen(form), seq_lengths=(tokens, tokens),
         )  # fmt: skip
 
-    def _seen(self, window: int | None) -> Callable[..., Tensor]:
+    def _seen(self, form: AttentionForm) -> Callable[..., Tensor]:
         start, first, last, position = self.start, self.first, self.last, self.position
-        nearest = len(start) if window is None else window
 
         def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return ((start[q] <= k) & (k <= q)) | ((first[q] <= k) & (k < last[q]))
 
         def seen_near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return seen(b, h, q, k) & (position[q] - position[k] < nearest)
+            return seen(b, h, q, k) & sees(position[q], position[k], form)
 
-        return seen if window is None else seen_near
+        return seen if form.window is None and form.chunk is None else seen_near
 
 
 def _indices(mask: npt.NDArray[np.bool_]) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tidemill.models.attention.registry import AttentionForm
 from tidemill.models.upload import upload
 
 # Sequences whose lengths differ by more than this share of the longest go to another block.
@@ -74,14 +75,12 @@ class Packed:
         is_sorted = len(self.blocks) == 1 and list(lengths) == sorted(lengths, reverse=True)
         self.restore = None if is_sorted else torch.argsort(order)
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         parts = []
         for block in self.blocks:
-            dense = (block.dense(x).transpose(1, 2) for x in (q, k, v))
+            dense_q, dense_k, dense_v = (block.dense(x).transpose(1, 2) for x in (q, k, v))
             # Padding lies behind each sequence, where causal attention never looks.
-            out = causal_attention(*dense, scale=scale, window=window, softcap=softcap)
+            out = causal_attention(dense_q, dense_k, dense_v, form)
             parts.append(block.packed(out.transpose(1, 2)))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out if self.restore is None else out.index_select(0, self.restore)
@@ -99,60 +98,77 @@ class SharedPrompt:
         self.responses = make_block(starts.tolist(), responses, device)
         self.group = upload(group, device)
         self.prompt_lengths = upload(np.asarray(prompts)[np.asarray(group)], device)
-        self._masks: dict[int | None, Tensor] = {}
+        self._masks: dict[tuple[int | None, int | None], Tensor] = {}
 
-    def _mask(self, window: int | None) -> Tensor:
+    def _mask(self, form: AttentionForm) -> Tensor:
         """(responses, 1, response tokens, prompt tokens + response tokens): who may be seen."""
-        if window not in self._masks:
+        key = (form.window, form.chunk)
+        if key not in self._masks:
             device = self.group.device
             prompt_at = torch.arange(self.prompts.longest, device=device)
             own_at = torch.arange(self.responses.longest, device=device)
             lengths = self.prompt_lengths[:, None, None]
-            in_prompt = (prompt_at[None, None, :] < lengths).expand(-1, len(own_at), -1)
-            in_own = (own_at[None, :] <= own_at[:, None]).expand(len(lengths), -1, -1)
-            if window is not None:
-                at = lengths + own_at[None, :, None]  # position of each query
-                in_prompt = in_prompt & (at - prompt_at[None, None, :] < window)
-                in_own = in_own & (own_at[:, None] - own_at[None, :] < window)
-            self._masks[window] = torch.cat([in_prompt, in_own], -1).unsqueeze(1)
-        return self._masks[window]
+            at = lengths + own_at[None, :, None]  # position of each query
+            in_prompt = (prompt_at[None, None, :] < lengths) & seen(at, prompt_at, form)
+            in_own = seen(at, lengths + own_at, form)
+            self._masks[key] = torch.cat([in_prompt, in_own], -1).unsqueeze(1)
+        return self._masks[key]
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         prompt = [self.prompts.dense(x) for x in (q, k, v)]
-        prompt_out = causal_attention(*(x.transpose(1, 2) for x in prompt), scale=scale, window=window, softcap=softcap)
+        dense_q, dense_k, dense_v = (x.transpose(1, 2) for x in prompt)
+        prompt_out = causal_attention(dense_q, dense_k, dense_v, form)
         if self.responses.longest == 0:
             return self.prompts.packed(prompt_out.transpose(1, 2))
         own = [self.responses.dense(x) for x in (q, k, v)]
         keys, values = (torch.cat([prompt[i].index_select(0, self.group), own[i]], 1).transpose(1, 2) for i in (1, 2))
-        own_out = attention(own[0].transpose(1, 2), keys, values, scale=scale, mask=self._mask(window), softcap=softcap)
+        own_out = attention(own[0].transpose(1, 2), keys, values, self._mask(form), form)
         return torch.cat(
             [self.prompts.packed(prompt_out.transpose(1, 2)), self.responses.packed(own_out.transpose(1, 2))]
         )
 
 
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
-) -> Tensor:
+def seen(query: Tensor, key: Tensor, form: AttentionForm) -> Tensor:
+    """Whether a token at position `query` sees the one at position `key` of its own sequence."""
+    allowed = key <= query
+    return allowed if form.window is None and form.chunk is None else allowed & (key >= first_seen(query, form))
+
+
+def first_seen(query: Tensor, form: AttentionForm) -> Tensor:
+    """The first position that a token at position `query` sees; below 0 where a window reaches beyond the start."""
+    if form.chunk is not None:
+        return query // form.chunk * form.chunk
+    return query - (form.window or 0) + 1 if form.window is not None else torch.zeros_like(query)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
     """(count, heads, length, dim), each position sees itself and those before it."""
-    if window is None or window >= q.shape[2]:
-        if softcap is None:
-            return _fused_attention(q, k, v, scale=scale, is_causal=True)
-        window = None
-    at = torch.arange(q.shape[2], device=q.device)
-    mask = at[None, :] <= at[:, None]
-    if window is not None:
-        mask = mask & (at[:, None] - at[None, :] < window)
-    return attention(q, k, v, scale=scale, mask=mask, softcap=softcap)
+    length = q.shape[2]
+    is_whole = length <= min(n for n in (form.window, form.chunk, length) if n is not None)
+    if is_whole and form.softcap is None and form.sinks is None:
+        return _fused_attention(q, k, v, scale=form.scale, is_causal=True)
+    at = torch.arange(length, device=q.device)
+    return attention(q, k, v, seen(at[:, None], at[None, :], form), form)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor, softcap: float | None = None) -> Tensor:
-    if softcap is None:
-        return _fused_attention(q, k, v, attn_mask=mask, scale=scale)
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, form: AttentionForm) -> Tensor:
+    """`mask` says who is seen; of `form`, window and chunk are in it already."""
+    if form.softcap is None and form.sinks is None:
+        return _fused_attention(q, k, v, attn_mask=mask, scale=form.scale)
     k, v = _repeat(q, k, v)
-    scores = softcap * torch.tanh((q @ k.transpose(-1, -2)) * scale / softcap)
-    return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+    scores = q @ k.transpose(-1, -2) * form.scale
+    if form.softcap is not None:
+        scores = form.softcap * torch.tanh(scores / form.softcap)
+    return softmax(scores.masked_fill(~mask, float("-inf")), form.sinks) @ v
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """scores (count, heads, queries, keys), in float32 and back; what goes to a sink is missing from the sums of 1."""
+    if sinks is None:
+        return scores.softmax(-1)
+    beside = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    both = torch.cat([scores, beside.to(scores.dtype)], -1)
+    return both.softmax(-1, torch.float32)[..., :-1].to(scores.dtype)
 
 
 def _fused_attention(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:

@@ -7,7 +7,8 @@ serves rollout and learning.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -17,6 +18,16 @@ from tidemill.errors import ModelError
 NAME = "tidemill"
 
 
+class AttentionForm(NamedTuple):
+    """What a layer's attention is besides softmax(q kᵀ) v."""
+
+    scale: float
+    window: int | None = None  # a token sees so many, itself included
+    softcap: float | None = None  # scores are bounded by it
+    chunk: int | None = None  # a token sees those of its own chunk of so many positions, the first from 0
+    sinks: Tensor | None = None  # (heads,) a score beside the others, whose share of the softmax goes nowhere
+
+
 class Context(Protocol):
     """Knows how the tokens of one forward pass may see each other.
 
@@ -24,9 +35,7 @@ class Context(Protocol):
     compiler would have to look at anew for each layer or batch, and it does not ask which layer it is in.
     """
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         """q (tokens, heads, dim), k and v (tokens, kv_heads, dim) → (tokens, heads, v_dim)."""
 
 
@@ -35,7 +44,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: LocalMask | Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -47,12 +56,15 @@ def attend(
     """transformers' attention signature: q, k, v are (1, heads, tokens, dim); gives (1, tokens, heads, dim)."""
     if tide is None:
         raise RuntimeError("attention 'tidemill' needs its context: call the model with tide=...")
-    if s_aux is not None:
-        raise ModelError(f"{type(module).__name__} has attention sinks, which are not supported", "see docs/models.md")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    chunk = None
+    if isinstance(attention_mask, LocalMask):
+        sliding_window, chunk = attention_mask.window, attention_mask.chunk
+    elif attention_mask is not None:
+        raise ModelError(f"{type(module).__name__} has a mask of its own, which is not known", "see docs/models.md")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     layer = 0 if is_traced(tide) else module.layer_idx  # read while tracing, it would compile every layer by itself
-    out = tide.attend(layer, q, k, v, scale, sliding_window, softcap)
+    out = tide.attend(layer, q, k, v, AttentionForm(scale, sliding_window, softcap, chunk, s_aux))
     return out.unsqueeze(0), None
 
 
@@ -68,14 +80,27 @@ def attention_window(attention: Any) -> int | None:
     return getattr(attention.config, "sliding_window", None) if name == "MistralAttention" else None
 
 
-def no_mask(*_: Any, **__: Any) -> None:
+@dataclass(frozen=True, slots=True)
+class LocalMask:
+    """Stands where transformers would have put a mask, and says what a context cannot know: that a layer sees a part of
+    its own sequence alone."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+def local_mask(*_: Any, config: Any = None, local_size: int | None = None, **__: Any) -> LocalMask | None:
     """The context knows who sees whom; transformers need not build a mask."""
-    return
+    if local_size is None:
+        return None
+    if getattr(config, "attention_chunk_size", None) == local_size and not getattr(config, "sliding_window", None):
+        return LocalMask(chunk=local_size)
+    return LocalMask(window=local_size)
 
 
 def register() -> None:
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, no_mask)
+    AttentionMaskInterface.register(NAME, local_mask)
 
 
 register()

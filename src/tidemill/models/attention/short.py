@@ -21,7 +21,7 @@ from tidemill.batch import Array
 from tidemill.device.compiled import library, threads_for
 from tidemill.errors import TidemillError
 from tidemill.models.attention.packed import Packed, SharedPrompt
-from tidemill.models.attention.registry import Context
+from tidemill.models.attention.registry import AttentionForm, Context
 
 SOURCE = Path(__file__).with_name("short.c")
 LONGEST = 256  # tokens that one may see; with more, torch's kernel is as fast or faster
@@ -120,9 +120,10 @@ def attend(families: Families, q: Tensor, k: Tensor, v: Tensor, scale: float) ->
     return made
 
 
-def _fits(families: Families, q: Tensor, window: int | None, softcap: float | None) -> bool:
-    is_seen_whole = window is None or window >= families.longest
-    return is_seen_whole and softcap is None and families.longest <= LONGEST and works_on(q.device, q.dtype)
+def _fits(families: Families, q: Tensor, form: AttentionForm) -> bool:
+    is_seen_whole = all(n is None or n >= families.longest for n in (form.window, form.chunk))
+    is_plain = form.softcap is None and form.sinks is None
+    return is_seen_whole and is_plain and families.longest <= LONGEST and works_on(q.device, q.dtype)
 
 
 class Short:
@@ -135,12 +136,10 @@ class Short:
     def plain(self) -> Context:
         return self.make_plain()
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        if not _fits(self.families, q, window, softcap):
-            return self.plain.attend(layer, q, k, v, scale, window, softcap)
-        return attend(self.families, q, k, v, scale)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+        if not _fits(self.families, q, form):
+            return self.plain.attend(layer, q, k, v, form)
+        return attend(self.families, q, k, v, form.scale)
 
 
 def packed(lengths: Sequence[int], device: torch.device) -> Short:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tidemill.models.attention.registry import AttentionForm
 from tidemill.models.upload import upload
 
 OPERATOR = "aten::_flash_attention_forward"
@@ -44,16 +47,74 @@ class Spans:
         return Spans(upload(np.concatenate([[0], ends]), device, np.int32), longest, tuple(ends.tolist()))
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, queries: Spans, keys: Spans, scale: float, window: int | None) -> Tensor:
+def causal(q: Tensor, k: Tensor, v: Tensor, queries: Spans, keys: Spans, form: AttentionForm) -> Tensor:
     """q (tokens, heads, dim), k and v (keys, kv_heads, dim); the last query of a sequence sees its last key."""
-    out: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
+    if form.sinks is not None:
+        sunk: Tensor = WithSinks.apply(q, k, v, form.sinks, queries, keys, form.scale, _left(form))  # type: ignore[no-untyped-call]
+        return sunk
+    return _forward(q, k, v, queries, keys, form.scale, _left(form))[0]
+
+
+def _left(form: AttentionForm) -> int:
+    """How many keys before its own a query sees, as the kernel wants it."""
+    return -1 if form.window is None else form.window - 1
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, queries: Spans, keys: Spans, scale: float, left: int) -> Sequence[Tensor]:
+    """The output, the log of each query's normaliser (heads, tokens), and what the backward pass wants beside them."""
+    made: Sequence[Tensor] = torch.ops.aten._flash_attention_forward(
         q, k, v, queries.ends, keys.ends, queries.longest, keys.longest, 0.0, True, False,
-        scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
+        scale=scale, window_size_left=left, window_size_right=0,
     )  # fmt: skip
-    return out[0]
+    return made
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Spans, Spans, float, int | None], Tensor]
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_z: Tensor, queries: Spans, keys: Spans,
+    seed: Sequence[Tensor], scale: float, left: int,
+) -> Sequence[Tensor]:  # fmt: skip
+    made: Sequence[Tensor] = torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, log_z, queries.ends, keys.ends, queries.longest, keys.longest, 0.0, True, *seed,
+        scale=scale, window_size_left=left, window_size_right=0,
+    )  # fmt: skip
+    return made
+
+
+class WithSinks(torch.autograd.Function):
+    """A sink is a score more in each query's normaliser. With z of what is seen and s of the sink the output shrinks by
+    z / (z + s). Given that output and log (z + s), the kernel's own backward pass gives the gradients of q, k and v."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, queries: Spans, keys: Spans, scale: float, left: int
+    ) -> Tensor:
+        out, log_z, *seed = _forward(q, k, v, queries, keys, scale, left)[:4]
+        both = torch.logaddexp(log_z, sinks.float().unsqueeze(1))  # (heads, tokens)
+        out = (out * (log_z - both).exp().t().unsqueeze(-1)).to(out.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, both, *seed)
+        ctx.how = (queries, keys), (scale, left)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, both, *seed = ctx.saved_tensors
+        spans, how = ctx.how
+        queries, keys = spans
+        grads = _backward(grad.contiguous(), q, k, v, out, both, queries, keys, seed, *how)[:3]
+        share = (sinks.float().unsqueeze(1) - both).exp()  # of the softmax that went to the sink
+        grad_sinks = -(share * (grad.float() * out.float()).sum(-1).t()).sum(1)
+        return *grads, grad_sinks.to(sinks.dtype), None, None, None, None
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Spans, Spans, AttentionForm], Tensor]
+
+
+def pieces(start: int, length: int, chunk: int | None) -> list[int]:
+    """The lengths of the parts of positions `start … start + length` that lie in one chunk each."""
+    if chunk is None:
+        return [length]
+    cuts = [start, *range((start // chunk + 1) * chunk, start + length, chunk), start + length]
+    return [b - a for a, b in pairwise(cuts) if b > a]
 
 
 class FlashPacked:
@@ -64,13 +125,16 @@ class FlashPacked:
     ) -> None:
         self.kernel, self.is_traced = kernel, is_traced
         # A sample of one token has no input, and the kernel's backward pass leaves empty sequences unwritten.
-        self.spans = Spans.of([n for n in lengths if n], device)
+        self.lengths, self.device = [n for n in lengths if n], device
+        self.spans: dict[int | None, Spans] = {None: Spans.of(self.lengths, device)}
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+        if form.chunk not in self.spans:  # a chunk sees itself alone, as a sample does
+            cut = [piece for n in self.lengths for piece in pieces(0, n, form.chunk)]
+            self.spans[form.chunk] = Spans.of(cut, self.device)
+        spans = self.spans[form.chunk]
         q, k, v = (x.contiguous() for x in (q, k, v))
-        return self.kernel(q, k, v, self.spans, self.spans, scale, window)
+        return self.kernel(q, k, v, spans, spans, form)
 
 
 class FlashShared:
@@ -87,33 +151,53 @@ class FlashShared:
     ) -> None:
         self.kernel, self.is_traced = kernel, is_traced
         self.split = sum(prompts)
-        self.prompts = Spans.of(prompts, device)
-        kept = [i for i, n in enumerate(responses) if n]
-        self.responses = Spans.of([responses[i] for i in kept], device) if kept else None
-        self.keys = Spans.of([prompts[group[i]] + responses[i] for i in kept], device) if kept else None
-        self.seen = upload(_seen(prompts, responses, group, kept), device) if kept else None
+        self.make_spans = partial(SharedSpans.of, prompts, responses, group, device)
+        self.spans: dict[int | None, SharedSpans] = {None: self.make_spans(None)}
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+        if form.chunk not in self.spans:
+            self.spans[form.chunk] = self.make_spans(form.chunk)
+        spans, n = self.spans[form.chunk], self.split
         q, k, v = (x.contiguous() for x in (q, k, v))
-        n = self.split
-        out = self.kernel(q[:n], k[:n], v[:n], self.prompts, self.prompts, scale, window)
-        if self.responses is None or self.keys is None:
+        out = self.kernel(q[:n], k[:n], v[:n], spans.prompts, spans.prompts, form)
+        if spans.responses is None or spans.keys is None:
             return out
-        keys, values = (_Gather.apply(x, self.seen) for x in (k, v))  # type: ignore[no-untyped-call]
-        return torch.cat([out, self.kernel(q[n:], keys, values, self.responses, self.keys, scale, window)])
+        keys, values = (_Gather.apply(x, spans.seen) for x in (k, v))  # type: ignore[no-untyped-call]
+        return torch.cat([out, self.kernel(q[n:], keys, values, spans.responses, spans.keys, form)])
 
 
-def _seen(prompts: Sequence[int], responses: Sequence[int], group: Sequence[int], kept: Sequence[int]) -> Any:
-    """The packed tokens that each response sees, response after response: its prompt, then itself."""
-    prompt_at = np.concatenate([[0], np.cumsum(prompts)])
-    own_at = prompt_at[-1] + np.concatenate([[0], np.cumsum(responses)])
-    parts = []
-    for i in kept:
-        g = group[i]
-        parts += [np.arange(prompt_at[g], prompt_at[g + 1]), np.arange(own_at[i], own_at[i + 1])]
-    return np.concatenate(parts)
+@dataclass(frozen=True, slots=True)
+class SharedSpans:
+    """Prompts, and responses with the keys that they see; both in pieces where attention is chunked."""
+
+    prompts: Spans
+    responses: Spans | None  # None where no response has a token
+    keys: Spans | None
+    seen: Tensor | None  # the packed tokens that are seen, piece after piece: of the prompt, then of the response
+
+    @staticmethod
+    def of(
+        prompts: Sequence[int], responses: Sequence[int], group: Sequence[int], device: torch.device, chunk: int | None
+    ) -> SharedSpans:
+        whole = Spans.of([piece for n in prompts for piece in pieces(0, n, chunk)], device)
+        prompt_ends, own_at = np.cumsum(prompts), sum(prompts)
+        queries, keys, seen = [], [], []
+        for response, g in zip(responses, group):
+            prompt, end, at = prompts[g], int(prompt_ends[g]), own_at
+            own_at += response
+            if not response:
+                continue
+            tail = prompt if chunk is None else prompt % chunk  # of the prompt, which the first piece sees
+            for piece in pieces(prompt, response, chunk):
+                queries.append(piece)
+                keys.append(tail + piece)
+                seen += [np.arange(end - tail, end), np.arange(at, at + piece)]
+                at, tail = at + piece, 0
+        if not queries:
+            return SharedSpans(whole, None, None, None)
+        return SharedSpans(
+            whole, Spans.of(queries, device), Spans.of(keys, device), upload(np.concatenate(seen), device)
+        )
 
 
 class _Gather(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,10 +96,11 @@ def simulate(
         driver = Driver(made.config, None, run_folder, result.notes.append, starter, wiring, world.graph)
         try:
             driver.start()
+            began_s = world.kernel.time
             _Loop(driver, world, result, save_every or made.config.checkpoint.every or 10, tell).run(steps)
         finally:
             driver.close()
-    result.seconds = world.kernel.time
+    result.seconds = world.kernel.time - began_s
     result.lost, result.events = driver.pool.lost_total, world.kernel.events
     result.took_s = time.perf_counter() - began
     return result
@@ -124,16 +126,15 @@ class _Loop:
 
     def run(self, steps: int) -> None:
         now = self.world.kernel.now
-        if self.can_fail:
-            self._save(0)
+        self.world.saved[str(self._path(0))] = {"feed": self.driver.feed_state, "version": 0}
         number = 1
         while number <= steps:
             began = now()
             try:
-                self.driver.step(number, lambda: False)
+                deque(self.driver.stages(number, lambda: False), maxlen=0)
                 self._record(number, began)
                 if self.can_fail and number % self.every == 0 and number < steps:
-                    self._save(number)
+                    self._save(number)  # a learner that is lost meanwhile goes back to the one before
                 number += 1
             except Rewound:
                 number = self._back(began)
@@ -148,16 +149,20 @@ class _Loop:
 
     def _save(self, number: int) -> None:
         began = self.world.kernel.time
-        self.driver.save(Path(f"step-{number}"), number, {})
+        self.driver.save(self._path(number), number, {})
         self.saved = number
         self.result.saving_s += self.world.kernel.time - began
+
+    @staticmethod
+    def _path(number: int) -> Path:
+        return Path(f"step-{number}").resolve()
 
     def _back(self, began: float) -> int:
         while True:
             self.result.rewinds += 1
             try:
                 self.driver.rewind()
-                self.driver.restore(Path(f"step-{self.saved}"))
+                self.driver.restore(self._path(self.saved))
                 break
             except Rewound:
                 continue

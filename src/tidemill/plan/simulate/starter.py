@@ -59,6 +59,7 @@ class World:
         self.dock: SimulatedDock | None = None
         self._rng = random.Random(seed)
         self._speeds: dict[str, float] = {}
+        self._started: set[str] = set()
         self._resting: dict[str, dict[SimulatedWorker, None]] = {}
         self._moving: Promise | None = None
         self._look_due = 0.0
@@ -85,7 +86,10 @@ class World:
         return max(own, default=1.0)
 
     def start_s(self, post: Post) -> float:
-        return 0.0 if self.kernel.time == 0 else self.faults.restart_s
+        """Whoever comes for the first time is there at once: a run's time counts from when all are up."""
+        is_new = post.name not in self._started
+        self._started.add(post.name)
+        return 0.0 if is_new else self.faults.restart_s
 
     @property
     def first_learner(self) -> SimulatedWorker | None:

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.batch import Array
+from tidemill.models.attention.packed import first_seen, seen, softmax
+from tidemill.models.attention.registry import AttentionForm
 from tidemill.rollout.native.cache import PageStore
 from tidemill.rollout.native.kernels import Kernels
 from tidemill.rollout.native.paged import PagedAttention, Queries
@@ -75,28 +77,24 @@ class Paged:
     kernels: Kernels | None = None  # used for decoding where there are some
     has_drafts: bool = False  # some rows are of the same sequence, one token after another
     library: PagedAttention | None = None  # decodes instead of walking the pages; the store is then a `TokenStore`
-    _bias: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+    _bias: dict[tuple[int, int | None, int | None], Tensor] = field(default_factory=dict)
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         decode = self.rows.count
         if self.kernels is not None and decode:
-            out = self._decode_in_c(layer, q, k, v, scale, window, softcap)
+            out = self._decode_in_c(layer, q, k, v, form)
         else:
             self.store.write(layer, k, v, self.page, self.offset)
             if not self.chunks:
-                return self._decode(layer, q, scale, window, softcap)
+                return self._decode(layer, q, form)
             out = q.new_empty(*q.shape[:2], v.shape[-1])
             if decode:
-                out[:decode] = self._decode(layer, q[:decode], scale, window, softcap)
+                out[:decode] = self._decode(layer, q[:decode], form)
         for rows, chunks in _by_shape(self.chunks):
-            out[rows] = self._prefill(layer, q, k, v, rows, chunks, scale, window, softcap)
+            out[rows] = self._prefill(layer, q, k, v, rows, chunks, form)
         return out
 
-    def _decode_in_c(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def _decode_in_c(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         assert self.kernels is not None
         keys, values = self.store.layer(layer, k, v)
         rows, decode = self.rows, self.rows.count
@@ -104,10 +102,8 @@ class Paged:
         new_q, new_k, new_v = q[:decode].contiguous(), k[:decode].contiguous(), v[:decode].contiguous()
         if self.has_drafts:  # rows of one sequence may be served by different threads, and must see each other
             self.store.write(layer, new_k, new_v, self.page[:decode], self.offset[:decode])
-        self.kernels.attend(
-            new_q, new_k, new_v, keys, values, rows.table, rows.slot, rows.length, out, scale, window, softcap,
-            self.store.scales.get(layer),
-        )  # fmt: skip
+        scales = self.store.scales.get(layer)
+        self.kernels.attend(new_q, new_k, new_v, keys, values, rows.table, rows.slot, rows.length, out, form, scales)
         if self.chunks:
             self.store.write(layer, k[decode:], v[decode:], self.page[decode:], self.offset[decode:])
         return out
@@ -118,25 +114,26 @@ class Paged:
         keys, values = self.store.keys[layer], self.store.values[layer]
         return self.library.decode(q.contiguous(), keys, values, Queries(table, length, longest, scale, window))
 
-    def _decode(self, layer: int, q: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        if self.library is not None and softcap is None:
-            return self._decode_by_library(layer, q, scale, window)
+    def _decode(self, layer: int, q: Tensor, form: AttentionForm) -> Tensor:
+        if self.library is not None and form.softcap is None and form.chunk is None and form.sinks is None:
+            return self._decode_by_library(layer, q, form.scale, form.window)
         store = self.store
-        kv_heads, dim = store.keys[layer].shape[1], store.values[layer].shape[-1]
+        kv_heads, dim = store.heads(layer)
         rows, heads = q.shape[:2]
         walks = self.rows.walks
-        q = (q * scale).reshape(rows, -1)
-        peak = q.new_full((rows, heads), torch.finfo(q.dtype).min)
+        q = (q * form.scale).reshape(rows, -1)
+        sinks = None if form.sinks is None else form.sinks.to(q.dtype).expand(rows, heads)
+        peak = q.new_full((rows, heads), torch.finfo(q.dtype).min) if sinks is None else sinks.clone()
         scored = []
         for i, walk in enumerate(walks):
             scores = _scores(q, store.read_keys(layer, walk.pages, q.dtype), walk, heads // kv_heads)
-            if softcap is not None:
-                scores.div_(softcap).tanh_().mul_(softcap)
-            scores.add_(self._mask(i, window))
+            if form.softcap is not None:
+                scores.div_(form.softcap).tanh_().mul_(form.softcap)
+            scores.add_(self._mask(i, form))
             most = scores.amax(-1).transpose(1, 2).reshape(-1, heads)
             peak.index_reduce_(0, walk.owners.view(-1), most, "amax")
             scored.append(scores)
-        total = q.new_zeros(rows, heads)
+        total = q.new_zeros(rows, heads) if sinks is None else (sinks - peak).exp_()
         out = q.new_zeros(rows, heads * dim)
         for walk, scores in zip(walks, scored):
             entries, owners = walk.owners.shape
@@ -152,11 +149,11 @@ class Paged:
             out.index_add_(0, flat, part)
         return out.view(rows, heads, dim).div_(total.unsqueeze(-1))
 
-    def _mask(self, walk: int, window: int | None) -> Tensor:
+    def _mask(self, walk: int, form: AttentionForm) -> Tensor:
         """0 where an owner sees a position of the page, -inf elsewhere: (entries, 1, owners, 1, page_size)."""
-        key = (walk, window)
+        key = (walk, form.window, form.chunk)
         if key not in self._bias:
-            self._bias[key] = _page_bias(self.rows.walks[walk], self.rows.lengths, self.store.page_size, window)
+            self._bias[key] = _page_bias(self.rows.walks[walk], self.rows.lengths, self.store.page_size, form)
         return self._bias[key]
 
     def _prefill(
@@ -167,9 +164,7 @@ class Paged:
         v: Tensor,
         rows: Tensor | slice,
         chunks: list[PageChunk],
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        form: AttentionForm,
     ) -> Tensor:
         """Chunks of one shape at once: (chunks, heads, tokens, dim) against their own context."""
         n, length, context = len(chunks), chunks[0].last - chunks[0].first, chunks[0].context
@@ -181,29 +176,26 @@ class Paged:
             pages = torch.cat([chunk.pages for chunk in chunks])
             k = _unpage(self.store.read_keys(layer, pages, q.dtype).transpose(2, 3), n, context + length)
             v = _unpage(self.store.read_values(layer, pages, q.dtype), n, context + length)
-        out = causal_attention(q, k, v, context, scale, window, softcap)
+        out = causal_attention(q, k, v, context, form)
         return out.transpose(1, 2).reshape(n * length, q.shape[1], -1)
 
 
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, context: int, scale: float, window: int | None, softcap: float | None
-) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, context: int, form: AttentionForm) -> Tensor:
     """q (n, heads, tokens, dim) at positions `context …` over k, v (n, kv_heads, context + tokens, dim)."""
     tokens, total = q.shape[2], k.shape[2]
     at = torch.arange(context, total, device=q.device).unsqueeze(1)
-    seen = torch.arange(total, device=q.device)
-    allowed = seen <= at
-    if window is not None:
-        allowed &= seen > at - window
-    if softcap is None:
-        causal = context == 0 and (window is None or window >= tokens)
+    allowed = seen(at, torch.arange(total, device=q.device), form)
+    if form.softcap is None and form.sinks is None:
+        nearest = min(n for n in (form.window, form.chunk, tokens) if n is not None)
+        causal = context == 0 and nearest >= tokens
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=None if causal else allowed, is_causal=causal, scale=scale, enable_gqa=True
+            q, k, v, attn_mask=None if causal else allowed, is_causal=causal, scale=form.scale, enable_gqa=True
         )
     group = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * scale
-    scores = (scores / softcap).tanh() * softcap
-    return scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v.repeat_interleave(group, 1)
+    scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * form.scale
+    if form.softcap is not None:
+        scores = (scores / form.softcap).tanh() * form.softcap
+    return softmax(scores.masked_fill(~allowed, float("-inf")), form.sinks) @ v.repeat_interleave(group, 1)
 
 
 def _scores(q: Tensor, keys: Tensor, walk: Walk, group: int) -> Tensor:
@@ -226,15 +218,15 @@ def _weighted(weight: Tensor, values: Tensor) -> Tensor:
     return out.view(entries, kv_heads, owners, -1)
 
 
-def _page_bias(walk: Walk, lengths: Tensor, page_size: int, window: int | None) -> Tensor:
+def _page_bias(walk: Walk, lengths: Tensor, page_size: int, form: AttentionForm) -> Tensor:
     entries, owners = walk.owners.shape
     length = lengths.index_select(0, walk.owners.view(-1))
     start = walk.start.view(-1)
     # Row `s` of the table lets the first `s` positions of a page be seen.
     table = torch.full((page_size + 1, page_size), float("-inf"), device=lengths.device).triu_()
     bias = table.index_select(0, (length - start).clamp_(0, page_size))
-    if window is not None:
-        hidden = (length - window - start).clamp_(0, page_size)
+    if form.window is not None or form.chunk is not None:
+        hidden = (first_seen(length - 1, form) - start).clamp_(0, page_size)
         before = torch.arange(page_size, device=lengths.device) < hidden.unsqueeze(1)
         bias.masked_fill_(before, float("-inf"))
     return bias.view(entries, 1, owners, 1, page_size)

@@ -186,6 +186,10 @@ class PageStore:
             return self.memory.zeros(shape, dtype=dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
+    def heads(self, layer: int) -> tuple[int, int]:
+        """How many key/value heads the layer has, and the width of a value."""
+        return self.keys[layer].shape[1], self.values[layer].shape[-1]
+
     def read_keys(self, layer: int, pages: int | Tensor, dtype: torch.dtype) -> Tensor:
         """(pages, kv_heads, dim, page_size) of some pages, or of all up to a number, as they are computed with."""
         held = _some(self.keys[layer], pages)
@@ -244,6 +248,9 @@ class TokenStore(PageStore):
             self.keys[layer] = k.new_zeros(self.pages, self.page_size, *k.shape[1:])
             self.values[layer] = v.new_zeros(self.pages, self.page_size, *v.shape[1:])
         return self.keys[layer], self.values[layer]
+
+    def heads(self, layer: int) -> tuple[int, int]:
+        return self.keys[layer].shape[2], self.values[layer].shape[-1]
 
     def read_keys(self, layer: int, pages: int | Tensor, dtype: torch.dtype) -> Tensor:
         return _some(self.keys[layer], pages).permute(0, 2, 3, 1)

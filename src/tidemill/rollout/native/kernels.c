@@ -69,8 +69,9 @@ typedef struct {
     void *keys, *values;    /* (pages, kv_heads, dim, page), (pages, kv_heads, page, v_dim) floats; int8 with scales */
     float *key_scale, *value_scale; /* (pages, kv_heads, page), or none */
     const int64_t *table, *slot, *length; /* pages of each slot; slot and tokens seen of each row */
+    const float *sinks; /* (heads): a score beside the others, or none */
     float *out, *scratch;
-    int64_t table_stride, heads, kv_heads, dim, v_dim, page, window; /* window 0: none */
+    int64_t table_stride, heads, kv_heads, dim, v_dim, page, window, chunk; /* window, chunk 0: none */
     float scale, softcap; /* softcap 0: none */
 } attention;
 
@@ -182,8 +183,9 @@ static void score(const attention *a, const float *q, int64_t cell, int64_t at, 
     for (; g < group; g++) score_block(q + g * a->dim, keys, s + g * stride, stride, 1, a->dim, a->page, a->scale);
 }
 
-/* Scores to unnormalised weights; gives 1 / their sum. `from`..`to` are the visible positions of `padded` ones. */
-static float soften(float *s, int64_t from, int64_t to, int64_t padded, float softcap) {
+/* Scores to unnormalised weights; gives 1 / their sum. `from`..`to` are the visible positions of `padded` ones; `sink`, if
+ * there is one, is a score beside theirs. */
+static float soften(float *s, int64_t from, int64_t to, int64_t padded, float softcap, const float *sink) {
     if (softcap > 0)
         for (int64_t t = from; t < to; t++) s[t] = tanhf(s[t] / softcap) * softcap;
     for (int64_t t = 0; t < from; t++) s[t] = -INFINITY;
@@ -192,6 +194,7 @@ static float soften(float *s, int64_t from, int64_t to, int64_t padded, float so
     for (int64_t t = 0; t < padded; t += LANES) most = vmax(load(s + t), most);
     float peak = most[0];
     for (int i = 1; i < LANES; i++) peak = most[i] > peak ? most[i] : peak;
+    if (sink && *sink > peak) peak = *sink;
     for (int64_t t = 0; t < padded; t += LANES) {
         v16 w = vexp(load(s + t) - splat(peak));
         store(s + t, w);
@@ -199,13 +202,18 @@ static float soften(float *s, int64_t from, int64_t to, int64_t padded, float so
     }
     for (int64_t t = 0; t < from; t++) { sum[0] -= s[t]; s[t] = 0; }
     for (int64_t t = to; t < padded; t++) { sum[0] -= s[t]; s[t] = 0; }
-    return 1.0f / total(sum);
+    return 1.0f / (total(sum) + (sink ? expf(*sink - peak) : 0));
+}
+
+/* The first position that a token sees, which is the last of `length`. */
+static int64_t first_seen(const attention *a, int64_t length) {
+    int64_t from = a->window > 0 && length > a->window ? length - a->window : 0, begin = a->chunk > 0 ? (length - 1) / a->chunk * a->chunk : 0;
+    return begin > from ? begin : from;
 }
 
 static void attend_head(const attention *a, int64_t row, int64_t head) {
     int64_t group = a->heads / a->kv_heads, length = a->length[row], page = a->page;
-    int64_t from = a->window > 0 && length > a->window ? length - a->window : 0;
-    int64_t skip = from / page * page; /* whole pages before the window */
+    int64_t from = first_seen(a, length), skip = from / page * page; /* whole pages before it */
     int64_t seen = length - skip, padded = (seen + LANES - 1) / LANES * LANES;
     const int64_t *table = a->table + a->slot[row] * a->table_stride + skip / page;
     const float *q = a->q + (row * a->heads + head * group) * a->dim;
@@ -214,7 +222,7 @@ static void attend_head(const attention *a, int64_t row, int64_t head) {
         score(a, q, table[t / page] * a->kv_heads + head, t % page, s + t, padded, group);
     for (int64_t g = 0; g < group; g++) {
         float *weight = s + g * padded, *sum = out + g * a->v_dim;
-        float scale = soften(weight, from - skip, seen, padded, a->softcap);
+        float scale = soften(weight, from - skip, seen, padded, a->softcap, a->sinks ? a->sinks + head * group + g : 0);
         memset(sum, 0, sizeof(float) * a->v_dim);
         for (int64_t t = 0; t < seen; t += page) {
             int64_t cell = (table[t / page] * a->kv_heads + head) * page, count = seen - t < page ? seen - t : page;

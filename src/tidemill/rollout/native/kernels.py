@@ -16,12 +16,15 @@ from torch import Tensor
 
 from tidemill.batch import Array
 from tidemill.device.compiled import ROWS_PER_THREAD, library, threads_for
+from tidemill.models.attention.registry import AttentionForm
 
 SOURCE = Path(__file__).with_name("kernels.c")
 LANES = 16
 
-_POINTERS = ("q", "k", "v", "keys", "values", "key_scale", "value_scale", "table", "slot", "length", "out", "scratch")
-_NUMBERS = ("table_stride", "heads", "kv_heads", "dim", "v_dim", "page", "window")
+_POINTERS = (
+    "q", "k", "v", "keys", "values", "key_scale", "value_scale", "table", "slot", "length", "sinks", "out", "scratch",
+)  # fmt: skip
+_NUMBERS = ("table_stride", "heads", "kv_heads", "dim", "v_dim", "page", "window", "chunk")
 
 
 class _Attention(ctypes.Structure):
@@ -82,18 +85,19 @@ class Kernels:
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Array, slot: Array, length: Array,
-        out: Tensor, scale: float, window: int | None, softcap: float | None,
-        scales: tuple[Tensor, Tensor] | None = None,
+        out: Tensor, form: AttentionForm, scales: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """Write one token per row to its page and attend to all its row has: `Paged` without prompts. With `scales` of
         keys and values, these are int8."""
         rows, heads, dim = q.shape
         kv_heads, v_dim = v.shape[1:]
+        sinks = None if form.sinks is None else form.sinks.detach().contiguous()
         how = _Attention(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), keys.data_ptr(), values.data_ptr(),
             *((None, None) if scales is None else (scales[0].data_ptr(), scales[1].data_ptr())), table.ctypes.data,
-            slot.ctypes.data, length.ctypes.data, out.data_ptr(), 0, table.shape[1], heads, kv_heads, dim, v_dim,
-            keys.shape[-1], window or 0, scale, softcap or 0.0,
+            slot.ctypes.data, length.ctypes.data, None if sinks is None else sinks.data_ptr(), out.data_ptr(), 0,
+            table.shape[1], heads, kv_heads, dim, v_dim, keys.shape[-1], form.window or 0, form.chunk or 0, form.scale,
+            form.softcap or 0.0,
         )  # fmt: skip
         wide, threads = heads // kv_heads * (int(length.max()) + LANES), threads_for(rows, ROWS_PER_THREAD)
         scratch = torch.empty(threads * wide)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tidemill.models.attention.registry import AttentionForm
 from tidemill.rollout.native import triton_experts, triton_latent
 from tidemill.rollout.native.draw import triton_draw
 
@@ -77,10 +78,10 @@ def _gate(x, out, half, BLOCK_DIM: tl.constexpr):
 
 @triton.jit
 def _attend_block(
-    first, n, row, head, query, new_k, new_v, keys, values, k_scale, v_scale, table, table_stride, scale, softcap,
-    peak, total, acc, IS_LAST: tl.constexpr, NARROW: tl.constexpr,
+    first, n, seen_from, row, head, query, new_k, new_v, keys, values, k_scale, v_scale, table, table_stride, scale,
+    softcap, peak, total, acc, IS_LAST: tl.constexpr, NARROW: tl.constexpr,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr,
-    V_PAD: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK_N: tl.constexpr,
+    V_PAD: tl.constexpr, PAGE: tl.constexpr, IS_LOCAL: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Positions first..first + BLOCK_N into the running softmax. The last block may end early and holds the new token,
     which is not in the cache yet."""
@@ -111,15 +112,15 @@ def _attend_block(
         score = score * k_factor[None, :]
     if HAS_CAP:
         score = (2.0 / (1.0 + tl.exp(-2.0 * score / softcap)) - 1.0) * softcap
-    if IS_LAST or WINDOW > 0:
+    if IS_LAST or IS_LOCAL:
         seen = at < n
-        if WINDOW > 0:
-            seen = seen & (at >= n - WINDOW)
+        if IS_LOCAL:
+            seen = seen & (at >= seen_from)
         score = tl.where(seen[None, :], score, -1e30)
     higher = tl.maximum(peak, tl.max(score, 1))
     fade = tl.exp(peak - higher)
     weight = tl.exp(score - higher[:, None])
-    if WINDOW > 0:  # a block may lie wholly before the window, where every score equals its maximum
+    if IS_LOCAL:  # a block may lie wholly before what is seen, where every score equals its maximum
         weight = tl.where(score > -1e29, weight, 0.0)
     total = total * fade + tl.sum(weight, 1)
     if NARROW:
@@ -141,11 +142,12 @@ def _narrow(x, most, ROUND: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q, k, v, keys, values, k_scale, v_scale, table, length, out, part, stats, scale, softcap, most,
+    q, k, v, keys, values, k_scale, v_scale, table, length, out, part, stats, sinks, scale, softcap, most,
     q_stride, k_stride, v_stride, table_stride, NARROW: tl.constexpr, ROUND: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One new token per row: its key and value go to its page, and its queries see everything the row has.
 
@@ -156,9 +158,12 @@ def _attend(
     head = tl.program_id(1)
     split = tl.program_id(2)
     n = tl.load(length + row)
-    low = 0
+    seen_from = 0
     if WINDOW > 0:
-        low = tl.maximum(n - WINDOW, 0) // BLOCK_N * BLOCK_N
+        seen_from = tl.maximum(n - WINDOW, 0)
+    if CHUNK > 0:
+        seen_from = (n - 1) // CHUNK * CHUNK
+    low = seen_from // BLOCK_N * BLOCK_N
     share = tl.cdiv(tl.cdiv(n - low, SPLITS), BLOCK_N) * BLOCK_N
     start = low + split * share
     stop = tl.minimum(start + share, n)
@@ -175,20 +180,24 @@ def _attend(
     new_v = tl.load(v + row * v_stride + head * V_DIM + e, mask=in_e, other=0.0)
     peak = tl.full((GROUP_PAD,), -1e30, tl.float32)
     total = tl.zeros((GROUP_PAD,), tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head * GROUP + g, mask=g < GROUP, other=-1e30).to(tl.float32)
+        is_first = (g < GROUP) & (split == 0)  # of the parts: it has one score more, worth nothing
+        peak, total = tl.where(is_first, sink, peak), tl.where(is_first, 1.0, total)
     acc = tl.zeros((GROUP_PAD, V_PAD), tl.float32)
     # Whole blocks of cached positions first: no masks, so that loads run ahead of the products.
     whole = start + tl.maximum(tl.minimum(stop, n - 1) - start, 0) // BLOCK_N * BLOCK_N
     for first in range(start, whole, BLOCK_N):
         peak, total, acc = _attend_block(
-            first, n, row, head, query, new_k, new_v, keys, values, k_scale, v_scale, table, table_stride, scale,
-            softcap, peak, total, acc, False, NARROW, KV_HEADS, DIM, DIM_PAD, V_DIM, V_PAD, PAGE, WINDOW, HAS_CAP,
-            BLOCK_N,
+            first, n, seen_from, row, head, query, new_k, new_v, keys, values, k_scale, v_scale, table, table_stride,
+            scale, softcap, peak, total, acc, False, NARROW, KV_HEADS, DIM, DIM_PAD, V_DIM, V_PAD, PAGE,
+            (WINDOW + CHUNK) > 0, HAS_CAP, BLOCK_N,
         )  # fmt: skip
     if whole < stop:
         peak, total, acc = _attend_block(
-            whole, n, row, head, query, new_k, new_v, keys, values, k_scale, v_scale, table, table_stride, scale,
-            softcap, peak, total, acc, True, NARROW, KV_HEADS, DIM, DIM_PAD, V_DIM, V_PAD, PAGE, WINDOW, HAS_CAP,
-            BLOCK_N,
+            whole, n, seen_from, row, head, query, new_k, new_v, keys, values, k_scale, v_scale, table, table_stride,
+            scale, softcap, peak, total, acc, True, NARROW, KV_HEADS, DIM, DIM_PAD, V_DIM, V_PAD, PAGE,
+            (WINDOW + CHUNK) > 0, HAS_CAP, BLOCK_N,
         )  # fmt: skip
 
     if (start < n) & (stop == n):
@@ -282,13 +291,12 @@ class TritonKernels:
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: Tensor,
-        scale: float, window: int | None, softcap: float | None, splits: int | None = None,
-        scales: tuple[Tensor, Tensor] | None = None,
+        form: AttentionForm, splits: int | None = None, scales: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """q (rows, heads, dim), k and v (rows, kv_heads, dim) with heads side by side; `table` (rows, pages). With
         `scales` of keys and values, these are one byte an element."""
-        if self.reads_cache(k, v) and scales is None and window is None and softcap is None:
-            return triton_latent.attend(q, keys, values, table, length, scale, splits)
+        if self.reads_cache(k, v) and scales is None and form == AttentionForm(form.scale):
+            return triton_latent.attend(q, keys, values, table, length, form.scale, splits)
         rows, heads, dim = q.shape
         kv_heads, v_dim = v.shape[1:]
         group, page = heads // kv_heads, keys.shape[-1]
@@ -299,11 +307,13 @@ class TritonKernels:
             part = torch.empty(rows * heads * splits * v_dim, dtype=torch.float32, device=q.device)
             stats = torch.empty(rows * heads * splits * 2, dtype=torch.float32, device=q.device)
         _attend[(rows, kv_heads, splits)](
-            q, k, v, keys, values, *(scales or (out, out)), table, length, out, part, stats, scale, softcap or 1.0,
+            q, k, v, keys, values, *(scales or (out, out)), table, length, out, part, stats,
+            out if form.sinks is None else form.sinks, form.scale, form.softcap or 1.0,
             127.0 if keys.dtype == torch.int8 else 448.0,
             q.stride(0), k.stride(0), v.stride(0), table.stride(0), scales is not None, keys.dtype == torch.int8,
             kv_heads, group, _pad(group), dim, _pad(dim), v_dim, _pad(v_dim),
-            page, window or 0, softcap is not None, splits, min(self.block, page),
+            page, form.window or 0, form.chunk or 0, form.softcap is not None, form.sinks is not None, splits,
+            min(self.block, page),
             num_warps=self.warps, num_stages=self.stages,
         )  # fmt: skip
         if splits > 1:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidemill.models.attention.registry import Context, attention_window
+from tidemill.models.attention.registry import AttentionForm, Context, attention_window
 from tidemill.rollout.native.forward import mixture
 from tidemill.rollout.native.forward.lean import numbered, rotary_tables
 from tidemill.rollout.native.forward.mixture import Mixture
@@ -33,7 +33,7 @@ class FusedKernels(Protocol):
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: Tensor,
-        scale: float, window: int | None, softcap: float | None, *, scales: tuple[Tensor, Tensor] | None,
+        form: AttentionForm, *, scales: tuple[Tensor, Tensor] | None,
     ) -> Tensor: ...  # fmt: skip
 
     def reads_cache(self, k: Tensor, v: Tensor) -> bool:
@@ -99,7 +99,7 @@ class FusedRunner:
         qkv = F.linear(kernels.rms(x, w.norm_in, self.eps), *w.qkv)
         kernels.rotate(qkv, (self.heads, self.kv_heads), w.norms, self.cos, self.sin, positions, self.eps)
         q, k, v = torch.split(qkv.view(tokens, -1, dim), [self.heads, self.kv_heads, self.kv_heads], 1)
-        a = context.attend(i, q, k, v, self.scale, w.window, None).reshape(tokens, -1)
+        a = context.attend(i, q, k, v, AttentionForm(self.scale, w.window)).reshape(tokens, -1)
         x.addmm_(a, w.out[0].t())
         if w.out[1] is not None:
             x.add_(w.out[1])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tidemill.batch import Array
 from tidemill.device.graph import CapturedGraph
+from tidemill.models.attention.registry import AttentionForm
 from tidemill.rollout.native.cache import PageStore
 from tidemill.rollout.native.draw.sampling import Drawn
 from tidemill.rollout.native.draw.steering import Steering
@@ -100,18 +101,14 @@ class _Context:
         if bucket.kind.has_drafts:  # rows of one sequence must see each other, and run at the same time
             self.place = _place(bucket, store.page_size)
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         keys, values = self.store.layer(layer, k, v)
         if self.place is None and self.kernels.reads_cache(k, v):
             self.place = _place(self.bucket, self.store.page_size)
         if self.place is not None:
             self.store.write(layer, k, v, *self.place)
         bucket, scales = self.bucket, self.store.scales.get(layer)
-        return self.kernels.attend(
-            q, k, v, keys, values, bucket.table, bucket.length, scale, window, softcap, scales=scales
-        )
+        return self.kernels.attend(q, k, v, keys, values, bucket.table, bucket.length, form, scales=scales)
 
 
 def _place(bucket: Bucket, page_size: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from tidemill.models import rowwise
-from tidemill.models.attention.registry import Context
+from tidemill.models.attention.registry import AttentionForm, Context
 from tidemill.rollout.native.attention import DecodeRows, PageChunk
 from tidemill.rollout.native.cache import TokenStore
 from tidemill.rollout.native.draw.sampling import Draw, Drawn, draw
@@ -48,14 +48,10 @@ class RowwisePaged:
             length.append(chunk.context + 1 + np.arange(count))
         return cls(store, page, offset, table, np.concatenate(which), np.concatenate(length))
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         self.store.write(layer, k, v, self.page, self.offset)
         keys, values = self.store.keys[layer].flatten(0, 1), self.store.values[layer].flatten(0, 1)
-        return rowwise.attention(
-            q, keys, values, self.table, self.which, self.length, self.store.page_size, scale, window, softcap
-        )
+        return rowwise.attention(q, keys, values, self.table, self.which, self.length, self.store.page_size, form)
 
 
 def draw_rowwise(logits: Tensor, how: Draw) -> Drawn:

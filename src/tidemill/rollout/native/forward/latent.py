@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tidemill.models import routing
-from tidemill.models.attention.registry import Context
+from tidemill.models.attention.registry import AttentionForm, Context
 from tidemill.rollout.native.forward import lean, mixture
 from tidemill.rollout.native.forward.fused import FusedKernels, float_logits
 from tidemill.rollout.native.forward.lean import Gated, LeanRunner, Weight
@@ -87,7 +87,7 @@ class LatentRunner(LeanRunner):
         turned = self._turn(kv[:, self.rank :].unsqueeze(1), cos, sin)
         asks = torch.bmm(q[..., : self.nope].transpose(0, 1), w.k_up).transpose(0, 1)  # (tokens, heads, rank)
         query = torch.cat([asks, self._turn(q[..., self.nope :], cos, sin)], -1)
-        a = context.attend(i, query, torch.cat([latent, turned], -1), latent, self.scale, None, None)
+        a = context.attend(i, query, torch.cat([latent, turned], -1), latent, AttentionForm(self.scale))
         return torch.bmm(a.transpose(0, 1), w.v_up.transpose(1, 2)).transpose(0, 1).reshape(tokens, -1)
 
     def _small_norm(self, x: Tensor, weight: Tensor) -> Tensor:

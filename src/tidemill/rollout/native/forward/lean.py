@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tidemill.models import families, routing, rowwise
-from tidemill.models.attention.registry import Context, attention_window
+from tidemill.models.attention.registry import AttentionForm, Context, attention_window
 from tidemill.rollout.native.forward import mixture
 from tidemill.rollout.native.forward.mixture import Mixture
 from tidemill.rollout.native.kernels import Kernels
@@ -120,7 +120,7 @@ class LeanRunner:
         k = self._linear(h, *w.k).view(tokens, -1, self.dim)
         v = self._linear(h, *w.v).view(tokens, -1, self.dim)
         q, k = self._rotate(q, w.q_norm, positions), self._rotate(k, w.k_norm, positions)
-        a = context.attend(i, q, k, v, self.scale, w.window, None).reshape(tokens, -1)
+        a = context.attend(i, q, k, v, AttentionForm(self.scale, w.window)).reshape(tokens, -1)
         x = self._add(x, a, *w.o)
         return self._feed_forward(x, self._norm(x, w.norm_mlp), w.mlp, context)
 
