@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from tidemill.check.model_folder import folder_problems
 from tidemill.errors import ModelError
 from tidemill.learn.engine import score
-from tidemill.models.trial import plain_attention, try_out
+from tidemill.models.attention.registry import plain
+from tidemill.models.trial import try_out
 from tidemill.recipe.config import Config
 
 SIZES: dict[str, Any] = {
@@ -36,7 +37,7 @@ def test_packed_logprobs_are_transformers_own(name: str) -> None:
     for row in range(batch.rows):
         tokens = torch.from_numpy(batch["tokens"][row].astype(np.int64))
         first = int(batch.values("prompt_length")[row])
-        with torch.no_grad(), plain_attention(model):
+        with torch.no_grad(), plain(model):
             theirs = (model(tokens[None], use_cache=False).logits[0] / 0.7).log_softmax(-1)
         wanted = theirs[first - 1 : -1].gather(1, tokens[first:, None])[:, 0]
         np.testing.assert_allclose(ours[row], wanted.numpy(), atol=1e-4)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from tidemill.errors import ModelError
@@ -17,6 +17,10 @@ from tidemill.models.attention import registry as attention
 from tidemill.models.box import find
 from tidemill.models.buffers import persistent
 from tidemill.models.trial import try_out
+from tidemill.models.vision import small
+from tidemill.models.vision.eyes.find import give_eyes
+from tidemill.models.vision.views import find as views
+from tidemill.models.vision.views.view import View
 from tidemill.recipe import config as settings
 
 hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # of shards being read and written: a run has its own display
@@ -53,27 +57,44 @@ def load_tokenizer(model: settings.ModelSettings, path: str | Path | None = None
     """The tokenizer alone, for who only turns text into tokens or back."""
     folder = path or model.path
     if folder is None:
-        return tiny.make_tokenizer((model.tiny or settings.TinyModel()).alphabet)
+        return tiny.make_tokenizer(model.tiny or settings.TinyModel())
     return open_tokenizer(find.resolve(folder), model)
 
 
 def make_tiny(shape: settings.TinyModel, dtype: torch.dtype, seed: int, device: torch.device) -> LoadedModel:
-    tokenizer = tiny.make_tokenizer(shape.alphabet)
+    tokenizer = tiny.make_tokenizer(shape)
     config = tiny.make_config(shape, len(tokenizer))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        module: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)  # type: ignore[no-untyped-call]
+        module: Any = auto_class(config).from_config(config, attn_implementation=attention.ours(config))
+    give_eyes(module, views.view_of(config.to_dict(), tokenizer, small.small_images(shape)))
     return wrap(module.to(dtype=dtype, device=device), tokenizer, shape.window)
+
+
+def auto_class(config: Any) -> Any:
+    """Which of transformers' classes opens a model of this config."""
+    return AutoModelForImageTextToText if views.looks(config.to_dict()) else AutoModelForCausalLM
+
+
+def view_of(model: settings.ModelSettings, tokenizer: Any, path: str | Path | None = None) -> View | None:
+    """How the model takes images, from its settings alone; None for one that reads text."""
+    folder = path or model.path
+    if folder is None:
+        shape = model.tiny or settings.TinyModel()
+        return views.view_of(tiny.make_config(shape, len(tokenizer)).to_dict(), tokenizer, small.small_images(shape))
+    place = find.resolve(folder)
+    config = AutoConfig.from_pretrained(place, trust_remote_code=model.trust_remote_code)
+    return views.view_of(config.to_dict(), tokenizer, views.settings_of(place))
 
 
 def open_folder(folder: Path, model: settings.ModelSettings, device: torch.device) -> LoadedModel:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
-        module: Any = AutoModelForCausalLM.from_pretrained(
+        module: Any = auto_class(config).from_pretrained(
             folder,
             config=config,
             dtype=DTYPES[model.dtype],
-            attn_implementation=attention.NAME,
+            attn_implementation=attention.ours(config),
             trust_remote_code=model.trust_remote_code,
         )
     except Exception as error:
@@ -82,6 +103,7 @@ def open_folder(folder: Path, model: settings.ModelSettings, device: torch.devic
             "the folder needs config.json and *.safetensors of a causal language model",
         ) from error
     tokenizer = open_tokenizer(folder, model)
+    give_eyes(module, views.view_of(config.to_dict(), tokenizer, views.settings_of(folder)))
     window = getattr(config.get_text_config(), "max_position_embeddings", 1 << 20)
     loaded = wrap(module.to(device), tokenizer, window)
     try_out(loaded.model)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 
 def scale(settings: Any) -> float:
     """The factor of a model with these (text) settings. Cohere's multiplies, Granite's and MiniCPM's divides."""
@@ -20,3 +23,13 @@ def shape(model: Any, temperature: float) -> dict[str, Any]:
         "temperature": (temperature or 1.0) / scale(settings),
         "softcap": getattr(settings, "final_logit_softcapping", None),
     }
+
+
+def of(model: Any, hidden: Tensor) -> Tensor:
+    """(tokens, width) of the decoder → (tokens, words)."""
+    made: Tensor = model.get_output_embeddings()(hidden)
+    how = shape(model, 1.0)
+    cap: float | None = how["softcap"]
+    bounded = made if cap is None else cap * torch.tanh(made / cap)
+    factor = float(how["temperature"])
+    return bounded if factor == 1.0 else bounded / factor

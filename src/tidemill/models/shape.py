@@ -14,6 +14,8 @@ from typing import Any
 
 from tidemill.models import families
 from tidemill.models.box import find
+from tidemill.models.vision import small
+from tidemill.models.vision.small import TowerShape
 from tidemill.recipe.config import ModelSettings, TinyModel
 
 SPECIAL_TOKENS = 3  # of a small model's tokenizer: padding, end, unknown
@@ -46,6 +48,7 @@ class ModelShape:
     kv_rank: int = 0
     rotary: int = 0
     class_name: str = ""  # of transformers
+    tower: TowerShape | None = None  # with which it looks at images; None: it reads text alone
     parameters: int | None = None  # exact, from the headers of the weight files or for a small model
 
     @property
@@ -97,7 +100,8 @@ class ModelShape:
     def total(self) -> int:
         """Parameters by these sizes."""
         ends = self.embedding * (1 if self.is_tied else 2) + self.hidden
-        return self._beside_experts + self.moe_layers * self.expert_parameters + ends
+        tower = self.tower.parameters if self.tower is not None else 0
+        return self._beside_experts + self.moe_layers * self.expert_parameters + ends + tower
 
 
 def shape_of(model: ModelSettings) -> ModelShape | None:
@@ -154,22 +158,35 @@ def parse(raw: Mapping[str, Any]) -> ModelShape | None:
         kv_rank=size("kv_lora_rank"),
         rotary=size("qk_rope_head_dim"),
         class_name=str((raw.get("architectures") or [family.name or "unknown"])[0]),
+        tower=small.tower_shape(raw, hidden),
     )
 
 
 def small_shape(tiny: TinyModel) -> ModelShape:
     """Of a small model made on the spot."""
-    found = parse(small_settings(tiny, len(dict.fromkeys(tiny.alphabet)) + SPECIAL_TOKENS))
+    found = parse(small_settings(tiny, small_vocabulary(tiny)))
     assert found is not None
     return replace(found, parameters=found.total)
 
 
-def small_settings(tiny: TinyModel, vocabulary: int) -> dict[str, Any]:
-    """A small model in config.json's words."""
+def small_vocabulary(tiny: TinyModel) -> int:
+    """Tokens of a small model's tokenizer."""
+    return SPECIAL_TOKENS + len(dict.fromkeys(tiny.alphabet)) + len(small.tokens_of(tiny.architecture))
+
+
+def small_settings(tiny: TinyModel, vocabulary: int, **own: Any) -> dict[str, Any]:
+    """A small model in config.json's words; `own` goes to its decoder."""
+    text = _small_decoder(tiny, vocabulary) | own
+    for_images = small.tokens_of(tiny.architecture)
+    return small.small_config(tiny, text, vocabulary - len(for_images)) if for_images else text
+
+
+def _small_decoder(tiny: TinyModel, vocabulary: int) -> dict[str, Any]:
     family = families.find(tiny.architecture)
     experts = {family.experts: tiny.experts, family.expert_width: tiny.intermediate} if family.experts else {}
+    kind = {"model_type": family.decoder or tiny.architecture}
     return {
-        "model_type": tiny.architecture,
+        **({} if small.tokens_of(tiny.architecture) and not family.decoder else kind),
         "vocab_size": vocabulary,
         "hidden_size": tiny.hidden,
         "intermediate_size": tiny.intermediate,

@@ -16,6 +16,7 @@ from torch import Tensor
 from tidemill.errors import ModelError
 from tidemill.models import logits
 from tidemill.models.attention.packed import Packed
+from tidemill.models.attention.registry import plain
 from tidemill.models.shape import unknown_layers
 
 LENGTHS = (7, 5)  # of two samples
@@ -88,11 +89,7 @@ def _packed(model: Any, samples: list[Tensor]) -> Tensor:
     hidden = model.get_decoder()(
         input_ids=torch.cat(samples)[None], position_ids=positions[None], use_cache=False, tide=context
     ).last_hidden_state[0]
-    made: Tensor = model.get_output_embeddings()(hidden)
-    how = logits.shape(model, 1.0)
-    cap: float | None = how["softcap"]
-    bounded = made if cap is None else cap * torch.tanh(made / cap)
-    return bounded / float(how["temperature"])
+    return logits.of(model, hidden)
 
 
 @contextmanager
@@ -110,18 +107,8 @@ def _narrowed(settings: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def _alone(model: Any, samples: list[Tensor]) -> Tensor:
-    with plain_attention(model):
+    with plain(model):
         return torch.cat([model(input_ids=sample[None], use_cache=False).logits[0] for sample in samples])
-
-
-@contextmanager
-def plain_attention(model: Any) -> Iterator[None]:
-    usual = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(usual)
 
 
 def _apart(ours: Tensor, theirs: Tensor) -> list[float]:

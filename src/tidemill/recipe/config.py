@@ -7,54 +7,15 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from tidemill.recipe.algorithm import KL, AlgorithmSettings, Covariance, Critic, Overlong, Preference
+from tidemill.recipe.model import ModelSettings, TinyModel, TinyVision
 from tidemill.recipe.section import ParallelSettings, Places, Rate, Rows, Section, Temperature
 
 __all__ = [
     "KL", "VLLM", "AlgorithmSettings", "Checkpoint", "Cluster", "Config", "Covariance", "Critic",
     "CurriculumSettings", "Data", "EnvironmentSettings", "Eval", "Flow", "Learn", "Mixture", "ModelSettings",
     "Observe", "Overlong", "ParallelSettings", "PlacementSettings", "Preference", "Reshard", "RewardSpec",
-    "Rewards", "Rollout", "Section", "TinyModel", "Train",
+    "Rewards", "Rollout", "Section", "TinyModel", "TinyVision", "Train",
 ]  # fmt: skip
-DType = Literal["float32", "bfloat16"]
-
-
-class TinyModel(Section):
-    """A small decoder made on the spot, with random weights and a character tokenizer."""
-
-    architecture: str = Field("qwen3", description="model_type of transformers: one of the files in models/families/")
-    hidden: int = Field(128, ge=8, description="width of the residual stream")
-    layers: int = Field(4, ge=1, description="decoder layers")
-    heads: int = Field(4, ge=1, description="attention heads")
-    kv_heads: int = Field(2, ge=1, description="key/value heads; divides heads")
-    intermediate: int = Field(384, ge=8, description="width inside the MLP, or inside each expert")
-    experts: int = Field(8, ge=1, description="experts in each layer, of qwen3_moe and mixtral")
-    experts_per_token: int = Field(2, ge=1, description="experts that a token is routed to")
-    window: int = Field(256, ge=8, description="longest sequence, prompt and response")
-    alphabet: str = Field(
-        "0123456789+-*/=()<>.,:;?! \nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ'\"[]{}_#$%&@^|~`\\",
-        description="the tokenizer's characters, one token each",
-    )
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> TinyModel:
-        if self.heads % self.kv_heads or self.hidden % self.heads or self.experts_per_token > self.experts:
-            raise ValueError(
-                f"heads ({self.heads}) must divide hidden ({self.hidden}) and be a multiple of kv_heads "
-                f"({self.kv_heads}); experts_per_token ({self.experts_per_token}) is at most experts ({self.experts})"
-            )
-        return self
-
-
-class ModelSettings(Section):
-    path: str | None = Field(
-        None, description="a Hugging Face folder, a name of `tidemill models list`, or org/name on the hub"
-    )
-    warm_start: str | None = Field(None, description="recipe that trains the model first, when path is not given")
-    tiny: TinyModel | None = Field(
-        None, description="a small model made on the spot, when neither path nor warm_start is given"
-    )
-    dtype: DType = Field("float32", description="of the weights")
-    trust_remote_code: bool = Field(False, description="run Python code found in the model folder")
 
 
 class CurriculumSettings(Section):

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from tidemill.batch import Array
 from tidemill.environment.api import Played, Task
 from tidemill.errors import ModelError, did_you_mean
+from tidemill.tiles import Tiles
 
 Finish = Literal["stop", "length", "error", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a response must be: JSON of a schema, what a regular expression matches, or a grammar in Lark's form."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +37,11 @@ class Sampling:
     seed: int = 0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     allowed_tokens: tuple[int, ...] | None = None
+    grammar: Grammar | None = None
+    top_logprobs: int = 0  # of each token, so many of the likeliest ones are given too
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +56,26 @@ class Request:
     limits: Sequence[int] | None = None  # most tokens of each sample, where they differ; else sampling.max_tokens
     on_done: Callable[[Completion], None] | None = None
     task: Task | None = None  # what the environment plays with each sample; None: one turn
+    tiles: Tiles = ()  # of the images that the prompt shows
+    strays: int = 0  # places for images in the prompt that a model wrote there: words like any other
+    stream: int | None = None  # number under which `on_tokens` hears of sample 0 as it is made; of sample k: plus k
     user: Any = None
+
+
+Top = list[tuple[int, float]]  # tokens and their log-probabilities, likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """Tokens that one step made, of samples that are streamed."""
+
+    streams: Array  # int64
+    tokens: Array
+    logprobs: Array
+    kept: Array | None  # as in `Completion`
+
+
+OnTokens = Callable[[Fresh], None]
 
 
 @dataclass(slots=True)
@@ -62,7 +93,9 @@ class Completion:
     routes: Array | None = None  # (inputs · layers · k) experts that each token but the last went through
     mask: list[int] | None = None  # 0 where an environment made the token; None: the model made all
     played: Played | None = None  # what the conversation with an environment came to
+    tiles: Tiles = ()  # of images that an environment showed, by their places in prompt and response
     is_told: bool = False  # `on_done` has been called
+    tops: list[Top] | None = None  # of each token the likeliest ones, where they were asked for
 
 
 @dataclass(slots=True)
@@ -113,6 +146,13 @@ def load_part(model: Any, weights: Any) -> None:
             "give weights by the names of the model's state_dict",
         )
     model.load_state_dict(given, strict=False)
+
+
+@runtime_checkable
+class Streams(Protocol):
+    """An engine that tells tokens as it makes them. Others give a sample when it is whole."""
+
+    on_tokens: OnTokens | None
 
 
 class RolloutEngine(Protocol):

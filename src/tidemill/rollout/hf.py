@@ -6,17 +6,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from tidemill.models.attention import registry as attention
 from tidemill.models.modes import at_rest
-from tidemill.rollout.engine import Completion, Finish, Partial, Request, load_part, run_callbacks, token_limit
+from tidemill.models.vision.eyes import eyes
+from tidemill.models.vision.eyes.eyes import TilePixels
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, Top, load_part, run_callbacks, token_limit
 from tidemill.rollout.native.check import RequestLimits, find_problem, refused
+from tidemill.rollout.native.draw.guides import Grammars, Guides
 from tidemill.rollout.native.draw.sampling import Draw, draw, is_steered, is_truncated, steer, stream_key
+
+SLOT = np.zeros(1, np.int64)  # the one whose grammar is followed
 
 
 class HFEngine:
@@ -29,12 +37,14 @@ class HFEngine:
         self.tokenizer = tokenizer
         self.version = 0
         vocab = int(model.get_output_embeddings().weight.shape[0])
-        self.limits = RequestLimits(vocab, max_len, 1 << 62, tokenizer is not None)
+        self.eyes = eyes.of(model)
+        self.limits = RequestLimits(vocab, max_len, 1 << 62, tokenizer is not None, self.eyes)
+        self.grammars = Grammars(tokenizer, vocab, list(eos_ids))
         self.waiting: deque[tuple[Request, list[Partial]]] = deque()
         self.ended: list[Completion] = []  # refused or cancelled: what the next step gives
 
     def submit(self, request: Request) -> None:
-        problem = find_problem(request, self.limits)
+        problem = find_problem(request, self.limits) or self.grammars.problem(request.sampling.grammar)
         if problem:
             self.ended += refused(request, problem)
             return
@@ -60,13 +70,22 @@ class HFEngine:
         cache = DynamicCache(config=self.model.config)
         ids = torch.tensor([[*map(int, request.prompt), *sample.tokens]], device=device)
         finish: Finish = "length"
+        shown = self._shown(request, ids)
+        guides, tops = Guides(self.grammars), list[Top]()
+        guides.seat(0, how.grammar, sample.tokens)
         while len(sample.tokens) < limit:
-            logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-            drawn = draw(logits, self._how(sample, key, logits))
+            given, shown = shown, {}
+            made = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **given)
+            logits = made.logits[:, -1]
+            drawn = draw(logits, self._how(sample, key, logits, guides))
             if not torch.isfinite(drawn.logprobs).all():
                 yield self._completion(sample, "error", "the model gave logits that are not numbers")
                 return
             sample.tokens.append(int(drawn.tokens))
+            if how.grammar is not None:
+                guides.accept(SLOT, drawn.tokens.cpu().numpy())
+            if drawn.tops is not None:
+                tops.append(list(zip(drawn.tops[0][0].tolist(), drawn.tops[1][0].tolist())))
             sample.logprobs.append(float(drawn.logprobs))
             sample.versions.append(self.version)
             if drawn.kept is not None:
@@ -75,12 +94,23 @@ class HFEngine:
                 finish = "stop"
                 break
             ids = drawn.tokens.unsqueeze(1)
-        yield self._completion(sample, finish)
+        yield replace(self._completion(sample, finish), tops=tops or None)
+
+    def _shown(self, request: Request, ids: Tensor) -> dict[str, Any]:
+        """The prompt's images, as the model's own forward pass takes them with the first tokens."""
+        if self.eyes is None:
+            return {}
+        self.model.model.rope_deltas = None  # Qwen's model keeps those of the prompt before
+        return self.eyes.foreign(TilePixels.of(request.tiles, ids.device), ids) if request.tiles else {}
 
     @staticmethod
-    def _how(sample: Partial, key: Tensor, logits: Tensor) -> Draw:
+    def _how(sample: Partial, key: Tensor, logits: Tensor, guides: Guides) -> Draw:
         how, tensor = sample.request.sampling, partial(torch.tensor, device=logits.device)
         seen = [*sample.request.prompt, *sample.tokens]
+        steered = steer(logits[0], how, seen, sample.tokens).unsqueeze(0) if is_steered(how) else None
+        if how.grammar is not None and steered is not None:
+            allowed = torch.from_numpy(guides.allowed(SLOT)).to(logits.device)
+            steered = steered.masked_fill(~allowed, -float("inf"))
         return Draw(
             key=key,
             position=tensor([len(sample.tokens)]),
@@ -90,7 +120,8 @@ class HFEngine:
             top_k=tensor([min(how.top_k, 1 << 40) or 1 << 40]),
             top_p=tensor([float(how.top_p) if how.top_p < 1 else 2.0]),
             min_p=tensor([float(how.min_p)]),
-            steered=steer(logits[0], how, seen, sample.tokens).unsqueeze(0) if is_steered(how) else None,
+            steered=steered,
+            tops=how.top_logprobs,
         )
 
     def _stops(self, how: Any, tokens: list[int]) -> bool:
@@ -131,10 +162,5 @@ class HFEngine:
 @contextmanager
 def _plain(model: Any) -> Iterator[None]:
     """transformers' own attention and no dropout, whatever the model is otherwise used for."""
-    attention = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        with at_rest(model.modules()):
-            yield
-    finally:
-        model.set_attn_implementation(attention)
+    with attention.plain(model), at_rest(model.modules()):
+        yield

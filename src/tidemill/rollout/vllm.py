@@ -14,6 +14,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,17 @@ from torch import Tensor
 from tidemill.errors import ModelError
 from tidemill.models import lora, routing
 from tidemill.models.buffers import persistent
-from tidemill.rollout.engine import Completion, Finish, Partial, Request, Sampling, run_callbacks, token_limit
+from tidemill.rollout.engine import (
+    Completion,
+    Finish,
+    Fresh,
+    OnTokens,
+    Partial,
+    Request,
+    Sampling,
+    run_callbacks,
+    token_limit,
+)
 from tidemill.rollout.hf import _plain
 from tidemill.rollout.mismatch import Mismatch, measure
 from tidemill.rollout.native.check import RequestLimits, find_problem, refused
@@ -66,6 +77,7 @@ class VLLMEngine:
         self.parity: Mismatch | None = None  # of the latest load
         vocab = int(model.get_output_embeddings().weight.shape[0])
         self.limits = RequestLimits(vocab, max_len, 1 << 62, tokenizer is not None)
+        self.on_tokens: OnTokens | None = None
         self._make_params = make_params
         self._running: dict[str, Partial] = {}
         self._before: dict[str, int] = {}  # tokens a sample had when it was given to vLLM
@@ -114,8 +126,9 @@ class VLLMEngine:
         return run_callbacks(done, self._done)
 
     def _absorb(self, outputs: Iterable[Any]) -> None:
-        """Write new tokens down; what ended goes to `_done`."""
+        """Write new tokens down, and tell of them; what ended goes to `_done`."""
         stopped = []
+        fresh: list[tuple[int, int, float, float]] = []
         for output in outputs:
             sample = self._running.get(output.request_id)
             if sample is None:  # aborted while it was on its way
@@ -131,6 +144,9 @@ class VLLMEngine:
             sample.tokens += made.token_ids
             sample.logprobs += logprobs
             sample.versions += [self.version] * len(made.token_ids)
+            if sample.request.stream is not None:
+                stream, masses = sample.request.stream + sample.index, (sample.kept or [])[-len(logprobs) :]
+                fresh += zip(repeat(stream), made.token_ids, logprobs, masses or repeat(0.0))
             stops = sample.request.sampling.stop_strings
             finish = _finish(made.finish_reason)
             if finish in (None, "length") and ends_by_string(sample.tokens, stops, self.tokenizer):
@@ -141,6 +157,8 @@ class VLLMEngine:
                 self._end(output.request_id, finish)
         if stopped:
             self.engine.abort_request(stopped)
+        if fresh and self.on_tokens is not None:
+            self.on_tokens(Fresh(*(np.array(column) for column in zip(*fresh))))
 
     def _end(self, name: str, finish: Finish) -> None:
         sample = self._take_out(name)
@@ -327,9 +345,11 @@ def params_of(how: Sampling, left: int, eos_ids: Sequence[int]) -> dict[str, Any
 def _unsupported(how: Sampling, truncates: bool) -> str | None:
     if is_steered(how):
         return (
-            "repetition_penalty, presence_penalty, logit_bias and allowed_tokens: vLLM gives log-probabilities of what "
-            "it drew from, after these, and not the model's own; use rollout.engine=native for them"
+            "penalties, logit_bias, allowed_tokens and grammars: vLLM gives log-probabilities of what it drew from, "
+            "after these, and not the model's own; use rollout.engine=native for them"
         )
+    if how.top_logprobs:
+        return "top_logprobs: vLLM gives those of what it drew from; use rollout.engine=native for them"
     if is_truncated(how) and not truncates:
         return (
             "top_p, top_k and min_p: this vLLM was started without the part that writes down the mass they keep; set "

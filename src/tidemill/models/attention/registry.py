@@ -7,6 +7,8 @@ serves rollout and learning.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -96,6 +98,28 @@ def local_mask(*_: Any, config: Any = None, local_size: int | None = None, **__:
     if getattr(config, "attention_chunk_size", None) == local_size and not getattr(config, "sliding_window", None):
         return LocalMask(chunk=local_size)
     return LocalMask(window=local_size)
+
+
+TOWER = "sdpa"  # torch's own: the tiles of a tower are a dense batch, and need no context
+
+
+def ours(config: Any) -> Any:
+    """What transformers is told as `attn_implementation` of a model with this config: ours for its decoder."""
+    if getattr(config, "vision_config", None) is None:
+        return NAME
+    return {"text_config": NAME, "vision_config": TOWER}
+
+
+@contextmanager
+def plain(model: Any) -> Iterator[None]:
+    """Inside, the model's attention is transformers' own."""
+    usual = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        has_tower = getattr(model.config, "vision_config", None) is not None
+        model.set_attn_implementation(ours(model.config) if has_tower else usual)
 
 
 def register() -> None:

@@ -28,6 +28,7 @@ class Family:
     experts: str = ""  # the word for the number of experts in a layer; "": the usual ones
     expert_width: str = "moe_intermediate_size"  # the word for the width inside an expert
     shared_width: str = ""  # the word for the width of the experts that every token visits; "": their number says it
+    decoder: str = ""  # of a family that takes images: the model_type of its decoder, where it is another family's
     words: Mapping[str, str] = field(default_factory=dict)  # the usual word: what config.json has in its place
     small: Mapping[str, Any] = field(default_factory=dict)  # what a small model's config.json needs more
 
@@ -37,10 +38,11 @@ def names() -> list[str]:
 
 
 def find(model_type: str) -> Family:
-    """The family's own file; else that of the family it is called after (`gemma3_text`), whose sizes it shares."""
+    """The family's own file, also where its decoder is named alone (`qwen3_vl_text`); else that of the family it is
+    called after, whose sizes it shares."""
     known = names()
-    if model_type in known:
-        return _read(model_type)
+    if (own := model_type.removesuffix("_text")) in known:
+        return _read(own)
     after = [name for name in known if model_type.startswith(name)]
     return replace(_read(max(after, key=len)), name=model_type, llama_form="") if after else Family(model_type)
 

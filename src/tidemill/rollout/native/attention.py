@@ -19,6 +19,7 @@ from torch import Tensor
 from tidemill.batch import Array
 from tidemill.models.attention.packed import first_seen, seen, softmax
 from tidemill.models.attention.registry import AttentionForm
+from tidemill.models.vision.eyes.eyes import Ahead
 from tidemill.rollout.native.cache import PageStore
 from tidemill.rollout.native.kernels import Kernels
 from tidemill.rollout.native.paged import PagedAttention, Queries
@@ -43,6 +44,7 @@ class PageChunk:
     last: int
     context: int
     pages: Tensor
+    until: Tensor | None = None  # (tokens,) one more than the last place each sees, where that is not its own
 
 
 class DecodeRows(Protocol):
@@ -77,6 +79,7 @@ class Paged:
     kernels: Kernels | None = None  # used for decoding where there are some
     has_drafts: bool = False  # some rows are of the same sequence, one token after another
     library: PagedAttention | None = None  # decodes instead of walking the pages; the store is then a `TokenStore`
+    ahead: Ahead = "never"  # in which layers `until` of chunks counts
     _bias: dict[tuple[int, int | None, int | None], Tensor] = field(default_factory=dict)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
@@ -176,18 +179,31 @@ class Paged:
             pages = torch.cat([chunk.pages for chunk in chunks])
             k = _unpage(self.store.read_keys(layer, pages, q.dtype).transpose(2, 3), n, context + length)
             v = _unpage(self.store.read_values(layer, pages, q.dtype), n, context + length)
-        out = causal_attention(q, k, v, context, form)
+        out = causal_attention(q, k, v, context, form, self._until(chunks, form.window))
         return out.transpose(1, 2).reshape(n * length, q.shape[1], -1)
 
+    def _until(self, chunks: list[PageChunk], window: int | None) -> Tensor | None:
+        """(chunks, tokens), where some of them see ahead in this layer."""
+        counts = self.ahead == "always" or (self.ahead == "windows" and window is not None)
+        if not counts or all(chunk.until is None for chunk in chunks):
+            return None
+        plain = torch.arange(chunks[0].last - chunks[0].first, device=self.page.device) + chunks[0].context + 1
+        return torch.stack([plain if chunk.until is None else chunk.until for chunk in chunks])
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, context: int, form: AttentionForm) -> Tensor:
-    """q (n, heads, tokens, dim) at positions `context …` over k, v (n, kv_heads, context + tokens, dim)."""
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, context: int, form: AttentionForm, until: Tensor | None = None
+) -> Tensor:
+    """q (n, heads, tokens, dim) at positions `context …` over k, v (n, kv_heads, context + tokens, dim). `until`
+    (n, tokens): one more than the last that each sees, where it is not itself."""
     tokens, total = q.shape[2], k.shape[2]
-    at = torch.arange(context, total, device=q.device).unsqueeze(1)
-    allowed = seen(at, torch.arange(total, device=q.device), form)
+    at, keys = torch.arange(context, total, device=q.device).unsqueeze(1), torch.arange(total, device=q.device)
+    allowed = seen(at, keys, form)
+    if until is not None:
+        allowed = (keys < until[:, None, :, None]) & (keys >= first_seen(at, form))
     if form.softcap is None and form.sinks is None:
         nearest = min(n for n in (form.window, form.chunk, tokens) if n is not None)
-        causal = context == 0 and nearest >= tokens
+        causal = until is None and context == 0 and nearest >= tokens
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=None if causal else allowed, is_causal=causal, scale=form.scale, enable_gqa=True
         )

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from tidemill.models.vision.eyes.eyes import Eyes
+from tidemill.models.vision.views.view import misplaced
 from tidemill.rollout.engine import Completion, Request, Sampling
 
 # Beyond these, numbers that float32 logits are divided by or added to could leave its range.
@@ -17,6 +19,7 @@ COLDEST, HOTTEST = 1e-6, 1e6
 FARTHEST = 1e6
 PENALTIES = (1e-3, 1e3)
 MOST_SAMPLES = 1 << 20
+MOST_TOPS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class RequestLimits:
     max_len: int
     cache_tokens: int
     has_tokenizer: bool
+    eyes: Eyes | None = None
 
 
 def find_problem(request: Request, limits: RequestLimits) -> str | None:
@@ -35,6 +39,7 @@ def find_problem(request: Request, limits: RequestLimits) -> str | None:
     return (
         _problem_of_counts(request)
         or _problem_of_prompt(request, limits)
+        or _problem_of_tiles(request, limits)
         or _problem_of_numbers(how)
         or _problem_of_tokens(how, limits)
         or _problem_of_strings(how, limits)
@@ -78,7 +83,9 @@ def _problem_of_prompt(request: Request, limits: RequestLimits) -> str | None:
         return "the prompt is empty"
     if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
         return f"the prompt must be a flat list of token numbers; it is {request.prompt!r:.60}"
-    if prompt.min() < 0 or prompt.max() >= limits.vocab:
+    if request.tiles and limits.eyes is not None:  # its place may lie beyond the words
+        prompt = prompt[prompt != limits.eyes.view.token]
+    if len(prompt) and (prompt.min() < 0 or prompt.max() >= limits.vocab):
         odd = prompt.min() if prompt.min() < 0 else prompt.max()
         return f"the prompt holds token {odd}; the model knows 0 … {limits.vocab - 1}"
     if len(prompt) >= limits.max_len:
@@ -90,8 +97,14 @@ def _problem_of_prompt(request: Request, limits: RequestLimits) -> str | None:
     return None
 
 
+def _problem_of_tiles(request: Request, limits: RequestLimits) -> str | None:
+    if limits.eyes is None:
+        return f"the prompt shows {len(request.tiles)} images; the model reads text alone" if request.tiles else None
+    return misplaced(request.prompt, request.tiles, limits.eyes.view, request.strays)
+
+
 def _problem_of_numbers(how: Sampling) -> str | None:
-    names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty")
+    names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     for name in names:
         if not _is_number(getattr(how, name)):
             return f"{name} is {getattr(how, name)!r:.40}; it must be a finite number"
@@ -103,8 +116,11 @@ def _problem_of_numbers(how: Sampling) -> str | None:
     low, high = PENALTIES
     if not low <= how.repetition_penalty <= high:
         return f"repetition_penalty is {how.repetition_penalty}; it must be in [{low:g}, {high:g}] (1: off)"
-    if abs(how.presence_penalty) > FARTHEST:
-        return f"presence_penalty is {how.presence_penalty}; it must be in [{-FARTHEST:g}, {FARTHEST:g}]"
+    for name in ("presence_penalty", "frequency_penalty"):
+        if abs(getattr(how, name)) > FARTHEST:
+            return f"{name} is {getattr(how, name)}; it must be in [{-FARTHEST:g}, {FARTHEST:g}]"
+    if not _is_count(how.top_logprobs) or not 0 <= how.top_logprobs <= MOST_TOPS:
+        return f"top_logprobs is {how.top_logprobs!r:.40}; it must be a whole number from 0 to {MOST_TOPS}"
     return None
 
 
@@ -138,6 +154,8 @@ def _problem_of_strings(how: Sampling, limits: RequestLimits) -> str | None:
         return f"stop_strings is {how.stop_strings!r:.40}; it must be a list of strings"
     if how.stop_strings and not limits.has_tokenizer:
         return "stop_strings need a tokenizer, and the engine was made without one"
+    if how.grammar is not None and not limits.has_tokenizer:
+        return "a grammar needs a tokenizer, and the engine was made without one"
     for stop in how.stop_strings:
         if not isinstance(stop, str) or not stop:
             return "stop_strings holds an empty string" if stop == "" else f"stop_strings holds {stop!r:.40}"

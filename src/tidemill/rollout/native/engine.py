@@ -18,12 +18,15 @@ from tidemill.batch import Array
 from tidemill.device import has_triton, mapped
 from tidemill.errors import ConfigError
 from tidemill.models.attention.registry import Context
-from tidemill.rollout.engine import Completion, Finish, Partial, Request, load_part, run_callbacks
+from tidemill.models.vision.eyes import eyes
+from tidemill.rollout.engine import Completion, Finish, Grammar, OnTokens, Partial, Request, load_part, run_callbacks
 from tidemill.rollout.native import paged, resuming
+from tidemill.rollout.native.ahead import launch
 from tidemill.rollout.native.attention import Paged
 from tidemill.rollout.native.cache import PagePool, PageStore, TokenStore
 from tidemill.rollout.native.check import RequestLimits, find_problem, refused
 from tidemill.rollout.native.draw.drawing import draw_rows
+from tidemill.rollout.native.draw.guides import Grammars, Guides
 from tidemill.rollout.native.draw.sampling import Drawn
 from tidemill.rollout.native.forward.graphs import GraphDecoder
 from tidemill.rollout.native.forward.invariant import RowwisePaged, RowwiseRunner
@@ -32,11 +35,13 @@ from tidemill.rollout.native.forward.runner import CapturableRunner, PlainRunner
 from tidemill.rollout.native.inputs import inputs_of
 from tidemill.rollout.native.kernels import LANES, Kernels
 from tidemill.rollout.native.kernels import load as load_kernels
+from tidemill.rollout.native.looking import Looking
 from tidemill.rollout.native.pending import Fetch, Pending
 from tidemill.rollout.native.resuming import completes_a_stop
 from tidemill.rollout.native.rows import RunningRows
 from tidemill.rollout.native.scheduler import Kept, Reading, Scheduler, Sequence, Trunk
 from tidemill.rollout.native.speculate import When, speculator_for
+from tidemill.rollout.native.telling import Teller
 
 # Small pages waste little; larger ones let an accelerator's attention read longer runs. On an H200, 512 rows of 257-768
 # tokens take 84 us with pages of 32 (3.3 TB/s), 90 us with 64 and 97 us with 128.
@@ -59,7 +64,7 @@ class NativeEngine:
     drafts tokens by lookup ("auto": with the compiled kernels, where it is expected to pay; "on": in graphs too).
     `cache_dtype` int8 or fp8 keeps keys and values in one byte an element, with a scale per token and head. `group` is
     a process group whose ranks share the work of one model; each must be given the same requests, in the same order,
-    between the same steps."""
+    between the same steps. `keeps_features`: new weights do not change how images look, because the tower is frozen."""
 
     def __init__(
         self,
@@ -81,6 +86,7 @@ class NativeEngine:
         record_routes: bool = False,
         speculate: When = "off",
         cache_dtype: Literal["auto", "int8", "fp8"] = "auto",
+        keeps_features: bool = False,
     ) -> None:
         parameter = next(model.parameters())
         self.device = parameter.device
@@ -111,9 +117,11 @@ class NativeEngine:
         # One page more than can be given out: captured decoding writes its padding there.
         self.store = make_store(pages + 1, page_size, self.device, kind)
         self.routes = RouteRecorder(model, self.store) if record_routes else None
-        self.limits = RequestLimits(self.vocab, max_len, pages * page_size, tokenizer is not None)
+        self.eyes = eyes.of(model)
+        self.looking = Looking(self.eyes, self.device, keeps_features)
+        self.limits = RequestLimits(self.vocab, max_len, pages * page_size, tokenizer is not None, self.eyes)
         step_tokens = step_tokens or (STEP_TOKENS if self.device.type == "cpu" else ACCELERATOR_STEP_TOKENS)
-        self.scheduler = Scheduler(self.pool, max_seqs, max_len, max(step_tokens, max_seqs + page_size))
+        self.scheduler = Scheduler(self.pool, max_seqs, max_len, max(step_tokens, max_seqs + page_size), self.eyes)
         self.rows = RunningRows(self.scheduler, self.device)
         self.kernels = self._kernels(parameter) if kernels and not batch_invariant else None
         self.runner: Runner = (
@@ -127,7 +135,9 @@ class NativeEngine:
         if self.decoder is not None:
             self.store.memory = mapped.open(self.device)
         self.speculator = speculator_for(speculate, self.scheduler, self.decoder is not None, self.kernels is not None)
-        self._inflight: list[Pending] = []
+        self.guides: Guides | None = None  # from the first request with a grammar
+        self.teller = Teller(self.scheduler)
+        self.inflight: list[Pending] = []
         self._refused: list[Completion] = []
 
     def _kernels(self, parameter: Tensor) -> Kernels | None:
@@ -146,16 +156,32 @@ class NativeEngine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that cannot work comes back from `step` as completions with finish="error"."""
-        problem = find_problem(request, self.limits)
+        problem = find_problem(request, self.limits) or self._problem_of_grammar(request.sampling.grammar)
         if problem:
             self._refused += refused(request, problem)
             return
         members = deque(Sequence(request, index) for index in range(request.n))
-        self.scheduler.add(Trunk(np.asarray(request.prompt, np.int64), members, is_sole=request.n == 1))
+        self.scheduler.add(self.scheduler.trunk(members, is_sole=request.n == 1))
+
+    def _problem_of_grammar(self, grammar: Grammar | None) -> str | None:
+        if grammar is None:
+            return None
+        if self.guides is None:
+            self.guides = Guides(Grammars(self.tokenizer, self.vocab, np.flatnonzero(self.is_end).tolist()))
+        return self.guides.grammars.problem(grammar)
+
+    @property
+    def on_tokens(self) -> OnTokens | None:
+        """Hears of tokens as they are made, of requests that have a `stream`."""
+        return self.teller.on_tokens
+
+    @on_tokens.setter
+    def on_tokens(self, hear: OnTokens | None) -> None:
+        self.teller.on_tokens = hear
 
     @property
     def has_work(self) -> bool:
-        return bool(self._refused or self._inflight or self.scheduler.has_work)
+        return bool(self._refused or self.inflight or self.scheduler.has_work)
 
     def step(self) -> list[Completion]:
         self.store.restore()  # nothing, unless it is asleep
@@ -169,8 +195,8 @@ class NativeEngine:
     def _advance(self) -> list[Completion]:
         """Start a step and give what the one before came to. On the host a step is over when it has been started; a
         device still works on it while the next is prepared."""
-        launched = self._launch() if self.decoder is None else self._launch_ahead(self.decoder)
-        due, self._inflight = (launched, []) if self.decoder is None else (self._inflight, launched)
+        launched = self._launch() if self.decoder is None else launch(self, self.decoder)
+        due, self.inflight = (launched, []) if self.decoder is None else (self.inflight, launched)
         return [completion for pending in due for completion in self._settle(pending)]
 
     def _launch(self) -> list[Pending]:
@@ -184,9 +210,9 @@ class NativeEngine:
             wide, ids, ahead = rows, slots.token[rows], np.zeros(len(rows), np.int64)
         else:
             wide, ids, ahead = drafts.spread(rows, slots.token[rows])
-        logits = self._forward(wide, readings, ids, ahead) if len(rows) or readings else None
+        logits = self.forward(wide, readings, ids, ahead) if len(rows) or readings else None
         slots.length[rows] += 1
-        born = self._branch(readings, None if logits is None else logits[len(wide) :])
+        born = self.branch(readings, None if logits is None else logits[len(wide) :])
         if born:
             first = torch.stack([trunk.logits for trunk, _ in born])  # type: ignore[misc]
             logits = torch.cat([logits[: len(wide)], first]) if logits is not None and len(wide) else first
@@ -198,60 +224,15 @@ class NativeEngine:
         assert logits is not None
         drawn = self._draw(wide, logits[: len(wide)], ahead)
         if drafts is None:
-            return [self._pending(rows, drawn)]
+            return [self.pending_of(rows, drawn)]
         assert self.speculator is not None
         return self.speculator.judge(drafts, rows, ahead, drawn)[0]
 
-    def _launch_ahead(self, decoder: GraphDecoder) -> list[Pending]:
-        """One token of every running sequence as a captured graph, then prompt tokens; nothing here waits."""
-        scheduler, slots = self.scheduler, self.scheduler.slots
-        may_draft = self._may_draft()
-        if may_draft:
-            self._drain()  # drafts follow tokens that the host must have seen
-        launched: list[Pending] = []
-        scheduler.grow()
-        readings, rows = scheduler.admit(), np.flatnonzero(slots.active & (slots.launched < slots.limit))
-        if len(rows) and not (may_draft and self._draft(decoder, rows)):
-            slots.length[rows] += 1
-            position = slots.before[rows] + slots.launched[rows]
-            launched.append(self._pending(rows, decoder.decode(rows, slots.length[rows], position)))
-        none = rows[:0]
-        logits = self._forward(none, readings, none, none) if readings else None
-        born = self._branch(readings, logits)
-        if born:
-            rows = np.array([sequence.slot for _, sequence in born], np.int64)
-            decoder.seat([sequence for _, sequence in born])
-            first = [trunk.logits for trunk, _ in born]
-            launched.append(self._pending(rows, decoder.begin(rows, first, slots.before[rows])))  # type: ignore[arg-type]
-        return launched
-
-    def _may_draft(self) -> bool:
-        slots, speculator = self.scheduler.slots, self.speculator
-        if speculator is None or (slots.active & slots.steered).any():
-            return False  # penalties look at tokens that a draft does not have yet
-        return speculator.is_due(int(slots.active.sum()))
-
-    def _draft(self, decoder: GraphDecoder, rows: Array) -> bool:
-        """A pass with drafts, waited for and written down; False where there is nothing to draft."""
-        slots, speculator = self.scheduler.slots, self.speculator
-        assert speculator is not None
-        drafts = speculator.propose(rows)
-        if drafts is None:
-            return False
-        wide, ids, ahead = drafts.spread(rows, slots.token[rows])
-        position = slots.before[wide] + slots.launched[wide] + ahead
-        drawn = decoder.verify(wide, ids, slots.length[wide] + ahead + 1, position)
-        slots.length[rows] += 1
-        self._inflight, latest = speculator.judge(drafts, rows, ahead, drawn)
-        decoder.remember(rows, latest)
-        self._drain()
-        return True
-
-    def _pending(self, rows: Array, drawn: Drawn | Fetch) -> Pending:
+    def pending_of(self, rows: Array, drawn: Drawn | Fetch) -> Pending:
         self.scheduler.slots.launched[rows] += 1
         return Pending(rows, self.scheduler.slots.arrival[rows], drawn)
 
-    def _branch(self, readings: list[Reading], logits: Tensor | None) -> list[tuple[Trunk, Sequence]]:
+    def branch(self, readings: list[Reading], logits: Tensor | None) -> list[tuple[Trunk, Sequence]]:
         """Give samples of trunks that are read to the end their slots; `logits` has a row for each such trunk."""
         ended = [reading.trunk for reading in readings if self.scheduler.has_read(reading)]
         for trunk, row in zip(ended, () if logits is None else logits):
@@ -261,16 +242,18 @@ class NativeEngine:
             self.store.copy(*zip(*copies))
         for _, sequence in born:
             sequence.spans = [(0, self.version)]
+            if self.guides is not None:
+                self.guides.seat(sequence.slot, sequence.request.sampling.grammar, sequence.tokens)
         return born
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Wait for the step under way; what it ends is given by the next `step`."""
-        due, self._inflight = self._inflight, []
+        due, self.inflight = self.inflight, []
         with self._no_grad():
             for pending in due:
                 self._refused += self._settle(pending)
 
-    def _forward(self, rows: Array, readings: list[Reading], newest: Array, ahead: Array) -> Tensor:
+    def forward(self, rows: Array, readings: list[Reading], newest: Array, ahead: Array) -> Tensor:
         x = inputs_of(self.scheduler, rows, readings, newest, ahead, self.device)
         running = self.rows.of(rows, x.seen)
         context: Context
@@ -280,29 +263,37 @@ class NativeEngine:
         else:
             has_drafts = bool(ahead.any())
             context = Paged(self.store, x.page, x.offset, running, x.chunks, self.kernels, has_drafts, self.library)
+            context.ahead = "never" if self.eyes is None else self.eyes.ahead
+        seen = self.looking.seen(readings, len(rows))
         if self.routes is None:
-            return self.runner.forward(x.ids, x.position, context, x.keep)
+            return self.runner.forward(x.ids, x.position, context, x.keep, seen)
         return self.routes.forward(
-            lambda routed: self.runner.forward(x.ids, x.position, routed, x.keep), context, x.page, x.offset
+            lambda routed: self.runner.forward(x.ids, x.position, routed, x.keep, seen), context, x.page, x.offset
         )
 
     def _draw(self, rows: Array, logits: Tensor, ahead: Array | int = 0) -> Drawn:
-        return draw_rows(self.scheduler, rows, logits, ahead, self.kernels, self.batch_invariant)
+        return draw_rows(self.scheduler, rows, logits, ahead, self.kernels, self.batch_invariant, self.guides)
 
     def _settle(self, pending: Pending) -> list[Completion]:
         """Write the new tokens down and take out what has ended."""
         slots = self.scheduler.slots
-        tokens, logprobs, kept = pending.arrays()
+        drawn = pending.made()
         # A slot may have been left, or given to another, while the device worked.
         still = slots.active[pending.rows] & (slots.arrival[pending.rows] == pending.arrival)
-        rows, tokens, logprobs = pending.rows[still], tokens[still], logprobs[still]
+        rows, tokens, logprobs = pending.rows[still], drawn.tokens[still], drawn.logprobs[still]
+        kept = None if drawn.kept is None else drawn.kept[still]
         if pending.is_draft:  # it was in the pass beside the token before it
             slots.length[rows] += 1
             slots.launched[rows] += 1
         made = slots.made[rows]
         slots.tokens[rows, made], slots.logprobs[rows, made] = tokens, logprobs
         if slots.truncated[rows].any():
-            slots.kept[rows, made] = 0.0 if kept is None else kept[still]
+            slots.kept[rows, made] = 0.0 if kept is None else kept
+        if drawn.tops is not None:
+            self.teller.keep_tops(rows, self.scheduler.sequence, (drawn.tops[0][still], drawn.tops[1][still]))
+        self.teller.tell(rows, tokens, logprobs, kept)
+        if self.guides is not None and (guided := slots.guided[rows]).any():
+            self.guides.accept(rows[guided], tokens[guided])
         slots.token[rows] = tokens
         slots.made[rows] = made + 1
         broken = ~np.isfinite(logprobs)
@@ -331,15 +322,14 @@ class NativeEngine:
             self.speculator.ended(sequence)
         is_worth_keeping = self.reuse_prefix and finish in ("stop", "length")
         pages = sequence.pages
-        self.scheduler.leave(sequence, remember=sequence.context()[:cached] if is_worth_keeping else None)
+        self.scheduler.leave(sequence, remember=sequence.identity()[:cached] if is_worth_keeping else None)
         if finish == "error":
             self._scrub(pages)
         return sequence.as_completion(finish, error, routes)
 
     def _scrub(self, pages: list[int]) -> None:
-        """Zero those pages that are now free: they may hold NaN, which the next tenant's masked positions would let
-        through. Pages that others hold are left alone: a sample that went wrong shares its prompt with sound ones, and
-        where the prompt itself is at fault the last of them scrubs it."""
+        """Zero those pages that are now free: they may hold NaN, which masked positions would let through. Pages that
+        others hold are left alone: where a shared prompt is at fault, the last of its samples scrubs it."""
         free = self.pool.unused(pages)
         if free and self.store.keys:
             with self._no_grad():
@@ -354,7 +344,7 @@ class NativeEngine:
 
     def cancel(self, request_id: int) -> None:
         """Drop what is left of a request; each unfinished sample comes back from `step` with finish="cancelled"."""
-        self._drain()
+        self.drain()
         for sequence in [s for s in self.scheduler.running() if s.request.id == request_id]:
             self._refused.append(self._finish(sequence, "cancelled"))
         self._refused += [sequence.as_completion("cancelled") for sequence in self.scheduler.remove(request_id)]
@@ -363,10 +353,10 @@ class NativeEngine:
         self._scrub_abandoned()
 
     def pause(self, keep_cache: bool = False) -> list[Partial]:
-        """Take everything unfinished out. Full pages stay findable, so that `resume` under the same weights reads again
-        only what did not fill a page. With `keep_cache` running samples keep all their keys and values, also through
-        `load`; what is not resumed must be given to `release`."""
-        self._drain()
+        """Take everything unfinished out. Full pages stay findable, so that `resume` under the same weights reads
+        little again. With `keep_cache` running samples keep all their keys and values, also through `load`; what is
+        not resumed must be given to `release`."""
+        self.drain()
         if self.speculator is not None:
             self.speculator.forget()
         scheduler = self.scheduler
@@ -375,7 +365,7 @@ class NativeEngine:
             cached = int(scheduler.slots.length[sequence.slot])
             cache = scheduler.keep(sequence) if keep_cache else None
             scheduler.slots.save(sequence)
-            scheduler.leave(sequence, remember=None if keep_cache else sequence.context()[:cached])
+            scheduler.leave(sequence, remember=None if keep_cache else sequence.identity()[:cached])
             partials.append(sequence.as_partial(cache))
         partials += [sequence.as_partial() for sequence in scheduler.remove(None)]
         self._scrub_abandoned()
@@ -390,32 +380,24 @@ class NativeEngine:
     def resume(self, partials: Many[Partial]) -> None:
         """Go on with paused samples, of this engine or another. One that cannot work here comes back from `step` as an
         error."""
-        fresh: dict[tuple[int, tuple[int, ...]], deque[Sequence]] = {}
-        for p in partials:
-            sequence = Sequence(p.request, p.index, list(p.tokens), list(p.logprobs), list(p.versions), p.kept)
-            ending = resuming.ended(sequence, self.limits)
-            if ending is not None:
+        for p, became in resuming.taken_up(self.scheduler, partials, self.limits):
+            if isinstance(became, Completion):
                 self.release([p])
-                self._refused.append(ending)
+                self._refused.append(became)
                 continue
             if self.speculator is not None:
                 self.speculator.expect(p.request)
-            if p.tokens:
-                self.scheduler.add(resuming.trunk_of(self.scheduler, sequence, p.cache))
-                continue
-            one = (p.request.id, tuple(p.request.prompt))  # ids are the caller's, and may come twice
-            members = fresh.setdefault(one, deque())
-            members.append(sequence)
-            if len(members) == 1:
-                self.scheduler.add(Trunk(sequence.context(), members, is_sole=False))
+            if became is not None:
+                self.scheduler.add(became)
 
     def load(self, weights: Any, version: int) -> None:
         """Serve new weights. In one process they are the learner's own tensors and only the version changes. Running
         sequences go on with the keys and values they have; what was remembered for reuse is forgotten."""
-        self._drain()
+        self.drain()
         if weights is not None:
             load_part(self.model, weights)
         self.version = version
+        self.looking.new_weights()
         if self.speculator is not None:
             self.speculator.reset()
         self.scheduler.restart_reading()
@@ -426,7 +408,7 @@ class NativeEngine:
 
     def rebuild(self) -> None:
         """Read every running sequence again, under the weights of now; also what was resumed with its cache."""
-        self._drain()
+        self.drain()
         for sequence in sorted(self.scheduler.running(), key=lambda s: -int(self.scheduler.slots.arrival[s.slot])):
             self.scheduler.preempt(sequence)
         self.scheduler.restart_reading()
@@ -442,6 +424,7 @@ class NativeEngine:
             pass
         self.pool.index.forget_all()
         self.store.clear()
+        self.looking.clear()
         if self.decoder is not None and self.store.memory is None:
             self.decoder.forget_graphs()  # they hold the addresses of what was just given back
 

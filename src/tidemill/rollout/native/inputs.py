@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tidemill.batch import Array
+from tidemill.models.vision.eyes.eyes import AXES
 from tidemill.rollout.native.attention import PageChunk
 from tidemill.rollout.native.scheduler import Reading, Scheduler
 
@@ -17,7 +18,7 @@ from tidemill.rollout.native.scheduler import Reading, Scheduler
 @dataclass(frozen=True, slots=True)
 class Inputs:
     ids: Tensor  # (tokens,)
-    position: Tensor
+    position: Tensor  # (tokens,), or (4, tokens) where a prompt shows something to a model that turns by its place
     page: Tensor  # where each token's key and value go
     offset: Tensor
     chunks: list[PageChunk]
@@ -35,7 +36,8 @@ def inputs_of(
         return torch.from_numpy(array).to(device)
 
     at = slots.length[rows] + ahead
-    ids, positions = [newest], [at]
+    ids, places = [newest], [at]
+    positions = [at + slots.shift[rows]]
     pages = [slots.table[rows, at // size]]
     chunks: list[PageChunk] = []
     keep = list(range(len(rows)))
@@ -44,20 +46,26 @@ def inputs_of(
         trunk, where = reading.trunk, np.arange(reading.first, reading.last)
         table = np.asarray(trunk.pages, np.int64)
         ids.append(trunk.tokens[reading.first : reading.last])
-        positions.append(where)
+        places.append(where)
+        scene, until = trunk.scene, None
+        if scene is not None and scene.until is not None:
+            until = tensor(scene.until[reading.first : reading.last])
+        is_flat = scene is None or scene.positions is None
+        positions.append(where if is_flat else scene.positions[:, reading.first : reading.last])  # type: ignore[union-attr,index]
         pages.append(table[where // size])
         last = first + len(where)
-        chunks.append(PageChunk(first, last, reading.first, tensor(table[: -(-reading.last // size)])))
+        chunks.append(PageChunk(first, last, reading.first, tensor(table[: -(-reading.last // size)]), until))
         if reading.last == len(trunk.tokens):
             keep.append(last - 1)
         first = last
-    position = tensor(np.concatenate(positions))
+    if any(one.ndim > 1 for one in positions):
+        positions = [one if one.ndim > 1 else np.broadcast_to(one, (AXES, len(one))) for one in positions]
     wanted = torch.tensor(keep, dtype=torch.int64, device=device) if readings else None
     return Inputs(
         ids=tensor(np.concatenate(ids)),
-        position=position,
+        position=tensor(np.concatenate(positions, -1)),
         page=tensor(np.concatenate(pages)),
-        offset=position % size,
+        offset=tensor(np.concatenate(places) % size),
         chunks=chunks,
         keep=wanted,
         seen=at + 1,

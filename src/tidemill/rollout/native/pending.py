@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tidemill.batch import Array
 from tidemill.rollout.native.draw.sampling import Drawn
 
-# Waits for the device and gives tokens, log-probabilities and, where something was truncated, the log of the mass kept.
-Fetch = Callable[[], tuple[Array, Array, Array | None]]
+
+class Made(NamedTuple):
+    """What the rows of a step drew, on the host."""
+
+    tokens: Array
+    logprobs: Array
+    kept: Array | None  # log of the mass kept, where something was truncated
+    tops: tuple[Array, Array] | None = None  # (rows, tops) the likeliest tokens and their log-probabilities
+
+
+Fetch = Callable[[], Made]  # waits for the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +29,13 @@ class Pending:
     drawn: Drawn | Fetch
     is_draft: bool = False  # tokens that were drafted and turned out right
 
-    def arrays(self) -> tuple[Array, Array, Array | None]:
+    def made(self) -> Made:
         if not isinstance(self.drawn, Drawn):
             return self.drawn()
-        kept = self.drawn.kept
-        return (
-            self.drawn.tokens.cpu().numpy(),
-            self.drawn.logprobs.cpu().numpy(),
-            None if kept is None else kept.cpu().numpy(),
+        drawn = self.drawn
+        return Made(
+            drawn.tokens.cpu().numpy(),
+            drawn.logprobs.cpu().numpy(),
+            None if drawn.kept is None else drawn.kept.cpu().numpy(),
+            None if drawn.tops is None else (drawn.tops[0].cpu().numpy(), drawn.tops[1].cpu().numpy()),
         )

@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tidemill.rollout.engine import Completion, token_limit
+from tidemill.rollout.engine import Completion, Partial, token_limit
 from tidemill.rollout.native.check import RequestLimits, find_problem
 from tidemill.rollout.native.scheduler import Scheduler, Sequence, Trunk
 from tidemill.rollout.stops import ends_by_string
+
+
+def taken_up(
+    scheduler: Scheduler, partials: Iterable[Partial], limits: RequestLimits
+) -> Iterator[tuple[Partial, Trunk | Completion | None]]:
+    """What each paused sample goes on as, or how it ends because nothing can be added to it. Of those that have not
+    begun the first of a request is a trunk, which the others join."""
+    fresh: dict[tuple[Any, ...], deque[Sequence]] = {}
+    for p in partials:
+        sequence = Sequence(p.request, p.index, list(p.tokens), list(p.logprobs), list(p.versions), p.kept)
+        ending = ended(sequence, limits)
+        if ending is not None or p.tokens:
+            yield p, ending or trunk_of(scheduler, sequence, p.cache)
+            continue
+        # Ids are the caller's, and may come twice.
+        one = (p.request.id, tuple(p.request.prompt), tuple(tile.digest for tile in p.request.tiles))
+        members = fresh.setdefault(one, deque())
+        members.append(sequence)
+        yield p, scheduler.trunk(members, is_sole=False) if len(members) == 1 else None
 
 
 def ended(sequence: Sequence, limits: RequestLimits) -> Completion | None:
@@ -24,7 +44,7 @@ def ended(sequence: Sequence, limits: RequestLimits) -> Completion | None:
 
 def trunk_of(scheduler: Scheduler, sequence: Sequence, cache: Any) -> Trunk:
     """An unfinished sample to go on with: its pages are its own again, or it is read from the start."""
-    trunk = Trunk(sequence.context(), deque([sequence]), is_sole=True)
+    trunk = scheduler.trunk(deque([sequence]), is_sole=True)
     if cache in scheduler.kept:
         scheduler.kept.remove(cache)
         trunk.pages, trunk.found, trunk.done = cache.pages, cache.shared, cache.length

@@ -15,9 +15,11 @@ import numpy as np
 from torch import Tensor
 
 from tidemill.batch import Array
-from tidemill.rollout.engine import Completion, Finish, Partial, Request, token_limit
+from tidemill.models.vision.eyes.eyes import Eyes
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, Top, token_limit
 from tidemill.rollout.native.cache import PagePool
 from tidemill.rollout.native.draw.sampling import is_steered, is_truncated, stream_key
+from tidemill.rollout.native.scene import Scene, scene_of
 
 OFF = 1 << 40  # a top-k that is more than any vocabulary
 
@@ -33,22 +35,32 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kept: list[float] | None = None
+    tops: list[Top] | None = None
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     shared: int = 0  # leading pages that others may hold too
     weights: int = 0  # that its pages began to be written with, as `PrefixIndex` counts
     spans: list[tuple[int, int]] = field(default_factory=list)  # (tokens made in this slot before, version from there)
+    scene: Scene | None = None  # what its prompt shows
 
     def context(self) -> Array:
         """What is read to go on with it."""
         return np.array([*self.request.prompt, *self.tokens], np.int64)
+
+    def identity(self) -> Array:
+        """The same with images told apart."""
+        made = self.context()
+        if self.scene is not None:
+            prompt = len(self.request.prompt)
+            made[:prompt] = self.scene.identity[:prompt]
+        return made
 
     def as_partial(self, cache: Kept | None = None) -> Partial:
         return Partial(self.request, self.index, self.tokens, self.logprobs, self.versions, self.kept, cache)
 
     def as_completion(self, finish: Finish, error: str | None = None, routes: Array | None = None) -> Completion:
         made = (self.tokens, self.logprobs, self.versions)
-        return Completion(self.request, self.index, *made, finish, error, self.kept, routes)
+        return Completion(self.request, self.index, *made, finish, error, self.kept, routes, tops=self.tops)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +73,12 @@ class Trunk:
     done: int = 0  # tokens in the cache
     weights: int = 0  # that its pages began to be written with
     logits: Tensor | None = None  # after the last token, once all are read
+    scene: Scene | None = None  # what the tokens show; None: text alone
+
+    @property
+    def identity(self) -> Array:
+        """What tells its pages from those of others."""
+        return self.tokens if self.scene is None else self.scene.identity
 
 
 @dataclass(slots=True, eq=False)
@@ -83,8 +101,9 @@ class Reading:
 
 
 class Scheduler:
-    def __init__(self, pool: PagePool, max_seqs: int, max_len: int, step_tokens: int) -> None:
+    def __init__(self, pool: PagePool, max_seqs: int, max_len: int, step_tokens: int, eyes: Eyes | None = None) -> None:
         self.pool = pool
+        self.eyes = eyes
         self.max_seqs = max_seqs
         self.max_len = max_len
         self.step_tokens = step_tokens
@@ -106,6 +125,11 @@ class Scheduler:
         return bool(self.waiting or self.reading or self.ready or len(self.free_slots) < self.max_seqs)
 
     # -- entering ------------------------------------------------------------------------------------------------
+
+    def trunk(self, members: deque[Sequence], *, is_sole: bool) -> Trunk:
+        """What these samples of a request, which have made the same so far, are read as."""
+        tokens = members[0].context()
+        return Trunk(tokens, members, is_sole, scene=scene_of(tokens, members[0].request.tiles, self.eyes))
 
     def add(self, trunk: Trunk, *, first: bool = False) -> None:
         (self.waiting.appendleft if first else self.waiting.append)(trunk)
@@ -129,6 +153,7 @@ class Scheduler:
     def _read(self, trunk: Trunk, budget: int, readings: list[Reading]) -> int:
         count = min(budget, len(trunk.tokens) - trunk.done)
         if count > 0:
+            count = count if trunk.scene is None else trunk.scene.whole(trunk.done, count)
             readings.append(Reading(trunk, trunk.done, trunk.done + count))
         return max(count, 0)
 
@@ -146,7 +171,7 @@ class Scheduler:
         if trunk.pages:  # kept through a pause
             trunk.pages += [self.pool.take() for _ in range(needed)]
             return True
-        trunk.pages = self.pool.index.find(trunk.tokens)
+        trunk.pages = self.pool.index.find(trunk.identity)
         trunk.found = len(trunk.pages)
         trunk.done = trunk.found * size
         trunk.weights = self.pool.index.weights
@@ -187,7 +212,7 @@ class Scheduler:
                         sequence.pages[-1] = self.pool.take()
                         copies.append((trunk.pages[-1], sequence.pages[-1]))
                 sequence.shared = trunk.found if trunk.is_sole else len(trunk.tokens) // size
-                sequence.weights = trunk.weights
+                sequence.weights, sequence.scene = trunk.weights, trunk.scene
                 self._seat(sequence, len(trunk.tokens))
                 born.append((trunk, sequence))
             if not trunk.members:
@@ -204,7 +229,7 @@ class Scheduler:
             if self.give_up_kept() or self.give_up_resumed():
                 continue
             first = trunk.members.popleft()
-            self.waiting.appendleft(Trunk(trunk.tokens, trunk.members, is_sole=False))
+            self.waiting.appendleft(Trunk(trunk.tokens, trunk.members, is_sole=False, scene=trunk.scene))
             self.promised -= len(trunk.members)
             trunk.members = deque([first])
             return True
@@ -248,8 +273,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         self.slots.save(sequence)
         self.leave(sequence)
-        tokens = sequence.context()
-        self.add(Trunk(tokens, deque([sequence]), is_sole=True), first=True)
+        self.add(self.trunk(deque([sequence]), is_sole=True), first=True)
 
     def leave(self, sequence: Sequence, *, remember: Array | None = None) -> None:
         """Free the slot and the pages; with `remember`, full pages stay findable by these tokens."""
@@ -353,8 +377,12 @@ class _Slots:
         self.truncated = np.zeros(n, bool)
         self.ignore_eos = np.zeros(n, bool)
         self.watched = np.zeros(n, bool)  # has stop tokens or strings of its own
-        self.steered = np.zeros(n, bool)  # has penalties, bias or allowed tokens
+        self.steered = np.zeros(n, bool)  # has penalties, bias, allowed tokens or a grammar
+        self.guided = np.zeros(n, bool)  # has a grammar
+        self.tops = np.zeros(n, np.int64)  # of each token so many of the likeliest ones are wanted
+        self.stream = np.full(n, -1, np.int64)  # who hears of its tokens; -1: nobody
         self.shared = np.zeros(n, np.int64)
+        self.shift = np.zeros(n, np.int64)  # from a place in the cache to the position that is turned by
         self.table = np.zeros((n, pages), np.int64)
         self.tokens = np.zeros((n, max_len), np.int32)
         self.logprobs = np.zeros((n, max_len), np.float32)
@@ -384,7 +412,11 @@ class _Slots:
         self.ignore_eos[slot] = how.ignore_eos
         self.watched[slot] = len(how.stop_tokens) > 0 or len(how.stop_strings) > 0
         self.steered[slot] = is_steered(how)
+        self.guided[slot] = how.grammar is not None
+        self.tops[slot] = how.top_logprobs
+        self.stream[slot] = -1 if request.stream is None else request.stream + sequence.index
         self.shared[slot] = sequence.shared
+        self.shift[slot] = 0 if sequence.scene is None else sequence.scene.shift
         pages = np.asarray(sequence.pages, np.int64)
         self.table[slot, : len(pages)] = pages
         own = pages[sequence.shared :]

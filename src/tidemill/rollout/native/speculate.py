@@ -161,7 +161,7 @@ class Speculator:
 
     def _draft(self, slot: int, most: int) -> list[int]:
         slots, sequence = self.scheduler.slots, self.scheduler.sequence[slot]
-        if sequence is None or slots.steered[slot]:
+        if sequence is None or slots.steered[slot] or slots.tops[slot]:
             return []  # penalties look at tokens that a draft does not have yet
         length, size = int(slots.length[slot]), self.scheduler.pool.page_size
         room = min(len(sequence.pages) * size - length, int(slots.limit[slot] - slots.launched[slot])) - 1

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tidemill.batch import Array
+from tidemill.rollout.native.draw.guides import Guides
 from tidemill.rollout.native.draw.sampling import Draw, Drawn, draw, steer, uniform_array
 from tidemill.rollout.native.forward.invariant import draw_rowwise
 from tidemill.rollout.native.kernels import Kernels
@@ -14,7 +15,13 @@ from tidemill.rollout.native.scheduler import Scheduler
 
 
 def draw_rows(
-    scheduler: Scheduler, rows: Array, logits: Tensor, ahead: Array | int, kernels: Kernels | None, is_rowwise: bool
+    scheduler: Scheduler,
+    rows: Array,
+    logits: Tensor,
+    ahead: Array | int,
+    kernels: Kernels | None,
+    is_rowwise: bool,
+    guides: Guides | None = None,
 ) -> Drawn:
     """One token for each slot of `rows`, `ahead` places after the last one launched."""
     slots = scheduler.slots
@@ -22,7 +29,8 @@ def draw_rows(
     temperature, greedy = slots.temperature[rows], slots.greedy[rows]
     truncated = np.flatnonzero(slots.truncated[rows])
     steered = np.flatnonzero(slots.steered[rows])
-    if kernels is not None and not len(truncated) and not len(steered):
+    tops = int(slots.tops[rows].max()) if len(rows) else 0
+    if kernels is not None and not len(truncated) and not len(steered) and not tops:
         u = uniform_array(slots.key[rows], position)
         tokens, logprobs = kernels.draw(logits.contiguous(), temperature, u, greedy)
         return Drawn(torch.from_numpy(tokens), torch.from_numpy(logprobs), None)
@@ -42,12 +50,13 @@ def draw_rows(
         top_k=tensor(slots.top_k[cut]) if has_cut else None,
         top_p=tensor(slots.top_p[cut]) if has_cut else None,
         min_p=tensor(slots.min_p[cut]) if has_cut else None,
-        steered=_steered(scheduler, rows, steered, logits) if len(steered) else None,
+        steered=_steered(scheduler, rows, steered, logits, guides) if len(steered) else None,
+        tops=tops,
     )
     return draw_rowwise(logits, how) if is_rowwise else draw(logits, how)
 
 
-def _steered(scheduler: Scheduler, rows: Array, which: Array, logits: Tensor) -> Tensor:
+def _steered(scheduler: Scheduler, rows: Array, which: Array, logits: Tensor, guides: Guides | None) -> Tensor:
     slots = scheduler.slots
     out = logits.float().clone()
     for i in which:
@@ -56,4 +65,9 @@ def _steered(scheduler: Scheduler, rows: Array, which: Array, logits: Tensor) ->
         assert sequence is not None
         made = sequence.tokens + slots.tokens[slot, : slots.made[slot]].tolist()
         out[i] = steer(logits[i], sequence.request.sampling, [*sequence.request.prompt, *made], made)
+    guided = which[slots.guided[rows[which]]]
+    if guides is not None and len(guided):
+        place = torch.from_numpy(guided).to(out.device)
+        allowed = torch.from_numpy(guides.allowed(rows[guided])).to(out.device)
+        out[place] = out[place].masked_fill_(~allowed, -float("inf"))
     return out

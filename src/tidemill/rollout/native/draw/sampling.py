@@ -73,6 +73,7 @@ class Draw:
     min_p: Tensor | None = None
     all_greedy: bool = False
     steered: Tensor | None = None  # (rows, vocab) logits to draw from; log-probabilities stay those of the model
+    tops: int = 0  # so many of the likeliest tokens are given too
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +81,20 @@ class Drawn:
     tokens: Tensor  # (rows,) int64
     logprobs: Tensor  # (rows,) of the whole distribution at the row's temperature
     kept: Tensor | None  # (rows,) log of the mass that truncation left; None: nothing was truncated
+    tops: tuple[Tensor, Tensor] | None = None  # (rows, tops) the likeliest tokens, and their log-probabilities
 
     def at(self, rows: Array) -> Drawn:
         index = torch.from_numpy(rows).to(self.tokens.device)
         kept = None if self.kept is None else self.kept[index]
-        return Drawn(self.tokens[index], self.logprobs[index], kept)
+        tops = None if self.tops is None else (self.tops[0][index], self.tops[1][index])
+        return Drawn(self.tokens[index], self.logprobs[index], kept, tops)
 
 
 def draw(logits: Tensor, how: Draw) -> Drawn:
     """One token per row of `logits` (rows, vocab). NaN logits give a NaN log-probability."""
     heated = _heated(logits, how.temperature)
     logprobs = torch.log_softmax(heated, -1)
+    tops = likeliest(logprobs, how.tops) if how.tops else None
     if how.steered is None:
         drawn_from, weights = heated, logprobs.exp()
     else:
@@ -103,7 +107,13 @@ def draw(logits: Tensor, how: Draw) -> Drawn:
         tokens = _invert(weights, uniform(how.key, how.position))
         if how.greedy is not None:
             tokens = torch.where(how.greedy, drawn_from.argmax(-1), tokens)
-    return Drawn(tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1), kept)
+    return Drawn(tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1), kept, tops)
+
+
+def likeliest(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(rows, count) the likeliest tokens, and their log-probabilities."""
+    values, ids = logprobs.topk(min(count, logprobs.shape[1]))
+    return ids, values
 
 
 def _heated(logits: Tensor, temperature: Tensor | None) -> Tensor:
@@ -150,6 +160,10 @@ def steer(logits: Tensor, how: Sampling, seen: list[int], made: list[int]) -> Te
         out[index] = torch.where(score > 0, score / how.repetition_penalty, score * how.repetition_penalty)
     if how.presence_penalty != 0.0 and made:
         out[torch.as_tensor(sorted(set(made)), device=out.device)] -= how.presence_penalty
+    if how.frequency_penalty != 0.0 and made:
+        tokens, counts = np.unique(np.asarray(made, np.int64), return_counts=True)
+        times = torch.as_tensor(counts, device=out.device, dtype=out.dtype)
+        out[torch.as_tensor(tokens, device=out.device)] -= how.frequency_penalty * times
     for token, bias in (how.logit_bias or {}).items():
         out[token] += bias
     if how.allowed_tokens is not None:
@@ -162,11 +176,14 @@ def is_steered(how: Sampling) -> bool:
     return (
         how.repetition_penalty != 1
         or how.presence_penalty != 0
+        or how.frequency_penalty != 0
         or bool(how.logit_bias)
         or how.allowed_tokens is not None
+        or how.grammar is not None
     )
 
 
 def is_truncated(how: Sampling) -> bool:
     """Whether tokens are drawn from a part of the distribution only (its mass is then recorded)."""
-    return how.temperature > 0 and (how.top_k > 0 or how.top_p < 1 or how.min_p > 0 or how.allowed_tokens is not None)
+    bound = how.allowed_tokens is not None or how.grammar is not None
+    return how.temperature > 0 and (how.top_k > 0 or how.top_p < 1 or how.min_p > 0 or bound)

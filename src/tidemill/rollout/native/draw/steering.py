@@ -18,17 +18,20 @@ FIRST_WIDTH = 16  # biased tokens that there is room for at first
 
 
 class Steering:
-    """By slot; the last one is for padding. Three bytes for every slot and token of the vocabulary."""
+    """By slot; the last one is for padding. Four bytes for every slot and token of the vocabulary."""
 
     def __init__(self, slots: int, vocab: int, device: torch.device, width: int = FIRST_WIDTH) -> None:
         self.slots, self.vocab, self.device = slots, vocab, device
         self.repetition = torch.ones(slots + 1, device=device)
         self.presence = torch.zeros(slots + 1, device=device)
-        self.seen, self.made = (torch.zeros(slots + 1, vocab, dtype=torch.bool, device=device) for _ in range(2))
+        self.frequency = torch.zeros(slots + 1, device=device)
+        self.seen = torch.zeros(slots + 1, vocab, dtype=torch.bool, device=device)
+        self.made = torch.zeros(slots + 1, vocab, dtype=torch.int16, device=device)  # how often
         self.allowed = torch.ones(slots + 1, vocab, dtype=torch.bool, device=device)
         self.biased = torch.zeros(slots + 1, width, dtype=torch.int64, device=device)
         self.bias = torch.zeros(slots + 1, width, device=device)
         self._yes = torch.ones((), dtype=torch.bool, device=device)
+        self._one = torch.ones((), dtype=torch.int16, device=device)
 
     @property
     def width(self) -> int:
@@ -47,7 +50,9 @@ class Steering:
         index = self._tensor(slots)
         self.repetition[index] = self._tensor(np.array([how.repetition_penalty for how in hows], np.float32))
         self.presence[index] = self._tensor(np.array([how.presence_penalty for how in hows], np.float32))
-        self.seen[index] = self.made[index] = False
+        self.frequency[index] = self._tensor(np.array([how.frequency_penalty for how in hows], np.float32))
+        self.seen[index] = False
+        self.made[index] = 0
         self._mark(self.made, slots, made)
         self._mark(self.seen, slots, [np.concatenate(both) for both in zip(prompts, made)])
         bound = [i for i, how in enumerate(hows) if how.allowed_tokens is not None]
@@ -64,7 +69,15 @@ class Steering:
     def _mark(self, mask: Tensor, slots: Array, tokens: Sequence[Array]) -> None:
         if len(slots):
             rows = np.repeat(slots, [len(held) for held in tokens])
-            mask.index_put_((self._tensor(rows), self._tensor(np.concatenate(tokens))), self._yes)
+            place = (self._tensor(rows), self._tensor(np.concatenate(tokens)))
+            if mask is self.made:
+                mask.index_put_(place, self._one, accumulate=True)
+            else:
+                mask.index_put_(place, self._yes)
+
+    def allow(self, slots: Array, allowed: Array) -> None:
+        """What each slot may draw next: (slots, vocab) bool."""
+        self.allowed[self._tensor(slots)] = self._tensor(allowed)
 
     def _tensor(self, array: Array) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
@@ -74,7 +87,8 @@ class Steering:
         x = logits.float()
         penalty = self.repetition[slot].unsqueeze(1)
         x = torch.where(self.seen[slot], torch.where(x > 0, x / penalty, x * penalty), x)
-        x = x - self.made[slot] * self.presence[slot].unsqueeze(1)
+        made = self.made[slot]
+        x = x - (made > 0) * self.presence[slot].unsqueeze(1) - made * self.frequency[slot].unsqueeze(1)
         x = x.scatter_add(1, self.biased[slot], self.bias[slot])
         return x.masked_fill(~self.allowed[slot], NEVER)
 
@@ -82,4 +96,4 @@ class Steering:
         """What each slot has drawn."""
         place = (slot, tokens.long())
         self.seen.index_put_(place, self._yes)
-        self.made.index_put_(place, self._yes)
+        self.made.index_put_(place, self._one, accumulate=True)

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.models.attention.registry import AttentionForm, Context, attention_window
+from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.rollout.native.forward import mixture
-from tidemill.rollout.native.forward.lean import numbered, rotary_tables
+from tidemill.rollout.native.forward.lean import add_deep, embedded, numbered, rotary_tables, turns_at
 from tidemill.rollout.native.forward.mixture import Mixture
 
 
@@ -71,23 +72,28 @@ class _Layer:
 
 class FusedRunner:
     def __init__(self, model: Any, max_len: int, kernels: FusedKernels) -> None:
-        config = model.config
+        config, decoder = model.config.get_text_config(), model.get_decoder()
         self.model = model
         self.kernels = kernels
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.eps = config.rms_norm_eps
-        self.scale = model.model.layers[0].self_attn.scaling
+        self.scale = decoder.layers[0].self_attn.scaling
         self.layers = [_bind(layer, number) for layer, number in numbered(model)]
-        self.embed = model.model.embed_tokens.weight
-        self.norm = model.model.norm.weight
+        self.embed = decoder.embed_tokens.weight
+        self.norm = decoder.norm.weight
         self.head = model.lm_head.weight
         self.cos, self.sin = rotary_tables(model, self.dim, max_len)
+        self.turns = self.cos, self.sin
 
-    def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
-        x = F.embedding(ids, self.embed)
+    def forward(
+        self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None, seen: Seen | None = None
+    ) -> Tensor:
+        x = embedded(ids, self.embed, seen)
+        self.turns, positions = turns_at(self.model, (self.cos, self.sin), positions)
         for i, layer in enumerate(self.layers):
             self._layer(i, layer, x, positions, context)
+            add_deep(x, i, seen)
         if keep is not None:
             x = x.index_select(0, keep)
         return float_logits(self.kernels.rms(x, self.norm, self.eps), self.head)
@@ -97,7 +103,7 @@ class FusedRunner:
         tokens, dim = x.shape[0], self.dim
         kernels = self.kernels
         qkv = F.linear(kernels.rms(x, w.norm_in, self.eps), *w.qkv)
-        kernels.rotate(qkv, (self.heads, self.kv_heads), w.norms, self.cos, self.sin, positions, self.eps)
+        kernels.rotate(qkv, (self.heads, self.kv_heads), w.norms, *self.turns, positions, self.eps)
         q, k, v = torch.split(qkv.view(tokens, -1, dim), [self.heads, self.kv_heads, self.kv_heads], 1)
         a = context.attend(i, q, k, v, AttentionForm(self.scale, w.window)).reshape(tokens, -1)
         x.addmm_(a, w.out[0].t())

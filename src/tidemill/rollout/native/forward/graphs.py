@@ -17,13 +17,15 @@ from torch import Tensor
 from tidemill.batch import Array
 from tidemill.device.graph import CapturedGraph
 from tidemill.models.attention.registry import AttentionForm
+from tidemill.models.vision.eyes import eyes
 from tidemill.rollout.native.cache import PageStore
-from tidemill.rollout.native.draw.sampling import Drawn
+from tidemill.rollout.native.check import MOST_TOPS
+from tidemill.rollout.native.draw.sampling import Drawn, likeliest
 from tidemill.rollout.native.draw.steering import Steering
 from tidemill.rollout.native.forward.fused import FusedKernels
 from tidemill.rollout.native.forward.routes import RouteRecorder
 from tidemill.rollout.native.forward.runner import CapturableRunner
-from tidemill.rollout.native.pending import Fetch
+from tidemill.rollout.native.pending import Fetch, Made
 from tidemill.rollout.native.scheduler import Sequence as Tenant
 
 # A batch is padded to the next of these; padding rows decode a dummy token into a page of their own.
@@ -54,6 +56,7 @@ class GraphKey(NamedTuple):
     has_drafts: bool = False  # rows of one slot may follow one another, with tokens given by the host
     is_truncated: bool = False  # draws from what top-k, top-p and min-p keep, and gives the mass kept
     is_steered: bool = False  # the same, after penalties, bias and allowed tokens
+    has_tops: bool = False  # gives the likeliest tokens too
 
 
 class SlotState:
@@ -67,6 +70,7 @@ class SlotState:
         self.greedy = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         self.key = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.latest = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self.shift = torch.zeros(slots + 1, dtype=torch.int64, device=device)  # from a place in the cache to a position
 
 
 def _host_buffer(device: torch.device, *shape: int) -> Tensor:
@@ -127,6 +131,8 @@ class GraphDecoder:
         self.device = store.device
         self.most = len(slots.active)
         self.state = SlotState(self.most, self.device)
+        looks = eyes.of(runner.model)
+        self.has_axes = looks is not None and looks.has_axes  # a token's place is not its position
         self.buckets: dict[GraphKey, Bucket] = {}
         self._has_truncated = self._has_steered = False  # some slot's state may say to
         self.steering: Steering | None = None  # from the first that is steered
@@ -157,6 +163,8 @@ class GraphDecoder:
         self.state.temperature[index] = self._upload(self.slots.temperature[rows])
         self.state.greedy[index] = self._upload(self.slots.greedy[rows].astype(np.int32))
         self.state.key[index] = self._upload(self.slots.key[rows])
+        if self.has_axes:
+            self.state.shift[index] = self._upload(self.slots.shift[rows])
         self._has_steered |= bool(self.slots.steered[rows].any())
         self._has_truncated |= self._has_steered or bool(self.slots.truncated[rows].any())
         if self._has_truncated:
@@ -184,11 +192,17 @@ class GraphDecoder:
         self._stage(bucket, rows, length, position)
         assert bucket.graph is not None
         bucket.graph.replay()
-        return self._fetch(bucket.graph.result, len(rows))
+        return self._fetch(bucket.kind, bucket.graph.result, len(rows))
 
     def _kind(self, size: int, rows: Array, has_drafts: bool = False) -> GraphKey:
-        is_steered = bool(self.slots.steered[rows].any())
-        return GraphKey(size, has_drafts, bool(self.slots.truncated[rows].any()) and not is_steered, is_steered)
+        is_steered, has_tops = bool(self.slots.steered[rows].any()), bool(self.slots.tops[rows].any())
+        is_truncated = bool(self.slots.truncated[rows].any()) and not is_steered
+        return GraphKey(size, has_drafts, is_truncated, is_steered, has_tops)
+
+    def allow(self, rows: Array, allowed: Array) -> None:
+        """What slots with a grammar may draw next: (rows, vocab) bool."""
+        assert self.steering is not None
+        self.steering.allow(rows, allowed)
 
     def verify(self, rows: Array, ids: Array, length: Array, position: Array) -> Drawn:
         """One token after each of `ids`, some of which are drafts: rows of one slot lie one after another. Waits."""
@@ -211,7 +225,7 @@ class GraphDecoder:
         unique = torch.stack(list({id(row): row for row in logits}.values()))
         slot, at = self._upload(rows.astype(np.int32)), self._upload(position.astype(np.int32))
         kind = self._kind(len(rows), rows)
-        return self._fetch(self._draw(kind, unique, self._upload(source), slot, at), len(rows))
+        return self._fetch(kind, self._draw(kind, unique, self._upload(source), slot, at), len(rows))
 
     def _stage(self, bucket: Bucket, rows: Array, length: Array, position: Array, ids: Array | None = None) -> None:
         n, size = len(rows), bucket.kind.rows
@@ -229,23 +243,27 @@ class GraphDecoder:
         table[n:] = self.store.pages - 1  # the padding's own page
         bucket.control.copy_(host, non_blocking=True)
 
-    def _fetch(self, result: tuple[Tensor, ...], n: int) -> Fetch:
+    def _fetch(self, kind: GraphKey, result: tuple[Tensor, ...], n: int) -> Fetch:
         """Start the way back of tokens, log-probabilities and, where it was truncated, the log of the mass kept, in one
         buffer as raw 32-bit words."""
         host, event = self._results[0]
         self._results.append(self._results.pop(0))
-        for words, made in zip(host, result):
+        drawn, tops = (result[:-2], result[-2:]) if kind.has_tops else (result, None)
+        for words, made in zip(host, drawn):
             words[:n].copy_(made[:n].view(torch.int32), non_blocking=True)
+        others = None
+        if tops is not None:  # rarely asked for: they are waited for here
+            others = tops[0][:n].to("cpu", copy=True).numpy(), tops[1][:n].to("cpu", copy=True).numpy()
         if event is not None:
             event.record()
-        has_kept = len(result) == 3
+        has_kept = len(drawn) == 3
 
-        def fetch() -> tuple[Array, Array, Array | None]:
+        def fetch() -> Made:
             if event is not None:
                 event.synchronize()
             words = host.numpy()[:, :n]
             tokens, logprobs = words[0].astype(np.int64), words[1].view(np.float32).copy()
-            return tokens, logprobs, words[2].view(np.float32).copy() if has_kept else None
+            return Made(tokens, logprobs, words[2].view(np.float32).copy() if has_kept else None, others)
 
         return fetch
 
@@ -265,9 +283,12 @@ class GraphDecoder:
         return bucket
 
     def _logits(self, bucket: Bucket) -> Tensor:
-        ids = bucket.ids.long() if bucket.kind.has_drafts else self.state.latest[bucket.slot.long()]
+        slot = bucket.slot.long()
+        ids = bucket.ids.long() if bucket.kind.has_drafts else self.state.latest[slot]
         context = _Context(self.store, self.kernels, bucket)
         positions = (bucket.length - 1).long()
+        if self.has_axes:
+            positions = positions + self.state.shift[slot]
         if self.routes is None:
             return self.runner.forward(ids, positions, context, None)
         run = lambda routed: self.runner.forward(ids, positions, routed, None)  # noqa: E731
@@ -279,13 +300,19 @@ class GraphDecoder:
     def _draw(
         self, kind: GraphKey, logits: Tensor, source: Tensor, slot: Tensor, position: Tensor
     ) -> tuple[Tensor, ...]:
-        """Tokens, log-probabilities and, unless it is plain, the log of the mass kept, of rows `logits[source]`."""
+        """Tokens, log-probabilities and, unless it is plain, the log of the mass kept, of rows `logits[source]`; last,
+        where they are asked for, the likeliest tokens and theirs."""
+        if kind.has_tops:
+            heat = self.state.temperature[slot.long()].unsqueeze(1)
+            scores = torch.log_softmax(logits.index_select(0, source.long()).float() / heat, -1)
+            drawn = self._draw(kind._replace(has_tops=False), logits, source, slot, position)
+            return *drawn, *likeliest(scores, MOST_TOPS)
         if not kind.is_steered:
             kernel = self.kernels.draw_truncated if kind.is_truncated else self.kernels.draw
             return kernel(logits, source, slot, position, self.state)
         assert self.steering is not None
         mine = slot.long()
         steered = self.steering.steer(logits.index_select(0, source.long()), mine)
-        drawn = self.kernels.draw_steered(logits, steered, source, slot, position, self.state)
-        self.steering.note(mine, drawn[0])
-        return drawn
+        made = self.kernels.draw_steered(logits, steered, source, slot, position, self.state)
+        self.steering.note(mine, made[0])
+        return made

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tidemill.models import rowwise
 from tidemill.models.attention.registry import AttentionForm, Context
+from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.rollout.native.attention import DecodeRows, PageChunk
 from tidemill.rollout.native.cache import TokenStore
 from tidemill.rollout.native.draw.sampling import Draw, Drawn, draw
@@ -18,9 +19,11 @@ from tidemill.rollout.native.forward.runner import PlainRunner
 
 
 class RowwiseRunner(PlainRunner):
-    def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
+    def forward(
+        self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None, seen: Seen | None = None
+    ) -> Tensor:
         with rowwise.mode(True, ids.device):
-            return super().forward(ids, positions, context, keep)
+            return super().forward(ids, positions, context, keep, seen)
 
 
 @dataclass(slots=True)
@@ -59,4 +62,4 @@ def draw_rowwise(logits: Tensor, how: Draw) -> Drawn:
     drawn = draw(logits, how)
     heated = logits if how.temperature is None else logits / how.temperature.unsqueeze(1)
     chosen = heated.gather(1, drawn.tokens.unsqueeze(1)).squeeze(1)
-    return Drawn(drawn.tokens, chosen - rowwise.logsumexp(heated), drawn.kept)
+    return Drawn(drawn.tokens, chosen - rowwise.logsumexp(heated), drawn.kept, drawn.tops)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tidemill.models import routing
 from tidemill.models.attention.registry import AttentionForm, Context
+from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.rollout.native.forward import lean, mixture
 from tidemill.rollout.native.forward.fused import FusedKernels, float_logits
 from tidemill.rollout.native.forward.lean import Gated, LeanRunner, Weight
@@ -113,7 +114,9 @@ class FusedLatentRunner(LatentRunner):
     def device_kernels(self) -> FusedKernels:
         return self.fused
 
-    def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
+    def forward(
+        self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None, seen: Seen | None = None
+    ) -> Tensor:
         x = F.embedding(ids, self.embed)
         for i, layer in enumerate(self.layers):
             x = self._layer(i, layer, x, positions, context)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from tidemill.models import families, routing, rowwise
 from tidemill.models.attention.registry import AttentionForm, Context, attention_window
+from tidemill.models.vision.eyes import eyes
+from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.rollout.native.forward import mixture
 from tidemill.rollout.native.forward.mixture import Mixture
 from tidemill.rollout.native.kernels import Kernels
@@ -28,16 +30,23 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 def supports(model: Any) -> bool:
     """Whether its layers are: norm, attention with rotary positions, norm, gated SiLU or a router and experts."""
-    if type(model).__name__.removesuffix("ForCausalLM") not in families.llama_forms(mixtures=True).values():
+    decoder = model.get_decoder()
+    if not _has_form(model, decoder):
         return False
-    config = model.config
     return (
-        config.hidden_act == "silu"
-        and model.model.rotary_emb.rope_type in STATIC_ROPE
-        and all(type(m) is nn.Linear for layer in model.model.layers for m in _linears(layer))
+        model.config.get_text_config().hidden_act == "silu"
+        and decoder.rotary_emb.rope_type in STATIC_ROPE
+        and all(type(m) is nn.Linear for layer in decoder.layers for m in _linears(layer))
         and all(mixture.is_known(mlp) for mlp in _mixtures(model))
-        and not any(routing.has_foreign_hooks(m) for m in model.modules())
+        and not any(routing.has_foreign_hooks(m) for m in (*decoder.modules(), model.get_output_embeddings()))
     )
+
+
+def _has_form(model: Any, decoder: Any) -> bool:
+    """Whether its layers are of a family that is known, with nothing between them and the output layer but a norm."""
+    kind = type(model).__name__.removesuffix("ForCausalLM") if eyes.of(model) is None else None
+    form = type(decoder.layers[0]).__name__.removesuffix("DecoderLayer")
+    return kind in (None, form) and form in families.llama_forms(mixtures=True).values()
 
 
 def _linears(layer: Any) -> tuple[Any, ...]:
@@ -49,13 +58,13 @@ def _linears(layer: Any) -> tuple[Any, ...]:
 
 
 def _mixtures(model: Any) -> list[Any]:
-    return [layer.mlp for layer in model.model.layers if mixture.is_mixture(layer.mlp)]
+    return [layer.mlp for layer in model.get_decoder().layers if mixture.is_mixture(layer.mlp)]
 
 
 def numbered(model: Any) -> list[tuple[Any, int]]:
     """Every layer, and how many layers before it have experts: recorded routes count those alone."""
     number, found = 0, []
-    for layer in model.model.layers:
+    for layer in model.get_decoder().layers:
         found.append((layer, number))
         number += mixture.is_mixture(layer.mlp)
     return found
@@ -89,25 +98,31 @@ class LeanRunner:
     def __init__(self, model: Any, max_len: int, kernels: Kernels | None = None) -> None:
         self.model = model
         self.kernels = kernels
-        config = model.config
+        config = model.config.get_text_config()
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.eps = config.rms_norm_eps
-        self.scale = model.model.layers[0].self_attn.scaling
+        self.scale = model.get_decoder().layers[0].self_attn.scaling
         self.bind()
         self.cos, self.sin = rotary_tables(model, self.dim, max_len)
 
+        self.turns = self.cos, self.sin
+
     def bind(self) -> None:
         """Look the parameters up again: only needed when they were replaced, not when they were changed in place."""
-        body = self.model.model
+        body = self.model.get_decoder()
         self.layers = [_bind(layer, number) for layer, number in numbered(self.model)]
         self.embed = body.embed_tokens.weight
         self.norm = body.norm.weight
         self.head: Weight = (self.model.lm_head.weight, self.model.lm_head.bias)
 
-    def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
-        x = F.embedding(ids, self.embed)
+    def forward(
+        self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None, seen: Seen | None = None
+    ) -> Tensor:
+        x = embedded(ids, self.embed, seen)
+        self.turns, positions = turns_at(self.model, (self.cos, self.sin), positions)
         for i, layer in enumerate(self.layers):
             x = self._layer(i, layer, x, positions, context)
+            add_deep(x, i, seen)
         if keep is not None:
             x = x.index_select(0, keep)
         x = self._norm(x, self.norm)
@@ -138,11 +153,11 @@ class LeanRunner:
     def _rotate(self, x: Tensor, norm: Tensor | None, positions: Tensor) -> Tensor:
         """x (tokens, heads, dim) normed and turned to its position; may work in place."""
         if self.kernels is not None:
-            self.kernels.rotate(x, norm, self.cos, self.sin, positions, self.eps)
+            self.kernels.rotate(x, norm, *self.turns, positions, self.eps)
             return x
         if norm is not None:
             x = F.rms_norm(x, norm.shape, norm, self.eps)
-        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        cos, sin = (table.index_select(0, positions) for table in self.turns)
         return (x * cos).addcmul_(x.roll(self.dim // 2, -1), sin)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -182,10 +197,40 @@ def _bind(layer: Any, number: int) -> _Layer:
 def rotary_tables(model: Any, dim: int, max_len: int) -> tuple[Tensor, Tensor]:
     """cos and signed sin, (max_len, 1, dim): rotated(x) = x * cos + swap_halves(x) * sin. In the model's own dtype, as
     its module would use them."""
-    like = model.model.embed_tokens.weight
+    decoder = model.get_decoder()
+    like = decoder.embed_tokens.weight
     with torch.no_grad():
         positions = torch.arange(max_len, device=like.device).unsqueeze(0)
-        cos, sin = model.model.rotary_emb(like[:1], positions)
+        looks = eyes.of(model)
+        if looks is not None and looks.has_axes:
+            positions = positions.expand(eyes.AXES - 1, 1, -1)
+        return _signed(*decoder.rotary_emb(like[:1], positions))
+
+
+def _signed(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """(1, tokens, dim) as the module gives them → (tokens, 1, dim), the first half of the sines negative."""
     sin = sin[0].clone()
-    sin[:, : dim // 2].neg_()
+    sin[:, : sin.shape[1] // 2].neg_()
     return cos[0].unsqueeze(1).contiguous(), sin.unsqueeze(1).contiguous()
+
+
+def turns_at(model: Any, tables: tuple[Tensor, Tensor], positions: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Tables of cos and sin, and each token's row in them. Where tokens turn by time, height and width at once, a row
+    is made for each."""
+    if positions.ndim == 1:
+        return tables, positions
+    decoder = model.get_decoder()
+    made = _signed(*decoder.rotary_emb(decoder.embed_tokens.weight[:1], positions[1:, None]))
+    return made, torch.arange(positions.shape[1], device=positions.device)
+
+
+def embedded(ids: Tensor, words: Tensor, seen: Seen | None) -> Tensor:
+    """(tokens, width), with features in the places of an image's tokens."""
+    x = F.embedding(ids, words)
+    return x if seen is None else x.index_copy_(0, seen.at, seen.rows.to(x.dtype))
+
+
+def add_deep(x: Tensor, layer: int, seen: Seen | None) -> None:
+    """Behind a layer, in place: what the tower says to it directly."""
+    if seen is not None and seen.deep is not None and layer < len(seen.deep):
+        x.index_add_(0, seen.at, seen.deep[layer].to(x.dtype))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tidemill.errors import ModelError
 from tidemill.models.attention.registry import Context
 from tidemill.models.experts import STACKS
+from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.reshard.layout import Layout, LayoutEntry, Mesh, Place, Replicate, Shape, Shard
 from tidemill.rollout.native.forward import mixture
 from tidemill.rollout.native.forward.lean import Gated, LeanRunner, Weight, _Layer
@@ -34,7 +35,7 @@ EXPERTS = tuple(f".experts.{stack}" for stack in STACKS)  # a rank has some of t
 
 def check_divides(model: Any, ranks: int) -> None:
     """Heads, gated layers and experts must be cut evenly; of the vocabulary the last rank may have less."""
-    parts = {"key/value heads": model.config.num_key_value_heads}
+    parts = {"key/value heads": model.config.get_text_config().num_key_value_heads}
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         if last == "down_proj" and isinstance(module, nn.Linear):
@@ -146,7 +147,7 @@ class ParallelRunner(LeanRunner):
 
     def bind(self) -> None:
         super().bind()
-        first = self.model.model.layers[0].self_attn.q_proj
+        first = self.model.get_decoder().layers[0].self_attn.q_proj
         if first.weight.shape[0] == first.out_features:
             self.layers = [self._share(layer) for layer in self.layers]
         else:
@@ -206,9 +207,11 @@ class ParallelRunner(LeanRunner):
         dist.all_reduce(out, group=self.group)
         return out.add_(x)
 
-    def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
+    def forward(
+        self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None, seen: Seen | None = None
+    ) -> Tensor:
         step = -(-self.vocabulary // self.ranks)
-        mine = _filled(super().forward(ids, positions, context, keep), 1, step).contiguous()
+        mine = _filled(super().forward(ids, positions, context, keep, seen), 1, step).contiguous()
         parts = [torch.empty_like(mine) for _ in range(self.ranks)]
         dist.all_gather(parts, mine, group=self.group)
         return torch.cat(parts, 1)[:, : self.vocabulary]

@@ -14,21 +14,28 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tidemill.errors import ModelError
-from tidemill.models import families
+from tidemill.models import families, logits
 from tidemill.models.attention.registry import Context
 from tidemill.models.modes import at_rest
+from tidemill.models.vision.eyes import eyes
+from tidemill.models.vision.eyes.eyes import Eyes, Seen
 from tidemill.rollout.native.forward import latent, lean
 from tidemill.rollout.native.forward.fused import FusedKernels, FusedRunner
 from tidemill.rollout.native.kernels import Kernels
 
 
 class Runner(Protocol):
-    def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
-        """ids, positions (tokens,); `keep`: which rows' logits are wanted, None for all → (kept, vocab)."""
+    def forward(
+        self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None, seen: Seen | None = None
+    ) -> Tensor:
+        """ids (tokens,), positions (tokens,) or (4, tokens); `keep`: which rows' logits are wanted, None for all;
+        `seen`: the features of images in the places of some tokens → (kept, vocab)."""
 
 
 class CapturableRunner(Runner, Protocol):
     """A runner whose passes never ask the host, so that a graph can hold them."""
+
+    model: Any
 
     @property
     def device_kernels(self) -> FusedKernels: ...
@@ -38,14 +45,18 @@ class PlainRunner:
     """The module as it is."""
 
     def __init__(self, model: Any) -> None:
-        self.model = model
+        self.model, self.eyes = model, eyes.of(model)
         # Of layers that are computed again the first is always one: so it tells of all of them.
         self.first = next((m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)), model)
 
-    def forward(self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None) -> Tensor:
-        options: dict[str, Any] = {} if keep is None else {"logits_to_keep": keep}
+    def forward(
+        self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None, seen: Seen | None = None
+    ) -> Tensor:
         # Computing layers again is the learner's business.
         with at_rest(self.model.modules()) if self.first.training else nullcontext():
+            if self.eyes is not None:
+                return self._looking(self.eyes, ids, positions, context, keep, seen)
+            options: dict[str, Any] = {} if keep is None else {"logits_to_keep": keep}
             out = self.model(
                 input_ids=ids.unsqueeze(0),
                 position_ids=positions.unsqueeze(0),
@@ -54,6 +65,16 @@ class PlainRunner:
                 **options,
             )
         return cast(Tensor, out.logits[0])
+
+    def _looking(
+        self, eyes: Eyes, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None, seen: Seen | None
+    ) -> Tensor:
+        """The decoder of a model that looks, called with what its own forward pass would call it with."""
+        given = eyes.inputs(ids, positions, seen)
+        hidden = self.model.get_decoder()(**given, use_cache=False, tide=context).last_hidden_state[0]
+        if keep is not None:
+            hidden = hidden.index_select(0, keep)
+        return logits.of(self.model, hidden)
 
 
 def has_fused(model: Any, is_plain: bool) -> bool:
