@@ -159,7 +159,7 @@ def test_a_command_is_left_for_the_run(root):
         ({"run": "one", "kind": "set", "key": "learn.lr", "value": 7}, "out of bounds"),
         ({"run": "one", "kind": "set", "key": "learn.lr", "value": "nan"}, "out of bounds"),
         ({"run": "one", "kind": "set", "key": "learn.lr", "value": "fast"}, "no number"),
-        ({"run": "other", "kind": "stop"}, "does not run"),
+        ({"run": "other", "kind": "stop"}, "is not running"),
         ({"run": "../one", "kind": "stop"}, "there is no run"),
         ({"kind": "stop"}, "run and kind"),
     ],

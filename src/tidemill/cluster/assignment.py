@@ -1,4 +1,5 @@
-"""What the driver hands out: an assignment makes a process a worker, a link joins learners and rollout workers."""
+"""Records that the driver sends out: an assignment makes a process a worker, a link joins learners and rollout
+workers."""
 
 from __future__ import annotations
 
@@ -23,19 +24,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DockDoor:
-    """A worker's way into the dock, whose leases are renewed while it works."""
+    """A worker's connection to the dock. Its leases are renewed while it works."""
 
     dock: Dock
-    leave: Callable[[], None]  # wakes whoever waits there: for a dock that is about to end
-    leases: Callable[[], int] = lambda: 0  # how many are held
+    leave: Callable[[], None]  # wakes threads that wait there; for a dock that is about to end
+    leases: Callable[[], int] = lambda: 0  # number of leases held
 
 
 class DockPlace(Protocol):
-    """Where a run's dock is."""
+    """The place of a run's dock."""
 
     @property
     def ledger(self) -> str:
-        """Names the dock: what was counted at another does not count here."""
+        """Names the dock: counts of another dock do not count here."""
 
     def connect(self, node: str) -> DockDoor: ...
 
@@ -67,46 +68,47 @@ def _to_nobody(activity: Activity) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """The driver's own ears, for workers in its process."""
+    """Callbacks of the driver, for workers in its process."""
 
     dump: Dump | None = None  # is shown the learner's tensors
-    stop: Callable[[], bool] = _never  # asked between rows of the feed
-    tell: Callable[[Activity], None] = _to_nobody  # hears how far an evaluation is, and may raise to end it
+    stop: Callable[[], bool] = _never  # called between rows of the feed
+    tell: Callable[[Activity], None] = _to_nobody  # receives an evaluation's progress, and may raise to end it
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """All that a process is given to become a worker."""
+    """Everything that makes a process a worker."""
 
     post: Post
     config: Config
     model_path: Path | None
     dock: DockPlace
-    node: str  # whose warehouse it uses
-    host: str  # the address that others reach this node by
-    logs: Path  # where it keeps its log and its counts
+    node: str  # the node whose warehouse it uses
+    host: str  # the address by which others reach this node
+    logs: Path  # folder of its log and its counts
     device: str  # as a recipe names it
     threads: int  # of its numeric libraries
-    dies_alone: bool = True  # without the driver: what it counts of its own work is then kept on file
+    dies_alone: bool = True  # it may die without the driver, so its own counts are kept in a file
     hooks: Hooks = field(default_factory=lambda: Hooks())
 
 
 @dataclass(slots=True)
 class OneProcess:
-    """Where a learner and a rollout worker of one process meet: the one leaves word of what the other copies."""
+    """Where a learner and a rollout worker of one process meet: the learner leaves what rollout is to copy."""
 
     sources: Callable[[], Sources] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WeightLink:
-    """What every member of a link is told. Ranks: the learners' first, as in their world, then the rollout workers'."""
+    """Sent to every member of a link. Ranks: first the learners' in the order of their world, then the rollout
+    workers'."""
 
     token: str
     source: Layout
     target: Layout
     nodes: tuple[int, ...]  # of each rank
-    store: StoreAddress | None = None  # where members of several nodes meet
+    store: StoreAddress | None = None  # the store of members on several nodes
     timeout_s: float = 120.0
     verify: Verify = "sample"
     one_process: OneProcess | None = None  # all members share it, and are rank 0

@@ -1,8 +1,6 @@
-"""Commands: all that the driver asks of a worker, as typed protocols that mypy checks on both sides.
-
-`request(WorkerCommands.begin, 8, None)` is a call that can travel: whoever carries it needs to know no command, and
-what it answers has the method's own type. In one process it is a plain call.
-"""
+"""Commands: everything the driver asks of a worker, as typed protocols that mypy checks on both sides.
+`request(WorkerCommands.begin, 8, None)` is a call that can be sent: a channel needs to know no command, and the answer
+has the method's own type. In one process it is a plain call."""
 
 from __future__ import annotations
 
@@ -24,10 +22,10 @@ R = TypeVar("R")
 
 
 class HostCommands(Protocol):
-    """Answered at once, whatever the worker is at."""
+    """Answered at once, whatever the worker is doing."""
 
     def where(self) -> tuple[str, str]:
-        """The node that it is on, and the address that others reach it by."""
+        """Return the node that it is on, and the address by which others reach it."""
         ...
 
     def build(self, task: Assignment) -> WorkerReady:
@@ -35,17 +33,17 @@ class HostCommands(Protocol):
         ...
 
     def watch(self, seen: int, wait_s: float) -> WorkerReport:
-        """As soon as something the driver waits for has happened since `seen`, at the latest after `wait_s`."""
+        """Report as soon as something the driver waits for has happened since `seen`, at the latest after `wait_s`."""
         ...
 
     def stacks(self) -> str: ...
 
     def look(self) -> str:
-        """Its stacks, seen from outside: it may not be able to answer itself."""
+        """Return its stacks, seen from outside: it may not be able to answer itself."""
         ...
 
     def leave(self, ledger: str) -> None:
-        """The dock is about to end: what is under way there ends at once, instead of waiting for it to come back."""
+        """The dock is about to end: end calls to it at once, instead of waiting for it to come back."""
         ...
 
     def receive(self, version: int) -> MoveReport:
@@ -54,69 +52,69 @@ class HostCommands(Protocol):
 
 
 class WorkerCommands(Protocol):
-    """Carried out one after the other, in the order in which they were sent, between two pieces of work."""
+    """Carried out one after another, in the order in which they were sent, between two pieces of work."""
 
     def work_on(self, stages: tuple[str, ...]) -> None:
-        """Only these are worked on from now on."""
+        """Work only on these stages from now on."""
         ...
 
     def begin(self, first_group: int, tag: str | None) -> None:
-        """A new step for every stage."""
+        """Begin a new step in every stage."""
         ...
 
     def share_among(self, rollouts: int) -> None:
-        """So many workers roll out now."""
+        """Set the number of rollout workers that share the work."""
         ...
 
     def leave_step(self) -> bool:
-        """Stop working on the step, unless a gradient would be wasted; whether it has stopped."""
+        """Stop working on the step, unless a gradient would be lost; return whether it has stopped."""
         ...
 
     def open_step(self, step: int, start: dict[str, Any] | None) -> OpenedStep:
-        """Put the rows of a step, and of those that may begin with it, into the dock. `start`: where the feed is to
-        stand first, for a dock that may lack what was put before."""
+        """Put the rows of a step, and of steps that may begin with it, into the dock. `start`: the data position to
+        begin from, for a dock that may lack earlier rows."""
         ...
 
     def feed_again(self) -> None:
-        """Put rows again whose bytes were lost with a warehouse."""
+        """Put those rows again whose bytes were lost with a warehouse."""
         ...
 
     def feed_state(self) -> dict[str, Any]: ...
 
     def connect(self, dock: DockPlace) -> None:
-        """To a new dock: whatever was held of the old one is forgotten."""
+        """Connect to a new dock, and forget everything held from the old one."""
         ...
 
     def measure(self) -> tuple[Counted, list[tuple[bool, int]]]:
-        """What was counted, and of the samples that could be shown whether their rewards worked, and their ids."""
+        """Return what was counted, and for samples that could be shown whether their rewards worked, and their ids."""
         ...
 
     def write_samples(self, step: int, ids: list[int], file: Path) -> str:
-        """Gives the first error of a reward among them, or ""."""
+        """Write samples for people to look at; return the first error of a reward among them, or ""."""
         ...
 
     def evaluate(self, size: int, samples: int, shown: int) -> Evaluation:
-        """With the first `shown` answers in words."""
+        """Evaluate; the result holds the text of the first `shown` answers."""
         ...
 
     def after_step(self, step: int, measured: dict[str, float]) -> float | None:
-        """Move the reference and its weight; gives the weight where it changes."""
+        """Update the reference and its coefficient; return the coefficient where it changes."""
         ...
 
     def hold_kl(self, coef: float) -> None: ...
 
     def adjust(self, changes: dict[str, float]) -> None:
-        """Hold other values of some settings, by their keys, from now on."""
+        """Change some settings, by their keys, from now on."""
         ...
 
     def save(
         self, folder: Path, step: int, state: dict[str, Any], best: bool, metric: float | None, wait: bool
     ) -> None:
-        """Write a checkpoint; with `wait`, come back when it is on disk."""
+        """Write a checkpoint; with `wait`, return when it is on disk."""
         ...
 
     def settle(self) -> None:
-        """Come back when all that is being written is on disk."""
+        """Return when everything that is being written is on disk."""
         ...
 
     def restore(self, path: Path) -> dict[str, Any]: ...
@@ -126,7 +124,7 @@ class WorkerCommands(Protocol):
     def save_model(self, folder: Path) -> None: ...
 
     def open_store(self, purpose: str) -> StoreAddress:
-        """Where ranks, or the members of a link, meet: until another is opened for the same purpose."""
+        """Open a store for ranks, or for the members of a link, until another is opened for the same purpose."""
         ...
 
     def join_world(self, where: StoreAddress) -> None: ...
@@ -134,7 +132,8 @@ class WorkerCommands(Protocol):
     def join_engine(self, where: StoreAddress) -> None: ...
 
     def describe(self, rank: int, mates: tuple[int, ...]) -> tuple[Layout, Layout]:
-        """How what is sent and what is received lies, for this place in a link; `mates`: those of its engine."""
+        """Return the layouts of what is sent and of what is received, for this rank of a link; `mates`: ranks of its
+        engine."""
         ...
 
     def link(self, link: WeightLink, rank: int) -> None: ...
@@ -142,11 +141,11 @@ class WorkerCommands(Protocol):
     def unlink(self) -> None: ...
 
     def move(self, version: int) -> MoveReport:
-        """Send a version of the weights, receive it in place, or both."""
+        """Send a version of the weights, receive one in place, or both."""
         ...
 
     def take_up(self, version: int) -> None:
-        """Serve the version that has come, from the next token on."""
+        """Serve the version that was received, from the next token on."""
         ...
 
     def version(self) -> int: ...
@@ -156,12 +155,12 @@ class WorkerCommands(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OpenedStep:
-    """What the driver must know of a step whose rows were put into the dock."""
+    """What the driver needs to know about a step whose rows were put into the dock."""
 
     first_group: int
     tag: str | None
-    starts: dict[int, dict[str, Any]]  # where the feed stood before each step that is under way
-    state: dict[str, Any]  # where it stands
+    starts: dict[int, dict[str, Any]]  # data position before each step that is under way
+    state: dict[str, Any]  # data position now
     bad_rows: int
 
 
@@ -177,7 +176,7 @@ class Request(Generic[R]):
         return self.name in DIRECT
 
     def run(self, host: HostCommands | WorkerCommands) -> R:
-        """On the worker that it was sent to. Only what the protocols name can be asked for."""
+        """Run it on the worker that received it. Only commands of the protocols can be requested."""
         if self.name not in DIRECT and self.name not in ORDERED:
             raise ValueError(f"there is no command {self.name!r}")
         answer: R = getattr(host, self.name)(*self.args)

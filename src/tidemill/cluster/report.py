@@ -1,4 +1,4 @@
-"""What workers say to the driver: answers, reports, failures. Plain records, so that any channel can carry them."""
+"""What workers send to the driver: answers, reports, failures. Plain records, so that any channel can carry them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Where ranks meet, and the key that opens it. Whoever has it is let in: hand it over by private means."""
+    """The address of a store of ranks, and its key. The key grants access: send it only over private channels."""
 
     address: str
     key: str = field(repr=False)
@@ -35,17 +35,17 @@ class StoreAddress:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception, as it can be told in another process."""
+    """An exception in a form that can be sent to another process."""
 
     kind: str  # the exception's class
     message: str
     remedy: str = ""
     trace: str = ""
-    is_users: bool = False  # something the user can mend: doing it again would fail again
+    is_users: bool = False  # something the user must fix: a retry would fail again
 
     @staticmethod
     def of(error: BaseException) -> Failure:
-        passing = errors.DockError | errors.ReshardError | errors.CollectiveError  # somebody else was lost
+        passing = errors.DockError | errors.ReshardError | errors.CollectiveError  # another worker was lost
         users = isinstance(error, TidemillError) and not isinstance(error, passing)
         message = error.message if isinstance(error, TidemillError) else f"{type(error).__name__}: {error}"
         remedy = error.remedy if isinstance(error, TidemillError) else ""
@@ -53,7 +53,7 @@ class Failure:
         return Failure(type(error).__name__, message, remedy, trace, users)
 
     def raised(self, who: str) -> TidemillError:
-        """The same error here, saying where it came from."""
+        """Rebuild the error here, with the worker's name in it."""
         kind = getattr(errors, self.kind, TidemillError)
         kind = kind if isinstance(kind, type) and issubclass(kind, TidemillError) else TidemillError
         made: TidemillError = TidemillError.__new__(kind)
@@ -69,12 +69,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """How a worker stands."""
+    """A worker's state."""
 
     name: str
     serial: int  # grows when something happened that the driver waits for
     doing: str  # stage or command under way; "" when idle
-    since_s: float  # how long already
+    since_s: float  # seconds it has been doing that
     moves: int  # pieces of work done so far
     leases: int = 0
     done_group: int = -1  # a learner: the first group of the step that is learned and ended
@@ -88,7 +88,7 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """A worker is built."""
+    """A worker's answer once it is built."""
 
     pid: int
     host: str

@@ -111,7 +111,7 @@ class Page:
 
     def steer(self, run: Run, asked: dict[str, Any]) -> Answer:
         if run.state() != "running":
-            raise ConfigError(f"{run.name} does not run", f"tidemill resume {run.path}")
+            raise ConfigError(f"{run.name} is not running", f"tidemill resume {run.path}")
         if asked.get("kind") == "scale":
             from tidemill.cluster.driver.status import want_rollouts
 

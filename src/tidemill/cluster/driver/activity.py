@@ -1,4 +1,4 @@
-"""What a step is at, in a few words, for whoever watches a run."""
+"""Describes what a step is doing, in a few words, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from tidemill.dock import DockState
 from tidemill.flow.records import Activity
 
 DOING = {  # what a stage is called while it works
-    "reward": "scoring", "reference": "asking the reference", "advantage": "comparing rewards", "learn": "learning",
-    "old_logprobs": "scoring under the old policy", "teacher": "asking the teacher", "values": "asking the critic",
-    "learn_values": "teaching the critic",
-}  # fmt: skip
+    "reward": "scoring",
+    "reference": "scoring under the reference",
+    "advantage": "comparing rewards",
+    "learn": "learning",
+    "old_logprobs": "scoring under the old policy",
+    "teacher": "scoring under the teacher",
+    "values": "computing the critic's values",
+    "learn_values": "training the critic",
+}
 
 
 def what_it_is_at(state: DockState) -> Activity:

@@ -1,8 +1,6 @@
-"""Conducting a step: which stages are open when, and what is done about whoever is lost meanwhile.
-
-`sync` opens one stage after the other, `streamed` and `async` all of them at once. A rollout or reward worker that is
-lost costs its leases; where a step cannot go on it begins again at another dock, before any weight has changed.
-"""
+"""Conducts a step: which stages are open when, and what happens when a worker is lost. `sync` opens one stage after the
+other, `streamed` and `async` all of them at once. A lost rollout or reward worker costs only its leases; where a step
+cannot continue, it begins again at another dock, before any weight has changed."""
 
 from __future__ import annotations
 
@@ -20,9 +18,10 @@ from tidemill.flow.workers import ALL_STAGES, Rewound, Stopped
 if TYPE_CHECKING:
     from tidemill.cluster.driver.driver import Driver
 
-LOOK_S = (0.004, 0.1)  # between looks at the dock: at first, at most
-BESIDE = ("reward",)  # scores in threads of its own, while others work
-ATTEMPTS = 5  # at one step
+LOOK_S = (0.004, 0.1)  # seconds between polls of the dock: at first, at most
+MANY = 1000  # workers; with more of them the driver polls less often, so that its work does not grow
+BESIDE = ("reward",)  # scores in its own threads while others work
+ATTEMPTS = 5  # of one step
 
 
 class Conductor:
@@ -33,12 +32,15 @@ class Conductor:
         self.number = 0
         self.first_group = -1
         self.tag: str | None = None
-        self.refeed = True  # the dock may lack rows of the step: they are put again from where it began
+        self.refeed = True  # the dock may lack rows of the step: put them again from the step's data position
         self._is_fed = False
-        self._start: dict[str, Any] = {}  # where the feed stood when the step began
-        self._broken = ""  # why the step cannot go on as it is
+        self._start: dict[str, Any] = {}  # data position at the beginning of the step
+        self._broken = ""  # why the step cannot continue
         self._lost_rows = 0
-        self._rollouts: list[tuple[str, int, str]] = []  # who shares the rollout, at which dock; all were told
+        self._shared_at: tuple[int, str] | None = None  # the state in which rollout workers were last compared
+        self._rollouts: list[
+            tuple[str, int, str]
+        ] = []  # workers that share the rollout, and their dock, as last announced
         self.moved_at, self._seen = self.pool.starter.now(), ""
 
     # A step
@@ -52,7 +54,7 @@ class Conductor:
                 return
             except WorkerLost as lost:
                 self.driver.check_learners()
-                if self._is_learned():  # what is learned is not learned again
+                if self._is_learned():  # a learned step is not learned again
                     raise Rewound(f"{lost} after the step was learned; back to the newest checkpoint") from lost
                 self.driver.note(f"the step begins again: {lost}")
                 self._begin_again()
@@ -71,7 +73,9 @@ class Conductor:
             self._work_on(())
         self._is_fed = False
         self.driver.feed_state = fed.starts.get(self.number + 1, fed.state)
-        if self.driver.config.algorithm.dynamic_sampling and not self.schedule.lead:  # more than the step's were fed
+        if (
+            self.driver.config.algorithm.dynamic_sampling and not self.schedule.lead
+        ):  # more groups than the step's were fed
             self.driver.feed_state = self.pool.call(self.driver.feeder, request(WorkerCommands.feed_state))
         self._publish()
 
@@ -89,19 +93,20 @@ class Conductor:
         self.first_group, self.tag = fed.first_group, fed.tag
         self.driver.bad_rows = fed.bad_rows
         self._is_fed, self.refeed = True, False
-        for member in self.pool.ready:
+        acting = self.pool.acting
+        for member in acting:
             self._hold_kl(member)
         begin = request(WorkerCommands.begin, self.first_group, self.tag)
         self.pool.call_all(self._learners(), lambda _: begin)
-        for member in self.pool.ready:
-            if member not in self._learners():
+        for member in acting:
+            if not member.post.group.learns:
                 self.pool.send(member, begin)
         return fed
 
     def _one_after_the_other(self, stop: Callable[[], bool]) -> Iterator[str]:
         names = [stage.name for stage in self.driver.graph.stages]
         beside = [name for name in names if name in BESIDE]
-        while not self._is_learned():  # once, unless a stage puts new rows in or rows come back
+        while not self._is_learned():  # one pass, unless a stage puts new rows or rows come back
             for name in names:
                 turn = list(dict.fromkeys([name, *beside]))
                 self._work_on(turn)
@@ -117,7 +122,7 @@ class Conductor:
         if self._is_learned():
             return True
         dock = self.driver.run_dock.dock
-        if "learn" in turn:  # learners say themselves when the step is theirs
+        if "learn" in turn:  # learners report themselves when the step is done
             upstream = [stage.name for stage in self.driver.graph.stages if stage.name != "learn"]
             return any(dock.progress(name).ready for name in upstream)  # rows came back to an earlier stage
         return all(dock.progress(name).is_idle for name in turn)
@@ -129,6 +134,7 @@ class Conductor:
 
     def _until(self, is_over: Callable[[], bool], stop: Callable[[], bool]) -> None:
         pause = LOOK_S[0]
+        most_s = LOOK_S[1] * max(1.0, len(self.pool.members) / MANY)
         dock, is_stuck = self.driver.run_dock.dock, False
         while True:
             self.driver.check_learners()
@@ -153,12 +159,16 @@ class Conductor:
             if state.lost > self._lost_rows:
                 self._lost_rows = state.lost
                 self.pool.send(self.driver.feeder, request(WorkerCommands.feed_again))
-            pause = LOOK_S[0] if self._has_moved(state) else min(LOOK_S[1], pause * 1.3)
+            pause = LOOK_S[0] if self._has_moved(state) else min(most_s, pause * 1.3)
             self.pool.pump(pause)
             is_stuck = self.pool.starter.is_stuck
 
     def _share_rollout(self) -> None:
-        """Whoever rolls out takes a share; how large tells how many there are."""
+        """Tell rollout workers how many share the work; each takes its share."""
+        seen = self.pool.changes, self.driver.run_dock.place.ledger
+        if seen == self._shared_at:
+            return
+        self._shared_at = seen
         members = self.pool.engines(self.pool.wiring.engines.name)
         now = [(m.name, m.incarnation, m.dock) for m in members]
         if now != self._rollouts:
@@ -167,9 +177,9 @@ class Conductor:
                 self.pool.send(member, request(WorkerCommands.share_among, len(members)))
 
     def _has_moved(self, state: DockState) -> bool:
-        """Whether anything has changed since the last look; after too long without, the run says who waits."""
+        """Say whether anything has changed since the last call; after too long without, report who waits."""
         stages = [(c.ready, c.leased, c.done) for c in state.stages.values()]
-        seen = repr((stages, state.ended, [m.report.moves if m.report else -1 for m in self.pool.members.values()]))
+        seen = repr((stages, state.ended, self.pool.moves, self.pool.changes))
         now = self.pool.starter.now()
         if seen != self._seen:
             self._seen, self.moved_at = seen, now
@@ -180,7 +190,7 @@ class Conductor:
         return False
 
     def _leave(self) -> bool:
-        """Whether the step could be left: no learner has begun with it."""
+        """Try to leave the step; False when a learner has begun with it."""
         told = self.pool.call_all(self._learners(), lambda _: request(WorkerCommands.leave_step))
         if not all(told.values()):
             self._work_on(self.open)
@@ -195,8 +205,9 @@ class Conductor:
 
     def _work_on(self, stages: Iterable[str]) -> None:
         self.open = tuple(stages)
-        for member in self.pool.ready:
-            self.pool.send(member, request(WorkerCommands.work_on, self.open))
+        opened = request(WorkerCommands.work_on, self.open)
+        for member in self.pool.acting:
+            self.pool.send(member, opened)
 
     def _publish(self) -> None:
         version = self.driver.publisher.publish()
@@ -207,12 +218,12 @@ class Conductor:
         self.driver.new_dock()
 
     def welcome(self, member: Member) -> None:
-        """A worker has come (back): it takes part in what is under way."""
+        """Let a worker that has come up take part in the step."""
         if member.post.feeds:
             self.refeed = True
             if self._is_fed and self.driver.config.algorithm.dynamic_sampling:
-                self._broken = f"{member.name} was lost with its place in the data"
-            elif self._is_fed:  # rows that the dock has are not entered twice
+                self._broken = f"{member.name} was lost with its data position"
+            elif self._is_fed:  # rows that the dock has are not added twice
                 self.pool.send(member, request(WorkerCommands.open_step, self.number, self._start))
         self._hold_kl(member)
         if self._is_fed:
@@ -220,6 +231,6 @@ class Conductor:
         self.pool.send(member, request(WorkerCommands.work_on, self.open))
 
     def _hold_kl(self, member: Member) -> None:
-        """A divergence's weight that is steered lies with the learners; advantages may be made elsewhere."""
+        """Pass a KL coefficient that adapts from the learners to where advantages are computed."""
         if self.driver.kl_coef is not None:
             self.pool.send(member, request(WorkerCommands.hold_kl, self.driver.kl_coef))

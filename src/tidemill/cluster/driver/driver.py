@@ -1,13 +1,11 @@
 """The driver of a run: the loop's side of all workers, wherever they are. It starts, watches, conducts and counts.
-
-Samples go from worker to worker through the dock, weights over links between learner and rollout. What comes here is
-counts, positions and states.
-"""
+Samples travel from worker to worker through the dock, weights over links between learner and rollout. Only counts,
+positions and states come here."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,10 +34,10 @@ from tidemill.observe import health
 from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe.config import Config
 
-MOST_STALLS = 3  # in one run; a run that stands still again and again is ended
+MOST_STALLS = 3  # in one run; a run that keeps stalling is ended
 STATUS_S = 1.0
-SETTLE_S = 120.0  # for checkpoints that are being written when the run ends
-SHOWN_ANSWERS = 32  # of an evaluation: for people to look at
+SETTLE_S = 120.0  # for checkpoints still being written when the run ends
+SHOWN_ANSWERS = 32  # of an evaluation, shown to people
 R = TypeVar("R")
 
 
@@ -70,18 +68,18 @@ class Driver:
         self.publisher = Publisher(self.pool, config, self.check_learners)
         self.parameters = self.bad_rows = self.stalls = 0
         self.stall_s = 2 * config.flow.lease_s if starter.is_here else config.cluster.stall_s
-        self.kl_coef: float | None = None  # where it is steered: whoever comes (back) is told
+        self.kl_coef: float | None = None  # where it adapts: workers that start (again) get it
         self.feed_state: dict[str, Any] = {}
         self._first_feed: dict[str, Any] = {}
         self._history: list[dict[str, float]] = []
         self._warned: set[str] = set()
-        self._lost_samples: dict[str, int] = {}  # as the dock had counted them when it was last asked
-        self._shown: dict[str, list[tuple[bool, int]]] = {}  # samples that could be shown, by who has them
+        self._lost_samples: dict[str, int] = {}  # the dock's counts at the last call
+        self._shown: dict[str, list[tuple[bool, int]]] = {}  # samples that could be shown, by the worker that has them
         self.is_up = False
         self._lost_learner = ""
         self._end_stacks: Callable[[], None] = lambda: None
-        self.stop: Callable[[], bool] = lambda: False  # while a step is fed
-        self.tell: Callable[[Activity], None] = lambda activity: None  # while an evaluation goes on
+        self.stop: Callable[[], bool] = lambda: False  # called while a step is fed
+        self.tell: Callable[[Activity], None] = lambda activity: None  # called during an evaluation
         self._dump = (
             Dump(self.path, config.observe.dump, [s.name for s in graph.stages]) if config.observe.dump else None
         )
@@ -106,7 +104,7 @@ class Driver:
         self._first_feed = self.feed_state = self.pool.call(self.feeder, request(WorkerCommands.feed_state))
 
     def _come_up(self) -> None:
-        """Until everybody is there, the ranks know one another, and rollout has the learner's weights."""
+        """Wait until all workers are up, the ranks are joined, and rollout has the learner's weights."""
         while True:
             self.pool.wait_ready(list(self.pool.members))
             try:
@@ -123,7 +121,7 @@ class Driver:
         for member in self.pool.learners():
             if member.handle is not None:
                 member.handle.kill()
-            member.become("lost", self.starter.now())
+            self.pool.become(member, "lost")
             self.pool.again(member)
         self._lost_learner = ""
 
@@ -133,7 +131,7 @@ class Driver:
 
     @property
     def first_token_s(self) -> float | None:
-        """When, since the epoch, the first token of a training sample was made."""
+        """Return when the first token of a training sample was made, in seconds since the epoch."""
         times = [m.report.first_token_s for m in self.pool.members.values() if m.report is not None]
         return min((t for t in times if t is not None), default=None)
 
@@ -151,7 +149,7 @@ class Driver:
             node=member.node,
             host=member.host,
             logs=self.pool.logs,
-            device=config.device if is_here else config.device.partition(":")[0],  # which one, its starter has decided
+            device=config.device if is_here else config.device.partition(":")[0],  # its starter has decided which one
             threads=config.threads or threads,
             dies_alone=not is_here,
             hooks=Hooks(self._dump, lambda: self.stop(), lambda activity: self.tell(activity)) if is_here else Hooks(),
@@ -182,14 +180,14 @@ class Driver:
             if not self._lost_learner:
                 others = [m for m in self.pool.learners() if m is not member]
                 late, words = stall.blame(others, float("inf")) if "imed out" in why else (None, "")
-                if late is not None:  # the one that gave up is not the one that hangs
+                if late is not None:  # the rank that gave up is not the one that hangs
                     stall.report(self.pool, self.pool.logs, [words])
                 self._lost_learner = words or f"{member.name} is lost: {why.splitlines()[0]}"
             return False
-        return True  # its leases run out by themselves
+        return True  # its leases expire by themselves
 
     def check_learners(self) -> None:
-        """Raise when a rank was lost: its weights went with it."""
+        """Raise when a rank was lost, because its weights went with it."""
         if self._lost_learner:
             raise Rewound(f"{self._lost_learner}; the learners start again from the newest checkpoint")
 
@@ -200,10 +198,11 @@ class Driver:
         self._come_up()
         self.feed_state, self.conductor.refeed = self._first_feed, True
         kl = self.config.algorithm.kl
-        self.kl_coef = kl.coef if kl.target is not None else None  # workers that stayed hold one that was steered
+        self.kl_coef = kl.coef if kl.target is not None else None  # workers that stayed hold an adapted one
 
     def stalled(self, state: DockState, seconds: float) -> None:
-        """Nothing has moved for long: say who waits for whom; who hangs is replaced, else the step begins again."""
+        """Nothing has moved for long: report who waits for whom; replace a worker that hangs, else begin the step
+        again."""
         if self.starter.is_here:
             waits = "; ".join(f"{name}: {c.ready} ready, {c.leased} leased" for name, c in state.stages.items())
             raise TidemillError(
@@ -220,7 +219,7 @@ class Driver:
         if found.culprit is not None:
             self.pool.lose(self.pool.members[found.culprit], found.why)
         else:
-            raise WorkerLost("nothing moves and nobody is at work")
+            raise WorkerLost("nothing moves and no worker is busy")
 
     def look(self, state: DockState | None = None, is_over: bool = False) -> None:
         """Write status.json, if it is time for it or `state` is None, and let workers join and leave."""
@@ -228,18 +227,19 @@ class Driver:
             self.status.write(state, is_over)
 
     def mend_stores(self) -> None:
-        """A node's warehouse is gone, with what lay in it: the dock hears of it at once, and who is left there gets
-        another."""
+        """Report a node's lost warehouse to the dock at once, and give the workers left on the node another one."""
         for node in self.starter.lost_stores():
             self.note(f"the warehouse of node {node[:8]} is lost")
             self.run_dock.lose(node)
             there = [m for m in self.pool.ready if m.node == node]
             if there:
-                with contextlib.suppress(TidemillError):  # the node itself is gone: its workers will be missed too
+                with contextlib.suppress(
+                    TidemillError
+                ):  # the node itself is gone: its workers will be found missing, too
                     self.run_dock.store(there[0])
 
     def new_dock(self) -> None:
-        """Leave the dock with all that is in it, and meet at another."""
+        """Leave the dock with all that is in it, and connect everyone to another."""
         for member in self.pool.ready:
             if member.handle is not None:
                 member.handle.call(request(HostCommands.leave, member.dock))
@@ -263,16 +263,16 @@ class Driver:
         self.pool.step_made()
 
     def adjust(self, changes: Mapping[str, float]) -> str:
-        """Between two steps, on every worker; those that come later are built with the changed config."""
+        """Change settings between two steps, on every worker; later workers are built with the changed config."""
         if self.starter.is_here and self.config.learn.parallel.ranks > 1:
-            return "ranks of a learner in one process cannot be changed while they run: cluster.executor=processes can"
+            return "ranks of cluster.executor=local cannot change settings during a run; those of processes can"
         if not (why := refusal(self.config, changes)):
             self.config = adjusted(self.config, changes)
             self._from_all(request(WorkerCommands.adjust, dict(changes)))
         return why
 
     def measure(self) -> dict[str, float]:
-        told = self._from_all(request(WorkerCommands.measure))
+        told = self._from_all(request(WorkerCommands.measure), self.pool.acting)
         self._shown = {name: ids for name, (_, ids) in told.items()}
         of_samples = Counted.of_samples(self.run_dock.dock.counted())
         measured = together([*(counted for counted, _ in told.values()), of_samples])
@@ -285,15 +285,15 @@ class Driver:
         return measured
 
     def _newly_lost(self) -> dict[str, float]:
-        """Samples that the dock refused for their age, and leases that ran out, since this was last asked."""
+        """Count samples that the dock refused for their age, and leases that expired, since the last call."""
         state = self.run_dock.dock.state()
         now = {"stale_samples": state.stale, "expired_leases": state.expired}
         before, self._lost_samples = self._lost_samples, now
         return {name: float(max(0, count - before.get(name, 0))) for name, count in now.items()}
 
-    def _from_all(self, asked: Request[R]) -> dict[str, R]:
-        """The answers of all who are there; one that is lost meanwhile has no word."""
-        futures = {m.name: self.pool.send(m, asked) for m in self.pool.ready}
+    def _from_all(self, asked: Request[R], members: Sequence[Member] | None = None) -> dict[str, R]:
+        """Collect the answers of all workers, or of these; one that is lost meanwhile is left out."""
+        futures = {m.name: self.pool.send(m, asked) for m in (self.pool.ready if members is None else members)}
         told = {}
         deadline = self.starter.now() + self.config.cluster.stall_s
         for name, future in futures.items():
@@ -306,7 +306,7 @@ class Driver:
         return told
 
     def _give_up_late(self, name: str, command: str, deadline: float) -> None:
-        """One that answers when it is watched, but hangs in its work, is not waited for without end."""
+        """Give up a worker that reports but hangs in its work, instead of waiting for it for ever."""
         member = self.pool.members.get(name)
         if self.starter.now() < deadline or member is None or member.state != "ready":
             return
@@ -314,11 +314,11 @@ class Driver:
         self.pool.lose(member, f"{why}{self.pool.examine(why)}")
 
     def after_step(self, step: int, measured: dict[str, float]) -> list[str]:
-        told = self._from_all(request(WorkerCommands.after_step, step, dict(measured)))
+        told = self._from_all(request(WorkerCommands.after_step, step, dict(measured)), self.pool.acting)
         coefs = [c for c in told.values() if c is not None]
         if coefs:
             measured["kl_coef"] = self.kl_coef = coefs[0]
-        if "curriculum" in self.feed_state:  # it grew harder with the step
+        if "curriculum" in self.feed_state:  # the curriculum changed with the step
             self.feed_state = self.pool.call(self.feeder, request(WorkerCommands.feed_state))
         self._history.append(measured)
         fresh = [sign for sign in health.signs(self._history) if sign.sign not in self._warned]
@@ -326,7 +326,7 @@ class Driver:
         return [sign.sentence for sign in fresh]
 
     def write_samples(self, step: int) -> str:
-        """Who has a sample writes it; the driver chooses by id alone, those first on which a reward failed."""
+        """Let each worker write its own samples; the driver chooses them by id, those with a failed reward first."""
         owner = {sample: name for name, shown in self._shown.items() for sample in shown}
         chosen = sorted(owner)[: self.config.observe.samples_per_step]
         errors = []
@@ -344,7 +344,7 @@ class Driver:
 
     def evaluate(self, size: int, samples: int, tell: Callable[[Activity], None] = lambda activity: None) -> Evaluation:
         self.tell = tell
-        # A running mean of the weights is the learner's own.
+        # a running mean of the weights belongs to the learner
         group = LEARNER if self.config.learn.ema else self.wiring.engines.name
         while True:
             self.check_learners()
@@ -359,7 +359,7 @@ class Driver:
                 self.note(f"evaluation begins again: {lost}")
 
     def _evaluated(self, member: Member, size: int, samples: int) -> Evaluation:
-        """However long it takes, as long as tokens are made, or answers judged."""
+        """Wait however long it takes, as long as tokens are made or answers are judged."""
         shown = size if self.starter.is_here else SHOWN_ANSWERS
         future = self.pool.send(member, request(WorkerCommands.evaluate, size, samples, shown))
         moves, moved_at = -1, self.starter.now()
@@ -403,7 +403,7 @@ class Driver:
         self.pool.call(self._holder(), request(WorkerCommands.save_model, folder.resolve()))
 
     def _holder(self) -> Member:
-        """Who has a whole model, as it is learned now."""
+        """Return a worker that has the whole current model."""
         if self.wiring.is_colocated or not self.wiring.learners.is_cut:
             return self.pool.learners()[0]
         while not (ready := self.pool.engines(ROLLOUT)) or self.publisher.newcomers():
@@ -413,7 +413,7 @@ class Driver:
         return ready[0]
 
     def _settle(self) -> None:
-        """Whatever ends the run, a checkpoint that is under way is finished."""
+        """Finish a checkpoint that is being written, whatever ends the run."""
         if self.is_up and not self._lost_learner:
             try:
                 self.pool.call_all(self.pool.learners(), lambda _: request(WorkerCommands.settle), SETTLE_S)
@@ -423,7 +423,7 @@ class Driver:
     def close(self) -> None:
         self._settle()
         if self.is_up and self.conductor.number >= self.config.train.steps:
-            with contextlib.suppress(OSError):  # a full disk does not keep workers from being ended
+            with contextlib.suppress(OSError):  # a full disk must not keep workers from being ended
                 self.look(is_over=True)
         self.pool.close()
         self._end_stacks()
@@ -433,8 +433,8 @@ class Driver:
 
 
 def feed_of(state: dict[str, Any]) -> dict[str, Any]:
-    """Where the feed stood before the first step that is to be made. Checkpoints that hold a dock's rows stood after
-    the steps ahead, whose samples are made again."""
+    """Return the data position before the first step to be made. Older checkpoints, which held the dock's rows,
+    stood after the steps ahead, whose samples are made again."""
     feed: dict[str, Any] = state["feed"]
     if not state.get("ahead"):
         return feed

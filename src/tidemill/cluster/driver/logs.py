@@ -1,4 +1,4 @@
-"""One stream of what all workers print: each line with its role and rank, repeated ones counted instead of repeated."""
+"""One stream of all workers' output: each line with its role and rank; repeated lines are counted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 LOOK_S = 0.5
-QUIET_S = 5.0  # a line that came before is held back this long, and then told with how often it came
+QUIET_S = 5.0  # a repeated line is held back this long, and then printed with its count
 STREAM = "all.log"
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?")
 
@@ -32,7 +32,7 @@ class LogStream:
         self._out.close()
 
     def say(self, text: str) -> None:
-        """A line of the driver's own."""
+        """Write a line of the driver's own."""
         self._write("driver", text)
 
     def _follow(self) -> None:

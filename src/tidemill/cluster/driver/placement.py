@@ -17,7 +17,7 @@ class PlacementError(ConfigError):
 
 
 def accelerator_of(config: Config, nodes: Sequence[Resources]) -> str | None:
-    """The resource that a worker with a model asks for: of the device the recipe names, or of what the cluster has."""
+    """Return the resource that a worker with a model requests: the recipe's device, or what the cluster has."""
     kind = config.device.partition(":")[0]
     if kind == "auto":
         have = [r for r in device.RESOURCES.values() if any(node.get(r, 0) > 0 for node in nodes)]
@@ -29,7 +29,7 @@ def accelerator_of(config: Config, nodes: Sequence[Resources]) -> str | None:
 
 
 def check(wiring: Wiring, nodes: Sequence[Resources], wanted: Cluster) -> None:
-    """Refuse a placement that the cluster cannot hold: what is missing, and what would fit."""
+    """Refuse a placement that the cluster cannot hold; say what is missing and what would fit."""
     missing = shortage(wiring, nodes)
     if not missing:
         return
@@ -43,7 +43,7 @@ def check(wiring: Wiring, nodes: Sequence[Resources], wanted: Cluster) -> None:
 
 
 def shortage(wiring: Wiring, nodes: Sequence[Resources]) -> list[Post]:
-    """Processes for which no node has room, largest needs placed first."""
+    """Return processes for which no node has room, placing the largest needs first."""
     room = [dict(node) for node in nodes]
     missing = []
     for post in sorted(wiring.posts, key=lambda p: -sum(v for k, v in p.group.needs if k != "CPU")):
@@ -67,8 +67,8 @@ def _advice(wiring: Wiring, nodes: Sequence[Resources], wanted: Cluster) -> str:
 
 
 def _smaller(wiring: Wiring, wanted: Cluster) -> Iterator[tuple[Wiring, str]]:
-    """Placements that ask for less, those that give up least first."""
-    is_cut = wiring.learners.is_cut  # then all parts are needed
+    """List placements that need less, those that give up least first."""
+    is_cut = wiring.learners.is_cut  # all ranks are needed then
     own = wiring.group(ROLLOUT)
     tp = own.engine_ranks if own is not None else 1
     sizes = {

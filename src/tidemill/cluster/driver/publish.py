@@ -1,4 +1,5 @@
-"""Publishing: the driver's part of the weight flow. It says who is on a link and when to move; no weight passes it."""
+"""Publishing: the driver's part of the weight flow. It decides who is on a link and when to move; no weights pass
+through it."""
 
 from __future__ import annotations
 
@@ -14,58 +15,63 @@ from tidemill.errors import TidemillError
 from tidemill.flow.schedule import schedule_of
 from tidemill.recipe.config import Config
 
-ATTEMPTS = 8  # to bring a version to whoever lives
+ATTEMPTS = 8  # to bring a version to the workers that live
 
 
 class Publisher:
-    """`check` raises when a learner was lost: there is nothing to publish then."""
+    """`check` raises when a learner was lost: then there is nothing to publish."""
 
     def __init__(self, pool: WorkerPool, config: Config, check: Callable[[], None]) -> None:
         self.pool, self.check = pool, check
         self.timeout_s, self.verify = config.cluster.collective_s, config.reshard.verify
-        self.serves_on = schedule_of(config).serves_on  # rollout is at work while weights come
+        self.serves_on = schedule_of(config).serves_on  # rollout works while weights arrive
         self.version = -1
         self.checked = 0.0  # blocks whose checksums were compared
         self.seconds = 0.0
         self._linked: tuple[tuple[str, int], ...] = ()  # names and incarnations on the link
         self._served: dict[str, tuple[int, int]] = {}  # rollout worker → its incarnation and the version it has
-        self._met: dict[int, tuple[int, ...]] = {}  # engine of several ranks → the incarnations that have met
+        self._all_served: tuple[int, int, int] | None = None  # the state in which no worker lacked the version
+        self._met: dict[int, tuple[int, ...]] = {}  # engine of several ranks → the incarnations that have joined
 
     def publish(self) -> int:
-        """The learner's weights, whatever version they are now, to every engine that is there."""
+        """Send the learner's current weights to every engine."""
         self.version = self.pool.call(self.pool.learners()[0], request(WorkerCommands.version))
         self.bring(self._engines())
         return self.version
 
     def newcomers(self) -> list[Member]:
-        """Rollout workers that are up but lack the version that is served."""
-        if self.pool.wiring.is_colocated:
+        """List rollout workers that are up but lack the current version."""
+        now = self.pool.changes, self.version, len(self._served)
+        if self.pool.wiring.is_colocated or now == self._all_served:
             return []
-        return [m for m in self._engines() if self._served.get(m.name) != (m.incarnation, self.version)]
+        found = [m for m in self._engines() if self._served.get(m.name) != (m.incarnation, self.version)]
+        if not found:
+            self._all_served = now
+        return found
 
     def _engines(self) -> list[Member]:
-        """All ranks of the engines that are whole."""
+        """List all ranks of engines that are complete."""
         group = self.pool.wiring.engines
         if group.learns:
             return self.pool.learners()
-        return [m for m in self.pool.of(group.name) if self.pool.is_complete(m)]
+        return self.pool.complete(self.pool.of(group.name))
 
     def forget(self) -> None:
-        """The learners are new processes: nothing that was linked or served counts."""
-        self._linked, self._served = (), {}
+        """Forget all links and versions, because the learners are new processes."""
+        self._linked, self._served, self._all_served = (), {}, None
 
     def bring(self, wanted: Sequence[Member]) -> None:
-        """To those of `wanted` that live; who dies on the way is left out and the rest is served again."""
+        """Send to those of `wanted` that live; when one dies on the way, send again without it."""
         last = ""
         for _ in range(ATTEMPTS):
             self.check()
-            alive = [m for m in wanted if m.state == "ready" and self.pool.is_complete(m)]
+            alive = self.pool.complete(m for m in wanted if m.state == "ready")
             if not alive:
                 return
             learners = self.pool.learners()
             if gone := [m.name for m in learners if m.state != "ready"]:
                 raise WorkerLost(f"{', '.join(gone)} is lost: there is nothing to publish")
-            members = [*learners, *(m for m in alive if m not in learners)]
+            members = [*learners, *(m for m in alive if not m.post.group.learns)]
             try:
                 self._meet(alive)
                 self._move(members)
@@ -81,7 +87,7 @@ class Publisher:
         raise TidemillError(f"weights version {self.version} could not be brought to rollout: {last}", "see the logs")
 
     def _move(self, members: Sequence[Member]) -> None:
-        """Where engines read the learner's own tensors there is nothing to send."""
+        """Announce a new version where engines read the learner's own tensors: nothing is sent."""
         if self.pool.wiring.shares_tensors:
             return
         self._link(members)
@@ -90,13 +96,13 @@ class Publisher:
         self.seconds = max(t.seconds for t in told.values())
 
     def _order_of(self, member: Member) -> Request[MoveReport]:
-        """An engine that goes on serving writes the version aside; all others stand still."""
+        """Choose the command: an engine that continues serving writes the version aside; all others stop for it."""
         if self.serves_on and not member.post.group.learns:
             return request(HostCommands.receive, self.version)
         return request(WorkerCommands.move, self.version)
 
     def _meet(self, members: Sequence[Member]) -> None:
-        """The ranks of an engine become one, once. Learners, whose world is one already, have done so."""
+        """Join the ranks of each engine, once. Learners' engines share the learners' world, which exists already."""
         for leader in members:
             post = leader.post
             if post.group.learns or post.group.engine_ranks == 1 or not post.leads:
@@ -109,8 +115,8 @@ class Publisher:
                 where = self.pool.call(leader, request(WorkerCommands.open_store, "engine"))
                 joined = request(WorkerCommands.join_engine, where)
                 self.pool.call_all(mates, lambda _, joined=joined: joined, self.timeout_s + 5)  # type: ignore[misc]
-            except WorkerLost as lost:  # a process does not join twice: all of them start again
-                self.pool.lose(leader, f"the ranks of its engine did not meet: {lost}")
+            except WorkerLost as lost:  # a process cannot join twice: all of them start again
+                self.pool.lose(leader, f"the ranks of its engine did not join: {lost}")
                 raise
             self._met[post.engine] = now
 

@@ -1,7 +1,5 @@
-"""Stacks of workers on other hosts: asked for on their own node, through the Ray that placed them there.
-
-The run's driver takes no part, so this works too while it waits or hangs.
-"""
+"""Stacks of workers on other hosts: requested on their own node, through the Ray that placed them. The run's driver
+takes no part, so this also works while it waits or hangs."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ if TYPE_CHECKING:
     from tidemill.cluster.driver.status import WorkerStatus
 
 KNOCK_S = 3.0  # for Ray to answer at all
-REACH_S = 40.0  # for a node's answer: a process is started there, and each worker may take a while to show its stacks
+REACH_S = 40.0  # for a node's answer: a process is started there, and each worker may take a while to dump its stacks
 
 
 def stacks(address: str, workers: Sequence[WorkerStatus], logs: Path) -> dict[str, str]:
-    """By worker. Of one that cannot be reached, why not."""
+    """Return stacks by worker, or why a worker cannot be reached."""
     try:
         with _connected(address) as ray:
             return _asked(ray, workers, logs)
@@ -56,7 +54,7 @@ def _asked(ray: Any, workers: Sequence[WorkerStatus], logs: Path) -> dict[str, s
 
 
 def _look(pids: list[tuple[int, str]]) -> list[str]:
-    """On the node itself."""
+    """Run on the node itself."""
     from tidemill.cluster.driver import status
 
     return [status.stacks_of(pid, Path(file)) for pid, file in pids]

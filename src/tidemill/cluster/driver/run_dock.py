@@ -1,5 +1,5 @@
-"""The dock at which a run's workers meet: one of this process, or one of processes of its own, which is opened while
-the workers start, and which another replaces when a step begins again."""
+"""A run's dock: in this process, or in processes of its own. The latter is opened while the workers start, and
+replaced by another when a step begins again."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 class RunDock(Protocol):
     @property
     def dock(self) -> Dock:
-        """The driver's own way in."""
+        """The driver's own connection."""
 
     @property
     def place(self) -> DockPlace:
-        """What workers are told."""
+        """The address for workers."""
 
     def store(self, member: Member) -> None:
-        """A warehouse where the member is, unless there is one."""
+        """Start a warehouse on the member's node, unless there is one."""
 
     def lose(self, node: str) -> None:
-        """A node's warehouse is gone, with what lay in it."""
+        """Report that a node's warehouse is gone, with its bytes."""
 
     def renew(self) -> None:
-        """Leave the dock with all that is in it, for another."""
+        """Replace the dock, with all that is in it, by another."""
 
     def close(self) -> None: ...
 
 
 class OwnRunDock:
-    """Of this process. `dump` sees all that goes through it."""
+    """A dock in this process. `dump` sees everything that passes through it."""
 
     def __init__(self, config: Config, graph: Graph, dump: Dump | None) -> None:
         from tidemill.cluster.start.local import OwnDock
@@ -60,10 +60,10 @@ class OwnRunDock:
         self.place: DockPlace = OwnDock(self.dock)
 
     def store(self, member: Member) -> None:
-        """Its bytes are on this process's heap."""
+        """Do nothing: its bytes are on this process's heap."""
 
     def lose(self, node: str) -> None:
-        """It is not lost without this process."""
+        """Do nothing: it cannot be lost without this process."""
 
     def renew(self) -> None:
         raise NotImplementedError("a step in one process does not begin again")
@@ -94,7 +94,7 @@ class ServedRunDock:
         self._opened = self._background.submit(self._open)
 
     def _open(self) -> tuple[DockServer, RemoteDock]:
-        """A dock of its own: nothing of an earlier one is left in it."""
+        """Open a new dock, empty of anything from an earlier one."""
         from tidemill.dock.client import RemoteDock
         from tidemill.dock.server import DockServer, remove_dock
 

@@ -1,4 +1,4 @@
-"""When nothing moves: who waits for whom, since when, with the stacks of all of them; and whose fault it may be."""
+"""Examines a stall: who waits for whom and since when, with everybody's stacks, and who may be the cause."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tidemill.cluster.report import WorkerReport
 from tidemill.dock import DockState
 from tidemill.observe.lock import lives
 
-ASK_S = 3.0  # for a worker's own stacks, before it is looked at from outside
-LOOK_S = 20.0  # for a look from outside on another machine
+ASK_S = 3.0  # for a worker's own stacks, before an attempt from outside
+LOOK_S = 20.0  # for stacks from outside on another machine
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
     sentences: tuple[str, ...]
-    file: Path  # the whole of it, with stacks
-    culprit: str | None  # who hangs, if somebody does
+    file: Path  # the whole report, with stacks
+    culprit: str | None  # the worker that hangs, if any
     why: str = ""
 
 
@@ -40,7 +40,8 @@ def examine(pool: WorkerPool, state: DockState, seconds: float) -> Stall:
 
 
 def blame(members: Sequence[Member], seconds: float) -> tuple[str | None, str]:
-    """A rank that others wait for in an operation; else whoever has been at one thing for as long as nothing moved."""
+    """Find a rank that others wait for in an operation; else a worker that has done one thing for as long as nothing
+    moved."""
     reports = [(m, m.report) for m in members if m.state == "ready" and m.report is not None]
     for peers in _worlds(reports):
         waiting = [r for _, r in peers if r.operation]
@@ -56,15 +57,15 @@ def blame(members: Sequence[Member], seconds: float) -> tuple[str | None, str]:
     for m, r in reports:
         age = r.since_s + time.monotonic() - m.heard
         if r.doing and age > 0.8 * seconds:
-            return m.name, f"{m.name} has been at {r.doing} for {age:.0f} s"
+            return m.name, f"{m.name} has been doing {r.doing} for {age:.0f} s"
     silent = [m for m in members if m.state == "ready" and time.monotonic() - m.heard > 0.8 * seconds]
     if silent:
-        return silent[0].name, f"{silent[0].name} has said nothing for {time.monotonic() - silent[0].heard:.0f} s"
+        return silent[0].name, f"{silent[0].name} has not reported for {time.monotonic() - silent[0].heard:.0f} s"
     return None, ""
 
 
 def _worlds(reports: Sequence[tuple[Member, WorkerReport]]) -> list[list[tuple[Member, WorkerReport]]]:
-    """Who waits for whom in operations: the learners for one another, the ranks of an engine likewise."""
+    """Group workers that wait for each other in operations: the learners, and the ranks of each engine."""
     found: dict[str, list[tuple[Member, WorkerReport]]] = {}
     for member, told in reports:
         if world := status.world_of(member):
@@ -73,7 +74,7 @@ def _worlds(reports: Sequence[tuple[Member, WorkerReport]]) -> list[list[tuple[M
 
 
 def report(pool: WorkerPool, logs: Path, head: Sequence[str]) -> Path:
-    """Everybody's stacks in one file."""
+    """Write everybody's stacks into one file."""
     logs.mkdir(parents=True, exist_ok=True)
     number = len(list(logs.glob("stall-*.txt"))) + 1
     file = logs / f"stall-{number}.txt"
@@ -92,17 +93,17 @@ def _told(asked: Future[Any] | None, deadline: float, member: Member, logs: Path
         return "no process"
     try:
         return str(asked.result(max(0.0, deadline - time.monotonic())).value)
-    except Exception as error:  # a worker that hangs in a call that keeps the interpreter, or is gone
+    except Exception as error:  # it hangs in a call that holds the interpreter, or is gone
         return _from_outside(member, logs) or f"no answer: {error}"
 
 
 def _from_outside(member: Member, logs: Path) -> str:
-    """What its process is at, asked of its own machine; "" when it is not there any more."""
+    """Return its process's stacks, requested on its own machine; "" when the process is gone."""
     if status.is_own(member.host):
         there = member.pid and lives(member.pid)
         return status.stacks_of(member.pid, logs / f"{member.name}.stacks") if there else ""
     assert member.handle is not None
     try:
         return str(member.handle.call(request(HostCommands.look)).result(LOOK_S).value)
-    except Exception:  # its machine does not answer either
+    except Exception:  # its machine does not answer, either
         return ""

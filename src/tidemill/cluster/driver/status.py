@@ -1,4 +1,4 @@
-"""What a run on workers of its own is doing: written by its driver every second or so, read by `tidemill status`."""
+"""The status of a run on workers: written by its driver every second or so, read by `tidemill status`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 FILE = "status.json"
 WANTED = "rollouts.wanted"
 STACKS_S = 15.0
-SILENT_S = 10.0  # after which it is told: workers are heard of every second or so
-NO_WORD_S = 60.0  # from a driver on another machine, whose process cannot be looked for
+SILENT_S = 10.0  # silence is reported after this: workers report every second or so
+NO_WORD_S = 60.0  # of a driver on another machine, whose process cannot be checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class WorkerStatus:
     waits_in: str = ""  # an operation with other ranks
     error: str = ""
     world: str = ""  # with whom: the learners, or the ranks of one engine
-    silent_s: float = 0.0  # since it was last heard of
+    silent_s: float = 0.0  # since its last report
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,14 @@ class RunStatus:
     workers: tuple[WorkerStatus, ...] = ()
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
     lost: int = 0
-    ray: str = ""  # its address, where the workers are Ray's
+    ray: str = ""  # Ray's address, where Ray placed the workers
     home: str = ""  # the driver's node
-    logs: str = ""  # the folder, as workers know it
+    logs: str = ""  # the run's folder, as workers know it
     is_over: bool = False  # all steps are made
 
 
 def want_rollouts(folder: Path, count: int) -> None:
-    """Leave word for the driver: so many rollout workers from now on."""
+    """Ask the driver for this many rollout workers from now on."""
     found = read(folder)
     if not any(w.name.startswith(f"{ROLLOUT}-") for w in found.workers):
         raise ConfigError(
@@ -77,9 +77,7 @@ def want_rollouts(folder: Path, count: int) -> None:
             "start it with cluster.placement.rollout=separated, and it can be scaled",
         )
     if not is_running(found):
-        raise ConfigError(
-            f"{folder} does not run: nobody would hear of it", f"tidemill resume {folder} goes on with it"
-        )
+        raise ConfigError(f"{folder} is not running", f"tidemill resume {folder} continues it")
     (folder / WANTED).write_text(str(count))
 
 
@@ -112,7 +110,7 @@ def of_member(member: Member) -> WorkerStatus:
 
 
 def world_of(member: Member) -> str:
-    """Whom it waits for in operations: learners for one another, ranks of an engine likewise; "": for nobody."""
+    """The group it waits for in operations: the learners, or its engine's ranks; "": none."""
     group = member.post.group
     if group.learns:
         return group.name
@@ -142,7 +140,7 @@ def read(folder: Path) -> RunStatus:
 
 
 def render(status: RunStatus) -> str:
-    """Who does what, since when; what waits for whom."""
+    """Render who does what, since when, and what waits for whom."""
     from tidemill.dock.view import table
 
     running, now = _how_it_is(status)
@@ -178,7 +176,7 @@ def render(status: RunStatus) -> str:
 
 
 def is_running(status: RunStatus) -> bool:
-    """As far as can be seen from here."""
+    """Say whether the driver lives, as far as can be seen from here."""
     if status.is_over:
         return False
     if status.machine == socket.gethostname():
@@ -187,20 +185,20 @@ def is_running(status: RunStatus) -> bool:
 
 
 def _how_it_is(status: RunStatus) -> tuple[str, float]:
-    """Whether the driver is there, in words, and up to when its word counts."""
+    """Describe whether the driver is there, and up to when its report is valid."""
     now, is_here = time.time(), status.machine == socket.gethostname()
     if status.is_over:
         return "all steps are made", status.written
     if is_running(status):
         return "running" if is_here else f"running on {status.machine}", now
     if is_here:
-        return "its driver has ended: `tidemill resume` goes on with it", status.written
-    return f"no word from its driver on {status.machine} for {now - status.written:.0f} s: look there", status.written
+        return "its driver has ended: `tidemill resume` continues it", status.written
+    return f"no report from its driver on {status.machine} for {now - status.written:.0f} s: look there", status.written
 
 
 def who_waits(workers: Iterable[WorkerStatus], stages: dict[str, dict[str, float]]) -> list[str]:
-    """Sentences: the first stage with rows is what all later ones wait for, and who holds those rows is who it waits
-    for."""
+    """Say who waits for whom: the first stage with rows is what all later ones wait for, and the workers that hold
+    those rows are what it waits for."""
     listed = list(workers)
     told = []
     for w in listed:
@@ -212,7 +210,7 @@ def who_waits(workers: Iterable[WorkerStatus], stages: dict[str, dict[str, float
     first = next((name for name, c in stages.items() if c["ready"] or c["leased"]), None)
     if first is not None:
         holders = [w.name for w in listed if w.leases and (w.doing == first or w.doing == "idle")]
-        where = f"held by {', '.join(holders)}" if holders else "held by nobody that answers"
+        where = f"held by {', '.join(holders)}" if holders else "held by no worker that answers"
         counts = stages[first]
         told.append(
             f"everything after {first} waits for {counts['ready']:g} ready and {counts['leased']:g} leased rows"
@@ -226,7 +224,7 @@ def who_waits(workers: Iterable[WorkerStatus], stages: dict[str, dict[str, float
 
 
 def stacks_of(pid: int, own: Path) -> str:
-    """What a process of this machine is at: by py-spy where it is installed and allowed, else by its own words."""
+    """Return the stacks of a process on this machine: by py-spy where it is installed and allowed, else its own."""
     if not lives(pid):
         return "the process has ended"
     spy = which("py-spy") or _beside_python("py-spy")
@@ -239,7 +237,7 @@ def stacks_of(pid: int, own: Path) -> str:
 
 
 def keep_stacks(file: Path) -> Callable[[], None]:
-    """From now on this process writes its stacks there when it is signalled; gives what ends it."""
+    """Make this process write its stacks to a file when it is signalled; return a function that ends this."""
     stream = file.open("w")
     faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
 
@@ -251,7 +249,7 @@ def keep_stacks(file: Path) -> Callable[[], None]:
 
 
 def _own_stacks(pid: int, file: Path) -> str:
-    """faulthandler answers the signal, also in a process that hangs in a call."""
+    """Ask by signal: faulthandler answers even in a process that hangs in a call."""
     if not file.exists():
         return "py-spy is not installed or not allowed here, and the process keeps no stacks of its own"
     before = file.stat().st_size
@@ -273,11 +271,11 @@ def _beside_python(name: str) -> str | None:
 
 
 def all_stacks(folder: Path, status: RunStatus) -> list[tuple[str, str]]:
-    """Of the driver and every worker: those of this machine by their processes, others through Ray."""
+    """Return the stacks of the driver and every worker: on this machine by their processes, elsewhere through Ray."""
     logs = folder / "logs"
     found: list[tuple[str, str]] = []
     is_here = status.machine == socket.gethostname()
-    if status.is_over or (is_here and not lives(status.driver)):  # their numbers may be other processes' by now
+    if status.is_over or (is_here and not lives(status.driver)):  # their process ids may have been reused
         return [("driver", "has ended, and all workers with it")]
     if is_here:
         found.append((f"driver (pid {status.driver})", stacks_of(status.driver, logs / "driver.stacks")))
@@ -310,7 +308,7 @@ def _is_here(worker: WorkerStatus, status: RunStatus) -> bool:
 
 
 def is_own(host: str) -> bool:
-    """Whether an address is this machine's."""
+    """Say whether an address is this machine's."""
     return host in ("127.0.0.1", *_own_addresses())
 
 

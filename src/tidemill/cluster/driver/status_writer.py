@@ -1,4 +1,4 @@
-"""Writes how a run stands, for `tidemill status`, and hears how many rollout workers there shall be."""
+"""Writes a run's status, for `tidemill status`, and reads how many rollout workers are wanted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class StatusWriter:
         self._looked, self._told_step = 0.0, 0
 
     def write(self, state: DockState | None, is_over: bool) -> None:
-        """In the midst of steps at most once a second, and when the first begins; without a `state` at once."""
+        """Write status.json: during steps at most once a second, and when the first begins; without a `state` at
+        once."""
         driver, now = self.driver, time.monotonic()
         conductor = driver.conductor
         is_first = self._told_step == 0 < conductor.number
@@ -52,7 +53,7 @@ class StatusWriter:
         status.write(driver.path, found)
 
     def _grow_or_shrink(self) -> None:
-        """Rollout workers join and leave while the run goes on: `tidemill scale` leaves word of how many."""
+        """Add or remove rollout workers during the run, as `tidemill scale` asked."""
         driver, pool = self.driver, self.driver.pool
         group = driver.wiring.group(ROLLOUT)
         wanted = status.wanted_rollouts(driver.path)

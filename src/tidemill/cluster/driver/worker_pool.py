@@ -1,8 +1,6 @@
-"""The driver's side of the workers: start them, hear from them, replace those that are lost.
-
-The driver is one thread. Whatever it waits for, it waits in `pump`: reports come in, lost workers are started again
-after a pause that grows, and a worker that cannot be started ends the run with its own last error.
-"""
+"""The driver's side of the workers: starts them, receives their reports, replaces lost ones. The driver is one thread.
+All its waiting happens in `pump`: reports come in, lost workers are started again after a growing pause, and a worker
+that cannot be started ends the run with its own last error."""
 
 from __future__ import annotations
 
@@ -10,26 +8,27 @@ import pickle
 import queue
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tidemill.cluster.commands import HostCommands, Request, request
 from tidemill.cluster.report import Answer, Failure, WorkerReady, WorkerReport
 from tidemill.cluster.start.handle import Handle, Starter, WorkerLost
-from tidemill.cluster.wiring import Post, Wiring
+from tidemill.cluster.wiring import LEARNER, Post, Wiring
 from tidemill.errors import TidemillError
 from tidemill.recipe.config import Cluster
 
 SILENCE_S = 15.0  # at least this long without a report before a worker counts as lost: busy machines are slow
-FAILED_STARTS = 3  # in a row that end the run
-PAUSE_S = (0.2, 15.0)  # before a lost worker is started again: at first, at most
-TAIL = 12  # lines of a log that tell why a worker ended
+FAILED_STARTS = 3  # failed starts in a row that end the run
+LOOK_S = 0.05  # between checks for silent workers and for those due to start again
+PAUSE_S = (0.2, 15.0)  # pause before a lost worker is started again: at first, at most
+TAIL = 12  # last lines of a log, which say why a worker ended
 State = Literal["starting", "ready", "lost", "gone"]
 R = TypeVar("R")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Member:
     post: Post
     state: State = "starting"
@@ -46,19 +45,16 @@ class Member:
     restarts: int = 0
     not_before: float = 0.0
     last_error: str = ""
-    dock: str = ""  # where it was sent to meet the others
+    dock: str = ""  # the dock it was sent to
+    name: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.post.name
-
-    def become(self, state: State, now: float) -> None:
-        self.state, self.since = state, now
+    def __post_init__(self) -> None:
+        self.name = self.post.name
 
 
 class WorkerPool:
-    """`build` makes a started process a worker (gives the future of its readiness); `on_ready` is told of each that
-    comes up; `on_lost` of each that goes, and says whether it is to be started again."""
+    """`build` makes a started process a worker and returns the future of its readiness; `on_ready` is called for
+    each that comes up; `on_lost` for each that is lost, and returns whether to start it again."""
 
     def __init__(
         self,
@@ -74,41 +70,74 @@ class WorkerPool:
         self.settings, self.wiring, self.starter, self.logs, self.note = settings, wiring, starter, logs, note
         now = starter.now()
         self.members = {post.name: Member(post, heard=now, since=now) for post in wiring.posts}
-        self.spent = 0  # workers made up for since the last step
+        self.spent = 0  # workers replaced since the last step
         self.lost_total = 0
+        self.changes = 0  # of who is there, and in which state
+        self.moves = 0  # times that a worker was heard to have moved on
+        self._by_group: dict[str, list[Member]] = {}
+        self._looked, self._calm_at = 0.0, -1
         self._spawned = 0
-        self.received_bytes = 0  # of all answers, as they travel
+        self.received_bytes = 0  # of all answers, as sent
         self._build, self._on_ready, self._on_lost = build, on_ready, on_lost
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.is_closing = False
-        self.check: Callable[[], None] = lambda: None  # raises when waiting for an answer has become pointless
-        self.examine: Callable[[str], str] = lambda why: ""  # leaves the stacks of all somewhere, and says where
+        self.check: Callable[[], None] = lambda: None  # raises when waiting for an answer is pointless
+        self.examine: Callable[[str], str] = lambda why: ""  # writes everybody's stacks to a file, and returns its name
 
     # Who is there
 
     def of(self, group: str, *, ready: bool = True) -> list[Member]:
-        return [m for m in self.members.values() if m.post.group.name == group and (m.state == "ready" or not ready)]
+        return [m for m in self._group(group) if m.state == "ready" or not ready]
+
+    def _group(self, name: str) -> list[Member]:
+        if not self._by_group:
+            for member in self.members.values():
+                self._by_group.setdefault(member.post.group.name, []).append(member)
+        return self._by_group.get(name, [])
 
     @property
     def ready(self) -> list[Member]:
         return [m for m in self.members.values() if m.state == "ready"]
 
     def learners(self) -> list[Member]:
-        return [m for m in self.members.values() if m.post.group.learns]
+        return list(self._group(LEARNER))
+
+    @property
+    def acting(self) -> list[Member]:
+        """Those who have something to do of their own: not the ranks of an engine that follow its first."""
+        return [m for m in self.members.values() if m.state == "ready" and m.post.acts]
+
+    def become(self, member: Member, state: State) -> None:
+        member.state, member.since = state, self.starter.now()
+        self.changes += 1
 
     def mates(self, member: Member) -> list[Member]:
-        """Who shares an engine with it, the member itself included, first rank first."""
+        """Return the members that share an engine with it, itself included, first rank first."""
         post = member.post
-        return [m for m in self.of(post.group.name, ready=False) if m.post.engine == post.engine]
+        first = post.engine * post.group.engine_ranks
+        names = (f"{post.group.name}-{rank}" for rank in range(first, first + post.group.engine_ranks))
+        return [m for name in names if (m := self.members.get(name)) is not None]
 
     def engines(self, group: str) -> list[Member]:
-        """First ranks of the engines whose ranks are all there."""
+        """Return the first ranks of complete engines."""
         leaders = [m for m in self.of(group) if m.post.leads]
         return [m for m in leaders if self.is_complete(m)]
 
     def is_complete(self, member: Member) -> bool:
         mates = self.mates(member)
         return len(mates) == member.post.group.engine_ranks and all(m.state == "ready" for m in mates)
+
+    def complete(self, members: Iterable[Member]) -> list[Member]:
+        """Of these, the ranks of engines that are whole."""
+        known: dict[tuple[str, int], bool] = {}
+        found = []
+        for member in members:
+            key = member.post.group.name, member.post.engine
+            if key not in known:
+                known[key] = self.is_complete(member)
+            if known[key]:
+                found.append(member)
+        return found
 
     # Starting
 
@@ -117,7 +146,7 @@ class WorkerPool:
             self._spawn(self.members[name])
 
     def wait_ready(self, names: Sequence[str]) -> None:
-        """Of those that are still members: one that finds no place, and is not needed, is given up meanwhile."""
+        """Wait for those that are still members: one that finds no place, and is not needed, is given up meanwhile."""
         deadline = self.starter.now() + self.settings.start_s
         while late := [n for n in names if n in self.members and self.members[n].state != "ready"]:
             if self.starter.now() > deadline and not self._do_without(late):
@@ -128,7 +157,7 @@ class WorkerPool:
             self.pump(0.5)
 
     def _do_without(self, names: Sequence[str]) -> bool:
-        """Whether all of these could be given up, for others do the same work."""
+        """Give these up if others do the same work; return whether all could be."""
         for name in names:
             member = self.members.get(name)
             if member is not None and self._is_spare(member):
@@ -137,28 +166,30 @@ class WorkerPool:
 
     def _give_up(self, member: Member) -> None:
         for mate in self.mates(member):
-            self.note(f"{mate.name} finds no place; the run goes on without it")
+            self.note(f"{mate.name} finds no place; the run continues without it")
             self.remove(mate.name)
 
     def add(self, post: Post) -> Member:
-        """One more worker, while the run goes on."""
+        """Add a worker during the run."""
         now = self.starter.now()
         member = self.members[post.name] = Member(post, heard=now, since=now)
+        self._by_group = {}
         self._spawn(member)
         return member
 
     def remove(self, name: str) -> None:
-        """A worker leaves for good: what it holds goes to others."""
+        """Remove a worker for good: what it holds goes to others."""
         member = self.members.pop(name)
-        member.become("gone", self.starter.now())
+        self._by_group = {}
+        self.become(member, "gone")
         if member.handle is not None:
             member.handle.kill()
         self.starter.release(member.post)
 
     def _spawn(self, member: Member) -> None:
-        member.become("starting", self.starter.now())
+        self.become(member, "starting")
         self._spawned += 1
-        member.incarnation = self._spawned  # of all workers: one that comes under an old name is not taken for it
+        member.incarnation = self._spawned  # unique among all workers: a new one of an old name is not mistaken for it
         member.node = ""
         member.report, member.heard = None, self.starter.now()
         member.handle = self.starter.spawn(member.post, self.logs)
@@ -170,7 +201,7 @@ class WorkerPool:
 
     def _is_ready(self, member: Member, ready: WorkerReady) -> None:
         member.pid, member.failed_starts, member.heard = ready.pid, 0, self.starter.now()
-        member.become("ready", self.starter.now())
+        self.become(member, "ready")
         self._watch(member)
         self._on_ready(member)
 
@@ -181,6 +212,7 @@ class WorkerPool:
         self._then(member, watched, lambda report: self._heard(member, report))
 
     def _heard(self, member: Member, report: WorkerReport) -> None:
+        self.moves += member.report is None or member.report.moves != report.moves
         member.report, member.heard = report, self.starter.now()
         if report.failure is not None:
             self._failed(member, report.failure)
@@ -190,19 +222,19 @@ class WorkerPool:
     # Losing
 
     def step_made(self) -> None:
-        """The budget of losses, and the pauses after them, begin anew."""
+        """Reset the budget of losses, and the pauses after them."""
         self.spent = 0
         for member in self.members.values():
             member.losses = 0
 
     def lose(self, member: Member, why: str) -> None:
-        """Count a worker as lost, and end what is left of it."""
+        """Count a worker as lost, and end its process."""
         if member.state in ("lost", "gone") or self.is_closing:
             return
         if member.state == "starting":
             member.failed_starts += 1
         member.last_error = why
-        member.become("lost", self.starter.now())
+        self.become(member, "lost")
         self.lost_total += 1
         if member.handle is not None:
             member.handle.kill()
@@ -216,22 +248,21 @@ class WorkerPool:
         member.losses += 1
         if self.spent > self.settings.restarts:
             raise TidemillError(
-                f"{self.spent} workers were lost without a step made in between, the last {member.name}: "
-                f"{self._own_words(member)}",
+                f"{self.spent} workers were lost within one step, the last {member.name}: {self._own_words(member)}",
                 f"its log is {self.logs / member.name}.log; cluster.restarts is the limit",
             )
         member.not_before = self.starter.now() + min(PAUSE_S[1], PAUSE_S[0] * 2 ** (member.losses - 1))
         if not self._on_lost(member, why):
-            member.not_before = float("inf")  # others decide when
+            member.not_before = float("inf")  # the driver decides when
         if member.post.group.restart == "engine":
             for mate in self.mates(member):
                 self._lose_with(mate, member)
 
     def _lose_with(self, mate: Member, lost: Member) -> None:
-        """The ranks of an engine have no use without one another. Counted once."""
+        """End the other ranks of its engine, which are useless without it. Counted as one loss."""
         if mate.state == "ready":
             mate.last_error = f"{lost.name}, which shares its engine, is lost"
-            mate.become("lost", self.starter.now())
+            self.become(mate, "lost")
             mate.not_before = lost.not_before
             if mate.handle is not None:
                 mate.handle.kill()
@@ -248,7 +279,7 @@ class WorkerPool:
         self.lose(member, f"{failure.message}\n{failure.trace}")
 
     def _own_words(self, member: Member) -> str:
-        """The worker's own last error: what it said, or the end of its log."""
+        """Return the worker's own last error: what it reported, or the end of its log."""
         log = self.logs / f"{member.name}.log"
         lines = log.read_text(errors="replace").splitlines()[-TAIL:] if log.exists() else []
         return "\n".join([member.last_error.splitlines()[0] if member.last_error else "", *lines]).strip()
@@ -256,7 +287,7 @@ class WorkerPool:
     # Hearing
 
     def pump(self, wait_s: float) -> None:
-        """Let things happen for at most `wait_s`: until something did."""
+        """Process events for at most `wait_s`: until there was one."""
         wait_s = self.starter.work(wait_s)  # of workers on this thread, who wait by themselves
         if not self.starter.is_here:
             self._look()
@@ -271,6 +302,9 @@ class WorkerPool:
 
     def _look(self) -> None:
         now = self.starter.now()
+        if now - self._looked < LOOK_S or self._calm_at == self.changes:
+            return
+        self._looked = now
         silence_s = self.starter.watch_s + max(SILENCE_S, 2 * self.settings.lease_s)
         for member in list(self.members.values()):
             if member.state == "gone":
@@ -285,9 +319,11 @@ class WorkerPool:
                     self._give_up(member)
                     continue
                 self.lose(member, f"not ready after {self.settings.start_s:g} s")
+        if self.starter.watch_s == float("inf") and all(m.state == "ready" for m in self.members.values()):
+            self._calm_at = self.changes  # until then nobody is silent, and nobody is due
 
     def _is_spare(self, member: Member) -> bool:
-        """Never placed, as after the loss of its node, while others do the same work."""
+        """Say whether it was never placed, as after the loss of its node, while others do the same work."""
         group = member.post.group.name
         is_needed = member.post.group.learns or member.post.feeds
         return not member.node and not is_needed and bool(self.engines(group))
@@ -298,7 +334,7 @@ class WorkerPool:
     def call_all(
         self, members: Sequence[Member], asked: Callable[[Member], Request[R]], within_s: float = 600.0
     ) -> dict[str, R]:
-        """What each answers. `WorkerLost` when one is lost or late, `Failure` raised when one could not."""
+        """Return each one's answer. Raises `WorkerLost` when one is lost or late, and a `Failure` as its exception."""
         requests = {m.name: asked(m) for m in members}
         futures = {m.name: self.send(m, requests[m.name]) for m in members}
         deadline = self.starter.now() + within_s
@@ -315,7 +351,7 @@ class WorkerPool:
         return {name: self.unwrap(name, f) for name, f in done if f.done()}
 
     def send(self, member: Member, asked: Request[Any]) -> Future[Any]:
-        """Without waiting; the driver wakes when it is done."""
+        """Send without waiting; the driver wakes when it is done."""
         if member.handle is None or member.state != "ready":
             gone: Future[Any] = Future()
             gone.set_exception(WorkerLost(f"{member.name} is not there"))
@@ -334,7 +370,7 @@ class WorkerPool:
         raise WorkerLost(f"{name}: {answer.failure.message}")
 
     def _then(self, member: Member, future: Future[Any], follow: Callable[[Any], None]) -> None:
-        """Go on with the answer, on the driver's thread, if it is still the same process that answers."""
+        """Call `follow` with the answer, on the driver's thread, if the same process still answers."""
         incarnation = member.incarnation
 
         def event() -> None:
@@ -356,7 +392,7 @@ class WorkerPool:
         future.add_done_callback(lambda _: self._events.put(event))
 
     def _count(self, answer: Answer) -> None:
-        if self.starter.has_processes:  # else nothing travels
+        if self.starter.has_processes:  # else nothing is sent
             self.received_bytes += len(pickle.dumps(answer.value))
 
     def close(self) -> None:

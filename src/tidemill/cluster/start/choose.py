@@ -1,4 +1,4 @@
-"""Which executor a recipe asks for: who starts its workers, and where. The driver is the same for all of them."""
+"""Chooses the executor that a recipe asks for: what starts its workers, and where. The driver is the same for all."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from tidemill.recipe.config import Config
 def start(
     config: Config, model_path: Path | None, folder: RunFolder, note: Callable[[str], None] = lambda text: None
 ) -> Driver:
-    """`model_path`: a finished warm start. `note` hears what the user should know while it runs."""
+    """Start a run's workers. `model_path`: a finished warm start. `note` receives what the user should know
+    meanwhile."""
     ranks = max(config.cluster.learners, config.learn.parallel.ranks)  # of a learner that is cut
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"learners": ranks})})
-    with ThreadPoolExecutor(1) as beside:  # the table of stages brings torch, the starter a cluster: both take seconds
+    with ThreadPoolExecutor(
+        1
+    ) as beside:  # the table of stages imports torch, the starter joins a cluster: both take seconds
         table = beside.submit(_graph, config)
         starter = make_starter(config, folder, lambda: len(wire(config, table.result()).posts))
     try:
@@ -50,7 +53,7 @@ def _graph(config: Config) -> Graph:
 
 
 def make_starter(config: Config, folder: RunFolder, posts: Callable[[], int]) -> Starter:
-    """`posts`: how many workers there will be, once the table of stages is known."""
+    """Make the starter. `posts`: how many workers there will be, once the table of stages is known."""
     cluster = config.cluster
     if cluster.executor == "local":
         from tidemill.cluster.start.local import LocalStarter
@@ -60,7 +63,7 @@ def make_starter(config: Config, folder: RunFolder, posts: Callable[[], int]) ->
 
     forks = Forks(owned.make() / "forks")
     if cluster.executor == "processes" or cluster.address == "local":
-        forks.start()  # first of all: its imports take longest
+        forks.start()  # first of all, because its imports take longest
     try:
         if cluster.executor == "processes":
             from tidemill.cluster.start.processes import ProcessStarter

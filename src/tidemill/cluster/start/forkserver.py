@@ -1,8 +1,6 @@
-"""Workers forked from one process of their node that has imported everything: seconds of imports, done once.
-
-That process listens at a path. Who connects and asks for a worker stays connected to it: the connection carries what
-the worker is told and answers, and is its life line. A worker ends with whoever asked for it.
-"""
+"""Forks workers from one process of their node that has imported everything: seconds of imports, paid once. That
+process listens on a Unix socket. The process that connects and requests a worker stays connected to it: the connection
+carries commands and answers, and is the worker's lifeline. A worker ends with the process that requested it."""
 
 from __future__ import annotations
 
@@ -38,16 +36,16 @@ from tidemill.cluster.worker.host import own_process
 from tidemill.device import BEFORE_FORK
 from tidemill.errors import TidemillError
 
-PRELOAD = ("tidemill.cluster.worker.commands",)  # brings torch, transformers and all of the work
+PRELOAD = ("tidemill.cluster.worker.commands",)  # imports torch, transformers and everything that works
 BOUND_S = 60.0  # for a new process to listen, which it does before it imports
 PAUSE_S = 0.01
-PEER = struct.Struct("3i")  # process, user and group, as the kernel tells them
-TAIL = 1500  # characters of its log that tell why it ended
+PEER = struct.Struct("3i")  # process, user and group, as the kernel reports them
+TAIL = 1500  # last characters of its log, which say why it ended
 
 
 class Forks:
-    """Where workers of this node are forked: at a path in a folder of its own. Several may know of it; the first that
-    needs it starts it."""
+    """This node's fork server, at a path in a folder of its own. Several processes may use it; the first that needs
+    it starts it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,7 +53,7 @@ class Forks:
         self._owner: int | None = None
 
     def start(self) -> None:
-        """Without waiting: its imports go on beside whatever the caller does next."""
+        """Start it without waiting: its imports run while the caller continues."""
         make_private(self.path.parent)
         if self._owner is None:
             self._owner = owned.own(self.path.parent)
@@ -74,13 +72,13 @@ class Forks:
         return self.path.with_suffix(".log")
 
     def spawn(self, name: str, logs: Path, variables: Mapping[str, str] = MappingProxyType({})) -> ForkedHandle:
-        """`variables`: of its environment, beside this process's."""
+        """Fork a worker. `variables`: added to this process's environment."""
         connection = self._connect()
         connection.send(("fork", name, str(logs), {**os.environ, **variables}))
         return ForkedHandle(name, connection, self)
 
     def exit_code(self, pid: int) -> int | None:
-        """Of a worker that has ended; None when that is not known."""
+        """Return the exit code of a worker that has ended; None when it is not known."""
         with contextlib.suppress(OSError, EOFError):
             connection = _connected(self.path)
             connection.send(("ended", pid))
@@ -93,7 +91,7 @@ class Forks:
             return _connected(self.path)
         make_private(self.path.parent)
         with self.path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one of several starts it
+            fcntl.flock(lock, fcntl.LOCK_EX)  # only one process starts it
             deadline = time.monotonic() + BOUND_S
             while True:
                 with contextlib.suppress(OSError):
@@ -106,12 +104,12 @@ class Forks:
                 time.sleep(PAUSE_S)
 
     def words(self) -> str:
-        """What it said last."""
+        """Return the end of its log."""
         text = self._log.read_text(errors="replace").strip() if self._log.exists() else ""
-        return text[-TAIL:] or "the process they come from ended at once"
+        return text[-TAIL:] or "the fork server ended at once"
 
     def close(self) -> None:
-        """End what was started here, and clear the folder away."""
+        """End the process if it was started here, and remove the folder."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -125,7 +123,7 @@ class Forks:
 
 
 class ForkedHandle:
-    """A worker that was forked here, as whoever asked for it sees it."""
+    """A forked worker, from the side that requested it."""
 
     def __init__(self, name: str, pipe: Connection, forks: Forks) -> None:
         self.name, self._pipe, self._forks = name, pipe, forks
@@ -141,7 +139,7 @@ class ForkedHandle:
         return self.pass_on(request, self._commands.next(request.is_direct))
 
     def pass_on(self, request: Request[Any], order: int) -> Future[Any]:
-        """What somebody else has numbered."""
+        """Send a request that was numbered elsewhere."""
         future: Future[Any] = Future()
         with self._lock:
             number = next(self._messages)
@@ -163,7 +161,7 @@ class ForkedHandle:
             self._hang_up()
 
     def _hang_up(self) -> None:
-        """The worker, or what was to become one, ends when it hears of it."""
+        """Cut the lifeline, which ends the worker or what was to become one."""
         with contextlib.suppress(OSError):
             socket.socket(fileno=os.dup(self._pipe.fileno())).shutdown(socket.SHUT_RDWR)
 
@@ -193,13 +191,13 @@ class ForkedHandle:
 
 
 def environment() -> dict[str, str]:
-    """What workers take over from the driver: where the code is, and how many threads numeric libraries start."""
+    """Return variables that workers inherit from the driver: the code's path, and threads of numeric libraries."""
     kept = {name: value for name, value in os.environ.items() if name.startswith(("TIDEMILL_", "OMP_", "TORCH_"))}
     return {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path), "OMP_NUM_THREADS": "1"} | kept
 
 
 def make_private(folder: Path) -> None:
-    """A folder that only this user can enter. One that is there already is not taken from another user's hand."""
+    """Make a folder that only this user can enter. An existing one is refused if another user owns it or can enter."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     seen = folder.lstat()
     if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.geteuid() or stat.S_IMODE(seen.st_mode) & 0o077:
@@ -222,7 +220,7 @@ def _connected(path: Path) -> Connection:
 
 
 def _is_own(connection: socket.socket) -> bool:
-    """Whether a process of this user is at the other end: what comes from there is unpickled."""
+    """Say whether a process of this user is at the other end, because what comes from there is unpickled."""
     told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
     return int(PEER.unpack(told)[1]) == os.geteuid()
 
@@ -231,7 +229,8 @@ def _is_own(connection: socket.socket) -> bool:
 
 
 def listen(path: str) -> None:
-    """Answer at `path` for as long as whoever started this process lives. Who comes before the imports waits."""
+    """Serve at `path` for as long as the process that started this one lives. Clients that connect during the
+    imports wait."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides, not the terminal
     door = _bound(path)
     if door is None:
@@ -239,7 +238,7 @@ def listen(path: str) -> None:
     for name in PRELOAD:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # what is there already is not looked at again, so that its pages stay shared
+    gc.freeze()  # the garbage collector leaves existing objects alone, so that their pages stay shared
     Parent(door).run()
 
 
@@ -251,19 +250,19 @@ def _bound(path: str) -> socket.socket | None:
         with contextlib.suppress(OSError):
             _connected(Path(path)).close()
             return None
-        os.unlink(path)  # left by one that was killed
+        os.unlink(path)  # left behind by a killed one
         door.bind(path)
     door.listen(256)
     return door
 
 
 class Parent:
-    """Forks workers, and ends those whose life line is cut, also if they hang and cannot see it themselves."""
+    """Forks workers, and kills those whose lifeline is cut, in case they hang and cannot see it themselves."""
 
     def __init__(self, door: socket.socket) -> None:
         self.door = door
         self.lines: dict[int, Connection] = {}  # by worker
-        self.codes: dict[int, int] = {}  # of those that have ended
+        self.codes: dict[int, int] = {}  # of workers that have ended
         self._poll = select.poll()
         self._woken, wake = os.pipe()
         os.set_blocking(wake, False)
@@ -303,7 +302,7 @@ class Parent:
                 connection.send(self.codes.get(said[0]))
                 return
         except (EOFError, OSError):
-            return  # it went away
+            return  # the client went away
         pid = os.fork()
         if pid:
             self.lines[pid] = connection
@@ -323,10 +322,10 @@ class Parent:
                 line = self.lines.pop(pid)
                 with contextlib.suppress(KeyError):
                     self._poll.unregister(line)
-                line.close()  # whoever asked for the worker hears of its end
+                line.close()  # the process that requested the worker sees its end
 
     def _forget(self) -> None:
-        """In a worker: nothing of the other workers is held here."""
+        """In a forked worker, close everything that belongs to other workers."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.door.close()
@@ -341,12 +340,12 @@ def _become_worker(connection: Connection, name: str, logs: str, variables: dict
     os.environ.clear()
     os.environ.update(variables)
     connection.send(os.getpid())
-    multiprocessing.current_process().name = name  # what a worker's own code, and its logs, know it by
+    multiprocessing.current_process().name = name  # the name that the worker's own code and logs see
     serve(name, logs, connection)
 
 
 def serve(name: str, logs: str, pipe: Connection) -> None:
-    """A worker's process: every message is answered by a thread of its own; it ends when its life line does."""
+    """Run a worker's process: each message is answered by a thread of its own; it ends with its lifeline."""
     host = own_process(name, Path(logs))
     sending = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Handles: how the driver reaches a worker, whoever started it and wherever it is."""
+"""Handles: how the driver reaches a worker, however it was started and wherever it is."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ WATCH_S = 2.0  # a worker of another process reports at least this often
 
 
 class WorkerLost(Exception):
-    """The process is gone, or does not answer any more."""
+    """The process is gone, or no longer answers."""
 
 
 class Handle(Protocol):
     def call(self, request: Request[Any]) -> Future[Any]:
-        """An `Answer` to come; `WorkerLost` when the process ends first."""
+        """Return a future `Answer`; it raises `WorkerLost` when the process ends first."""
 
     def kill(self) -> None:
-        """End it at once, without asking it."""
+        """Kill it at once."""
 
 
 class Starter(Protocol):
-    """Places and starts workers; watching and restarting them is the worker pool's."""
+    """Places and starts workers. The worker pool watches and restarts them."""
 
-    is_here: bool  # workers are in this process: none of them is lost without it
+    is_here: bool  # workers are in this process, so none is lost without it
     has_processes: bool  # workers have logs, stacks and states to look at from outside, and what they say travels
     watch_s: float  # longest that a worker which lives is not heard of
 
@@ -52,32 +52,32 @@ class Starter(Protocol):
 
     @property
     def is_stuck(self) -> bool:
-        """Whether no worker of this process has anything to do, or waits for anything."""
+        """Say whether no worker of this process has work or waits for any."""
 
     def nodes(self) -> Sequence[Resources]:
-        """What each node has, all of it, whether in use or not."""
+        """Return each node's resources, in use or not."""
 
     def reserve(self, wiring: Wiring) -> None:
-        """Set the resources of its posts aside, or say why not."""
+        """Reserve the resources of all posts, or raise with the reason."""
 
     def spawn(self, post: Post, logs: Path) -> Handle: ...
 
     def release(self, post: Post) -> None:
-        """The process of a post has ended for good, or is about to be started anew."""
+        """Release a post's place: its process has ended for good, or is about to be started again."""
 
     def store(self, node: str, host: str, dock: Address, memory_mb: int | None) -> bool:
-        """See that a warehouse of the dock runs on this node; whether it is a new one."""
+        """Make sure a warehouse of the dock runs on this node; return whether it is a new one."""
 
     def lost_stores(self) -> list[str]:
-        """Nodes whose warehouse has ended since this was last asked."""
+        """Return nodes whose warehouse has ended since the last call."""
 
     @property
     def home(self) -> tuple[str, str]:
-        """This process's own node, and its address."""
+        """Return this process's own node, and its address."""
 
     @property
     def address(self) -> str:
-        """Of the Ray that places processes; "" where there is none."""
+        """The address of the Ray that places processes; "" without Ray."""
 
     def describe(self) -> str: ...
 
@@ -85,7 +85,7 @@ class Starter(Protocol):
 
 
 class Elsewhere:
-    """What a starter of other processes has to say of the work in this one."""
+    """The part of a starter that has no workers in this process."""
 
     is_here = False
     has_processes = True

@@ -1,8 +1,6 @@
-"""The local executor: every post in this process, reached by plain calls.
-
-The learner's post works on the driver's own thread, in the driver's waits. Rollout that is separated has a thread, and
-its own copy of the weights, and works while the others do.
-"""
+"""The local executor: every post is in this process, reached by plain calls. The learner's post works on the driver's
+own thread, while the driver waits. Separated rollout has a thread and its own copy of the weights, and works beside the
+others."""
 
 from __future__ import annotations
 
@@ -34,13 +32,13 @@ if TYPE_CHECKING:
     from tidemill.cluster.driver.run_dock import RunDock
     from tidemill.flow.dump import Dump
 
-SLICE_S = 0.02  # of work before the driver looks at how the step stands
-REPORT_S = 1.0  # a worker is heard of at least this often: a run that decodes does not stand still
-IDLE_S = (0.0005, 0.004)  # between polls when all wait for another thread or process: at first, at most
+SLICE_S = 0.02  # of work before the driver checks the step's progress
+REPORT_S = 1.0  # a worker reports at least this often: decoding is progress
+IDLE_S = (0.0005, 0.004)  # pause between polls when all wait for another thread or process: at first, at most
 
 
 class LocalHandle:
-    """A worker of this process. What it raises is raised here."""
+    """A worker in this process. What it raises is raised here."""
 
     def __init__(self, name: str, has_thread: bool) -> None:
         self.host = Host(name)
@@ -69,7 +67,7 @@ class LocalHandle:
         return future
 
     def tell(self, is_due: bool) -> None:
-        """Answer who watches, if something happened since, or because it is time."""
+        """Report to the driver if something happened since, or because it is time."""
         if self._watching is not None and (is_due or self._watching[0] != self.host.serial):
             (_, future), self._watching = self._watching, None
             future.set_result(Answer(self.host.report()))
@@ -113,7 +111,7 @@ class LocalStarter:
         return OwnRunDock(config, graph, dump)
 
     def work(self, wait_s: float) -> float:
-        """Poll what has no thread until nothing moves, but let the driver look now and then."""
+        """Poll workers without a thread until nothing moves, returning to the driver now and then."""
         own = [h.host for h in self._handles if not h.host.has_thread]
         until = time.monotonic() + SLICE_S
         moved = False
@@ -145,10 +143,10 @@ class LocalStarter:
         return []
 
     def reserve(self, wiring: Wiring) -> None:
-        """All posts share what this process has."""
+        """Do nothing: all posts share this process's resources."""
 
     def release(self, post: Post) -> None:
-        """Nothing was set aside."""
+        """Do nothing: nothing was reserved."""
 
     def store(self, node: str, host: str, dock: Address, memory_mb: int | None) -> bool:
         return False  # the dock's bytes are on the heap
@@ -160,7 +158,7 @@ class LocalStarter:
         return "this process"
 
     def close(self) -> None:
-        """Workers have ended when they were told to."""
+        """Do nothing: workers have ended already."""
 
 
 class OwnDock:
@@ -183,7 +181,7 @@ def evaluate_trained(
     samples: int,
     tell: Callable[[Activity], None] = lambda activity: None,
 ) -> Evaluation:
-    """Measure a model that is not being trained."""
+    """Evaluate a model that is not being trained."""
     _, held_out = open_source(config.data, config.seed)
     encode, decode = (
         PromptTokens(loaded.tokenizer, config.data, tools=offered(config.environment)),

@@ -1,8 +1,6 @@
-"""Temporary folders that do not outlive their owner for long: the next run removes those whose owner is dead.
-
-Each owner holds a shared lock in its folder for as long as it lives, however it ends. Names are random, and a folder is
-looked at before it is touched: it must be this user's alone.
-"""
+"""Temporary folders that do not outlive their owner for long: the next run removes those whose owner is dead. Each
+owner holds a shared lock in its folder for as long as it lives, however it ends. Names are random, and a folder is
+checked before it is touched: it must be this user's alone."""
 
 from __future__ import annotations
 
@@ -17,27 +15,27 @@ from pathlib import Path
 
 PREFIX = "tm-"  # short: sockets lie in these folders, and a socket's path is limited
 LOCK = "owner"
-ORPHAN_S = 60.0  # a folder may be this old before its owner has locked it
+ORPHAN_S = 60.0  # a younger folder may not be locked by its owner yet
 
 
 def make() -> Path:
-    """A new folder for this user alone, without an owner yet."""
+    """Make a new folder for this user alone, without an owner yet."""
     remove_orphans()
     return Path(tempfile.mkdtemp(prefix=PREFIX))
 
 
 def own(folder: Path) -> int:
-    """Be an owner, of whom there may be several, until the file given is closed or this process ends."""
+    """Become one of the folder's owners, until the returned file is closed or this process ends."""
     lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return lock
 
 
 def remove_orphans() -> list[Path]:
-    """Folders of this user whose owner is dead."""
+    """Remove this user's folders whose owners are dead, and return them."""
     removed = []
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # going, or its owner lives
+        with contextlib.suppress(OSError):  # it is being removed, or an owner lives
             if not _is_old_and_ours(folder.lstat()):
                 continue
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,4 +1,5 @@
-"""Workers as plain processes of this machine, forked from one that has imported everything: a start takes no second."""
+"""Runs workers as plain processes of this machine, forked from one that has imported everything: a start takes under
+a second."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tidemill.cluster.wiring import Post, Resources, Wiring
 from tidemill.device import host as machine
 from tidemill.dock.address import Address
 
-PLENTY = 64.0  # processes of one machine share its cores as they can, and its device where it has only one
+PLENTY = 64.0  # processes of one machine share its cores, and its device where it has only one
 
 
 class ProcessStarter(Elsewhere):
@@ -23,7 +24,7 @@ class ProcessStarter(Elsewhere):
     def __init__(self, forks: Forks) -> None:
         self._forks = forks
         self._kind, self._devices = "cpu", 0
-        self._own: dict[str, int] = {}  # whose device is which
+        self._own: dict[str, int] = {}  # device by post
 
     def nodes(self) -> Sequence[Resources]:
         self._kind, self._devices = device.count()
@@ -40,7 +41,8 @@ class ProcessStarter(Elsewhere):
         return self._forks.spawn(post.name, logs, self._device_of(post))
 
     def _device_of(self, post: Post) -> dict[str, str]:
-        """A device of its own, as its environment says it. One that joins when none is free shares another's."""
+        """Return the environment that gives a post its own device. A post that joins when none is free shares
+        another's."""
         if not self._devices or device.RESOURCES[self._kind] not in dict(post.group.needs):
             return {}
         if post.name not in self._own:
@@ -51,7 +53,7 @@ class ProcessStarter(Elsewhere):
         return {name: seen[self._own[post.name]]}
 
     def release(self, post: Post) -> None:
-        """It keeps its device: it is about to come back, or its place is taken by one of the same name."""
+        """Keep its device: the post is about to come back, or to be taken by another of the same name."""
 
     def store(self, node: str, host: str, dock: Address, memory_mb: int | None) -> bool:
         return False  # the dock's own process on this machine

@@ -1,8 +1,6 @@
-"""A learner over ranks on this machine, seen from the process that runs the loop.
-
-The model of this process lies in shared memory. Ranks write the weights of a new version straight into it, each its own
-pieces, and rollout reads them there. Batches and metrics go through pipes; weights, gradients and optimizer never do.
-"""
+"""A learner over ranks of this machine, as seen by the process that runs the loop. This process's model lies in shared
+memory. Ranks write the weights of a new version straight into it, each its own pieces, and rollout reads them there.
+Batches and metrics go through pipes; weights, gradients and optimizer never do."""
 
 from __future__ import annotations
 
@@ -25,13 +23,13 @@ from tidemill.models import routing
 from tidemill.models.buffers import carried
 from tidemill.recipe.config import Config
 
-PATIENCE_S = 86_400.0  # a step may take long: ranks watch each other, and a dead one is seen at once
+PATIENCE_S = 86_400.0  # a step may take long: ranks watch each other, and a dead one is noticed at once
 LEARNER, CRITIC, REFERENCE = "learner", "critic", "reference"
 BUILD = {LEARNER: build.learner, CRITIC: build.critic}
 
 
 class RankedRole:
-    """One model on all ranks, as `learn.engine.Learner`: every call runs on all of them."""
+    """A model over all ranks, with the interface of `learn.engine.Learner`: every call runs on all of them."""
 
     def __init__(self, ranks: Ranks, role: str) -> None:
         self.ranks, self.role = ranks, role
@@ -53,14 +51,14 @@ class RankedRole:
         return metrics
 
     def held(self) -> list[Tensor]:
-        """Nothing of this process's: ranks see to their own."""
+        """Return nothing: ranks swap their own tensors."""
         return []
 
 
 class RankedLearner(RankedRole):
-    """Starts the ranks, and publishes what they learn in this process's `model`."""
+    """Starts the ranks, and publishes their weights in this process's `model`."""
 
-    show: Any = None  # ranks have pieces of what a dump would show
+    show: Any = None  # ranks only have pieces of what a dump would show
 
     def __init__(self, model: Any, config: Config, updates: int, path: Path | None) -> None:
         self.model, self.path, self._config = model, path, config
@@ -86,13 +84,13 @@ class RankedLearner(RankedRole):
 
     @config.setter
     def config(self, config: Config) -> None:
-        """Ranks learn by this one from now on."""
+        """Give the ranks a changed config."""
         self._config = config
         self._call(_configure, config)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, the weights of this process are their running mean, where one is kept."""
+        """Within the context, this process's weights are their running mean, where one is kept."""
         if not self.config.learn.ema:
             yield
             return
@@ -105,12 +103,12 @@ class RankedLearner(RankedRole):
             self.publish()
 
     def publish(self) -> None:
-        """The model of this process is as the ranks' weights are now."""
+        """Write the ranks' current weights into this process's model."""
         self._call(_publish)
         bring_over(self.model, self.shared)
 
     def out(self) -> int:
-        """The optimizers' state leaves the ranks' devices, for rollout to work; how many bytes."""
+        """Move the optimizers' state off the ranks' devices for rollout; return the bytes."""
         return sum(self._call(_out))
 
     def back(self) -> None:
@@ -120,12 +118,12 @@ class RankedLearner(RankedRole):
         self, folder: Path, step: int, state: Mapping[str, Any], *, keep: int, best: bool = False,
         metric: float | None = None, more: Mapping[str, Tensor] | None = None, critic: Any = None, wait: bool = False,
     ) -> None:  # fmt: skip
-        """As `learn.engine.Learner.save`. The critic is the ranks' own."""
+        """Save like `learn.engine.Learner.save`. The critic is the ranks' own."""
         marks = {"keep": keep, "best": best, "metric": metric, "more": more, "wait": wait}
         self._call(_save, folder, step, dict(state), marks)
 
     def load(self, path: Path, critic: RankedRole | None = None) -> dict[str, Any]:
-        """Take up a checkpoint on all ranks, a critic's part of it too; gives its state."""
+        """Load a checkpoint on all ranks, with a critic's part of it; return its state."""
         state: dict[str, Any] = self._call(_load, path)[0]
         for role, own in ((self, state["learner"]), (critic, state.get("critic"))):
             if role is not None and own is not None:
@@ -136,12 +134,12 @@ class RankedLearner(RankedRole):
         self._call(_settle)
 
     def reference(self, path: Path | None) -> RankedRole:
-        """The frozen policy on the same ranks."""
+        """Make the frozen policy on the same ranks."""
         self._call(_start_reference, self.config, path)
         return RankedRole(self.ranks, REFERENCE)
 
     def critic(self, updates: int) -> RankedRole:
-        """A value model on the same ranks. It is saved and loaded with the learner."""
+        """Make a value model on the same ranks. It is saved and loaded with the learner."""
         self._call(_start, CRITIC, self.config, updates, self.path)
         return RankedRole(self.ranks, CRITIC)
 
@@ -154,7 +152,7 @@ class RankedLearner(RankedRole):
 
 
 def check_here(ranks: int, kind: str) -> None:
-    """One rank a device; on processor cores as many as are asked for."""
+    """Choose devices: one rank per device; on CPU cores, as many ranks as are asked for."""
     if kind != "cpu" and ranks > (count := torch.accelerator.device_count()):
         raise ConfigError(
             f"learn.parallel asks for {ranks} ranks, but this machine has {count} devices",
@@ -163,7 +161,7 @@ def check_here(ranks: int, kind: str) -> None:
 
 
 def shared_tensors(model: Any) -> dict[str, Tensor]:
-    """Where ranks write the weights: the model itself on a processor, a copy in the host's memory beside a device."""
+    """Return the memory into which ranks write the weights: the model itself on a CPU, a host copy beside a device."""
     if next(model.parameters()).device.type == "cpu":
         model.share_memory()
         return carried(model)
@@ -172,7 +170,7 @@ def shared_tensors(model: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def bring_over(model: Any, shared: Mapping[str, Tensor]) -> None:
-    """From the host's memory to the device, where they are not the same."""
+    """Copy the weights from host memory to the device, where they are not the same."""
     for name, p in carried(model).items():
         if p.device.type != "cpu":
             p.copy_(shared[name], non_blocking=True)

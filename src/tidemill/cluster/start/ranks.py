@@ -1,9 +1,6 @@
 """Ranks on this machine: processes of one torch.distributed world that run the same function together, again and again.
-
-Starting one costs what importing torch and transformers costs, so the set is kept and reused: a world of another size
-is made of the same processes. A rank that fails or dies ends the call with its own words; the others are not waited
-for.
-"""
+Starting one costs an import of torch and transformers, so the set is kept and reused: a world of another size is made
+of the same processes. A rank that fails or dies ends the call with its own error; the others are not waited for."""
 
 from __future__ import annotations
 
@@ -28,17 +25,17 @@ STOP_S = 5.0  # for a rank to end by itself before it is killed
 
 
 class RankError(TidemillError):
-    """A rank failed, died, or was not heard of in time."""
+    """A rank failed, died, or did not answer in time."""
 
 
 class Ranks:
-    """`count` processes. `call` runs a function on the first `on` of them, which form a world of that size."""
+    """A set of `count` processes. `call` runs a function on the first `on` of them, which form a world of that size."""
 
     def __init__(
         self, count: int, *, kind: str = "cpu", timeout_s: float = 600.0, threads: int = 1, preload: Sequence[str] = ()
     ) -> None:
         self.count, self.kind, self.timeout_s = count, kind, timeout_s
-        # Ranks meet in a file that only this user can open: torch's other stores listen to everyone who can connect.
+        # Ranks meet in a file that only this user can open: torch's other stores accept anyone who can connect.
         self.folder = tempfile.TemporaryDirectory(prefix="tm-", ignore_cleanup_errors=True)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOAD, *preload])
@@ -56,7 +53,7 @@ class Ranks:
         self.worlds = 0
 
     def call(self, work: Callable[..., Any], *args: Any, on: int = 0, wait_s: float | None = None) -> list[Any]:
-        """What `work(*args)` gave on each rank, by rank. `work` must be importable where the ranks run."""
+        """Return what `work(*args)` returned on each rank, by rank. `work` must be importable there."""
         size = on or self.count
         if self.world != size:
             self.world, self.worlds = size, self.worlds + 1
@@ -127,7 +124,7 @@ class Ranks:
 
 
 def join(rank: int, size: int, file: str, kind: str, timeout_s: float) -> None:
-    """Make the world of this process: the one group everything else is cut from. The ranks meet in a new file."""
+    """Join this process's world, from which all other groups are made. The ranks meet in a new file."""
     if dist.is_initialized():
         dist.destroy_process_group()
     timeout = timedelta(seconds=timeout_s)
@@ -139,7 +136,7 @@ def join(rank: int, size: int, file: str, kind: str, timeout_s: float) -> None:
 def _serve(pipe: Connection, settings: tuple[int, str, str, float, int]) -> None:
     rank, folder, kind, timeout_s, threads = settings
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the loop decides when to end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all processes; the loop decides when to end
     torch.set_num_threads(threads)
     collective.listen_at("127.0.0.1")
     world = 0
@@ -159,5 +156,5 @@ def _serve(pipe: Connection, settings: tuple[int, str, str, float, int]) -> None
 def _next(pipe: Connection) -> Any:
     try:
         return pipe.recv()
-    except EOFError:  # whoever gave the orders is gone
+    except EOFError:  # the process that sent the calls is gone
         return None

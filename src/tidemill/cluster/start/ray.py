@@ -1,7 +1,5 @@
-"""Workers as Ray actors. Ray places and starts processes and tells when one ends; no sample and no weight passes it.
-
-Without an address a Ray of this run alone is started, in a folder of its own, and ends with it.
-"""
+"""Runs workers through Ray. Ray places and starts processes and reports when one ends; no sample and no weight passes
+through it. Without an address, a Ray for this run alone is started, in a folder of its own, and ends with it."""
 
 from __future__ import annotations
 
@@ -34,14 +32,14 @@ try:
 except ImportError:
     raise MissingExtra("cluster.executor=ray", "ray", "cluster") from None
 
-RESERVE_S = 60.0  # for a placement that fits, so that others may end first
-OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through it
-THREADS = 16  # calls that one worker answers at a time
+RESERVE_S = 60.0  # waiting time for a placement that fits, so that others may end first
+OBJECT_STORE_BYTES = 80 << 20  # nothing of ours is stored in it
+THREADS = 16  # concurrent calls to one worker
 
 
 class RayHost:
-    """An actor that stands for a worker: Ray gives it a place, and devices by its environment; the worker itself is
-    forked on the same node."""
+    """An actor that stands for a worker: Ray gives it a place, and devices through its environment; the worker
+    itself is forked on the same node."""
 
     def __init__(self, name: str, logs: str, forks: str) -> None:
         self._worker = Forks(Path(forks)).spawn(name, Path(logs))
@@ -50,14 +48,14 @@ class RayHost:
     def answer(self, request: Request[Any], number: int) -> Answer:
         if request.name == HostCommands.where.__name__:
             return Answer((ray.get_runtime_context().get_node_id(), own_address()))
-        if request.name == HostCommands.look.__name__:  # from outside: the worker may not be able to answer
+        if request.name == HostCommands.look.__name__:  # from outside, because the worker may not be able to answer
             return Answer(status.stacks_of(self._worker.pid, self._stacks))
         told: Answer = self._worker.pass_on(request, number).result()
         return told
 
 
 class Storehouse:
-    """A node's warehouse, and who watches it."""
+    """A node's warehouse, and the actor that watches it."""
 
     def __init__(self, address: Address, node: str, host: str, memory_mb: int | None) -> None:
         from tidemill.dock.server import DockNode
@@ -69,7 +67,7 @@ class Storehouse:
         return self.node.warehouse.pid
 
     def stay(self) -> None:
-        """Answers never: whoever asked hears of the end of this process."""
+        """Never return: the caller notices the end of this process."""
         threading.Event().wait()
 
 
@@ -80,18 +78,18 @@ class RayStarter(Elsewhere):
         self._folder: Path | None = None
         self._environment: dict[str, Any] = {"runtime_env": {"env_vars": environment()}}  # of each worker
         self._connect()
-        remote: Any = ray.remote  # its types know functions only
+        remote: Any = ray.remote  # its types cover functions only
         self._actor = remote(max_concurrency=THREADS, max_restarts=0, num_cpus=0)(RayHost)
         self._storehouse = remote(num_cpus=0, max_restarts=0, max_concurrency=2)(Storehouse)
         self._groups: dict[str, Any] = {}  # placement groups, by group or by post
-        self._ranks: dict[str, set[str]] = {}  # of an engine that has several: those that were started
+        self._ranks: dict[str, set[str]] = {}  # of an engine with several ranks: those that were started
         self._stores: dict[tuple[str, str], Any] = {}  # by node and dock
         self._ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         context = ray.get_runtime_context()
         self.home = (context.get_node_id(), own_address())
 
     def _connect(self) -> None:
-        if ray.is_initialized():  # the caller's own, for example a test's
+        if ray.is_initialized():  # initialised by the caller, for example a test
             return
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
         if self.settings.address != "local":
@@ -105,7 +103,7 @@ class RayStarter(Elsewhere):
         else:
             self._folder = owned.make()
             self._owner = owned.own(self._folder)
-            # Its nodes have our environment from the start, so that workers which Ray starts ahead can be used.
+            # Nodes get our environment from the start, so that processes which Ray starts ahead of need can be used.
             before = {name: os.environ.get(name) for name in environment()}
             os.environ |= environment()
             self._environment = {}
@@ -128,11 +126,11 @@ class RayStarter(Elsewhere):
         self._is_own = True
 
     def _cpus(self) -> int:
-        """On one machine workers share the cores as they can: as many places as workers, at least. Ray starts a process
-        for each ahead of need, about a second of work: there is none to spare."""
+        """Return the CPUs to declare: at least as many places as workers, which share the cores. Ray starts a
+        process for each ahead of need, about a second of work, so there is none to spare."""
         return max(os.cpu_count() or 1, int(self._posts() * self.settings.cpus + 0.999))
 
-    # What there is
+    # Resources
 
     def nodes(self) -> Sequence[Resources]:
         shown = ("CPU", "GPU", "NPU")
@@ -163,7 +161,7 @@ class RayStarter(Elsewhere):
                 )
 
     def _place_of(self, post: Post) -> tuple[Any, int]:
-        """The placement group of a post, and its bundle there; made for one that joined later."""
+        """Return the placement group of a post, and its bundle there; make one for a post that joined later."""
         shared, needs = self._groups.get(post.group.name), dict(post.group.needs)
         if shared is not None and post.name not in self._groups and post.rank < len(shared.bundle_specs):
             return shared, post.rank
@@ -191,18 +189,18 @@ class RayStarter(Elsewhere):
 
     def release(self, post: Post) -> None:
         name = post.name
-        if post.group.engine_ranks > 1:  # its ranks keep their place together, until the last has left
+        if post.group.engine_ranks > 1:  # its ranks keep their place until the last has left
             name = _engine_name(post)
             self._ranks.get(name, set()).discard(post.name)
             if self._ranks.get(name):
                 return
-        own = self._groups.pop(name, None)  # of one that joined later; the others keep their places
+        own = self._groups.pop(name, None)  # a post that joined later; the others keep their places
         if own is not None:
             with contextlib.suppress(Exception):
                 remove_placement_group(own)
 
     def store(self, node: str, host: str, dock: Address, memory_mb: int | None) -> bool:
-        """The home node's warehouse is the dock's own; every other node gets one of its own."""
+        """Start a warehouse on a node. The home node's belongs to the dock already."""
         if node == self.home[0] or (node, dock.ledger) in self._stores:
             return False
         where = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -212,7 +210,9 @@ class RayStarter(Elsewhere):
             ray.get(actor.pid.remote(), timeout=self.settings.start_s)
         except (ray.exceptions.RayError, TimeoutError) as error:
             raise TidemillError(f"no warehouse could be started on {host}: {first_line(error)}") from error
-        self._stores = {key: made for key, made in self._stores.items() if key[1] == dock.ledger}  # others end here
+        self._stores = {
+            key: made for key, made in self._stores.items() if key[1] == dock.ledger
+        }  # other placements end here
         self._stores[node, dock.ledger] = actor
         stays = actor.stay.remote().future()
         stays.add_done_callback(lambda _: self._ended.put((node, dock.ledger)))
@@ -267,7 +267,7 @@ class RayHandle:
 
 
 def _engine_name(post: Post) -> str:
-    """Its first rank's."""
+    """The post of the engine's first rank."""
     return f"{post.group.name}-{post.rank - post.part}"
 
 
@@ -276,7 +276,7 @@ def own_address() -> str:
 
 
 def why(error: BaseException) -> str:
-    """In one line, without Ray's advice: the worker's log says the rest."""
+    """Shorten Ray's error to one line, without its advice: the worker's log has the rest."""
     if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, WorkerLost):
         return first_line(error.cause)
     if isinstance(error, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):

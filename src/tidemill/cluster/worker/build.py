@@ -1,4 +1,4 @@
-"""From a post to a worker: load what its stages need, and make their workers. The same for every executor."""
+"""Builds a worker for a post: loads what its stages need, and makes their workers. The same for every executor."""
 
 from __future__ import annotations
 
@@ -77,19 +77,19 @@ def build_worker(task: Assignment, dock: Dock) -> WorkerState:
         state.open_feed()
     if "reward" in post.stages:
         state.scorer = Scorer(config.rewards, state.moved_on, task.device)
-    if not group.is_cut:  # else once its ranks have met
+    if not group.is_cut:  # else once its ranks have joined
         _staff(state)
     return state
 
 
 def _load(state: WorkerState, task: Assignment) -> None:
-    """The model that is learned, served or compared with here; a tokenizer where there is none."""
+    """Load the model that is trained, served or compared with here; only a tokenizer where there is none."""
     config, post, group = task.config, task.post, task.post.group
     if group.engine_ranks > 1:
         state.loaded = share_of_model(task, state.device)
     elif group.has_engine or (not group.is_cut and (group.learns or "reference" in post.stages)):
         state.loaded = load(config.model, seed=config.seed, device=state.device, path=task.model_path)
-        if not group.learns or group.is_cut:  # a whole learner sees to its own, which is this one
+        if not group.learns or group.is_cut:  # a whole learner frees its own, which is this model
             routing.make_room(state.loaded.model, config.learn.moe)
     if state.loaded is None:
         state.tokenizer = load_tokenizer(config.model, task.model_path)
@@ -118,7 +118,7 @@ def updates_of(config: Config) -> int:
 
 
 def _teach(state: WorkerState, task: Assignment) -> None:
-    """A learner of a whole model; or, in one process, of one that is cut over ranks which it starts itself."""
+    """Make a learner of a whole model; or, in one process, of a model that is cut over ranks which it starts itself."""
     config, algorithm, updates = state.config, state.algorithm, updates_of(state.config)
     assert state.loaded is not None
     model = state.loaded.model
@@ -130,7 +130,7 @@ def _teach(state: WorkerState, task: Assignment) -> None:
         shares_trunk = algorithm.has_critic and config.algorithm.critic.trunk == "shared"
         critic = ValueLearner(ValueModel(model, shares_trunk), config, algorithm, updates)
     state.learner = critic if algorithm.learns_values and critic else Learner(model, config, algorithm, updates)
-    state.critic = critic if algorithm.has_critic else None  # a reward model is the learner itself
+    state.critic = critic if algorithm.has_critic else None  # the learner itself is the reward model
     state.teams = {role: Team(state.world.rank, state.world.size) for role in ("learn", "learn_values")}
     if task.hooks.dump is not None:
         state.learner.show = task.hooks.dump.tensors
@@ -146,7 +146,7 @@ def _teach_ranks(state: WorkerState, task: Assignment, updates: int) -> None:
         learner.close()
         raise
     kl = state.config.algorithm.kl
-    if not kl.reset_every and kl.weights == "same":  # one that moves, or is rounded, is made in this process
+    if not kl.reset_every and kl.weights == "same":  # one that moves, or is quantised, is made in this process
         state.make_reference = partial(learner.reference, task.model_path)
 
 
@@ -170,7 +170,7 @@ def _staff(state: WorkerState) -> None:
 
 
 def share_of_model(task: Assignment, device: torch.device) -> LoadedModel:
-    """What one rank of an engine holds. Its weights come from the learner: none are read here."""
+    """Make one rank's part of an engine. Its weights come from the learner: none are read here."""
     model, post = task.config.model, task.post
     folder = task.model_path or (find.resolve(model.path) if model.path else None)
     if folder is None:
@@ -188,7 +188,7 @@ def share_of_model(task: Assignment, device: torch.device) -> LoadedModel:
 
 
 def share_engine(state: WorkerState, task: Assignment, where: StoreAddress) -> None:
-    """Once the ranks are in one world: they make one engine of their shares, and follow its first rank."""
+    """Join the ranks' parts into one engine, once the ranks are in one world; the others follow its first rank."""
     config, post = state.config, task.post
     assert state.loaded is not None
     kind, ranks = backend(state.device.type), post.group.engine_ranks
@@ -205,8 +205,8 @@ def share_engine(state: WorkerState, task: Assignment, where: StoreAddress) -> N
 
 
 def join_learners(state: WorkerState, task: Assignment) -> None:
-    """Once the ranks are one world: this rank's part of the learner, and the workers that need it; whole learners
-    become copies of one another."""
+    """Make this rank's part of the learner, and the workers that need it, once the ranks are one world; whole
+    learners become replicas."""
     config, timeout_s = state.config, state.config.learn.parallel.timeout_s
     if not task.post.group.is_cut:
         sizes = config.learn.parallel.model_copy(
@@ -218,7 +218,7 @@ def join_learners(state: WorkerState, task: Assignment) -> None:
         return
     if state.algorithm.learns_values:
         raise ConfigError(
-            f"algorithm {config.algorithm.name} learns no policy, which a learner cut over workers does",
+            f"algorithm {config.algorithm.name} trains no policy, and only a policy can be cut over workers",
             "set the sizes of learn.parallel to 1, or cluster.executor=local",
         )
     place, path = parts.RankPlace(state.device.type, state.device), task.model_path

@@ -1,4 +1,4 @@
-"""RoleWorker: carries out what the driver commands, with what its post was given. All of it on the work thread."""
+"""RoleWorker: carries out the driver's commands with what its post has. All of it runs on the work thread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tidemill.flow.tally import Counted
 from tidemill.models.load import keep_definition, save_folder
 from tidemill.reshard.layout import Layout
 
-PAUSE_S = 0.001  # between looks at what the first rank calls
+PAUSE_S = 0.001  # between polls of the first rank's calls
 
 
 class RoleWorker:
@@ -38,12 +38,12 @@ class RoleWorker:
         self.state: WorkerState = build_worker(task, self._dock(task.dock))
         self.weights = weights.WeightPort(self.state)
         self.open: tuple[str, ...] = ()  # stages it works on now
-        self._is_commanded = False  # a command to all ranks is next among the calls
+        self._is_commanded = False  # a command to all ranks is next in the list of calls
         self.first_token: float | None = None
         self._stores: dict[str, StoreServer] = {}
         if task.dies_alone:
             collective.listen_at(task.host)
-        self.is_leaving = False  # the dock is no longer there, or soon will not be
+        self.is_leaving = False  # the dock is gone, or about to end
 
     def _dock(self, place: DockPlace) -> Dock:
         self._place, self._door = place, place.connect(self.task.node)
@@ -60,7 +60,7 @@ class RoleWorker:
 
     @property
     def waits(self) -> bool:
-        """Whether something is under way elsewhere that will give work here."""
+        """Say whether work elsewhere will bring work here."""
         return any(self.state.workers[stage].waits for stage in self.open)
 
     @property
@@ -88,7 +88,7 @@ class RoleWorker:
         return moved
 
     def follow(self) -> bool:
-        """Do with the others what the first rank has called next; whether it had."""
+        """Run the first rank's next call with the others; return whether there was one."""
         if self.state.follower is not None:
             self.state.follower.check()
         calls = self.state.calls
@@ -106,7 +106,7 @@ class RoleWorker:
         return True
 
     def _in_turn(self) -> None:
-        """What the driver tells all learners is done at one place among their calls: a rank that moved weights while
+        """Give a command to all learners its place in the order of their calls: a rank that moved weights while
         another began to learn would wait for it for ever."""
         calls = self.state.calls
         if calls is None or self.state.world.size == 1:
@@ -119,7 +119,7 @@ class RoleWorker:
         while not self._is_commanded:
             if not self.follow():
                 if time.monotonic() > deadline:
-                    raise CollectiveError(f"the first rank did not come to the same order within {wait_s:g} s")
+                    raise CollectiveError(f"the first rank did not reach the same command within {wait_s:g} s")
                 time.sleep(PAUSE_S)
         self._is_commanded = False
 
@@ -128,8 +128,8 @@ class RoleWorker:
         self._hand_over("rollout" in stages)
 
     def _hand_over(self, rolls_out: bool) -> None:
-        """Rollout and learning in one process take turns with its device's memory. Workers say so themselves too, but
-        then all ranks of an engine have slept before one of them learns."""
+        """Let rollout and learning in one process take turns with the device's memory. Workers do this themselves,
+        too, but here all ranks of an engine sleep before one of them learns."""
         engine = self.state.engine
         if rolls_out:
             self.state.rolling()
@@ -175,7 +175,7 @@ class RoleWorker:
         return self.state.feed.state()
 
     def leave(self, ledger: str) -> None:
-        """From any thread: the dock is about to end, and another will be named."""
+        """Leave the dock, from any thread: it is about to end, and another will be named."""
         if ledger == self._place.ledger:
             self.is_leaving = True
             self._door.leave()
@@ -241,7 +241,7 @@ class RoleWorker:
         own.learner.save(folder, step, whole, more=more, critic=own.critic, **marks, **self._moving_reference())
 
     def _moving_reference(self) -> dict[str, Any]:
-        """The part of a checkpoint that is a reference's, where its ranks write and read it."""
+        """Return the reference, where a checkpoint has a part of it that its ranks write and read."""
         moves = self.state.config.algorithm.kl.reset_every and self.state.reference is not None
         return {"reference": self.state.reference} if moves else {}
 
@@ -287,7 +287,7 @@ class RoleWorker:
             share_engine(self.state, self.task, where)
 
     def join_engine(self, where: StoreAddress) -> None:
-        """The ranks of one engine, in processes of their own, meet."""
+        """Join the ranks of one engine, which are processes of their own."""
         self.state.world.join(where, self.state.device, self.task.config.cluster.collective_s)
         share_engine(self.state, self.task, where)
 

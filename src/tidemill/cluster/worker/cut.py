@@ -1,9 +1,7 @@
-"""Learners that are workers: who takes samples, and in which order ranks do what they do together.
-
-Every pass through a cut model is an exchange between its ranks, so all of them must begin it, in one order. The first
-rank calls; the others follow. Ranks that work on the same samples (tensor, context and pipeline parallel) are a team:
-its leader takes the team's share from the dock and hands it round.
-"""
+"""Learners over workers: who takes samples, and in which order ranks do collective work. Every pass through a cut model
+is an exchange between its ranks, so all of them must begin it in the same order. The first rank calls; the others
+follow. Ranks that work on the same samples (tensor, context and pipeline parallel) are a team: its leader takes the
+team's share from the dock and broadcasts it."""
 
 from __future__ import annotations
 
@@ -27,13 +25,13 @@ from tidemill.learn.parallel import plain
 from tidemill.learn.parallel.mesh import Meshes
 from tidemill.recipe.config import Config
 
-ORDER = "order"  # what the driver told all ranks has its place among the calls
-KEPT_CALLS = 256  # in the store: no rank is as far behind
+ORDER = "order"  # marks the place of a command to all ranks among the calls
+KEPT_CALLS = 256  # kept in the store: no rank is that far behind
 SCORED_MICROBATCHES = 4  # a team's, at a time
 
 
 class Calls:
-    """A list in the ranks' store that the first rank adds to. One rank calls nobody."""
+    """The first rank's calls: a list in the ranks' store. A single rank calls nobody."""
 
     def __init__(self, world: World) -> None:
         self.world, self.is_first = world, world.rank == 0
@@ -48,7 +46,7 @@ class Calls:
         self.number += 1
 
     def heard(self) -> str | None:
-        """The next one, if it has been made. Never waits: other work may come first."""
+        """Return the next call, if it has been made. Never waits: other work may come first."""
         found = None if self.world.store is None else self.world.store.poll(self._key(self.number))
         if found is None:
             return None
@@ -61,16 +59,16 @@ class Calls:
 
 
 class Team:
-    """Ranks that work on the same samples, as one of them sees it."""
+    """The ranks that work on the same samples, from the view of one of them."""
 
     def __init__(self, place: int = 0, count: int = 1) -> None:
-        self.place, self.count = place, count  # of this team among all
+        self.place, self.count = place, count  # this team's place among all
         self.leader, self.is_leader = place, True
         self.group: Any = None
 
     @staticmethod
     def of(meshes: Meshes, timeout_s: float) -> Team:
-        """All ranks call it together."""
+        """Make the teams. All ranks call it together."""
         made = Team(meshes.dp_rank, meshes.dp_size)
         if meshes.made is None:
             return made
@@ -80,12 +78,12 @@ class Team:
         made.is_leader = dist.get_rank() == made.leader
         if len(teams[0]) > 1:
             timeout = timedelta(seconds=timeout_s)
-            groups: Any = dist  # its types say nothing of this
+            groups: Any = dist  # its types lack this
             made.group, _ = groups.new_subgroups_by_enumeration(teams, timeout=timeout, backend="gloo")
         return made
 
     def share(self, batch: Batch | None) -> Batch | None:
-        """The leader's, on all."""
+        """Return the leader's batch on all ranks of the team."""
         if self.group is None:
             return batch
         own = chunk.to_bytes(batch) if self.is_leader and batch is not None else None
@@ -94,7 +92,7 @@ class Team:
 
 
 class CutScoreWorker(ScoreWorker):
-    """Log-probabilities under a cut model: every team scores a share."""
+    """Scores log-probs under a cut model: every team scores a share."""
 
     def __init__(
         self,
@@ -114,12 +112,12 @@ class CutScoreWorker(ScoreWorker):
         self._follow = follow
 
     def move_to(self, _: Any) -> None:
-        """All ranks together: the policy is the learner beside it."""
+        """Follow the policy, all ranks together: the policy is the learner beside it."""
         assert self._follow is not None
         self._follow()
 
     def weights(self) -> dict[str, Tensor]:
-        """Nobody has them whole: ranks write and read their pieces."""
+        """Return nothing: no rank has whole tensors, each writes and reads its pieces."""
         return {}
 
     def poll(self) -> bool:
@@ -141,7 +139,7 @@ class CutScoreWorker(ScoreWorker):
         if team.count > 1:
             share = Want(tokens=budget * team.count, rank=team.place, ranks=team.count, tag=self.tag)
             lease = self.dock.take(self.name, share)
-        if lease is None and self.calls.is_first:  # too few for all teams
+        if lease is None and self.calls.is_first:  # too few rows for all teams
             lease = self.dock.take(self.name, Want(tokens=budget, tag=self.tag))
         return lease
 

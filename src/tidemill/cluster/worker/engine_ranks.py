@@ -1,8 +1,6 @@
-"""One rollout engine over several ranks: the first takes requests and gives samples, the others do the same steps.
-
-What the first rank's engine is told, it writes down in a list in the ranks' store; the others read it and tell their
-own. A thread of theirs does so, so that a rank which also learns never waits for the one while the other waits for it.
-"""
+"""One rollout engine over several ranks: the first takes requests and returns samples, the others do the same steps.
+The first rank writes each call to its engine into a list in the ranks' store; the others read the list and repeat the
+calls. They do so in a thread of their own, so that rollout and learning on one rank never wait for each other."""
 
 from __future__ import annotations
 
@@ -26,16 +24,16 @@ from tidemill.errors import CollectiveError
 from tidemill.rollout.engine import Completion, OnTokens, Partial, Request, RolloutEngine, Sampling, Streams
 from tidemill.rollout.native.forward import parallel
 
-KEPT_NOTES = 64  # in the store: every step waits for all ranks, so none is as far behind
-IDLE = timedelta(days=1)  # a first rank without work writes nothing; one that ends closes the store
+KEPT_NOTES = 64  # kept in the store: every step waits for all ranks, so none is that far behind
+IDLE = timedelta(days=1)  # a first rank without work writes nothing; when it ends, the store closes
 
 
 class Call(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """What the first rank's engine is told; on the wire its name, then its fields."""
+    """A call to the first rank's engine; on the wire its name, then its fields."""
 
 
 class Submit(Call, frozen=True):
-    """A request as the other ranks need it: nobody waits there for its samples."""
+    """A request as the other ranks need it: they return no samples."""
 
     id: int
     prompt: list[int]
@@ -45,7 +43,7 @@ class Submit(Call, frozen=True):
 
 
 class Step(Call, frozen=True):
-    made: int  # checksum of what the step before finished
+    made: int  # checksum of what the previous step finished
 
 
 class Pause(Call, frozen=True):
@@ -61,7 +59,7 @@ class Cancel(Call, frozen=True):
 
 
 class Load(Call, frozen=True):
-    """The weights are there already; they have this version."""
+    """The weights have arrived already; this is their version."""
 
     version: int
 
@@ -75,21 +73,21 @@ class Wake(Call, frozen=True):
 
 
 class Order(Call, frozen=True):
-    """What the driver tells all ranks has its place here."""
+    """Marks the place of a command that the driver sent to all ranks."""
 
 
 class Gather(Call, frozen=True):
-    """All ranks give their part of the model."""
+    """All ranks contribute their part of the model."""
 
 
-_encode = msgspec.msgpack.Encoder(enc_hook=lambda number: number.item()).encode  # tokens may be numpy's numbers
+_encode = msgspec.msgpack.Encoder(enc_hook=lambda number: number.item()).encode  # tokens may be numpy integers
 _decode = msgspec.msgpack.Decoder(
     list[Submit | Step | Pause | Resume | Cancel | Load | Sleep | Wake | Order | Gather]
 ).decode
 
 
 class Notes:
-    """The list, in a store that the first rank's process keeps, or that of the ranks' whole world."""
+    """The list of calls, in a store that the first rank's process keeps, or in that of the ranks' world."""
 
     def __init__(self, where: StoreAddress, engine: int, followers: int, wait_s: float) -> None:
         self.wait_s, self._followers, self._engine = wait_s, followers, engine
@@ -103,18 +101,18 @@ class Notes:
         self._number += 1
 
     def read(self) -> Sequence[Call]:
-        """The next ones; waits for them."""
+        """Return the next calls; wait for them."""
         found = _decode(self._store.get(self._key("calls")))
         self._number += 1
         return found
 
     def confirm(self) -> None:
-        """What was read last is done by one more of those that follow."""
+        """Confirm that this rank has done what it read last."""
         if self._store.add(self._key("done"), 1) == self._followers:
             self._store.set(self._key("all"), b"")
 
     def await_all(self) -> None:
-        """Until all have done what was written last."""
+        """Wait until all ranks have done what was written last."""
         try:
             self._store.wait([self._key("all")], timedelta(seconds=self.wait_s))
         except CollectiveError as error:
@@ -127,14 +125,14 @@ class Notes:
 
 
 class LeadEngine:
-    """Implements `RolloutEngine` on the first rank. Until the ranks have joined it has no work and takes none."""
+    """Implements `RolloutEngine` on the first rank. Until the ranks have joined, it has no work and accepts none."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self._engine: RolloutEngine | None = None
         self._notes: Notes | None = None
         self._unsaid: list[Call] = []
-        self._made = 0  # checksum of what the step before finished: other ranks must have made the same
+        self._made = 0  # checksum of what the previous step finished: the other ranks must have made the same
 
     def join(self, engine: RolloutEngine, notes: Notes) -> None:
         self._engine, self._notes = engine, notes
@@ -142,7 +140,7 @@ class LeadEngine:
     @property
     def engine(self) -> RolloutEngine:
         if self._engine is None:
-            raise CollectiveError("the ranks of this engine have not met yet")
+            raise CollectiveError("the ranks of this engine have not joined yet")
         return self._engine
 
     @property
@@ -195,7 +193,7 @@ class LeadEngine:
         self.engine.load(weights, version)
 
     def sleep(self) -> None:
-        """When it comes back the other ranks' memory is free too: learning may need it next."""
+        """Sleep on all ranks. On return the other ranks' memory is free, too: learning may need it next."""
         self._say(Sleep())
         self._write()
         self.engine.sleep()
@@ -208,12 +206,12 @@ class LeadEngine:
         self.engine.wake()
 
     def order(self) -> None:
-        """What the driver tells all ranks has its place here among the steps."""
+        """Mark the place of a command to all ranks among the steps."""
         self._say(Order())
         self._write()
 
     def gathered(self, model: Any, group: Any) -> dict[str, Tensor]:
-        """The whole model, in the host's memory."""
+        """Gather the whole model in host memory."""
         self._say(Gather())
         self._write()
         return parallel.gathered(model, group)
@@ -228,7 +226,7 @@ class LeadEngine:
 
 
 class Follower:
-    """Another rank's engine, told what the first rank's was told."""
+    """Another rank's engine, which repeats the first rank's calls."""
 
     def __init__(self, engine: Any, notes: Notes, model: Any, group: Any, device: torch.device) -> None:
         self.engine, self.notes, self.model, self.group, self.device = engine, notes, model, group, device
@@ -237,20 +235,20 @@ class Follower:
         self._paused: dict[tuple[int, int], Partial] = {}
         self._made = 0
         self._changed = threading.Condition()
-        self._is_ordered = False  # the first rank has come to an order, and nothing moves here until it is done
+        self._is_ordered = False  # the first rank has reached a command, and nothing moves here until it is done
         self._is_at_order = False  # and so has this rank
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @contextmanager
     def at_order(self, wait_s: float) -> Iterator[None]:
-        """Inside, the first rank is at the same order and the engine stands still."""
+        """Within the context, the first rank is at the same command and the engine does not move."""
         with self._changed:
             is_there = self._changed.wait_for(lambda: self._is_ordered or self.error is not None, wait_s)
             self._is_at_order = self._is_ordered
         self.check()
         if not is_there:
-            raise CollectiveError(f"the engine's first rank did not come to the same order within {wait_s:g} s")
+            raise CollectiveError(f"the engine's first rank did not reach the same command within {wait_s:g} s")
         try:
             yield
         finally:
@@ -259,7 +257,7 @@ class Follower:
                 self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise what the thread met."""
+        """Raise the thread's error."""
         if self.error is not None:
             raise CollectiveError(f"this rank's engine stopped: {self.error}") from self.error
 
@@ -314,8 +312,8 @@ class Follower:
             wait_s = self.notes.wait_s
             if not self._changed.wait_for(lambda: self._is_at_order or not self._is_ordered, wait_s):
                 self._is_ordered = False
-                raise CollectiveError(f"the engine's first rank is at an order that never came here ({wait_s:g} s)")
-            self._changed.wait_for(lambda: not self._is_ordered)  # the order's own work has deadlines
+                raise CollectiveError(f"the engine's first rank is at a command that never arrived here ({wait_s:g} s)")
+            self._changed.wait_for(lambda: not self._is_ordered)  # the command's own work has deadlines
 
 
 def checksum(done: Sequence[Completion]) -> int:
@@ -326,7 +324,7 @@ def checksum(done: Sequence[Completion]) -> int:
 
 
 def engine_groups(kind: str, ranks: int, parts: int, timeout_s: float) -> Any:
-    """Of a world whose neighbours share engines: this rank's group. All ranks call it."""
+    """Make groups of neighbours that share an engine, and return this rank's. All ranks call it."""
     groups: Any = dist  # its types say nothing of this
     listed = [list(range(first, first + parts)) for first in range(0, ranks, parts)]
     own, _ = groups.new_subgroups_by_enumeration(listed, timeout=timedelta(seconds=timeout_s), backend=kind)

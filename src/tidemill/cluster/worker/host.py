@@ -1,8 +1,6 @@
-"""Host: the body of a worker. One thread does all the work: commands first, then whatever its open stages have.
-
-It knows nothing of who started it: a process of its own, an actor of Ray, or a place in the driver's process, whose own
-thread may do the work too.
-"""
+"""Host: runs a worker. One thread does all the work: commands first, then whatever its open stages have. It does not
+know how it was started: as a process of its own, through Ray, or inside the driver's process, whose own thread may do
+the work."""
 
 from __future__ import annotations
 
@@ -30,24 +28,24 @@ if TYPE_CHECKING:
     from tidemill.cluster.assignment import Assignment
     from tidemill.cluster.worker.commands import RoleWorker
 
-IDLE_S = (0.001, 0.02)  # between polls when nothing moves: at first, at most
+IDLE_S = (0.001, 0.02)  # pause between polls when nothing moves: at first, at most
 JOIN_S = 30.0
 
 Work = tuple[Callable[[], Any], str, Future[Any]]
 
 
 class Host:
-    """Implements `HostCommands`. `start` gives the work a thread; without one, whoever holds it calls `run_once`."""
+    """Implements `HostCommands`. `start` gives the work a thread; without one, the owner calls `run_once`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._commands: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._early: dict[int, Work] = {}  # commands before their turn
+        self._early: dict[int, Work] = {}  # commands that arrived before their turn
         self._next = 0
         self.serial = self._moves = 0
         self._doing, self._since = "starting", time.monotonic()
-        self.error: BaseException | None = None  # that the work met
+        self.error: BaseException | None = None  # raised by the work
         self._is_stopping = False
         self.worker: RoleWorker | None = None
         self._thread: threading.Thread | None = None
@@ -61,8 +59,8 @@ class Host:
         return self._thread is not None
 
     def answer(self, request: Request[Any], number: int = UNORDERED) -> Answer:
-        """Called from any thread, several at a time. Commands are carried out as they are numbered: channels may
-        deliver them in another order."""
+        """Answer a request. Called from any thread, several at a time. Commands are carried out in the order of
+        their numbers: channels may deliver them in another."""
         try:
             if request.is_direct:
                 return Answer(request.run(self))
@@ -78,12 +76,12 @@ class Host:
             return Answer(failure=Failure.of(error))
 
     def give(self, request: Request[Any]) -> Future[Any]:
-        """From the one thread that gives all commands: to be carried out after those before it."""
+        """Queue a command after those before it. For the one thread that sends all commands."""
         done: Future[Any] = Future()
         self._commands.put((lambda: request.run(self._built()), request.name, done))
         return done
 
-    # Asked directly, whatever the work is at
+    # Answered directly, whatever the work is doing
 
     def where(self) -> tuple[str, str]:
         return "node0", "127.0.0.1"
@@ -139,7 +137,7 @@ class Host:
     # The work
 
     def _build(self, task: Assignment) -> int:
-        # Brings torch: whoever only speaks to workers is spared it.
+        # Imports torch, which processes that only talk to workers do not need.
         from tidemill.cluster.worker.commands import RoleWorker
 
         self.worker = RoleWorker(task)
@@ -159,11 +157,11 @@ class Host:
                 idle = min(IDLE_S[1], idle * 1.5)
 
     def run_once(self) -> bool:
-        """One command, or one look at each open stage; whether anything moved."""
+        """Run one command, or poll each open stage once; return whether anything moved."""
         return self._obey(0.0) or self._poll()
 
     def _obey(self, wait_s: float) -> bool:
-        """Carry out the command that has come, or the first to come within `wait_s`."""
+        """Carry out the next command, or the first that arrives within `wait_s`."""
         try:
             command, name, done = self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait()
         except queue.Empty:
@@ -208,7 +206,7 @@ class Host:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the thread, where there is one, and let go of what the work held."""
+        """End the thread, where there is one, and release what the work held."""
         self._is_stopping = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
@@ -218,7 +216,7 @@ class Host:
 
 
 def no_terminal(*_: Any, **__: Any) -> None:
-    """What breakpoint() does in a worker, and in processes that it starts."""
+    """Refuse breakpoint() in a worker, and in processes that it starts."""
     frame = sys._getframe(1)
     raise TidemillError(
         f"breakpoint() at {frame.f_code.co_filename}:{frame.f_lineno} in {os.environ.get(WORKER, 'a worker')}, "
@@ -229,7 +227,7 @@ def no_terminal(*_: Any, **__: Any) -> None:
 
 
 def own_process(name: str, logs: Path) -> Host:
-    """A host whose process is a worker and nothing else: whatever it prints goes to its own file."""
+    """Make a host whose process is a worker and nothing else: its output goes to its own file."""
     keep_logs(name, logs)
     os.environ |= {"PYTHONBREAKPOINT": f"{__name__}.no_terminal", WORKER: name}
     host = Host(name)
@@ -238,7 +236,7 @@ def own_process(name: str, logs: Path) -> Host:
 
 
 def keep_logs(name: str, logs: Path) -> None:
-    """Output goes to the worker's own file; a signal makes it write its stacks beside it."""
+    """Redirect output to the worker's own file; a signal makes it write its stacks beside it."""
     with contextlib.suppress(OSError):
         logs.mkdir(parents=True, exist_ok=True)
         file = os.open(logs / f"{name}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)

@@ -1,8 +1,6 @@
-"""A tally that outlives its process: it is on file, and whoever takes the worker's place goes on from it.
-
-It holds what a worker counts of its own work, such as its time. What is counted of samples comes with their commits and
-is kept by the dock.
-"""
+"""A tally that outlives its process: it is kept in a file, from which the worker's replacement continues. It holds what
+a worker counts about its own work, such as its time. Counts of samples come with their commits and are kept by the
+dock."""
 
 from __future__ import annotations
 
@@ -19,13 +17,13 @@ _ADD, _MEAN = "+", "~"
 
 
 def tally_of(task: Assignment, dock: DockPlace) -> Tally:
-    """On file for a worker that may die alone; who ends with the run needs none."""
+    """Return a tally kept in a file for a worker that may die alone; one that ends with the run needs no file."""
     return KeptTally(task.logs / f"{task.post.name}.counts", dock.ledger) if task.dies_alone else Tally()
 
 
 class KeptTally(Tally):
-    """`place` names the dock that the counts belong to: those of another dock do not count here. Updates of the learner
-    are not kept: who learns again counts again."""
+    """`place` names the dock that the counts belong to: those of another dock are discarded. Updates of the learner
+    are not kept: learning again counts again."""
 
     def __init__(self, file: Path, place: str) -> None:
         self._file = -1
@@ -39,7 +37,7 @@ class KeptTally(Tally):
             os.write(self._file, f"{place}\n".encode())
 
     def _left(self) -> list[str]:
-        """Whole lines that a predecessor wrote at the same dock; anything else is cleared away."""
+        """Read whole lines that a predecessor wrote at the same dock; anything else is discarded."""
         try:
             head, *lines = self._path.read_text().split("\n")
         except FileNotFoundError:
@@ -58,7 +56,7 @@ class KeptTally(Tally):
         self._note(_MEAN, name, value)
 
     def drain(self) -> Counted:
-        # Emptied in place: the file stays open.
+        # Truncated in place: the file stays open.
         counted = super().drain()
         os.ftruncate(self._file, 0)
         os.write(self._file, f"{self._place}\n".encode())

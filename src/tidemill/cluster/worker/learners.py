@@ -1,8 +1,6 @@
-"""Ranks that learn together: each adds up the gradients of its share, and one update is made of all of them.
-
+"""Ranks that learn together: each accumulates the gradients of its share, and one update is made from all of them.
 Ranks that work on the same samples (tensor, context and pipeline parallel) are a team; its leader takes the team's
-share from the dock. Gradients and metrics are sums, so the update is the one that a single rank would have made.
-"""
+share from the dock. Gradients and metrics are sums, so the update is the one that a single rank would have made."""
 
 from __future__ import annotations
 
@@ -33,12 +31,12 @@ from tidemill.recipe.config import Config
 if TYPE_CHECKING:
     from tidemill.cluster.worker.cut import Calls, Team
 
-MOST_GROUPS = 4096  # asked for at once: all there are
-LOST = -1  # rows of a step, as a rank sees it that no longer has its share
+MOST_GROUPS = 4096  # requested at once: all there are
+LOST = -1  # reported instead of a number of rows by a rank that has lost its share
 
 
 class World:
-    """This process among those that learn. With one rank nothing is sent."""
+    """This process's place among the learners. With one rank nothing is sent."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
@@ -46,7 +44,7 @@ class World:
         self.store: Any = None
 
     def join(self, where: StoreAddress, device: torch.device, timeout_s: float) -> None:
-        """Make the world: every rank calls it. The first rank's process keeps the store."""
+        """Join the world; every rank calls it. The first rank's process keeps the store."""
         if self.size == 1:
             return
         timeout = timedelta(seconds=timeout_s)
@@ -57,7 +55,7 @@ class World:
             )
 
     def gather(self, own: Any, what: str) -> list[Any]:
-        """Every rank's word, a plain value: see `plain.gather`."""
+        """Gather a plain value from every rank: see `plain.gather`."""
         if self.size == 1:
             return [own]
         with self.within(what):
@@ -73,7 +71,8 @@ class World:
 
     @contextmanager
     def all_ranks(self, name: str) -> Iterator[None]:
-        """What all ranks must come through. One that loses its dock on the way has left the others waiting."""
+        """Within the context, all ranks work together. One that loses its dock on the way leaves the others waiting,
+        so the error is raised for all."""
         try:
             with self.within(f"{name} of all ranks"):
                 yield
@@ -82,11 +81,12 @@ class World:
 
 
 class RankLearnWorker(LearnWorker):
-    """Learns its team's share of a step's groups. A step is learned once: when ledger or leases went in between, what
-    was accumulated is thrown away before the update, and what comes back after it is only ended.
+    """Learns from its team's share of a step's groups. A step is learned once: when the ledger or leases are lost in
+    between, what was accumulated is discarded before the update, and what comes back after it is only ended.
 
-    The first rank calls when all rows are there, and the others follow. Ranks that compute alone, copies of a whole
-    model, add up gradients as their samples come; others do so together, when the first rank calls."""
+    The first rank calls when all rows have arrived, and the others follow. Ranks that compute alone, replicas of a
+    whole model, accumulate gradients as their samples arrive; others do so together, when the first rank calls.
+    """
 
     def __init__(
         self,
@@ -138,29 +138,30 @@ class RankLearnWorker(LearnWorker):
         return True
 
     def together(self, what: str) -> None:
-        """Do what the first rank has called, with all others."""
+        """Run the first rank's call together with all others."""
         is_alone = self.own.meshes.computes_alone
         with self.world.within(f"{self.name} of all ranks") if is_alone else self.world.all_ranks(self.name):
             self._hands[what]()
 
     def _has_lost(self) -> bool:
-        """Whether rows that were held here are someone else's now."""
+        """Say whether rows that were held here have been given to another."""
         return any(lease.is_lost for lease in self.held)
 
     def _has_critic_ended(self) -> bool:
-        """Whether the critic, if there is one, has learned from the step. Before that a rank could be at the critic's
-        exchange while another is at this one's, and the step would count as done with critic's rows left."""
+        """Say whether the critic, if any, has learned from the step. Before that, a rank could be in the critic's
+        exchange while another is in this one's, and the step would count as done with rows of the critic left."""
         critic = self.critic_worker
         if critic is None or critic.is_done:
             return True
         return critic.has_updated and critic._end()
 
     def _progress(self) -> Progress:
-        """How far this stage is with the step, on all ranks."""
+        """Return this stage's progress with the step, over all ranks."""
         return self.dock.progress(self.name, self.tag)
 
     def _take(self, before: Progress) -> bool:
-        """Take all that is this team's. Decisions made before `before` was asked are then all held."""
+        """Take everything that is this team's. What had been assigned to it before `before` was asked is then all
+        held."""
         place, shares = self.team.place, self.team.count
         want = Want(groups=MOST_GROUPS, rank=place, ranks=shares, tag=self.tag)
         moved = False
@@ -168,7 +169,7 @@ class RankLearnWorker(LearnWorker):
             self.held.append(lease)
             moved = True
         if shares > 1 and place == 0 and before.ready and before.ready + before.leased == before.pending:
-            # Fewer groups than shares are left, and no more will come: the first team takes them.
+            # Fewer groups than shares are left, and no more will arrive: the first team takes them.
             lease = self.dock.take(self.name, Want(groups=MOST_GROUPS, tag=self.tag))
             if lease is not None:
                 self.held.append(lease)
@@ -176,8 +177,8 @@ class RankLearnWorker(LearnWorker):
         return moved
 
     def _word(self) -> tuple[list[int], int] | None:
-        """The groups held here, one of each row, and how many rows there are in all. Only leaders hold anything. One
-        whose leases ran out has accumulated what others will take: no step then."""
+        """Return the group of each row held here, and the number of rows in all. Only leaders hold any. A leader
+        whose leases expired has accumulated what others will take, and reports LOST."""
         if not self.team.is_leader:
             return None
         if not self.calls.is_first:
@@ -186,14 +187,14 @@ class RankLearnWorker(LearnWorker):
         return own, LOST if self._has_lost() else self._progress().pending
 
     def _word_or_loss(self) -> tuple[list[int], int] | None:
-        """A rank whose dock is gone still says so: the others would wait for it."""
+        """Return `_word`, or LOST if the dock is gone: the others would wait for this rank."""
         try:
             return self._word()
         except DockError:
             return [], LOST
 
     def _finish_if_all_here(self) -> None:
-        """Learn, if the shares of all teams make up the step, each row once; all ranks decide alike."""
+        """Learn, if the shares of all teams make up the step, each row once; all ranks decide the same."""
         told = self.world.gather(self._word_or_loss(), "agreement on the step's samples")
         words = [word for word in told if word is not None]
         union = [set(groups) for groups, _ in words]
@@ -227,7 +228,7 @@ class RankLearnWorker(LearnWorker):
                 self.accumulated = set()
 
     def _place(self, groups: Any) -> Any:
-        """Which of the step's updates each group belongs to."""
+        """Return which of the step's updates each group belongs to."""
         updates = self.config.train.updates_per_step
         if self.config.algorithm.dynamic_sampling:
             return np.searchsorted(self.groups, groups) * updates // max(1, len(self.groups))
@@ -240,7 +241,7 @@ class RankLearnWorker(LearnWorker):
         return early is not None and early["tokens"].lengths.sum() >= self.config.train.tokens_per_microbatch
 
     def _early(self) -> Batch | None:
-        """Of the first update, what was not accumulated yet; None where it is not known what belongs to it."""
+        """Return what belongs to the first update and is not accumulated yet; None where that is not known."""
         is_dynamic = self.config.algorithm.dynamic_sampling
         if not self.held or self.only_critic or (is_dynamic and self.config.train.updates_per_step > 1):
             return None
@@ -255,7 +256,7 @@ class RankLearnWorker(LearnWorker):
         self._accumulate_share(self._early())
 
     def _accumulate_share(self, batch: Batch | None) -> None:
-        """What this team's leader gives, which may be nothing; all ranks at once, unless they compute alone."""
+        """Accumulate the leader's batch, which may be empty; all ranks at once, unless they compute alone."""
         self.has_begun = True
         if batch is not None:
             batch = self._counted_in(batch)
@@ -273,20 +274,20 @@ class RankLearnWorker(LearnWorker):
     # After the update, and when something was lost
 
     def _end(self) -> bool:
-        """After the update: end what is held. Whether the whole step is ended."""
+        """End what is held, after the update; return whether the whole step has ended."""
         for held in self.held:
-            committed(held)  # refused: the rows come again, and are ended then
+            committed(held)  # where refused, the rows come again and are ended then
         self.held = []
         self.is_done = self._progress().is_idle
         return self.is_done
 
     def _drop_held(self) -> None:
-        """Give everything back and forget what was accumulated of it."""
+        """Give everything back and discard what was accumulated from it."""
         for name, count in zip(("learned_tokens", "learned_samples"), self._counted):
             if count:
                 self.tally.add(name, -float(count))
         self._counted[:] = 0
-        with contextlib.suppress(DockError):  # a dock that is gone has given them away
+        with contextlib.suppress(DockError):  # a dock that is gone has released them
             for held in self.held:
                 held.abandon()
         self.held, self.accumulated, self.has_begun = [], set(), False

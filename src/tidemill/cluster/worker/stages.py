@@ -1,7 +1,5 @@
-"""Stage makers: how the worker of each stage is made from a worker's state. Every executor uses this table.
-
-A stage of your own is one entry: its name in the algorithm's graph, and a function that makes its worker.
-"""
+"""Makes the worker of each stage from a worker's state. Every executor uses this table. A stage of your own is one
+entry: its name in the algorithm's graph, and a function that makes its worker."""
 
 from __future__ import annotations
 
@@ -85,8 +83,8 @@ def teacher(state: WorkerState) -> Worker:
 def _scores(
     state: WorkerState, name: str, column: str, model: Any, team: str = "", follow: Callable[[], None] | None = None
 ) -> Worker:
-    """Of a whole model in this process, or of a team's part of one."""
-    if team and not state.is_cut and not state.is_alone:  # of a copy, which does not wait for the others to score
+    """Make a scoring worker, for a whole model in this process or for a team's part of one."""
+    if team and not state.is_cut and not state.is_alone:  # a replica, which need not wait for the others to score
         model = MeshModel(model.model, state.config, is_ready=True)
     own = (name, column, state.dock, model, state.config, state.tally)
     made = ScoreWorker(*own)
@@ -108,7 +106,7 @@ def learn_values(state: WorkerState) -> Worker:
 
 
 def _learner(state: WorkerState, name: str, learner: Any, critic: Any = None) -> LearnWorker:
-    """The policy's, or the critic's, for which the policy's waits."""
+    """Make the policy's learning worker, or the critic's, for which the policy's waits."""
     made: LearnWorker
     if state.is_alone:
         made = LearnWorker(state.dock, learner, state.config, state.tally, name, critic)
@@ -121,14 +119,14 @@ def _learner(state: WorkerState, name: str, learner: Any, critic: Any = None) ->
 
 
 def _frozen(state: WorkerState, name: str, make: Callable[[], Any]) -> Any:
-    """A model that never learns is made once, however often its worker is."""
+    """Return a frozen model, which is made once however often its worker is."""
     if name not in state.frozen:
         state.frozen[name] = make()
     return state.frozen[name]
 
 
 def load_teacher(config: Config, device: torch.device) -> MeshModel:
-    """The model that on-policy distillation learns from."""
+    """Make the model that on-policy distillation learns from."""
     path = config.algorithm.teacher
     if path is None:
         raise ConfigError(

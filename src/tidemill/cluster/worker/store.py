@@ -32,7 +32,7 @@ from tidemill.errors import CollectiveError
 
 KEY_BYTES = 32
 GONE_S = 30.0  # a store that cannot be reached for this long is given up: a busy machine takes seconds to connect
-SWEEP_S = 1.0  # between looks for connections that have not proved in time that they have the key
+SWEEP_S = 1.0  # between sweeps of connections that have not proved in time that they have the key
 IDLE_S = 86400.0  # `poll` waits for a key in the background, however long its owner has nothing to say
 _dist: Any = dist  # its types do not say what stores it has
 

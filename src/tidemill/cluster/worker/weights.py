@@ -1,10 +1,8 @@
-"""The weight flow between workers: layout → plan → move → take up, the same for every executor.
-
-Learner ranks send, rollout workers receive, over one link that they all share. It holds for as long as nobody of it
-dies; then it is made anew from those who live. In one process blocks are copied; on one node they go through shared
-memory, between nodes through a process group of its own, apart from the learner's world. An engine that reads the
-learner's own tensors has no link: there is nothing to send, and taking up is all.
-"""
+"""The weight flow between workers: layout → plan → move → take up, the same for every executor. Learner ranks send,
+rollout workers receive, over one link that they all share. When a member dies, a new link is made for those that live.
+In one process blocks are copied; on one node they go through shared memory, between nodes through a process group apart
+from the learner's world. An engine that reads the learner's own tensors has no link: nothing is sent, it only takes the
+version up."""
 
 from __future__ import annotations
 
@@ -52,13 +50,13 @@ from tidemill.rollout.native.forward import parallel
 if TYPE_CHECKING:
     from tidemill.cluster.worker.worker_state import WorkerState
 
-_stores: Any = dist  # where torch keeps them; its types do not say so
+_stores: Any = dist  # torch's types do not list them here
 LEAST_BUCKET = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What a learner sends, and what happens to it on the way."""
+    """What a learner sends, and how it is transformed on the way."""
 
     tensors: Tensors
     changes: Changes | None = None
@@ -72,12 +70,12 @@ class WeightPort:
         self.is_whole = state.learner is not None  # the engine has a whole version
         self._carrier: Carrier | None = None
         self._serving: Serving | None = None
-        self._lock = threading.Lock()  # a link does not end while a version comes over it
+        self._lock = threading.Lock()  # a link does not end while a version travels over it
 
     # Layout
 
     def sources(self) -> Sources:
-        """The policy as it is now; nothing where none is learned."""
+        """Return the current policy; nothing where none is trained."""
         state = self.state
         if state.learner is None:
             return Sources({})
@@ -88,8 +86,8 @@ class WeightPort:
         return learned(state.loaded.model)
 
     def serving(self) -> Serving:
-        """What the engine here serves, if it has weights of its own. Where rollout goes on meanwhile, the next version
-        is written aside."""
+        """Return where the engine's own weights are written, if it has any. Where rollout continues meanwhile, the
+        next version is written aside."""
         if self._serving is None:
             model = self.state.loaded.model if self.state.loaded is not None and self._has_own else None
             tensors = {} if model is None else {**dict(model.named_parameters()), **persistent(model)}
@@ -118,7 +116,7 @@ class WeightPort:
         self.unlink()
         if link.one_process is not None and self.state.learner is not None:
             link.one_process.sources = self.sources
-            return  # who receives copies
+            return  # receives copies
         self._carrier = Carrier(link, rank, self.state.device)
 
     def unlink(self) -> None:
@@ -130,7 +128,7 @@ class WeightPort:
     # Move
 
     def move(self, version: int) -> MoveReport:
-        """Send and receive, the work standing still."""
+        """Send and receive while no work is done."""
         if self._carrier is None:
             return MoveReport(0, 0, 0.0)
         if not self._has_own:
@@ -140,13 +138,13 @@ class WeightPort:
             return self._carry(self._carrier, self.serving(), version)
 
     def receive(self, version: int) -> MoveReport:
-        """Write a version aside, from any thread, while the work goes on."""
+        """Write a version aside, from any thread, while the work continues."""
         with self._lock:
             assert self._carrier is not None
             return self._carry(self._carrier, self.serving(), version)
 
     def _carry(self, carrier: Carrier, serving: Serving, version: int) -> MoveReport:
-        """The time is counted once: where the learner's tensors are read."""
+        """Count the time once, where the learner's tensors are read."""
         here = carrier.link.one_process
         sources = here.sources() if here is not None and here.sources is not None else self.sources()
         with self.state.tally.time("publish") if sources.tensors else nullcontext():
@@ -155,7 +153,7 @@ class WeightPort:
     # Take up
 
     def take_up(self, version: int) -> None:
-        """Between two tokens: the weights that have come are this version. Unfinished samples go on under it."""
+        """Serve the received version from the next token on. Unfinished samples continue under it."""
         state, engine = self.state, self.state.engine
         if state.shares_tensors:
             state.learner.publish()
@@ -176,7 +174,7 @@ class WeightPort:
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
-        """Where an engine has several ranks, all of them are between the same two steps."""
+        """Make sure that all ranks of an engine are between the same two steps."""
         state = self.state
         if state.lead is not None:
             state.lead.order()
@@ -209,7 +207,7 @@ class Carrier:
             self.wire = LooseWire(BufferRing(bucket_bytes=bucket), link, rank)
 
     def move(self, sources: Sources, serving: Serving, version: int) -> MoveReport:
-        """Whole or not at all. `sources`: what this member itself has to send."""
+        """Move a whole version or none. `sources`: what this member sends."""
         job = Job(self.plan, self.rank, sources.tensors, {}, version, self.link.verify, sources.changes)
         moved = serving.receive(job, self.wire)
         return MoveReport(moved.sent_bytes + moved.received_bytes, moved.checked, moved.seconds)
@@ -219,7 +217,7 @@ class Carrier:
 
 
 class LooseWire(GroupWire):
-    """Messages of a process group that belongs to this link alone: members come and go without the learner's world."""
+    """Make a process group for this link alone: members come and go without affecting the learner's world."""
 
     def __init__(self, ring: BufferRing, link: WeightLink, rank: int) -> None:
         super().__init__(ring, timeout_s=link.timeout_s)
@@ -252,13 +250,15 @@ class LooseWire(GroupWire):
 
 
 def aside_of(tensors: Tensors) -> Aside:
-    """An accelerator's engine has its tensors' addresses in captured graphs: there they are written, not exchanged."""
+    """Write into existing tensors on an accelerator, whose captured graphs hold their addresses; replace them
+    elsewhere."""
     on_host = all(t.device.type == "cpu" for t in tensors.values())
     return "device" if on_host else "copy"
 
 
 def learned(model: Any) -> Sources:
-    """What rollout is to serve, under the names it knows. Adapters are merged block by block, as they are read."""
+    """Return the weights that rollout is to serve, under its names. Adapters are merged block by block, as they are
+    read."""
     own = lora.adapters(model)
     tensors = {name: tensor for name, tensor in carried(model).items() if name not in own}
     changes = {f"{n}.weight": adapter_of(m) for n, m in model.named_modules() if isinstance(m, lora.LoraLinear)}
@@ -269,13 +269,13 @@ def learned(model: Any) -> Sources:
 
 
 def adapter_of(linear: lora.LoraLinear) -> BlockMerge:
-    """What makes of a frozen weight the one that the learner computes with."""
+    """Return what turns a frozen weight into the one that the learner computes with."""
     rows = None if linear.lora_m is None else linear.lora_m.detach() / linear.row_norms().to(linear.lora_m.dtype)
     return BlockMerge(linear.lora_a.detach(), linear.lora_b.detach(), linear.factor, rows)
 
 
 class Follow:
-    """A reference on the learner's ranks that now and then becomes the policy, however each of the two is cut."""
+    """Copies the policy into a reference on the learner's ranks, however each of the two is cut."""
 
     def __init__(self, learner: Learner, reference: MeshModel, world: World) -> None:
         self.learner, self.reference, self.world = learner, reference, world
@@ -284,7 +284,7 @@ class Follow:
         self._moves = 0
 
     def __call__(self) -> None:
-        """All ranks together."""
+        """Copy, all ranks together."""
         if self._plan is None:
             own = [to_plain(side.layout()) for side in (self.learner, self.reference)]
             told = self.world.gather(own, "describing two models")

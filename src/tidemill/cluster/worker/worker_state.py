@@ -1,4 +1,4 @@
-"""What one worker works with: its models, engine, scorer and feed, and the workers of its stages."""
+"""One worker's state: its models, engine, scorer and feed, and the workers of its stages."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from tidemill.rollout.make import make_engine
 
 @dataclass(frozen=True, slots=True)
 class _Paused:
-    """What an engine was making when it was asked for something else."""
+    """Samples that an engine was making when it was asked for something else."""
 
     unfinished: Sequence[Partial] = ()
     done: Sequence[Completion] = ()
 
 
 class _EvaluatingEngine:
-    """Tells of each step, so that a long evaluation is not taken for one that hangs."""
+    """Reports each engine step, so that a long evaluation is not mistaken for a hang."""
 
     def __init__(self, engine: RolloutEngine, moved_on: Callable[[], None]) -> None:
         self._engine, self._moved_on = engine, moved_on
@@ -65,7 +65,7 @@ class _EvaluatingEngine:
 
 @dataclass(slots=True)
 class WorkerState:
-    """What its post does not need is None."""
+    """A worker's state. What its post does not need is None."""
 
     stages: tuple[str, ...]
     config: Config
@@ -74,31 +74,33 @@ class WorkerState:
     tally: Tally
     world: World
     device: torch.device
-    is_alone: bool  # the only process of the run: nobody learns with it, and no lease is lost
+    is_alone: bool  # the only process of the run: no other learns with it, and no lease is lost
     workers: dict[str, Worker] = field(default_factory=dict)  # by stage
-    rollout: RolloutWorker | None = None  # of these, those that are spoken to by name
+    rollout: RolloutWorker | None = None  # those of them that are called by name
     advantage: AdvantageWorker | None = None
     learn: LearnWorker | None = None
     learn_values: LearnWorker | None = None
-    loaded: LoadedModel | None = None  # a whole model: the learner's own, or what an engine serves
+    loaded: LoadedModel | None = None  # a whole model: the learner's, or what an engine serves
     tokenizer: Any = None
-    learner: Any = None  # `learn.engine.Learner`, or what stands for its ranks
+    learner: Any = None  # `learn.engine.Learner`, or a stand-in for its ranks
     critic: Any = None
     is_cut: bool = False  # a pass through the learner's model is an exchange between ranks
-    reference: MeshModel | None = None  # on the ranks of a learner that is cut
-    frozen: dict[str, Any] = field(default_factory=dict)  # models that never learn, by the stage that scores with them
+    reference: MeshModel | None = None  # of a learner that is cut over ranks
+    frozen: dict[str, Any] = field(default_factory=dict)  # frozen models, by the stage that scores with them
     make_reference: Callable[[], Any] | None = None
-    calls: Calls | None = None  # what ranks do together
-    teams: dict[str, Team] = field(default_factory=dict)  # of learner, critic and reference: each may be cut otherwise
+    calls: Calls | None = None  # work that ranks do together
+    teams: dict[str, Team] = field(
+        default_factory=dict
+    )  # of learner, critic and reference: each may be cut differently
     parameters: int = 0  # of the whole model
-    away: Away | None = None  # what learning keeps elsewhere, and can take off the device; None: it is all here
+    away: Away | None = None  # learning's tensors in other processes, which can leave the device; None: all are here
     engine: RolloutEngine | None = None
-    lead: LeadEngine | None = None  # of several ranks: this one is told, the others follow
+    lead: LeadEngine | None = None  # an engine of several ranks: this rank is called, the others follow
     follower: Follower | None = None
     engine_group: Any = None
     scorer: Scorer | None = None
     feed: Feed | None = None
-    ahead: Ahead | None = None  # of the feeder: whose rows are in the dock
+    ahead: Ahead | None = None  # of the feeder: steps whose rows are in the dock
     puts: FeederDock | None = None
     keeper: ReferenceKeeper | None = None
     handed_over: HandedOver = "never"
@@ -109,17 +111,17 @@ class WorkerState:
 
     @property
     def shares_tensors(self) -> bool:
-        """Whether the engine serves the learner's own tensors."""
+        """Say whether the engine serves the learner's own tensors."""
         return self.learner is not None and self.engine is not None and not self.is_cut
 
     @property
     def is_shared(self) -> bool:
-        """Whether this process holds one rank's share of an engine."""
+        """Say whether this process holds one rank's share of an engine."""
         return self.lead is not None or self.follows
 
     @property
     def version(self) -> int:
-        """Of the weights that are learned, or served, here."""
+        """The version of the weights that are trained, or served, here."""
         if self.learner is not None:
             return int(self.learner.version)
         served = self.follower.engine if self.follower is not None else self.engine
@@ -128,7 +130,7 @@ class WorkerState:
     # Stages
 
     def make_workers(self) -> None:
-        """One for each of its stages."""
+        """Make a worker for each of its stages."""
         self.calls = Calls(self.world) if self.learner is not None else None
         self.workers = {}
         for stage in self.stages:
@@ -141,7 +143,7 @@ class WorkerState:
             self.keeper.replace(self.advantage)
 
     def take_turns(self) -> None:
-        """Rollout and learning hand the device's memory over to one another, where the recipe says so."""
+        """Let rollout and learning take turns with the device's memory, where the recipe says so."""
         if self.loaded is None or self.handed_over == "never":
             return
         own = LearningState(self.device, lambda: kept_tensors(self.loaded.model, self.device, self._kept()))  # type: ignore[union-attr]
@@ -150,33 +152,33 @@ class WorkerState:
         self.turns = Handover(self.engine, self.tally, device, self.handed_over, away)
 
     def rolling(self) -> None:
-        """Rollout works next."""
+        """Announce that rollout works next."""
         if self.turns is not None:
             self.turns.rolling()
 
     def learning(self) -> None:
-        """Something else works next, or looks at what is learned."""
+        """Announce that something else works next, or reads the learner's weights."""
         if self.turns is not None:
             self.turns.learning()
 
     def _kept(self) -> Iterator[Tensor]:
-        """What learning keeps on the device."""
+        """Return the tensors that learning keeps on the device."""
         for model in (self.learner, self.critic, self.reference, *self.frozen.values()):
             if model is not None:
                 yield from model.held()
 
     def open_feed(self) -> None:
-        """Nothing of any step is in the dock."""
+        """Mark that no step has rows in the dock."""
         if self.feed is not None:
             self.puts = FeederDock(self)
             self.ahead = Ahead(self.feed, cast(Dock, self.puts), self.config)
 
     def reconnect(self, dock: Dock, tally: Tally) -> None:
-        """The same models and engine at another dock: nothing is held, nothing counted."""
+        """Use the same models and engine with another dock: nothing is held, nothing counted."""
         self.dock.close()
         self.tally.close()
         if self.engine is not None:
-            self.engine.pause()  # what it was making is dropped
+            self.engine.pause()  # drop what it was making
             while self.engine.has_work:
                 self.engine.step()  # and what it had finished
         self.dock, self.tally = dock, tally
@@ -189,7 +191,7 @@ class WorkerState:
     # Evaluating
 
     def moved_on(self) -> None:
-        """An evaluation has. Told by several threads; where two count as one, it has moved all the same."""
+        """Count that an evaluation has moved. Called by several threads; two calls that count as one do no harm."""
         self.evaluated += 1
 
     def evaluate(self, size: int, samples: int, tell: Callable[[Activity], None]) -> Evaluation:
@@ -197,7 +199,9 @@ class WorkerState:
         engine, paused = self.engine, _Paused()
         if self.lead is not None and engine is not None:  # its ranks have room for one engine
             paused = _Paused(engine.pause(), engine.step() if engine.has_work else [])
-        elif engine is None or engine.has_work:  # rollout goes on while others learn: what it has under way is not ours
+        elif (
+            engine is None or engine.has_work
+        ):  # rollout continues while others learn: what it has under way is not ours
             own = self.config.rollout.model_copy(update={"engine": "native"})
             engine = make_engine(self.loaded, self.config.model_copy(update={"rollout": own}))
         _, held_out = open_source(self.config.data, self.config.seed)
@@ -217,13 +221,13 @@ class WorkerState:
 
     @contextlib.contextmanager
     def _scoring(self) -> Iterator[Scorer]:
-        """Its own scorer, or one for as long as the evaluation takes."""
+        """Return its own scorer, or one for the length of the evaluation."""
         if self.scorer is not None:
             yield self.scorer
             return
         with Scorer(self.config.rewards, self.moved_on, self.config.device.partition(":")[0]) as scorer:
             yield scorer
-        if self.config.rewards.models:  # a trained reward model is on the device no longer than that
+        if self.config.rewards.models:  # a trained reward model stays on the device no longer than that
             from tidemill.reward import model
 
             model.close_all()
@@ -238,7 +242,7 @@ class WorkerState:
 
 
 class FeederDock:
-    """The feeder's dock: remembers what was put of the steps under way, so that lost bytes can be put again."""
+    """The feeder's dock: remembers the rows of steps under way, so that lost bytes can be put again."""
 
     def __init__(self, state: WorkerState) -> None:
         self.state = state
@@ -249,11 +253,11 @@ class FeederDock:
         self.state.dock.put(rows, tag)
 
     def forget(self, tags: Collection[str]) -> None:
-        """Of steps that are over."""
+        """Forget rows of steps that are over."""
         self.kept = {tag: rows for tag, rows in self.kept.items() if tag in tags}
 
     def again(self) -> None:
-        """What the dock still has is not entered twice."""
+        """Put the rows again. Rows that the dock still has are not added twice."""
         for tag, listed in self.kept.items():
             for rows in listed:
                 self.state.dock.put(rows, tag)
