@@ -45,7 +45,7 @@ def tiny_model(name: str, seed: int = 0, scale: float = 4.0, **changes: Any) -> 
     with torch.no_grad():  # fresh weights are so small that logits hardly differ
         for parameter in loaded.model.parameters():
             if parameter.dim() > 1:
-                parameter.mul_(scale)
+                parameter.mul_(scale) if parameter.any() else parameter.normal_(0.0, 0.1)
     return loaded
 
 

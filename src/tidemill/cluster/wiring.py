@@ -146,6 +146,11 @@ class Post:
         return self.part == 0
 
     @property
+    def acts(self) -> bool:
+        """Whether it has something to do of its own."""
+        return self.leads or self.group.learns
+
+    @property
     def feeds(self) -> bool:
         return self.group.is_feeder and self.rank == 0
 

@@ -36,6 +36,7 @@ from tidemill.models import experts, lora, routing
 from tidemill.models.attention.contexts import Attention, choose
 from tidemill.models.buffers import persistent
 from tidemill.models.family import fuse
+from tidemill.models.vision.eyes import eyes
 from tidemill.recipe.config import Config
 from tidemill.reshard.layout import Layout
 from tidemill.reshard.swap import learner_tensors
@@ -160,7 +161,7 @@ class MeshModel:
         if part is None:
             return Row(None, None, None, filler(self.multiple, self.device))
         share = self.config.learn.share_prompts
-        packed = pack(part, self.device, share, self.attention)
+        packed = pack(part, self.device, share, self.attention, eyes.of(self.model))
         cut = context.cut(packed) if "cp" in self.links else None
         own = padded(packed if cut is None else cut.packed, self.multiple)
         routers = self.routers if "routes" in part or "weight" in part else None  # of plain scoring there is nothing

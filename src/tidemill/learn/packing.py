@@ -13,9 +13,11 @@ from torch import Tensor
 
 from tidemill.batch import Batch, Column
 from tidemill.errors import DataError
+from tidemill.learn.look import Look, Part, Shown
 from tidemill.models.attention.contexts import KINDS, Attention
 from tidemill.models.attention.registry import Context
 from tidemill.models.upload import upload
+from tidemill.models.vision.eyes.eyes import Eyes
 
 Ints = npt.NDArray[np.int64]
 TRIED_SINGLY = 16  # counts of bins, before the search takes larger steps
@@ -27,12 +29,13 @@ class PackedBatch:
     """One forward pass. The last token of a sample is only ever predicted, so it is a target and not an input."""
 
     tokens: Tensor  # (inputs,)
-    positions: Tensor  # (inputs,)
+    positions: Tensor  # (inputs,), or (4, inputs) of a model that turns images by time, height and width
     context: Context
     predicts: Tensor  # (targets,) the input whose hidden state predicts each target
     targets: Tensor  # (targets,) response tokens, sample after sample
     row: Tensor  # (targets,) the sample of each
     rows: int
+    look: Look | None = None  # the images it shows
 
 
 Unit = tuple[int, list[int]]  # tokens, and the rows that may not be parted
@@ -153,14 +156,20 @@ def group_rows(groups: npt.NDArray[np.int64]) -> list[Ints]:
 
 
 def pack(
-    batch: Batch, device: torch.device, share_prompts: bool, attention: Attention = KINDS["blocks"]
+    batch: Batch,
+    device: torch.device,
+    share_prompts: bool,
+    attention: Attention = KINDS["blocks"],
+    eyes: Eyes | None = None,
 ) -> PackedBatch:
+    """`eyes`: of the model that is called with it, where that looks at images."""
+    shown = Shown.of(batch, eyes)
     if _has_groups(batch, share_prompts):
-        return _pack_shared(batch, device, attention)
-    return _pack_whole(batch, device, attention)
+        return _pack_shared(batch, device, attention, shown)
+    return _pack_whole(batch, device, attention, shown)
 
 
-def _pack_whole(batch: Batch, device: torch.device, attention: Attention) -> PackedBatch:
+def _pack_whole(batch: Batch, device: torch.device, attention: Attention, shown: Shown | None) -> PackedBatch:
     tokens, prompts = batch["tokens"], batch.values("prompt_length").astype(np.int64)
     inputs = tokens.lengths - 1
     starts = np.concatenate([[0], np.cumsum(inputs)[:-1]])
@@ -169,18 +178,21 @@ def _pack_whole(batch: Batch, device: torch.device, attention: Attention) -> Pac
     ends = np.cumsum(tokens.lengths)
     within = _ranges(responses)
     row = np.repeat(np.arange(batch.rows), responses)
+    parts = [Part(i, 0, int(n), int(first)) for i, (n, first) in enumerate(zip(inputs, starts))]
+    context = attention.packed(inputs.tolist(), device)
     return PackedBatch(
         tokens=upload(np.delete(flat, ends - 1), device),
-        positions=upload(_ranges(inputs), device),
-        context=attention.packed(inputs.tolist(), device),
+        positions=upload(_ranges(inputs) if shown is None else shown.positions(parts), device),
+        context=context if shown is None else shown.context(context, parts, device),
         predicts=upload((starts + prompts - 1)[row] + within, device),
         targets=upload(flat[(ends - responses)[row] + within], device),
         row=upload(row, device),
         rows=batch.rows,
+        look=None if shown is None else shown.look(parts, device),
     )
 
 
-def _pack_shared(batch: Batch, device: torch.device, attention: Attention) -> PackedBatch:
+def _pack_shared(batch: Batch, device: torch.device, attention: Attention, shown: Shown | None) -> PackedBatch:
     tokens, prompts = batch["tokens"], batch.values("prompt_length").astype(np.int64)
     groups = group_rows(batch.values("group"))
     group_of = np.empty(batch.rows, np.int64)
@@ -198,15 +210,24 @@ def _pack_shared(batch: Batch, device: torch.device, attention: Attention) -> Pa
     is_input = within < inputs[row]
     _refuse_other_prompts(tokens.values, row_starts, prompts, np.array([rows[0] for rows in groups])[group_of])
     prompt_tokens = [tokens[int(rows[0])][: lengths[g]] for g, rows in enumerate(groups)]
+    begins = prompt_ends - lengths
+    parts = [Part(int(rows[0]), 0, int(lengths[g]), int(begins[g])) for g, rows in enumerate(groups)]
+    parts += [
+        Part(i, int(prompts[i]), int(prompts[i] + inputs[i]), int(starts[i]), int(begins[group_of[i]]))
+        for i in range(batch.rows)
+    ]
+    places = np.concatenate([_ranges(lengths), (prompts[row] + within)[is_input]])
+    context = attention.shared(lengths.tolist(), inputs.tolist(), group_of.tolist(), device)
     return PackedBatch(
         tokens=upload(np.concatenate([*prompt_tokens, tokens.values[response_at[is_input]]]), device),
-        positions=upload(np.concatenate([_ranges(lengths), (prompts[row] + within)[is_input]]), device),
-        context=attention.shared(lengths.tolist(), inputs.tolist(), group_of.tolist(), device),
+        positions=upload(places if shown is None else shown.positions(parts), device),
+        context=context if shown is None else shown.context(context, parts, device),
         # The first response token is predicted by the prompt's last, the others by the response token before them.
         predicts=upload(np.where(within == 0, prompt_ends[group_of[row]] - 1, starts[row] + within - 1), device),
         targets=upload(tokens.values[response_at], device),
         row=upload(row, device),
         rows=batch.rows,
+        look=None if shown is None else shown.look(parts, device),
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tidemill.learn.packing import PackedBatch
 from tidemill.learn.parallel.collectives import MeshLink, copy_tokens
+from tidemill.models.vision.eyes import eyes
 
 
 class ValueModel(torch.nn.Module):
@@ -61,9 +62,19 @@ class ValueModel(torch.nn.Module):
 def decoded(model: Any, packed: PackedBatch) -> Tensor:
     """(tokens, width) of any model's decoder, or this rank's tokens of it."""
     out: Tensor = model.get_decoder()(
-        input_ids=packed.tokens[None], position_ids=packed.positions[None], use_cache=False, tide=packed.context
+        **decoder_inputs(model, packed), use_cache=False, tide=packed.context
     ).last_hidden_state.squeeze(0)  # not [0], whose gradient is a zeroed copy
     return out
+
+
+def decoder_inputs(model: Any, packed: PackedBatch) -> dict[str, Any]:
+    """What the decoder is called with: tokens, or, of a model that looks, embeddings with features among them."""
+    looks = eyes.of(model)
+    if looks is None:
+        return {"input_ids": packed.tokens[None], "position_ids": packed.positions[None]}
+    look = packed.look
+    seen = None if look is None else eyes.see(looks, look.tiles, look.at, look.which)
+    return looks.inputs(packed.tokens, packed.positions, seen)
 
 
 def values_at(model: ValueModel, packed: PackedBatch, over: MeshLink | None = None) -> Tensor:

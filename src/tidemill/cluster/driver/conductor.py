@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tidemill.cluster.driver.driver import Driver
 
 LOOK_S = (0.004, 0.1)  # seconds between polls of the dock: at first, at most
+MANY = 1000  # workers; with more of them the driver polls less often, so that its work does not grow
 BESIDE = ("reward",)  # scores in its own threads while others work
 ATTEMPTS = 5  # of one step
 
@@ -36,6 +37,7 @@ class Conductor:
         self._start: dict[str, Any] = {}  # data position at the beginning of the step
         self._broken = ""  # why the step cannot continue
         self._lost_rows = 0
+        self._shared_at: tuple[int, str] | None = None  # the state in which rollout workers were last compared
         self._rollouts: list[
             tuple[str, int, str]
         ] = []  # workers that share the rollout, and their dock, as last announced
@@ -91,12 +93,13 @@ class Conductor:
         self.first_group, self.tag = fed.first_group, fed.tag
         self.driver.bad_rows = fed.bad_rows
         self._is_fed, self.refeed = True, False
-        for member in self.pool.ready:
+        acting = self.pool.acting
+        for member in acting:
             self._hold_kl(member)
         begin = request(WorkerCommands.begin, self.first_group, self.tag)
         self.pool.call_all(self._learners(), lambda _: begin)
-        for member in self.pool.ready:
-            if member not in self._learners():
+        for member in acting:
+            if not member.post.group.learns:
                 self.pool.send(member, begin)
         return fed
 
@@ -131,6 +134,7 @@ class Conductor:
 
     def _until(self, is_over: Callable[[], bool], stop: Callable[[], bool]) -> None:
         pause = LOOK_S[0]
+        most_s = LOOK_S[1] * max(1.0, len(self.pool.members) / MANY)
         dock, is_stuck = self.driver.run_dock.dock, False
         while True:
             self.driver.check_learners()
@@ -155,12 +159,16 @@ class Conductor:
             if state.lost > self._lost_rows:
                 self._lost_rows = state.lost
                 self.pool.send(self.driver.feeder, request(WorkerCommands.feed_again))
-            pause = LOOK_S[0] if self._has_moved(state) else min(LOOK_S[1], pause * 1.3)
+            pause = LOOK_S[0] if self._has_moved(state) else min(most_s, pause * 1.3)
             self.pool.pump(pause)
             is_stuck = self.pool.starter.is_stuck
 
     def _share_rollout(self) -> None:
         """Tell rollout workers how many share the work; each takes its share."""
+        seen = self.pool.changes, self.driver.run_dock.place.ledger
+        if seen == self._shared_at:
+            return
+        self._shared_at = seen
         members = self.pool.engines(self.pool.wiring.engines.name)
         now = [(m.name, m.incarnation, m.dock) for m in members]
         if now != self._rollouts:
@@ -171,7 +179,7 @@ class Conductor:
     def _has_moved(self, state: DockState) -> bool:
         """Say whether anything has changed since the last call; after too long without, report who waits."""
         stages = [(c.ready, c.leased, c.done) for c in state.stages.values()]
-        seen = repr((stages, state.ended, [m.report.moves if m.report else -1 for m in self.pool.members.values()]))
+        seen = repr((stages, state.ended, self.pool.moves, self.pool.changes))
         now = self.pool.starter.now()
         if seen != self._seen:
             self._seen, self.moved_at = seen, now
@@ -197,8 +205,9 @@ class Conductor:
 
     def _work_on(self, stages: Iterable[str]) -> None:
         self.open = tuple(stages)
-        for member in self.pool.ready:
-            self.pool.send(member, request(WorkerCommands.work_on, self.open))
+        opened = request(WorkerCommands.work_on, self.open)
+        for member in self.pool.acting:
+            self.pool.send(member, opened)
 
     def _publish(self) -> None:
         version = self.driver.publisher.publish()

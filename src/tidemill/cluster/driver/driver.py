@@ -5,7 +5,7 @@ positions and states come here."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -121,7 +121,7 @@ class Driver:
         for member in self.pool.learners():
             if member.handle is not None:
                 member.handle.kill()
-            member.become("lost", self.starter.now())
+            self.pool.become(member, "lost")
             self.pool.again(member)
         self._lost_learner = ""
 
@@ -272,7 +272,7 @@ class Driver:
         return why
 
     def measure(self) -> dict[str, float]:
-        told = self._from_all(request(WorkerCommands.measure))
+        told = self._from_all(request(WorkerCommands.measure), self.pool.acting)
         self._shown = {name: ids for name, (_, ids) in told.items()}
         of_samples = Counted.of_samples(self.run_dock.dock.counted())
         measured = together([*(counted for counted, _ in told.values()), of_samples])
@@ -291,9 +291,9 @@ class Driver:
         before, self._lost_samples = self._lost_samples, now
         return {name: float(max(0, count - before.get(name, 0))) for name, count in now.items()}
 
-    def _from_all(self, asked: Request[R]) -> dict[str, R]:
-        """Collect the answers of all workers; one that is lost meanwhile is left out."""
-        futures = {m.name: self.pool.send(m, asked) for m in self.pool.ready}
+    def _from_all(self, asked: Request[R], members: Sequence[Member] | None = None) -> dict[str, R]:
+        """Collect the answers of all workers, or of these; one that is lost meanwhile is left out."""
+        futures = {m.name: self.pool.send(m, asked) for m in (self.pool.ready if members is None else members)}
         told = {}
         deadline = self.starter.now() + self.config.cluster.stall_s
         for name, future in futures.items():
@@ -314,7 +314,7 @@ class Driver:
         self.pool.lose(member, f"{why}{self.pool.examine(why)}")
 
     def after_step(self, step: int, measured: dict[str, float]) -> list[str]:
-        told = self._from_all(request(WorkerCommands.after_step, step, dict(measured)))
+        told = self._from_all(request(WorkerCommands.after_step, step, dict(measured)), self.pool.acting)
         coefs = [c for c in told.values() if c is not None]
         if coefs:
             measured["kl_coef"] = self.kl_coef = coefs[0]

@@ -30,6 +30,7 @@ class Publisher:
         self.seconds = 0.0
         self._linked: tuple[tuple[str, int], ...] = ()  # names and incarnations on the link
         self._served: dict[str, tuple[int, int]] = {}  # rollout worker → its incarnation and the version it has
+        self._all_served: tuple[int, int, int] | None = None  # the state in which no worker lacked the version
         self._met: dict[int, tuple[int, ...]] = {}  # engine of several ranks → the incarnations that have joined
 
     def publish(self) -> int:
@@ -40,33 +41,37 @@ class Publisher:
 
     def newcomers(self) -> list[Member]:
         """List rollout workers that are up but lack the current version."""
-        if self.pool.wiring.is_colocated:
+        now = self.pool.changes, self.version, len(self._served)
+        if self.pool.wiring.is_colocated or now == self._all_served:
             return []
-        return [m for m in self._engines() if self._served.get(m.name) != (m.incarnation, self.version)]
+        found = [m for m in self._engines() if self._served.get(m.name) != (m.incarnation, self.version)]
+        if not found:
+            self._all_served = now
+        return found
 
     def _engines(self) -> list[Member]:
         """List all ranks of engines that are complete."""
         group = self.pool.wiring.engines
         if group.learns:
             return self.pool.learners()
-        return [m for m in self.pool.of(group.name) if self.pool.is_complete(m)]
+        return self.pool.complete(self.pool.of(group.name))
 
     def forget(self) -> None:
         """Forget all links and versions, because the learners are new processes."""
-        self._linked, self._served = (), {}
+        self._linked, self._served, self._all_served = (), {}, None
 
     def bring(self, wanted: Sequence[Member]) -> None:
         """Send to those of `wanted` that live; when one dies on the way, send again without it."""
         last = ""
         for _ in range(ATTEMPTS):
             self.check()
-            alive = [m for m in wanted if m.state == "ready" and self.pool.is_complete(m)]
+            alive = self.pool.complete(m for m in wanted if m.state == "ready")
             if not alive:
                 return
             learners = self.pool.learners()
             if gone := [m.name for m in learners if m.state != "ready"]:
                 raise WorkerLost(f"{', '.join(gone)} is lost: there is nothing to publish")
-            members = [*learners, *(m for m in alive if m not in learners)]
+            members = [*learners, *(m for m in alive if not m.post.group.learns)]
             try:
                 self._meet(alive)
                 self._move(members)

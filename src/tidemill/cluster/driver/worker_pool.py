@@ -8,26 +8,27 @@ import pickle
 import queue
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tidemill.cluster.commands import HostCommands, Request, request
 from tidemill.cluster.report import Answer, Failure, WorkerReady, WorkerReport
 from tidemill.cluster.start.handle import Handle, Starter, WorkerLost
-from tidemill.cluster.wiring import Post, Wiring
+from tidemill.cluster.wiring import LEARNER, Post, Wiring
 from tidemill.errors import TidemillError
 from tidemill.recipe.config import Cluster
 
 SILENCE_S = 15.0  # at least this long without a report before a worker counts as lost: busy machines are slow
 FAILED_STARTS = 3  # failed starts in a row that end the run
+LOOK_S = 0.05  # between checks for silent workers and for those due to start again
 PAUSE_S = (0.2, 15.0)  # pause before a lost worker is started again: at first, at most
 TAIL = 12  # last lines of a log, which say why a worker ended
 State = Literal["starting", "ready", "lost", "gone"]
 R = TypeVar("R")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Member:
     post: Post
     state: State = "starting"
@@ -45,13 +46,10 @@ class Member:
     not_before: float = 0.0
     last_error: str = ""
     dock: str = ""  # the dock it was sent to
+    name: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.post.name
-
-    def become(self, state: State, now: float) -> None:
-        self.state, self.since = state, now
+    def __post_init__(self) -> None:
+        self.name = self.post.name
 
 
 class WorkerPool:
@@ -74,6 +72,10 @@ class WorkerPool:
         self.members = {post.name: Member(post, heard=now, since=now) for post in wiring.posts}
         self.spent = 0  # workers replaced since the last step
         self.lost_total = 0
+        self.changes = 0  # of who is there, and in which state
+        self.moves = 0  # times that a worker was heard to have moved on
+        self._by_group: dict[str, list[Member]] = {}
+        self._looked, self._calm_at = 0.0, -1
         self._spawned = 0
         self.received_bytes = 0  # of all answers, as sent
         self._build, self._on_ready, self._on_lost = build, on_ready, on_lost
@@ -85,19 +87,36 @@ class WorkerPool:
     # Who is there
 
     def of(self, group: str, *, ready: bool = True) -> list[Member]:
-        return [m for m in self.members.values() if m.post.group.name == group and (m.state == "ready" or not ready)]
+        return [m for m in self._group(group) if m.state == "ready" or not ready]
+
+    def _group(self, name: str) -> list[Member]:
+        if not self._by_group:
+            for member in self.members.values():
+                self._by_group.setdefault(member.post.group.name, []).append(member)
+        return self._by_group.get(name, [])
 
     @property
     def ready(self) -> list[Member]:
         return [m for m in self.members.values() if m.state == "ready"]
 
     def learners(self) -> list[Member]:
-        return [m for m in self.members.values() if m.post.group.learns]
+        return list(self._group(LEARNER))
+
+    @property
+    def acting(self) -> list[Member]:
+        """Those who have something to do of their own: not the ranks of an engine that follow its first."""
+        return [m for m in self.members.values() if m.state == "ready" and m.post.acts]
+
+    def become(self, member: Member, state: State) -> None:
+        member.state, member.since = state, self.starter.now()
+        self.changes += 1
 
     def mates(self, member: Member) -> list[Member]:
         """Return the members that share an engine with it, itself included, first rank first."""
         post = member.post
-        return [m for m in self.of(post.group.name, ready=False) if m.post.engine == post.engine]
+        first = post.engine * post.group.engine_ranks
+        names = (f"{post.group.name}-{rank}" for rank in range(first, first + post.group.engine_ranks))
+        return [m for name in names if (m := self.members.get(name)) is not None]
 
     def engines(self, group: str) -> list[Member]:
         """Return the first ranks of complete engines."""
@@ -107,6 +126,18 @@ class WorkerPool:
     def is_complete(self, member: Member) -> bool:
         mates = self.mates(member)
         return len(mates) == member.post.group.engine_ranks and all(m.state == "ready" for m in mates)
+
+    def complete(self, members: Iterable[Member]) -> list[Member]:
+        """Of these, the ranks of engines that are whole."""
+        known: dict[tuple[str, int], bool] = {}
+        found = []
+        for member in members:
+            key = member.post.group.name, member.post.engine
+            if key not in known:
+                known[key] = self.is_complete(member)
+            if known[key]:
+                found.append(member)
+        return found
 
     # Starting
 
@@ -142,19 +173,21 @@ class WorkerPool:
         """Add a worker during the run."""
         now = self.starter.now()
         member = self.members[post.name] = Member(post, heard=now, since=now)
+        self._by_group = {}
         self._spawn(member)
         return member
 
     def remove(self, name: str) -> None:
         """Remove a worker for good: what it holds goes to others."""
         member = self.members.pop(name)
-        member.become("gone", self.starter.now())
+        self._by_group = {}
+        self.become(member, "gone")
         if member.handle is not None:
             member.handle.kill()
         self.starter.release(member.post)
 
     def _spawn(self, member: Member) -> None:
-        member.become("starting", self.starter.now())
+        self.become(member, "starting")
         self._spawned += 1
         member.incarnation = self._spawned  # unique among all workers: a new one of an old name is not mistaken for it
         member.node = ""
@@ -168,7 +201,7 @@ class WorkerPool:
 
     def _is_ready(self, member: Member, ready: WorkerReady) -> None:
         member.pid, member.failed_starts, member.heard = ready.pid, 0, self.starter.now()
-        member.become("ready", self.starter.now())
+        self.become(member, "ready")
         self._watch(member)
         self._on_ready(member)
 
@@ -179,6 +212,7 @@ class WorkerPool:
         self._then(member, watched, lambda report: self._heard(member, report))
 
     def _heard(self, member: Member, report: WorkerReport) -> None:
+        self.moves += member.report is None or member.report.moves != report.moves
         member.report, member.heard = report, self.starter.now()
         if report.failure is not None:
             self._failed(member, report.failure)
@@ -200,7 +234,7 @@ class WorkerPool:
         if member.state == "starting":
             member.failed_starts += 1
         member.last_error = why
-        member.become("lost", self.starter.now())
+        self.become(member, "lost")
         self.lost_total += 1
         if member.handle is not None:
             member.handle.kill()
@@ -228,7 +262,7 @@ class WorkerPool:
         """End the other ranks of its engine, which are useless without it. Counted as one loss."""
         if mate.state == "ready":
             mate.last_error = f"{lost.name}, which shares its engine, is lost"
-            mate.become("lost", self.starter.now())
+            self.become(mate, "lost")
             mate.not_before = lost.not_before
             if mate.handle is not None:
                 mate.handle.kill()
@@ -268,6 +302,9 @@ class WorkerPool:
 
     def _look(self) -> None:
         now = self.starter.now()
+        if now - self._looked < LOOK_S or self._calm_at == self.changes:
+            return
+        self._looked = now
         silence_s = self.starter.watch_s + max(SILENCE_S, 2 * self.settings.lease_s)
         for member in list(self.members.values()):
             if member.state == "gone":
@@ -282,6 +319,8 @@ class WorkerPool:
                     self._give_up(member)
                     continue
                 self.lose(member, f"not ready after {self.settings.start_s:g} s")
+        if self.starter.watch_s == float("inf") and all(m.state == "ready" for m in self.members.values()):
+            self._calm_at = self.changes  # until then nobody is silent, and nobody is due
 
     def _is_spare(self, member: Member) -> bool:
         """Say whether it was never placed, as after the loss of its node, while others do the same work."""

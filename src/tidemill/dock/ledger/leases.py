@@ -51,6 +51,10 @@ class Leases:
         self._no_expiry_before = min(in_time, default=float("inf"))
         return late
 
+    def look_again(self) -> None:
+        """A deadline was brought forward from outside."""
+        self._no_expiry_before = float("-inf")
+
     def of(self, owner: bytes) -> list[int]:
         return [key for key, lease in self._held.items() if lease.owner == owner]
 

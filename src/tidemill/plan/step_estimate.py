@@ -1,0 +1,181 @@
+"""A step without simulating it: seconds of each part, what they come to under a schedule, and what limits it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tidemill.estimate.run import samples_per_step
+from tidemill.plan.decoding import Drained, drain
+from tidemill.plan.lengths import Lengths
+from tidemill.plan.time_model import TimeModel
+
+
+@dataclass(frozen=True, slots=True)
+class StepEstimate:
+    seconds: float
+    rollout_s: float  # of the engine that takes longest
+    learn_s: float  # learning, old log-probabilities, the critic, the reference, where the learners do them
+    publish_s: float
+    reward_s: float
+    other_s: float
+    tokens: float  # prompt and response tokens of a step
+    made_tokens: float
+    devices: int
+    limit: str  # in words
+    parts: dict[str, float] = field(default_factory=dict)
+    flop: float = 0.0  # that the step's tokens ask for: 2·N a token made, 6·N a token learned
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    def mfu(self, peak: float) -> float:
+        return self.flop / (self.seconds * self.devices * peak)
+
+
+def estimate(model: TimeModel, lengths: Lengths, seed: int = 0) -> StepEstimate:
+    """Of one step, with lengths drawn once."""
+    config = model.config
+    groups, each = config.train.prompts_per_step, config.train.samples_per_prompt
+    prompts = lengths.draw_prompts(groups, seed).tolist()
+    responses = lengths.draw(groups * each, seed).reshape(groups, each).tolist()
+    own = list(zip(prompts, responses, strict=True))
+    rollout = rollout_of(model, own)
+    learn = learning_parts(model, own)
+    tokens = float(sum(p * each + sum(r) for p, r in own))
+    made = float(sum(sum(r) for r in responses))
+    reward = model.reward_s * samples_per_step(config) / max(1, config.cluster.rewards)
+    over = model.overheads
+    publish = model.publish_s + 3 * over.command_s
+    rows = samples_per_step(config) * over.row_s
+    other = over.feed_s + rows + model.hand_over_s() + 6 * over.command_s + 4 * over.dock_s * len(model.graph.stages)
+    learn_s = sum(learn.values())
+    seconds, limit = together(model, rollout, learn, publish, min(reward, 0.2 * rollout.seconds), other)
+    known = model.shape.total if not model.shape.experts else _active(model)
+    return StepEstimate(
+        seconds=seconds,
+        rollout_s=rollout.seconds,
+        learn_s=learn_s,
+        publish_s=publish,
+        reward_s=reward,
+        other_s=other,
+        tokens=tokens,
+        made_tokens=made,
+        devices=model.devices,
+        limit=limit,
+        parts={"rollout": rollout.seconds, **learn, "publish": publish, "reward": reward, "other": other},
+        flop=known * (2 * made + 6 * tokens),
+    )
+
+
+def _active(model: TimeModel) -> float:
+    """Parameters that one token goes through."""
+    shape = model.shape
+    asleep = shape.moe_layers * shape.expert_parameters * (1 - shape.experts_per_token / shape.experts)
+    return shape.total - asleep
+
+
+def rollout_of(model: TimeModel, own: Sequence[tuple[int, Sequence[int]]]) -> Drained:
+    """Of the engine that has most to do: groups are dealt out as engines have room."""
+    engines = min(model.engines, len(own))
+    loads = [0.0] * engines
+    dealt: list[list[tuple[int, Sequence[int]]]] = [[] for _ in range(engines)]
+    share = -(-len(own) // engines)
+    for group in own:
+        at = min((i for i in range(engines) if len(dealt[i]) < share), key=lambda i: loads[i])
+        dealt[at].append(group)
+        loads[at] += sum(group[1])
+    slots = model.config.rollout.concurrent
+    busiest = sorted(range(engines), key=lambda i: (-max(max(g[1]) for g in dealt[i]), -loads[i]))[:2]
+    chosen = {*busiest, int(np.argmax(loads))}
+    return max((drain(model, dealt[i], slots, model.cache_capacity()) for i in chosen), key=lambda d: d.seconds)
+
+
+def learning_parts(model: TimeModel, own: Sequence[tuple[int, Sequence[int]]]) -> dict[str, float]:
+    """Seconds of each stage that the learners do, of the team with most tokens."""
+    config = model.config
+    teams = max(1, model.teams)
+    order = sorted(own, key=lambda g: -sum(g[1]))
+    dealt: list[list[tuple[int, Sequence[int]]]] = [[] for _ in range(teams)]
+    loads = [0.0] * teams
+    for group in order:
+        at = int(np.argmin(loads))
+        dealt[at].append(group)
+        loads[at] += sum(group[1]) + group[0]
+    most = dealt[int(np.argmax(loads))]
+    updates = config.train.updates_per_step
+    found: dict[str, float] = {}
+    for stage in model.graph.stages:
+        if stage.name in ("old_logprobs", "reference", "teacher", "values"):
+            found[stage.name] = model.team_s(model.passes(*_columns(most), trains=False))
+        elif stage.name in ("learn", "learn_values"):
+            parts = [most[i::updates] for i in range(updates)]
+            spent = sum(model.team_s(model.passes(*_columns(part))) for part in parts if part)
+            found[stage.name] = config.train.passes_per_step * (spent + updates * model.update_s)
+    pulled = sum(p + sum(r) for p, r in most)
+    found["learn"] = found.get("learn", 0.0) + (model.pull_s(pulled) if config.cluster.executor != "local" else 0.0)
+    return found
+
+
+def _columns(groups: Sequence[tuple[int, Sequence[int]]]) -> tuple[list[int], list[Sequence[int]]]:
+    return [g[0] for g in groups], [g[1] for g in groups]
+
+
+def together(
+    model: TimeModel, rollout: Drained, learn: dict[str, float], publish: float, reward: float, other: float
+) -> tuple[float, str]:
+    """What the parts come to, and which of them a faster device would shorten."""
+    spent, schedule = sum(learn.values()), model.config.flow.schedule
+    if schedule == "sync" or (model.is_colocated and schedule != "async"):
+        seconds = rollout.seconds + reward + spent + publish + other
+    elif schedule == "streamed":  # learning goes on behind the tail, from the first full micro-batch on
+        seconds = max(rollout.seconds, _behind(model, rollout, spent)) + publish + other + reward / 4
+    else:
+        seconds = max(_steady(rollout), spent + publish) + other
+    return seconds, limit_of(model, rollout, learn, publish, seconds)
+
+
+def _behind(model: TimeModel, rollout: Drained, spent: float) -> float:
+    """When learning is over that begins with the first samples and takes each share as it comes."""
+    ends, at = rollout.ends, 0.0
+    cuts = 16
+    for i in range(cuts):
+        ready = ends[min(len(ends) - 1, (i + 1) * len(ends) // cuts - 1)] if ends else 0.0
+        at = max(at, ready) + spent / cuts
+    return at
+
+
+def _steady(rollout: Drained) -> float:
+    """With steps ahead in the engine, its slots stay as full as they are on average while the step begins."""
+    if not rollout.ends:
+        return 0.0
+    third = rollout.ends[len(rollout.ends) * 3 // 4]
+    share = 0.75
+    return min(rollout.seconds, third / share)
+
+
+def limit_of(model: TimeModel, rollout: Drained, learn: dict[str, float], publish: float, seconds: float) -> str:
+    parts = {"rollout": rollout.seconds, "learning": sum(learn.values()), "publishing": publish}
+    name = max(parts, key=lambda key: parts[key])
+    if name == "rollout":
+        tail = rollout.seconds - (rollout.ends[len(rollout.ends) // 2] if rollout.ends else 0.0)
+        mean = max(1, round(rollout.rows))
+        reads = model.step_s(1) / model.step_s(mean)
+        if tail > 0.5 * rollout.seconds:
+            return "rollout: its longest responses"
+        if reads > 0.6:
+            return "rollout: reading weights for few sequences"
+        return "rollout: decoding"
+    if name == "learning":
+        return "learning: exchanges between ranks" if _exchanges(model) else "learning: arithmetic"
+    return "publishing weights"
+
+
+def _exchanges(model: TimeModel) -> bool:
+    """Whether a typical pass takes longer for its exchanges than for itself."""
+    lengths = [[model.config.rollout.max_new_tokens // 2] * model.config.train.samples_per_prompt]
+    work = model.passes([model.config.data.max_prompt_tokens // 2], lengths)[0]
+    return model.pass_s(work) > 2 * model.pass_s(work, exchanges=False)
