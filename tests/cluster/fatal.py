@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from tidemill.cluster.worker.host import NAME
 from tidemill.dock.lease import TakenLease
+from tidemill.imports import WORKER
 
 FATAL, MARK = "TIDEMILL_TEST_FATAL", "TIDEMILL_TEST_FATAL_MARK"  # in the environment: who dies, and the file it leaves
 commit = TakenLease.commit
@@ -17,7 +17,7 @@ commit = TakenLease.commit
 def commit_and_die(lease: TakenLease, *args: Any, **kwargs: Any) -> None:
     commit(lease, *args, **kwargs)
     mark = Path(os.environ[MARK])
-    if os.environ.get(NAME) == os.environ[FATAL] and not mark.exists():
+    if os.environ.get(WORKER) == os.environ[FATAL] and not mark.exists():
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 

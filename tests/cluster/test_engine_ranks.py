@@ -50,7 +50,7 @@ def ordered(wait_s: float) -> Follower:
 def test_a_rank_that_hears_nothing_of_an_order_does_not_stand_still_without_end() -> None:
     follower = ordered(wait_s=0.05)
     follower._thread.join(10)
-    with pytest.raises(CollectiveError, match=r"never came here \(0.05 s\)"), follower.at_order(10):
+    with pytest.raises(CollectiveError, match=r"never arrived here \(0.05 s\)"), follower.at_order(10):
         pass
 
 

@@ -43,6 +43,7 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     folder = tempfile.mkdtemp(prefix="tm-")
+    Path("/tmp/ray").mkdir(exist_ok=True)  # Ray notes there which cluster is the newest, wherever that has its files
     small = {"object_store_memory": 80 << 20, "include_dashboard": False}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -157,7 +157,7 @@ def test_who_shares_the_drivers_node_is_looked_at_by_its_process(tmp_path: Path)
 
 def test_a_driver_on_another_machine_is_judged_by_its_last_word() -> None:
     assert "running on elsewhere" in status.render(told_by(time.time()))
-    assert "no word from its driver on elsewhere for 30" in status.render(told_by(time.time() - 300))
+    assert "no report from its driver on elsewhere for 30" in status.render(told_by(time.time() - 300))
 
 
 def test_a_run_without_rollout_workers_cannot_be_scaled(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Changing a setting of a run between two steps: every worker that reads it gets another config."""
+"""Changes a setting of a run between two steps: every worker that reads it gets another config."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def adjusted(config: Config, changes: Mapping[str, float]) -> Config:
 
 
 def values_of(config: Config) -> dict[str, float]:
-    """The settings that can be changed, as they are."""
+    """Return the current values of the settings that can be changed."""
     return {LR: config.learn.lr, TEMPERATURE: config.rollout.temperature, KL: config.algorithm.kl.coef}
 
 
 def refusal(config: Config, changes: Mapping[str, float]) -> str:
-    """Why a run cannot change these; "" when it can."""
+    """Say why a run cannot change these; "" when it can."""
     if KL in changes and config.algorithm.kl.target is not None:
-        return "algorithm.kl.target steers the coefficient of this run"
+        return "this run adapts the coefficient to algorithm.kl.target"
     if KL in changes and not config.algorithm.kl.coef:
         return "the run has no reference model, because algorithm.kl.coef was 0 when it began"
     if KL in changes and not changes[KL]:
-        return "0 would leave the reference model without a use: take a small weight"
+        return "0 would leave the reference model without a use: choose a small weight"
     return ""
 
 
@@ -42,7 +42,7 @@ class Adjustable(Protocol):
 
 
 def adjust(workers: Iterable[Worker], changes: Mapping[str, float]) -> None:
-    """For the stages of one process; a worker that reads none of these has nothing to do."""
+    """Change the stages of one process; a worker that reads none of these settings is left alone."""
     for worker in workers:
         if isinstance(worker, Adjustable):
             worker.adjust(changes)

@@ -1,9 +1,7 @@
-"""How far rollout may be ahead: whose rows are in the dock.
-
-The rows of step s enter once the weights of step s - 1 - lead are published. No token of theirs can be older than that,
-so no sample is ever more than `lead` versions old when it is learned from, and none is thrown away for being slow. With
-a lead of 0 a step's rows enter when the step before is over: rollout then makes exactly the samples of `sync`.
-"""
+"""How far rollout may run ahead: which steps' rows are in the dock. The rows of step s enter once the weights of step s
+- 1 - lead are published. None of their tokens can be older than that, so no sample is ever more than `lead` versions
+old when it is learned from, and none is discarded for being slow. With a lead of 0 a step's rows enter when the
+previous step is over: rollout then makes exactly the samples of `sync`."""
 
 from __future__ import annotations
 
@@ -24,17 +22,17 @@ class OpenStep:
 
 
 class Ahead:
-    """Puts rows of steps into the dock, and knows which steps are under way."""
+    """Puts the rows of steps into the dock, and tracks which steps are under way."""
 
     def __init__(self, feed: Feed, dock: Dock, config: Config) -> None:
         self.feed, self.dock, self.config = feed, dock, config
         self.lead = schedule_of(config).lead
         self.open: dict[int, OpenStep] = {}
         self.step = 0  # the one that is learned from
-        self.starts: dict[int, dict[str, Any]] = {}  # where the feed stood before each open step
+        self.starts: dict[int, dict[str, Any]] = {}  # data position before each open step
 
     def begin(self, step: int) -> OpenStep:
-        """Step `step` is learned from now on: those that may begin with it enter."""
+        """Begin to learn from `step`, and put the rows of the steps that may enter now."""
         self.step = step
         self.open = {s: o for s, o in self.open.items() if s >= step}
         self.starts = {s: at for s, at in self.starts.items() if s >= step}
@@ -51,17 +49,17 @@ class Ahead:
         return self.open[step]
 
     def tag(self, step: int) -> str | None:
-        """Marks a step's rows where several steps share the dock. Used again once the step is over: tags stay few."""
+        """Return the tag of a step's rows, where several steps share the dock. Tags are reused once a step is over."""
         return f"step.{step % (self.lead + 1)}" if self.lead else None
 
     @property
     def tags(self) -> list[str]:
-        """All that are ever used; none without a lead."""
+        """Return all tags that are ever used; none without a lead."""
         return [f"step.{i}" for i in range(self.lead + 1)] if self.lead else []
 
     def refill(self, count: int, tag: str | None = None) -> int:
-        """New prompts in place of groups that taught nothing; how many. They join the step of that tag, or the one that
-        is learned from."""
+        """Put new prompts in place of groups without a learning signal, and return how many. They join the step of
+        that tag, or the one that is learned from."""
         step = self.step if tag is None else next(s for s in self.open if s >= self.step and self.tag(s) == tag)
         most = self.config.train.prompts_per_step * (1 + self.config.algorithm.dynamic_sampling_rounds)
         now = self.open[step]

@@ -1,4 +1,4 @@
-"""Dumps: everything the stages of a step wrote, gradients and weights included, so that two runs can be compared."""
+"""Dumps: everything that a step's stages wrote, with gradients and weights, so that two runs can be compared."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def file_of(run: Path, step: int) -> Path:
 
 
 class Dump:
-    """One file a step. Rows are kept in the order of their ids: when they came does not show."""
+    """Writes one file per step. Rows are kept in the order of their ids, so the time of their arrival does not show."""
 
     def __init__(self, run: Path, steps: Sequence[int], stages: Sequence[str]) -> None:
         self.run, self.steps, self.stages = run, frozenset(steps), ["source", *stages]
-        self._written: dict[str, list[Batch]] | None = None  # None between the steps that are asked for
+        self._written: dict[str, list[Batch]] | None = None  # None outside the steps to dump
         self._tensors: dict[str, torch.Tensor] = {}
         self._updates: Counter[str] = Counter()
 
@@ -49,7 +49,7 @@ class Dump:
             self._written.setdefault(stage, []).append(outputs.merge({ID: np.asarray(ids, np.int64)}))
 
     def tensors(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Of the learner, by name; of several updates in a step each counts."""
+        """Record the learner's tensors, by name, for each of a step's updates."""
         if self._written is None:
             return
         update = self._updates[what]
@@ -72,12 +72,12 @@ class Dump:
         found |= self._tensors
         path = file_of(self.run, number)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # safetensors orders tensors by its own rules; how they came tells which of two differences was first.
+        # safetensors orders tensors by its own rules; the original order shows which of two differences came first.
         save_file(found, path, {"stages": ",".join(self.stages), "names": "\n".join(found)})
 
 
 class DumpingDock:
-    """A dock that shows a dump whatever goes through it."""
+    """A dock that records in a dump everything that passes through it."""
 
     def __init__(self, dock: Dock, dump: Dump) -> None:
         self._dock, self._dump = dock, dump
@@ -107,6 +107,6 @@ class DumpingLease:
 
 
 def _plain(values: Any) -> Any:
-    """safetensors knows no unsigned words of more than 8 bits."""
+    """Convert unsigned integers of more than 8 bits, which safetensors lacks."""
     signed = {np.uint16: np.int16, np.uint32: np.int32, np.uint64: np.int64}.get(values.dtype.type)
     return values if signed is None else values.view(signed)

@@ -22,7 +22,7 @@ from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
 # Far above any training group's id, so that an evaluation never draws a training request's random stream.
 FIRST_ID = 1 << 48
 Tell = Callable[[Activity], None]
-PIECE = 64  # answers judged at once: a function that takes many together is heard of in between
+PIECE = 64  # answers judged at once, so that progress shows between calls of a batched function
 
 
 def evaluate(
@@ -37,7 +37,7 @@ def evaluate(
     samples: int,
     tell: Tell = lambda activity: None,
 ) -> Evaluation:
-    """`tell` hears how far it is, after every step of the engine, and may raise to end it."""
+    """Evaluate. `tell` receives the progress after every step of the engine, and may raise to end it."""
     problems = held_out(source, encode, size)
     base = sampling_of(config, config.seed)
     is_sampled = samples > 1 or (config.eval.temperature > 0 and samples > 0)
@@ -67,14 +67,14 @@ def evaluate(
 
 
 def _first_failure(scorer: Scorer, before: Failures) -> str:
-    """Of these answers; empty where an earlier one failed already and was told of."""
+    """Return the first failure among these answers; empty where an earlier one was reported already."""
     found = scorer.failures.first
     return "" if found is None or before.failed else found.message
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far an evaluation is: `done` answers of `total` were made before this part of it."""
+    """An evaluation's progress: `done` answers of `total` were made before this part of it."""
 
     tell: Tell
     done: int
@@ -83,8 +83,8 @@ class Progress:
 
 @contextmanager
 def averaged(learner: Any, engine: RolloutEngine) -> Iterator[None]:
-    """Inside, the engine serves the running mean of the learner's weights, where one is kept. What it remembers of
-    prompts read under the one is no use under the other, and an engine with its own copy must be given each."""
+    """Within the context, the engine serves the running mean of the learner's weights, where one is kept. Cached
+    prefixes of one are invalid for the other, and an engine with its own copy must be given each."""
     if learner is None or not learner.config.learn.ema:
         yield
         return
@@ -97,7 +97,7 @@ def averaged(learner: Any, engine: RolloutEngine) -> Iterator[None]:
 
 
 def held_out(source: Source, encode: PromptTokens, size: int) -> list[tuple[Example, list[int]]]:
-    """The first `size` usable held-out problems, always the same ones."""
+    """Return the first `size` usable held-out problems, always the same ones."""
     problems: list[tuple[Example, list[int]]] = []
     last_error = ""
     for index in range(size if source.size is None else min(size, source.size)):
@@ -129,7 +129,7 @@ def _answer(
             for completion in engine.step():
                 done[completion.request.id - FIRST_ID, completion.index] = completion
             progress.tell(Activity("evaluating", progress.done + len(done), progress.total))
-    except BaseException:  # asked to stop: the engine is left without what is no longer wanted
+    except BaseException:  # stopped: cancel what the engine has left
         for i in range(len(problems)):
             engine.cancel(FIRST_ID + i)
         raise
@@ -163,7 +163,7 @@ def _sample(
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Chance that k of n drawn samples hold a correct one (Chen et al. 2021, equation 1)."""
+    """Compute the chance that k of n samples hold a correct one (Chen et al. 2021, equation 1)."""
     return 1.0 if n - correct < k else 1.0 - comb(n - correct, k) / comb(n, k)
 
 
@@ -172,10 +172,10 @@ def powers_up_to(n: int) -> list[int]:
 
 
 def revealer(tokenizer: Any) -> Callable[[list[int]], str]:
-    """Token ids to the text a person sees: special tokens visible."""
+    """Decode token ids for people: special tokens are visible."""
     return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False))
 
 
 def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
-    """Token ids to the text a reward sees: end tokens and other special ones left out."""
+    """Decode token ids for rewards: without end tokens and other special ones."""
     return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)

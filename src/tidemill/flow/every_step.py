@@ -1,4 +1,4 @@
-"""Several workers of one stage as one: a worker for each step that may be in the dock."""
+"""Combines several workers of one stage: one for each step that may be in the dock."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tidemill.flow.stage import Worker
 
 
 class EveryStep:
-    """Polls all of them, so that what replaces a step's dropped groups is on its way before the step is learned from.
-    For stages that look at groups alone and not at a whole step."""
+    """Polls all of them, so that replacements of a step's dropped groups are on their way before the step is learned
+    from. For stages that look at single groups, not at a whole step."""
 
     waits = False
 
@@ -21,7 +21,7 @@ class EveryStep:
         adjust(self.workers, changes)
 
     def begin(self, first_group: int, tag: str | None) -> None:
-        """Each has its tag already."""
+        """Do nothing: each has its tag already."""
 
     def poll(self) -> bool:
         moves = [worker.poll() for worker in self.workers]

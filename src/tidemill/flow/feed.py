@@ -1,4 +1,5 @@
-"""Feed: the next prompts as rows for the dock. The data position is one integer: a resumed run feeds the same rows."""
+"""Feeds the next prompts as rows into the dock. The data position is one integer, so a resumed run feeds the same
+rows."""
 
 from __future__ import annotations
 
@@ -21,13 +22,14 @@ class Feed:
     def __init__(self, source: Source, config: Config, encode: PromptTokens, greedy_rows: int = 0) -> None:
         self.source, self.config, self.encode, self.greedy_rows = source, config, encode, greedy_rows
         self.order = Order(source, config.seed, config.data.shuffle)
-        self.position = 0  # examples looked at so far, bad ones included
-        self.groups = 0  # prompts given out so far
+        self.position = 0  # examples read so far, bad ones included
+        self.groups = 0  # prompts used so far
         self.bad_rows: list[str] = []
-        self.stop: Callable[[], bool] = lambda: False  # asked between rows: a slow source must not hold up Ctrl-C
+        self.stop: Callable[[], bool] = lambda: False  # called between rows: a slow source must not delay Ctrl-C
 
     def examples(self, count: int) -> Iterator[tuple[Example, Any]]:
-        """The next `count` usable examples with their tokens; bad ones are counted and skipped, or end the run."""
+        """Return the next `count` usable examples with their tokens; bad ones are counted and skipped, or end the
+        run."""
         given, bad_in_a_row, first = 0, 0, self.position
         while given < count:
             if self.stop():
@@ -53,10 +55,11 @@ class Feed:
         return self.encode.encode(example)
 
     def rows(self, prompts: int | None = None) -> Batch:
-        """One step's rows (or those of so many prompts): each prompt samples_per_prompt times, a group each."""
+        """Make one step's rows (or those of `prompts` prompts): each prompt samples_per_prompt times, one group
+        each."""
         prompts, n = prompts or self.config.train.prompts_per_step, self.config.train.samples_per_prompt
         picked = list(self.examples(prompts))
-        place = np.repeat(np.arange(prompts), n)  # of each row's prompt among those picked
+        place = np.repeat(np.arange(prompts), n)  # index of each row's prompt among those picked
         groups = np.repeat(np.arange(self.groups, self.groups + prompts, dtype=np.int64), n)
         self.groups += prompts
         columns: dict[str, Any] = {
@@ -83,19 +86,19 @@ class Feed:
             self.source.restore(state["curriculum"])
 
     def report(self, metrics: dict[str, float]) -> None:
-        """What a step measured, for a source that grows harder with it."""
+        """Pass a step's metrics to a source whose difficulty follows them."""
         if isinstance(self.source, Curriculum) and "accuracy" in metrics:
             train = self.config.train
             self.source.report(metrics["accuracy"], train.prompts_per_step * train.samples_per_prompt)
 
 
 class PairFeed(Feed):
-    """Prompts with given responses, conversations and documents, to learn from examples: every row is its own group and
-    enters ready to learn. A document longer than a sample may be is several rows."""
+    """Feeds prompts with given responses, conversations and documents: every row is its own group and enters ready
+    to learn. A document longer than a sample may be becomes several rows."""
 
     def __init__(self, source: Source, config: Config, encode: PromptTokens, greedy_rows: int = 0) -> None:
         super().__init__(source, config, encode, greedy_rows)
-        self.left: list[Any] = []  # pieces of the last document that are not given out yet
+        self.left: list[Any] = []  # pieces of the last document that are not used yet
 
     def _tokens(self, example: Example) -> list[Any]:
         if example.text is None:
@@ -126,7 +129,8 @@ class PairFeed(Feed):
 
 
 class PreferenceFeed(Feed):
-    """Pairs: a chosen and a rejected response of each prompt, one group, the column `chosen` telling which is which."""
+    """Feeds pairs: a chosen and a rejected response of each prompt form one group; the column `chosen` says which is
+    which."""
 
     def _tokens(self, example: Example) -> Any:
         prompt, chosen = self.encode.encode_pair(example)
@@ -134,7 +138,7 @@ class PreferenceFeed(Feed):
         if not isinstance(rejected, str):
             raise DataError(
                 f"{example.where}: the row has no rejected response",
-                "name its column with data.columns.rejected, and the chosen one's with data.columns.response",
+                "set data.columns.rejected to its column, and data.columns.response to that of the chosen one",
             )
         return prompt, chosen, self.encode.response_tokens(rejected, example.where)
 
@@ -149,8 +153,8 @@ class PreferenceFeed(Feed):
 
 
 class JudgedFeed(PreferenceFeed):
-    """Single responses, good or bad: a pair gives one of each. Every response also comes behind another's prompt, with
-    `mismatched` 1, to measure how far the policy has moved where nothing was asked of it."""
+    """Feeds single responses, good or bad; a pair gives one of each. Every response also follows another's prompt,
+    with `mismatched` 1, to measure how far the policy has moved on unrelated text."""
 
     def rows(self, prompts: int | None = None) -> Batch:
         pairs = super().rows(prompts)
@@ -162,7 +166,7 @@ class JudgedFeed(PreferenceFeed):
         ids = np.concatenate([2 * pairs.values(ID), 2 * pairs.values(ID) + 1])
         chosen = np.concatenate([pairs.values("chosen"), np.zeros(len(order), np.float32)])
         mismatched = np.repeat(np.array([0.0, 1.0], np.float32), len(order))
-        # A group is a prompt's: its two responses and the two that are not its own.
+        # a group belongs to a prompt: its two responses, and the two mismatched ones
         groups = np.concatenate([pairs.values(GROUP), pairs.values(GROUP)])
         return given_rows(ids, groups, 4, own + strange).merge({"chosen": chosen, "mismatched": mismatched})
 
@@ -174,7 +178,7 @@ def given_rows(
     pairs: list[tuple[list[int], list[int]]],
     learned: list[list[bool]] | None = None,
 ) -> Batch:
-    """Rows that come with their responses, of which all tokens are learned unless `learned` says which."""
+    """Make rows that come with their responses; all response tokens are learned unless `learned` selects some."""
     masks = [np.ones(len(r)) for _, r in pairs] if learned is None else learned
     return Batch(
         {

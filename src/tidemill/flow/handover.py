@@ -1,9 +1,6 @@
-"""Hand-over: rollout and learning take turns with one device's memory.
-
-While samples are made, what only learning needs (the optimizer's state, a critic, a frozen reference) lies in the
-host's memory; while others work, the engine's cache is given back. Tensors keep their identity and their bytes, so that
-a run computes the same numbers with it as without.
-"""
+"""Hand-over: rollout and learning take turns with one device's memory. While samples are made, what only learning needs
+(the optimizer's state, a critic, a frozen reference) lies in host memory; while others work, the engine's cache is
+freed. Tensors keep their identity and their bytes, so a run computes the same numbers with it as without."""
 
 from __future__ import annotations
 
@@ -21,17 +18,17 @@ from tidemill.rollout.engine import RolloutEngine
 
 
 class Away(Protocol):
-    """What learning keeps on a device and rollout can do without."""
+    """What learning keeps on a device and rollout does not need."""
 
     def out(self) -> int:
-        """To the host's memory; how many bytes of the device that frees."""
+        """Move to host memory; return the bytes freed on the device."""
 
     def back(self) -> None: ...
 
 
 class LearningState:
-    """Implements `Away` for tensors of this process. `tensors` is asked anew each time: an optimizer has none before
-    its first update."""
+    """Implements `Away` for tensors of this process. `tensors` is called each time, because an optimizer has none
+    before its first update."""
 
     def __init__(self, device: torch.device, tensors: Callable[[], Iterable[Tensor]]) -> None:
         self.swap, self.tensors = Swap(device), tensors
@@ -45,7 +42,7 @@ class LearningState:
 
 
 class Handover:
-    """Whose turn it is. Each worker says so before it works: a no-op if it already owns the device."""
+    """Tracks whose turn it is. Each worker calls it before it works: a no-op if it already owns the device."""
 
     def __init__(
         self, engine: RolloutEngine | None, tally: Tally, device: Device, what: HandedOver, away: Away | None
@@ -54,10 +51,10 @@ class Handover:
         self.away = away if what == "all" else None
         self.tally, self.device = tally, device
         self.is_asleep = self.is_away = False  # the engine's cache; learning's state
-        self._due: int | None = None  # a version that a sleeping engine has not heard of
+        self._due: int | None = None  # a version that a sleeping engine has not loaded
 
     def rolling(self) -> None:
-        """The engine works next."""
+        """Give the device to the engine."""
         if self.away is not None and not self.is_away:
             with self.tally.time("hand_over"):
                 self.tally.add("handed_over/state_bytes", float(self.away.out()))
@@ -67,7 +64,7 @@ class Handover:
                 self._wake()
 
     def learning(self) -> None:
-        """Something else works next, or looks at the learner's state."""
+        """Give the device to other work, or to reads of the learner's state."""
         if self.engine is not None and not self.is_asleep:
             with self.tally.time("hand_over"):
                 self.tally.add("handed_over/cache_bytes", float(self._sleep(self.engine)))
@@ -79,14 +76,15 @@ class Handover:
             self.is_away = False
 
     def serve(self, version: int) -> bool:
-        """The weights as they are now are this version. Whether the engine sleeps, and hears of it when it wakes."""
+        """Announce that the current weights are this version. Returns whether the engine sleeps, and loads it when
+        it wakes."""
         if self.is_asleep:
             self._due = version
         return self.is_asleep
 
     def _wake(self) -> None:
         assert self.engine is not None
-        self._give_back()  # an engine's memory need not come from torch, which keeps what learning has freed
+        self._give_back()  # an engine's memory may not come from torch, which holds on to what learning has freed
         self.engine.wake()
         self.is_asleep = False
         if self._due is not None:
@@ -97,7 +95,7 @@ class Handover:
         before = _held(self.device)
         engine.sleep()
         after = _held(self.device)
-        self._give_back()  # learning may be another process's
+        self._give_back()  # learning may be in another process
         return max(0, *(b - a for b, a in zip(before, after, strict=True)))
 
     def _give_back(self) -> None:
@@ -106,7 +104,7 @@ class Handover:
 
 
 def _held(device: Device) -> tuple[int, int]:
-    """Bytes in use as this process counts them, and as the device does: an engine may have memory of its own kind."""
+    """Return bytes in use by this process's count and by the device's: an engine may allocate outside torch."""
     memory = device.memory()
     if device.kind == "cpu":
         return memory.reserved, memory.reserved
@@ -114,7 +112,8 @@ def _held(device: Device) -> tuple[int, int]:
 
 
 def kept_tensors(policy: Any, device: torch.device, found: Iterable[Tensor]) -> list[Tensor]:
-    """Of what learning keeps, all that is on the device and can be freed, without what rollout reads: the policy."""
+    """Return the tensors of learning that are on the device and can be freed: all but the policy, which rollout
+    reads."""
     stays = {_storage(t) for t in (*policy.parameters(), *policy.buffers())}
     own = {id(t): t for t in found}.values()
     return [t for t in own if t.device.type == device.type and _storage(t) not in stays and _is_ours(t)]
@@ -125,5 +124,5 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _is_ours(tensor: Tensor) -> bool:
-    """Whether its memory can be freed: what is mapped from a file or shared with other processes cannot."""
+    """Say whether a tensor's memory can be freed: memory mapped from a file or shared with other processes cannot."""
     return bool(tensor.untyped_storage().resizable())

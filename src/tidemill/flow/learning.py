@@ -18,11 +18,9 @@ from tidemill.recipe.config import Config
 
 
 class LearnWorker:
-    """Adds up gradients of the step's groups as they come; updates the weights once an update's last group is in.
-
-    A group's update is fixed by its place in the step, not by when it arrives, and no weight changes before the step's
-    last sample is made: so every schedule computes the same step.
-    """
+    """Accumulates gradients of the step's groups as they arrive; updates the weights once an update's last group is in.
+    A group's update is fixed by its place in the step, not by its arrival, and no weight changes before the step's last
+    sample is made, so every schedule computes the same step."""
 
     waits = False
 
@@ -40,17 +38,17 @@ class LearnWorker:
         self.passes = critic_passes(config) if name == "learn_values" else config.train.passes_per_step
         self.my_turn = at_any_time  # called before the learner works
         self.held: list[Lease] = []
-        self.has_begun = False  # a gradient has been added that an interruption would waste
+        self.has_begun = False  # a gradient was accumulated that an interruption would lose
         self.begin(0)
 
     def adjust(self, changes: Mapping[str, float]) -> None:
-        """Of the policy, or of the critic, which may have a rate of its own."""
+        """Change the config of the policy or of the critic, which may have a learning rate of its own."""
         self.config = adjusted(self.config, changes)
         has_own_rate = self.name == "learn_values" and self.config.algorithm.critic.lr is not None
         adjust_model(self.learner, {k: v for k, v in changes.items() if not (k == LR and has_own_rate)})
 
     def begin(self, first_group: int, tag: str | None = None) -> None:
-        """A new step, whose groups count from `first_group`."""
+        """Begin a step, whose groups count from `first_group`."""
         self.first_group, self.tag = first_group, tag
         self.version = self.learner.version
         self.accumulated: set[int] = set()
@@ -75,7 +73,8 @@ class LearnWorker:
         return True
 
     def _update_of(self, batch: Batch) -> Any:
-        """Which of the step's updates each row belongs to: by its group's place in the step, or among those kept."""
+        """Return which of the step's updates each row belongs to: by its group's place in the step, or among those
+        kept."""
         updates = self.config.train.updates_per_step
         if self.config.algorithm.dynamic_sampling:
             kept, place = np.unique(batch.values(GROUP), return_inverse=True)
@@ -83,7 +82,7 @@ class LearnWorker:
         return (batch.values(GROUP) - self.first_group) // (self.config.train.prompts_per_step // updates)
 
     def _accumulate_ready(self) -> None:
-        """Of the first update, what fills a micro-batch; the rest waits."""
+        """Accumulate what fills a micro-batch of the first update; the rest waits."""
         if self.only_critic:
             return
         if self.config.algorithm.dynamic_sampling and self.config.train.updates_per_step > 1:
@@ -103,7 +102,7 @@ class LearnWorker:
         self.accumulated.update(int(g) for g in np.unique(batch.values(GROUP)))
 
     def _counted_in(self, batch: Batch) -> Batch:
-        """In the order of groups, whatever order they came in; told to the tally."""
+        """Sort rows by group, whatever order they arrived in, and count them."""
         self.tally.add("learned_tokens", float(batch.values(LENGTH).sum()))
         self.tally.add("learned_samples", float(batch.rows))
         if self.config.flow.schedule == "async" and "versions" in batch:
@@ -111,7 +110,7 @@ class LearnWorker:
         return batch.gather(np.lexsort((batch.values(ID), batch.values(GROUP))))
 
     def _count_age(self, batch: Batch) -> None:
-        """How many steps the weights that made a token are behind those that learn from it."""
+        """Count how many steps the weights that made a token lag behind those that learn from it."""
         train, versions = self.config.train, batch["versions"]
         age = (self.version - versions.values) / (train.updates_per_step * train.passes_per_step)
         self.tally.mean("staleness", float(age.mean()))

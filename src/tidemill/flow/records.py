@@ -1,4 +1,4 @@
-"""Records of a run that are only numbers and words: who reads them needs no model library."""
+"""Records of a run that hold only numbers and text, so that reading them needs no model library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a run is doing now, and how far it is: `done` of `total`, where that can be counted."""
+    """What a run is doing now, and its progress: `done` of `total`, where that can be counted."""
 
     what: str
     done: int = 0
@@ -33,8 +33,8 @@ class Evaluation:
     reward: float = 0.0
     response_tokens: float = 0.0
     answers: tuple[Answered, ...] = ()
-    scored: int = 0  # answers that rewards were asked of, sampled ones included
-    failed: int = 0  # of these, those on which a reward failed
+    scored: int = 0  # answers that were scored, sampled ones included
+    failed: int = 0  # answers on which a reward failed
     first_failure: str = ""
 
     def metrics(self) -> dict[str, float]:
@@ -47,7 +47,7 @@ class Evaluation:
         return named | {f"eval/pass@{k}": share for k, share in self.pass_at.items()}
 
     def failures(self) -> dict[str, Any]:
-        """Rewards that failed, for a reader who needs to know that there were none too."""
+        """Return the failed rewards, a count of 0 included."""
         return {"reward_errors": self.failed, "scored": self.scored, "first_reward_error": self.first_failure or None}
 
 

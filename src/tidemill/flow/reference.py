@@ -1,4 +1,4 @@
-"""What changes about the reference during a run: how strongly it holds the policy, and where it stands."""
+"""What changes about the reference during a run: its coefficient, and its weights."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tidemill.recipe.config import Config
 
 
 class KLHolder(Protocol):
-    """Whose config has the coefficient that counts: the learner's, or the advantages'."""
+    """The worker whose config holds the coefficient in use: the learner's, or that of the advantages."""
 
     config: Config
 
 
 class ReferenceKeeper:
-    """Steers `kl.coef` towards `kl.target`, and moves the reference to the policy every `kl.reset_every` steps."""
+    """Adapts `kl.coef` to `kl.target`, and resets the reference to the policy every `kl.reset_every` steps."""
 
     def __init__(self, config: Config, holder: KLHolder | None, reference: ScoreWorker) -> None:
         self.settings, self.train = config.algorithm.kl, config.train
@@ -64,13 +64,13 @@ class ReferenceKeeper:
             self.holder.config = self.holder.config.model_copy(update={"algorithm": changed})
 
     def replace(self, advantage: AdvantageWorker) -> None:
-        """Another worker has come in the place of one that held the coefficient."""
+        """Take another worker in place of the one that held the coefficient."""
         if self.holder is not None and self.settings.place == "reward":
             self.holder = advantage
         self._hold(self.coef)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """The reference's own weights are kept only if they move."""
+        """Return the state to save; the reference's weights are a part of it only if they move."""
         named = self.reference.weights() if self.settings.reset_every else {}
         return {f"{REFERENCE}{name}": tensor for name, tensor in named.items()}, {"coef": self.coef}
 

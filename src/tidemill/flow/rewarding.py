@@ -35,14 +35,14 @@ class RewardWorker:
         keep_samples: Callable[[dict[str, Any]], None],
         show: Callable[[list[int]], str] | None = None,
     ) -> None:
-        """`show`: tokens as people look at them, with special tokens visible; without it, as rewards see them."""
+        """`show`: decodes tokens for people, with special tokens visible; without it, as for rewards."""
         self.show = show or decode
         self.dock, self.scorer, self.decode, self.tally, self.keep_samples = dock, scorer, decode, tally, keep_samples
         self.scoring: list[tuple[Lease, list[Sample], Future[list[Scored]]]] = []
         self._since = 0.0  # when scoring began
 
     def begin(self, first_group: int, tag: str | None) -> None:
-        """Scores samples of whatever step."""
+        """Do nothing: it scores samples of any step."""
 
     @property
     def waits(self) -> bool:
@@ -52,10 +52,10 @@ class RewardWorker:
         lease = self.dock.take(self.name, Want(rows=1024))
         if lease is not None:
             self._since = self._since if self.scoring else self.tally.now()
-            prompts: dict[tuple[int, ...], str] = {}  # a group's are the same
+            prompts: dict[tuple[int, ...], str] = {}  # the same for a whole group
             samples = [self._sample(lease.batch.row(i), prompts) for i in range(lease.batch.rows)]
             self.scoring.append((lease, samples, self.scorer.submit(samples)))
-        is_done = [future.done() for *_, future in self.scoring]  # asked once: it may become true between two looks
+        is_done = [future.done() for *_, future in self.scoring]  # read once: it may become true between two reads
         done = [s for s, done in zip(self.scoring, is_done) if done]
         self.scoring = [s for s, done in zip(self.scoring, is_done) if not done]
         for finished in done:
@@ -72,7 +72,7 @@ class RewardWorker:
             prompts[prompt] = self.decode(tokens[:start])
         played = json.loads(row["played"]) if "played" in row else {}
         transcript = self.decode(tokens[start:])
-        is_said_last = bool(played)  # of a conversation, a reward judges what was said last
+        is_said_last = bool(played)  # of a conversation, a reward judges the last turn
         return Sample(
             prompt=prompts[prompt],
             response=self.decode(tokens[start + last_said(row["mask"]) :]) if is_said_last else transcript,
@@ -107,7 +107,7 @@ class RewardWorker:
             self._keep(batch, samples, scored)
 
     def _keep(self, batch: Batch, samples: list[Sample], scored: list[Scored]) -> None:
-        """For people to look at."""
+        """Keep a sample for people to look at."""
         versions, groups = batch["versions"], batch.values(GROUP).tolist()
         starts, prompts = batch.values("prompt_length").tolist(), dict[int, str]()
         for i, (sample, result) in enumerate(zip(samples, scored)):
@@ -133,7 +133,7 @@ class RewardWorker:
 
 
 def _tokens(sample: Sample, versions: list[int], mask: list[int] | None) -> dict[str, Any]:
-    """The response token by token, so that a page can colour it; versions and mask only where they differ."""
+    """Return the response token by token, so that a page can colour it; versions and mask only where they differ."""
     found: dict[str, Any] = {"tokens": sample.tokens[len(sample.tokens) - len(versions) :]}
     if len(set(versions)) > 1:
         found["token_versions"] = versions

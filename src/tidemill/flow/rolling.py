@@ -19,8 +19,8 @@ from tidemill.flow.tally import Tally
 from tidemill.recipe.config import Config
 from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
 
-GREEDY_ID = 1 << 46  # request ids of greedy rows: apart from every group's own
-FINISH = ("stop", "length", "error", "cancelled")  # the column `finish` holds the index
+GREEDY_ID = 1 << 46  # request ids of greedy rows: distinct from every group's
+FINISH = ("stop", "length", "error", "cancelled")  # the column `finish` holds an index into it
 
 
 def sampling_of(config: Config, eos_seed: int) -> Sampling:
@@ -44,7 +44,7 @@ class _Rolling:
 
 
 class RolloutWorker:
-    """One lease per group, so that a finished group moves on while longer ones are still being made."""
+    """Rolls out with one lease per group, so that a finished group moves on while longer ones are still being made."""
 
     name = "rollout"
 
@@ -56,7 +56,7 @@ class RolloutWorker:
         tally: Tally,
         outputs: Callable[[list[Completion]], tuple[Batch, Counts | None]] | None = None,
     ) -> None:
-        """`outputs`: what is committed of a group whose samples are made, and what is counted of them."""
+        """`outputs`: makes what is committed for a finished group, and its counts."""
         self.dock, self.engine, self.config, self.tally = dock, engine, config, tally
         self.outputs = outputs or rollout_outputs
         self.sampling = sampling_of(config, config.seed)
@@ -70,7 +70,7 @@ class RolloutWorker:
         self.sampling = replace(self.sampling, temperature=self.config.rollout.temperature)
 
     def begin(self, first_group: int, tag: str | None) -> None:
-        """Makes samples of whatever step's rows are there."""
+        """Do nothing: it makes samples of any step."""
 
     @property
     def waits(self) -> bool:
@@ -92,7 +92,7 @@ class RolloutWorker:
             self._finish(completion)
 
     def _fill(self) -> bool:
-        """Take groups while there is room. Who has nothing to do also takes what another is late with."""
+        """Take groups while there is room. A worker without work also takes what another is late with."""
         moved, room = False, self._room()
         while self._making() < room:
             is_idle = not (moved or self.engine.has_work)
@@ -109,26 +109,27 @@ class RolloutWorker:
         return moved
 
     def _making(self) -> int:
-        """Samples that were taken and are not made yet."""
+        """Count samples that were taken and are not finished yet."""
         return sum(r.rows - len(r.done) for r in self.rolling.values())
 
     def _room(self) -> int:
-        """As many as the engine runs at once, and as many again to queue; but of what is left to make no more than an
-        equal share, so that nobody is without work while another has a queue."""
+        """Return how many samples to take: as many as the engine runs at once, and as many again to queue; but no
+        more than an equal share of what is left, so that no worker is idle while another has a queue."""
         most = 2 * self.config.rollout.concurrent
         if self.peers == 1 or self._making() >= most:
             return most
         return min(most, -(-self.dock.progress(self.name).pending // self.peers))
 
     def _let_go(self) -> None:
-        """What is someone else's now, because it came too late here, is not made any further."""
+        """Cancel groups that were given to another worker because this one was too late."""
         for group in [g for g, rolling in self.rolling.items() if rolling.lease.is_lost]:
             del self.rolling[group]
             for id in (group, GREEDY_ID + group):
                 self.engine.cancel(id)
 
     def _requests(self, group: int, batch: Batch) -> list[Request]:
-        """The group's rows; those marked greedy, which others are compared with, apart from the drawn ones."""
+        """Make the requests of the group's rows; those marked greedy, which the others are compared with, are one of
+        their own."""
         prompt = batch["prompt"][0].tolist()
         greedy = batch.values("greedy") != 0 if "greedy" in batch else np.zeros(batch.rows, np.bool_)
         drawn, fixed = np.flatnonzero(~greedy).tolist(), np.flatnonzero(greedy).tolist()

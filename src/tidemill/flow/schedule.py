@@ -1,4 +1,5 @@
-"""Schedules: all that `sync`, `streamed` and `async` decide. A schedule changes a step's speed, never its numbers."""
+"""Schedules: everything that `sync`, `streamed` and `async` decide. A schedule changes a step's speed, never its
+numbers."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from tidemill.recipe.config import Config
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    in_turn: bool  # one stage after the other, each on the whole step; else every stage on what is ready
-    lead: int  # steps that rollout may be ahead of learning
+    in_turn: bool  # one stage after the other, each on the whole step; else every stage works on what is ready
+    lead: int  # steps that rollout may run ahead of learning
 
     @property
     def serves_on(self) -> bool:
-        """Whether rollout is at work while weights come: they are then written aside, and taken up between tokens."""
+        """Say whether rollout works while weights arrive: they are then written aside, and taken up between tokens."""
         return self.lead > 0
 
 
@@ -24,13 +25,13 @@ def schedule_of(config: Config) -> Schedule:
 
 
 def is_rollout_apart(config: Config) -> bool:
-    """Whether rollout has weights of its own: in one process by flow.placement, elsewhere by cluster.placement."""
+    """Say whether rollout has weights of its own: in one process by flow.placement, elsewhere by cluster.placement."""
     if config.cluster.executor == "local":
         return config.flow.is_separated
     return config.cluster.placement.rollout == "separated"
 
 
 def staleness_limit(config: Config) -> int | None:
-    """The bound as the dock counts it: in updates of the weights. None: nothing can be stale."""
+    """Return the bound in updates of the weights, which the dock counts. None: nothing can be stale."""
     train = config.train
     return schedule_of(config).lead * train.updates_per_step * train.passes_per_step or None

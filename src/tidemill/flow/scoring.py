@@ -1,4 +1,4 @@
-"""Workers between samples and learning: advantages of groups, log-probabilities of a model, values of a critic."""
+"""Workers between rollout and learning: advantages of groups, log-probs of a model, values of a critic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tidemill.recipe.config import Config
 
 
 class AdvantageWorker:
-    """Advantages of complete groups, or of the whole step where the algorithm says so; other rows end here."""
+    """Computes advantages of complete groups, or of the whole step where the algorithm says so; rows without any end
+    here."""
 
     name = "advantage"
     waits = False
@@ -37,7 +38,7 @@ class AdvantageWorker:
         self.config = adjusted(self.config, changes)
 
     def begin(self, first_group: int, tag: str | None) -> None:
-        """Groups of one step at a time: what they are compared with, and what replaces them, belongs to it."""
+        """Begin a step: only its groups are taken, because their comparison and their replacements belong to it."""
         self.tag = tag
 
     def poll(self) -> bool:
@@ -52,7 +53,7 @@ class AdvantageWorker:
         return True
 
     def _all_here(self) -> bool:
-        """Whether every sample of the step is held here or has gone on to learning."""
+        """Say whether every sample of the step is held here or has moved on to learning."""
         return self.dock.progress(self.name, self.tag).is_all_leased
 
     def _commit(self, leases: list[Lease]) -> None:
@@ -74,7 +75,7 @@ class AdvantageWorker:
 
 
 def group_counts(batch: Batch, kept: Any) -> Counts:
-    """Of whole groups. What is counted once of a group is counted of its first row."""
+    """Return counts of whole groups. What counts once per group is kept with its first row."""
     sums: list[dict[str, float]] = [{} if is_kept else {"dropped_samples": 1.0} for is_kept in kept.tolist()]
     means: list[dict[str, float]] = [{} for _ in sums]
     for group in np.unique(batch.values(GROUP)):
@@ -88,8 +89,8 @@ def group_counts(batch: Batch, kept: Any) -> Counts:
 
 
 class ScoreWorker:
-    """Scores of a model as it is now: log-probabilities of the old policy, the reference or a teacher, or a critic's
-    values before it learns from this step."""
+    """Computes a model's scores: log-probs of the old policy, the reference or a teacher, or a critic's values
+    before it learns from this step."""
 
     waits = False
 
@@ -104,18 +105,19 @@ class ScoreWorker:
         adjust_model(self.model, {key: value for key, value in changes.items() if key == TEMPERATURE})
 
     def begin(self, first_group: int, tag: str | None) -> None:
-        """Policy and critic change with every step, so only this step's samples are scored; other models do not."""
+        """Begin a step. Policy and critic change with every step, so they score only its samples; other models do
+        not."""
         self.tag = tag if self.name in ("old_logprobs", "values") else None
 
     def move_to(self, policy: Any) -> None:
-        """From now on score as this model does."""
+        """Score as this model does from now on."""
         with torch.no_grad():
             new = carried(policy)
             for name, own in self.weights().items():
                 own.copy_(new[name])
 
     def weights(self) -> dict[str, Tensor]:
-        """Of a model that this process has whole."""
+        """Return the weights of a model that this process has whole."""
         whole: Any = self.model
         return carried(whole.model)
 

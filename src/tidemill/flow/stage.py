@@ -1,7 +1,5 @@
-"""Workers: each takes what its stage may read from the dock, works on it, and commits what the stage writes.
-
-A worker is polled. `poll` does a bounded piece of work and says whether anything moved; schedules decide whom to poll.
-"""
+"""Workers: each takes what its stage may read from the dock, works on it, and commits what the stage writes. A worker
+is polled: `poll` does a bounded piece of work and returns whether anything moved; the schedule decides whom to poll."""
 
 from __future__ import annotations
 
@@ -16,24 +14,25 @@ class Worker(Protocol):
     name: str  # its stage
 
     def begin(self, first_group: int, tag: str | None) -> None:
-        """A new step, whose groups count from `first_group`. `tag` marks its rows; None: no other step's are here."""
+        """Begin a step, whose groups count from `first_group`. `tag` marks its rows; None: no other step has rows
+        here."""
 
     def poll(self) -> bool:
-        """Do a bounded piece of work; whether anything moved."""
+        """Do a bounded piece of work; return whether anything moved."""
 
     @property
     def waits(self) -> bool:
-        """Whether work is under way elsewhere (another thread or process) that this worker will commit."""
+        """Whether another thread or process is working on something that this worker will commit."""
 
 
 def at_any_time() -> None:
-    """The turn of a worker that shares no memory with another."""
+    """Do nothing: this worker shares no memory with another."""
 
 
 def committed(
     lease: Lease, outputs: Batch | None = None, drop: Sequence[int] = (), counts: Counts | None = None
 ) -> bool:
-    """Whether the commit counted: False when the rows were given to another meanwhile, who does the work again."""
+    """Commit; return False when the rows were given to another worker meanwhile, which does the work again."""
     try:
         lease.commit(outputs, drop, counts)
     except LeaseExpired:

@@ -1,8 +1,6 @@
-"""Tally: what the workers of one step counted, as metrics. Means are weighted by how often they were given.
-
-What is counted of samples comes with their commits and is the dock's to tell; here is what workers count of their own
-work: times, updates, what was learned. They may do so from threads of their own.
-"""
+"""Tally: what workers counted in one step, as metrics. Means are weighted by their number of values. Counts of samples
+come with their commits and are reported by the dock; here are counts of workers' own work: times, updates, what was
+learned. Any thread may count."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from tidemill.observe.profile import span
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What one process counted, in a form that adds up."""
+    """What one process counted, in a form that can be added."""
 
     sums: dict[str, float]
     means: dict[str, tuple[float, int]]  # sum and count
@@ -27,15 +25,18 @@ class Counted:
 
     @staticmethod
     def of_samples(told: Tallied) -> Counted:
-        """What the dock has to tell."""
+        """Convert the dock's counts."""
         return Counted(told.sums, told.means, [])
 
 
-LATEST = ("_max", "skipped_updates")  # the largest of a step's: an extreme, and what counts from the run's beginning
+LATEST = (
+    "_max",
+    "skipped_updates",
+)  # a step keeps the largest: extremes, and counts since the run began
 
 
 def together(parts: Sequence[Counted]) -> dict[str, float]:
-    """The metrics of a step, from all processes that counted."""
+    """Combine the counts of all processes into a step's metrics."""
     merged: dict[str, float] = {}
     for part in parts:
         for name, value in part.sums.items():
@@ -61,7 +62,8 @@ ROLES = {
 
 
 def idle(measured: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """Share of a step in which each role had nothing to do. Roles that share a thread wait for one another."""
+    """Compute the share of a step in which each role had nothing to do. Roles that share a thread wait for one
+    another."""
     busy = {role: sum(measured.get(f"time/{name}", 0.0) for name in names) for role, names in ROLES.items()}
     return {f"idle/{role}": max(0.0, 1.0 - spent / seconds) for role, spent in busy.items() if spent > 0}
 
@@ -86,7 +88,7 @@ class Tally:
             self._means.setdefault(name, []).append(value)
 
     def update(self, metrics: Mapping[str, float]) -> None:
-        """Metrics of one optimizer update; a step's are their mean, or extreme where the name says so."""
+        """Add the metrics of one optimizer update; a step's are their mean, or extreme where the name says so."""
         with self._lock:
             self._updates.append(dict(metrics))
 
@@ -100,10 +102,10 @@ class Tally:
             self.add(f"time/{name}", self.now() - started)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
     def drain(self) -> Counted:
-        """All that was counted; counting starts anew."""
+        """Return all counts and reset them."""
         with self._lock:
             # fsum rounds once: the order in which workers counted does not show.
             means = {name: (math.fsum(values), len(values)) for name, values in self._means.items()}

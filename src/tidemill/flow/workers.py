@@ -1,4 +1,4 @@
-"""Workers: all that the loop asks of whoever does the work, in this process or on a cluster."""
+"""Workers: the interface between the loop and whatever does the work, in this process or on a cluster."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ ALL_STAGES = "all"
 
 
 class Stopped(Exception):
-    """The user asked to stop, at a moment when the step could be left without losing an update."""
+    """The user asked to stop at a moment when the step could be left without losing an update."""
 
 
 class Rewound(TidemillError):
-    """The learner was lost with its weights: the run goes on from its newest checkpoint."""
+    """The learner was lost with its weights: the run continues from its newest checkpoint."""
 
 
 class Workers(Protocol):
-    """Made by `cluster.start.choose.start`. The loop sees nothing else of where the work is done."""
+    """Made by `cluster.start.choose.start`. The loop knows nothing else about where the work is done."""
 
     config: Config
 
@@ -32,45 +32,47 @@ class Workers(Protocol):
 
     @property
     def bad_rows(self) -> int:
-        """Rows of the data that could not be used, so far."""
+        """Rows of the data that could not be used so far."""
 
     def stages(self, number: int, stop: Callable[[], bool]) -> Iterator[str]:
-        """Feed, roll out, score, learn, and serve the new weights: a step, driven by whoever takes the names of the
-        stages that are done, one after the other. Stages that work at once are done at once, as `ALL_STAGES`.
+        """Run a step: feed, roll out, score, learn, and serve the new weights. Yields the names of stages as they
+        are done, one after the other; stages that work at the same time are yielded together, as `ALL_STAGES`.
         `Stopped`: nothing of the step has happened."""
 
     def adjust(self, changes: Mapping[str, float]) -> str:
-        """Between two steps: hold other values of some settings from now on. A sentence where that cannot be; then
-        nothing has changed."""
+        """Change some settings between two steps. Returns a sentence where that is impossible; then nothing has
+        changed."""
 
     def measure(self) -> dict[str, float]:
-        """What the step came to, `version` included; counting starts anew."""
+        """Return the step's metrics, `version` included, and reset the counts."""
 
     def after_step(self, step: int, measured: dict[str, float]) -> list[str]:
-        """What changes between steps. Gives new warnings, in words."""
+        """Apply what changes between steps; return new warnings as text."""
 
     def write_samples(self, step: int) -> str:
-        """Some of the step's, for people to look at; gives the first error of a reward among them, or ""."""
+        """Write some of the step's samples, for people to look at; return the first error of a reward among them, or
+        ""."""
 
     def evaluate(self, size: int, samples: int, tell: Callable[[Activity], None] = lambda activity: None) -> Evaluation:
-        """`tell` hears how far it is; it may raise `Stopped`."""
+        """Evaluate. `tell` receives the progress; it may raise `Stopped`."""
 
     def activity(self) -> Activity | None:
-        """What a step is at, where that is known."""
+        """What a step is doing, where that is known."""
 
     def save(
         self, folder: Path, step: int, state: dict[str, Any], *, best: bool = False, metric: float | None = None
     ) -> None:
-        """A checkpoint; `state` is the loop's own part of it."""
+        """Save a checkpoint; `state` is the loop's own part of it."""
 
     def restore(self, path: Path) -> dict[str, Any]:
-        """Go on from a checkpoint; gives its state."""
+        """Continue from a checkpoint; return its state."""
 
     def rewind(self) -> None:
-        """After `Rewound`: be as at the start, ready for `restore`."""
+        """Return to the initial state after `Rewound`, ready for `restore`."""
 
     def keep_definition(self, run: Path) -> None:
-        """So that the run's checkpoints can be opened without whatever it started from."""
+        """Keep the model's definition, so that the run's checkpoints can be opened without the model it started
+        from."""
 
     def save_model(self, folder: Path) -> None: ...
 

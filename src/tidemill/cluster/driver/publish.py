@@ -87,7 +87,7 @@ class Publisher:
         raise TidemillError(f"weights version {self.version} could not be brought to rollout: {last}", "see the logs")
 
     def _move(self, members: Sequence[Member]) -> None:
-        """Announce a new version where engines read the learner's own tensors: nothing is sent."""
+        """Move the weights to these members. Where engines read the learner's own tensors, nothing is sent."""
         if self.pool.wiring.shares_tensors:
             return
         self._link(members)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tidemill.cluster.driver import placement
 from tidemill.cluster.driver.driver import Driver
@@ -14,6 +15,9 @@ from tidemill.cluster.wiring import wire
 from tidemill.graph import Graph
 from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe.config import Config
+
+if TYPE_CHECKING:
+    from tidemill.cluster.start.forkserver import Forks
 
 
 def start(
@@ -52,6 +56,13 @@ def _graph(config: Config) -> Graph:
     return get(config.algorithm.name).graph(config)
 
 
+def fork_server() -> Forks:
+    """Make this run's own, not started yet."""
+    from tidemill.cluster.start.forkserver import Forks
+
+    return Forks(owned.make() / "forks")
+
+
 def make_starter(config: Config, folder: RunFolder, posts: Callable[[], int]) -> Starter:
     """Make the starter. `posts`: how many workers there will be, once the table of stages is known."""
     cluster = config.cluster
@@ -59,9 +70,7 @@ def make_starter(config: Config, folder: RunFolder, posts: Callable[[], int]) ->
         from tidemill.cluster.start.local import LocalStarter
 
         return LocalStarter()
-    from tidemill.cluster.start.forkserver import Forks
-
-    forks = Forks(owned.make() / "forks")
+    forks = fork_server()
     if cluster.executor == "processes" or cluster.address == "local":
         forks.start()  # first of all, because its imports take longest
     try:

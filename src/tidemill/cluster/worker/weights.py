@@ -144,7 +144,7 @@ class WeightPort:
             return self._carry(self._carrier, self.serving(), version)
 
     def _carry(self, carrier: Carrier, serving: Serving, version: int) -> MoveReport:
-        """Count the time once, where the learner's tensors are read."""
+        """Move, and count the time once: where the learner's tensors are read."""
         here = carrier.link.one_process
         sources = here.sources() if here is not None and here.sources is not None else self.sources()
         with self.state.tally.time("publish") if sources.tensors else nullcontext():
@@ -174,7 +174,7 @@ class WeightPort:
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
-        """Make sure that all ranks of an engine are between the same two steps."""
+        """Within the context, all ranks of an engine are between the same two steps."""
         state = self.state
         if state.lead is not None:
             state.lead.order()
@@ -217,7 +217,7 @@ class Carrier:
 
 
 class LooseWire(GroupWire):
-    """Make a process group for this link alone: members come and go without affecting the learner's world."""
+    """A process group for this link alone: members come and go without affecting the learner's world."""
 
     def __init__(self, ring: BufferRing, link: WeightLink, rank: int) -> None:
         super().__init__(ring, timeout_s=link.timeout_s)
