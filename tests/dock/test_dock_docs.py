@@ -34,7 +34,7 @@ def test_every_snippet_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     names["server"].close()
     with caplog.at_level(logging.WARNING):
         exec(placed, names)
-    assert names["lease"].batch.values("id").tolist() == [2, 3] and "goes on from it" in caplog.text
+    assert names["lease"].batch.values("id").tolist() == [2, 3] and "which continues" in caplog.text
     from tidemill.dock import LocalDock
 
     names["dock"] = LocalDock(names["stages"], group_size=2)

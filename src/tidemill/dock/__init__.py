@@ -1,4 +1,4 @@
-"""The transfer dock: sample flow between workers, without a centre that touches the bytes.
+"""The dock: the sample flow between workers, without a centre that touches the bytes.
 
 `LocalDock` serves the threads of one process and needs nothing else. `serve` and `connect` are the same across
 processes and nodes; they need the packages of the extra `cluster`.
@@ -52,7 +52,7 @@ _ACROSS_PROCESSES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded when asked for: who needs only the in-process dock does not need msgspec."""
+    """Load on first use: the in-process dock alone does not need msgspec."""
     if name not in _ACROSS_PROCESSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

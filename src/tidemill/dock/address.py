@@ -18,11 +18,11 @@ class Address:
     token: str
     local: str = ""  # the ledger's socket file, for processes of its machine
 
-    def __repr__(self) -> str:  # a token does not belong in a log
+    def __repr__(self) -> str:  # tokens must not appear in logs
         return f"Address({self.ledger})"
 
     def save(self, folder: Path) -> None:
-        """For processes of the same user on machines that see the folder."""
+        """Write the address for processes of the same user on machines that see the folder."""
         scratch = folder / f"{ADDRESS_FILE}.tmp"
         fd = os.open(scratch, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
         with os.fdopen(fd, "w") as file:
@@ -30,7 +30,8 @@ class Address:
         os.replace(scratch, folder / ADDRESS_FILE)
 
     def to_json(self) -> str:
-        """All that another process needs to connect. Whoever has it is let in: hand it over by private means."""
+        """Return everything that another process needs to connect. It grants access: send it only over private
+        channels."""
         return json.dumps(asdict(self))
 
     @staticmethod
@@ -39,7 +40,8 @@ class Address:
 
     @staticmethod
     def find(folder: str | Path) -> Address:
-        """From what `to_json` gave, from the file that a dock leaves, or from a folder with such a file."""
+        """Read an address from the output of `to_json`, from the file that a dock leaves, or from a folder with such
+        a file."""
         if isinstance(folder, str) and folder.lstrip().startswith("{"):
             return Address.from_json(folder)
         for path in (Path(folder), Path(folder) / ADDRESS_FILE, Path(folder) / "dock" / ADDRESS_FILE):

@@ -1,5 +1,5 @@
-"""RemoteDock: a process's hand in the dock. Bytes are written to and read from this node's shared memory; the ledger
-hears only of metadata, one round trip per operation."""
+"""RemoteDock: a dock client that renews its leases. Bytes are written to and read from this node's shared memory;
+only metadata goes to the ledger, one round trip per operation."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from tidemill.dock.store.segment import SegmentGone
 from tidemill.errors import DockError
 from tidemill.graph import Stage
 
-WAIT_SLICE_S = 1.0  # a longer wait is asked for in pieces, so that a lost ledger is noticed
-LOST_PAUSE_S = 0.02  # before asking again for rows whose bytes were lost: the ledger hears of it in a moment
+WAIT_SLICE_S = 1.0  # longer waits are split into pieces, so that a lost ledger is noticed
+LOST_PAUSE_S = 0.02  # before asking again for rows whose bytes were lost: the ledger learns of it in a moment
 LEDGER_PATIENCE_S = 30.0  # a ledger that does not answer for this long is reported; it should be back in under two
 
 
 class RemoteDock:
     def __init__(self, address: Address, node: str | None = None, renews: bool = False) -> None:
-        """`renews`: keep every lease that is taken here until it is committed, abandoned or no longer referred to."""
+        """`renews`: keep every lease taken here alive until it is committed, abandoned or garbage-collected."""
         self._address = address
-        self.written_bytes = self.read_bytes = 0  # of samples, by this process; a driver's stay 0
-        self._heard = 0  # the last telling of counts that came here
+        self.written_bytes = self.read_bytes = 0  # bytes of samples, by this process; 0 in a driver
+        self._heard = 0  # number of the last answer with counts that arrived here
         self._owner = new_owner()
         self._local = threading.local()
         self._callers: dict[threading.Thread, Caller] = {}
@@ -94,7 +94,7 @@ class RemoteDock:
         return msgspec.convert(known, DockState)
 
     def figures(self) -> dict[str, Any]:
-        """Everything the ledger counts, as plain values."""
+        """Return everything the ledger counts, as plain values."""
         record: dict[str, Any] = self._ask(m.AskState()).state
         return record
 
@@ -104,20 +104,20 @@ class RemoteDock:
         return Tallied(answer.number, answer.sums, answer.means)
 
     def missing(self) -> list[int]:
-        """Ids whose bytes were lost with a warehouse since the last call: their producer may put them again."""
+        """Return ids whose bytes were lost with a warehouse since the last call: their producer may put them again."""
         ids: list[int] = np.frombuffer(self._ask(m.Missing()).ids, np.int64).tolist()
         return ids
 
     def leave(self) -> None:
-        """From any thread: whoever waits for an answer is woken, and nothing more is asked. For a dock that is about to
-        end, or has: without this its ledger is waited for as if it would come back."""
+        """Wake all threads that wait for an answer, and send nothing more. For a dock that is about to end, or has:
+        otherwise its ledger is waited for as if it would come back. From any thread."""
         self._node.leave()
         for caller in list(self._callers.values()):
             caller.close()
 
     @property
     def leases(self) -> int:
-        """How many are being renewed."""
+        """Return how many leases are being renewed."""
         return 0 if self._renewer is None else len(self._renewer)
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class RemoteDock:
         except TimeoutError:
             raise DockError(
                 f"the dock's ledger at {self._address.ledger} has not answered for {LEDGER_PATIENCE_S:.0f} s",
-                "look whether its process runs and whether the token is the dock's own",
+                "check that its process runs and that the token is this dock's",
             ) from None
         if isinstance(answer, m.Refused):
             kinds = {"lease": LeaseExpired, "gone": SegmentGone}
@@ -147,14 +147,14 @@ class RemoteDock:
         return answer
 
     def _new_caller(self) -> Caller:
-        """For this thread. Those of threads that have ended are closed, after it: a process whose last connection
-        closes is taken for dead."""
+        """Return this thread's connection. Those of ended threads are closed afterwards: a process whose last
+        connection closes counts as dead."""
         where = self._address
         caller = Caller(where.token, where.ledger, where.local, self._owner)
         self._callers[threading.current_thread()] = caller
         for thread in [thread for thread in list(self._callers) if not thread.is_alive()]:
             ended = self._callers.pop(thread, None)
-            if ended is not None:  # else another thread has closed it
+            if ended is not None:  # unless another thread has closed it
                 ended.close()
         return caller
 
@@ -165,7 +165,7 @@ class RemoteDock:
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def _write(self, written: Written, stored: Batch, message: Any) -> None:
-        """Write the bytes, then tell the ledger; when the bytes were lost in between, both again."""
+        """Write the bytes, then send the metadata to the ledger; repeat both when the bytes were lost in between."""
         if not len(stored):
             self._tell_written(message(_outputs(written, 0, ())))
             return
@@ -187,7 +187,7 @@ class RemoteDock:
     def _tell_written(self, message: m.Put | m.Commit) -> None:
         started = time.monotonic()
         while isinstance(self._ask(message, wait_s=WAIT_SLICE_S), m.Nothing):
-            assert isinstance(message, m.Put)  # the dock is full: asking again is the waiting
+            assert isinstance(message, m.Put)  # the dock is full: the repeated request is what waits
             message.waited_s = time.monotonic() - started
 
     def commit_lease(self, grant: Grant, outputs: Batch, drop: Sequence[int], counts: Counts | None) -> None:
@@ -204,7 +204,7 @@ class RemoteDock:
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def _open(self, granted: m.Granted) -> TakenLease | None:
-        """The lease with its chunks at hand; None when their bytes were lost, and the rows given back."""
+        """Return the lease with its chunks open; None when their bytes were lost, and the rows given back."""
         try:
             stored = {chunk.key: chunks.StoredChunk(self._node.read(chunk)) for chunk in granted.chunks}
         except SegmentGone:
@@ -227,7 +227,7 @@ def _grant(granted: m.Granted) -> Grant:
 
 
 class GrantedMeta(Mapping[str, npt.NDArray[Any]]):
-    """What the ledger keeps of rows, unpacked when it is asked for."""
+    """The columns that the ledger keeps, unpacked on first use."""
 
     __slots__ = ("_granted", "_unpacked")
 
@@ -263,5 +263,5 @@ def _piece(piece: m.WirePiece, n: int) -> Piece:
 
 
 def connect(address: Address | str | Path, node: str | None = None) -> RemoteDock:
-    """A dock that runs elsewhere: `address` is what its server shows, that as JSON, or the folder it runs in."""
+    """Connect to a dock that runs elsewhere: `address` is its server's address, that as JSON, or the dock's folder."""
     return RemoteDock(address if isinstance(address, Address) else Address.find(address), node)

@@ -1,8 +1,6 @@
-"""TakenLease: the lease that a take gives, whichever form of dock gave it; and the one place where leases are renewed.
-
-Leases that are renewed can be short: what a dead worker held is given to another within `lease_s`, however long a piece
-of work takes a living one.
-"""
+"""TakenLease: the lease that a take returns, for every form of dock; and the one place where leases are renewed.
+Renewed leases can be short: what a dead worker held is given to another within `lease_s`, however long a piece of work
+takes a living one."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from tidemill.dock.store.buffer import PackedBuffer
 from tidemill.dock.store.gather import StoredColumns, assemble
 from tidemill.errors import DockError
 
-RENEWALS = 4  # in the life of a lease: three may be late
+RENEWALS = 4  # renewals in the life of a lease: three may be late
 
 
 class Giver(Protocol):
@@ -37,15 +35,15 @@ class Giver(Protocol):
 
 
 class LeaseRenewer:
-    """Renews the leases of one dock object while this process lives and works on them. A lease that nobody refers to
-    any more is not renewed: it runs out."""
+    """Renews the leases of one dock object while this process lives and works on them. A lease that is
+    garbage-collected is not renewed: it expires."""
 
     def __init__(self, dock: object, lease_s: float) -> None:
         self.lost = 0
         self._held: weakref.WeakSet[TakenLease] = weakref.WeakSet()
         self._lock, self._stop = threading.Lock(), threading.Event()
         threading.Thread(target=self._renew, args=(lease_s / RENEWALS,), name="leases", daemon=True).start()
-        weakref.finalize(dock, self._stop.set)  # one that nobody closed
+        weakref.finalize(dock, self._stop.set)  # a dock that nobody closed
 
     def __len__(self) -> int:
         return len(self._held)
@@ -59,7 +57,7 @@ class LeaseRenewer:
             self._held.discard(lease)
 
     def close(self) -> None:
-        """The thread ends by itself; who closes the dock need not wait for an answer that it may be waiting for."""
+        """Stop renewing. The thread ends by itself, because it may be waiting for an answer."""
         self._stop.set()
 
     def renew_all(self) -> None:
@@ -71,7 +69,7 @@ class LeaseRenewer:
             except LeaseExpired:
                 self.lost += 1
             except DockError:
-                return  # the ledger is on its way back; the next round tells
+                return  # the ledger is restarting; the next round will show
 
     def _renew(self, every_s: float) -> None:
         while not self._stop.wait(every_s):
@@ -93,11 +91,11 @@ class TakenLease:
 
     @cached_property
     def batch(self) -> Batch:
-        """Views of the store where the rows lie together, else one copy."""
+        """The rows: views of the store where they lie together, else one copy."""
         return assemble(self._grant, self._stored)
 
     def packed(self, buffer: PackedBuffer) -> Batch:
-        """The batch gathered into `buffer`, in one copy; valid until the buffer's next use."""
+        """Gather the batch into `buffer`, in one copy; valid until the buffer's next use."""
         return assemble(self._grant, self._stored, buffer.allocate)
 
     @property
@@ -106,7 +104,7 @@ class TakenLease:
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
-        """Of the rows, in the batch's order."""
+        """The rows' ids, in the batch's order."""
         return self._grant.ids
 
     def commit(self, outputs: Batch | None = None, drop: Sequence[int] = (), counts: Counts | None = None) -> None:

@@ -1,4 +1,4 @@
-"""LocalDock: the dock inside one process, for threads of it. The ledger behind a lock, the bytes on the heap."""
+"""LocalDock: the dock inside one process, for its threads. The ledger is behind a lock, the bytes are on the heap."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LocalDock:
         watch: str = "reward",
         renews: bool = False,
     ) -> None:
-        """`renews`: keep every lease that is taken here until it is committed, abandoned or no longer referred to."""
+        """`renews`: keep every lease taken here alive until it is committed, abandoned or garbage-collected."""
         self._make_ledger: Callable[..., Ledger] = partial(
             Ledger,
             stages,
@@ -55,7 +55,7 @@ class LocalDock:
         self._read_somewhere = frozenset(column for stage in stages for column in stage.reads)
         self._watch = watch
         self._lock = threading.Lock()
-        self._moved = threading.Condition(self._lock)  # signalled when somebody who waits was answered or has room
+        self._moved = threading.Condition(self._lock)  # signalled when a waiter was answered or has room
         self._chunks: dict[int, Batch] = {}
         self._next_chunk = 0
         self._puts_waiting = 0
@@ -113,7 +113,7 @@ class LocalDock:
             return self._ledger.tell(self._ledger.counts.number)
 
     def close(self) -> None:
-        """Wake everybody who waits; takes then return None at once."""
+        """Wake all waiters; takes then return None at once."""
         with self._lock:
             self._is_closed = True
             self._waiters.expire(float("inf"))
@@ -159,7 +159,7 @@ class LocalDock:
         return replace(written, chunk=key)
 
     def _settle(self) -> None:
-        """After every step: let freed bytes go, and serve those who wait."""
+        """Free bytes and serve waiters, after every step."""
         self._waiters.serve(self._clock())
         freed, self._ledger.chunks.freed = self._ledger.chunks.freed, []
         for key in freed:
@@ -172,7 +172,7 @@ class LocalDock:
             self._settle()
 
     def _park(self, stage: str, want: Want, deadline: float) -> Grant | None:
-        """Wait until a step of someone else serves us or `deadline` passes."""
+        """Wait until another thread's step serves us or `deadline` passes."""
         answers: list[Grant | DockError | None] = []
 
         def answer(given: Grant | DockError | None) -> None:
@@ -203,7 +203,7 @@ class LocalDock:
         return answers[0]
 
     def _sleep(self, answers: list[Any], deadline: float) -> None:
-        """Lock released, until there is an answer or `deadline` passes. Who sleeps also lets leases run out."""
+        """Sleep without the lock until there is an answer or `deadline` passes. A sleeper also expires leases."""
         while not answers and (now := self._clock()) < deadline:
             due = self._ledger.leases.next_deadline()
             self._moved.wait(max(0.0, (deadline if due is None else min(deadline, due)) - now))
@@ -230,7 +230,7 @@ def with_waiting(state: DockState, waiters: Waiters, puts_waiting: int, put_wait
 
 
 def _own(rows: Batch) -> Batch:
-    """A copy that the producer cannot change afterwards, and no reader either."""
+    """Return a copy that neither the producer nor a reader can change afterwards."""
     columns: dict[str, Column] = {}
     for name, given in rows.items():
         c = given.base

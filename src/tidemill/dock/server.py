@@ -1,4 +1,4 @@
-"""DockServer: starts a dock's processes on this machine, watches them, and starts those again that die."""
+"""DockServer: starts a dock's processes on this machine, watches them, and restarts those that die."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ log = logging.getLogger("tidemill.dock")
 
 START_S = 60.0
 STOP_S = 5.0
-FAILED_STARTS = 5  # so many in a row that end before the process is ready are given up
+FAILED_STARTS = 5  # given up after this many in a row that end before they are ready
 
 
 class Keeper:
-    """One of the dock's processes (see process.py), heard and, should it end altogether, started again. The thread that
-    starts it also listens to it: the kernel tells it to stop when that thread ends."""
+    """One of the dock's processes (see process.py), which is listened to and restarted if it ends altogether. The
+    thread that starts it also listens to it: the kernel stops the process when that thread ends."""
 
     def __init__(
         self, name: str, command: list[str], log: Path, on_death: Callable[[], None], files: tuple[int, ...] = ()
     ) -> None:
-        """`files`: open ones that the process inherits."""
+        """`files`: open files that the process inherits."""
         self.name = name
         self.restarts = 0
         self.error: str | None = None
@@ -57,7 +57,7 @@ class Keeper:
 
     @property
     def pid(self) -> int:
-        """Of the server itself; of the next one, while one has just ended."""
+        """The process id of the server itself; of the next one, when one has just ended."""
         if not self._is_up.wait(START_S):
             raise DockError(f"the dock's {self.name} is not running", f"look at {self._log}")
         return self._pid
@@ -81,7 +81,7 @@ class Keeper:
     def _keep(self) -> None:
         while not self._is_stopping and self.error is None:
             process = self._process = self._spawn()
-            if self._is_stopping:  # told so before there was anything to stop
+            if self._is_stopping:  # told to stop before there was anything to stop
                 process.terminate()
             assert process.stdout is not None
             words: list[str] = []
@@ -91,7 +91,7 @@ class Keeper:
                     self._hear(words)
             process.wait()
             self._is_up.clear()
-            if words != ["ended"]:  # else that end was noted already
+            if words != ["ended"]:  # else its end was noted already
                 self._note_end()
 
     def _hear(self, words: list[str]) -> None:
@@ -117,14 +117,14 @@ class Keeper:
             self._process.terminate()
             return
         self.restarts += 1
-        # Aside: it may ask the ledger, which may be the one that is being started again.
+        # in a thread, because it may ask the ledger, which may be the one being restarted
         threading.Thread(target=self._on_death, daemon=True, name=f"death-of-{self.name}").start()
 
     def _spawn(self) -> subprocess.Popen[str]:
         environment = {
             **os.environ,
             "OPENBLAS_NUM_THREADS": "1",
-        }  # nothing is multiplied there, and threads do not fork
+        }  # no matrices are multiplied there, and threads do not survive a fork
         with open(self._log, "ab") as log:
             return subprocess.Popen(
                 self._command,
@@ -138,8 +138,8 @@ class Keeper:
 
 
 class DockServer:
-    """A whole dock on this machine: a ledger and one warehouse per name in `nodes` (one is usual; more show, on one
-    machine, what several do)."""
+    """A whole dock on this machine: a ledger and one warehouse per name in `nodes` (usually one; more simulate
+    several machines)."""
 
     def __init__(
         self,
@@ -156,11 +156,11 @@ class DockServer:
         (self.folder / SETUP_FILE).write_text(setup.to_json())
         if (self.folder / LEDGER_FOLDER).exists():
             log.warning(
-                "%s holds a dock from before, and this goes on from it: ids that it has seen are not entered again; "
-                "for a fresh dock, name a fresh folder",
+                "%s holds an earlier dock, which continues: ids that it has seen are not added again; for a new dock, "
+                "use a new folder",
                 self.folder,
             )
-        # Held open here, so that the ledger comes back at the same place whoever else would like to have it.
+        # held open here, so that the restarted ledger has the same address and nobody else can take it
         self._listeners = listen(host), listen_locally(self.folder)
         self.address = Address(address_of(self._listeners[0]), token, str(self.folder.absolute() / SOCKET_FILE))
         self.address.save(self.folder)
@@ -189,12 +189,12 @@ class DockServer:
         self.warehouses[name] = Keeper(name, command, log, lambda: self._warehouse_died(name))
 
     def wait_announced(self, name: str) -> m.Announce:
-        """Until the ledger knows the warehouse of this name."""
+        """Wait until the ledger knows the warehouse of this name."""
         self._arenas[name] = _wait_announced(self._ask, name, self.folder / f"{name}.log")
         return self._arenas[name]
 
     def find(self, name: str) -> int | None:
-        """The key of the warehouse of this name, if the ledger knows one now."""
+        """Return the key of the warehouse of this name, if the ledger knows one now."""
         for hello in self._ask(m.AskSetup()).warehouses:
             if hello.node == name:
                 self._arenas[name] = hello
@@ -205,7 +205,7 @@ class DockServer:
         return RemoteDock(self.address, node)
 
     def lose(self, name: str) -> None:
-        """The machine of this warehouse is gone, its bytes with it: do not wait for its silence to tell."""
+        """Report that a warehouse's machine is gone with its bytes, instead of waiting until its silence shows it."""
         key = self.find(name)
         if key is not None:
             self._ask(m.Lost(key))
@@ -241,8 +241,7 @@ class DockServer:
 
 
 class DockNode:
-    """One more machine of a dock that runs elsewhere: its warehouse, watched from here and started again when it
-    dies."""
+    """Another machine of a dock that runs elsewhere: its warehouse, watched from here and restarted when it dies."""
 
     def __init__(self, address: Address, name: str, host: str, folder: Path | str | None = None, **memory: Any) -> None:
         """`memory`: memory_bytes, spill_bytes, segment_bytes of DockSetup."""
@@ -269,7 +268,7 @@ class DockNode:
         return RemoteDock(self.address, self.name)
 
     def close(self) -> None:
-        """Its bytes go with it; the ledger is told."""
+        """Stop the warehouse. Its bytes are gone; the ledger is told."""
         self.warehouse.stop()
         self._caller.close()
         if self._is_own_folder:
@@ -283,17 +282,17 @@ class DockNode:
 def serve(
     stages: Sequence[Stage], folder: Path | str | None = None, host: str = "127.0.0.1", **settings: Any
 ) -> DockServer:
-    """Start a dock for these stages on this machine; `settings` are DockSetup's."""
+    """Start a dock for these stages on this machine; `settings`: those of DockSetup."""
     return DockServer(DockSetup(stages=tuple(stages), **settings), folder, host)
 
 
 def join(address: Address | str | Path, name: str, host: str, **settings: Any) -> DockNode:
-    """Let this machine take part in a dock: workers here write to and read from its own memory."""
+    """Let this machine take part in a dock: workers here write to and read from its memory."""
     return DockNode(address if isinstance(address, Address) else Address.find(address), name, host, **settings)
 
 
 def check_name(name: str) -> str:
-    """A node's name is part of the names of files and folders."""
+    """Check a node's name, which is part of the names of files and folders."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name == "ledger":
         raise DockError(f"{name!r} cannot be the name of a node", "use letters, digits, '.', '_' and '-'; not 'ledger'")
     return name
@@ -310,9 +309,11 @@ def _wait_announced(ask: Callable[[m.Message], Any], name: str, log: Path) -> m.
 
 
 def _tell_if_lost(ask: Callable[[m.Message], Any], hello: m.Announce | None) -> None:
-    """A warehouse's bytes outlive its process. When they went too, the ledger must know at once."""
+    """Tell the ledger at once if a warehouse's bytes did not outlive its process."""
     if hello is not None and not Path(hello.arena).is_dir():
-        with suppress(DockError, TimeoutError):  # this dock is being closed; or the ledger is away, and will miss it
+        with suppress(
+            DockError, TimeoutError
+        ):  # this dock is being closed; or the ledger is down, and will notice by itself
             ask(m.Lost(hello.warehouse))
 
 
@@ -321,8 +322,8 @@ def _command(kind: str, folder: Path, host: str, *rest: str) -> list[str]:
 
 
 def remove_dock(folder: Path) -> list[Path]:
-    """What a dock left whose processes were all killed: its folder, and its shared memory on this machine. Memory that
-    a warehouse still holds is left to it."""
+    """Remove what a dock left whose processes were all killed: its folder, and its shared memory on this machine.
+    Memory that a warehouse still holds is left alone."""
     removed = []
     with suppress(FileNotFoundError):
         name = arena.dock_name((folder / TOKEN_FILE).read_text())

@@ -1,4 +1,4 @@
-"""DockSetup: all that makes a dock what it is, as plain data that a process can be started with."""
+"""DockSetup: a dock's settings, as plain data with which a process can be started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidemill.graph import Stage
 @dataclass(frozen=True, slots=True)
 class DockSetup:
     stages: tuple[Stage, ...]
-    source: tuple[str, ...] = ()  # columns that every put must bring
+    source: tuple[str, ...] = ()  # columns that every put must have
     lease_s: float = 600.0
     max_staleness: int | None = None
     stale: Literal["requeue", "drop"] = "drop"
@@ -21,10 +21,10 @@ class DockSetup:
     max_rows: int | None = None  # per tag; producers wait beyond it
     max_bytes: int | None = None
     watch: str = "reward"  # the column that samplers may compare
-    replicas: int = 0  # further warehouses that hold each chunk
+    replicas: int = 0  # number of further warehouses that hold each chunk
     warehouse_timeout_s: float = 120.0  # a warehouse silent for this long is given up
-    memory_bytes: int | None = None  # of each warehouse; None: half of what the shared memory offers
-    spill_bytes: int | None = None  # above this much in memory, segments go to disk; None: at memory_bytes
+    memory_bytes: int | None = None  # of each warehouse; None: half of the shared memory
+    spill_bytes: int | None = None  # above this much in memory, segments are spilled to disk; None: at memory_bytes
     segment_bytes: int = 32 << 20
 
     def ledger(self, epoch: int = 1) -> Ledger:

@@ -1,4 +1,4 @@
-"""Views for people: a dock's state as a small table, and as Prometheus text."""
+"""Shows a dock's state as a small table, and in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def render(state: DockState) -> str:
-    """What `tidemill dock RUN` prints: who waits for what, and where the bytes are."""
+    """Render the output of `tidemill dock RUN`: who waits for what, and where the bytes are."""
     lines = [
         f"rows {state.rows:,}   bytes {in_units(state.bytes)}   weight version {state.version}",
         f"ended {state.ended:,}   dropped {state.dropped:,}   too old {state.stale:,}   "
@@ -35,7 +35,7 @@ def render(state: DockState) -> str:
 
 
 def prometheus(state: DockState, prefix: str = "tidemill_dock") -> str:
-    """The same as metrics, in the text format that Prometheus scrapes."""
+    """Render metrics in Prometheus' text format."""
     lines: list[str] = []
 
     def metric(name: str, kind: str, text: str, values: Iterable[tuple[str, float]]) -> None:
@@ -51,8 +51,8 @@ def prometheus(state: DockState, prefix: str = "tidemill_dock") -> str:
         ("ended", state.ended, "Rows that left the dock."),
         ("dropped", state.dropped, "Rows ended before the last stage."),
         ("stale", state.stale, "Rows found too old."),
-        ("leases_expired", state.expired, "Leases that ran out or whose holder died."),
-        ("leases_reissued", state.reissued, "Leases on what somebody else held for far longer than usual."),
+        ("leases_expired", state.expired, "Leases that expired or whose holder died."),
+        ("leases_reissued", state.reissued, "Second leases on rows that another held far longer than usual."),
         ("lost", state.lost, "Rows whose bytes went with a warehouse."),
         ("refused", state.refused, "Connections and messages that were refused."),
     ):
@@ -66,12 +66,12 @@ def prometheus(state: DockState, prefix: str = "tidemill_dock") -> str:
     metric("stage_oldest_seconds", "gauge", "Age of the first ready row.", [(label, c.oldest_s) for label, c in stages])
     for figure in sorted({name for figures in state.warehouses.values() for name in figures}):
         values = [(f'{{node="{_escaped(n)}"}}', f[figure]) for n, f in state.warehouses.items() if figure in f]
-        metric(f"warehouse_{figure}", "gauge", f"Of the node's warehouse: {figure.replace('_', ' ')}.", values)
+        metric(f"warehouse_{figure}", "gauge", f"The node's warehouse: {figure.replace('_', ' ')}.", values)
     return "\n".join(lines) + "\n"
 
 
 def look(run: str | Path) -> DockState:
-    """The state of the dock that serves a run, asked from its ledger."""
+    """Ask the ledger of a run's dock for its state."""
     from tidemill.dock.client import connect
 
     dock = connect(run)

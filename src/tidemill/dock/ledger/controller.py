@@ -1,4 +1,4 @@
-"""Controllers: the ledger's view for one stage, with its ready queue and its sampler's choice. Columns and stages are
+"""Controllers: the ledger's view of one stage, with its ready queue and its sampler's choice. Columns and stages are
 bits of a row's masks."""
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Controller:
         self.stage = stage
         self.bit = np.uint64(1 << index)
         self.reads = np.uint64(reads)
-        self.group_index = group_index  # among the stages of scope `group`; -1 for the others
+        self.group_index = group_index  # index among the stages of scope `group`; -1 for others
         self.is_group = stage.scope == "group"
         self.ready = ReadyQueue({"version": self._versions, "tag": self._tags}, changing=("version",))
         self.leased = self.done = 0  # rows
-        self.pending, self.held = TagCount(), TagCount()  # living rows: not consumed yet; of these, under a lease
+        self.pending, self.held = TagCount(), TagCount()  # rows not consumed yet; of these, rows under a lease
         self.turn = 0  # decisions made
         self.pace = ConsumerPace()
         self.parts: dict[int, list[int]] = {}  # rank -> leases decided for it and not yet fetched
@@ -64,7 +64,8 @@ class Controller:
     # -- choosing ----------------------------------------------------------------------------------------------------
 
     def choose(self, want: Want) -> tuple[Ints | None, Ints]:
-        """The units that `want` gets (None: too few are ready yet), and units found dull on the way, to be dropped."""
+        """Choose the units that `want` gets (None: too few are ready yet), and units without a learning signal, to
+        be dropped."""
         least = max(want.at_least, want.ranks)
         limit = want.groups if self.is_group else want.rows
         if limit is not None and limit < least:
@@ -88,7 +89,7 @@ class Controller:
                 n = sampler.prefix(self.describe(units), want, self.is_group)
             else:  # the same without arrays: one row each, no budget
                 n = min(len(units), want.rows or len(units))
-            if is_all or n < len(units):  # else everything seen fits, and more may
+            if is_all or n < len(units):  # else everything looked at fits, and more might
                 break
             if limit is not None and n >= limit:
                 break
@@ -99,7 +100,7 @@ class Controller:
         return units[:n], all_dull
 
     def _candidates(self, want: Want, k: int) -> Ints:
-        """The first k ready units in the sampler's order."""
+        """Return the first k ready units in the sampler's order."""
         if want.tag is not None:
             code = self.ledger.tag_code(want.tag)
             if want.sampler == "oldest":
@@ -134,7 +135,7 @@ class Controller:
     # -- progress ----------------------------------------------------------------------------------------------------
 
     def holds(self, until: Until, tag: str | None) -> bool:
-        """Whether what a waiter waits for is so. It is asked after every step, so it looks at counts alone."""
+        """Say whether a waiter's condition holds. Called after every step, so it uses only counts."""
         code = None if tag is None else self.ledger.tag_code(tag)
         if until == "done":
             return self.pending.of(code) == 0
@@ -150,10 +151,11 @@ class Controller:
     def _ready_units(self, tag: int | None, most: int) -> Ints:
         return self.ready.first(most) if tag is None else self.ready.first_of("tag", tag, most)
 
-    # -- looking at units --------------------------------------------------------------------------------------------
+    # -- properties of units
+    # --------------------------------------------------------------------------------------------
 
     def slots(self, units: Ints) -> Ints:
-        """The rows that units stand for."""
+        """Return the rows of units."""
         if not self.is_group:
             return units
         members = [slot for group in self.ledger.groups.at(units.tolist()) for slot in group.members]
@@ -180,7 +182,7 @@ class Controller:
         return self.slots(units), np.cumsum(counts) - counts, counts
 
     def _versions(self, units: Ints) -> npt.NDArray[Any]:
-        """Of a group: the version of its oldest row."""
+        """Return the versions of units; a group's is that of its oldest row."""
         versions = self.ledger.rows.version
         if not self.is_group:
             return versions[units]
@@ -193,13 +195,13 @@ class Controller:
         return self._of_groups(units, lambda members: int(tags[members[0]]))
 
     def _of_groups(self, units: Ints, value: Callable[[list[int]], int]) -> Ints:
-        """`units` may name groups that are gone (dead queue entries); they get the value GONE."""
+        """Return a value of each unit's group. Groups that are gone (dead queue entries) get the value GONE."""
         groups = [self.ledger.groups.get(handle) for handle in units.tolist()]
         return np.array([value(g.members) if g is not None and g.members else GONE for g in groups], np.int64)
 
 
 def make_controllers(stages: Sequence[Stage], ledger: Ledger) -> tuple[list[Controller], dict[str, int]]:
-    """One per stage, and the bit of every column that a stage reads."""
+    """Make the controllers, one per stage, and the bit of every column that a stage reads."""
     columns = dict.fromkeys([*META, *(column for stage in stages for column in stage.reads)])
     for what, n in (("stages", len(stages)), ("columns that stages read", len(columns))):
         if n > MAX_BITS:
@@ -215,14 +217,14 @@ def make_controllers(stages: Sequence[Stage], ledger: Ledger) -> tuple[list[Cont
 
 
 class Columns:
-    """Part 0 of a row came with its put and has whatever was put; part s+1 came with the commit of stage s."""
+    """The parts of a row: part 0 was put, with any columns; part s+1 was committed by stage s."""
 
     def __init__(self, controllers: Sequence[Controller], bits: dict[str, int]) -> None:
         self._controllers, self._bits = controllers, bits
         self._of_part = [set[str]()] + [set(c.stage.writes) for c in controllers]
         self._masks: dict[tuple[str, ...], np.uint64] = {}
         self._parts: dict[tuple[str, ...], list[int]] = {}
-        self.readers = self._find_readers()  # by part, the stages that read something of it
+        self.readers = self._find_readers()  # by part, the stages that read some of it
 
     @property
     def source(self) -> set[str]:
@@ -234,13 +236,13 @@ class Columns:
         return self._masks[columns]
 
     def parts_with(self, columns: tuple[str, ...]) -> list[int]:
-        """Parts that may hold some of these columns."""
+        """Return the parts that may hold some of these columns."""
         if columns not in self._parts:
             self._parts[columns] = [i for i, names in enumerate(self._of_part) if not names.isdisjoint(columns)]
         return self._parts[columns]
 
     def learn_source(self, columns: tuple[str, ...]) -> None:
-        """What a put brought; other puts may bring more."""
+        """Note the columns of a put; other puts may have more."""
         if not self.source.issuperset(columns):
             self.source.update(columns)
             self._parts.clear()

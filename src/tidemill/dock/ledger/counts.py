@@ -1,8 +1,6 @@
-"""Counts: what stages count of rows comes with their commits, is kept beside the rows, and is told when they have left.
-
-So nobody can die between making something and counting it, and a row counts once however often it was made: what was
-counted of it is forgotten when it goes back to be made again.
-"""
+"""Counts: stages send counts of rows with their commits; they are kept with the rows, and reported when the rows have
+left. So no worker can die between making something and counting it, and a row counts once however often it was made:
+its counts are discarded when it goes back to be made again."""
 
 from __future__ import annotations
 
@@ -25,14 +23,14 @@ Kept = dict[Names, list[Values]]
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of one commit: by name a value for each of its rows, in their order; None where nothing was counted of a row."""
+    """One commit's counts: for each name a value per row, in their order; None where a row has none."""
 
     sums: dict[str, list[float | None]] = field(default_factory=dict)  # added up
     means: dict[str, list[float | None]] = field(default_factory=dict)  # averaged
 
     @staticmethod
     def of_rows(sums: Sequence[Mapping[str, float]], means: Sequence[Mapping[str, float]]) -> Counts:
-        """From what was counted of each row."""
+        """Make counts from each row's."""
         return Counts(_columns(sums), _columns(means))
 
     def check(self, rows: int) -> None:
@@ -43,21 +41,21 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Tallied:
-    """What was counted of rows that have left since the last telling. `number`: of this one."""
+    """Counts of rows that have left since the last report. `number`: of this report."""
 
     number: int = 0
     sums: dict[str, float] = field(default_factory=dict)
-    means: dict[str, tuple[float, int]] = field(default_factory=dict)  # sum, and of how many
+    means: dict[str, tuple[float, int]] = field(default_factory=dict)  # sum, and number of values
 
 
 class CountBook:
-    """The ledger's. It changes with the ledger's steps alone, so that a journal brings it back."""
+    """The ledger's counts. They change only with the ledger's steps, so that a journal restores them."""
 
     def __init__(self) -> None:
-        self.number = 0  # of the last telling
+        self.number = 0  # number of the last report
         self._rows: dict[int, list[tuple[Names, Values]]] = {}  # of rows that are here
-        self._left: Kept = {}  # of rows that have left, to be told
-        self._told: Kept = {}  # told, but whether it was heard is not known
+        self._left: Kept = {}  # of rows that have left, to be reported
+        self._told: Kept = {}  # reported, but not known to have arrived
 
     def note(self, ids: Ints, counts: Counts) -> None:
         names = tuple(counts.sums), tuple(counts.means)
@@ -66,7 +64,7 @@ class CountBook:
             self._rows.setdefault(i, []).append((names, values))
 
     def leave(self, ids: Ints) -> None:
-        """These rows have ended: what was counted of them stands."""
+        """These rows have ended: keep their counts for the report."""
         if not self._rows:
             return
         for i in ids.tolist():
@@ -74,12 +72,13 @@ class CountBook:
                 self._left.setdefault(names, []).append(values)
 
     def forget(self, ids: Ints) -> None:
-        """These rows begin anew, and so does counting."""
+        """Discard the counts of rows that are made again."""
         for i in ids.tolist() if self._rows else ():
             self._rows.pop(i, None)
 
     def tell(self, heard: int) -> Tallied:
-        """`heard`: the last telling that came through. One that did not is told again, with what came since."""
+        """Report. `heard`: the last report that arrived. A report that did not arrive is repeated, with what came
+        since."""
         if heard != self.number:
             for names, listed in self._left.items():
                 self._told.setdefault(names, []).extend(listed)
@@ -89,7 +88,7 @@ class CountBook:
         return _tallied(self.number, self._told)
 
     def dump(self) -> dict[str, Any]:
-        """As plain values, for a snapshot."""
+        """Return plain values, for a snapshot."""
         rows: dict[Names, list[tuple[int, Values]]] = {}
         for i, noted in self._rows.items():
             for names, values in noted:
@@ -129,7 +128,7 @@ def _tallied(number: int, kept: Kept) -> Tallied:
 
 
 def _total(values: list[float]) -> float:
-    """Rounded once: the order in which rows left does not show."""
+    """Sum with a single rounding, so that the order in which rows left does not show."""
     try:
         return math.fsum(values)
     except (OverflowError, ValueError):  # infinities of both signs, or beyond what a float holds

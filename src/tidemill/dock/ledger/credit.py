@@ -1,7 +1,5 @@
-"""Chunks: which stored pieces are still needed, and how much of its credit each partition uses.
-
-A chunk is what one put or one commit wrote. It is freed whole, when the last of its rows no longer needs it.
-"""
+"""Chunks: which stored pieces are still needed, and how much of its credit each partition uses. A chunk is what one put
+or one commit wrote. It is freed as a whole, when the last of its rows no longer needs it."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from dataclasses import dataclass
 class CreditedChunk:
     columns: tuple[str, ...]
     nbytes: int
-    refs: int  # rows that still need it
+    refs: int  # number of rows that still need it
     tag: str
 
 
@@ -27,7 +25,7 @@ class HeldChunk:
 class Chunks:
     def __init__(self, max_rows: int | None = None, max_bytes: int | None = None) -> None:
         self.max_rows, self.max_bytes = max_rows, max_bytes
-        self.freed: list[int] = []  # the caller drains it and lets the bytes go
+        self.freed: list[int] = []  # drained by the caller, which frees the bytes
         self.nbytes = 0
         self._chunks: dict[int, CreditedChunk] = {}
         self._held: dict[str, HeldChunk] = {}
@@ -42,7 +40,7 @@ class Chunks:
         return self._chunks.items()
 
     def has_room(self, tag: str, rows: int, nbytes: int) -> bool:
-        """An empty partition takes any put: one that is larger than the limit must pass too."""
+        """Say whether a put fits. An empty partition accepts any put: one larger than the limit must pass, too."""
         held = self._held.get(tag)
         if held is None or held.rows == 0:
             return True
@@ -59,7 +57,7 @@ class Chunks:
         self._held.setdefault(chunk.tag, HeldChunk()).nbytes += chunk.nbytes
 
     def unref(self, keys: list[int]) -> None:
-        """Rows that no longer need these, one entry per row."""
+        """Release chunks that rows no longer need, one entry per row."""
         for key, n in Counter(keys).items() if len(keys) > 1 else ((key, 1) for key in keys):
             chunk = self._chunks[key]
             chunk.refs -= n

@@ -1,8 +1,6 @@
-"""Ids that have left the dock, so that a producer that puts again after a restart changes nothing.
-
-One bit per id, in pages of 64. Pages that are full, side by side, are one range: ids that count upwards, as producers
-make them, cost nothing in the long run. Scattered ids cost about a hundred bytes each, for ever.
-"""
+"""Ids that have left the dock, so that a producer that puts again after a restart changes nothing. One bit per id, in
+pages of 64. Adjacent full pages are one range: ids that count upwards, as producers make them, cost nothing in the long
+run. Scattered ids cost about a hundred bytes each, for ever."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ FULL = (1 << 64) - 1
 
 class EndedIds:
     def __init__(self) -> None:
-        self._pages: dict[int, int] = {}  # those that are not full
+        self._pages: dict[int, int] = {}  # pages that are not full
         self._starts: list[int] = []  # ranges of full pages, ascending and apart: start, and the page after the last
         self._ends: list[int] = []
 
@@ -39,7 +37,7 @@ class EndedIds:
 
     @property
     def pieces(self) -> int:
-        """How much is kept: pages and ranges."""
+        """Return how many pages and ranges are kept."""
         return len(self._pages) + len(self._starts)
 
     def dump(self) -> dict[str, npt.NDArray[np.generic]]:
@@ -74,7 +72,7 @@ class EndedIds:
         return i > 0 and page < self._ends[i - 1]
 
     def _join(self, page: int) -> None:
-        """A page became full: part of the range before it, of the one behind it, of both, or a range of its own."""
+        """Merge a full page into the range before it, after it, or both, or make a range of its own."""
         i = bisect_right(self._starts, page)
         follows = i > 0 and self._ends[i - 1] == page
         precedes = i < len(self._starts) and self._starts[i] == page + 1

@@ -10,17 +10,17 @@ from tidemill.errors import DockError
 
 @dataclass(slots=True)
 class GroupCount:
-    """Complete for group stage k when `ready[k] == expected(k)`: dropped rows, and rows that went through that stage
-    before, are no longer expected."""
+    """A group is complete for group stage k when `ready[k] == expected(k)`: dropped rows, and rows that have passed
+    that stage, are no longer expected."""
 
     key: int
-    handle: int  # small number that stands for the group in ready queues
+    handle: int  # small number of the group in ready queues
     size: int  # 0: not known yet
     ready: list[int]  # rows ready, per stage of scope `group`
     consumed: list[int]  # rows that stage has consumed
-    members: list[int] = field(default_factory=list)  # slots of rows still here
+    members: list[int] = field(default_factory=list)  # slots of rows that are still here
     dropped: int = 0
-    left: int = 0  # rows that went through all stages
+    left: int = 0  # rows that have passed all stages
 
     @property
     def seen(self) -> int:
@@ -33,8 +33,8 @@ class GroupCount:
 class Groups:
     def __init__(self, stages: int, size: int | None) -> None:
         self.stages = stages  # of scope `group`
-        self.size = size  # of groups whose rows do not say
-        self.has_unsized = False  # some group waits for its size to be told
+        self.size = size  # size of groups whose rows do not say
+        self.has_unsized = False  # a group's size is not known yet
         self._by_key: dict[int, GroupCount] = {}
         self._by_handle: list[GroupCount | None] = []
         self._free: list[int] = []
@@ -50,7 +50,7 @@ class Groups:
         return [group for group in groups if group is not None]
 
     def check_room(self, keys: list[int], sizes: list[int] | None) -> None:
-        """Refuse before anything has changed: a group takes no more rows than its size."""
+        """Refuse more rows than a group's size, before anything has changed."""
         coming: dict[int, int] = {}
         for i, key in enumerate(keys):
             coming[key] = coming.get(key, 0) + 1
@@ -68,7 +68,7 @@ class Groups:
         group.members.append(slot)
 
     def left(self, key: int, slot: int, dropped: bool) -> None:
-        """A row went, dropped or through all stages; with the last one its group goes too."""
+        """Remove a row that was dropped or has passed all stages; the last one removes the group."""
         group = self._by_key[key]
         group.members.remove(slot)
         if dropped:
@@ -79,14 +79,14 @@ class Groups:
             self._delete(group)
 
     def forget(self, key: int, slot: int) -> None:
-        """A row is no longer here, but expected again."""
+        """Remove a row that is expected again."""
         group = self._by_key[key]
         group.members.remove(slot)
         if not group.members and group.seen == 0:
             self._delete(group)
 
     def learn_size(self, size: int) -> list[GroupCount]:
-        """The size of groups that did not say; returns those that now know it."""
+        """Set the size of groups that did not say; return these groups."""
         self.size = size
         self.has_unsized = False
         news = [group for group in self._by_key.values() if not group.size]
@@ -112,7 +112,7 @@ class Groups:
         return [(g.key, g.size, g.dropped, g.left, g.consumed) for g in self._by_key.values()]
 
     def load(self, dumped: Iterable[tuple[int, int, int, int, list[int]]]) -> None:
-        """Groups as they were, without members: those join as their rows are loaded."""
+        """Restore groups without members: these join as their rows are loaded."""
         for key, size, dropped, left, consumed in dumped:
             group = self._new(key)
             group.size, group.dropped, group.left, group.consumed = size, dropped, left, list(consumed)

@@ -1,9 +1,6 @@
-"""Leases that are held: who has which rows until when, and who has had them too long.
-
-What one consumer has held far longer than others take (a straggler) is lent to a second one as well. Whoever commits
-first counts; the other's lease is then no longer held, and its commit is refused. Rows are counted as leased once,
-however many hold them.
-"""
+"""Leases that are held: who has which rows until when, and who has had them too long. Rows that one consumer has held
+far longer than usual (a straggler) are leased to a second one, too. The first commit counts; the other lease is then no
+longer held, and its commit is refused. Rows count as leased once, however many hold them."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ from collections.abc import Iterable
 
 from tidemill.dock.ledger.records import HeldLease
 
-LATE_FACTOR = 3.0  # a straggler has taken this many times the median of those that ended
-LEAST_S = 2.0  # and not less: a second try of what takes no time costs more than it saves
-LEAST_ENDED = 8  # before that there is no median worth the name
+LATE_FACTOR = 3.0  # a straggler has taken this many times the median of ended leases
+LEAST_S = 2.0  # and at least this: repeating quick work costs more than it saves
+LEAST_ENDED = 8  # before that the median means little
 REMEMBERED = 256  # ended leases over which the median is taken
-EPOCH_SHIFT = 40  # lease ids are epoch << 40 | serial: one from before a restart is never mistaken for a new one
+EPOCH_SHIFT = 40  # lease ids are epoch << 40 | serial: ids from before a restart are never mistaken for new ones
 
 
 class Leases:
@@ -25,7 +22,7 @@ class Leases:
         self.epoch = epoch
         self._serial = 0
         self._held: dict[int, HeldLease] = {}
-        self._no_expiry_before = float("inf")  # spares most calls the look at every lease
+        self._no_expiry_before = float("inf")  # saves most calls a scan of all leases
 
     def __contains__(self, key: object) -> bool:
         return key in self._held
@@ -65,13 +62,13 @@ class Leases:
         return min((lease.deadline for lease in self._held.values()), default=None)
 
     def span(self) -> tuple[int, int]:
-        """Serial numbers of the oldest lease held (or the next one to come) and of the last one given."""
+        """Return serial numbers: of the oldest lease held (or of the next one), and of the last one given."""
         oldest = min(self._held) & ((1 << EPOCH_SHIFT) - 1) if self._held else self._serial + 1
         return oldest, self._serial
 
 
 class ConsumerPace:
-    """How long leases of one stage are held until they are committed."""
+    """How long one stage's leases are held until they are committed."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=REMEMBERED)
@@ -81,14 +78,14 @@ class ConsumerPace:
 
     @property
     def limit_s(self) -> float | None:
-        """From here on a lease is late; None while nothing is known."""
+        """Return the age from which a lease is late; None while nothing is known."""
         if len(self._seconds) < LEAST_ENDED:
             return None
         return max(LEAST_S, LATE_FACTOR * statistics.median(self._seconds))
 
 
 def latest(held: Iterable[tuple[int, HeldLease]], limit_s: float, now: float, owner: bytes) -> int | None:
-    """The lease that is latest, of those that nobody else works on and that are not the asker's own."""
+    """Return the latest lease, of those that nobody else works on and that are not the caller's own."""
     late = [
         (lease.since, key)
         for key, lease in held

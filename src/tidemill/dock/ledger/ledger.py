@@ -1,9 +1,7 @@
-"""The ledger: which sample is where and who may have it. Metadata only, no input or output, no clock of its own.
-
-It is a state machine: every method is one atomic step, the caller gives the time and serialises the calls. The same
-class serves the in-process dock and the ledger process. It promises: a stage consumes a row once; a row is leased to
-one consumer of a stage at a time; a group stage gets groups whole; what no stage needs any more is freed.
-"""
+"""The ledger: which sample is where and who may have it. Metadata only, no I/O, no clock of its own. It is a state
+machine: every method is one atomic step; the caller provides the time and serialises the calls. The same class serves
+the in-process dock and the ledger process. It promises: a stage consumes a row once; a row is leased to one consumer of
+a stage at a time; a group stage gets whole groups; what no stage needs any more is freed."""
 
 from __future__ import annotations
 
@@ -47,12 +45,12 @@ class Ledger:
         if stale not in ("requeue", "drop"):
             raise DockError(f"stale must be 'requeue' or 'drop', got {stale!r}")
         self.lease_s, self.max_staleness, self.stale_policy = lease_s, max_staleness, stale
-        self.watch = watch  # the column whose values samplers may compare
+        self.watch = watch  # the column that samplers may compare
         self.version = 0
-        self.touched: set[str] = set()  # stages that got ready rows since the caller last looked
-        self.effects: list[tuple[Any, ...]] | None = None  # what happened, for a journal; None: nobody keeps one
+        self.touched: set[str] = set()  # stages that got ready rows since the caller's last check
+        self.effects: list[tuple[Any, ...]] | None = None  # events for a journal; None: there is no journal
         self.dropped = self.expired = self.stale = self.ended = self.lost = self.reissued = 0
-        self.missing: list[int] = []  # ids whose bytes are lost: only their producer can bring them back
+        self.missing: list[int] = []  # ids whose bytes are lost: only their producer can put them again
         self.gone: set[int] = set()  # chunks whose bytes are lost
         self.controllers, bits = make_controllers(stages, self)
         self.columns = Columns(self.controllers, bits)
@@ -76,7 +74,7 @@ class Ledger:
     # -- producing ---------------------------------------------------------------------------------------------------
 
     def put(self, ids: Ints, group: Ints, sizes: Ints | None, what: Written, tag: str, now: float) -> int:
-        """Enter rows; those known already are left as they are. Returns how many were new."""
+        """Add rows; known ones are left as they are. Returns how many were new."""
         fresh = life.fresh(self, ids.tolist())
         n = len(fresh)
         if n == 0:
@@ -99,7 +97,7 @@ class Ledger:
         return n
 
     def advance(self, version: int) -> None:
-        """The weights are now `version`; what got too old meanwhile and is not in work is dropped or queued again."""
+        """Set the weight version; rows that are now too old and not under a lease are dropped or queued again."""
         self.version = version
         if self.effects is not None:
             self.effects.append(("advance", version))
@@ -114,7 +112,7 @@ class Ledger:
     # -- consuming ---------------------------------------------------------------------------------------------------
 
     def take(self, stage: str, want: Want, now: float, owner: bytes = b"") -> Grant | None:
-        """A lease on what `want` asks for, or None when not enough is ready."""
+        """Grant a lease on what `want` asks for; None when not enough is ready."""
         c = self.controller(stage)
         sampler.check(want)
         if c.is_group and self.groups.size is None and want.group_size is not None:
@@ -135,8 +133,8 @@ class Ledger:
         return self._grant(self._lease(c, c.slots(units), columns, now, owner))
 
     def commit(self, lease: int, what: Written, drop: Iterable[int], now: float) -> None:
-        """Write the outputs and consume the rows, in one step. Refused when the lease is no longer held."""
-        if lease in self.committed:  # the answer to the first was lost on its way
+        """Write the outputs and consume the rows, in one step. Refused if the lease is no longer held."""
+        if lease in self.committed:  # the first commit's answer was lost
             self.chunks.add(what.chunk, CreditedChunk((), 0, 0, ""))
             return
         held = self._held_lease(lease, now)
@@ -169,24 +167,24 @@ class Ledger:
         return held.deadline
 
     def lease_rows(self, lease: int, now: float) -> int:
-        """How many rows a lease holds; refused when it is no longer held."""
+        """Return how many rows a lease holds; refused if it is no longer held."""
         return len(self._held_lease(lease, now).slots)
 
     def abandon(self, lease: int) -> None:
-        """Give the rows back. A lease that is gone already has given them back."""
+        """Give the rows back. A lease that is gone has done so already."""
         if lease in self.leases:
             self._give_back(self.leases.pop(lease))
 
     def release(self, owner: bytes) -> int:
-        """The owner's process has ended: its leases end now, without waiting for their deadlines."""
+        """End the leases of an owner whose process has ended, without waiting for their deadlines."""
         return self._end_leases(self.leases.of(owner))
 
     def expire(self, now: float) -> int:
-        """Give back what every overdue lease holds. Returns how many there were."""
+        """Give back the rows of overdue leases. Returns how many leases there were."""
         return self._end_leases(self.leases.overdue(now))
 
     def tell(self, heard: int) -> Tallied:
-        """What was counted of rows that have left. `heard`: the number of the last telling that came through."""
+        """Return the counts of rows that have left. `heard`: the number of the last report that arrived."""
         if self.effects is not None:
             self.effects.append(("tell", heard))
         return self.counts.tell(heard)
@@ -240,14 +238,14 @@ class Ledger:
 
     def _counts(self, c: Controller, now: float) -> StageCounts:
         head = c.slots(c.ready.first(1))
-        # The clock may have started anew with the machine since the rows came.
+        # the clock may have restarted with the machine since the rows arrived
         oldest_s = max(0.0, float(now - self.rows.born[head].min())) if len(head) else 0.0
         return StageCounts(ready=c.ready_rows(), leased=c.leased, done=c.done, oldest_s=oldest_s)
 
     # -- choosing and leasing ----------------------------------------------------------------------------------------
 
     def _choose(self, c: Controller, want: Want) -> Ints | None:
-        """Units for `want`, taken out of the ready queue; None when too few are ready."""
+        """Take units for `want` out of the ready queue; None when too few are ready."""
         chosen, dull = c.choose(want)
         if len(dull):
             life.end(self, c.slots(dull))
@@ -256,7 +254,7 @@ class Ledger:
         return chosen
 
     def _take_part(self, c: Controller, want: Want, columns: tuple[str, ...], now: float, owner: bytes) -> Grant | None:
-        """Rank-aware: the first rank to ask decides for all; the others find their part waiting, already leased."""
+        """Serve ranks: the first rank to ask decides for all; the others find their part already leased."""
         if not self._waiting_parts(c, want.rank):
             units = self._choose(c, want)
             if units is None:
@@ -269,7 +267,7 @@ class Ledger:
         return self._grant(lease)
 
     def _waiting_parts(self, c: Controller, rank: int) -> list[int]:
-        """Leases decided for a rank that it has not fetched; those that ran out before it came are forgotten."""
+        """Return leases decided for a rank that it has not fetched; expired ones are discarded."""
         c.parts[rank] = [lease for lease in c.parts.get(rank, ()) if lease in self.leases]
         return c.parts[rank]
 
@@ -285,7 +283,7 @@ class Ledger:
         return self.leases.add(HeldLease(c.index, slots, now + self.lease_s, columns, owner, now, where))
 
     def _second(self, c: Controller, columns: tuple[str, ...], now: float, owner: bytes) -> Grant | None:
-        """A second lease on the rows of a straggler, if there is one."""
+        """Grant a second lease on the rows of a straggler, if there is one."""
         limit_s = c.pace.limit_s
         first = None if limit_s is None else latest(self.leases.at(c.index), limit_s, now, owner)
         if first is None or (self.rows.state[self.leases[first].slots] != LIVE).any():
@@ -323,13 +321,13 @@ class Ledger:
         self.expire(now)
         if key not in self.leases:
             raise LeaseExpired(
-                "this lease is no longer held: its rows were given out again",
+                "this lease is no longer held: its rows were given to another",
                 "discard the work and take again; renew() during long work, or raise lease_s",
             )
         return self.leases[key]
 
     def _give_back(self, lease: HeldLease) -> None:
-        if lease.twin:  # the rows are another's as well
+        if lease.twin:  # another lease holds the rows, too
             self.leases[lease.twin].twin = 0
             return
         c, rows, slots = self.controllers[lease.stage], self.rows, lease.slots
@@ -349,7 +347,7 @@ class Ledger:
 
 
 def _piece(part: int, chunks: Ints, places: npt.NDArray[np.int32]) -> Piece | None:
-    """None where no row has the part."""
+    """Return the rows' pieces of a part; None where no row has it."""
     first, raw = int(chunks[0]), chunks.tobytes()
     if raw[8:] == raw[:-8]:  # one chunk, or none
         if first < 0:

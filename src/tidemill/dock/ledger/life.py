@@ -1,4 +1,4 @@
-"""The life of a row: entered, made ready, consumed, ended, freed. Each function is one thing that a step of the ledger
+"""The life of a row: added, made ready, consumed, ended, freed. Each function is one thing that a step of the ledger
 does to rows of its table; none decides anything."""
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tidemill.dock.ledger.table import ENDING, LIVE
 if TYPE_CHECKING:
     from tidemill.dock.ledger.ledger import Ledger
 
-REMEMBERED_COMMITS = 1 << 13  # a commit repeated because its answer was lost is recognised this long
+REMEMBERED_COMMITS = 1 << 13  # for how long a commit that is repeated because its answer was lost is recognised
 
 
 def fresh(ledger: Ledger, keys: list[int]) -> Ints:
-    """Positions of ids never seen before; an id twice in one put counts once."""
+    """Return positions of new ids; an id that is twice in one put counts once."""
     low, high = min(keys, default=0), max(keys, default=0)
     if low > ledger.highest_id and len(set(keys)) == len(keys):  # the usual case: producers count upwards
         ledger.highest_id = high
@@ -61,7 +61,7 @@ def enter(ledger: Ledger, ids: Ints, group: Ints, what: Written, places: Ints, t
 
 
 def finish(ledger: Ledger, c: Controller, lease: int, kept: Ints, places: Ints, what: Written, gone: Ints) -> None:
-    """The one step of a commit: `kept` rows (at `places` in the outputs) are consumed, `gone` ones end."""
+    """Carry out a commit: `kept` rows (at `places` in the outputs) are consumed, `gone` ones end."""
     rows = ledger.rows
     ledger.committed[lease] = None
     if len(ledger.committed) > REMEMBERED_COMMITS:
@@ -88,7 +88,7 @@ def finish(ledger: Ledger, c: Controller, lease: int, kept: Ints, places: Ints, 
 
 
 def count(ledger: Ledger, ids: Ints, what: Written) -> None:
-    """What a commit counted of its rows, dropped ones too. Of those that were ended meanwhile it stands at once."""
+    """Keep a commit's counts, also of dropped rows. Counts of rows that ended meanwhile are final at once."""
     if what.counts is None:
         return
     here, state = ledger.slot_of, ledger.rows.state
@@ -103,7 +103,7 @@ def _place(ledger: Ledger, part: int, slots: Ints, what: Written, places: Ints, 
 
 
 def _spread_news(ledger: Ledger, slots: Ints, what: Written) -> None:
-    """Columns were written: stages that waited for them get their rows."""
+    """Make rows ready for stages whose columns are now written."""
     if not len(slots):
         return
     rows, news = ledger.rows, ledger.columns.mask(what.columns)
@@ -127,7 +127,7 @@ def make_ready(ledger: Ledger, c: Controller, slots: Ints) -> None:
     for key in ledger.rows.group[slots].tolist():
         ledger.groups[key].ready[c.group_index] += 1
         queue_if_complete(ledger, c, key)
-    if ledger.groups.has_unsized:  # who waits is told that it waits for nothing
+    if ledger.groups.has_unsized:  # waiting consumers get an error: the group can never come
         ledger.touched.add(c.stage.name)
 
 
@@ -140,14 +140,14 @@ def queue_if_complete(ledger: Ledger, c: Controller, key: int, front: bool = Fal
 
 
 def _let_go(ledger: Ledger, slots: Ints) -> None:
-    """Free the parts that no pending stage reads, and the rows that went through all stages."""
+    """Free the parts that no pending stage reads, and rows that have passed all stages."""
     rows = ledger.rows
     is_through = (rows.pending[slots] | rows.leased[slots]) == 0
     free_rows(ledger, slots[is_through])
     rest = slots[~is_through]
     if not len(rest):
         return
-    first = 1 if ledger.stale_policy == "requeue" else 0  # what is made again is made from part 0
+    first = 1 if ledger.stale_policy == "requeue" else 0  # rows that are made again start from part 0
     for part in range(first, len(rows.chunk)):
         unref(ledger, part, rest[(rows.pending[rest] & ledger.columns.readers[part]) == 0])
 
@@ -160,7 +160,7 @@ def unref(ledger: Ledger, part: int, slots: Ints) -> None:
 
 
 def end(ledger: Ledger, slots: Ints) -> None:
-    """Rows stop here: dropped by a consumer, a sampler or staleness. Leased ones are freed as their leases end."""
+    """End rows that a consumer, a sampler or staleness dropped. Leased ones are freed as their leases end."""
     rows = ledger.rows
     slots = slots[rows.state[slots] == LIVE]
     if not len(slots):
@@ -183,7 +183,7 @@ def end(ledger: Ledger, slots: Ints) -> None:
 
 
 def _leave_groups(ledger: Ledger, slots: Ints) -> None:
-    """Dropped rows are no longer expected: what is left of their groups may be complete now, or nothing."""
+    """Stop expecting dropped rows: the rest of their groups may now be complete, or empty."""
     rows = ledger.rows
     touched = {}
     for slot in slots.tolist():
@@ -217,7 +217,7 @@ def free_rows(ledger: Ledger, slots: Ints) -> None:
 
 
 def clear(ledger: Ledger, slots: Ints) -> None:
-    """Take rows out of the table, whatever the reason."""
+    """Remove rows from the table, whatever the reason."""
     rows = ledger.rows
     held = rows.chunk[:, slots]
     ledger.chunks.unref(held[held >= 0].tolist())

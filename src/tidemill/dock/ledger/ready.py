@@ -1,9 +1,7 @@
-"""Ready queues: who may be taken next, in arrival order, at a cost that follows what is taken and not what is stored.
-
-A unit (a row, or a whole group) is ready while its ticket is not 0. Queues hold (unit, ticket) pairs; an entry whose
-ticket is no longer the unit's is dead and is swept when a scan passes over it, once. That makes it cheap to keep the
-same units in several orders (arrival, by version, by tag) without ever deleting from the middle.
-"""
+"""Ready queues: which units may be taken next, in arrival order, at a cost proportional to what is taken, not to what
+is stored. A unit (a row, or a whole group) is ready while its ticket is not 0. Queues hold (unit, ticket) pairs; an
+entry whose ticket is no longer the unit's is dead, and is removed once a scan passes over it. So the same units can be
+kept in several orders (arrival, by version, by tag) without ever deleting from the middle."""
 
 from __future__ import annotations
 
@@ -14,15 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
-Key = Callable[[Ints], npt.NDArray[Any]]  # of units, the value that names their queue in an order
+Key = Callable[[Ints], npt.NDArray[Any]]  # of units: the value that selects their queue in an order
 
 FIRST_TICKET = 1 << 40  # given-back units get tickets below, new ones above: both orders stay positive
 EMPTY = np.empty(0, np.int64)
-QUEUES = 64  # of one order, before those that hold nothing are looked for
+QUEUES = 64  # queues of one order before empty ones are removed
 
 
 class Queue:
-    """Units in order; `is_alive(units, tickets)` says which entries still count."""
+    """Units in order; `is_alive(units, tickets)` says which entries are valid."""
 
     __slots__ = ("_head", "_is_alive", "_tail", "_tickets", "_units")
 
@@ -49,7 +47,7 @@ class Queue:
         self._tickets[self._head : self._head + n] = tickets
 
     def peek(self, k: int) -> Ints:
-        """The first `k` living units (fewer when fewer are). Dead entries passed on the way are forgotten."""
+        """Return the first `k` live units (or fewer). Dead entries on the way are removed."""
         window = k + 16
         while True:
             end = min(self._head + window, self._tail)
@@ -66,7 +64,7 @@ class Queue:
             window = 2 * window
 
     def _rebuild(self, room: int) -> None:
-        """Sweep the dead and make room on both ends; doubling keeps the cost per entry constant."""
+        """Remove dead entries and make room on both ends; doubling keeps the cost per entry constant."""
         units, tickets = self._units[self._head : self._tail], self._tickets[self._head : self._tail]
         alive = self._is_alive(units, tickets)
         units, tickets = units[alive], tickets[alive]
@@ -79,7 +77,7 @@ class Queue:
 
 
 class ReadyQueue:
-    """All ready units of one stage. Orders besides arrival are kept from when they are first asked for."""
+    """All ready units of one stage. Orders other than arrival are kept from their first use on."""
 
     __slots__ = (
         "_arrival",
@@ -95,7 +93,7 @@ class ReadyQueue:
     )
 
     def __init__(self, keys: dict[str, Key], changing: Collection[str] = ()) -> None:
-        """`changing`: names of keys that may change while a unit is ready (`rekey` says so)."""
+        """`changing`: names of keys that may change while a unit is ready (`rekey` tells)."""
         self._changing = changing
         self.tickets = np.zeros(64, np.int64)
         self.count = 0
@@ -107,7 +105,7 @@ class ReadyQueue:
         self._sweep_at = QUEUES
 
     def ensure(self, units: int) -> None:
-        """Be ready for units numbered below this; must be said before they are."""
+        """Make room for units numbered below this, before they become ready."""
         if units > len(self.tickets):
             grown = np.zeros(max(units, 2 * len(self.tickets)), np.int64)
             grown[: len(self.tickets)] = self.tickets
@@ -118,7 +116,7 @@ class ReadyQueue:
         return waiting
 
     def add(self, units: Ints, front: bool = False) -> None:
-        """`units` (none of them ready yet) become ready: behind all others or, when given back, before them."""
+        """Make `units` ready (none of them is yet): behind all others or, when given back, before them."""
         n = len(units)
         if not n:
             return
@@ -141,12 +139,12 @@ class ReadyQueue:
             self.tickets[units] = 0
 
     def take_out(self, units: Ints) -> None:
-        """As `remove`, for units that are known to be ready, each named once."""
+        """Like `remove`, for units that are known to be ready, each named once."""
         self.count -= len(units)
         self.tickets[units] = 0
 
     def rekey(self, units: Ints) -> None:
-        """A key (the version, say) of `units` changed: ready ones move to the queue of their new key."""
+        """Move ready units to the queue of their new key, after a key (such as the version) changed."""
         if self._orders and len(units):
             self._has_rekeyed = True
             units = units[self.has(units)]
@@ -167,7 +165,7 @@ class ReadyQueue:
         return units
 
     def known_keys(self, name: str) -> list[int]:
-        """Keys that have ready units, ascending."""
+        """Return keys that have ready units, ascending."""
         self._order(name)
         queues = self._orders[name]
         for key in [key for key, queue in queues.items() if not len(queue.peek(1))]:
@@ -188,7 +186,7 @@ class ReadyQueue:
         keys = key_of(units)
         for key in set(keys.tolist()):
             if key not in queues:
-                if len(queues) >= self._sweep_at:  # tags of steps long past, say
+                if len(queues) >= self._sweep_at:  # such as tags of past steps
                     self._sweep_at = 2 * len(self.known_keys(name)) + QUEUES
                 queues[key] = self._queue(name, key)
             mine = keys == key

@@ -18,12 +18,13 @@ Ints = npt.NDArray[np.int64]
 
 GROUP_SIZE = "group_size"  # optional int32 column of a put: how many rows the group will have
 META = (ID, GROUP, VERSION, LENGTH)  # columns that live in the ledger and come with every lease
-NO_VERSION = -1  # no weights have made anything of the row yet: it cannot be stale
+NO_VERSION = -1  # no weights have been used for the row yet: it cannot be stale
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a put or a commit wrote: the columns' names, the chunk that holds them, and what the ledger keeps itself."""
+    """What a put or a commit wrote: the columns' names, the chunk that holds them, and columns that the ledger
+    keeps."""
 
     columns: tuple[str, ...] = ()
     chunk: int = -1  # -1: no bytes
@@ -36,8 +37,8 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Where rows have one part of theirs: each row's chunk (-1: none) and its place there. Where all lie side by side
-    in one chunk, as one put or commit wrote them, both are single numbers: that chunk, and the first row's place."""
+    """Where one part of each row is: its chunk (-1: none) and its place in it. Where all are adjacent in one chunk,
+    as one put or commit wrote them, both are single numbers: that chunk, and the first row's place."""
 
     part: int
     chunks: Ints | int
@@ -45,13 +46,13 @@ class Piece:
 
     @property
     def keys(self) -> list[int]:
-        """The chunks that occur."""
+        """Return the chunks that occur."""
         if isinstance(self.chunks, int):
             return [self.chunks]
         return [key for key in distinct(self.chunks) if key >= 0]
 
     def of_rows(self, rows: int) -> tuple[Ints, npt.NDArray[Any]]:
-        """Both for each row."""
+        """Return chunk and place of each row."""
         if isinstance(self.chunks, int):
             first = int(self.places)
             return np.full(rows, self.chunks), np.arange(first, first + rows, dtype=np.int32)
@@ -61,18 +62,18 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A lease as its taker gets it, good until the ledger's next step unless `owned`. Where two pieces hold the same
-    column of a row, the later one is the newer."""
+    """A lease as granted, valid until the ledger's next step unless `owned`. Where two pieces hold the same column
+    of a row, the later one is newer."""
 
     lease: int
     deadline: float
     columns: tuple[str, ...]
     rows: int
-    meta: Mapping[str, npt.NDArray[Any]]  # what the ledger itself keeps of each row: id, group, version, length
+    meta: Mapping[str, npt.NDArray[Any]]  # columns that the ledger keeps: id, group, version, length
     pieces: list[Piece]
 
     def owned(self) -> Grant:
-        """The same, whatever happens to the ledger's table: as it comes, its arrays may be views of it."""
+        """Return a copy that does not depend on the ledger's table, of which the arrays may be views."""
         return replace(self, meta={name: array.copy() for name, array in self.meta.items()})
 
     @property
@@ -90,14 +91,14 @@ class HeldLease:
     slots: Ints
     deadline: float
     columns: tuple[str, ...]
-    owner: bytes = b""  # who holds it, where it would be noticed that its process ended
+    owner: bytes = b""  # its holder, where the end of that process would be noticed
     since: float = 0.0
     where: slice | Ints | None = None  # the same rows, as a slice of the table where they are one
-    twin: int = 0  # another lease on the same rows, of whoever makes up for a straggler
+    twin: int = 0  # another lease on the same rows: a straggler's or its replacement's
 
 
 def split(rows: Batch, read_somewhere: Collection[str], watch: str) -> tuple[Written, Batch]:
-    """What the ledger must know of `rows`, and what of them is to be stored: columns that some stage reads."""
+    """Split `rows` into what the ledger must know and the columns to store, which some stage reads."""
     stored = rows.select(name for name in rows if name in read_somewhere and name not in META)
     names = tuple(name for name in rows if name != GROUP_SIZE)
     score = rows[watch].values if watch in rows and _is_scalar(rows, watch) else None
@@ -114,7 +115,7 @@ def split(rows: Batch, read_somewhere: Collection[str], watch: str) -> tuple[Wri
 
 
 def entry(rows: Batch, source: Collection[str]) -> tuple[Ints, Ints, Ints | None]:
-    """The ids, groups and group sizes of a put, checked."""
+    """Check and return the ids, groups and group sizes of a put."""
     missing = [name for name in (ID, GROUP, *source) if name not in rows]
     if missing:
         raise DockError(f"rows put into the dock lack {', '.join(missing)}; they have {', '.join(rows) or 'nothing'}")

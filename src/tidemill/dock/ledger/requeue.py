@@ -1,4 +1,5 @@
-"""What becomes of rows that got too old, or whose bytes went with a warehouse: ended, made again, or put again."""
+"""Handles rows that became too old, or whose bytes were lost with a warehouse: they are ended, made again, or put
+again."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def sift(ledger: Ledger, slots: Ints) -> None:
-    """Look over rows that just changed. Those in work are looked at when their leases end."""
+    """Check rows that just changed. Leased ones are checked when their leases end."""
     if (ledger.max_staleness is None and not ledger.gone) or not len(slots):
         return
     rows = ledger.rows
@@ -31,13 +32,13 @@ def sift(ledger: Ledger, slots: Ints) -> None:
 
 
 def lose(ledger: Ledger, chunks: list[int]) -> None:
-    """The bytes of these chunks are nowhere any more."""
+    """Handle chunks whose bytes are lost."""
     ledger.gone.update(chunks)
     sift(ledger, ledger.rows.live())
 
 
 def requeue(ledger: Ledger, slots: Ints) -> None:
-    """Rows go back to what they were when they were put: every stage does them anew."""
+    """Reset rows to what they were when they were put: every stage does them again."""
     if not len(slots):
         return
     rows = ledger.rows
@@ -56,7 +57,7 @@ def requeue(ledger: Ledger, slots: Ints) -> None:
 
 
 def forget(ledger: Ledger, slots: Ints) -> None:
-    """As if they had never been put; their producer is told, and may put them again."""
+    """Remove rows as if they had never been put; their producer is told, and may put them again."""
     if not len(slots):
         return
     rows = ledger.rows
@@ -76,7 +77,7 @@ def forget(ledger: Ledger, slots: Ints) -> None:
 
 
 def redo(ledger: Ledger, effect: tuple[Any, ...]) -> None:
-    """One recorded step again, after a restart. What followed from it was recorded too, so nothing is sifted here."""
+    """Replay one recorded step after a restart. Its consequences were recorded, too, so nothing is decided here."""
     match effect:
         case ("put", ids, group, sizes, what, tag, now):
             ledger.put(ids, group, sizes, _written(what), tag, now)
@@ -85,7 +86,7 @@ def redo(ledger: Ledger, effect: tuple[Any, ...]) -> None:
             kept, ended = ledger.slots_of(ids.tolist()), ledger.slots_of(gone.tolist())
             c.ready.remove(
                 life.units(ledger, c, np.concatenate([kept, ended]))
-            )  # leases are not recorded: nobody took it
+            )  # leases are not recorded: nobody holds it
             life.count(ledger, _in_order(ids, places, gone), written)
             life.finish(ledger, c, lease, kept, places, written, ended)
         case ("advance", version):
@@ -104,7 +105,7 @@ def _refuse_old(ledger: Ledger, slots: Ints) -> None:
     if not len(slots):
         return
     ledger.stale += len(slots)
-    # A row that went through a group stage cannot be made again alone: its group was judged with it.
+    # a row that passed a group stage cannot be made again alone: its group was judged with it
     can_repeat = (ledger.rows.pending[slots] & ledger.group_bits) == ledger.group_bits
     if ledger.stale_policy == "drop":
         can_repeat[:] = False
@@ -113,7 +114,7 @@ def _refuse_old(ledger: Ledger, slots: Ints) -> None:
 
 
 def _recover(ledger: Ledger, slots: Ints) -> None:
-    """Lost outputs are made again from the source while that is here; else the producer must put the row again."""
+    """Make lost outputs again from the put row while that is here; else the producer must put the row again."""
     if not len(slots):
         return
     rows = ledger.rows
@@ -127,7 +128,7 @@ def _recover(ledger: Ledger, slots: Ints) -> None:
 
 
 def _leave_queues(ledger: Ledger, slots: Ints) -> None:
-    """No longer ready for anything."""
+    """Make rows ready for nothing."""
     rows = ledger.rows
     for c in ledger.controllers:
         if not c.is_group:
@@ -149,7 +150,7 @@ def _written(what: dict[str, Any]) -> Written:
 
 
 def _in_order(kept: Ints, places: Ints, gone: Ints) -> Ints:
-    """The ids of a commit as they were: kept ones at their places, the others between."""
+    """Restore the order of a commit's ids: kept ones at their places, the others in between."""
     ids = np.empty(len(kept) + len(gone), np.int64)
     is_kept = np.zeros(len(ids), np.bool_)
     is_kept[places] = True

@@ -1,8 +1,6 @@
-"""Samplers: which ready units a take gets, decided on metadata alone. Pure functions over arrays.
-
-A unit is a row, or a complete group for a stage that asks for groups. Every function is deterministic: the same
-arrays and the same seed give the same choice on every machine.
-"""
+"""Samplers: choose which ready units a take gets, by metadata alone. Pure functions over arrays. A unit is a row, or a
+complete group for a stage that wants groups. Every function is deterministic: the same arrays and the same seed give
+the same choice on every machine."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ SAMPLERS = {
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What a sampler may look at, one entry per ready unit, in queue order."""
+    """What a sampler may use, one entry per ready unit, in queue order."""
 
     rows: Ints
     tokens: Ints
@@ -39,7 +37,7 @@ class Units:
         return len(self.rows)
 
 
-@lru_cache(maxsize=256)  # consumers ask the same again and again
+@lru_cache(maxsize=256)  # consumers repeat the same want
 def check(want: Want) -> None:
     if want.sampler not in SAMPLERS:
         known = ", ".join(SAMPLERS)
@@ -57,12 +55,13 @@ def check(want: Want) -> None:
 
 
 def differing(units: Units) -> npt.NDArray[np.bool_]:
-    """Units that can teach something: their rewards differ. A unit of one row has nothing to differ from and stays."""
+    """Select units whose rewards differ, so that they can teach something. Units of one row stay."""
     return (units.spread > 0) | (units.rows < 2) | np.isnan(units.spread)
 
 
 def prefix(units: Units, want: Want, is_group: bool) -> int:
-    """How many units from the front fit `want`. The first always fits a token budget: it could never be given else."""
+    """Return how many units from the front fit `want`. The first always fits a token budget: else it could never be
+    given."""
     n = len(units)
     count_limit = want.groups if is_group else None
     if count_limit is not None:
@@ -77,7 +76,8 @@ def prefix(units: Units, want: Want, is_group: bool) -> int:
 
 
 def shuffle(n: int, seed: int, turn: int) -> Ints:
-    """An order of n units; `turn` counts decisions, so that each draws anew and a replay draws the same."""
+    """Return a random order of n units; `turn` counts decisions, so that each draws anew and a replay draws the
+    same."""
     return np.random.default_rng([seed, turn]).permutation(n)
 
 
@@ -90,9 +90,9 @@ CLOSE_ENOUGH = 0.002  # stop when the largest part is within 0.2 % of the mean
 
 
 def balance(weights: Sequence[int] | Ints, ranks: int) -> list[Ints]:
-    """Split units over ranks so that the heaviest rank is as light as can be found: largest differencing where that is
-    quick, else the longest first, then exact re-splits of the heaviest rank with light ones. Never worse than
-    `longest_first`. The ledger serves nobody meanwhile. Returns each rank's units, in ascending order."""
+    """Split units over ranks so that the heaviest rank is as light as possible: largest differencing where that is
+    quick, else longest first, then exact re-splits of the heaviest rank with light ones. Never worse than
+    `longest_first`. It must be quick: the ledger serves nobody meanwhile. Returns each rank's units, ascending."""
     sizes = np.asarray(weights, np.int64)
     if ranks == 1:
         return [np.arange(len(sizes))]
@@ -106,7 +106,8 @@ def balance(weights: Sequence[int] | Ints, ranks: int) -> list[Ints]:
 
 
 def longest_first(weights: Sequence[int] | Ints, ranks: int) -> list[Ints]:
-    """The plain rule (heaviest unit to the lightest rank): the reference that `balance` must never be worse than."""
+    """Split by the plain rule (heaviest unit to the lightest rank): the reference that `balance` must not fall
+    behind."""
     sizes = np.asarray(weights, np.int64)
     heap = [(0, rank) for rank in range(ranks)]
     parts: list[list[int]] = [[] for _ in range(ranks)]
@@ -118,7 +119,8 @@ def longest_first(weights: Sequence[int] | Ints, ranks: int) -> list[Ints]:
 
 
 def largest_differencing(sizes: Ints, ranks: int) -> list[list[int]]:
-    """Karmarkar and Karp 1982, for many parts: merge the two most uneven partial splits, heaviest with lightest."""
+    """Split as Karmarkar and Karp 1982, for many parts: merge the two most uneven partial splits, heaviest with
+    lightest."""
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for unit, size in enumerate(sizes.tolist()):
         split: list[tuple[int, list[int]]] = [(size, [unit])] + [(0, []) for _ in range(ranks - 1)]
@@ -157,7 +159,8 @@ def refine(sizes: Ints, parts: list[list[int]]) -> None:
 
 
 def split_in_two(sizes: Ints, units: list[int]) -> tuple[list[int], list[int]]:
-    """The evenest split of `units`, by subset sums: bit s of `reachable[i]` says the first i units can sum to s."""
+    """Find the most even split of `units`, by subset sums: bit s of `reachable[i]` says the first i units can sum to
+    s."""
     scale = max(1, int(sizes[units].sum()) // EXACT_BITS)
     weights = [int(sizes[unit]) // scale for unit in units]
     reachable = [1]
@@ -176,7 +179,7 @@ def split_in_two(sizes: Ints, units: list[int]) -> tuple[list[int], list[int]]:
 
 
 def spread_over_empty(sizes: Ints, parts: list[list[int]]) -> None:
-    """No rank without work while another has two units (units without tokens balance any way)."""
+    """Leave no rank without work while another has two units (units without tokens balance any way)."""
     for part in parts:
         if not part:
             donor = max(parts, key=lambda p: (len(p) > 1, len(p)))

@@ -1,4 +1,5 @@
-"""The ledger's state as plain values and arrays, and back. Leases are left out: their rows come back as ready."""
+"""Converts the ledger's state to plain values and arrays, and back. Leases are left out: their rows come back as
+ready."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ FORMAT = 1
 
 
 def dump(ledger: Ledger) -> tuple[dict[str, Any], Arrays]:
-    """A JSON-able record and named arrays."""
+    """Return a record for JSON, and named arrays."""
     rows = ledger.rows
     live = np.flatnonzero(rows.state == LIVE)
     live = live[np.argsort(rows.serial[live], kind="stable")]
@@ -55,7 +56,7 @@ def dump(ledger: Ledger) -> tuple[dict[str, Any], Arrays]:
 
 
 def load(ledger: Ledger, record: dict[str, Any], arrays: Arrays) -> None:
-    """Into a fresh ledger of the same stages."""
+    """Load into a fresh ledger of the same stages."""
     names = [c.stage.name for c in ledger.controllers]
     if record.get("format") != FORMAT or record["stages"] != names:
         raise DockError(
@@ -105,7 +106,7 @@ def _load_rows(ledger: Ledger, arrays: Arrays) -> Ints:
 
 
 def _order(ledger: Ledger, c: Controller) -> Ints:
-    """Ready units by name (ids, or groups' keys), first to be taken first."""
+    """Return ready units by name (ids, or groups' keys), in the order of taking."""
     units = c.ready.all()
     if not c.is_group:
         return ledger.rows.id[units]
@@ -124,5 +125,5 @@ def _load_ready(ledger: Ledger, c: Controller, slots: Ints, order: Ints) -> None
     else:
         unit = dict(zip(names, able.tolist()))
     waiting = set(order.tolist())
-    in_order = [name for name in names if name not in waiting] + order.tolist()  # leased ones were first in line
+    in_order = [name for name in names if name not in waiting] + order.tolist()  # leased ones had been first
     c.ready.add(np.array([unit[name] for name in in_order], np.int64))

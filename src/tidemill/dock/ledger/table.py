@@ -23,17 +23,17 @@ _FIELDS: dict[str, type] = {
     "serial": np.int64,  # order of arrival
     "born": np.float64,
     "written": np.uint64,  # one bit per column that stages read
-    "source": np.uint64,  # the bits that the put itself wrote
+    "source": np.uint64,  # bits of the columns that were put
     "pending": np.uint64,  # one bit per stage that has not consumed the row
     "leased": np.uint64,  # one bit per stage that holds a lease on it
 }
 
 
 class TagCount(dict[int, int]):
-    """How many rows there are of each tag; a tag without rows is not kept."""
+    """Count the rows of each tag; tags without rows are not kept."""
 
     def add(self, tags: npt.NDArray[np.int32], sign: int) -> None:
-        raw = tags.tobytes()  # bytes are compared, and nothing of numpy is run, in the usual case
+        raw = tags.tobytes()  # in the usual case bytes are compared, without running numpy
         if raw[4:] == raw[:-4]:
             if raw:
                 self.change(int.from_bytes(raw[:4], sys.byteorder), sign * len(tags))
@@ -49,13 +49,13 @@ class TagCount(dict[int, int]):
             self.pop(tag, None)
 
     def of(self, tag: int | None) -> int:
-        """Of one tag; None: of all."""
+        """Return the number of rows of one tag; None: of all."""
         return sum(self.values()) if tag is None else self.get(tag, 0)
 
 
 class RowTable:
-    """Struct of arrays. `chunk[p]` and `place[p]`: where part p of each row lies; part 0 came with the put, part s+1
-    with the commit of stage s; chunk -1 where there is none."""
+    """A struct of arrays. `chunk[p]` and `place[p]`: where part p of each row is; part 0 was put, part s+1 committed
+    by stage s; chunk -1: none."""
 
     def __init__(self, parts: int, capacity: int = 1024) -> None:
         for name, dtype in _FIELDS.items():

@@ -1,5 +1,5 @@
-"""Parked takes: who waits for what, served first come first served, none held up by another that cannot be served. And
-who waits for a stage to come so far with a step's rows."""
+"""Parked takes: served in order of arrival, none delayed by another that cannot be served. Also parked waits for a
+stage's progress."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Waiter:
     stage: str
     want: Want
     deadline: float
-    answer: Callable[[Grant | DockError | None], None]  # called once; None: the deadline passed
-    client: bytes = b""  # the connection that waits
+    answer: Callable[[Grant | DockError | None], None]  # called once; None: the deadline has passed
+    client: bytes = b""  # the waiting connection
     owner: bytes = b""  # of the lease to come
-    since: float = 0.0  # who has waited longest is served first
+    since: float = 0.0  # the longest waiting is served first
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class Waiters:
             parked.remove(waiter)
 
     def forget(self, client: bytes) -> None:
-        """It has gone: nothing may be leased to it."""
+        """Remove a connection that has gone: nothing may be leased to it."""
         for stage, parked in self._parked.items():
             self._parked[stage] = [waiter for waiter in parked if waiter.client != client]
         self._watching = [waiter for waiter in self._watching if waiter.client != client]
@@ -58,7 +58,7 @@ class Waiters:
         self._watching.append(waiter)
 
     def serve(self, now: float) -> None:
-        """After any step: give what became ready to those who wait for it, and announce what is done."""
+        """Serve waiters after a step: lease what became ready, and announce progress."""
         touched, self._ledger.touched = self._ledger.touched, set()
         for stage in touched:
             self._serve(stage, now)
@@ -90,13 +90,13 @@ class Waiters:
         ready, groups = self._ledger.controller(stage).ready, self._ledger.groups
         for waiter in list(self._parked.get(stage, ())):
             if not ready.count and waiter.want.ranks == 1 and not groups.has_unsized:
-                continue  # of hundreds who wait, most are looked at in vain
+                continue  # with hundreds of waiters, most cannot be served
             try:
                 answer: Grant | DockError | None = self._ledger.take(stage, waiter.want, now, waiter.owner)
-            except DockError as error:  # the waiter's mistake, not of whoever's step woke it
+            except DockError as error:  # the waiter's mistake, not that of the caller whose step woke it
                 answer = error
             except Exception as error:
-                answer = DockError(f"this take cannot be served: {error}", "look at what it wants")
+                answer = DockError(f"this take cannot be served: {error}", "check what it wants")
             if answer is not None:
                 self._parked[stage].remove(waiter)
                 waiter.answer(answer)

@@ -1,4 +1,4 @@
-"""Between the ledger's records and the messages that carry them."""
+"""Converts between the ledger's records and messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caller and Link: a client's side of the wire, for requests that are waited for and for a connection kept up."""
+"""Caller and Link: a client's side of the wire, for requests with answers and for a permanent connection."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tidemill.dock.net.wire import HANDSHAKE_S, KNOCK_AGAIN_S, SEQ, Frames, dial
 from tidemill.errors import DockError
 
 ANSWER_BYTES = 1 << 16  # read at once: most answers are much shorter, a long one comes in pieces
-# A request that was not answered for so long is sent again though nothing seemed to break: longer than anyone is made
-# to wait for rows or room, and short of what a recovery may take. The other side knows it by its number.
+# A request without an answer for this long is sent again although nothing seemed to break: longer than any wait for
+# rows or room, and shorter than a recovery may take. The other side recognises it by its number.
 RESEND_S = 1.2
 
 
 class Caller:
-    """One request at a time over one connection; sends again when that broke, and the other side answers a repeated
+    """Sends one request at a time over one connection, and again when that broke; the other side answers a repeated
     request as it answered the first. One per thread."""
 
     def __init__(
@@ -53,7 +53,8 @@ class Caller:
         return self._connection is not None and self._connection.family == socket.AF_UNIX
 
     def ask(self, message: Message, within_s: float) -> Any:
-        """The answer. Raises TimeoutError when nobody answered, though asked again after every broken connection."""
+        """Return the answer. Raises TimeoutError when there was none, although the request was repeated after every
+        broken connection."""
         self._seq += 1
         seq, body = SEQ.pack(self._seq), encode(message)
         deadline, give_up = time.monotonic() + within_s, time.monotonic() + self._patience_s
@@ -67,7 +68,7 @@ class Caller:
             except _Unanswered:
                 give_up = time.monotonic() + self._patience_s
                 if time.monotonic() >= deadline:
-                    self._hang_up()  # what comes later is no answer to another request
+                    self._hang_up()  # a late answer must not be taken for another request's
                     raise TimeoutError(f"no answer from {self.address} within {within_s:.1f} s") from None
                 self.resent += bool(self._patience_s)  # over the same connection: nothing says that it broke
             except OSError as error:  # broken, refused, or out of time
@@ -81,14 +82,14 @@ class Caller:
                 time.sleep(KNOCK_AGAIN_S)
 
     def tell(self, message: Message) -> None:
-        """Without waiting for an answer, or whether it arrived."""
+        """Send without waiting for an answer, or checking whether it arrived."""
         self._seq += 1
         with suppress(OSError, DockError):
             connection = self._connected(HANDSHAKE_S)
             connection.sendall(self._frames.pack(SEQ.pack(self._seq), encode(message)))
 
     def close(self) -> None:
-        """From any thread; the one that waits for an answer is woken."""
+        """Close, from any thread; a thread that waits for an answer is woken."""
         self._is_closed = True
         connection = self._connection
         if connection is not None:
@@ -97,7 +98,7 @@ class Caller:
             connection.close()
 
     def become_another(self) -> None:
-        """In a forked child: the connection is the parent's, and so is the name."""
+        """Take a new name in a forked child: the connection and the name are the parent's."""
         self._hang_up()
         self._identity = new_identity()
 
@@ -108,7 +109,7 @@ class Caller:
             self._connection, self._frames = made
             self._poller = select.poll()
             self._poller.register(made[0], select.POLLIN)
-            self._check_open()  # closed while it knocked
+            self._check_open()  # closed while connecting
         return self._connection
 
     def _check_open(self) -> None:
@@ -119,12 +120,12 @@ class Caller:
     def _answer_to(self, seq: bytes, connection: socket.socket, within_s: float) -> bytes:
         until = time.monotonic() + within_s
         while True:
-            # Asleep in `recv`, the kernel would also wake us when the server reads the question, at the server's cost.
+            # In `recv`, the kernel would also wake us when the server reads the request, at the server's cost.
             if not self._poller.poll(max(0.0, 1000 * (until - time.monotonic()))):
                 raise _Unanswered
             n = connection.recv_into(self._page)
             if not n:
-                raise ConnectionError("the other side hung up")
+                raise ConnectionError("the other side closed the connection")
             for got, body in self._frames.unpack(self._page[:n]):
                 if got == seq:
                     return body
@@ -136,7 +137,7 @@ class Caller:
 
 
 class _Unanswered(Exception):
-    """Nothing came for so long, though nothing broke."""
+    """No answer arrived in time, although nothing broke."""
 
 
 _CALLERS: weakref.WeakSet[Caller] = weakref.WeakSet()
@@ -151,11 +152,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Link:
-    """Keeps a warehouse's connection to the ledger up, in a thread of its own that also hears what comes. What is said
-    while it is down is lost; the warehouse says anew who it is when it is up again."""
+    """Keeps up a warehouse's connection to the ledger, in a thread that also receives. Messages sent while it is
+    down are lost; the warehouse announces itself again when it is up."""
 
     def __init__(self, token: str, address: str, hear: Callable[[Any], None]) -> None:
-        """`hear` is called by the thread, with every answer, and with None when the connection is new."""
+        """`hear` is called by the thread with every answer, and with None when the connection is new."""
         self._where = token, address, "", new_identity()
         self._hear = hear
         self._connection: socket.socket | None = None

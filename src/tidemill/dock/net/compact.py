@@ -1,7 +1,5 @@
-"""Arrays on the wire: ids that count upwards and columns of one value are most of all metadata, and need few bytes.
-
-Sealing and opening a message costs time for every byte of it; 1024 rows of a grant are 36 kB plain and 150 bytes so.
-"""
+"""Compact arrays on the wire: most metadata are ids that count upwards and columns of one value, which need few bytes.
+Hashing a message costs time for every byte; 1024 rows of a grant take 36 kB plain and 150 bytes in this form."""
 
 from __future__ import annotations
 
@@ -11,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 _PLAIN, _SAME, _RANGE = b"p", b"s", b"r"
-SHORT = 4  # arrays up to this long are sent plain: looking at them costs more
+SHORT = 4  # arrays up to this long are sent plain: examining them costs more
 
 
 def pack(array: npt.NDArray[Any]) -> bytes:
-    """One letter, then all values, or the only one, or the first of a range."""
+    """Pack an array as one letter, then all values, or the only one, or the first of a range."""
     raw, size = array.tobytes(), array.itemsize
     if len(array) > SHORT:
         if raw[size:] == raw[:-size]:
@@ -34,17 +32,17 @@ def unpack(raw: bytes, dtype: Any, rows: int) -> npt.NDArray[Any]:
         return array
     value = np.frombuffer(body, dtype)
     if len(value) != 1 or kind not in (_SAME, _RANGE):
-        raise ValueError("an array came in a form that is not known")
+        raise ValueError("an array arrived in an unknown form")
     if kind == _SAME:
-        array = np.empty(rows, dtype)  # np.full says the same in five times the instructions
+        array = np.empty(rows, dtype)  # np.full does the same in five times the instructions
         array.fill(value[0])
         return array
     return np.arange(int(value[0]), int(value[0]) + rows, dtype=dtype)
 
 
 def is_range(array: npt.NDArray[Any]) -> bool:
-    """Whether whole numbers count upwards by one. Bytes are compared: a tenth of the code that numpy runs for it, which
-    after a pause is all to be fetched from memory."""
+    """Say whether integers count upwards by one. Bytes are compared, which runs a tenth of numpy's code; after a
+    pause, all code must be fetched from memory."""
     n = len(array)
     if not n or int(array[-1]) - int(array[0]) != n - 1:
         return False
@@ -53,12 +51,12 @@ def is_range(array: npt.NDArray[Any]) -> bool:
 
 
 def span(index: npt.NDArray[Any]) -> slice | npt.NDArray[Any]:
-    """The same index as a slice where it is a range: reading a table by it is then one straight copy."""
+    """Return the index as a slice where it is a range: reading a table is then one straight copy."""
     return slice(int(index[0]), int(index[-1]) + 1) if is_range(index) else index
 
 
 def distinct(array: npt.NDArray[Any]) -> list[int]:
-    """The values that occur: mostly one, and then no list of all is made."""
+    """Return the distinct values: usually one, and then no list is made."""
     if len(array) and array[0] == array[-1] and (array == array[0]).all():
         return [int(array[0])]
     return list(set(array.tolist()))

@@ -1,8 +1,7 @@
-"""The journal: every step of the ledger, appended before it is answered, and snapshots that make it short again.
-
-A killed process loses nothing that was written: the pages are the kernel's. Records carry a checksum; a torn last one
-was never answered and is left out. A machine that dies takes the bytes with it anyway, so nothing waits for a disk.
-"""
+"""The journal: every step of the ledger, appended before it is answered, and snapshots that shorten it. A killed
+process loses nothing that was written, because the pages belong to the kernel. Records have a checksum; a torn last
+record was never answered and is ignored. A machine that dies takes the sample bytes with it anyway, so nothing waits
+for a disk."""
 
 from __future__ import annotations
 
@@ -55,13 +54,13 @@ class Journal:
         self._fd = -1
 
     def recover(self) -> tuple[Snapshot | None, list[tuple[Any, ...]]]:
-        """The last snapshot and all that happened since."""
+        """Read the last snapshot and everything since."""
         path = self.folder / f"snapshot-{self._number}.npz"
         snapshot = read_snapshot(path) if path.exists() else None
         return snapshot, list(read_records(self.folder / f"journal-{self._number}"))
 
     def open(self) -> None:
-        """Go on appending; a torn end is cut off first."""
+        """Continue appending; a torn end is cut off first."""
         path = self.folder / f"journal-{self._number}"
         self._fd = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
         ends = [end for _, end in _sound(path.read_bytes())]
@@ -77,7 +76,7 @@ class Journal:
         self.records += len(effects)
 
     def rotate(self, snapshot: Snapshot) -> None:
-        """Start anew from `snapshot`. The old journal goes only when the new state is complete on disk."""
+        """Start again from `snapshot`. The old journal is removed only when the new state is complete on disk."""
         number = self._number + 1
         record, arrays = snapshot
         packed = {"record": np.frombuffer(json.dumps(record).encode(), np.uint8), **arrays}

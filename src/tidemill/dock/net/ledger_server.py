@@ -1,8 +1,6 @@
-"""The ledger's process: one loop that receives, steps the ledger, journals, and only then answers.
-
-Blocked takes and puts are parked here and served by the step that makes room or rows for them; nobody else waits for
-them. A request that comes twice (its answer was lost) gets the first answer again.
-"""
+"""The ledger's process: one loop that receives, steps the ledger, journals, and only then answers. Blocked takes and
+puts are parked here, and served by the step that makes rows or room for them; they delay nobody. A request that arrives
+twice (its answer was lost) gets the first answer again."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ TICK_S = 0.05  # how late an expiry may be noticed
 SNAPSHOT_RECORDS, ROWS_PER_RECORD = 2000, 8
 REMEMBERED_CLIENTS = 1 << 14
 PAUSE_S = 1.0
-# What a peer that has the token but speaks nonsense may cause.
+# errors that a malformed message may cause
 NONSENSE = (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError, OverflowError)
 CATALOG = "catalog"
 
@@ -55,7 +53,7 @@ class ParkedPut:
     message: m.Put
     asked: float
     deadline: float
-    since: float  # who has waited longest is let in first
+    since: float  # the longest waiting is served first
 
 
 class LedgerServer:
@@ -74,7 +72,7 @@ class LedgerServer:
         self._put_wait_s = 0.0
         self._refused = 0
         self._started = self._ticked = time.monotonic()
-        self._awaited = self._catalog.holders()  # known from before a restart and not heard of since
+        self._awaited = self._catalog.holders()  # known from before a restart, without a sign of life since
         self._wire = WireServer(token, listeners)
         self.is_stopping = False
 
@@ -86,7 +84,7 @@ class LedgerServer:
             events = self._wire.wait(TICK_S)
             now = time.monotonic()
             letters = self._wire.receive(now, events)
-            self._note_who_left()  # first: one that came back has asked again, in one of these letters
+            self._note_who_left()  # first: a client that came back repeats its request in these letters
             for client, seq, body in letters:
                 self._handle(client, seq, body, now)
             if now - ticked >= TICK_S:
@@ -99,7 +97,7 @@ class LedgerServer:
         self._wire.close()
 
     def _note_who_left(self) -> None:
-        """When the last local connection of a process ends, the process has: its leases are given back at once."""
+        """Give back a process's leases at once when its last local connection ends, because the process has ended."""
         for client, is_local in self._wire.left:
             owner = client[:OWNER_BYTES]
             has_ended = is_local and not self._wire.has_owner(owner)
@@ -109,8 +107,8 @@ class LedgerServer:
         self._wire.left.clear()
 
     def _forget(self, client: bytes, has_ended: bool) -> None:
-        """It hung up: what it waits for is not given to it. Should it come back, it asks again, and gets the same
-        answer unless what it was given has been taken back."""
+        """Forget what a disconnected client waits for. If it comes back, it asks again, and gets the same answer
+        unless its lease was taken back."""
         last = self._last.get(client)
         if last is None or not (has_ended or last[1] is None):
             return
@@ -124,7 +122,7 @@ class LedgerServer:
         if last is not None and last[0] == seq:
             if last[1] is not None:
                 self._outbox.append((client, seq, last[1]))
-            return  # else it is parked, and will be answered
+            return  # else it is parked, and answered later
         self._last[client] = (seq, None)
         if len(self._last) > REMEMBERED_CLIENTS:
             del self._last[next(iter(self._last))]
@@ -134,7 +132,7 @@ class LedgerServer:
         except DockError as error:
             answer = refusal(error)
         except NONSENSE as error:
-            # The peer has the token but speaks nonsense: say so, count it, and go on serving the others.
+            # the peer has the token but sent a malformed message: answer, count it, and continue serving the others
             self._refused += 1
             answer = refusal(error)
         if answer is not None:
@@ -147,7 +145,7 @@ class LedgerServer:
         self._outbox.append((client, seq, body))
 
     def _settle(self, now: float) -> None:
-        """What the steps of this round made possible."""
+        """Serve what the steps of this round made possible."""
         self._waiters.serve(now)
         while self._admit_parked(now):
             self._waiters.serve(now)
@@ -157,7 +155,7 @@ class LedgerServer:
             self._tell(warehouse, notice)
 
     def _flush(self) -> None:
-        """First the journal, then the answers: what was answered is never forgotten."""
+        """Write the journal, then the answers: what was answered is never lost."""
         effects = (self._catalog.effects or []) + (self._ledger.effects or [])
         if effects:
             self._journal.append(effects)
@@ -237,8 +235,8 @@ class LedgerServer:
             raise
 
     def _admit_parked(self, now: float) -> bool:
-        """The put that has waited longest, of those that fit now. One that needs more room than there is holds up
-        nobody: the rows behind it may be what a consumer of whole groups waits for."""
+        """Admit the put that has waited longest, of those that fit now. A put that does not fit delays nobody: a
+        consumer of whole groups may wait for the rows behind it."""
         for put in self._parked_puts:
             if self._ledger.chunks.has_room(put.message.tag, len(put.message.ids) // 8, put.message.outputs.nbytes):
                 self._parked_puts.remove(put)
@@ -323,7 +321,7 @@ class LedgerServer:
             case m.StateReport(warehouse, figures):
                 known = self._catalog.warehouses.get(warehouse)
                 if known is None or self._warehouse_clients.get(warehouse) != client:
-                    return m.Epoch(-1)  # unknown here: announce yourself
+                    return m.Epoch(-1)  # unknown here: it must announce itself
                 known.heard, known.figures = now, figures
                 return m.Epoch(self.epoch)
             case m.HeldPieces(chunk, copy):
@@ -344,8 +342,8 @@ class LedgerServer:
             again.lose(self._ledger, chunks)
 
     def _watch_warehouses(self, now: float) -> None:
-        """A warehouse that has long been silent is given up. Time in which this process itself stood still (a paused
-        machine, say) does not count: what the warehouses sent meanwhile lies unread."""
+        """Give up a warehouse that has long been silent. Time in which this process itself stood still (a paused
+        machine, for example) does not count: messages sent meanwhile lie unread."""
         paused_s, self._ticked = now - self._ticked, now
         if paused_s > PAUSE_S:
             for warehouse in self._catalog.warehouses.values():
@@ -415,7 +413,7 @@ class LedgerServer:
 
 
 def _next_epoch(folder: Path) -> int:
-    """Raised with every start: leases and answers from before are told apart."""
+    """Increment the epoch with every start, which distinguishes earlier leases and answers."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / "epoch"
     epoch = int(path.read_text()) + 1 if path.exists() else 1

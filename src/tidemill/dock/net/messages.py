@@ -24,8 +24,8 @@ class Copy(msgspec.Struct, array_like=True, frozen=True):
 
 
 class WirePiece(msgspec.Struct, array_like=True, frozen=True):
-    """As records.Piece: for each row its chunk (int64) and its place there (int32), or of all rows the one chunk and
-    the first place."""
+    """Like records.Piece: for each row its chunk (int64) and its place there (int32), or one chunk and the first
+    place for all rows."""
 
     part: int
     chunks: bytes | int
@@ -59,7 +59,7 @@ class Put(Message):
     outputs: Outputs
     tag: str
     wait_s: float
-    waited_s: float = 0.0  # already, in earlier pieces of the same wait: it keeps its place
+    waited_s: float = 0.0  # waited already, in earlier pieces of the same wait: it keeps its place
 
 
 class Take(Message):
@@ -91,7 +91,7 @@ class Advance(Message):
 class AskProgress(Message):
     stage: str
     tag: str | None = None
-    until: Until | None = None  # with it, answered when that holds, or after `wait_s`
+    until: Until | None = None  # if given: answered when that holds, or after `wait_s`
     wait_s: float = 0.0
 
 
@@ -100,7 +100,7 @@ class AskState(Message):
 
 
 class AskCounted(Message):
-    heard: int  # the number of the last answer that came through
+    heard: int  # number of the last report that arrived
 
 
 class AskSetup(Message):
@@ -108,13 +108,13 @@ class AskSetup(Message):
 
 
 class Missing(Message):
-    """Ids whose bytes were lost and that nobody can make again from what is here."""
+    """Asks for ids whose bytes were lost and cannot be made again from what is here."""
 
     wait_s: float = 0.0
 
 
 class Announce(Message):
-    """A warehouse says who it is and what it holds; sent at its start and whenever the ledger restarted."""
+    """A warehouse announces itself and what it holds; sent at its start and whenever the ledger restarted."""
 
     warehouse: int
     node: str
@@ -122,7 +122,7 @@ class Announce(Message):
     control: str  # where its control socket listens
     data: str  # host:port of its byte stream
     segments: dict[int, int]  # number -> generation
-    next_segment: int  # numbers from here on were not given yet
+    next_segment: int  # numbers from here on are unused
 
 
 class StateReport(Message):
@@ -140,14 +140,14 @@ class HeldPieces(Message):
 
 
 class Retire(Message):
-    """A warehouse asks which of these segments nobody needs; from then on nothing may be sealed in those."""
+    """A warehouse asks which of these segments nobody needs; nothing may be sealed in those from then on."""
 
     warehouse: int
     segments: dict[int, int]
 
 
 class Lost(Message):
-    """A warehouse is gone with its bytes (said by whoever watches the process)."""
+    """A warehouse is gone with its bytes (sent by the process that watches it)."""
 
     warehouse: int
 
@@ -156,7 +156,7 @@ class Lost(Message):
 
 
 class Lend(Message):
-    """A writer asks for a segment with room for this much."""
+    """A writer asks for a segment with this much room."""
 
     nbytes: int
 
@@ -169,7 +169,7 @@ class Close(Message):
 
 
 class Fetch(Message):
-    """A reader asks for a chunk that lies elsewhere; it is pulled once however many ask."""
+    """A reader asks for a chunk that is elsewhere; it is pulled once, however many ask."""
 
     chunk: ChunkAt
     sources: dict[int, str]  # warehouse -> host:port of its byte stream
@@ -187,7 +187,7 @@ class Done(Message):
 
 
 class Nothing(Message):
-    """Not enough was ready, or the dock was full, for as long as the caller would wait."""
+    """Not enough was ready, or the dock was full, for as long as the caller wanted to wait."""
 
 
 class Refused(Message):
@@ -232,7 +232,7 @@ class CountedReply(Message):
 
 
 class Setup(Message):
-    """What a client must know to speak for itself."""
+    """What a client must know about the dock."""
 
     epoch: int
     stages: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], str], ...]

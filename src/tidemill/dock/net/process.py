@@ -1,11 +1,9 @@
-"""Entry of the dock's own processes: `python -m tidemill.dock.net.process STARTER ledger FOLDER HOST LISTENERS`
-or `STARTER warehouse ...`, where STARTER is the process that starts it, and LISTENERS are the files of sockets that it
-listens on and hands down: while one ledger is dead and the next is not there yet, nobody else can take its place.
-
-They are given nothing but a folder with the setup and the token, and they stop cleanly when their starter does. What is
-started imports everything once and then only forks: the server works in a child, and when that ends the next child is
-there in milliseconds, however busy the machine. To the starter it says, a line each: `began PID`, `ready`, `ended`.
-"""
+"""Entry of the dock's own processes: `python -m tidemill.dock.net.process STARTER ledger FOLDER HOST LISTENERS` or
+`STARTER warehouse ...`. STARTER is the process that starts it; LISTENERS are file descriptors of listening sockets that
+it hands down, so that nobody can take a dead ledger's place before the next one is up. The processes get only a folder
+with the setup and the token, and stop cleanly when their starter does. The started process imports everything once and
+then only forks: the server works in a child, and when that ends the next child is up in milliseconds, however busy the
+machine. To its starter it writes, a line each: `began PID`, `ready`, `ended`."""
 
 from __future__ import annotations
 
@@ -28,14 +26,14 @@ from typing import Any
 from tidemill.dock.setup import DockSetup
 
 SETUP_FILE, TOKEN_FILE, LEDGER_FOLDER = "setup.json", "token", "ledger"
-SHORT_LIFE_S, PAUSE_S = 0.5, 0.02  # a child that ends so soon is not followed at once: it may be the first of many
+SHORT_LIFE_S, PAUSE_S = 0.5, 0.02  # a child that ends this soon is not replaced at once: the next may end, too
 _PR_SET_PDEATHSIG = 1
 
 
 def main(starter: int, arguments: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the starter decides, not the terminal
     _end_with_parent(signal.SIGTERM)
-    if os.getppid() != starter:  # it ended before it was agreed that we end with it
+    if os.getppid() != starter:  # it ended before the kernel was asked to end us with it
         return
     _allow_many_connections()
     from tidemill.dock.net import (
@@ -44,12 +42,12 @@ def main(starter: int, arguments: list[str]) -> None:
     )
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
-    gc.freeze()  # children share these pages as long as nobody touches them
+    gc.freeze()  # children share these pages as long as they are not written
     keep_alive(lambda: serve(arguments, ledger_server, warehouse_server))
 
 
 def keep_alive(work: Callable[[], None]) -> None:
-    """Do `work` in a child, and again in another whenever one ends, until told to stop."""
+    """Run `work` in a child, and in another whenever one ends, until told to stop."""
     child, is_stopping = 0, False
 
     def stop(*_: object) -> None:
@@ -61,7 +59,7 @@ def keep_alive(work: Callable[[], None]) -> None:
 
     signal.signal(signal.SIGTERM, stop)
     while True:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # so that it finds a child, or none is made
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # so that a signal finds a child, or none is made
         if is_stopping:
             return
         began = time.monotonic()
@@ -83,7 +81,7 @@ def _fork(work: Callable[[], None]) -> int:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        _end_with_parent(signal.SIGKILL)  # without a farewell: a warehouse that said one would take its bytes with it
+        _end_with_parent(signal.SIGKILL)  # without saying goodbye, with which a warehouse would discard its bytes
         if os.getppid() == parent:
             work()
     except BaseException:
@@ -113,12 +111,12 @@ def serve(arguments: list[str], ledger_server: ModuleType, warehouse_server: Mod
 
 
 def say(word: str) -> None:
-    with suppress(BrokenPipeError):  # nobody listens any more: the signal to stop is on its way
+    with suppress(BrokenPipeError):  # the starter has gone: the signal to stop is on its way
         os.write(sys.stdout.fileno(), f"{word}\n".encode())
 
 
 def _allow_many_connections() -> None:
-    """One file each for every thread of every worker, and for every segment."""
+    """Raise the limit of open files: one for every thread of every worker, and for every segment."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

@@ -1,8 +1,6 @@
-"""The byte stream between warehouses: the reader's side pulls ranges of a segment straight into its own.
-
-The sender sends from its mapped segment, the receiver reads into its own: no byte passes through Python. Both sides
-prove that they have the token, each by a keyed hash over both sides' random numbers, before a request is read.
-"""
+"""The byte stream between warehouses: the reader pulls ranges of a segment straight into its own. The sender sends from
+its mapped segment, the receiver reads into its own: no byte passes through Python. Both sides prove that they have the
+token, each by a keyed hash over both sides' random numbers, before a request is read."""
 
 from __future__ import annotations
 
@@ -28,16 +26,17 @@ HANDSHAKE_S = 5.0  # for all of it
 IDLE_S = 60.0
 STREAM_BYTES = 8 << 20  # each stream carries at least this much of a chunk: below, one stream is as fast
 SOCKET_BUFFER = 4 << 20
-MAX_STREAMS = 4  # each keeps a core busy on both sides: with two cores, a second one only gets in the first one's way
-MAX_CONNECTIONS = 256  # of those that have proved that they have the token
-MAX_STRANGERS = 64  # of the others; beyond it the oldest of the address that has most of them goes
+MAX_STREAMS = 4  # each keeps a core busy on both sides: with two cores, a second stream only slows the first
+MAX_CONNECTIONS = 256  # connections that have proved that they have the token
+MAX_STRANGERS = 64  # other connections; beyond it the oldest one of the address with the most is closed
 ACCEPT_AGAIN_S = 0.1
 _REQUEST = struct.Struct("<QQQQ")  # segment, generation, offset, bytes
 _OK, _GONE = b"\x01", b"\x00"
 
 
 class StreamServer:
-    """Serves this warehouse's bytes to others. One thread per connection: sending blocks without the interpreter."""
+    """Serves this warehouse's bytes to others. One thread per connection: sending blocks without holding the
+    interpreter."""
 
     def __init__(self, arena: Path, warehouse: int, token: str, host: str, views: seg.Views) -> None:
         self._arena, self._warehouse, self._token, self._views = arena, warehouse, token, views
@@ -46,7 +45,7 @@ class StreamServer:
         self.refused = 0
         self.sent_bytes = 0
         self._connections = threading.Semaphore(MAX_CONNECTIONS)
-        self._strangers: dict[socket.socket, str] = {}  # and where they come from, in order of arrival
+        self._strangers: dict[socket.socket, str] = {}  # and their addresses, in order of arrival
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, daemon=True, name="stream-accept").start()
 
@@ -60,14 +59,14 @@ class StreamServer:
             except OSError as error:
                 if self._listener.fileno() < 0 or error.errno in (errno.EBADF, errno.EINVAL):
                     return  # closed
-                time.sleep(ACCEPT_AGAIN_S)  # out of files, say: that passes
+                time.sleep(ACCEPT_AGAIN_S)  # such as no free file descriptors, which passes
                 continue
             self._make_room(connection, str(peer[0]))
             threading.Thread(target=self._serve, args=(connection,), daemon=True, name="stream-serve").start()
 
     def _make_room(self, newcomer: socket.socket, peer: str) -> None:
-        """Who holds connections without proving anything holds up only others from the same address, and each for
-        HANDSHAKE_S at most: whoever has the token is through in a moment."""
+        """Make room. A peer that holds connections without proof delays only others from its own address, each for
+        HANDSHAKE_S at most: a peer with the token needs only a moment."""
         with self._lock:
             self._strangers[newcomer] = peer
             if len(self._strangers) > MAX_STRANGERS:
@@ -88,7 +87,7 @@ class StreamServer:
                 if is_let_in:
                     self._serve_known(connection)
         except OSError:
-            pass  # the other side went away; its pull fails there and is tried from another copy
+            pass  # the other side is gone; its pull fails there and is tried from another copy
         finally:
             with self._lock:
                 self._strangers.pop(connection, None)
@@ -129,7 +128,7 @@ class Puller:
         return self._pool.submit(job, *arguments)
 
     def pull(self, chunk: ChunkAt, sources: dict[int, str], into: memoryview) -> None:
-        """Bytes of `chunk` from the first copy that can be had."""
+        """Read the bytes of `chunk` from the first available copy."""
         failures = []
         self._close_idle_except(sources.values())
         for copy in chunk.copies:
@@ -147,7 +146,7 @@ class Puller:
         raise seg.SegmentGone(f"no copy of chunk {chunk.key} can be pulled ({why})")
 
     def _close_idle_except(self, addresses: Collection[str]) -> None:
-        """Warehouses that went left connections behind."""
+        """Close connections to warehouses that are gone."""
         with self._lock:
             for address in [address for address in self._idle if address not in addresses]:
                 for connection in self._idle.pop(address):
@@ -167,7 +166,7 @@ class Puller:
         try:
             self._pull_range(address, copy, 0, into[: bounds[1]])
         finally:
-            wait(jobs)  # whatever failed: nobody may write here after this
+            wait(jobs)  # whatever failed, nothing may be written here afterwards
         for job in jobs:
             job.result()
 
@@ -177,7 +176,7 @@ class Puller:
         try:
             connection.sendall(request)
             status = _receive(connection, 1)
-            if status is None and is_reused:  # closed while idle; a fresh one tells whether the other side lives
+            if status is None and is_reused:  # closed while idle; a fresh one shows whether the other side lives
                 connection.close()
                 connection, _ = self._connection(address, fresh=True)
                 connection.sendall(request)
@@ -212,7 +211,7 @@ class Puller:
 
 
 def greet(connection: socket.socket, token: str, side: bytes) -> bool:
-    """Show each other that both sides know the token, without showing it, within HANDSHAKE_S."""
+    """Prove to each other that both sides know the token, without sending it, within HANDSHAKE_S."""
     until = time.monotonic() + HANDSHAKE_S
     mine = os.urandom(NONCE_BYTES)
     other = b"stream-client" if side == b"server" else b"stream-server"
@@ -236,8 +235,8 @@ def _tune(connection: socket.socket) -> None:
 
 
 def _send(connection: socket.socket, view: memoryview) -> None:
-    """From the mapped segment: sendfile, page by page, reaches two thirds of this over loopback."""
-    connection.settimeout(None)  # a timeout of Python's would be for all bytes together; the kernel's is for progress
+    """Send from the mapped segment: sendfile, page by page, reaches two thirds of this speed over loopback."""
+    connection.settimeout(None)  # Python's timeout would be for all bytes together; the kernel's is for progress
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(IDLE_S), 0))
     connection.sendall(view)
     connection.settimeout(IDLE_S)

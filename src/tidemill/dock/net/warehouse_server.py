@@ -1,7 +1,5 @@
-"""The warehouse's process: lends segments to the node's writers, pulls chunks for the node's readers, recycles.
-
-The bytes themselves pass it by: writers and readers of the node map its segments, other nodes stream from them.
-"""
+"""The warehouse's process: lends segments to the node's writers, pulls chunks for the node's readers, recycles. It does
+not touch the bytes itself: writers and readers of the node map its segments, other nodes stream from them."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ TOUCH_S = 60.0
 
 @dataclass(slots=True)
 class Pull:
-    """One chunk on its way here, and everybody who waits for it."""
+    """A chunk that is being pulled, and everybody who waits for it."""
 
     chunk: m.ChunkAt
     reservation: Reservation
@@ -66,7 +64,7 @@ class WarehouseServer:
         self.node = name
         self._is_shared = is_shared
         self.key, place, numbers = _claim_identity(place)
-        # A memory smaller than a segment is cut into smaller ones: else no writer would ever get any.
+        # memory smaller than a segment is cut into smaller segments: else no writer would ever get one
         segment_bytes = setup.segment_bytes if setup.segment_bytes <= memory_bytes else memory_bytes // 4
         self._arena = Arena(place, folder / spill_name(self.key), memory_bytes, segment_bytes, numbers)
         if is_shared:
@@ -112,7 +110,7 @@ class WarehouseServer:
         self.shut()
 
     def shut(self) -> None:
-        """The bytes go with us, so the ledger is told: what nobody else has is made or put again at once."""
+        """Tell the ledger that the bytes are gone: what no other warehouse has is made or put again at once."""
         self._ledger.tell(m.Lost(self.key))
         self._stream.close()
         self._puller.close()
@@ -237,7 +235,7 @@ class WarehouseServer:
 
     def _start_pull(self, chunk: m.ChunkAt, sources: dict[int, str]) -> Pull:
         key = chunk.key
-        if key < 0:  # a replica of something not sealed yet: each its own
+        if key < 0:  # a replica of a chunk that is not sealed yet: not shared
             self._anonymous -= 1
             key = self._anonymous
         elif key in self._pulls:
@@ -320,7 +318,7 @@ class WarehouseServer:
             case m.Retired(segments):
                 self._recycle(segments)
             case m.Hold(chunk, sources):
-                if chunk.key in self._pulled:  # the ledger restarted before it heard
+                if chunk.key in self._pulled:  # the ledger restarted before it was told
                     self._ledger.tell(m.HeldPieces(chunk.key, self._pulled[chunk.key]))
                 else:
                     with suppress(DockError):  # memory is full; the ledger orders again
@@ -337,24 +335,24 @@ class WarehouseServer:
         for number in numbers:
             segment = self._arena.segments.get(number)
             if segment is not None and number not in retired:
-                segment.maybe_empty = segment.state == "closed"  # somebody looks at it still: asked again soon
+                segment.maybe_empty = segment.state == "closed"  # still in use by a reader: tried again soon
         if retired:
             self._pulled = {key: copy for key, copy in self._pulled.items() if copy.segment not in retired}
             self._serve_parked(time.monotonic())
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError):  # a wake-up is pending already
+        with suppress(BlockingIOError):  # it will wake already
             os.write(self._wake_write, b"x")
 
 
 def _identity(place: Path) -> tuple[int, Path]:
-    """The warehouse's key and its arena, whose name ends in the key: who has the same bytes is the same warehouse, and
-    nobody who looked at the bytes of one can take another's for them."""
+    """Return the warehouse's key and its arena, whose name ends in the key: the same bytes are the same warehouse,
+    and a reader of one arena cannot mistake another for it."""
     place.parent.mkdir(parents=True, exist_ok=True)
-    own = re.compile(re.escape(place.name) + "-([0-9a-f]{14})")  # and not of a node whose name only begins like it
+    own = re.compile(re.escape(place.name) + "-([0-9a-f]{14})")  # and not of a node whose name has it as a prefix
     for left in sorted(place.parent.iterdir()):
         found = own.fullmatch(left.name)
-        if found and is_own_folder(left):  # another user can put one there that looks like it
+        if found and is_own_folder(left):  # another user could create one of this name
             return int(found[1], 16), left
     key = int.from_bytes(os.urandom(7), "little")
     arena = place.with_name(f"{place.name}-{key:014x}")
@@ -363,7 +361,8 @@ def _identity(place: Path) -> tuple[int, Path]:
 
 
 def _claim_identity(place: Path) -> tuple[int, Path, int]:
-    """The same, with the arena claimed; another when whoever still worked in the one found ended and took it along."""
+    """Like `_identity`, and claim the arena; a new one when the process that still worked in it ended and removed
+    it."""
     while True:
         key, arena = _identity(place)
         numbers = claim(arena)

@@ -1,10 +1,8 @@
-"""The wire: how processes speak to a ledger or a warehouse. One protocol, over a Unix socket on the ledger's own
-machine and over TCP from anywhere.
-
-Both sides prove by keyed hashes that they have the dock's token, before a message is read. A message is a frame:
+"""The wire protocol of ledgers, warehouses and stores, over a Unix socket on the ledger's own machine and over TCP from
+anywhere. Both sides prove by keyed hashes that they have the token, before a message is read. A message is a frame:
 length, the number of its request, the body; over TCP also a keyed hash over these and the frame's place in the
-connection, so that nobody on the way can change, repeat or leave out one. Nothing is encrypted. A request that is sent
-again has the same number, and is answered as it was the first time.
+connection, so that nobody in between can change, repeat or omit one. Nothing is encrypted. A request that is sent again
+has the same number, and gets the same answer as the first time.
 
 A round trip takes 0.018 ms over the Unix socket and 0.028 over loopback TCP. ZeroMQ, which wakes four threads for it,
 took 0.09.
@@ -26,7 +24,7 @@ from tidemill.errors import DockError
 
 MAX_MESSAGE_BYTES = 64 << 20  # metadata of two million rows; a longer message closes its connection
 HANDSHAKE_S = 3.0  # for all of it
-SEND_S = 5.0  # a server that takes nothing in for so long is asked over a new connection
+SEND_S = 5.0  # a server that reads nothing for this long is contacted over a new connection
 SEQ = struct.Struct("<Q")
 HEAD = struct.Struct("<I8s")  # length of the body, number of the request
 OWNER_BYTES, IDENTITY_BYTES = 8, 16
@@ -48,7 +46,7 @@ def new_owner() -> bytes:
 
 
 def new_identity(owner: bytes | None = None) -> bytes:
-    """A name for one connection. It starts with its owner's: all connections of one dock object have the same."""
+    """Make a name for one connection. It starts with its owner's, which all connections of one dock object share."""
     return (owner or new_owner()) + os.urandom(IDENTITY_BYTES - OWNER_BYTES)
 
 
@@ -58,7 +56,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def listen_locally(folder: Path) -> socket.socket:
-    """A socket file that only this user can open, in a folder that is the dock's own."""
+    """Listen on a socket file that only this user can open, in the dock's own folder."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with _short(folder / SOCKET_FILE) as name:
         with suppress(FileNotFoundError):
@@ -76,7 +74,7 @@ def address_of(listener: socket.socket) -> str:
 
 @contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """A name of the same file within the 107 bytes that a Unix socket's address may have."""
+    """Return a name of the same file within the 107 bytes that a Unix socket's address may have."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"
@@ -89,8 +87,7 @@ def proof(token: str, side: bytes, own: bytes, others: bytes) -> bytes:
 
 
 class Frames:
-    """One connection's frames, from and to bytes. With a key, each carries a hash that none but the other side can
-    make."""
+    """One connection's frames, from and to bytes. With a key, each carries a hash that only the other side can make."""
 
     __slots__ = ("_got", "_key", "_other", "_own", "_sent", "inbox")
 
@@ -107,7 +104,7 @@ class Frames:
         return frame
 
     def unpack(self, came: memoryview) -> list[tuple[bytes, bytes]]:
-        """Number and body of each frame that is whole now. Raises ConnectionError for one that cannot be right."""
+        """Return number and body of each complete frame. Raises ConnectionError for an invalid one."""
         rest = HEAD.size + (MAC_BYTES if self._key else 0)
         inbox = self.inbox
         if not inbox and len(came) > HEAD.size and HEAD.unpack_from(came)[0] == len(came) - rest:  # nearly always
@@ -131,7 +128,7 @@ class Frames:
         if self._key:
             frame, mac = frame[:-MAC_BYTES], frame[-MAC_BYTES:]
             if not hmac.compare_digest(mac, self._mac(frame, self._other, self._got)):
-                raise ConnectionError("a message was changed on its way")
+                raise ConnectionError("a message was changed on the way")
             self._got += 1
         return bytes(frame[4 : HEAD.size]), bytes(frame[HEAD.size :])
 
@@ -158,7 +155,7 @@ def dial(token: str, address: str, local: str, identity: bytes, within_s: float)
         shown = exactly(connection, PROOF_BYTES, until)
         if not hmac.compare_digest(shown, proof(token, b"server", theirs, mine)):
             raise ConnectionError(f"whoever answers at {address} does not know the dock's token")
-        # The kernel's timeout: Python's own would cost four more system calls a request.
+        # the kernel's timeout: Python's would cost four more system calls per request
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_S), 0))
     except BaseException:
@@ -188,7 +185,7 @@ def tune(connection: socket.socket) -> None:
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # what the other side does not confirm for so long breaks the connection
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # bytes not acknowledged for this long break the connection
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * SEND_S))
 
 

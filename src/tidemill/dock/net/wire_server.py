@@ -1,4 +1,4 @@
-"""WireServer: a ledger's or a warehouse's side of the wire, many connections in one thread."""
+"""WireServer: the server's side of the wire, many connections in one thread."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ from tidemill.dock.net.wire import (
 
 READ_BYTES = 1 << 18
 AT_ONCE = 256
-MAX_UNREAD_BYTES = 4 * MAX_MESSAGE_BYTES  # answers kept for a client that does not read; then it is let go
-MAX_STRANGERS = 128  # who has not proved yet who it is; beyond it the first to come is the first to go
+MAX_UNREAD_BYTES = (
+    4 * MAX_MESSAGE_BYTES
+)  # answers kept for a client that does not read; beyond it the client is disconnected
+MAX_STRANGERS = 128  # connections that have not proved anything yet; beyond it the oldest is closed
 
 Letter = tuple[bytes, bytes, bytes]  # client, number, message
 
@@ -38,7 +40,7 @@ class Peer:
     connection: socket.socket
     nonce: bytes
     since: float
-    client: bytes = b""  # empty until it has proved that it knows the token
+    client: bytes = b""  # empty until it has proved that it has the token
     frames: Frames = field(default_factory=lambda: Frames(b"server"))
     outbox: bytearray = field(default_factory=bytearray)
 
@@ -48,8 +50,8 @@ class Peer:
 
 
 class WireServer:
-    """Never blocks and never raises for what a peer does: it is let go, and counted where it was not let in or spoke
-    nonsense."""
+    """Never blocks, and never raises for what a peer does: a peer that fails the proof or sends malformed frames is
+    disconnected and counted."""
 
     def __init__(self, token: str, listeners: Sequence[socket.socket]) -> None:
         self.refused = 0
@@ -63,7 +65,9 @@ class WireServer:
         self._peers: dict[int, Peer] = {}
         self._clients: dict[bytes, Peer] = {}
         self._owners: Counter[bytes] = Counter()  # local connections of each
-        self.left: list[tuple[bytes, bool]] = []  # clients that went since the caller last looked; whether local
+        self.left: list[
+            tuple[bytes, bool]
+        ] = []  # clients that left since the caller's last check, and whether each was local
 
     def fileno(self) -> int:
         """Readable when there is something to do."""
@@ -73,15 +77,15 @@ class WireServer:
         return owner in self._owners
 
     def watch(self, fd: int) -> None:
-        """Let `wait` also come back when this file is readable."""
+        """Let `wait` also return when this file is readable."""
         self._epoll.register(fd, select.EPOLLIN)
 
     def wait(self, timeout_s: float) -> list[tuple[int, int]]:
-        """What happened, as (file, event): for `receive`, and of files to `watch`."""
+        """Wait for events, as (file, event): for `receive`, and of watched files."""
         return self._epoll.poll(timeout_s, AT_ONCE)
 
     def receive(self, now: float, events: list[tuple[int, int]] | None = None) -> list[Letter]:
-        """What came, of whoever is let in."""
+        """Return the messages of authenticated clients."""
         letters: list[Letter] = []
         for fd, event in self.wait(0) if events is None else events:
             peer = self._peers.get(fd)
@@ -96,7 +100,7 @@ class WireServer:
         return letters
 
     def send(self, client: bytes, seq: bytes, body: bytes) -> None:
-        """To one that left nothing is sent; it asks again when it is back."""
+        """Send an answer. A client that has left gets nothing; it asks again when it is back."""
         peer = self._clients.get(client)
         if peer is None:
             return
@@ -118,7 +122,7 @@ class WireServer:
             self._refuse(peer)
 
     def sweep(self, now: float) -> None:
-        """Let those go who came and have not proved in time who they are."""
+        """Disconnect peers that have not authenticated in time."""
         for peer in [p for p in self._peers.values() if not p.client and now - p.since > HANDSHAKE_S]:
             self._refuse(peer)
 
@@ -133,7 +137,7 @@ class WireServer:
         strangers = [p for p in self._peers.values() if not p.client]
         if len(strangers) >= MAX_STRANGERS:
             self._refuse(strangers[0])
-        with suppress(OSError):  # gone before it was its turn
+        with suppress(OSError):  # it left before it was accepted
             connection, _ = listener.accept()
             connection.setblocking(False)
             tune(connection)
@@ -150,7 +154,7 @@ class WireServer:
         except OSError:
             n = 0
         if not n:
-            if peer.frames.inbox or not peer.client:  # left in the middle of a sentence
+            if peer.frames.inbox or not peer.client:  # disconnected within a frame
                 self.refused += 1
             self._drop(peer)
             return []
@@ -176,7 +180,7 @@ class WireServer:
             self._refuse(peer)
             return False
         before = self._clients.pop(client, None)
-        if before is not None:  # it came back before its old connection was seen to end
+        if before is not None:  # it reconnected before the end of its old connection was noticed
             self._uncount(before)
             before.client = b""
             self._drop(before)
@@ -210,7 +214,7 @@ class WireServer:
         if peer.client and self._clients.pop(peer.client, None) is not None:
             self.left.append((peer.client, peer.is_local))
             self._uncount(peer)
-        peer.connection.close()  # leaves the epoll by itself
+        peer.connection.close()  # which also removes it from the epoll
 
     def _uncount(self, peer: Peer) -> None:
         owner = peer.client[:OWNER_BYTES]

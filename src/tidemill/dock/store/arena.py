@@ -1,4 +1,4 @@
-"""The arena: one warehouse's segments. They are made once, touched once, and recycled; nothing is ever zeroed again.
+"""The arena: one warehouse's segments. They are created once, touched once, and recycled; nothing is ever zeroed again.
 
 free ──lend──▶ lent ──writer closes, or dies──▶ closed ──nobody needs it, nobody looks──▶ free (generation + 1)
                                                   │
@@ -24,9 +24,9 @@ from tidemill.errors import DockError
 
 MEBIBYTE = 1 << 20
 _ARENA = re.compile(r"tidemill-[0-9a-f]{12}-.+-[0-9a-f]{14}")  # dock, node, warehouse
-NUMBERS = "next"  # in the arena: the first number that no segment had yet
-CLAIM_S = 5.0  # whoever was told to end may take so long
-ORPHAN_S = 3600.0  # an arena without a warehouse is kept so long, for the next of the same dock to adopt
+NUMBERS = "next"  # in the arena: the first unused segment number
+CLAIM_S = 5.0  # a process that was told to end may take this long
+ORPHAN_S = 3600.0  # an arena without a warehouse is kept this long, for the next warehouse of the same dock to adopt
 LOCK_GRACE_S = 2.0  # a writer has this long from being lent a segment to holding its lock
 
 
@@ -39,14 +39,15 @@ class Segment:
     fd: int
     since: float = 0.0
     is_spilled: bool = False
-    maybe_empty: bool = False  # the ledger says, or it is not known, that nobody needs it
+    maybe_empty: bool = False  # nobody needs it, as far as the ledger knows
 
 
 class Arena:
     def __init__(
         self, folder: Path, spill_folder: Path, memory_bytes: int, segment_bytes: int, numbers: int | None = None
     ) -> None:
-        """`numbers` is what `claim` gave: what is there may be adopted only once nobody else works on it."""
+        """`numbers` is the result of `claim`: existing segments may be adopted only once nobody else works in the
+        folder."""
         self.folder = folder
         self.memory_bytes, self.segment_bytes = memory_bytes, segment_bytes
         self.segments: dict[int, Segment] = {}
@@ -61,12 +62,12 @@ class Arena:
         self.next_number = max(max(self.segments, default=-1) + 1, _read_number(self._numbers))
 
     def touch(self) -> None:
-        """Say that it is in use: should we end without a farewell, it is spared for `ORPHAN_S` from here on."""
+        """Mark the arena as in use: if we are killed, it is spared for `ORPHAN_S` from now on."""
         os.utime(self._numbers)
 
     @property
     def used_bytes(self) -> int:
-        """Memory behind segments, free ones included."""
+        """Return the memory of all segments, free ones included."""
         return sum(s.nbytes for s in self.segments.values() if not s.is_spilled)
 
     @property
@@ -78,7 +79,7 @@ class Arena:
         return sum(s.nbytes for s in self.segments.values() if s.is_spilled)
 
     def check_fits(self, nbytes: int) -> None:
-        """Refuse what could never be stored: waiting for room would not help, and trying would fill the machine."""
+        """Refuse what could never be stored: waiting would not help, and trying would fill the machine."""
         if not 0 <= nbytes <= self.memory_bytes:
             raise DockError(
                 f"a chunk of {nbytes:,} bytes does not fit a warehouse of {self.memory_bytes:,}",
@@ -86,7 +87,7 @@ class Arena:
             )
 
     def lend(self, nbytes: int) -> Segment | None:
-        """A segment with room, for one writer; None while memory is short."""
+        """Lend a segment with room to one writer; None while memory is short."""
         size = max(self.segment_bytes, -(-nbytes // MEBIBYTE) * MEBIBYTE)
         fitting = [s for s in self.segments.values() if s.state == "free" and size <= s.nbytes <= 2 * size]
         chosen = min(fitting, key=lambda s: (s.nbytes, s.number)) if fitting else self._make(size)
@@ -95,7 +96,7 @@ class Arena:
         return chosen
 
     def prepare(self, count: int) -> None:
-        """Make segments ahead of need."""
+        """Create segments ahead of need."""
         for _ in range(count):
             if self.used_bytes + self.segment_bytes > self.memory_bytes or self._make(self.segment_bytes) is None:
                 return
@@ -111,26 +112,26 @@ class Arena:
             segment.maybe_empty = True
 
     def doubt_all(self) -> None:
-        """The ledger restarted: its word about what is empty must be asked anew."""
+        """Ask a restarted ledger again which segments are empty."""
         for segment in self.segments.values():
             segment.maybe_empty = segment.state != "free"
 
     def close_orphans(self, now: float) -> None:
-        """Segments whose writer died: its lock is gone."""
+        """Close segments whose writer died, which released its lock."""
         for segment in self.segments.values():
             if segment.state == "lent" and now - segment.since > LOCK_GRACE_S and seg.try_lock_alone(segment.fd):
                 seg.unlock(segment.fd)
                 segment.state, segment.maybe_empty = "closed", True
 
     def retirable(self) -> dict[int, int]:
-        """Closed segments that may hold nothing: the ledger is to be asked about each once per hint."""
+        """Return closed segments that may be empty: the ledger is asked about each once per hint."""
         asked = [s for s in self.segments.values() if s.state == "closed" and s.maybe_empty]
         for segment in asked:
             segment.maybe_empty = False
         return {s.number: s.generation for s in asked}
 
     def recycle(self, number: int) -> bool:
-        """Free a segment that the ledger retired. False while somebody still looks at it."""
+        """Free a segment that the ledger retired. False while somebody still reads it."""
         segment = self.segments[number]
         if segment.state != "closed" or not seg.try_lock_alone(segment.fd):
             return False
@@ -148,7 +149,7 @@ class Arena:
     # -- spilling ----------------------------------------------------------------------------------------------------
 
     def spillable(self) -> Segment | None:
-        """The closed segment that has been closed longest and that nobody looks at; locked, until `finish_spill`."""
+        """Return the segment that has been closed longest and that nobody reads; locked, until `finish_spill`."""
         closed = [s for s in self.segments.values() if s.state == "closed" and not s.is_spilled]
         for segment in sorted(closed, key=lambda s: s.since):
             if seg.try_lock_alone(segment.fd):
@@ -157,7 +158,7 @@ class Arena:
         return None
 
     def copy_out(self, segment: Segment) -> None:
-        """The slow part, for a thread of its own: nobody can look while it runs, those who try wait for the lock."""
+        """Write a segment to disk: slow, for a thread of its own. Readers wait for the lock meanwhile."""
         path = seg.spill_path_of(self.folder, segment.number)
         with open(seg.path_of(self.folder, segment.number), "rb") as source, open(path, "wb") as target:
             shutil.copyfileobj(source, target, MEBIBYTE)
@@ -170,14 +171,14 @@ class Arena:
         seg.unlock(segment.fd)
 
     def give_up_spill(self, segment: Segment) -> None:
-        """The disk did not take it: it stays where it is, and whoever wants to look at it may."""
+        """Keep a segment in memory that the disk did not take, and let readers in."""
         seg.spill_path_of(self.folder, segment.number).unlink(missing_ok=True)
         segment.state, segment.since = "closed", time.monotonic()  # the last to be tried again
         self.failed_spills += 1
         seg.unlock(segment.fd)
 
     def _bring_back(self, segment: Segment) -> bool:
-        """Memory for a segment whose bytes on disk nobody needs; False when there is none."""
+        """Give memory to a segment whose bytes on disk nobody needs; False when there is none."""
         if self.used_bytes + segment.nbytes > self.memory_bytes:
             return False
         try:
@@ -199,11 +200,11 @@ class Arena:
             return None
         number = self.next_number
         self.next_number += 1
-        # Whoever comes after us must not give it again: readers may have the file open long after it is destroyed.
+        # a successor must not reuse the number: readers may have the file open long after it is destroyed
         os.pwrite(self._numbers, self.next_number.to_bytes(8, "little"), 0)
         try:
             seg.create(self.folder, number, nbytes)
-        except FileExistsError:  # not ours to remove: somebody may need its bytes
+        except FileExistsError:  # not ours to remove: its bytes may be needed
             return None
         except OSError:  # the file system is smaller than it said, or others filled it
             seg.path_of(self.folder, number).unlink(missing_ok=True)
@@ -223,17 +224,17 @@ class Arena:
             path_of(self.folder, segment.number).unlink(missing_ok=True)
 
     def _adopt(self) -> None:
-        """What a warehouse before us left: its bytes are still good. Whether they are needed the ledger knows."""
+        """Adopt what a predecessor left: its bytes are valid, and the ledger knows whether they are needed."""
         for path in self.folder.glob("s[0-9]*"):
             fd = os.open(path, os.O_RDWR)
             try:
                 header = seg.read_header(fd)
-            except seg.SegmentGone:  # died while making it
+            except seg.SegmentGone:  # the predecessor died while creating it
                 os.close(fd)
                 path.unlink()
                 continue
             number = int(path.name[1:])
-            if header.where == seg.SPILLED:  # it may have been killed before it freed them
+            if header.where == seg.SPILLED:  # the predecessor may have been killed before it freed them
                 _free_pages(fd, header.nbytes)
             self.segments[number] = Segment(
                 number, header.nbytes, header.generation, "lent", fd, -1e9, header.where == seg.SPILLED, True
@@ -246,19 +247,19 @@ class Arena:
         spill = (self.folder / "spill").resolve()
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.rmtree(spill, ignore_errors=True)
-        os.close(self._numbers)  # last: who waits to claim the folder must find that it is gone
+        os.close(self._numbers)  # last, so that a process waiting to claim the folder finds it gone
 
 
 def _free_pages(fd: int, nbytes: int) -> None:
-    """Of a segment's body: what is there is elsewhere too."""
+    """Free a segment's body, which exists elsewhere, too."""
     size = seg.HEADER_BYTES + nbytes
     with mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE) as mapping:
         mapping.madvise(mmap.MADV_REMOVE, seg.HEADER_BYTES, nbytes)
 
 
 def claim(folder: Path, within_s: float = CLAIM_S) -> int | None:
-    """Be the only one who works in this folder, as long as the file given is open. None when it is gone: whoever was
-    waited for has taken it along."""
+    """Claim the folder, exclusively while the returned file is open. None when it is gone: the process that held it
+    has removed it."""
     try:
         numbers = _open_numbers(folder)
     except FileNotFoundError:
@@ -285,30 +286,31 @@ def _read_number(fd: int) -> int:
 
 
 def spill_name(key: int) -> str:
-    """Of the folder on disk that a warehouse's segments spill to."""
+    """Name the folder on disk that a warehouse's segments spill to."""
     return f"spill-{key}"
 
 
 def is_own_folder(folder: Path) -> bool:
-    """Whether it is a folder, and this user's alone."""
+    """Say whether it is a folder that only this user can enter."""
     seen = folder.lstat()
     return stat.S_ISDIR(seen.st_mode) and seen.st_uid == os.geteuid() and not stat.S_IMODE(seen.st_mode) & 0o077
 
 
 def dock_name(token: str) -> str:
-    """What the arenas of one dock are called, which tells nothing of its token."""
+    """Name the arenas of one dock, without revealing its token."""
     return f"tidemill-{hashlib.blake2b(token.encode(), digest_size=6).hexdigest()}-"
 
 
 def remove_orphans(place: Path, dock: str = "tidemill-", older_than_s: float = ORPHAN_S) -> list[Path]:
-    """Arenas whose warehouse was killed with all that would have started it again: memory that nobody would free."""
+    """Remove arenas whose warehouse was killed with everything that would have restarted it: nobody else would free
+    the memory."""
     removed = []
     for folder in place.glob(f"{dock}*"):
         try:
             if not _ARENA.fullmatch(folder.name) or not is_own_folder(folder):
                 continue
             fd = os.open(folder / NUMBERS, os.O_RDWR)
-        except OSError:  # going, or not one of these
+        except OSError:  # it is being removed, or is not an arena
             continue
         try:
             if time.time() - os.fstat(fd).st_mtime > older_than_s and seg.try_lock_alone(fd):
@@ -323,8 +325,8 @@ def remove_orphans(place: Path, dock: str = "tidemill-", older_than_s: float = O
 
 
 def choose_place(name: str, fallback: Path, memory_bytes: int | None, segment_bytes: int) -> tuple[Path, int, bool]:
-    """(folder, bytes, whether it is real shared memory). Where /dev/shm is missing or too small, a folder on disk does
-    the same, mapped like memory but written back by the kernel."""
+    """Return (folder, bytes, whether it is real shared memory). Where /dev/shm is missing or too small, a folder on
+    disk serves, mapped like memory but written back by the kernel."""
     shared = Path("/dev/shm")
     room = shutil.disk_usage(shared).free if shared.is_dir() and os.access(shared, os.W_OK) else 0
     wanted = memory_bytes if memory_bytes is not None else room // 2

@@ -1,4 +1,4 @@
-"""PackedBuffer: memory that batches are gathered into again and again, page-locked where a device will read it."""
+"""PackedBuffer: reusable memory into which batches are gathered, page-locked where a device will read it."""
 
 from __future__ import annotations
 

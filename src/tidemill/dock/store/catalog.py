@@ -1,4 +1,4 @@
-"""The catalog: which warehouse holds which chunk, and which segments nobody needs. Pure, like the ledger beside it."""
+"""The catalog: which warehouse holds which chunk, and which segments nobody needs. Pure, like the ledger."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tidemill.dock.store.segment import SegmentGone
 SegmentKey = tuple[int, int, int]  # warehouse, segment, generation
 
 ORDERS_AT_ONCE = 256
-REPEAT_ORDER_S = 1.0  # an order that was not followed is given again after this
+REPEAT_ORDER_S = 1.0  # a request to pull that was not fulfilled is repeated after this
 NEVER = -float("inf")
 
 
@@ -41,12 +41,12 @@ class Catalog:
         self._chunks: dict[int, CatalogEntry] = {}
         self._needed: dict[SegmentKey, int] = {}  # chunks alive in a segment
         self._retired: dict[tuple[int, int], int] = {}
-        # Chunks with fewer copies than they should have, and when one was last ordered: longest ago first.
+        # chunks with too few copies, and when one was last requested: longest ago first
         self._short: OrderedDict[int, float] = OrderedDict()
 
     def usable(self, copies: Iterable[Copy]) -> list[Copy]:
-        """Copies that may be sealed. Refused when fewer are good than could be: a segment was recycled before the
-        ledger heard of what is in it, or a warehouse went or came meanwhile. The writer then writes again."""
+        """Return copies that may be sealed. Refused if fewer are valid than possible: a segment was recycled before
+        the ledger knew its contents, or a warehouse left or joined meanwhile. The writer then writes again."""
         good = [c for c in copies if c.warehouse in self.warehouses and not self._is_gone(c)]
         possible = min(1 + self.replicas, len(self.warehouses))
         if len(good) < max(1, possible):
@@ -66,7 +66,7 @@ class Catalog:
         return ChunkAt(key, entry.nbytes, tuple(entry.copies))
 
     def add_copy(self, key: int, copy: Copy) -> bool:
-        """A warehouse pulled a chunk. False: nobody needs the chunk any more."""
+        """Note that a warehouse pulled a chunk. False: nobody needs the chunk any more."""
         entry = self._chunks.get(key)
         if entry is None or self._is_gone(copy):
             return False
@@ -79,7 +79,7 @@ class Catalog:
         return True
 
     def free(self, keys: Iterable[int]) -> list[tuple[int, Empty]]:
-        """Chunks that no row needs. Returns (warehouse, notice) for segments that are empty now."""
+        """Free chunks that no row needs. Returns (warehouse, notice) for segments that are now empty."""
         notices = []
         for key in keys:
             entry = self._chunks.pop(key, None)
@@ -90,17 +90,18 @@ class Catalog:
         return notices
 
     def retire(self, warehouse: int, segments: dict[int, int]) -> tuple[int, ...]:
-        """Those of a warehouse's segments that hold nothing needed; nothing can be sealed in them from now on."""
+        """Return those of a warehouse's segments that hold nothing needed; nothing can be sealed in them from now
+        on."""
         empty = tuple(n for n, generation in segments.items() if not self._needed.get((warehouse, n, generation)))
         for number in empty:
             self._retired[warehouse, number] = segments[number]
         return empty
 
     def announce(self, hello: Announce, now: float) -> list[int]:
-        """A warehouse came (back). Returns chunks that are nowhere now, because segments of it are gone."""
+        """Note that a warehouse came (back). Returns chunks that are lost because its segments are gone."""
         self.warehouses[hello.warehouse] = Warehouse(hello, now)
         mine = [(segment, generation) for w, segment, generation in self._needed if w == hello.warehouse]
-        # What was sealed after the announcement was written is newer than it and says nothing about it.
+        # chunks sealed after the announcement was written are newer than it
         gone = {
             (segment, generation)
             for segment, generation in mine
@@ -111,11 +112,11 @@ class Catalog:
         return self._strip(lambda c: c.warehouse == hello.warehouse and (c.segment, c.generation) in gone)
 
     def holders(self) -> set[int]:
-        """Warehouses that hold something, whether they were heard of or not."""
+        """Return warehouses that hold something, whether they have announced themselves or not."""
         return {warehouse for warehouse, _, _ in self._needed}
 
     def lose(self, warehouse: int) -> list[int]:
-        """A warehouse is gone for good. Returns the chunks that have no copy left."""
+        """Remove a warehouse for good. Returns the chunks that have no copy left."""
         self.warehouses.pop(warehouse, None)
         self.lost_warehouses.add(warehouse)
         self._retired = {key: generation for key, generation in self._retired.items() if key[0] != warehouse}
@@ -124,8 +125,8 @@ class Catalog:
         return self._strip(lambda c: c.warehouse == warehouse)
 
     def orders(self, now: float) -> list[tuple[int, ChunkAt]]:
-        """(warehouse, chunk) pairs: copies to be pulled so that every chunk has its number. Some at a time, and again
-        what was ordered long ago and not done."""
+        """Return (warehouse, chunk) pairs to pull, so that every chunk has enough copies. Some at a time;
+        unfulfilled requests are repeated."""
         orders: list[tuple[int, ChunkAt]] = []
         if len(self.warehouses) < 2:
             return orders
@@ -144,7 +145,7 @@ class Catalog:
         return len(self._short)
 
     def keep_only(self, needed: Container[int]) -> None:
-        """After a restart: chunks that were written but never became part of a row."""
+        """Drop other chunks after a restart: they were written but never became part of a row."""
         self.free([key for key in self._chunks if key not in needed])
 
     def dump(self) -> dict[str, Any]:
@@ -158,7 +159,7 @@ class Catalog:
             self._insert(key, nbytes, [Copy(*c) for c in copies])
 
     def redo(self, effect: tuple[Any, ...]) -> None:
-        """One recorded step again, after a restart."""
+        """Replay one recorded step after a restart."""
         match effect:
             case ("chunk", key, nbytes, copies):
                 self.next_key = key + 1

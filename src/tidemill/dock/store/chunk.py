@@ -1,9 +1,9 @@
-"""Chunk: one batch as one run of bytes that describes itself. It can lie anywhere, so it is moved without being read.
+"""Chunk: one batch as a self-describing run of bytes. It can be at any address, so it is moved without being read.
 
     [magic][header length][header: name, dtype, shape, places][pad] [column values][pad] [offsets][pad] [index][pad] ...
 
-A column of a group lies there once for each group, with an index that says which is each row's.
-Every array starts at a multiple of 64 bytes from the chunk's start. Nothing is padded but to that.
+A group column is stored once per group, with an index that maps rows to groups. Every array starts at a multiple of 64
+bytes from the chunk's start. There is no other padding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALIGN = 64
 _PREFIX = struct.Struct("<II")
 _MAGIC = 0x74_6D_63_32
 _OFFSET, _INDEX = np.dtype(np.int64), np.dtype(np.int32)
-_KINDS = "biufc"  # bool, whole, unsigned, float, complex: what a raw byte copy can carry
+_KINDS = "biufc"  # bool, int, unsigned, float, complex: types that can be copied as raw bytes
 
 
 class ColumnPlace(msgspec.Struct, array_like=True, frozen=True):
@@ -38,7 +38,7 @@ class ColumnPlace(msgspec.Struct, array_like=True, frozen=True):
     at: int  # of the values, from the end of the header's page
     offsets_at: int  # -1: one value per row
     kept: int  # rows that lie here
-    index_at: int  # -1: each row is its own
+    index_at: int  # -1: one entry per row
     rows: int
 
 
@@ -55,7 +55,7 @@ _decode_header = msgspec.msgpack.Decoder(list[ColumnPlace]).decode
 
 
 def plan(batch: Batch) -> ChunkPlan:
-    """Where everything goes, before a byte is written."""
+    """Plan where everything goes, before a byte is written."""
     return _plan(tuple((name, *_shape(column.base), _index_rows(column)) for name, column in batch.items()))
 
 
@@ -68,7 +68,7 @@ def _index_rows(column: Column) -> int:
     return -1 if column.index is None else len(column.index)
 
 
-@lru_cache(maxsize=256)  # small puts mostly have the same shape as the last
+@lru_cache(maxsize=256)  # small puts mostly have the last one's shape
 def _plan(shapes: tuple[tuple[str, np.dtype[Any], tuple[int, ...], bool, int, int], ...]) -> ChunkPlan:
     places = []
     at = 0
@@ -92,7 +92,7 @@ def _plan(shapes: tuple[tuple[str, np.dtype[Any], tuple[int, ...], bool, int, in
 
 
 def write(batch: Batch, plan: ChunkPlan, out: npt.NDArray[np.uint8]) -> None:
-    """One copy per column, straight to its place."""
+    """Write with one copy per column, straight to its place."""
     out.data[: _PREFIX.size + len(plan.header)] = _PREFIX.pack(_MAGIC, len(plan.header)) + plan.header
     for place in plan.places:
         column, index = batch[place.name].base, batch[place.name].index
@@ -104,7 +104,7 @@ def write(batch: Batch, plan: ChunkPlan, out: npt.NDArray[np.uint8]) -> None:
 
 
 def to_bytes(batch: Batch) -> npt.NDArray[np.uint8]:
-    """The chunk in memory of its own."""
+    """Write the chunk into memory of its own."""
     planned = plan(batch)
     out = np.zeros(planned.nbytes, np.uint8)
     write(batch, planned, out)
@@ -112,13 +112,13 @@ def to_bytes(batch: Batch) -> npt.NDArray[np.uint8]:
 
 
 def read(raw: npt.NDArray[np.uint8]) -> Batch:
-    """The batch as views of `raw`."""
+    """Return the batch as views of `raw`."""
     stored = StoredChunk(raw)
     return Batch({name: stored[name] for name in stored})
 
 
 class StoredChunk(Mapping[str, Column]):
-    """A chunk where it lies. A column is made when it is asked for: most takes want each once, and some not all."""
+    """A chunk in place. A column is made when it is used: most takes read each once, and some not all."""
 
     __slots__ = ("_body_at", "_columns", "_raw", "rows")
 
@@ -150,7 +150,7 @@ class StoredChunk(Mapping[str, Column]):
         return len(self._columns)
 
 
-# dtype, shape, place of values and offsets, is it text, rows that lie here, place of the index
+# dtype, shape, place of values and offsets, is it text, rows stored here, place of the index
 Shape = tuple[np.dtype[Any], tuple[int, ...], int, int, bool, int, int]
 
 

@@ -1,4 +1,4 @@
-"""From stored chunks to one batch: views where the rows lie together in one chunk, else a single copy."""
+"""Makes one batch from stored chunks: views where the rows are adjacent in one chunk, else a single copy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Allocate = Callable[[str, tuple[int, ...], np.dtype[Any]], Array]  # column, sha
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Rows of one chunk: where they go in the batch, where they lie in the chunk, whether each is one range."""
+    """Rows of one chunk: their places in the batch and in the chunk, and whether each is one range."""
 
     chunk: int
     positions: Ints
@@ -33,13 +33,13 @@ class Run:
         return Run(chunk, positions, places, is_range(positions), is_range(places))
 
     def of_base(self, column: Column) -> tuple[Column, Run]:
-        """The column as it is kept, and where these rows lie in that."""
+        """Return the stored column, and the places of these rows in it."""
         if column.index is None:
             return column, self
         return column.base, Run.of(self.chunk, self.positions, column.index[self.places].astype(np.int64))
 
 
-LONG_ROW = 64  # values; from here on copying row by row beats building an index of every value
+LONG_ROW = 64  # values per row from which copying rows beats building an index of all values
 
 
 class StoredColumns(Protocol):
@@ -53,7 +53,7 @@ class StoredColumns(Protocol):
 
 
 class LeasedBatch(Batch):
-    """A batch with views of the store. The ledger's own columns are made when somebody asks for them."""
+    """A batch with views of the store. The ledger's own columns are made on first use."""
 
     __slots__ = ("_grant", "_stored", "_whole")
 
@@ -77,8 +77,9 @@ class LeasedBatch(Batch):
 
 
 def assemble(grant: Grant, chunks: Mapping[int, StoredColumns], allocate: Allocate | None = None) -> Batch:
-    """`allocate` gives the arrays to copy into (a reusable, pinned buffer); without it, views where possible."""
-    if not grant.rows:  # a rank's part of less than there are ranks: nothing is stored that would give a dtype
+    """Gather rows. `allocate` returns the arrays to copy into (a reusable, pinned buffer); without it, views where
+    possible."""
+    if not grant.rows:  # a rank's share is empty: nothing is stored that would tell a dtype
         return Batch(meta_columns(grant))
     if allocate is None and all(isinstance(piece.chunks, int) for piece in grant.pieces):
         return LeasedBatch(grant, _views(grant, chunks))
@@ -96,7 +97,7 @@ def assemble(grant: Grant, chunks: Mapping[int, StoredColumns], allocate: Alloca
 
 
 def _views(grant: Grant, chunks: Mapping[int, StoredColumns]) -> dict[str, Column]:
-    """Every piece lies in one chunk, side by side: what one put or commit wrote and one take got."""
+    """Gather where every piece is adjacent in one chunk: what one put or commit wrote and one take got."""
     columns: dict[str, Column] = {}
     n = grant.rows
     newest_first = [(chunks[int(piece.chunks)], int(piece.places)) for piece in reversed(grant.pieces)]
@@ -118,7 +119,7 @@ def meta_columns(grant: Grant) -> dict[str, Column]:
 
 
 def _runs(grant: Grant, parts: tuple[int, ...], name: str, chunks: Mapping[int, StoredColumns]) -> list[Run]:
-    """Which rows come from which chunk. Later parts are newer and win."""
+    """Find which rows come from which chunk. Later parts are newer and win."""
     if len(parts) == 1:
         keys, places = grant.pieces[parts[0]].of_rows(grant.rows)
         first = int(keys[0])
@@ -167,7 +168,7 @@ def _column(
 
 
 def slice_rows(column: Column, start: int, n: int) -> Column:
-    """Rows `start` to `start + n` as views."""
+    """Return rows `start` to `start + n` as views."""
     if start + n > column.rows:
         raise DockError(f"a chunk of {column.rows} rows was said to have rows {start} to {start + n}")
     return column.slice(start, n)

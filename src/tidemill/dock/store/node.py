@@ -1,4 +1,4 @@
-"""A process's side of its node's warehouse: room to write, bytes to read, wherever they lie."""
+"""A process's client of its node's warehouse: room to write, bytes to read, wherever they are."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tidemill.errors import DockError
 
 PATIENCE_S = 30.0  # a node without a warehouse for this long is reported
 CALL_S = 5.0
-COPY_PATIENCE_S = 150.0  # longer than a silent warehouse stays in the directory
+COPY_PATIENCE_S = 150.0  # longer than a silent warehouse stays listed
 RETRY_S = 0.02
 
-_path = lru_cache(maxsize=64)(Path)  # one object per arena: it is a key in every read
+_path = lru_cache(maxsize=64)(Path)  # one object per arena, because every read uses it as a key
 
 
 class Node:
@@ -44,7 +44,7 @@ class Node:
         reservation.writer.settle(reservation)
 
     def copies(self, reservation: Reservation, nbytes: int, replicas: int) -> tuple[m.Copy, ...]:
-        """Where the chunk lies, after as many other warehouses as asked for have pulled it."""
+        """Return where the chunk is, once the wanted number of other warehouses has pulled it."""
         copies = [reservation.copy]
         deadline = time.monotonic() + COPY_PATIENCE_S
         while len(copies) <= replicas:
@@ -53,7 +53,7 @@ class Node:
                 self.refresh()  # one may have come back
                 others = self._others(copies)
             if not others or time.monotonic() > deadline:
-                break  # fewer copies than asked for; the ledger has more made when it can
+                break  # fewer copies than wanted; the ledger requests more when it can
             answer = self._try(others[0].control, m.Fetch(m.ChunkAt(-1, nbytes, (copies[0],)), self._streams()))
             if isinstance(answer, m.Fetched):
                 copies.append(answer.copy)
@@ -65,7 +65,7 @@ class Node:
         return tuple(copies)
 
     def _others(self, copies: list[m.Copy]) -> list[m.Announce]:
-        """Warehouses without a copy, next in the ring first: so the load spreads."""
+        """Order warehouses without a copy, the next in the ring first, which spreads the load."""
         holders = {copy.warehouse for copy in copies}
         others = [w for w in self._warehouses.values() if w.warehouse not in holders]
         return sorted(others, key=lambda w: (w.warehouse - copies[0].warehouse) % (1 << 56))
@@ -73,7 +73,7 @@ class Node:
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def read(self, chunk: m.ChunkAt) -> Bytes:
-        """A chunk's bytes, mapped. If no copy is on this node, its warehouse pulls one first."""
+        """Map a chunk's bytes. If no copy is on this node, its warehouse pulls one first."""
         home = self._home
         for copy in chunk.copies:
             if home is not None and copy.warehouse == home.warehouse:
@@ -98,7 +98,7 @@ class Node:
     # -- the warehouse -----------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Ask the ledger anew who is where."""
+        """Ask the ledger again where the warehouses are."""
         abandoned: Writer | None = None
         with self._lock:
             self._warehouses = {w.warehouse: w for w in self._directory()}
@@ -108,11 +108,11 @@ class Node:
                 if before is not None and (home is None or before.warehouse != home.warehouse):
                     abandoned, self._writer = self._writer, None
                     self._views.forget(_path(before.arena))
-        if abandoned is not None:  # outside of our lock: it has its own, and calls us under it
+        if abandoned is not None:  # outside our lock: it has its own, and calls us under it
             abandoned.close()
 
     def leave(self) -> None:
-        """From any thread: nobody waits any longer for a warehouse, or for room in one."""
+        """Stop all waiting for a warehouse, or for room in one. From any thread."""
         self._is_left = True
         for caller in list(self._callers.values()):
             caller.close()
@@ -152,7 +152,7 @@ class Node:
 
     def _lend(self, warehouse: int, nbytes: int) -> m.Lent:
         while True:
-            home = self._need_home()  # it may have been started again and listen elsewhere
+            home = self._need_home()  # it may have restarted at another address
             if home.warehouse != warehouse:
                 raise ConnectionError("this node has another warehouse now")
             answer = self._call(home.control, m.Lend(nbytes))
@@ -160,7 +160,7 @@ class Node:
                 return answer
             if isinstance(answer, m.Refused):
                 raise DockError(answer.message, answer.remedy)
-            # else the warehouse is full: asking again is the waiting
+            # else the warehouse is full: the repeated request is what waits
 
     def _tell_closed(self, warehouse: int, segment: int, generation: int) -> None:
         home = self._home
@@ -171,7 +171,7 @@ class Node:
         return {key: w.data for key, w in self._warehouses.items()}
 
     def _insist(self, action: Callable[[], Any]) -> Any:
-        """Try again while the node's warehouse is away: it is being restarted."""
+        """Try again while the node's warehouse is restarting."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -196,7 +196,7 @@ class Node:
             return self._caller(control).ask(message, within_s=CALL_S)
         except (ConnectionError, TimeoutError):
             caller = self._callers.pop((threading.current_thread(), control), None)
-            if caller is not None:  # else `close` has closed it
+            if caller is not None:  # unless `close` has closed it
                 caller.close()
             raise
 

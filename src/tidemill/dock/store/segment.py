@@ -1,9 +1,8 @@
-"""Segments: files in shared memory that processes of one node map, with a guard against looking at recycled bytes.
-
-A segment has a one-page header (generation, where the bytes are) and a body. Whoever looks at a body holds a shared
-`flock` on the file, which the kernel lets go if the process dies; only with the exclusive lock is a segment recycled,
-and recycling raises its generation. So: lock, then compare the generation, and the bytes cannot change while looked at.
-"""
+"""Segments: files in shared memory that processes of one node map, with a guard against reading recycled bytes. A
+segment has a one-page header (generation, where the bytes are) and a body. A reader of the body holds a shared `flock`
+on the file, which the kernel releases if the process dies; a segment is recycled only under the exclusive lock, and
+recycling raises its generation. So a reader locks, then compares the generation, and the bytes cannot change while it
+reads."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ _HEADER = struct.Struct("<QQQQ")  # magic, generation, where, body bytes
 
 
 class SegmentGone(DockError):
-    """The bytes asked for are not there any more: the segment was recycled or went with its warehouse."""
+    """The bytes are gone: the segment was recycled, or lost with its warehouse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +46,12 @@ def path_of(arena: Path, number: int) -> Path:
 
 
 def spill_path_of(arena: Path, number: int) -> Path:
-    """Beside the arena there is a link to the folder that segments spill to."""
+    """Return the file that a segment spills to, through a link beside the arena."""
     return arena / "spill" / f"s{number}"
 
 
 def create(arena: Path, number: int, nbytes: int) -> None:
-    """Make a segment and touch its pages: the first touch costs seven times a copy, and nobody should wait for it."""
+    """Create a segment and touch its pages: the first touch costs seven times a copy, and nobody should wait for it."""
     fd = os.open(path_of(arena, number), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         os.posix_fallocate(fd, 0, HEADER_BYTES + nbytes)
@@ -80,7 +79,7 @@ def write_header(fd: int, header: Header) -> None:
 
 
 def try_lock_alone(fd: int) -> bool:
-    """The exclusive lock, if nobody looks at the segment or writes to it."""
+    """Take the exclusive lock, if nobody reads or writes the segment."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -104,9 +103,9 @@ class Mapped:
         self.users = 0
         self.lock = threading.RLock()
         self.is_locked = False  # the file, by this process
-        try:  # a page of its own: looked at without a system call
+        try:  # a page of its own, read without a system call
             self._header = mmap.mmap(self.fd, HEADER_BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
-        except ValueError:  # shorter than that: its warehouse died while making it
+        except ValueError:  # shorter than that: its warehouse died while creating it
             os.close(self.fd)
             raise SegmentGone(f"segment {number} is shorter than its header") from None
         self._maps: dict[tuple[int, bool], mmap.mmap] = {}
@@ -115,13 +114,14 @@ class Mapped:
         return _parse(self._header)
 
     def map(self, header: Header, writable: bool) -> mmap.mmap:
-        """Kept for the life of the process while the bytes stay where they are: page tables are costly too."""
+        """Map the body. The mapping is kept while the bytes stay where they are, because page tables are costly,
+        too."""
         key = (header.where, writable)
         if key not in self._maps:
             size = HEADER_BYTES + header.nbytes
             prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
             if header.where == IN_MEMORY:
-                # A writer fills it at once: one batch of page-table entries instead of a fault per page.
+                # a writer fills it at once: one batch of page-table entries instead of a fault per page
                 flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if writable else 0)
                 self._maps[key] = mmap.mmap(self.fd, size, flags, prot)
             else:
@@ -146,10 +146,10 @@ class Mapped:
 
 
 class SegmentRoot(np.ndarray[Any, np.dtype[np.uint8]]):
-    """The array that all views of a chunk rest on; with it goes the hold on the segment. (weakref.finalize would do the
-    same in ten times the time.)"""
+    """The base array of all views of a chunk; deleting it releases the segment. (weakref.finalize would take ten
+    times as long.)"""
 
-    views: Views | None = None  # only the first has it: slices of it are of this type too, and hold it as their base
+    views: Views | None = None  # only the first has it: slices are of this type, too, and hold it as their base
     segment: Mapped | None = None
 
     def __del__(self) -> None:
@@ -158,7 +158,7 @@ class SegmentRoot(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 class Views:
-    """All segments this process looks at or writes to. Thread-safe; finalisers may call in at any point."""
+    """All segments that this process reads or writes. Thread-safe; finalisers may call it at any point."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -166,7 +166,8 @@ class Views:
         _OPEN.add(self)
 
     def read(self, arena: Path, number: int, generation: int, offset: int, nbytes: int) -> Bytes:
-        """Bytes of a chunk as a read-only array. The segment stays as it is until the array and all views of it go."""
+        """Return a chunk's bytes as a read-only array. The segment does not change until the array and all views of
+        it are gone."""
         segment, header = self._hold(arena, number, generation)
         try:
             if offset < 0 or nbytes < 0 or offset + nbytes > header.nbytes:
@@ -188,7 +189,8 @@ class Views:
         self._let_go(segment)
 
     def forget(self, arena: Path) -> None:
-        """A warehouse is gone: close its files. Views that are out stay valid, the kernel keeps their pages."""
+        """Close the files of a warehouse that is gone. Existing views stay valid, because the kernel keeps their
+        pages."""
         with self._lock:
             for key in [key for key in self._mapped if key[0] == arena]:
                 segment = self._mapped[key]
@@ -208,9 +210,9 @@ class Views:
             if segment is None:
                 self._forget_destroyed()
                 segment = self._mapped[key] = Mapped(arena, number)
-            # Counted before it is locked: a view that the collector ends here and now must not unlock it.
+            # counted before it is locked: a view that is collected right now must not unlock it
             segment.users += 1
-        # Under the segment's own lock: while it is spilled this waits, and must keep nobody from another segment.
+        # under the segment's own lock: this waits while it is spilled, and must not block other segments
         with segment.lock:
             if not segment.is_locked:
                 fcntl.flock(segment.fd, fcntl.LOCK_SH)
@@ -222,7 +224,7 @@ class Views:
         raise SegmentGone(f"segment {number} has been recycled (generation {header.generation}, not {generation})")
 
     def _forget_destroyed(self) -> None:
-        """Segments that their warehouse has unlinked: our mapping would keep their memory for ever."""
+        """Unmap segments that their warehouse has unlinked, whose memory our mapping would keep for ever."""
         for key in [key for key, segment in self._mapped.items() if not segment.users and segment.is_unlinked()]:
             self._mapped.pop(key).close()
 
@@ -230,7 +232,7 @@ class Views:
         with self._lock:
             segment.users -= 1
             if segment.users == 0 and segment.fd >= 0:
-                with segment.lock:  # never waited for: who waits for the file under it is a user
+                with segment.lock:  # never waited for: a thread that waits for the file under it is a reader
                     segment.forget_spilled()
                     if segment.is_locked:
                         unlock(segment.fd)
@@ -241,7 +243,7 @@ _OPEN: weakref.WeakSet[Views] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """A child shares its parent's locks: it must not keep them alive after the parent has gone."""
+    """Close everything in a forked child, which shares its parent's locks and must not keep them alive."""
     for views in list(_OPEN):
         views.close()
 

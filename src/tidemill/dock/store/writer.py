@@ -1,4 +1,4 @@
-"""Writing into lent segments: chunks one after the other, each where it will stay."""
+"""Writes chunks into lent segments, one after the other, each to its final place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Reservation:
 
 class Writer:
     """Reserves room for chunks in segments of one warehouse. A segment is given back when it is full and every chunk
-    in it is either known to the ledger or given up: before that the ledger could be told of bytes that are gone."""
+    in it is either known to the ledger or given up: else the ledger could learn of bytes that are gone."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class Writer:
             return Reservation(self, current, copy, current.body[offset : offset + nbytes])
 
     def settle(self, reservation: Reservation) -> None:
-        """The ledger knows the chunk, or it is given up."""
+        """Mark a chunk as known to the ledger, or given up."""
         with self._lock:
             segment = reservation.segment
             segment.unsealed -= 1
-            # A segment with no room for a usual chunk is closed at once: its warehouse may want it soon.
+            # a segment without room for a usual chunk is closed at once: its warehouse may need it soon
             if segment is self._current and segment.used > len(segment.body) // 8 * 7:
                 self._retire_current()
             elif segment.is_full:
@@ -79,10 +79,10 @@ class Writer:
             lent = self._lend(nbytes)
             try:
                 mapped, body = self._views.hold_for_writing(self._arena, lent.segment, lent.generation)
-            except SegmentGone:  # we were so slow that it was taken back
+            except SegmentGone:  # we were too slow, and it was taken back
                 continue
             return OpenSegment(lent, mapped, body)
-        raise SegmentGone("no segment could be had from this node's warehouse", "look at the warehouse's log")
+        raise SegmentGone("no segment could be had from this node's warehouse", "see the warehouse's log")
 
     def _retire_current(self) -> None:
         if self._current is not None:
