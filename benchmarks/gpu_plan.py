@@ -29,7 +29,6 @@ sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent)]
 
 from benchmarks._plan_settings import Setting, everything, model_settings  # noqa: E402
 
-ABOUT = "whole GRPO steps of many settings on one accelerator, with a calibration: what `bench plan` compares with"
 WARM_S = 100.0
 GIB = 2**30
 
