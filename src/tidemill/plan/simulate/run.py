@@ -19,7 +19,7 @@ from tidemill.flow.workers import Rewound
 from tidemill.plan.lengths import Lengths
 from tidemill.plan.simulate.failures import Faults
 from tidemill.plan.simulate.starter import SimulatedStarter, World
-from tidemill.plan.simulate.timeline import Timeline
+from tidemill.plan.simulate.collect import Timeline
 from tidemill.plan.time_model import TimeModel
 from tidemill.recipe.config import Config
 

@@ -24,7 +24,7 @@ from tidemill.plan.simulate.mirror import Mirror
 from tidemill.plan.simulate.parts import LengthBook
 from tidemill.plan.simulate.promise import DONE, Promise
 from tidemill.plan.simulate.shared import Share, Unshared
-from tidemill.plan.simulate.timeline import Timeline
+from tidemill.plan.simulate.collect import Timeline
 from tidemill.plan.simulate.worker import SimulatedWorker
 from tidemill.plan.time_model import TimeModel
 from tidemill.recipe.config import Config
