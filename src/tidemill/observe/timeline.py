@@ -1,7 +1,7 @@
 """The timeline of a run: who did what and when, in RUN/timeline, one file a worker, one line of JSON a span.
 
-A line holds `what` (a stage, `publish`, a command, or `step` in the driver's file), `start` and `end` in seconds since the
-epoch, and the amounts of work that were counted, such as `tokens`. Lines come in the order in which spans ended.
+A line holds `what` (a stage, `publish`, a command, or `step` in the driver's file), `start` and `end` in seconds since
+the epoch, and the amounts of work that were counted, such as `tokens`. Lines come in the order in which spans ended.
 """
 
 from __future__ import annotations
