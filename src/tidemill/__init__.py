@@ -23,7 +23,8 @@ if not OPENMP.keys() & os.environ.keys():
 if TYPE_CHECKING:
     from tidemill.recipe.config import Config
     from tidemill.reward.api import Reward, Sample
-    from tidemill.rollout.generation import Answer, Engine, Piece
+    from tidemill.rollout.generation import Answer, Engine
+    from tidemill.rollout.pieces import Piece
     from tidemill.run.loop import Summary
     from tidemill.trainer import Callback, Result, Table, Trainer
 
@@ -48,7 +49,7 @@ _HOMES = {
     "Answer": "tidemill.rollout.generation",
     "Callback": "tidemill.trainer",
     "Engine": "tidemill.rollout.generation",
-    "Piece": "tidemill.rollout.generation",
+    "Piece": "tidemill.rollout.pieces",
     "Result": "tidemill.trainer",
     "Table": "tidemill.trainer",
     "Trainer": "tidemill.trainer",

@@ -214,10 +214,19 @@ def of(model: Any, device: torch.device | None = None) -> Routers | None:
     return routers
 
 
+HARMLESS = "make_inputs_require_grads"  # transformers' hook for checkpoints of layers: it changes no number
+
+
 def has_foreign_hooks(module: Any) -> bool:
     """Whether anyone but `Routers` looks into the module's calls."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(not isinstance(getattr(getattr(hook, "func", None), "__self__", None), Routers) for hook in hooks)
+    return any(not _is_known_hook(hook) for hook in hooks)
+
+
+def _is_known_hook(hook: Any) -> bool:
+    if HARMLESS in getattr(hook, "__qualname__", ""):
+        return True
+    return isinstance(getattr(getattr(hook, "func", None), "__self__", None), Routers)
 
 
 def prepare(model: Any, settings: Mixture, device: torch.device | None = None) -> Routers | None:

@@ -19,13 +19,19 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+import torch
+
+from tidemill.chat.answer import Schema
+from tidemill.environment.api import Task
 from tidemill.errors import ConfigError, ModelError, did_you_mean
 from tidemill.models import experts
 from tidemill.models.attention import registry as attention
-from tidemill.rollout.engine import Completion, Fresh, Request, Sampling
+from tidemill.models.modes import at_rest
+from tidemill.rollout.engine import Completion, Fresh, Request, RolloutEngine, Sampling
 from tidemill.rollout.native.engine import NativeEngine
 from tidemill.rollout.native.forward import latent, lean
 from tidemill.rollout.native.forward.runner import PlainRunner
+from tidemill.rollout.pieces import Piece, Pieces
 
 T = TypeVar("T")
 Asked = Future[list[Completion]]  # a request's samples in order
@@ -34,8 +40,6 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, o
 CONCURRENT = 256
 LONGEST = 4096  # tokens of prompt and answer, unless the model's window is shorter or the caller asks for more
 CACHE_TOKENS = 1 << 16  # of keys and values; sequences beyond them wait, or are read again
-KEPT = 64  # tokens of a stream that are decoded anew for each piece
-UNFINISHED = "\ufffd"  # what a tokenizer gives for a character whose last bytes are still to come
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +51,8 @@ class Answer:
     logprobs: list[float]  # of each token, at the sampling temperature
     finish: str  # stop: it ended by itself; length: it reached the limit; cancelled: the caller left
     prompt_tokens: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one or more steps added to an answer that is streamed. Text may lag behind tokens by an unfinished character."""
-
-    text: str
-    tokens: list[int]
-    logprobs: list[float]
+    mask: list[int] | None = None  # in a conversation with an environment: 0 where the environment made the token
+    reward: float | None = None  # what the environment gave
 
 
 class Engine:
@@ -65,8 +62,8 @@ class Engine:
     trained, moved or given other weights; call `refresh()` after weights changed, so that nothing is reused that old
     weights computed. Calls from several threads and coroutines share the same steps.
 
-    `concurrent` sequences run at once, each of at most `max_length` tokens; `cache_tokens` bounds the memory of keys and
-    values. `reuse_prefix` lets a prompt that begins like an earlier one read only what is new.
+    `concurrent` sequences run at once, each of at most `max_length` tokens; `cache_tokens` bounds the memory of keys
+    and values. `reuse_prefix` lets a prompt that begins like an earlier one read only what is new.
     """
 
     def __init__(
@@ -86,7 +83,8 @@ class Engine:
         window = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST
         self.max_length = min(window, max_length or LONGEST)
         _refuse_unknown(model)
-        self._engine = NativeEngine(
+        self.tools: Sequence[Schema] = ()  # that prompts tell the model of
+        self._native = NativeEngine(
             model,
             eos_ids=end_tokens(model, tokenizer),
             tokenizer=tokenizer,
@@ -95,7 +93,9 @@ class Engine:
             cache_tokens=cache_tokens or max(CACHE_TOKENS, self.max_length),
             reuse_prefix=reuse_prefix,
         )
-        self._engine.on_tokens = self._hear
+        self._native.on_tokens = self._hear
+        self._engine: RolloutEngine = self._native
+        self._task: Task | None = None
         self._inbox: SimpleQueue[Callable[[], None]] = (
             SimpleQueue()
         )  # what the stepping thread is to do before its step
@@ -104,24 +104,32 @@ class Engine:
         self._loop: threading.Thread | None = None
         self._is_open, self._numbers = True, itertools.count()
         self._streams: dict[int, Pieces] = {}
+        self._pending: set[Asked] = set()
 
     # Asking
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], *, n: int = 1, max_new_tokens: int = 256, **sampling: Any
     ) -> list[list[Answer]]:
-        """Answer each prompt `n` times. A prompt is a text, a list of token ids, or a list of messages; a list of prompts
-        is answered together, and the samples of one prompt share its computation.
+        """Answer each prompt `n` times. A prompt is a text, a list of token ids, or a list of messages. Prompts of a
+        list are answered together, and the samples of one prompt share its computation.
 
-        `sampling`: temperature (0: greedy), top_p, top_k, min_p, seed, stop (strings), stop_tokens, repetition_penalty, and
-        the other fields of `tidemill.rollout.engine.Sampling`."""
-        drawn = as_sampling(max_new_tokens, sampling)
-        asked = [self._submit(self.encode(prompt), n, drawn) for prompt in listed(prompts)]
-        return [self._answers(self._wait(one)) for one in asked]
+        `sampling`: temperature (0: greedy), top_p, top_k, min_p, seed, stop (strings), stop_tokens,
+        repetition_penalty, and the other fields of `tidemill.rollout.engine.Sampling`."""
+        drawn = {"max_tokens": max_new_tokens, **sampling}
+        asked = [self.submit(self.encode(prompt), n, drawn) for prompt in listed(prompts)]
+        return [self.collect(one) for one in asked]
+
+    def submit(self, prompt: list[int], n: int, sampling: Mapping[str, Any]) -> Asked:
+        """Begin to answer token ids; `collect` waits for it. Requests submitted together share their steps."""
+        return self._submit(prompt, n, as_sampling(sampling))
+
+    def collect(self, asked: Asked) -> list[Answer]:
+        return self._answers(self._wait(asked))
 
     def stream(self, prompt: Prompt, *, max_new_tokens: int = 256, **sampling: Any) -> Iterator[Piece]:
         """Answer one prompt, piece by piece. Leaving the loop early cancels the rest."""
-        pieces = self._open_stream(self.encode(prompt), as_sampling(max_new_tokens, sampling))
+        pieces = self._open_stream(self.encode(prompt), as_sampling({"max_tokens": max_new_tokens, **sampling}))
         try:
             while (piece := pieces.ready.get()) is not None:
                 yield piece
@@ -134,7 +142,7 @@ class Engine:
     ) -> list[list[Answer]]:
         """`generate` for coroutines: many may wait at once, and share the engine's steps."""
         self._run_loop()
-        drawn = as_sampling(max_new_tokens, sampling)
+        drawn = as_sampling({"max_tokens": max_new_tokens, **sampling})
         asked = [self._submit(self.encode(prompt), n, drawn) for prompt in listed(prompts)]
         return [self._answers(await asyncio.wrap_future(one)) for one in asked]
 
@@ -142,9 +150,8 @@ class Engine:
         """`stream` for coroutines."""
         loop = asyncio.get_running_loop()
         told = asyncio.Event()
-        pieces = self._open_stream(
-            self.encode(prompt), as_sampling(max_new_tokens, sampling), lambda: loop.call_soon_threadsafe(told.set)
-        )
+        drawn = as_sampling({"max_tokens": max_new_tokens, **sampling})
+        pieces = self._open_stream(self.encode(prompt), drawn, lambda: loop.call_soon_threadsafe(told.set))
         try:
             while True:
                 await told.wait()
@@ -168,15 +175,31 @@ class Engine:
         made = self.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
         return list(made["input_ids"])
 
+    def converse(self, environment: Any, *, max_turns: int = 8) -> None:
+        """Let every prompt begin a conversation with an environment (a name, or settings as in a recipe): an answer is
+        then all that was said, and its `mask` tells the model's tokens from the environment's."""
+        from tidemill.environment.registry import offered
+        from tidemill.environment.speech import Speech
+        from tidemill.recipe.config import EnvironmentSettings
+        from tidemill.rollout.turns import TurnsEngine
+
+        given = {"name": environment} if isinstance(environment, str) else dict(environment)
+        settings = EnvironmentSettings.model_validate({"max_turns": max_turns, **given})
+        self.tools = offered(settings)
+        is_chat = bool(getattr(self.tokenizer, "chat_template", None))
+        speech = Speech(self.tokenizer, is_chat, settings.role, None, self.tools)
+        self._engine = TurnsEngine(self._native, settings, speech, end_tokens(self.model, self.tokenizer))
+        self._task = Task()
+
     # Weights and memory
 
     def refresh(self) -> None:
         """Forget what old weights computed. Call it after the model's weights changed; running answers go on."""
-        self._do(lambda: self._engine.load(None, self._engine.version + 1))
+        self._do(lambda: self._native.load(None, self._native.version + 1))
 
     def sleep(self) -> None:
         """Give the memory of keys and values back until the next request."""
-        self._do(self._engine.sleep)
+        self._do(self._native.sleep)
 
     def close(self) -> None:
         """Cancel what runs, stop the background thread and give memory back."""
@@ -196,6 +219,8 @@ class Engine:
     def _submit(self, prompt: list[int], n: int, sampling: Sampling, pieces: Pieces | None = None) -> Asked:
         number = next(self._numbers)
         asked: Asked = Future()
+        self._pending.add(asked)
+        asked.add_done_callback(self._pending.discard)
         done: list[Completion] = []
 
         def hear(completion: Completion) -> None:
@@ -215,7 +240,7 @@ class Engine:
                 self._streams[number] = pieces
                 pieces.number = number
             stream = number if pieces is not None else None
-            self._engine.submit(Request(number, prompt, sampling, n=n, on_done=hear, stream=stream))
+            self._engine.submit(Request(number, prompt, sampling, n=n, on_done=hear, stream=stream, task=self._task))
 
         if not self._is_open:
             raise ConfigError("the engine is closed", "make a new one")
@@ -253,8 +278,10 @@ class Engine:
         while not self._inbox.empty():
             self._inbox.get()()
         if self._engine.has_work:
-            is_module = isinstance(self._engine.runner, PlainRunner)
-            with borrowed(self.model) if is_module else nullcontext():
+            is_module = isinstance(self._native.runner, PlainRunner)
+            # A trainer may have turned mixed precision on: the engine computes in the dtype of the weights.
+            exact = torch.autocast(self._native.device.type, enabled=False)
+            with exact, borrowed(self.model) if is_module else nullcontext():
                 self._engine.step()
 
     def _run_loop(self) -> None:
@@ -264,11 +291,16 @@ class Engine:
                 self._loop.start()
 
     def _serve(self) -> None:
-        while self._is_open:
-            with self._turn:
-                self._advance()
-            if not self._engine.has_work:
-                self._rung.wait()
+        try:
+            while self._is_open:
+                with self._turn:
+                    self._advance()
+                if self._is_open and not self._engine.has_work:
+                    self._rung.wait()
+        except Exception as error:  # a step failed: nobody may wait for what will not come
+            self._is_open = False
+            for asked in list(self._pending):
+                asked.set_exception(error)
 
     def _shut(self) -> None:
         self._is_open = False
@@ -276,13 +308,21 @@ class Engine:
             if sequence.request.on_done is not None:
                 cut = (sequence.tokens, sequence.logprobs, sequence.versions)
                 sequence.request.on_done(Completion(sequence.request, sequence.index, *cut, finish="cancelled"))
-        self._engine.sleep()
+        self._native.sleep()
 
     # Answers
 
     def _answers(self, done: list[Completion]) -> list[Answer]:
         return [
-            Answer(self._text(c.tokens), list(c.tokens), list(c.logprobs), c.finish, list(c.request.prompt))
+            Answer(
+                self._text(c.tokens),
+                list(c.tokens),
+                list(c.logprobs),
+                c.finish,
+                list(c.request.prompt),
+                c.mask,
+                None if c.played is None else c.played.reward,
+            )
             for c in done
         ]
 
@@ -292,7 +332,7 @@ class Engine:
     def _open_stream(self, prompt: list[int], sampling: Sampling, ring: Callable[[], object] = lambda: None) -> Pieces:
         self._run_loop()
         pieces = Pieces(self._text, ring)
-        self._submit(prompt, 1, sampling, pieces)
+        self._submit(prompt, 1, sampling, pieces).add_done_callback(lambda asked: pieces.close(asked.exception()))
         return pieces
 
     def _hear(self, fresh: Fresh) -> None:
@@ -309,58 +349,18 @@ class Engine:
             self._post(leave)
 
 
-class Pieces:
-    """One answer on its way: tokens in, pieces of text out, never half a character."""
-
-    def __init__(self, text: Callable[[Sequence[int]], str], ring: Callable[[], object]) -> None:
-        self.ready: SimpleQueue[Piece | None] = SimpleQueue()  # None: there are no more
-        self.number, self.is_over = -1, False
-        self._text, self._ring = text, ring
-        self._failure: str | None = None
-        self._seen: list[int] = []  # since a place where text could be cut
-        self._given = ""  # text of `_seen` that was given
-        self._tokens: list[int] = []  # not given yet
-        self._logprobs: list[float] = []
-
-    def add(self, token: int, logprob: float) -> None:
-        self._tokens.append(token)
-        self._logprobs.append(logprob)
-        self._seen.append(token)
-        text = self._text(self._seen)
-        if not text.endswith(UNFINISHED):
-            self._give(text)
-
-    def end(self, completion: Completion) -> None:
-        self._failure, self.is_over = completion.error, True
-        if self._tokens:
-            self._give(self._text(self._seen))
-        self.ready.put(None)
-        self._ring()
-
-    def raise_failure(self) -> None:
-        if self._failure is not None:
-            raise ModelError(self._failure)
-
-    def _give(self, text: str) -> None:
-        self.ready.put(Piece(text[len(self._given) :], self._tokens, self._logprobs))
-        self._tokens, self._logprobs, self._given = [], [], text
-        if len(self._seen) > KEPT:  # a tokenizer looks back at most a few tokens
-            self._seen = self._seen[-KEPT // 2 :]
-            self._given = self._text(self._seen)
-        self._ring()
-
-
-def as_sampling(max_new_tokens: int, given: Mapping[str, Any]) -> Sampling:
+def as_sampling(given: Mapping[str, Any]) -> Sampling:
     """Turn keyword arguments into a `Sampling`; `stop` is a text or a list of texts."""
     settings = dict(given)
     stop = settings.pop("stop", ())
-    settings["stop_strings"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if stop:
+        settings["stop_strings"] = (stop,) if isinstance(stop, str) else tuple(stop)
     known = {field.name for field in fields(Sampling)}
     for name in settings.keys() - known:
         raise ConfigError(
             f"generate() has no argument {name!r}", f"it has {', '.join(sorted(known))}" + did_you_mean(name, known)
         )
-    return Sampling(max_tokens=max_new_tokens, **settings)
+    return Sampling(**settings)
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -404,7 +404,7 @@ def _refuse_unknown(model: Any) -> None:
         return
     from tidemill.models.trial import try_out
 
-    with borrowed(model):
+    with borrowed(model), at_rest(model.modules()):
         try_out(model)
 
 
