@@ -1,6 +1,6 @@
 """Runs on processes of one machine, 1 to 4 rollout workers under three schedules, with all that a prediction needs.
 
-    OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= python benchmarks/_plan_cpu.py --out FOLDER    # four minutes on 8 quiet cores
+    OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= python benchmarks/_plan_cpu.py --out FOLDER   # minutes, on 8 quiet cores
 
 FOLDER gets a calibration of the machine's processor, and a folder a run: its settings, metrics, samples and timeline.
 """
@@ -91,7 +91,8 @@ def main() -> None:
     calibrate(out)
     for name, settings in cases(tuple(int(n) for n in asked.workers.split(","))):
         try:
-            print(f"{name}: {run(name, settings, out):.4f} s a step, {time.perf_counter() - began:.0f} s in", flush=True)
+            step_s = run(name, settings, out)
+            print(f"{name}: {step_s:.4f} s a step, {time.perf_counter() - began:.0f} s in", flush=True)
         except Exception as error:
             print(f"{name}: failed: {error!r}"[:800], flush=True)
     shutil.rmtree(out / "runs", ignore_errors=True)

@@ -73,10 +73,13 @@ class TimeModel:
         self.overheads = overheads or (HERE if is_local else Overheads())
         self._steps: dict[int, float] = {}
 
-    @staticmethod
-    def like(other: TimeModel, config: Config) -> TimeModel:
-        """The same machines, calibration and overheads under another recipe of the same model."""
-        return TimeModel(config, other.machines, other.shape, other.made, other.overheads, other.reward_s)
+    def again(self, config: Config) -> TimeModel:
+        """Keep machines, calibration and overheads under another recipe of the same model."""
+        return TimeModel(config, self.machines, self.shape, self.made, self.overheads, self.reward_s)
+
+    def batch_s(self, tokens: float, rows: int, trains: bool) -> float | None:
+        """Return the seconds of a batch where they were measured; None: the model works them out."""
+        return None
 
     # Where
 
