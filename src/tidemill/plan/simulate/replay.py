@@ -113,18 +113,18 @@ class ReplayTime(TimeModel):
         return float(np.interp(rows, self._rows, self._each)) if len(self._rows) else 0.0
 
     @property
-    def token_read_s(self) -> float:  # type: ignore[override]
+    def token_read_s(self) -> float:
         return 0.0  # part of the engine's steps
 
     def prefill_s(self, tokens: float, pairs: float, ends: float) -> float:
         return 0.0
 
     @property
-    def update_s(self) -> float:  # type: ignore[override]
+    def update_s(self) -> float:
         return self._update
 
     @property
-    def publish_s(self) -> float:  # type: ignore[override]
+    def publish_s(self) -> float:
         return self.overheads.publish_s
 
     def batch_s(self, tokens: float, rows: int, trains: bool) -> float | None:
