@@ -16,6 +16,7 @@ from tidemill.cli import (  # each registers its commands, in the order that `ti
     plot,  # isort: skip
     recipes,  # isort: skip
     reshard,  # isort: skip
+    serve,  # isort: skip
     status,  # isort: skip
     train,  # isort: skip
     watch,  # isort: skip
@@ -24,5 +25,5 @@ from tidemill.cli.frame import app, explain, main
 
 __all__ = [
     "app", "bench", "diff", "dock", "doctor", "evaluate", "explain", "export", "generate", "jobs", "launch", "main",
-    "models", "plot", "recipes", "reshard", "status", "train", "watch",
+    "models", "plot", "recipes", "reshard", "serve", "status", "train", "watch",
 ]  # fmt: skip
