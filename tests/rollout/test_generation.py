@@ -69,6 +69,14 @@ def test_samples_have_the_log_probs_of_the_model(model: Any, engine: tidemill.En
         assert torch.tensor(a.logprobs).sub(wanted).abs().max() < 1e-4
 
 
+def test_the_same_seed_gives_the_same_answers_whatever_ran_before(engine: tidemill.Engine) -> None:
+    def draw(seed: int) -> list[list[list[int]]]:
+        return [[a.tokens for a in answers] for answers in engine.generate(PROMPTS, n=2, max_new_tokens=8, seed=seed)]
+
+    first = draw(7)
+    assert draw(8) != first and draw(7) == first
+
+
 def test_weights_that_changed_are_used_after_refresh(model: Any, engine: tidemill.Engine) -> None:
     prompt = list(range(5, 45))  # longer than a page: its beginning is remembered
     engine.generate(prompt, max_new_tokens=4, temperature=0)

@@ -65,11 +65,10 @@ class _Rollout:
     def __call__(self, prompts: list[Any], trainer: Any) -> Made:
         engine = self._engine_of(trainer)
         engine.refresh()
-        args, made = trainer.args, []
-        for prompt, repeated in _runs(self._encoded(prompts, trainer)):
-            made.append((prompt, repeated))
-        sampling = _sampling_of_args(args, seed=args.seed + trainer.state.global_step)
-        asked = [engine.submit(prompt, repeated, sampling) for prompt, repeated in made]
+        self.calls += 1
+        sampling = _sampling_of_args(trainer.args, seed=(trainer.args.seed << 32) + self.calls)
+        groups = _runs(self._encoded(prompts, trainer))
+        asked = [engine.submit(prompt, n, sampling, place) for place, (prompt, n) in enumerate(groups)]
         answers = [answer for one in asked for answer in engine.collect(one)]
         if not self.keeps_cache:
             engine.sleep()
@@ -141,7 +140,8 @@ class _Generate:
         self.calls += 1
         self.engine.refresh()
         sampling = _sampling_of_settings(settings, input_ids.shape[1], seed=torch.initial_seed() + self.calls)
-        asked = [self.engine.submit(prompt, n * repeated, sampling) for prompt, repeated in _runs(prompts)]
+        groups = enumerate(_runs(prompts))
+        asked = [self.engine.submit(prompt, n * repeated, sampling, place) for place, (prompt, repeated) in groups]
         answers = [answer.tokens for one in asked for answer in self.engine.collect(one)]
         self.engine.sleep()
         longest = max(map(len, answers))

@@ -117,12 +117,13 @@ class Engine:
         `sampling`: temperature (0: greedy), top_p, top_k, min_p, seed, stop (strings), stop_tokens,
         repetition_penalty, and the other fields of `tidemill.rollout.engine.Sampling`."""
         drawn = {"max_tokens": max_new_tokens, **sampling}
-        asked = [self.submit(self.encode(prompt), n, drawn) for prompt in listed(prompts)]
+        asked = [self.submit(self.encode(prompt), n, drawn, place) for place, prompt in enumerate(listed(prompts))]
         return [self.collect(one) for one in asked]
 
-    def submit(self, prompt: list[int], n: int, sampling: Mapping[str, Any]) -> Asked:
-        """Begin to answer token ids; `collect` waits for it. Requests submitted together share their steps."""
-        return self._submit(prompt, n, as_sampling(sampling))
+    def submit(self, prompt: list[int], n: int, sampling: Mapping[str, Any], place: int = 0) -> Asked:
+        """Begin to answer token ids; `collect` waits for it. Requests submitted together share their steps. The seed
+        and `place` (in a list of prompts) decide the draws, and nothing else does."""
+        return self._submit(prompt, n, as_sampling(sampling), place=place)
 
     def collect(self, asked: Asked) -> list[Answer]:
         return self._answers(self._wait(asked))
@@ -143,7 +144,7 @@ class Engine:
         """`generate` for coroutines: many may wait at once, and share the engine's steps."""
         self._run_loop()
         drawn = as_sampling({"max_tokens": max_new_tokens, **sampling})
-        asked = [self._submit(self.encode(prompt), n, drawn) for prompt in listed(prompts)]
+        asked = [self._submit(self.encode(prompt), n, drawn, place=i) for i, prompt in enumerate(listed(prompts))]
         return [self._answers(await asyncio.wrap_future(one)) for one in asked]
 
     async def astream(self, prompt: Prompt, *, max_new_tokens: int = 256, **sampling: Any) -> AsyncIterator[Piece]:
@@ -216,7 +217,9 @@ class Engine:
 
     # The thread that steps: the caller's while it waits, or one of our own once anything is streamed or awaited
 
-    def _submit(self, prompt: list[int], n: int, sampling: Sampling, pieces: Pieces | None = None) -> Asked:
+    def _submit(
+        self, prompt: list[int], n: int, sampling: Sampling, pieces: Pieces | None = None, place: int = 0
+    ) -> Asked:
         number = next(self._numbers)
         asked: Asked = Future()
         self._pending.add(asked)
@@ -240,7 +243,8 @@ class Engine:
                 self._streams[number] = pieces
                 pieces.number = number
             stream = number if pieces is not None else None
-            self._engine.submit(Request(number, prompt, sampling, n=n, on_done=hear, stream=stream, task=self._task))
+            request = Request(number, prompt, sampling, n, on_done=hear, task=self._task, stream=stream, draw_id=place)
+            self._engine.submit(request)
 
         if not self._is_open:
             raise ConfigError("the engine is closed", "make a new one")
