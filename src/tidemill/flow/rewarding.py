@@ -61,7 +61,7 @@ class RewardWorker:
         for finished in done:
             self._commit(*finished)
         if done and not self.scoring:
-            self.tally.add("time/reward", self.tally.now() - self._since)
+            self.tally.took("reward", self._since)
         return lease is not None or bool(done)
 
     def _sample(self, row: dict[str, Any], prompts: dict[tuple[int, ...], str]) -> Sample:

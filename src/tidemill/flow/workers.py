@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from tidemill.errors import TidemillError
 from tidemill.flow.records import Activity, Evaluation
+from tidemill.flow.timeline import Piece
 from tidemill.recipe.config import Config
 
 ALL_STAGES = "all"
@@ -25,6 +26,7 @@ class Workers(Protocol):
     """Made by `cluster.start.choose.start`. The loop knows nothing else about where the work is done."""
 
     config: Config
+    timeline: Mapping[str, Sequence[Piece]]  # what each worker did in the step that was measured last
 
     @property
     def parameters(self) -> int:

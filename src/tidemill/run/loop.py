@@ -93,7 +93,7 @@ def train_loop(
             except Stopped:
                 summary.is_stopped = True
                 break
-            measured = record(step, folder, workers, metrics, machine, summary, clock.seconds(), watch)
+            measured = record(step, folder, workers, metrics, machine, summary, clock, watch)
             if presence.is_there:
                 with presence.elsewhere(clock):
                     yield StepDone(step, measured)

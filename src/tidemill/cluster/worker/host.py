@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 IDLE_S = (0.001, 0.02)  # pause between polls when nothing moves: at first, at most
 JOIN_S = 30.0
+ON_TIMELINE = ("evaluate", "save", "restore", "settle")  # commands that take long and are no stage
 
 Work = tuple[Callable[[], Any], str, Future[Any]]
 
@@ -167,10 +168,13 @@ class Host:
         except queue.Empty:
             return False
         self._now(name)
+        began = time.perf_counter()
         try:
             done.set_result(command())
         except BaseException as error:
             done.set_exception(error)
+        if name in ON_TIMELINE and self.worker is not None:
+            self.worker.state.tally.place(name, began, time.perf_counter())
         self._now("")
         self._say()
         return True

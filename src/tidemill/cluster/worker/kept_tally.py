@@ -8,7 +8,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tidemill.device.peaks import PEAKS
 from tidemill.flow.tally import Counted, Tally
+from tidemill.flow.timeline import Timeline
 
 if TYPE_CHECKING:
     from tidemill.cluster.assignment import Assignment, DockPlace
@@ -18,7 +20,9 @@ _ADD, _MEAN = "+", "~"
 
 def tally_of(task: Assignment, dock: DockPlace) -> Tally:
     """Return a tally kept in a file for a worker that may die alone; one that ends with the run needs no file."""
-    return KeptTally(task.logs / f"{task.post.name}.counts", dock.ledger) if task.dies_alone else Tally()
+    if not task.dies_alone:
+        return Tally(peaks=PEAKS, timeline=Timeline())
+    return KeptTally(task.logs / f"{task.post.name}.counts", dock.ledger)
 
 
 class KeptTally(Tally):
@@ -27,7 +31,7 @@ class KeptTally(Tally):
 
     def __init__(self, file: Path, place: str) -> None:
         self._file = -1
-        super().__init__()
+        super().__init__(peaks=PEAKS, timeline=Timeline())
         self._path, self._place = file, place
         for line in self._left():
             kind, name, value = line.split("\t")
