@@ -176,3 +176,30 @@ def test_a_form_of_a_foreign_page_cannot_command(root):
     page = client(root, may_control=True)
     answer = page.post("/api/control", content='{"run": "one", "kind": "stop"}', headers={"content-type": "text/plain"})
     assert answer.status_code == 415 and asked(root / "one") == []
+
+
+# What every worker did, and what a sample's tokens and images are
+
+
+def test_the_timeline_gives_the_newest_steps_or_those_that_are_asked_for(root):
+    page = client(root)
+    newest = page.get("/api/timeline", params={"run": "one", "n": 2}).json()["steps"]
+    asked = page.get("/api/timeline", params={"run": "one", "n": 2, "step": 5}).json()["steps"]
+    assert [one["step"] for one in newest] == [49, 50] and [one["step"] for one in asked] == [4, 5]
+    assert asked[0]["workers"]["learner-0"][0] == ["learn", 0.62, 0.9]
+
+
+def test_a_group_has_what_the_learner_made_of_its_tokens(root):
+    page = client(root)
+    at = page.get("/api/samples", params={"run": "one"}).json()["samples"][0]["at"]
+    group = page.get("/api/group", params={"run": "one", "at": at}).json()
+    assert [one["ratio"] for one in group] == [[1.0, 1.2, 0.8, 1.0]] * 2
+    assert group[0]["pieces"] == ["one", " two", " three", " four"] and group[1]["mask"] == [1, 0, 0, 1]
+
+
+def test_a_picture_is_given_and_no_other_file(root):
+    page = client(root)
+    found = page.get("/api/image", params={"run": "one", "name": made.IMAGE})
+    assert found.status_code == 200 and found.headers["content-type"] == "image/png"
+    for name in ("../config.yaml", "config.yaml", f"{8:032x}.png", "../images/" + made.IMAGE):
+        assert page.get("/api/image", params={"run": "one", "name": name}).status_code == 404

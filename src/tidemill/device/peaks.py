@@ -1,6 +1,6 @@
-"""The most memory that this process held while it did something: on its device by the allocator's own peak, on the host by
-the kernel's. Both are counters of the whole process that can be set back, so one object reads them, when what is done
-changes."""
+"""The most memory that this process held while it did something: on its device by the allocator's own peak, on the
+host by the kernel's. Both are counters of the whole process that can be set back, so one object reads them, when what
+is done changes."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from tidemill.device.peaks import Peak, Peaks
 from tidemill.dock import Tallied
 from tidemill.flow.timeline import Piece, Timeline
+from tidemill.flow.workers import MachineReport
 from tidemill.observe.profile import span
 
 
@@ -26,6 +27,7 @@ class Counted:
     updates: list[dict[str, float]]
     peaks: dict[str, Peak] = field(default_factory=dict)  # of memory, by what was done
     pieces: list[Piece] = field(default_factory=list)  # when it was done
+    machine: MachineReport | None = None  # of a process that does nothing else
 
     @staticmethod
     def of_samples(told: Tallied) -> Counted:

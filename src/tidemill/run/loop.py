@@ -84,6 +84,7 @@ def train_loop(
                 break
             watch.beginning(step)
             clock = Stopwatch()
+            machine.begin()
             try:
                 with profiled(folder.path, config.train.profile, step):
                     for stage in workers.stages(step, stop):

@@ -31,7 +31,7 @@ from tidemill.flow.dump import Dump
 from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.tally import Counted, together
 from tidemill.flow.timeline import Piece
-from tidemill.flow.workers import Rewound
+from tidemill.flow.workers import MachineReport, Rewound
 from tidemill.graph import Graph
 from tidemill.observe import health
 from tidemill.observe.run_folder import RunFolder
@@ -76,7 +76,6 @@ class Driver:
         self._first_feed: dict[str, Any] = {}
         self._history: list[dict[str, float]] = []
         self._warned: set[str] = set()
-        self._lost_samples: dict[str, int] = {}  # the dock's counts at the last call
         self._shown: dict[str, list[tuple[bool, int]]] = {}  # samples that could be shown, by the worker that has them
         self.is_up = False
         self._lost_learner = ""
@@ -91,6 +90,8 @@ class Driver:
         self.status = StatusWriter(self)
         self.traffic = Traffic(starter.now)
         self.timeline: dict[str, list[Piece]] = {}  # of the last step, by worker
+        self.machines: dict[str, MachineReport] = {}
+        self.home = starter.home[0]
 
     def note(self, text: str) -> None:
         if self._logs is not None:
@@ -282,21 +283,16 @@ class Driver:
         of_samples = Counted.of_samples(self.run_dock.dock.counted())
         measured = together([*(counted for counted, _ in told.values()), of_samples])
         self.timeline = {name: counted.pieces for name, (counted, _) in told.items()}
+        self.machines = {name: one.machine for name, (one, _) in told.items() if one.machine is not None}
         measured |= {"version": float(self.publisher.version)}
         state, rows = self.run_dock.dock.state(), samples_per_step(self.config)
         measured |= self.traffic.step(state, rows, self.publisher.nbytes)
         if self.conductor.schedule.lead:
-            measured |= self._newly_lost(state)
+            measured |= self.traffic.lost(state)
         if not self.starter.is_here:
             heard, self.pool.received_bytes = self.pool.received_bytes, 0
             measured |= {"workers_lost": float(self.pool.lost_total), "driver_bytes": float(heard)}
         return measured
-
-    def _newly_lost(self, state: DockState) -> dict[str, float]:
-        """Count samples that the dock refused for their age, and leases that expired, since the last call."""
-        now = {"stale_samples": state.stale, "expired_leases": state.expired}
-        before, self._lost_samples = self._lost_samples, now
-        return {name: float(max(0, count - before.get(name, 0))) for name, count in now.items()}
 
     def _from_all(self, asked: Request[R], members: Sequence[Member] | None = None) -> dict[str, R]:
         """Collect the answers of all workers, or of these; one that is lost meanwhile is left out."""
@@ -344,6 +340,9 @@ class Driver:
                 written = request(WorkerCommands.write_samples, step, own, self.folder.samples_file.resolve())
                 with contextlib.suppress(WorkerLost):
                     errors.append(self.pool.call(member, written))
+        if chosen:
+            noted = request(WorkerCommands.write_notes, step, [id for _, id in chosen], self.path)
+            self._from_all(noted, self.pool.learners())
         return next((error for error in errors if error), "")
 
     def activity(self) -> Activity | None:

@@ -35,6 +35,13 @@ class Traffic:
             "machine/dock_bytes_pulled": float(sum(f.get("pulled_bytes", 0) for f in state.warehouses.values())),
             "machine/weight_bytes": float(weight_bytes),
         }
+        return found | self._grown(counts)
+
+    def lost(self, state: DockState) -> dict[str, float]:
+        """Count samples that the dock refused for their age, and leases that expired, since the last call."""
+        return self._grown({"stale_samples": float(state.stale), "expired_leases": float(state.expired)})
+
+    def _grown(self, counts: dict[str, float]) -> dict[str, float]:
         grown = {name: max(0.0, value - self._before.get(name, 0.0)) for name, value in counts.items()}
-        self._before = counts  # another dock begins at 0 again
-        return found | grown
+        self._before |= counts  # another dock begins at 0 again
+        return grown
