@@ -125,7 +125,7 @@ def test_samples_are_found_sorted_and_seen_beside_their_group(finished, opened):
 def colours(page: Page) -> list[str]:
     """Of the tokens of the first sample of the open group."""
     own = page.locator(".detail .group article").first.locator(".tok")
-    return own.evaluate_all("all => all.map(t => t.style.background + '|' + t.style.borderBottomColor + '|' + t.className)")
+    return own.evaluate_all("all => all.map(t => t.style.background + '|' + t.style.borderBottom + '|' + t.className)")
 
 
 def test_tokens_are_coloured_by_what_the_learner_made_of_them(finished, opened):
@@ -153,7 +153,9 @@ def test_the_images_of_a_sample_are_shown(finished, opened):
     page = opened(finished)
     shown(page, "samples")
     page.locator(".sample").first.click()
-    page.wait_for_function("() => [...document.querySelectorAll('.detail img')].filter(i => i.naturalWidth === 24).length === 2")
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('.detail img')].filter(i => i.naturalWidth === 24).length === 2"
+    )
 
 
 def test_the_flow_page_shows_what_every_worker_did_when(finished, opened):

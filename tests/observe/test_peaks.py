@@ -109,4 +109,8 @@ def test_timed_work_is_on_the_timeline_at_the_right_hour():
         time.sleep(0.01)
     counted = tally.drain()
     ((what, begin, end),) = counted.pieces
-    assert what == "learn" and before - 0.05 <= begin and end - begin == pytest.approx(counted.sums["time/learn"], abs=1e-4)
+    assert (
+        what == "learn"
+        and before - 0.05 <= begin
+        and end - begin == pytest.approx(counted.sums["time/learn"], abs=1e-4)
+    )

@@ -105,8 +105,8 @@ class Sampler:
 
 def combined(own: Readings, home: str, workers: Mapping[str, tuple[str, Readings]]) -> dict[str, float]:
     """Metrics of all machines. `own`: of the driver's process, on the node `home`; `workers`: node and readings of
-    each. Devices are called by the worker that has them, or by their number in the driver's process; one that several workers
-    share counts once. A sum that lacks a device or a node is left out."""
+    each. Devices are called by the worker that has them, or by their number in the driver's process; one that several
+    workers share counts once. A sum that lacks a device or a node is left out."""
     devices: dict[tuple[str, str], tuple[str, dict[str, float]]] = {}
     for i, (name, values) in enumerate(own.devices.items()):
         devices[home, name] = (str(i), values)
