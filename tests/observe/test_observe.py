@@ -24,10 +24,6 @@ class Folder:
         return self.path / "metrics.jsonl"
 
     @property
-    def timeline_file(self) -> Path:
-        return self.path / "timeline.jsonl"
-
-    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 

@@ -1,13 +1,10 @@
 """The most memory of a process is known by what it did, and reading it is cheap."""
 
-import time
-
 import pytest
 
 from tidemill.device import host, peaks
 from tidemill.device.peaks import Peak, Peaks
 from tidemill.flow.tally import Counted, Tally, together
-from tidemill.flow.timeline import MOST, Timeline
 
 MIB = 1 << 20
 
@@ -80,37 +77,8 @@ def test_roles_of_several_processes_give_the_most_of_each():
     }
 
 
-def test_pieces_that_follow_closely_are_one():
-    line = Timeline()
-    for begin in (0.0, 0.011, 0.5):
-        line.add("rollout", begin, begin + 0.01)
-    line.add("learn", 0.2, 0.3)
-    found = line.drain()
-    assert [(what, round(end - begin, 3)) for what, begin, end in found] == [
-        ("rollout", 0.021), ("learn", 0.1), ("rollout", 0.01),
-    ]  # fmt: skip
-    assert line.drain() == []
-
-
-def test_a_step_of_many_pieces_keeps_few_that_cover_them_all():
-    line = Timeline()
-    for i in range(5000):
-        line.add(("rollout", "learn")[i % 2], i * 0.1, i * 0.1 + 0.05)
-    found = line.drain()
-    assert len(found) <= MOST
-    assert found[0][1] == pytest.approx(line._epoch) and max(end for *_, end in found) == pytest.approx(
-        line._epoch + 4999 * 0.1 + 0.05
-    )
-
-
-def test_timed_work_is_on_the_timeline_at_the_right_hour():
-    tally, before = Tally(timeline=Timeline()), time.time()
+def test_timed_work_counts_under_its_own_name(counter):
+    tally = Tally(peaks=Peaks())
     with tally.time("learn"):
-        time.sleep(0.01)
-    counted = tally.drain()
-    ((what, begin, end),) = counted.pieces
-    assert (
-        what == "learn"
-        and before - 0.05 <= begin
-        and end - begin == pytest.approx(counted.sums["time/learn"], abs=1e-4)
-    )
+        counter["now"] = 400
+    assert tally.drain().peaks == {"learn": Peak(400, 7)}

@@ -75,14 +75,19 @@ def notes(step: int) -> list[dict[str, object]]:
     ]
 
 
-def timeline(step: int) -> dict[str, object]:
-    workers = {
-        "learner-0": [["learn", 0.62, 0.9], ["publish", 0.9, 0.95]],
-        "reward-0": [["reward", 0.2, 0.61]],
-        "rollout-0": [["rollout", 0.0, 0.6]],
-        "rollout-1": [["rollout", 0.0, 0.4], ["rollout", 0.45, 0.5]],
-    }
-    return {"step": step, "at": 1_790_000_000.0 + step, "seconds": 1.0, "workers": workers}
+EPOCH = 1_790_000_000.0
+SPANS = {  # of a step
+    "driver": [("step", 0.0, 1.0)],
+    "learner-0": [("learn", 0.62, 0.9), ("publish", 0.9, 0.95)],
+    "reward-0": [("reward", 0.2, 0.61)],
+    "rollout-0": [("rollout", 0.0, 0.6)],
+    "rollout-1": [("rollout", 0.0, 0.4), ("rollout", 0.45, 0.5)],
+}
+
+
+def spans(worker: str, step: int) -> list[dict[str, object]]:
+    at, more = EPOCH + step, {"step": step} if worker == "driver" else {}
+    return [{"what": what, "start": at + begin, "end": at + end, **more} for what, begin, end in SPANS[worker]]
 
 
 IMAGE = f"{7:032x}.png"
@@ -109,9 +114,13 @@ def png(wide: int, high: int) -> bytes:
 def append(run: Path, first: int, last: int, lr: float = 1e-5) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(metrics(step, lr)) + "\n" for step in range(first, last + 1))
-    for name, made in (("samples", samples), ("tokens", notes), ("timeline", lambda step: [timeline(step)])):
+    for name, made in (("samples", samples), ("tokens", notes)):
         with (run / f"{name}.jsonl").open("a") as file:
             file.writelines(json.dumps(s) + "\n" for step in range(first, last + 1) for s in made(step))
+    (run / "timeline").mkdir(exist_ok=True)
+    for worker in SPANS:
+        with (run / "timeline" / f"{worker}.jsonl").open("a") as file:
+            file.writelines(json.dumps(s) + "\n" for step in range(first, last + 1) for s in spans(worker, step))
 
 
 def run(root: Path, name: str = "one", steps: int = 50, *, lr: float = 1e-5, is_over: bool = True) -> Path:

@@ -183,10 +183,19 @@ def test_a_form_of_a_foreign_page_cannot_command(root):
 
 def test_the_timeline_gives_the_newest_steps_or_those_that_are_asked_for(root):
     page = client(root)
-    newest = page.get("/api/timeline", params={"run": "one", "n": 2}).json()["steps"]
-    asked = page.get("/api/timeline", params={"run": "one", "n": 2, "step": 5}).json()["steps"]
-    assert [one["step"] for one in newest] == [49, 50] and [one["step"] for one in asked] == [4, 5]
-    assert asked[0]["workers"]["learner-0"][0] == ["learn", 0.62, 0.9]
+    newest = page.get("/api/timeline", params={"run": "one", "n": 2}).json()
+    asked = page.get("/api/timeline", params={"run": "one", "n": 2, "step": 5}).json()
+    assert [one["step"] for one in newest["steps"]] == [49, 50] and [one["step"] for one in asked["steps"]] == [4, 5]
+    assert asked["workers"]["learner-0"] == [
+        ["learn", 0.62, 0.9], ["publish", 0.9, 0.95], ["learn", 1.62, 1.9], ["publish", 1.9, 1.95],
+    ]  # fmt: skip
+    assert list(asked["workers"]) == ["learner-0", "reward-0", "rollout-0", "rollout-1"] and asked["seconds"] == 2.0
+
+
+def test_a_run_without_a_timeline_has_an_empty_one(root):
+    for file in (root / "one" / "timeline").iterdir():
+        file.unlink()
+    assert client(root).get("/api/timeline", params={"run": "one"}).json()["steps"] == []
 
 
 def test_a_group_has_what_the_learner_made_of_its_tokens(root):

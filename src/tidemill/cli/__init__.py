@@ -14,9 +14,11 @@ from tidemill.cli import (  # each registers its commands, in the order that `ti
     launch,  # isort: skip
     models,  # isort: skip
     new,  # isort: skip
+    plan,  # isort: skip
     plot,  # isort: skip
     recipes,  # isort: skip
     reshard,  # isort: skip
+    simulate,  # isort: skip
     status,  # isort: skip
     train,  # isort: skip
     watch,  # isort: skip
@@ -25,5 +27,5 @@ from tidemill.cli.frame import app, explain, main
 
 __all__ = [
     "app", "bench", "diff", "dock", "doctor", "evaluate", "explain", "export", "generate", "jobs", "launch", "main",
-    "models", "new", "plot", "recipes", "reshard", "status", "train", "watch",
+    "models", "new", "plan", "plot", "recipes", "reshard", "simulate", "status", "train", "watch",
 ]  # fmt: skip

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from tidemill.device.peaks import Peak, Peaks
 from tidemill.dock import Tallied
-from tidemill.flow.timeline import Piece, Timeline
 from tidemill.flow.workers import MachineReport
 from tidemill.observe.profile import span
+from tidemill.observe.timeline import Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,6 @@ class Counted:
     means: dict[str, tuple[float, int]]  # sum and count
     updates: list[dict[str, float]]
     peaks: dict[str, Peak] = field(default_factory=dict)  # of memory, by what was done
-    pieces: list[Piece] = field(default_factory=list)  # when it was done
     machine: MachineReport | None = None  # of a process that does nothing else
 
     @staticmethod
@@ -93,11 +92,11 @@ class Tally:
     def __init__(
         self,
         now: Callable[[], float] = time.perf_counter,
+        recorder: Recorder | None = None,
         peaks: Peaks | None = None,
-        timeline: Timeline | None = None,
     ) -> None:
-        """`peaks`, `timeline`: what else is kept of work that is timed."""
-        self.now, self.peaks, self.timeline = now, peaks, timeline
+        """`recorder`, `peaks`: what else is kept of work that is timed."""
+        self.now, self.recorder, self.peaks = now, recorder, peaks
         self._lock = threading.Lock()
         self._clear()
 
@@ -120,7 +119,8 @@ class Tally:
             self._updates.append(dict(metrics))
 
     @contextmanager
-    def time(self, name: str) -> Iterator[None]:
+    def time(self, name: str, **work: float) -> Iterator[None]:
+        """Count the seconds inside as a stage's. `work`: amounts for the timeline, such as tokens."""
         if self.peaks is not None:
             self.peaks.begin(name)
         started = self.now()
@@ -128,23 +128,30 @@ class Tally:
             with span(name):
                 yield
         finally:
-            self.took(name, started)
+            self.took(name, started, **work)
             if self.peaks is not None:
                 self.peaks.end(name)
 
-    def took(self, name: str, began: float) -> None:
-        """Count work that began then and ends now."""
+    def took(self, name: str, started: float, **work: float) -> None:
+        """Count the seconds since `started` as a stage's."""
         ended = self.now()
-        self.add(f"time/{name}", ended - began)
-        self.place(name, began, ended)
+        self.add(f"time/{name}", ended - started)
+        if self.recorder is not None:
+            self.recorder.span(name, started, ended, **work)
 
-    def place(self, name: str, began: float, ended: float) -> None:
-        """Put work on the timeline that is not counted as a stage's."""
-        if self.timeline is not None:
-            self.timeline.add(name, began, ended)
+    @contextmanager
+    def shown(self, name: str, **work: float) -> Iterator[None]:
+        """Put the seconds inside on the timeline alone."""
+        started = self.now()
+        try:
+            yield
+        finally:
+            if self.recorder is not None:
+                self.recorder.span(name, started, self.now(), **work)
 
     def close(self) -> None:
-        """Do nothing: nothing is held."""
+        if self.recorder is not None:
+            self.recorder.close()
 
     def drain(self) -> Counted:
         """Return all counts and reset them."""
@@ -152,7 +159,6 @@ class Tally:
             # fsum rounds once: the order in which workers counted does not show.
             means = {name: (math.fsum(values), len(values)) for name, values in self._means.items()}
             peaks = self.peaks.drain() if self.peaks is not None else {}
-            pieces = self.timeline.drain() if self.timeline is not None else []
-            counted = Counted(self._sums, means, self._updates, peaks, pieces)
+            counted = Counted(self._sums, means, self._updates, peaks)
             self._clear()
             return counted

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from tidemill.errors import TidemillError
 from tidemill.flow.records import Activity, Evaluation
-from tidemill.flow.timeline import Piece
 from tidemill.observe.machine import Readings
 from tidemill.recipe.config import Config
 
@@ -43,12 +42,8 @@ class Workers(Protocol):
     home: str  # the driver's node
 
     @property
-    def timeline(self) -> Mapping[str, Sequence[Piece]]:
-        """What each worker did in the step that was measured last."""
-
-    @property
     def machines(self) -> Mapping[str, MachineReport]:
-        """What workers that are processes of their own read in it."""
+        """What workers that are processes of their own read in the step that was measured last."""
 
     @property
     def parameters(self) -> int:

@@ -30,9 +30,6 @@ class Places(Protocol):
     def metrics_file(self) -> Path: ...
 
     @property
-    def timeline_file(self) -> Path: ...
-
-    @property
     def tensorboard(self) -> Path: ...
 
 
@@ -41,7 +38,7 @@ class MetricsWriter:
         self, run: Places, tensorboard: bool = True, start_step: int = 0, loggers: Sequence[Background] = ()
     ) -> None:
         """`start_step` is the step a resumed run goes on from: TensorBoard hides older events past it."""
-        self._metrics, self._timeline = run.metrics_file.open("ab"), run.timeline_file.open("ab")
+        self._metrics = run.metrics_file.open("ab")
         about = RunInfo("", run.tensorboard.parent, start_step)
         self._loggers = [*(start_loggers(["tensorboard"], about) if tensorboard else ()), *loggers]
 
@@ -51,17 +48,6 @@ class MetricsWriter:
         for logger in self._loggers:
             logger.log(step, plain)
 
-    def write_timeline(
-        self, step: int, began: float, seconds: float, workers: Mapping[str, Sequence[tuple[str, float, float]]]
-    ) -> None:
-        """What every worker did in the step, and when, in seconds from its beginning."""
-        plain = {
-            name: [[what, round(begin - began, 4), round(end - began, 4)] for what, begin, end in pieces]
-            for name, pieces in workers.items()
-            if pieces
-        }
-        _append(self._timeline, {"step": step, "at": round(began, 3), "seconds": round(seconds, 4), "workers": plain})
-
     def event(self, kind: str, text: str) -> None:
         """Tell the loggers that take words: start, finish, failure, health."""
         for logger in self._loggers:
@@ -70,7 +56,6 @@ class MetricsWriter:
     def close(self) -> str | None:
         """A sentence for the user when a logger could not write everything."""
         self._metrics.close()
-        self._timeline.close()
         return close_loggers(self._loggers) or None
 
     def __enter__(self) -> MetricsWriter:

@@ -49,7 +49,6 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._began, self.away_s = time.perf_counter(), 0.0
-        self.at = time.time()  # when it began, in seconds since the epoch
 
     def seconds(self) -> float:
         return time.perf_counter() - self._began - self.away_s

@@ -13,7 +13,6 @@ from tidemill.learn import checkpoint
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe.config import Config
-from tidemill.run.interrupt import Stopwatch
 from tidemill.run.measure import Machine
 from tidemill.run.watcher import Watcher
 
@@ -56,11 +55,10 @@ def record(
     metrics: MetricsWriter,
     machine: Machine,
     summary: Summary,
-    clock: Stopwatch,
+    seconds: float,
     watch: Watcher,
 ) -> dict[str, float]:
     """What the step came to: counted, checked, written and told."""
-    seconds = clock.seconds()
     measured = workers.measure()
     watch.published(step, int(measured.get("version", -1)))
     made = (
@@ -90,7 +88,6 @@ def record(
     failed = int(measured.get("reward_errors", 0))
     refuse_if_all_failed(failed, train.prompts_per_step * train.samples_per_prompt, first_error)
     metrics.write(step, measured)
-    metrics.write_timeline(step, clock.at, seconds, workers.timeline)
     watch.stepped(step, measured)
     for sentence in trouble:
         watch.warned(sentence)

@@ -118,7 +118,7 @@ class Page:
         """What every worker did in some steps: the newest, or from the one that is asked for."""
         run, asked = self._run(request), request.query_params
         count = min(MOST_STEPS, _whole(asked.get("n"), 3))
-        return {"steps": steps_of(run.path / "timeline.jsonl", _whole(asked.get("step"), 0), count)}
+        return steps_of(run.path, _whole(asked.get("step"), 0), count)
 
     def weights(self, request: Request) -> Answer:
         return {"checkpoints": self._run(request).checkpoints()}

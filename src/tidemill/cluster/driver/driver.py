@@ -30,7 +30,6 @@ from tidemill.flow.adjust import adjusted, refusal
 from tidemill.flow.dump import Dump
 from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.tally import Counted, together
-from tidemill.flow.timeline import Piece
 from tidemill.flow.workers import MachineReport, Rewound
 from tidemill.graph import Graph
 from tidemill.observe import health
@@ -89,7 +88,6 @@ class Driver:
         self.conductor = Conductor(self)
         self.status = StatusWriter(self)
         self.traffic = Traffic(starter.now)
-        self.timeline: dict[str, list[Piece]] = {}  # of the last step, by worker
         self.machines: dict[str, MachineReport] = {}
         self.home = starter.home[0]
 
@@ -282,7 +280,6 @@ class Driver:
         self._shown = {name: ids for name, (_, ids) in told.items()}
         of_samples = Counted.of_samples(self.run_dock.dock.counted())
         measured = together([*(counted for counted, _ in told.values()), of_samples])
-        self.timeline = {name: counted.pieces for name, (counted, _) in told.items()}
         self.machines = {name: one.machine for name, (one, _) in told.items() if one.machine is not None}
         measured |= {"version": float(self.publisher.version)}
         state, rows = self.run_dock.dock.state(), samples_per_step(self.config)

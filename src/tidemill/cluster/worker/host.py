@@ -168,16 +168,20 @@ class Host:
         except queue.Empty:
             return False
         self._now(name)
-        began = time.perf_counter()
         try:
-            done.set_result(command())
+            with self._placed(name):
+                done.set_result(command())
         except BaseException as error:
             done.set_exception(error)
-        if name in ON_TIMELINE and self.worker is not None:
-            self.worker.state.tally.place(name, began, time.perf_counter())
         self._now("")
         self._say()
         return True
+
+    def _placed(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Put commands that take long on the timeline."""
+        if name in ON_TIMELINE and self.worker is not None:
+            return self.worker.state.tally.shown(name)
+        return contextlib.nullcontext()
 
     def _poll(self) -> bool:
         worker = self.worker

@@ -21,30 +21,26 @@ function stages(status, last) {
 }
 
 // One lane a worker, one bar for each piece of work, over one or several steps.
-function gantt(steps) {
-  if (!steps.length) return h("p", { class: "dim" }, "no step has been written yet");
-  const zero = steps[0].at, end = Math.max(...steps.map((one) => one.at + one.seconds));
-  const span = Math.max(end - zero, 1e-6), share = (seconds) => `${(100 * Math.min(1, Math.max(0, seconds / span))).toFixed(3)}%`;
-  const names = [...new Set(steps.flatMap((one) => Object.keys(one.workers)))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
-  const kinds = [...new Set(steps.flatMap((one) => Object.values(one.workers).flat().map(([what]) => what)))].sort((a, b) => place(a) - place(b));
+function gantt({ seconds, steps, workers }) {
+  if (!steps.length) return h("p", { class: "dim" }, "no step has been written yet (observe.timeline may be off)");
+  const span = Math.max(seconds, 1e-6), share = (part) => `${(100 * Math.min(1, Math.max(0, part / span))).toFixed(3)}%`;
+  const names = Object.keys(workers).sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+  const kinds = [...new Set(Object.values(workers).flat().map(([what]) => what))].sort((a, b) => place(a) - place(b));
   const lanes = names.map((name) => {
     const track = h("div", { class: "track" });
-    let busy = 0;
-    for (const one of steps) {
-      for (const [what, begin, until] of one.workers[name] ?? []) {
-        const from = one.at - zero + begin, bar = h("i", { "data-what": what, title: `${name}: ${what}, ${number(until - begin, 3)} s, ${number(from, 3)} s after step ${steps[0].step} began` });
-        bar.style.left = share(from);
-        bar.style.width = share(Math.min(until - begin, span - from));
-        bar.style.background = `var(--c${kinds.indexOf(what) % 8})`;
-        track.append(bar);
-        busy += until - begin;
-      }
+    for (const [what, begin, end] of workers[name]) {
+      const bar = h("i", { "data-what": what, title: `${name}: ${what}, ${number(end - begin, 3)} s, ${number(begin, 3)} s after step ${steps[0].step} began` });
+      bar.style.left = share(begin);
+      bar.style.width = share(end - begin);
+      bar.style.background = `var(--c${kinds.indexOf(what) % 8})`;
+      track.append(bar);
     }
     for (const one of steps.slice(1)) {
       const mark = h("b", { class: "mark", title: `step ${one.step}` });
-      mark.style.left = share(one.at - zero);
+      mark.style.left = share(one.start);
       track.append(mark);
     }
+    const busy = workers[name].reduce((sum, [, begin, end]) => sum + end - begin, 0);
     return h("div", { class: "lane", "data-worker": name }, h("span", {}, name, " ", h("small", {}, `${number(100 * Math.min(1, busy / span), 3)} %`)), track);
   });
   const legend = h("div", { class: "legend" }, kinds.map((what) => {
@@ -70,7 +66,7 @@ export async function open(body, { runs, infos }) {
   const top = h("div", {}), below = h("div", {}), lanes = h("div", { class: "scroll" });
   const step = h("input", { type: "number", min: "1", "aria-label": "step", placeholder: "newest" });
   const count = h("select", { "aria-label": "steps shown" }, [1, 3, 10].map((n) => h("option", { value: n, selected: n === 3 }, `${n} step${n > 1 ? "s" : ""}`)));
-  const draw = async () => replace(lanes, gantt((await get("timeline", { run: runs[0], step: step.value, n: count.value })).steps));
+  const draw = async () => replace(lanes, gantt((await get("timeline", { run: runs[0], step: step.value, n: count.value })));
   step.addEventListener("change", draw);
   count.addEventListener("change", draw);
   const write = async () => {
