@@ -18,6 +18,7 @@ from tidemill.cli import (  # each registers its commands, in the order that `ti
     plot,  # isort: skip
     recipes,  # isort: skip
     reshard,  # isort: skip
+    serve,  # isort: skip
     simulate,  # isort: skip
     status,  # isort: skip
     train,  # isort: skip
@@ -27,5 +28,5 @@ from tidemill.cli.frame import app, explain, main
 
 __all__ = [
     "app", "bench", "diff", "dock", "doctor", "evaluate", "explain", "export", "generate", "jobs", "launch", "main",
-    "models", "new", "plan", "plot", "recipes", "reshard", "simulate", "status", "train", "watch",
+    "models", "new", "plan", "plot", "recipes", "reshard", "serve", "simulate", "status", "train", "watch",
 ]  # fmt: skip
