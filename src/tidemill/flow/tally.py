@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from tidemill.dock import Tallied
 from tidemill.observe.profile import span
+from tidemill.observe.timeline import Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,8 @@ def idle(measured: Mapping[str, float], seconds: float) -> dict[str, float]:
 
 
 class Tally:
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self.now = now
+    def __init__(self, now: Callable[[], float] = time.perf_counter, recorder: Recorder | None = None) -> None:
+        self.now, self.recorder = now, recorder
         self._lock = threading.Lock()
         self._clear()
 
@@ -93,16 +94,35 @@ class Tally:
             self._updates.append(dict(metrics))
 
     @contextmanager
-    def time(self, name: str) -> Iterator[None]:
+    def time(self, name: str, **work: float) -> Iterator[None]:
+        """Count the seconds inside as a stage's. `work`: amounts for the timeline, such as tokens."""
         started = self.now()
         try:
             with span(name):
                 yield
         finally:
-            self.add(f"time/{name}", self.now() - started)
+            self.took(name, started, **work)
+
+    def took(self, name: str, started: float, **work: float) -> None:
+        """Count the seconds since `started` as a stage's."""
+        ended = self.now()
+        self.add(f"time/{name}", ended - started)
+        if self.recorder is not None:
+            self.recorder.span(name, started, ended, **work)
+
+    @contextmanager
+    def shown(self, name: str, **work: float) -> Iterator[None]:
+        """Put the seconds inside on the timeline alone."""
+        started = self.now()
+        try:
+            yield
+        finally:
+            if self.recorder is not None:
+                self.recorder.span(name, started, self.now(), **work)
 
     def close(self) -> None:
-        """Do nothing: nothing is held."""
+        if self.recorder is not None:
+            self.recorder.close()
 
     def drain(self) -> Counted:
         """Return all counts and reset them."""

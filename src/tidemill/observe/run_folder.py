@@ -25,7 +25,7 @@ from tidemill.recipe.config import Config
 OWN_FILES = (
     "config.yaml", "origin.json", "changes.jsonl", "README.md", "summary.json", "metrics.jsonl", "samples.jsonl",
     "curve.png", "tensorboard", "checkpoints", "model", "warm_start", "dock", "status.json", "lock",
-    "control.jsonl", "steered.jsonl", "metrics.csv", "wandb", "mlruns", "trackio", "swanlog",
+    "timeline", "control.jsonl", "steered.jsonl", "metrics.csv", "wandb", "mlruns", "trackio", "swanlog",
 )  # fmt: skip
 RECORDED_PACKAGES = ("tidemill", "torch", "transformers", "safetensors", "numpy")
 

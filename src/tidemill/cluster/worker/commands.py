@@ -161,7 +161,8 @@ class RoleWorker:
             state.open_feed()
         ahead, puts = state.ahead, state.puts
         assert ahead is not None and puts is not None
-        opened = ahead.begin(step)
+        with state.tally.shown("feed"):
+            opened = ahead.begin(step)
         puts.forget([ahead.tag(s) or "" for s in ahead.open])
         bad_rows = len(state.feed.bad_rows)
         return OpenedStep(opened.first_group, ahead.tag(step), ahead.starts, state.feed.state(), bad_rows)

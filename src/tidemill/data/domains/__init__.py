@@ -8,8 +8,9 @@ from tidemill.data.domains.industry import industry
 from tidemill.data.domains.records import records
 from tidemill.data.domains.replies import replies
 from tidemill.data.domains.service import service
+from tidemill.data.generators import Generator
 
-GENERATORS = {
+GENERATORS: dict[str, Generator] = {
     "finance": finance,
     "health": health,
     "industry": industry,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tidemill.data.generators import Problem
 from tidemill.errors import DataError
 
-NAMES = ("Aldbrook", "Brevia", "Cormund", "Delmar", "Estwick", "Fenley", "Gransol", "Hadria", "Ilmen", "Jorvik", "Kestrel")
+NAMES = ("Aldbrook", "Brevia", "Cormund", "Delmar", "Estwick", "Fenley", "Gransol", "Hadria", "Ilmen", "Jorvik")
 TRADES = ("Foods", "Pumps", "Textiles", "Logistics", "Glass", "Energy", "Paper", "Optics")
 CURRENCIES = ("EUR", "USD", "GBP", "CHF")
 # A line of the statement, what questions call it, and its usual size as a share of revenue.
@@ -96,9 +96,7 @@ def finance(rng: random.Random, lines: int = 4, periods: int = 2, largest: int =
     return Problem(f"{RULE}\n{statement.text()}\n{asked.question}\nAnswer:", answer, f" {answer}", meta)
 
 
-def make_statement(
-    rng: random.Random, needed: tuple[str, ...], lines: int, periods: int, largest: int
-) -> Statement:
+def make_statement(rng: random.Random, needed: tuple[str, ...], lines: int, periods: int, largest: int) -> Statement:
     chosen = [*needed, *rng.sample([line for line in LINES if line not in needed], lines - len(needed))]
     year = rng.randint(2015, 2024)
     names = tuple(f"FY{year - back}" for back in range(periods))

@@ -11,7 +11,7 @@ import random
 from tidemill.data.generators import Problem
 from tidemill.errors import DataError
 
-NAMES = ("Ana", "Bilal", "Chen", "Dora", "Emil", "Farah", "Goran", "Hana", "Ivo", "Jale", "Kofi", "Lena", "Milo", "Nadia")
+NAMES = ("Ana", "Bilal", "Chen", "Dora", "Emil", "Farah", "Goran", "Hana", "Ivo", "Jale", "Kofi", "Lena", "Milo")
 # What went wrong, how a customer says it, and what the shop does about it.
 TROUBLES = {
     "late": (("my parcel is late", "nothing has arrived yet"), "we trace the parcel today"),

@@ -1,7 +1,7 @@
 """Service: what a shop's policy says about a case, with the clause it rests on cited.
 
-Clauses stand in any order under any number, and their limits differ from case to case, so the policy has to be read. Which
-clause decides: a supervisor's limit first, then final sales, then faults, then the window of an opened or unopened item.
+Clauses stand in any order under any number, and their limits differ from case to case, so the policy has to be read.
+A supervisor's limit decides first, then a final sale, then the window of a faulty, opened or unopened item.
 """
 
 from __future__ import annotations
@@ -51,8 +51,12 @@ def service(rng: random.Random, clauses: int = 3) -> Problem:
     """A policy of `clauses` clauses, the deciding one among them, and a case."""
     if not 3 <= clauses <= 5:
         raise DataError(f"data.args of service: clauses must be 3 to 5, got {clauses}")
-    policy = Policy(rng.choice((14, 20, 30, 45, 60)), rng.choice((7, 10, 14, 20)), rng.choice((6, 12, 24)), 200)
-    policy = Policy(policy.unopened_days, policy.opened_days, policy.faulty_months, rng.choice((150, 200, 300, 400)))
+    policy = Policy(
+        unopened_days=rng.choice((14, 20, 30, 45, 60)),
+        opened_days=rng.choice((7, 10, 14, 20)),
+        faulty_months=rng.choice((6, 12, 24)),
+        supervisor_from=rng.choice((150, 200, 300, 400)),
+    )
     state = rng.choice(("unopened", "opened", "faulty"))
     window = {"unopened": policy.unopened_days, "opened": policy.opened_days, "faulty": policy.faulty_months}[state]
     is_late = rng.random() < 0.4
@@ -61,10 +65,11 @@ def service(rng: random.Random, clauses: int = 3) -> Problem:
     price = rng.randint(policy.supervisor_from + 1, 999) if is_dear else rng.randint(5, policy.supervisor_from - 1)
     case = Case(rng.choice(ITEMS), price, state, age, rng.random() < 0.15)
     decision, amount, deciding = decide(policy, case, window)
-    shown = policy_text(rng, policy.clauses(), relevant(case, deciding, policy), clauses)
-    answer = f"{decision}{f' {amount} EUR' if amount else ''} [{shown[1][deciding]}]"
-    meta = {"decision": decision, "amount": amount, "clause": shown[1][deciding]}
-    return Problem(f"{RULE}\n{shown[0]}\nCase: {case.text()}\nDecision:", answer, f" {answer}", meta)
+    text, numbers = policy_text(rng, policy.clauses(), relevant(case, deciding, policy), clauses)
+    clause = numbers[deciding]
+    answer = f"{decision}{f' {amount} EUR' if amount else ''} [{clause}]"
+    meta = {"decision": decision, "amount": amount, "clause": clause}
+    return Problem(f"{RULE}\n{text}\nCase: {case.text()}\nDecision:", answer, f" {answer}", meta)
 
 
 def decide(policy: Policy, case: Case, window: int) -> tuple[str, int, str]:

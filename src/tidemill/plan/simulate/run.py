@@ -17,9 +17,9 @@ from tidemill.device import RESOURCES
 from tidemill.flow.tally import idle
 from tidemill.flow.workers import Rewound
 from tidemill.plan.lengths import Lengths
+from tidemill.plan.simulate.collect import Timeline
 from tidemill.plan.simulate.failures import Faults
 from tidemill.plan.simulate.starter import SimulatedStarter, World
-from tidemill.plan.simulate.timeline import Timeline
 from tidemill.plan.time_model import TimeModel
 from tidemill.recipe.config import Config
 

@@ -18,13 +18,13 @@ from tidemill.flow.schedule import staleness_limit
 from tidemill.flow.tally import Counted
 from tidemill.graph import Graph
 from tidemill.plan.lengths import Lengths
+from tidemill.plan.simulate.collect import Timeline
 from tidemill.plan.simulate.failures import Faults, speed_factor
 from tidemill.plan.simulate.kernel import FOREVER, Kernel
 from tidemill.plan.simulate.mirror import Mirror
 from tidemill.plan.simulate.parts import LengthBook
 from tidemill.plan.simulate.promise import DONE, Promise
 from tidemill.plan.simulate.shared import Share, Unshared
-from tidemill.plan.simulate.timeline import Timeline
 from tidemill.plan.simulate.worker import SimulatedWorker
 from tidemill.plan.time_model import TimeModel
 from tidemill.recipe.config import Config

@@ -1,4 +1,4 @@
-"""The reward of domain finance: `610/4820 % FY2023` is right in value, unit, period, and made of the statement's figures."""
+"""The reward of domain finance: `610/4820 % FY2023` is right in value, unit and period, and made of known figures."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import re
 from fractions import Fraction
 
 from tidemill.reward.api import Reward, Sample
-from tidemill.reward.countdown import evaluate
+from tidemill.reward.verifiers.countdown import evaluate
 
-ANSWER = re.compile(r"(?P<formula>[-+*/(). \d]+?)\s*(?P<unit>%|times|[A-Z]{3} (?:thousand|million))\s+(?P<period>FY\d{4})")
+UNIT = "%|times|[A-Z]{3} (?:thousand|million)"
+ANSWER = re.compile(rf"(?P<formula>[-+*/(). \d]+?)\s*(?P<unit>{UNIT})\s+(?P<period>FY\d{{4}})")
 LONGEST = 120  # characters looked at
 CONSTANTS = frozenset({1, 100, 1000})  # of scales and growth; all other numbers must be the statement's
 TOLERANCE = 1e-6
@@ -25,15 +26,19 @@ def finance(sample: Sample) -> Reward:
         return Reward(0.0, {"form": 0.0, "formula": 0.0, "unit": 0.0, "period": 0.0}, False)
     value, used = worth(found["formula"])
     is_grounded = used <= CONSTANTS | {int(figure) for figure in sample.meta["figures"]}
-    known = float(sample.meta["value"])
+    is_worth = value is not None and near(float(value), float(sample.meta["value"]))
     parts = {
         "form": 1.0,
-        "formula": float(value is not None and is_grounded and abs(float(value) - known) <= TOLERANCE * max(1.0, abs(known))),
+        "formula": float(is_worth and is_grounded),
         "unit": float(found["unit"] == sample.meta["unit"]),
         "period": float(found["period"] == sample.meta["period"]),
     }
     is_right = min(parts.values()) == 1.0
     return Reward(1.0 if is_right else PARTIAL * (sum(parts.values()) - 1.0), parts, is_right)
+
+
+def near(value: float, known: float) -> bool:
+    return abs(value - known) <= TOLERANCE * max(1.0, abs(known))
 
 
 def worth(formula: str) -> tuple[Fraction | None, frozenset[int]]:

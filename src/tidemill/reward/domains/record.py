@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from tidemill.reward.api import Reward, Sample
-from tidemill.reward.text import fits
+from tidemill.reward.verifiers.text import fits
 
 PARTIAL = 0.5  # the most that an answer with a wrong field is worth
 LONGEST = 4_000  # characters; a longer response is no record

@@ -13,7 +13,7 @@ from tidemill.algorithms.api import Algorithm
 from tidemill.batch import GROUP, ID, Batch
 from tidemill.dock import Counts, Dock, Lease, Want
 from tidemill.flow.adjust import TEMPERATURE, adjust_model, adjusted
-from tidemill.flow.stage import at_any_time, committed
+from tidemill.flow.stages.stage import at_any_time, committed
 from tidemill.flow.tally import Tally
 from tidemill.learn.api import Scores
 from tidemill.models.buffers import carried
@@ -47,7 +47,7 @@ class AdvantageWorker:
             self.held.append(lease)
         if not self.held or (self.algorithm.wants_whole_step(self.config) and not self._all_here()):
             return lease is not None
-        with self.tally.time(self.name):
+        with self.tally.time(self.name, rows=sum(lease.batch.rows for lease in self.held)):
             self._commit(self.held)
         self.held = []
         return True
@@ -126,6 +126,6 @@ class ScoreWorker:
         if lease is None:
             return False
         self.my_turn()
-        with self.tally.time(self.name):
+        with self.tally.time(self.name, rows=lease.batch.rows):
             committed(lease, Batch({self.column: self.model.logprobs(lease.batch)}))
         return True

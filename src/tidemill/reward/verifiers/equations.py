@@ -7,7 +7,7 @@ import re
 from fractions import Fraction
 
 from tidemill.reward.api import Sample
-from tidemill.reward.countdown import OPERATORS
+from tidemill.reward.verifiers.countdown import OPERATORS
 
 EQUATION = re.compile(r"(?<![\w.])([-+*/(). \d]*\d[-+*/(). \d]*)=\s*(-?\d+(?:\.\d+)?)(?![\w])")
 MOST = 64  # equations looked at

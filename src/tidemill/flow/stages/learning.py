@@ -10,7 +10,7 @@ import numpy as np
 from tidemill.batch import GROUP, ID, LENGTH, Batch
 from tidemill.dock import Dock, Lease, Want
 from tidemill.flow.adjust import LR, adjust_model, adjusted
-from tidemill.flow.stage import at_any_time
+from tidemill.flow.stages.stage import at_any_time
 from tidemill.flow.tally import Tally
 from tidemill.learn.api import Learns
 from tidemill.learn.critic import critic_passes
@@ -97,7 +97,7 @@ class LearnWorker:
         self.has_begun = True
         batch = self._counted_in(batch)
         self.my_turn()
-        with self.tally.time(self.name):
+        with self.tally.time(self.name, tokens=float(batch.values(LENGTH).sum())):
             self.learner.accumulate(batch)
         self.accumulated.update(int(g) for g in np.unique(batch.values(GROUP)))
 
@@ -135,7 +135,7 @@ class LearnWorker:
                     self._accumulate(whole.gather(rows))
                 if self.accumulated:
                     self.my_turn()  # others may have worked since the last gradient
-                    with self.tally.time(self.name):
+                    with self.tally.time(self.name, updates=1):
                         self.tally.update(self._named(self.learner.update()))
                 self.accumulated = set()
 

@@ -14,7 +14,7 @@ from tidemill.dock import Counts, Dock, Lease, Want
 from tidemill.environment.api import Played, Task
 from tidemill.errors import TidemillError
 from tidemill.flow.adjust import adjusted
-from tidemill.flow.stage import at_any_time, committed
+from tidemill.flow.stages.stage import at_any_time, committed
 from tidemill.flow.tally import Tally
 from tidemill.recipe.config import Config
 from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
@@ -82,7 +82,7 @@ class RolloutWorker:
         if not self.engine.has_work:
             return moved
         self.my_turn()
-        with self.tally.time(self.name):
+        with self.tally.time(self.name, rows=min(self._making(), self.config.rollout.concurrent), steps=1):
             finished = self.engine.step()
         self.take_in(finished)
         return True
