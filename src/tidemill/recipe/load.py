@@ -114,6 +114,8 @@ def locate(name: str, beside: Path | None = None) -> Path:
     known = _named()
     if (bare := re.sub(r"\.ya?ml$", "", name)) in known:
         return known[bare]
+    if len(ends := [name for name in known if name.endswith(f"/{bare}")]) == 1:
+        return known[ends[0]]
     asker = f" (extended by {beside})" if beside else ""
     close = did_you_mean(Path(bare).name, known)
     hint = f"give a path to a .yaml file, or one of: {', '.join(known)}" if known else "give a path to a .yaml file"
