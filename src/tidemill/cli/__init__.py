@@ -13,6 +13,7 @@ from tidemill.cli import (  # each registers its commands, in the order that `ti
     jobs,  # isort: skip
     launch,  # isort: skip
     models,  # isort: skip
+    new,  # isort: skip
     plan,  # isort: skip
     plot,  # isort: skip
     recipes,  # isort: skip
@@ -27,5 +28,5 @@ from tidemill.cli.frame import app, explain, main
 
 __all__ = [
     "app", "bench", "diff", "dock", "doctor", "evaluate", "explain", "export", "generate", "jobs", "launch", "main",
-    "models", "plan", "plot", "recipes", "reshard", "serve", "simulate", "status", "train", "watch",
+    "models", "new", "plan", "plot", "recipes", "reshard", "serve", "simulate", "status", "train", "watch",
 ]  # fmt: skip
