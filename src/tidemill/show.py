@@ -196,6 +196,8 @@ class RunWatcher(Watcher):
         elif self._status is None and self.console.is_terminal and self.config.observe.progress in ("auto", "rich"):
             self._status = self.console.status(Text(f"{activity.what} …"))
             self._status.start()
+        elif self._status is not None:
+            self._status.update(Text(f"{activity.what} …"))
 
     def started(self, workers: Workers, first_step: int) -> None:
         self._stop()
@@ -296,7 +298,8 @@ def result_table(summary: Summary) -> RenderableType:
     early = ", ended early: train.stop_at_accuracy was reached" if summary.is_early else ""
     steps = "1 step" if summary.steps == 1 else f"{summary.steps:,} steps"
     pace = f"{steps} in {clock_text(summary.seconds)}, {summary.tokens_per_s:,.0f} tokens/s{early}"
-    return Group(table, Text(pace, style="dim"))
+    skipped = f", {summary.bad_rows:,} rows of the data left out" if summary.bad_rows else ""
+    return Group(table, Text(pace + skipped, style="dim"))
 
 
 def evaluation_table(evaluation: Evaluation, full: bool = False) -> RenderableType:

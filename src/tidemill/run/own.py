@@ -103,7 +103,7 @@ class _Fit:
         window = (shape.window if shape else None) or 4096
         encode = PromptTokens(load_tokenizer(config.model), config.data, tools=offered(config.environment))
         training, held_out = open_source(config.data, config.seed)
-        examples = [*survey.looked_at(training), *survey.looked_at(held_out)]
+        examples = [*survey.sampled(training), *survey.sampled(held_out)]
         longest = max(len(encode.prompt(example)) for example in examples)
         if longest > window - 8:
             longest = window // 2

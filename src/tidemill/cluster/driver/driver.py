@@ -28,7 +28,7 @@ from tidemill.flow.adjust import adjusted, refusal
 from tidemill.flow.dump import Dump
 from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.tally import Counted, together
-from tidemill.flow.workers import Rewound
+from tidemill.flow.workers import Rewound, Stopped
 from tidemill.graph import Graph
 from tidemill.observe import health
 from tidemill.observe.run_folder import RunFolder
@@ -76,6 +76,7 @@ class Driver:
         self._lost_samples: dict[str, int] = {}  # the dock's counts at the last call
         self._shown: dict[str, list[tuple[bool, int]]] = {}  # samples that could be shown, by the worker that has them
         self.is_up = False
+        self.seen: DockState | None = None  # the dock, when it was last looked at within the step
         self._lost_learner = ""
         self._end_stacks: Callable[[], None] = lambda: None
         self.stop: Callable[[], bool] = lambda: False  # called while a step is fed
@@ -223,6 +224,7 @@ class Driver:
 
     def look(self, state: DockState | None = None, is_over: bool = False) -> None:
         """Write status.json, if it is time for it or `state` is None, and let workers join and leave."""
+        self.seen = state or self.seen
         if self.starter.has_processes:
             self.status.write(state, is_over)
 
@@ -340,7 +342,15 @@ class Driver:
         return next((error for error in errors if error), "")
 
     def activity(self) -> Activity | None:
-        return what_it_is_at(self.run_dock.dock.state()) if self.starter.is_here else None
+        reports = (member.report for member in self.pool.ready)
+        if compiled := next((r.compiling for r in reports if r is not None and r.compiling), ""):
+            return Activity(f"compiling {compiled}")
+        return Activity("reading data") if self.seen is None else what_it_is_at(self.seen)
+
+    def interrupt(self, member: Member) -> None:
+        """Ask a worker to end the feeding or the evaluation under way."""
+        if member.handle is not None and not self.starter.is_here:  # here the worker asks the driver
+            member.handle.call(request(HostCommands.interrupt))
 
     def evaluate(self, size: int, samples: int, tell: Callable[[Activity], None] = lambda activity: None) -> Evaluation:
         self.tell = tell
@@ -369,11 +379,22 @@ class Driver:
             now = self.starter.now()
             if member.report is not None and member.report.moves != moves:
                 moves, moved_at = member.report.moves, now
+            self._tell_evaluated(member, size)
             if now - moved_at > self.config.cluster.stall_s:
                 why = f"{member.name} has made no token and no score of an evaluation for {now - moved_at:.0f} s"
                 self.pool.lose(member, f"{why}{self.pool.examine(why)}")
         seen: Evaluation = self.pool.unwrap(member.name, future)
         return seen
+
+    def _tell_evaluated(self, member: Member, size: int) -> None:
+        """Report an evaluation's progress, and let the worker stop if the user wants to."""
+        if self.starter.is_here or member.report is None:
+            return
+        done, total = member.report.evaluated
+        try:
+            self.tell(Activity("evaluating", done, total or size))
+        except Stopped:
+            self.interrupt(member)
 
     def save(
         self, folder: Path, step: int, state: dict[str, Any], *, best: bool = False, metric: float | None = None
