@@ -12,9 +12,9 @@ from typing import Any
 from benchmarks._math_cases import FORMS, Case, fuzzed, published, rambling, tidy
 from tidemill.bench import repeat
 from tidemill.errors import ConfigError
-from tidemill.reward import math_answers
-from tidemill.reward.answers import last_number
 from tidemill.reward.api import Sample
+from tidemill.reward.math import verdict
+from tidemill.reward.verifiers.answers import last_number
 
 ABOUT = "math verdicts per second and core (tidy, real and rambling answers), and agreement with math-verify"
 OPTIONS = {
@@ -34,7 +34,7 @@ REFERENCE_S = 3  # of math-verify's own limit; an answer that takes longer is le
 
 
 def run(options: Mapping[str, Any]) -> dict[str, Any]:
-    math_answers.warm_up()
+    verdict.warm_up()
     sets = labelled_sets(options)
     rates: dict[str, Any] = {}
     result: dict[str, Any] = {"verdicts_per_s_core": {}, "spread": {}, "slowest_s": {}, "accuracy": {}}
@@ -108,7 +108,7 @@ def labelled_sets(options: Mapping[str, Any]) -> dict[str, list[tuple[str, str, 
 def accuracy(form: str, solutions: Sequence[tuple[str, str, str, bool]]) -> float:
     """The share judged as labelled."""
     right = sum(
-        math_answers.math(Sample("", FORMS[form](body, final), gold)) == is_right
+        verdict.math(Sample("", FORMS[form](body, final), gold)) == is_right
         for body, final, gold, is_right in solutions
     )
     return right / len(solutions)
@@ -116,12 +116,12 @@ def accuracy(form: str, solutions: Sequence[tuple[str, str, str, bool]]) -> floa
 
 def speed(cases: Sequence[Case]) -> dict[str, float]:
     """In this process, one after the other, nothing remembered."""
-    math_answers.by_algebra.cache_clear()
-    math_answers.same_unmarked.cache_clear()
+    verdict.by_algebra.cache_clear()
+    verdict.same_unmarked.cache_clear()
     slowest, began = 0.0, time.perf_counter()
     for case in cases:
         started = time.perf_counter()
-        math_answers.math(Sample("", case.response, case.gold))
+        verdict.math(Sample("", case.response, case.gold))
         slowest = max(slowest, time.perf_counter() - started)
     return {"verdicts_per_s": len(cases) / (time.perf_counter() - began), "slowest_s": slowest}
 
@@ -139,7 +139,7 @@ def compared(cases: Sequence[Case]) -> dict[str, Any]:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     disagreements, right, library_right = [], 0, 0
     for case in cases:
-        ours = math_answers.math(Sample("", case.response, case.gold))
+        ours = verdict.math(Sample("", case.response, case.gold))
         gold = math_verify.parse(f"\\boxed{{{case.gold}}}", parsing_timeout=REFERENCE_S)
         given = math_verify.parse(case.reference, parsing_timeout=REFERENCE_S)
         theirs = bool(math_verify.verify(gold, given, timeout_seconds=REFERENCE_S))

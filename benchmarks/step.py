@@ -171,8 +171,8 @@ def trl(job: Mapping[str, Any]) -> dict[str, float]:
 
     from tidemill.data.source import open_source
     from tidemill.recipe import load as recipe
-    from tidemill.reward.answers import last_number
     from tidemill.reward.api import Sample
+    from tidemill.reward.verifiers.answers import last_number
 
     if job["threads"]:
         torch.set_num_threads(int(job["threads"]))

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from tests.faults.test_resume import RECIPE
+from tidemill import show
 from tidemill.cli import app, explain, main
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Example
@@ -207,7 +208,7 @@ def test_ctrl_c_is_heard_while_feeding() -> None:
             return Example("1+1=", "2")
 
     source, config = Slow(), recipes.load({"train": {"prompts_per_step": 1000}}).config
-    feed = Feed(source, config, PromptTokens(make_tokenizer("12+="), config.data))
+    feed = Feed(source, config, PromptTokens(make_tokenizer(TinyModel(alphabet="12+=")), config.data))
     feed.stop = lambda: source.asked >= 5
     with pytest.raises(Stopped):
         feed.rows()
@@ -218,13 +219,11 @@ def test_a_stopped_run_ends_with_130_and_says_how_to_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "r.yaml").write_text(json.dumps(recipe(tmp_path, observe={"progress": "plain"})))
-    real = launch.train
 
-    class Interrupt(Watcher):
-        def stepped(self, step: int, metrics: dict[str, float]) -> None:
-            os.kill(os.getpid(), signal.SIGINT)
+    def interrupt(watch: show.RunWatcher, step: int, metrics: dict[str, float]) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(launch, "train", lambda loaded, watch: real(loaded, watch=Interrupt()))
+    monkeypatch.setattr(show.RunWatcher, "stepped", interrupt)
     monkeypatch.setattr(sys, "argv", ["tidemill", "train", str(tmp_path / "r.yaml")])
     with pytest.raises(SystemExit) as left:
         main()

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from tidemill.cli import app
 from tidemill.errors import ConfigError
 from tidemill.models.tiny import make_tokenizer
+from tidemill.recipe.config import TinyModel
 from tidemill.run import start as launch
 
 # As Qwen's and Llama's templates are: turns between markers, a default system message, the assistant's turn opened.
@@ -35,7 +36,7 @@ GSM = [
 
 
 def model_folder(folder: Path, kind: str, template: str | None) -> Path:
-    tokenizer = make_tokenizer(ALPHABET)
+    tokenizer = make_tokenizer(TinyModel(alphabet=ALPHABET))
     tokenizer.chat_template = template
     sizes: dict[str, Any] = {
         "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

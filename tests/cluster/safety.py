@@ -9,7 +9,7 @@ from tidemill.batch import Batch
 from tidemill.cluster.wiring import ROLES, Role
 from tidemill.cluster.worker.stages import STAGES
 from tidemill.dock import Counts, Want
-from tidemill.flow.stage import committed
+from tidemill.flow.stages.stage import committed
 from tidemill.graph import Graph, Stage
 
 ROLES["safety"] = Role("safety", takes=lambda stage, config: stage.role == "safety")  # one worker, on a device

@@ -10,7 +10,7 @@ import pytest
 from tidemill.batch import Batch, Column
 from tidemill.dock import LeaseExpired, LocalDock
 from tidemill.dock.ledger.leases import LEAST_ENDED
-from tidemill.flow.rolling import RolloutWorker
+from tidemill.flow.stages.rolling import RolloutWorker
 from tidemill.flow.tally import Tally
 from tidemill.graph import Stage
 from tidemill.recipe import load as recipe

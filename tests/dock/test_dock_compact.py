@@ -27,5 +27,5 @@ def test_missing_floats_and_wrong_lengths():
     assert np.isnan(unpack(pack(scores), np.float32, 9)).all()
     with pytest.raises(ValueError, match="for 8 rows"):
         unpack(pack(np.array([5, 3, 1, 2, 9])), np.int64, 8)
-    with pytest.raises(ValueError, match="not known"):
+    with pytest.raises(ValueError, match="unknown form"):
         unpack(b"x12345678", np.int64, 1)

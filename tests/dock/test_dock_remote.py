@@ -173,14 +173,18 @@ def test_reads_on_the_writers_node_are_views_and_can_be_packed_in_one_copy(two_n
 
 def test_another_node_pulls_each_chunk_once_however_many_read_it(two_nodes):
     a, b, other_b = (two_nodes.connect(node) for node in "abb")
-    before = a.figures()["warehouses"]["b"].get("pulled_bytes", 0)
+
+    def pulled_bytes() -> int:
+        return a.figures()["warehouses"]["b"].get("pulled_bytes", 0)
+
+    before = pulled_bytes()
     big = 1 << 20  # values: 4 MiB a row, one chunk of 16 MiB over several streams
     a.put(rows(range(100, 104), values=big))
     first, second = b.take("learn", Want(rows=2)), other_b.take("learn", Want(rows=2))
     assert first.batch.values("x")[:, -1].tolist() == [100, 101]
     assert second.batch.values("x")[:, 0].tolist() == [102, 103]
     deadline = time.monotonic() + 5
-    while (pulled := a.figures()["warehouses"]["b"]["pulled_bytes"] - before) == 0 and time.monotonic() < deadline:
+    while (pulled := pulled_bytes() - before) == 0 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert 4 * 4 * big <= pulled < 4 * 4 * big + 4096
     first.commit()

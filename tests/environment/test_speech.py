@@ -8,6 +8,7 @@ from tidemill.environment.api import Turn
 from tidemill.environment.speech import Speech
 from tidemill.errors import ConfigError
 from tidemill.models.tiny import make_tokenizer
+from tidemill.recipe.config import TinyModel
 
 RESULT = {"role": "tool", "name": "add", "content": "42"}
 
@@ -44,7 +45,7 @@ def test_an_environment_cannot_speak_for_the_model() -> None:
 
 
 def test_without_a_template_an_answer_is_its_text() -> None:
-    made = make_tokenizer("abc")
+    made = make_tokenizer(TinyModel(alphabet="abc"))
     assert Speech(made, is_chat=False).heard(Turn("ab"), None, has_ended=True) == made.encode("ab")
 
 

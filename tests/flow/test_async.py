@@ -18,8 +18,8 @@ from tests.faults.test_resume import FORK, RECIPE, KillAfter, in_child, numbers,
 from tests.flow.test_schedules import run
 
 from tidemill.errors import TidemillError
-from tidemill.flow.learning import LearnWorker
-from tidemill.flow.rolling import RolloutWorker
+from tidemill.flow.stages.learning import LearnWorker
+from tidemill.flow.stages.rolling import RolloutWorker
 from tidemill.run import start as launch
 
 LONG = {"rollout": {"max_new_tokens": 40}, "data": {"max_prompt_tokens": 16}}

@@ -16,6 +16,7 @@ from tidemill.learn import checkpoint
 from tidemill.models import routing
 from tidemill.models.load import save_folder
 from tidemill.models.tiny import make_tokenizer
+from tidemill.recipe.config import TinyModel
 from tidemill.run import start as launch
 from tidemill.run import trained
 
@@ -63,7 +64,7 @@ def test_the_bias_of_a_model_that_has_a_place_for_it_is_learned_kept_and_exporte
     made = model("deepseek-v3", num_hidden_layers=2)
     for layer in made.get_decoder().layers:
         layer.mlp.gate.e_score_correction_bias.copy_(torch.linspace(-0.1, 0.1, 8))
-    save_folder(made, make_tokenizer("0123456789+-= "), tmp_path / "base")
+    save_folder(made, make_tokenizer(TinyModel(alphabet="0123456789+-= ")), tmp_path / "base")
     moe, train = {"balance": balance, "bias_rate": 0.3}, {**RECIPE["train"], "steps": 1, "updates_per_step": 1}
     recipe = {**RECIPE, "folder": str(tmp_path), "model": {"path": str(tmp_path / "base")}, "train": train}
     launch.train({**recipe, "learn": {"lr": 1e-3, "moe": moe}})

@@ -2,7 +2,7 @@
 
 from concurrent.futures import Future
 
-from tidemill.flow.rewarding import RewardWorker
+from tidemill.flow.stages.rewarding import RewardWorker
 from tidemill.flow.tally import Tally
 
 

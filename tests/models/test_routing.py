@@ -102,7 +102,7 @@ def test_recording_changes_no_token():
 
 
 def batch_of(done):
-    from tidemill.flow.rolling import rollout_columns
+    from tidemill.flow.stages.rolling import rollout_columns
 
     batch = rollout_columns(sorted(done, key=lambda c: (c.request.id, c.index)))
     more = {"group": np.repeat([0, 1], len(done) // 2), "advantages": np.linspace(-1, 1, len(done)).astype(np.float32)}

@@ -2,9 +2,9 @@ import random
 
 import pytest
 
-from tidemill.reward import answers, text
 from tidemill.reward.api import Sample
-from tidemill.reward.countdown import countdown
+from tidemill.reward.verifiers import answers, text
+from tidemill.reward.verifiers.countdown import countdown
 
 
 def sample(response: str, answer: str = "", **meta) -> Sample:

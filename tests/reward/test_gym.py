@@ -8,8 +8,8 @@ from tidemill.data.source import open_source
 from tidemill.errors import DataError
 from tidemill.recipe.config import Data, Rewards
 from tidemill.reward.api import Sample
-from tidemill.reward.gym import reasoning_gym
 from tidemill.reward.score import Scorer
+from tidemill.reward.verifiers.gym import reasoning_gym
 
 
 def test_a_task_is_judged_by_its_own_verifier() -> None:

@@ -7,8 +7,8 @@ import pytest
 from tidemill.errors import RewardError
 from tidemill.recipe.config import Rewards
 from tidemill.reward.api import Sample
-from tidemill.reward.judge import judge
 from tidemill.reward.score import Scorer
+from tidemill.reward.verifiers.judge import judge
 
 
 class Endpoint:

@@ -7,7 +7,7 @@ pytest.importorskip("math_verify")
 
 from tidemill.recipe.config import Rewards
 from tidemill.reward.api import Sample
-from tidemill.reward.math_answers import at_once, by_algebra, math, same, warm_up
+from tidemill.reward.math.verdict import at_once, by_algebra, math, same, warm_up
 from tidemill.reward.score import Scorer
 
 SAME = [

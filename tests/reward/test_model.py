@@ -17,8 +17,8 @@ from tidemill.models.attention.contexts import KINDS
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Rewards
 from tidemill.reward.api import Sample, batched
-from tidemill.reward.model import LoadedRewardModel
 from tidemill.reward.score import Scorer
+from tidemill.reward.verifiers.model import LoadedRewardModel
 from tidemill.run import trained
 
 SHAPE = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 64, "window": 32}

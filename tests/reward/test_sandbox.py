@@ -513,7 +513,7 @@ def test_a_sandbox_left_open_ends_with_python_and_prints_nothing(how) -> None:
 
 
 def test_the_code_reward_counts_tests() -> None:
-    from tidemill.reward.code import code
+    from tidemill.reward.verifiers.code import code
 
     tests = ["assert f(1) == 2", "assert f(2) == 4"]
     right = Sample("p", "```python\ndef f(x):\n    return 2 * x\n```", meta={"tests": tests})
@@ -530,7 +530,7 @@ def test_the_code_reward_counts_tests() -> None:
 def test_generated_code_tasks_are_solved_by_their_own_solutions() -> None:
     from tidemill.data.source import open_source
     from tidemill.recipe.config import Data
-    from tidemill.reward.code import code
+    from tidemill.reward.verifiers.code import code
 
     train, _ = open_source(Data(source="code"), seed=0)
     for index in range(10):

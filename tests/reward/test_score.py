@@ -156,7 +156,7 @@ def test_closing_ends_a_hanging_worker_at_once(functions) -> None:
         ([{"function": "exact", "args": {"finel": "tag"}}], "did you mean final"),
         ([{"function": "exact", "args": {"final": "middle"}}], "final must be"),
         ("no_such_module:f", "cannot import"),
-        ("tidemill.reward.answers:exat", "did you mean exact"),
+        ("tidemill.reward.verifiers.answers:exat", "did you mean exact"),
     ],
 )
 def test_a_recipes_mistake_is_found_before_any_sample(rewards, words) -> None:

@@ -154,7 +154,7 @@ def _functions(config: Config, _: ModelSettings) -> Iterator[str]:
         try:
             registry.check_args(spec.function, registry.find(spec.function), spec.args)
             if spec.function == "model":
-                from tidemill.reward.model import check
+                from tidemill.reward.verifiers.model import check
 
                 check(str(spec.args["path"]))
         except TidemillError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from tidemill.flow.stage import Worker
+from tidemill.flow.stages.stage import Worker
 from tidemill.learn.model import MeshModel
 from tidemill.recipe.config import Config
 

@@ -14,7 +14,7 @@ from tidemill.data.source import Example, Source
 from tidemill.environment.api import Task, last_said
 from tidemill.errors import DataError
 from tidemill.flow.records import Activity, Answered, Evaluation
-from tidemill.flow.rolling import sampling_of
+from tidemill.flow.stages.rolling import sampling_of
 from tidemill.recipe.config import Config
 from tidemill.reward.api import Sample
 from tidemill.reward.score import Failures, Scorer

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tidemill.algorithms.shared.kl import adapted
-from tidemill.flow.scoring import AdvantageWorker, ScoreWorker
-from tidemill.flow.stage import Worker
+from tidemill.flow.stages.scoring import AdvantageWorker, ScoreWorker
+from tidemill.flow.stages.stage import Worker
 from tidemill.learn import checkpoint
 from tidemill.learn.engine import REFERENCE
 from tidemill.recipe.config import Config

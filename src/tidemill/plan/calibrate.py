@@ -46,9 +46,13 @@ PRIOR = {
 
 
 def calibrate(
-    say: Callable[[str], None] = lambda text: None, trials: Trials | None = None, limit_s: float = 170.0
+    say: Callable[[str], None] = lambda text: None,
+    trials: Trials | None = None,
+    limit_s: float = 170.0,
+    keep: list[Any] | None = None,
 ) -> Calibration:
-    """Of the device that a run would take, within `limit_s`: what is not reached keeps its usual value."""
+    """Measure the device that a run would take, within `limit_s`: what is not reached keeps its usual value. `keep`:
+    takes what was measured, one record a point."""
     began = time.perf_counter()
     chosen = devices.pick("auto")
     trials = trials or (on_cpu() if chosen.kind == "cpu" else on_accelerator())
@@ -63,6 +67,8 @@ def calibrate(
         found = fit(own, usual)
         coefficients |= usual | found
         errors[phase] = round(off(own, found), 4)
+        if keep is not None:
+            keep += [{"phase": phase, "seconds": seconds, "cost": cost} for cost, seconds in own]
     say(f"took {time.perf_counter() - began:.0f} s")
     return Calibration(
         **{name: getattr(base, name) for name in ("device", "made", "versions", "flops", "flops8", "bytes_per_s")},

@@ -47,33 +47,35 @@ class Missing:
 
 ANSWER = columns("answer")
 BUILT_IN: dict[str, BuiltIn] = {
-    "exact": BuiltIn("tidemill.reward.answers:exact", True, reads=ANSWER),
-    "last_number": BuiltIn("tidemill.reward.answers:last_number", True, reads=ANSWER),
-    "numeric": BuiltIn("tidemill.reward.answers:numeric", True, reads=ANSWER),
-    "choice": BuiltIn("tidemill.reward.answers:choice", True, reads=ANSWER),
-    "math": BuiltIn("tidemill.reward.math_answers:math", False, reads=ANSWER),
+    "exact": BuiltIn("tidemill.reward.verifiers.answers:exact", True, reads=ANSWER),
+    "last_number": BuiltIn("tidemill.reward.verifiers.answers:last_number", True, reads=ANSWER),
+    "numeric": BuiltIn("tidemill.reward.verifiers.answers:numeric", True, reads=ANSWER),
+    "choice": BuiltIn("tidemill.reward.verifiers.answers:choice", True, reads=ANSWER),
+    "math": BuiltIn("tidemill.reward.math.verdict:math", False, reads=ANSWER),
     "regex": BuiltIn(  # in a worker, because a user's pattern can take for ever
-        "tidemill.reward.text:regex",
+        "tidemill.reward.verifiers.text:regex",
         False,
         reads=lambda args: ("answer",) if "{answer}" in str(args.get("pattern")) else (),
     ),
     "json_schema": BuiltIn(  # so can a pattern in a schema
-        "tidemill.reward.text:json_schema",
+        "tidemill.reward.verifiers.text:json_schema",
         False,
         reads=lambda args: ("schema",) if args.get("schema") is None else (),
     ),
-    "format": BuiltIn("tidemill.reward.text:format", True),
-    "length": BuiltIn("tidemill.reward.text:length", True),
-    "stopped": BuiltIn("tidemill.reward.text:stopped", True),
-    "repetition": BuiltIn("tidemill.reward.text:repetition", True),
+    "format": BuiltIn("tidemill.reward.verifiers.text:format", True),
+    "length": BuiltIn("tidemill.reward.verifiers.text:length", True),
+    "stopped": BuiltIn("tidemill.reward.verifiers.text:stopped", True),
+    "repetition": BuiltIn("tidemill.reward.verifiers.text:repetition", True),
     "countdown": BuiltIn(  # in a worker, because deep nesting costs the parser its stack
-        "tidemill.reward.countdown:countdown", False, reads=columns("numbers", "target")
+        "tidemill.reward.verifiers.countdown:countdown", False, reads=columns("numbers", "target")
     ),
-    "reasoning_gym": BuiltIn("tidemill.reward.gym:reasoning_gym", False, reads=columns("reasoning_gym", "seed")),
-    "code": BuiltIn("tidemill.reward.code:code", False, reads=columns("tests|answer")),
-    "environment": BuiltIn("tidemill.reward.played:environment", True),
-    "judge": BuiltIn("tidemill.reward.judge:judge", False),
-    "model": BuiltIn("tidemill.reward.model:model", False, wants_device=True),
+    "reasoning_gym": BuiltIn(
+        "tidemill.reward.verifiers.gym:reasoning_gym", False, reads=columns("reasoning_gym", "seed")
+    ),
+    "code": BuiltIn("tidemill.reward.verifiers.code:code", False, reads=columns("tests|answer")),
+    "environment": BuiltIn("tidemill.reward.verifiers.played:environment", True),
+    "judge": BuiltIn("tidemill.reward.verifiers.judge:judge", False),
+    "model": BuiltIn("tidemill.reward.verifiers.model:model", False, wants_device=True),
 }
 
 

@@ -18,9 +18,9 @@ from tidemill.device import host
 from tidemill.errors import ConfigError, RewardError
 from tidemill.recipe.config import Rewards
 from tidemill.reward.api import RewardFunction, Sample, Scored, is_batched
-from tidemill.reward.outcome import Outcome, judge, judge_many
-from tidemill.reward.pool import Pool, Unit
 from tidemill.reward.registry import check_args, find, is_quick, runs_here, wants_device
+from tidemill.reward.workers.outcome import Outcome, judge, judge_many
+from tidemill.reward.workers.pool import Pool, Unit
 
 MOST_WORKERS = 32  # with rewards.workers auto: each takes a second to start and some 100 MB
 

@@ -35,7 +35,7 @@ from tidemill.models.load import (
 from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe import config as settings
 from tidemill.recipe.config import Config
-from tidemill.reward import model as reward_model
+from tidemill.reward.verifiers import model as reward_model
 from tidemill.rollout.engine import Completion, Request, Sampling
 from tidemill.rollout.native.engine import NativeEngine
 

@@ -11,7 +11,7 @@ import pytest
 import tidemill
 from tidemill.cluster.start.ranked import check_here
 from tidemill.errors import ConfigError
-from tidemill.reward.model import LoadedRewardModel
+from tidemill.reward.verifiers.model import LoadedRewardModel
 from tidemill.run.start import resume
 from tidemill.run.trained import export, open_trained
 

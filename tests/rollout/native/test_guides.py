@@ -14,6 +14,7 @@ from tests.rollout.native.test_graphs import DEVICE, HAS_DEVICE, ahead
 from tests.rollout.tiny import VOCAB, roll, tiny_model
 
 from tidemill.models.tiny import make_tokenizer
+from tidemill.recipe.config import TinyModel
 from tidemill.rollout.engine import Completion, Fresh, Grammar, Request, Sampling
 from tidemill.rollout.hf import HFEngine
 from tidemill.rollout.native.engine import NativeEngine
@@ -27,7 +28,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 JSON = Grammar("json_schema", json.dumps({**SCHEMA, "x-guidance": {"whitespace_flexible": False}}))
-WORDS = make_tokenizer(ALPHABET)
+WORDS = make_tokenizer(TinyModel(alphabet=ALPHABET))
 EOS = 1
 
 

@@ -17,8 +17,8 @@ from tidemill.batch import Batch
 from tidemill.cluster.worker.learners import World
 from tidemill.dock import Dock, Lease, Want
 from tidemill.dock.store import chunk
-from tidemill.flow.scoring import ScoreWorker
-from tidemill.flow.stage import committed
+from tidemill.flow.stages.scoring import ScoreWorker
+from tidemill.flow.stages.stage import committed
 from tidemill.flow.tally import Tally
 from tidemill.learn.model import MeshModel
 from tidemill.learn.parallel import plain

@@ -21,8 +21,8 @@ from tidemill.cluster.worker.store import KeyedStore
 from tidemill.device.collective import backend
 from tidemill.dock import Dock, Progress, Want
 from tidemill.errors import CollectiveError, DockError
-from tidemill.flow.learning import LearnWorker
-from tidemill.flow.stage import committed
+from tidemill.flow.stages.learning import LearnWorker
+from tidemill.flow.stages.stage import committed
 from tidemill.flow.tally import Tally
 from tidemill.learn.engine import Learner
 from tidemill.learn.parallel import plain

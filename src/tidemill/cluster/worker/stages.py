@@ -14,12 +14,12 @@ from tidemill.cluster.worker.learners import RankLearnWorker
 from tidemill.cluster.worker.weights import Follow
 from tidemill.errors import ConfigError
 from tidemill.flow.evaluate import decoder, revealer
-from tidemill.flow.every_step import EveryStep
-from tidemill.flow.learning import LearnWorker
-from tidemill.flow.rewarding import RewardWorker
-from tidemill.flow.rolling import RolloutWorker
-from tidemill.flow.scoring import AdvantageWorker, ScoreWorker
-from tidemill.flow.stage import Worker
+from tidemill.flow.stages.every_step import EveryStep
+from tidemill.flow.stages.learning import LearnWorker
+from tidemill.flow.stages.rewarding import RewardWorker
+from tidemill.flow.stages.rolling import RolloutWorker
+from tidemill.flow.stages.scoring import AdvantageWorker, ScoreWorker
+from tidemill.flow.stages.stage import Worker
 from tidemill.learn.model import MeshModel
 from tidemill.models.load import load
 from tidemill.recipe.config import Config

@@ -26,12 +26,12 @@ from tidemill.flow.ahead import Ahead
 from tidemill.flow.evaluate import averaged, decoder, evaluate
 from tidemill.flow.feed import Feed
 from tidemill.flow.handover import Away, Handover, LearningState, kept_tensors
-from tidemill.flow.learning import LearnWorker
 from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.reference import ReferenceKeeper
-from tidemill.flow.rolling import RolloutWorker
-from tidemill.flow.scoring import AdvantageWorker, ScoreWorker
-from tidemill.flow.stage import Worker
+from tidemill.flow.stages.learning import LearnWorker
+from tidemill.flow.stages.rolling import RolloutWorker
+from tidemill.flow.stages.scoring import AdvantageWorker, ScoreWorker
+from tidemill.flow.stages.stage import Worker
 from tidemill.flow.tally import Tally
 from tidemill.learn.model import MeshModel
 from tidemill.models.load import LoadedModel
@@ -228,7 +228,7 @@ class WorkerState:
         with Scorer(self.config.rewards, self.moved_on, self.config.device.partition(":")[0]) as scorer:
             yield scorer
         if self.config.rewards.models:  # a trained reward model stays on the device no longer than that
-            from tidemill.reward import model
+            from tidemill.reward.verifiers import model
 
             model.close_all()
 

@@ -16,7 +16,7 @@ import numpy as np
 from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch, Column
 from tidemill.dock import Counts, Dock, Want
 from tidemill.dock.ledger import sampler
-from tidemill.flow.stage import committed
+from tidemill.flow.stages.stage import committed
 from tidemill.flow.tally import Tally
 from tidemill.graph import Graph
 from tidemill.plan.decoding import DecodingClock, Sample, Trunk

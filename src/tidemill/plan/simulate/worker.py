@@ -12,11 +12,11 @@ from tidemill.cluster.start.handle import WorkerLost
 from tidemill.cluster.wiring import Post
 from tidemill.dock import Dock
 from tidemill.flow.ahead import Ahead
-from tidemill.flow.every_step import EveryStep
-from tidemill.flow.learning import LearnWorker
-from tidemill.flow.rolling import RolloutWorker
-from tidemill.flow.scoring import AdvantageWorker, ScoreWorker
-from tidemill.flow.stage import Worker
+from tidemill.flow.stages.every_step import EveryStep
+from tidemill.flow.stages.learning import LearnWorker
+from tidemill.flow.stages.rolling import RolloutWorker
+from tidemill.flow.stages.scoring import AdvantageWorker, ScoreWorker
+from tidemill.flow.stages.stage import Worker
 from tidemill.flow.tally import Tally
 from tidemill.plan.decoding import DecodingClock
 from tidemill.plan.simulate.kernel import FOREVER, Task

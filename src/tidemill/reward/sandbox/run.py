@@ -20,7 +20,7 @@ from typing import Any
 from tidemill.errors import TidemillError
 from tidemill.reward.sandbox.checks import read
 from tidemill.reward.sandbox.limits import Result, SandboxLimits
-from tidemill.reward.wire import JsonSocket
+from tidemill.reward.workers.wire import JsonSocket
 
 GRACE_S = 5.0  # beyond the program's own wall limit, before the zygote itself counts as stuck
 START_S = 60.0

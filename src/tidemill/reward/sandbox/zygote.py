@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from tidemill.reward.sandbox import files, filter, root
 from tidemill.reward.sandbox.values import encoded
-from tidemill.reward.wire import JsonSocket
+from tidemill.reward.workers.wire import JsonSocket
 
 PR_SET_PDEATHSIG = 1
 CHUNK = 65536

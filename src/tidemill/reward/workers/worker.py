@@ -1,4 +1,4 @@
-"""The process that runs reward functions which may hang or crash: `python -m tidemill.reward.worker FD`.
+"""The process that runs reward functions which may hang or crash: `python -m tidemill.reward.workers.worker FD`.
 
 It speaks JSON over one socket: first the functions, then lists of units; every unit is answered on its own, in order.
 Its standard output is joined to standard error, so a function that prints does not disturb anything.
@@ -14,9 +14,9 @@ from typing import Any
 
 from tidemill.errors import TidemillError
 from tidemill.reward.api import RewardFunction, Sample
-from tidemill.reward.outcome import Outcome, judge
 from tidemill.reward.registry import find
-from tidemill.reward.wire import JsonSocket
+from tidemill.reward.workers.outcome import Outcome, judge
+from tidemill.reward.workers.wire import JsonSocket
 
 PR_SET_PDEATHSIG = 1
 

@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import Any
 
 from tidemill.errors import MissingExtra
-from tidemill.reward.answers import final_answer
 from tidemill.reward.api import Reward, Sample
+from tidemill.reward.verifiers.answers import final_answer
 
 
 def reasoning_gym(sample: Sample, final: str = "all") -> Reward:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tidemill.flow.adjust import adjust
-from tidemill.flow.stage import Worker
+from tidemill.flow.stages.stage import Worker
 
 
 class EveryStep:

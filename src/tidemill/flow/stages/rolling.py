@@ -14,7 +14,7 @@ from tidemill.dock import Counts, Dock, Lease, Want
 from tidemill.environment.api import Played, Task
 from tidemill.errors import TidemillError
 from tidemill.flow.adjust import adjusted
-from tidemill.flow.stage import at_any_time, committed
+from tidemill.flow.stages.stage import at_any_time, committed
 from tidemill.flow.tally import Tally
 from tidemill.recipe.config import Config
 from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 
-from tidemill.reward.answers import final_answer
 from tidemill.reward.api import Sample
+from tidemill.reward.verifiers.answers import final_answer
 
 LONGEST = 200  # characters; a longer expression is no answer
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {

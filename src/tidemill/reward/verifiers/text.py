@@ -7,8 +7,8 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from tidemill.reward.answers import final_answer
 from tidemill.reward.api import Sample
+from tidemill.reward.verifiers.answers import final_answer
 
 
 def regex(sample: Sample, pattern: str, whole: bool = False) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from tidemill.batch import GROUP, ID, LENGTH, Batch
 from tidemill.dock import Dock, Lease, Want
 from tidemill.flow.adjust import LR, adjust_model, adjusted
-from tidemill.flow.stage import at_any_time
+from tidemill.flow.stages.stage import at_any_time
 from tidemill.flow.tally import Tally
 from tidemill.learn.api import Learns
 from tidemill.learn.critic import critic_passes

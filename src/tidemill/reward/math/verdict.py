@@ -18,9 +18,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from tidemill.errors import MissingExtra
-from tidemill.reward import expressions, numbers
-from tidemill.reward.answers import last_boxed, last_digit
 from tidemill.reward.api import Sample
+from tidemill.reward.math import expressions, numbers
+from tidemill.reward.verifiers.answers import last_boxed, last_digit
 
 LONGEST = 1000  # characters of an answer; a longer one is compared as text only
 LONGEST_FOR_NUMBER = 200  # of one that is compared with a number: a formula of this length is no final answer

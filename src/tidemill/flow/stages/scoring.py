@@ -13,7 +13,7 @@ from tidemill.algorithms.api import Algorithm
 from tidemill.batch import GROUP, ID, Batch
 from tidemill.dock import Counts, Dock, Lease, Want
 from tidemill.flow.adjust import TEMPERATURE, adjust_model, adjusted
-from tidemill.flow.stage import at_any_time, committed
+from tidemill.flow.stages.stage import at_any_time, committed
 from tidemill.flow.tally import Tally
 from tidemill.learn.api import Scores
 from tidemill.models.buffers import carried

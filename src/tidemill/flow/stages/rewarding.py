@@ -13,12 +13,12 @@ from tidemill.batch import GROUP, ID, Batch, Column
 from tidemill.dock import Counts, Dock, Lease, Want
 from tidemill.environment.api import last_said
 from tidemill.errors import RewardError
-from tidemill.flow.rolling import FINISH
-from tidemill.flow.stage import committed
+from tidemill.flow.stages.rolling import FINISH
+from tidemill.flow.stages.stage import committed
 from tidemill.flow.tally import Tally
 from tidemill.reward.api import Sample, Scored
 from tidemill.reward.score import Scorer
-from tidemill.reward.text import repetition
+from tidemill.reward.verifiers.text import repetition
 
 
 class RewardWorker:

@@ -19,8 +19,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from tidemill.reward.api import Sample
-from tidemill.reward.outcome import Outcome
-from tidemill.reward.wire import JsonSocket
+from tidemill.reward.workers.outcome import Outcome
+from tidemill.reward.workers.wire import JsonSocket
 
 START_S = 120.0  # a worker may import a user's large module; no sample's clock runs meanwhile
 MOST_PER_MESSAGE = 32  # units sent at once: saves round trips, keeps lanes even
@@ -126,7 +126,7 @@ class Lane:
         with theirs, self._lock:
             if self.is_closing:
                 return "the scorer was closed"
-            command = [sys.executable, "-m", "tidemill.reward.worker", str(theirs.fileno())]
+            command = [sys.executable, "-m", "tidemill.reward.workers.worker", str(theirs.fileno())]
             environment = {
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
