@@ -120,6 +120,15 @@ def test_a_run_whose_every_reward_fails_stops_and_says_why(tmp_path: Path, own_r
     assert not (tmp_path / "runs" / "small").exists()
 
 
+def test_a_reward_too_large_for_float32_is_a_failure_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "huge.py").write_text("def huge(sample):\n    return 1e308 if sample.id % 2 else 1.0\n")
+    watch = Listen()
+    launch.train(recipe(tmp_path, rewards=f"{tmp_path}/huge.py:huge", eval={"size": 0}), watch=watch)
+    assert any("returned 1e+308: rewards are at most 1e+09" in said for said in watch.said)
+    lines = [json.loads(line) for line in (tmp_path / "runs/small/metrics.jsonl").read_text().splitlines()]
+    assert all(line["reward"] is not None and line["reward_errors"] == 8 for line in lines if "loss" in line)
+
+
 def test_eval_counts_rewards_that_fail_and_ends_with_one_when_all_do(made: Path, own_rewards: str) -> None:
     for function, failed, code in (("sometimes", 4, 0), ("broken", 8, 1)):
         words = ["eval", str(made), "--json", f"rewards={own_rewards}:{function}"]

@@ -337,7 +337,7 @@ def _share(value: float | None) -> str:
 def problems_table(before: Sequence[Answered], after: Sequence[Answered]) -> RenderableType:
     """Show some held-out problems with the answers before and after."""
     table = _table("problem", "answer", "before", "after")
-    table.title, table.title_justify, table.title_style = "three held-out problems", "left", "dim"
+    table.title, table.title_justify, table.title_style = "held-out problems", "left", "dim"
     pairs = [(b, a) for b, a in zip(before, after) if b.prompt == a.prompt]
     learned = [i for i, (b, a) in enumerate(pairs) if a.correct and not b.correct]
     wrong = [i for i, (_, a) in enumerate(pairs) if not a.correct]
@@ -364,7 +364,7 @@ def next_steps(config: Config, folder: Path) -> RenderableType:
         (f"tidemill export {folder} --to my-model", "a Hugging Face folder"),
         *((judge,) if is_judge else ()),
         (f"tidemill resume {folder} train.steps={2 * config.train.steps}", "train on"),
-        (f"tensorboard --logdir {folder}/tensorboard", "every metric of every step"),
+        (f"tidemill watch {folder}", "every metric and sample, in the browser"),
         ("tidemill recipes", "other runs; any setting changes with key=value"),
         ("tidemill train own model.path=FOLDER data.source=FILE", "your own model on your own data"),
     ):

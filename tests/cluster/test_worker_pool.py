@@ -138,6 +138,7 @@ def test_a_worker_without_a_place_is_given_up_while_others_are_waited_for(tmp_pa
 
 def driver(pool: WorkerPool, stall_s: float) -> Driver:
     made = Driver.__new__(Driver)
+    made.tell = lambda activity: None
     made.pool, made.starter, made._lost_learner = pool, pool.starter, ""
     cluster = SimpleNamespace(stall_s=stall_s)
     made.config = SimpleNamespace(cluster=cluster)  # type: ignore[assignment]
