@@ -6,12 +6,13 @@ STAMP  := $(VENV)/.installed
 VLLM_VENV  ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 BROWSER_VENV ?= .venv-browser
+CLIENTS_VENV ?= .venv-clients
 
 # These start eight processes that compute together: beside another worker's they would crowd two cores.
 RANKS := tests/learn/parallel
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slurm test-ray-jobs test-vllm test-browser lint layers types quick slow learning bench peers clean
+.PHONY: help install quickstart test test-slurm test-ray-jobs test-vllm test-browser test-clients lint layers types quick slow learning bench peers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -73,7 +74,22 @@ $(BROWSER_VENV)/bin/playwright:
 	@$(BROWSER_VENV)/bin/python -m pip install -q --disable-pip-version-check playwright pytest pytest-timeout
 
 test-browser: install $(BROWSER_VENV)/bin/playwright ## `tidemill watch` in a real browser (needs chromium; PICTURES=1 keeps pictures)
-	@TIDEMILL_PYTHON=$(abspath $(BIN)/python) $(BROWSER_VENV)/bin/python -m pytest tests/browser
+	@TIDEMILL_PYTHON=$(abspath $(BIN)/python) $(BROWSER_VENV)/bin/python -m pytest --confcutdir tests/browser tests/browser
+
+# litellm and openai-agents want an openai package of version 2, inspect-ai one of version 3.
+$(CLIENTS_VENV)/.installed:
+	@test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
+	@$(CLIENTS_VENV)/bin/python -m pip install -q --disable-pip-version-check pytest pytest-timeout \
+		"openai>=2,<3" litellm langchain-openai openai-agents openenv==0.10.0 "mcp<2"
+	@test -x $(CLIENTS_VENV)-3/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)-3
+	@$(CLIENTS_VENV)-3/bin/python -m pip install -q --disable-pip-version-check pytest pytest-timeout "openai>=3" inspect-ai
+	@mkdir -p $(CLIENTS_VENV)/node && cd $(CLIENTS_VENV)/node && { npm --version > /dev/null 2>&1 && npm install --silent openai || true; }
+	@touch $@
+
+test-clients: install $(CLIENTS_VENV)/.installed ## other people's clients against `tidemill serve`: openai, litellm, LangChain, agents, Inspect
+	@TIDEMILL_PYTHON=$(abspath $(BIN)/python) CLIENTS_NODE=$(abspath $(CLIENTS_VENV)/node) \
+		$(CLIENTS_VENV)/bin/python -m pytest -rs --confcutdir tests/clients tests/clients
+	@TIDEMILL_PYTHON=$(abspath $(BIN)/python) $(CLIENTS_VENV)-3/bin/python -m pytest -rs --confcutdir tests/clients tests/clients
 
 test-slurm: install ## a recipe on a real Slurm with two nodes (apt-get install slurm-wlm munge; as root)
 	@TIDEMILL_TEST_SLURM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/launch/test_slurm_itself.py
@@ -92,4 +108,4 @@ bench: install ## the benchmarks that run on this machine, as tables
 	@for name in step; do $(BIN)/tidemill bench $$name; done
 
 clean: ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) $(BROWSER_VENV) $(RAY_DEFAULT) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(BROWSER_VENV) $(CLIENTS_VENV) $(CLIENTS_VENV)-3 $(RAY_DEFAULT) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -21,6 +21,7 @@ from tidemill.learn.optim.muon import Muon, orthogonal
 from tidemill.learn.optim.pinned import Pinned
 from tidemill.models import lora
 from tidemill.models.attention.packed import Packed
+from tidemill.models.attention.registry import AttentionForm
 from tidemill.models.attention.varlen import FlashPacked, FlashShared, Spans
 from tidemill.models.load import make_tiny
 from tidemill.recipe.config import TinyModel
@@ -153,7 +154,7 @@ def test_compiled_layers_give_the_same_gradients(kind: str) -> None:
 
 
 def by_mask(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: Spans, keys: Spans, scale: float, window: int | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: Spans, keys: Spans, form: AttentionForm
 ) -> torch.Tensor:
     """What the flash kernel does, for a device without it: sequences end together, a query sees what is not behind."""
     ends_q, ends_k = queries.ends[1:].long(), keys.ends[1:].long()
@@ -162,7 +163,7 @@ def by_mask(
     left_q, left_k = ends_q[of_q] - at_q, ends_k[of_k] - at_k
     mask = (of_q[:, None] == of_k) & (left_k >= left_q[:, None])
     heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
-    out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scale, enable_gqa=True)
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=form.scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 

@@ -144,8 +144,11 @@ class Chat:
         """Without special tokens, but for those that the format reads."""
         if not self._has_marks:
             return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
-        seen = [token for token in tokens if token not in self._hidden]
-        return str(self.tokenizer.decode(seen, skip_special_tokens=False))
+        return str(self.tokenizer.decode(self.shown(tokens), skip_special_tokens=False))
+
+    def shown(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens that `text` shows."""
+        return [token for token in tokens if token not in self._hidden]
 
     def read(self, tokens: Sequence[int], tools: Sequence[Schema] = (), *, has_thoughts: bool = False) -> Answer:
         """`has_thoughts`: the prompt ended by opening the model's thoughts."""

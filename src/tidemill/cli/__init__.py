@@ -13,9 +13,13 @@ from tidemill.cli import (  # each registers its commands, in the order that `ti
     jobs,  # isort: skip
     launch,  # isort: skip
     models,  # isort: skip
+    new,  # isort: skip
+    plan,  # isort: skip
     plot,  # isort: skip
     recipes,  # isort: skip
     reshard,  # isort: skip
+    serve,  # isort: skip
+    simulate,  # isort: skip
     status,  # isort: skip
     train,  # isort: skip
     watch,  # isort: skip
@@ -24,5 +28,5 @@ from tidemill.cli.frame import app, explain, main
 
 __all__ = [
     "app", "bench", "diff", "dock", "doctor", "evaluate", "explain", "export", "generate", "jobs", "launch", "main",
-    "models", "plot", "recipes", "reshard", "status", "train", "watch",
+    "models", "new", "plan", "plot", "recipes", "reshard", "serve", "simulate", "status", "train", "watch",
 ]  # fmt: skip

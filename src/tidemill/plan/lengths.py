@@ -75,8 +75,8 @@ def of(config: Config, asked: str | None = None) -> Lengths:
 def of_run(folder: Path, config: Config) -> Lengths:
     """As a run's own samples are; where it kept none, as long as its metrics say on average."""
     longest = config.rollout.max_new_tokens
-    seen = [len(line["tokens"]) for line in _lines(folder / "samples.jsonl") if line.get("tokens")]
-    metrics = _lines(folder / "metrics.jsonl")
+    seen = [len(line["tokens"]) for line in lines_of(folder / "samples.jsonl") if line.get("tokens")]
+    metrics = lines_of(folder / "metrics.jsonl")
     means = [m["response_tokens"] for m in metrics if "response_tokens" in m]
     told = [m["prompt_tokens"] / max(1.0, m.get("samples", 0)) for m in metrics if m.get("samples")]
     prompt = float(np.mean(told)) if told else 0.5 * config.data.max_prompt_tokens
@@ -89,7 +89,7 @@ def of_run(folder: Path, config: Config) -> Lengths:
     )
 
 
-def _lines(file: Path) -> Sequence[dict[str, Any]]:
+def lines_of(file: Path) -> Sequence[dict[str, Any]]:
     if not file.exists():
         return []
     found = []

@@ -11,6 +11,7 @@ from tidemill.estimate.run import samples_per_step
 from tidemill.plan.decoding import Drained, drain
 from tidemill.plan.lengths import Lengths
 from tidemill.plan.time_model import TimeModel
+from tidemill.recipe.config import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,27 +27,46 @@ class StepEstimate:
     devices: int
     limit: str  # in words
     parts: dict[str, float] = field(default_factory=dict)
+    rollout_share: float = 1.0  # of the devices, that roll out
+    learn_share: float = 1.0
     flop: float = 0.0  # that the step's tokens ask for: 2·N a token made, 6·N a token learned
 
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
 
+    @property
+    def busy(self) -> float:
+        """Share of its time in which a device works, over all devices."""
+        work = self.rollout_s * self.rollout_share + self.learn_s * self.learn_share
+        return min(1.0, work / self.seconds) if self.seconds else 0.0
+
     def mfu(self, peak: float) -> float:
         return self.flop / (self.seconds * self.devices * peak)
 
 
+Groups = Sequence[tuple[int, Sequence[int]]]  # prompt and responses of each
+
+
 def estimate(model: TimeModel, lengths: Lengths, seed: int = 0) -> StepEstimate:
     """Of one step, with lengths drawn once."""
-    config = model.config
+    own = drawn(model.config, lengths, seed)
+    return put_together(model, own, rollout_of(model, own), learning_parts(model, own))
+
+
+def drawn(config: Config, lengths: Lengths, seed: int = 0) -> Groups:
+    """The groups of one step."""
     groups, each = config.train.prompts_per_step, config.train.samples_per_prompt
     prompts = lengths.draw_prompts(groups, seed).tolist()
     responses = lengths.draw(groups * each, seed).reshape(groups, each).tolist()
-    own = list(zip(prompts, responses, strict=True))
-    rollout = rollout_of(model, own)
-    learn = learning_parts(model, own)
+    return list(zip(prompts, responses, strict=True))
+
+
+def put_together(model: TimeModel, own: Groups, rollout: Drained, learn: dict[str, float]) -> StepEstimate:
+    config = model.config
+    each = config.train.samples_per_prompt
     tokens = float(sum(p * each + sum(r) for p, r in own))
-    made = float(sum(sum(r) for r in responses))
+    made = float(sum(sum(r) for _, r in own))
     reward = model.reward_s * samples_per_step(config) / max(1, config.cluster.rewards)
     over = model.overheads
     publish = model.publish_s + 3 * over.command_s
@@ -67,6 +87,8 @@ def estimate(model: TimeModel, lengths: Lengths, seed: int = 0) -> StepEstimate:
         devices=model.devices,
         limit=limit,
         parts={"rollout": rollout.seconds, **learn, "publish": publish, "reward": reward, "other": other},
+        rollout_share=1.0 if model.is_colocated else model.engines * model.engine_cut.tp / model.devices,
+        learn_share=model.learners / model.devices,
         flop=known * (2 * made + 6 * tokens),
     )
 

@@ -25,10 +25,12 @@ from tidemill.plan.calibration import Calibration
 from tidemill.plan.features import Cut, Pass
 from tidemill.plan.hardware import SHEETS, DeviceSheet, Machines
 from tidemill.recipe.config import Config
+from tidemill.recipe.load import model_of
 
 OVERLAP = 0.8  # share of the layers' arithmetic behind which weights are gathered and gradients reduced
 REWARD_S = 0.00015  # of one sample, where the rewards are rules
 SAMPLE_BYTES = 13  # of a token in the dock: itself, log-probability, version, mask
+THREADS_GAIN = 0.8  # of each thread that computes beside others, until they are measured together
 REFERENCE_DEVICE = "H200"  # whose efficiencies other devices borrow
 
 
@@ -60,23 +62,32 @@ class TimeModel:
         reward_s: float = REWARD_S,
     ) -> None:
         self.config, self.machines, self.reward_s = config, machines, reward_s
-        found = shape or shape_of(config.model) or published.shape_of(config.model)
+        model = model_of(config)
+        found = shape or shape_of(model) or published.shape_of(model)
         if found is None:
             raise ConfigError(
                 "the recipe's model is not there yet, so its sizes are not known",
                 "name one with model.path=FOLDER or a published name such as qwen2.5-7b",
             )
         self.shape = found
-        self.made = made or calibration_for(machines.sheet)
-        self.width = BYTES[config.model.dtype]
         is_local = config.cluster.executor == "local"
+        threads = (config.threads or machines.cores or 1) if is_local and machines.sheet.kind == "cpu" else 1
+        self._given = made
+        self.made = made or calibration_for(machines.sheet, threads)
+        self.width = BYTES[config.model.dtype]
         self.overheads = overheads or (HERE if is_local else Overheads())
         self._steps: dict[int, float] = {}
 
-    @staticmethod
-    def like(other: TimeModel, config: Config) -> TimeModel:
-        """The same machines, calibration and overheads under another recipe of the same model."""
-        return TimeModel(config, other.machines, other.shape, other.made, other.overheads, other.reward_s)
+    def again(self, config: Config) -> TimeModel:
+        """Keep machines, calibration and overheads under another recipe of the same model."""
+        same = config.cluster.executor == self.config.cluster.executor
+        return TimeModel(
+            config, self.machines, self.shape, self._given, self.overheads if same else None, self.reward_s
+        )
+
+    def batch_s(self, tokens: float, rows: int, trains: bool) -> float | None:
+        """Return the seconds of a batch where they were measured; None: the model works them out."""
+        return None
 
     # Where
 
@@ -312,6 +323,10 @@ def calibration_for(sheet: DeviceSheet, threads: int = 1) -> Calibration:
     own = calibrations.find(sheet.name, sheet.kind, threads)
     if own is not None:
         return own
+    if threads > 1 and (single := calibrations.find(sheet.name, sheet.kind)) is not None:
+        many = THREADS_GAIN * threads
+        several = single.for_device(sheet.name, single.flops, single.bytes_per_s, (many, min(many, 2.0)))
+        return replace(several, source=f"one thread's figures for {threads} (tidemill calibrate measures them)")
     base = calibrations.find(REFERENCE_DEVICE, "cuda")
     if base is None:
         raise ConfigError(f"there is no calibration for {sheet.name}", "take one there with `tidemill calibrate`")

@@ -46,6 +46,9 @@ class Data(Section):
     answer_pattern: str | None = Field(
         None, description="regular expression; its first group is the answer within the column answer"
     )
+    rewrite: dict[str, tuple[tuple[str, str], ...]] = Field(
+        {}, description="by column (prompt, answer, response): pairs of a regular expression and its replacement"
+    )
     template: str | None = Field(None, description="prompt text with {column} in it, instead of the column prompt")
     system: str | None = Field(None, description="system message, for chat models")
     chat: Literal["auto", "on", "off"] = Field(
@@ -319,6 +322,9 @@ class Observe(Section):
     prometheus_port: int = Field(9464, ge=0, le=65535, description="port of the logger prometheus; 0: any free one")
     price_per_device_hour: float | None = Field(None, ge=0, description="price of a device, for the run's cost so far")
     samples_per_step: int = Field(8, ge=0, description="samples written to samples.jsonl each step")
+    timeline: Literal["off", "stages", "work"] = Field(
+        "stages", description="what each worker did when, in timeline/: by stage, or every piece of work"
+    )
     progress: Literal["auto", "rich", "plain", "off"] = Field(
         "auto", description="what the terminal shows during the run"
     )

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-
 LARGEST = 2**31  # any number but the seed
 LONGEST_S = 10**6  # any time; waiting for longer overflows the system's clocks
 

@@ -58,8 +58,13 @@ class Request:
     task: Task | None = None  # what the environment plays with each sample; None: one turn
     tiles: Tiles = ()  # of the images that the prompt shows
     strays: int = 0  # places for images in the prompt that a model wrote there: words like any other
+    draw_id: int | None = None  # in place of the id in the random stream: requests may share one, ids may not
     stream: int | None = None  # number under which `on_tokens` hears of sample 0 as it is made; of sample k: plus k
     user: Any = None
+
+    @property
+    def draws_as(self) -> int:
+        return self.id if self.draw_id is None else self.draw_id
 
 
 Top = list[tuple[int, float]]  # tokens and their log-probabilities, likeliest first

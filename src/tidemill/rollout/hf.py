@@ -65,7 +65,7 @@ class HFEngine:
 
     def _complete(self, request: Request, sample: Partial) -> Iterator[Completion]:
         how, device = request.sampling, next(self.model.parameters()).device
-        key = torch.tensor([stream_key(how.seed, request.id, sample.index)], device=device)
+        key = torch.tensor([stream_key(how.seed, request.draws_as, sample.index)], device=device)
         limit = min(token_limit(request, sample.index), self.max_len - len(request.prompt))
         cache = DynamicCache(config=self.model.config)
         ids = torch.tensor([[*map(int, request.prompt), *sample.tokens]], device=device)

@@ -4,6 +4,7 @@ It is a generator: a command takes its moments to the end, a program may do some
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from tidemill.observe.loggers import start as start_loggers
 from tidemill.observe.metrics import MetricsWriter
 from tidemill.observe.profile import profiled
 from tidemill.observe.run_folder import RunFolder, info_of
+from tidemill.observe.timeline import recorded
 from tidemill.recipe.config import Config
 from tidemill.run.interrupt import Presence, Pulse, Stopwatch, interruptions
 from tidemill.run.measure import Machine
@@ -58,6 +60,7 @@ def train_loop(
     watch.started(workers, first)
     with (
         closing(Machine(config)) as machine,
+        recorded(folder.path, "driver", config.observe.timeline) as timeline,
         recording(folder, config, first, watch) as metrics,
         interruptions(watch) as asked,
     ):
@@ -84,7 +87,8 @@ def train_loop(
                 summary.is_stopped = True
                 break
             watch.beginning(step)
-            clock = Stopwatch()
+            clock, began = Stopwatch(), time.perf_counter()
+            machine.begin()
             try:
                 with profiled(folder.path, config.train.profile, step):
                     for stage in workers.stages(step, stop):
@@ -94,6 +98,8 @@ def train_loop(
             except Stopped:
                 summary.is_stopped = True
                 break
+            if timeline is not None:
+                timeline.span("step", began, time.perf_counter(), step=step)
             measured = record(step, folder, workers, metrics, machine, summary, clock.seconds(), watch)
             if presence.is_there:
                 with presence.elsewhere(clock):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -28,6 +28,36 @@ class Format(Protocol):
 
     def read(self, text: str, tools: Sequence[Schema]) -> Answer:
         """A whole answer, its end token left out. Text that is no call stays in `content` or `unread`."""
+
+    def call_grammar(self, tools: Sequence[Schema], specials: Collection[str], parallel: bool) -> str | None:
+        """A Lark grammar of calls of these tools, at least one; None where the format has none. Its first rule is
+        `start`. `specials`: words that are one token each."""
+
+
+def call_rules(tools: Sequence[Schema], key: str = "arguments") -> tuple[str, str]:
+    """The rule `call`, a JSON object that calls one of the tools, and those it consists of."""
+    schemas = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool["function"]["name"]}, key: parameters(tool)},
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    names = [f"call_{i}" for i in range(len(schemas))]
+    rules = [f"{name}: %json {json.dumps(schema)}" for name, schema in zip(names, schemas)]
+    return f"call: {' | '.join(names)}", "\n".join(rules)
+
+
+def parameters(tool: Schema) -> Any:
+    """The JSON schema of a tool's arguments."""
+    return tool["function"].get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def quoted(word: str, specials: Collection[str]) -> str:
+    """A word as Lark has it: a special token by its name, anything else as a string."""
+    return word if word in specials and word.startswith("<") and word.endswith(">") else json.dumps(word)
 
 
 def without_thoughts(text: str) -> tuple[str | None, str]:

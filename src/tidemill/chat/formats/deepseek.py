@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from tidemill.chat.answer import Answer, Schema, ToolCall, decoded
@@ -45,6 +45,9 @@ class DeepSeek:
             unread += [inside.strip()] if call is None else []
         words = words.partition(ALL)[0] + text.partition(ALL_END)[2]
         return with_thoughts(reasoning, Answer(words.strip(), None, tuple(calls), tuple(unread)))
+
+    def call_grammar(self, tools: Sequence[Schema], specials: Collection[str], parallel: bool) -> str | None:
+        return None
 
 
 def _call(text: str) -> ToolCall | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from tidemill.chat.answer import Answer, Schema, ToolCall
@@ -44,6 +44,9 @@ class Gemma:
             unread += [inside.strip()] if call is None else []
             head += behind
         return Answer(head.strip(), None, tuple(calls), tuple(unread))
+
+    def call_grammar(self, tools: Sequence[Schema], specials: Collection[str], parallel: bool) -> str | None:
+        return None
 
 
 def _call(text: str) -> ToolCall | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tidemill.chat.answer import Answer, Schema, ToolCall, decoded
 from tidemill.chat.formats.api import RESULT
@@ -44,3 +44,6 @@ class Harmony:
             else:
                 words.append(body)
         return Answer("\n".join(words).strip(), "\n".join(thoughts) or None, tuple(calls), tuple(unread))
+
+    def call_grammar(self, tools: Sequence[Schema], specials: Collection[str], parallel: bool) -> str | None:
+        return None

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tidemill.chat.answer import Answer, Schema, ToolCall, call_of
-from tidemill.chat.formats.api import HOW_TO_CALL, RESULT, THINK, UNTHINK, first_json, with_thoughts, without_thoughts
+from tidemill.chat.formats.api import (
+    HOW_TO_CALL,
+    RESULT,
+    THINK,
+    UNTHINK,
+    call_rules,
+    first_json,
+    quoted,
+    with_thoughts,
+    without_thoughts,
+)
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -38,3 +48,9 @@ class Hermes:
                 behind = behind if closed else rest
             words += behind
         return with_thoughts(reasoning, Answer(words.strip(), None, tuple(calls), tuple(unread)))
+
+    def call_grammar(self, tools: Sequence[Schema], specials: Collection[str], parallel: bool) -> str | None:
+        call, rules = call_rules(tools)
+        one = f'{quoted(OPEN, specials)} "\\n" call "\\n" {quoted(CLOSE, specials)}'
+        more = f' ("\\n" {one})*' if parallel else ""
+        return f"start: {one}{more}\n{call}\n{rules}"

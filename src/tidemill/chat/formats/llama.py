@@ -3,10 +3,10 @@ and 4 may, calls as in Python: `[search(query="tides"), add(a=1, b=2)]`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tidemill.chat.answer import Answer, Schema, ToolCall, call_of
-from tidemill.chat.formats.api import RESULT, first_json
+from tidemill.chat.formats.api import RESULT, call_rules, first_json
 from tidemill.chat.formats.pythonic import calls_in
 
 TAG, END_TAG = "<|python_tag|>", "<|python_end|>"
@@ -36,6 +36,11 @@ class Llama:
         if calls and (tag or not known or all(call.name in known for call in calls)):
             return Answer(words.strip() if tag else "", None, tuple(calls))
         return Answer(words.strip(), None, (), (body,)) if tag else Answer(text.strip())
+
+    def call_grammar(self, tools: Sequence[Schema], specials: Collection[str], parallel: bool) -> str | None:
+        call, rules = call_rules(tools, "parameters")
+        more = ' ("; " call)*' if parallel else ""
+        return f"start: call{more}\n{call}\n{rules}"
 
 
 def _as_json(text: str) -> list[ToolCall]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tidemill.chat.answer import Answer, Schema, ToolCall, call_of, decoded
-from tidemill.chat.formats.api import RESULT, first_json
+from tidemill.chat.formats.api import RESULT, call_rules, first_json, quoted
 
 CALLS, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 THINK, UNTHINK = "[THINK]", "[/THINK]"
@@ -34,6 +34,13 @@ class Mistral:
             calls += found
             unread += [] if found else [part.strip()]
         return Answer(words.strip(), reasoning, tuple(calls), tuple(unread))
+
+    def call_grammar(self, tools: Sequence[Schema], specials: Collection[str], parallel: bool) -> str | None:
+        if CALLS in specials:  # written between square brackets, which Lark has no name for
+            return None
+        call, rules = call_rules(tools)
+        more = ' (", " call)*' if parallel else ""
+        return f'start: {quoted(CALLS, specials)} " [" call{more} "]"\n{call}\n{rules}'
 
 
 def _listed(text: str) -> list[ToolCall]:

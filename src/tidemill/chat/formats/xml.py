@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from tidemill.chat.answer import Answer, Schema, ToolCall, parameters_of
@@ -48,6 +48,9 @@ class Xml:
             words = words.replace(inside, "") if inside else words
         words = words.replace(OPEN, "").replace(CLOSE, "").strip()
         return with_thoughts(reasoning, Answer(words, None, tuple(calls), tuple(unread)))
+
+    def call_grammar(self, tools: Sequence[Schema], specials: Collection[str], parallel: bool) -> str | None:
+        return None
 
 
 def value_of(text: str, schema: Any) -> Any:

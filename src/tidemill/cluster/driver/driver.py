@@ -15,20 +15,23 @@ from tidemill.cluster.commands import HostCommands, Request, WorkerCommands, req
 from tidemill.cluster.driver import stall, status
 from tidemill.cluster.driver.activity import what_it_is_at
 from tidemill.cluster.driver.conductor import Conductor
+from tidemill.cluster.driver.evaluation import evaluated
 from tidemill.cluster.driver.logs import LogStream
 from tidemill.cluster.driver.publish import Publisher
 from tidemill.cluster.driver.status_writer import StatusWriter
+from tidemill.cluster.driver.traffic import Traffic
 from tidemill.cluster.driver.worker_pool import Member, WorkerPool
 from tidemill.cluster.start.handle import Starter, WorkerLost
 from tidemill.cluster.wiring import LEARNER, ROLLOUT, Wiring
 from tidemill.device import host
 from tidemill.dock import DockState
 from tidemill.errors import TidemillError
+from tidemill.estimate.run import samples_per_step
 from tidemill.flow.adjust import adjusted, refusal
 from tidemill.flow.dump import Dump
 from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.tally import Counted, together
-from tidemill.flow.workers import Rewound, Stopped
+from tidemill.flow.workers import MachineReport, Rewound
 from tidemill.graph import Graph
 from tidemill.observe import health
 from tidemill.observe.run_folder import RunFolder
@@ -37,7 +40,6 @@ from tidemill.recipe.config import Config
 MOST_STALLS = 3  # in one run; a run that keeps stalling is ended
 STATUS_S = 1.0
 SETTLE_S = 120.0  # for checkpoints still being written when the run ends
-SHOWN_ANSWERS = 32  # of an evaluation, shown to people
 R = TypeVar("R")
 
 
@@ -73,7 +75,6 @@ class Driver:
         self._first_feed: dict[str, Any] = {}
         self._history: list[dict[str, float]] = []
         self._warned: set[str] = set()
-        self._lost_samples: dict[str, int] = {}  # the dock's counts at the last call
         self._shown: dict[str, list[tuple[bool, int]]] = {}  # samples that could be shown, by the worker that has them
         self.is_up = False
         self.seen: DockState | None = None  # the dock, when it was last looked at within the step
@@ -87,6 +88,9 @@ class Driver:
         self.run_dock = starter.open_dock(config, graph, self.path, self._dump)
         self.conductor = Conductor(self)
         self.status = StatusWriter(self)
+        self.traffic = Traffic(starter.now)
+        self.machines: dict[str, MachineReport] = {}
+        self.home = starter.home[0]
 
     def note(self, text: str) -> None:
         if self._logs is not None:
@@ -278,20 +282,16 @@ class Driver:
         self._shown = {name: ids for name, (_, ids) in told.items()}
         of_samples = Counted.of_samples(self.run_dock.dock.counted())
         measured = together([*(counted for counted, _ in told.values()), of_samples])
+        self.machines = {name: one.machine for name, (one, _) in told.items() if one.machine is not None}
         measured |= {"version": float(self.publisher.version)}
+        state, rows = self.run_dock.dock.state(), samples_per_step(self.config)
+        measured |= self.traffic.step(state, rows, self.publisher.nbytes)
         if self.conductor.schedule.lead:
-            measured |= self._newly_lost()
+            measured |= self.traffic.lost(state)
         if not self.starter.is_here:
             heard, self.pool.received_bytes = self.pool.received_bytes, 0
             measured |= {"workers_lost": float(self.pool.lost_total), "driver_bytes": float(heard)}
         return measured
-
-    def _newly_lost(self) -> dict[str, float]:
-        """Count samples that the dock refused for their age, and leases that expired, since the last call."""
-        state = self.run_dock.dock.state()
-        now = {"stale_samples": state.stale, "expired_leases": state.expired}
-        before, self._lost_samples = self._lost_samples, now
-        return {name: float(max(0, count - before.get(name, 0))) for name, count in now.items()}
 
     def _from_all(self, asked: Request[R], members: Sequence[Member] | None = None) -> dict[str, R]:
         """Collect the answers of all workers, or of these; one that is lost meanwhile is left out."""
@@ -339,6 +339,9 @@ class Driver:
                 written = request(WorkerCommands.write_samples, step, own, self.folder.samples_file.resolve())
                 with contextlib.suppress(WorkerLost):
                     errors.append(self.pool.call(member, written))
+        if chosen:
+            noted = request(WorkerCommands.write_notes, step, [id for _, id in chosen], self.path)
+            self._from_all(noted, self.pool.learners())
         return next((error for error in errors if error), "")
 
     def activity(self) -> Activity | None:
@@ -364,37 +367,9 @@ class Driver:
                 self.pool.pump(0.5)
                 continue
             try:
-                return self._evaluated(ready[0], size, samples)
+                return evaluated(self, ready[0], size, samples)
             except WorkerLost as lost:
                 self.note(f"evaluation begins again: {lost}")
-
-    def _evaluated(self, member: Member, size: int, samples: int) -> Evaluation:
-        """Wait however long it takes, as long as tokens are made or answers are judged."""
-        shown = size if self.starter.is_here else SHOWN_ANSWERS
-        future = self.pool.send(member, request(WorkerCommands.evaluate, size, samples, shown))
-        moves, moved_at = -1, self.starter.now()
-        while not future.done():
-            self.check_learners()
-            self.pool.pump(0.2)
-            now = self.starter.now()
-            if member.report is not None and member.report.moves != moves:
-                moves, moved_at = member.report.moves, now
-            self._tell_evaluated(member, size)
-            if now - moved_at > self.config.cluster.stall_s:
-                why = f"{member.name} has made no token and no score of an evaluation for {now - moved_at:.0f} s"
-                self.pool.lose(member, f"{why}{self.pool.examine(why)}")
-        seen: Evaluation = self.pool.unwrap(member.name, future)
-        return seen
-
-    def _tell_evaluated(self, member: Member, size: int) -> None:
-        """Report an evaluation's progress, and let the worker stop if the user wants to."""
-        if self.starter.is_here or member.report is None:
-            return
-        done, total = member.report.evaluated
-        try:
-            self.tell(Activity("evaluating", done, total or size))
-        except Stopped:
-            self.interrupt(member)
 
     def save(
         self, folder: Path, step: int, state: dict[str, Any], *, best: bool = False, metric: float | None = None

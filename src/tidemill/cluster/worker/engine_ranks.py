@@ -40,6 +40,7 @@ class Submit(Call, frozen=True):
     sampling: Sampling
     n: int
     limits: list[int] | None
+    draw_id: int | None = None
 
 
 class Step(Call, frozen=True):
@@ -162,7 +163,7 @@ class LeadEngine:
 
     def submit(self, request: Request) -> None:
         limits = None if request.limits is None else list(request.limits)
-        self._say(Submit(request.id, list(request.prompt), request.sampling, request.n, limits))
+        self._say(Submit(request.id, list(request.prompt), request.sampling, request.n, limits, request.draw_id))
         self.engine.submit(request)
 
     def step(self) -> list[Completion]:
@@ -276,8 +277,8 @@ class Follower:
     def _do(self, call: Call) -> None:
         engine = self.engine
         match call:
-            case Submit(id, prompt, sampling, n, limits):
-                engine.submit(Request(id, prompt, sampling, n, limits))
+            case Submit(id, prompt, sampling, n, limits, draw_id):
+                engine.submit(Request(id, prompt, sampling, n, limits, draw_id=draw_id))
             case Step(made):
                 self._step(made)
             case Pause():

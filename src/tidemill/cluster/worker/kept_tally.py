@@ -8,7 +8,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tidemill.device.peaks import PEAKS
 from tidemill.flow.tally import Counted, Tally
+from tidemill.observe.timeline import Recorder, recorder_of
 
 if TYPE_CHECKING:
     from tidemill.cluster.assignment import Assignment, DockPlace
@@ -18,16 +20,19 @@ _ADD, _MEAN = "+", "~"
 
 def tally_of(task: Assignment, dock: DockPlace) -> Tally:
     """Return a tally kept in a file for a worker that may die alone; one that ends with the run needs no file."""
-    return KeptTally(task.logs / f"{task.post.name}.counts", dock.ledger) if task.dies_alone else Tally()
+    recorder = recorder_of(task.logs.parent, task.post.name, task.config.observe.timeline)
+    if not task.dies_alone:
+        return Tally(recorder=recorder, peaks=PEAKS)
+    return KeptTally(task.logs / f"{task.post.name}.counts", dock.ledger, recorder)
 
 
 class KeptTally(Tally):
     """`place` names the dock that the counts belong to: those of another dock are discarded. Updates of the learner
     are not kept: learning again counts again."""
 
-    def __init__(self, file: Path, place: str) -> None:
+    def __init__(self, file: Path, place: str, recorder: Recorder | None = None) -> None:
         self._file = -1
-        super().__init__()
+        super().__init__(recorder=recorder, peaks=PEAKS)
         self._path, self._place = file, place
         for line in self._left():
             kind, name, value = line.split("\t")
@@ -63,6 +68,7 @@ class KeptTally(Tally):
         return counted
 
     def close(self) -> None:
+        super().close()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

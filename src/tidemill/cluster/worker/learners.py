@@ -221,7 +221,7 @@ class RankLearnWorker(LearnWorker):
                         own = self._fresh(whole, self._place(whole.values(GROUP)) == update)
                     self._accumulate_share(own)
                     self.my_turn()
-                    with self.tally.time(self.name):
+                    with self.tally.time(self.name, updates=1):
                         measured = self.own.update()
                     if self.calls.is_first:
                         self.tally.update(self._named(measured))
@@ -262,7 +262,7 @@ class RankLearnWorker(LearnWorker):
             batch = self._counted_in(batch)
         shared = self.team.share(batch)
         self.my_turn()
-        with self.tally.time(self.name):
+        with self.tally.time(self.name, tokens=0.0 if shared is None else float(shared["tokens"].lengths.sum())):
             self.own.accumulate_own(shared)
         if shared is not None:
             self.accumulated.update(int(g) for g in np.unique(shared.values(GROUP)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +147,7 @@ class WeightPort:
         """Move, and count the time once: where the learner's tensors are read."""
         here = carrier.link.one_process
         sources = here.sources() if here is not None and here.sources is not None else self.sources()
-        with self.state.tally.time("publish") if sources.tensors else nullcontext():
+        with self.state.tally.time("publish") if sources.tensors else self.state.tally.shown("publish"):
             return carrier.move(sources, serving, version)
 
     # Take up
@@ -210,7 +210,7 @@ class Carrier:
         """Move a whole version or none. `sources`: what this member sends."""
         job = Job(self.plan, self.rank, sources.tensors, {}, version, self.link.verify, sources.changes)
         moved = serving.receive(job, self.wire)
-        return MoveReport(moved.sent_bytes + moved.received_bytes, moved.checked, moved.seconds)
+        return MoveReport(moved.received_bytes + moved.copied_bytes, moved.checked, moved.seconds)
 
     def close(self) -> None:
         self.wire.close()

@@ -97,7 +97,7 @@ class LearnWorker:
         self.has_begun = True
         batch = self._counted_in(batch)
         self.my_turn()
-        with self.tally.time(self.name):
+        with self.tally.time(self.name, tokens=float(batch.values(LENGTH).sum())):
             self.learner.accumulate(batch)
         self.accumulated.update(int(g) for g in np.unique(batch.values(GROUP)))
 
@@ -135,7 +135,7 @@ class LearnWorker:
                     self._accumulate(whole.gather(rows))
                 if self.accumulated:
                     self.my_turn()  # others may have worked since the last gradient
-                    with self.tally.time(self.name):
+                    with self.tally.time(self.name, updates=1):
                         self.tally.update(self._named(self.learner.update()))
                 self.accumulated = set()
 

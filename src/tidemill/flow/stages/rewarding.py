@@ -39,7 +39,7 @@ class RewardWorker:
         self.show = show or decode
         self.dock, self.scorer, self.decode, self.tally, self.keep_samples = dock, scorer, decode, tally, keep_samples
         self.scoring: list[tuple[Lease, list[Sample], Future[list[Scored]]]] = []
-        self._since = 0.0  # when scoring began
+        self._since, self._rows = 0.0, 0  # when scoring began, and samples since
 
     def begin(self, first_group: int, tag: str | None) -> None:
         """Do nothing: it scores samples of any step."""
@@ -52,6 +52,7 @@ class RewardWorker:
         lease = self.dock.take(self.name, Want(rows=1024))
         if lease is not None:
             self._since = self._since if self.scoring else self.tally.now()
+            self._rows += lease.batch.rows
             prompts: dict[tuple[int, ...], str] = {}  # the same for a whole group
             samples = [self._sample(lease.batch.row(i), prompts) for i in range(lease.batch.rows)]
             self.scoring.append((lease, samples, self.scorer.submit(samples)))
@@ -61,7 +62,8 @@ class RewardWorker:
         for finished in done:
             self._commit(*finished)
         if done and not self.scoring:
-            self.tally.add("time/reward", self.tally.now() - self._since)
+            self.tally.took(self.name, self._since, rows=self._rows)
+            self._rows = 0
         return lease is not None or bool(done)
 
     def _sample(self, row: dict[str, Any], prompts: dict[tuple[int, ...], str]) -> Sample:

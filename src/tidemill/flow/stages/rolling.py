@@ -82,8 +82,9 @@ class RolloutWorker:
         if not self.engine.has_work:
             return moved
         self.my_turn()
-        with self.tally.time(self.name):
+        with self.tally.time(self.name, rows=min(self._making(), self.config.rollout.concurrent), steps=1):
             finished = self.engine.step()
+        self.tally.add("machine/engine_steps", 1.0)
         self.take_in(finished)
         return True
 

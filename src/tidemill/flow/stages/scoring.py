@@ -47,7 +47,7 @@ class AdvantageWorker:
             self.held.append(lease)
         if not self.held or (self.algorithm.wants_whole_step(self.config) and not self._all_here()):
             return lease is not None
-        with self.tally.time(self.name):
+        with self.tally.time(self.name, rows=sum(lease.batch.rows for lease in self.held)):
             self._commit(self.held)
         self.held = []
         return True
@@ -126,6 +126,6 @@ class ScoreWorker:
         if lease is None:
             return False
         self.my_turn()
-        with self.tally.time(self.name):
+        with self.tally.time(self.name, rows=lease.batch.rows):
             committed(lease, Batch({self.column: self.model.logprobs(lease.batch)}))
         return True

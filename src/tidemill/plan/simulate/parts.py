@@ -34,6 +34,14 @@ class Works(Protocol):
     def work(self, seconds: float, is_interruptible: bool = False) -> float: ...
 
 
+class Book(Protocol):
+    """How long the samples of every group are, whoever makes them and however often."""
+
+    def responses(self, group: int) -> Any: ...
+
+    def prompt(self, group: int) -> int: ...
+
+
 class LengthBook:
     """The lengths of every group, whoever makes it and however often."""
 
@@ -64,7 +72,7 @@ class LengthBook:
 class SimulatedEngine:
     """Implements `RolloutEngine` for whole samples."""
 
-    def __init__(self, host: Works, clock: DecodingClock, book: LengthBook, config: Config, groups_only: bool) -> None:
+    def __init__(self, host: Works, clock: DecodingClock, book: Book, config: Config, groups_only: bool) -> None:
         self.host, self.clock, self.book = host, clock, book
         self.version = 0
         self.recomputes = config.flow.unfinished_samples == "recompute_kv"
@@ -187,6 +195,9 @@ class SimulatedLearner:
             return 0.0
         inside = np.isin(place, chosen)
         own = (length - prompt)[inside]
+        measured = self.model.batch_s(float(length[inside].sum()), len(own), trains)
+        if measured is not None:
+            return measured
         squares = np.bincount(place[inside], own.astype(float) ** 2, len(keys))[chosen]
         # A response of this length, as often as there are, sees as many tokens as the group's own do.
         even = [[float(np.sqrt(s / n))] * int(n) for s, n in zip(squares, sizes[chosen])]
@@ -224,7 +235,7 @@ class SimulatedFeed:
 
     bad_rows: tuple[str, ...] = ()
 
-    def __init__(self, config: Config, graph: Graph, book: LengthBook, host: Works, row_s: float) -> None:
+    def __init__(self, config: Config, graph: Graph, book: Book, host: Works, row_s: float) -> None:
         self.config, self.graph, self.book, self.host, self.row_s = config, graph, book, host, row_s
         self.groups = 0
 

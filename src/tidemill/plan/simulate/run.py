@@ -17,9 +17,10 @@ from tidemill.device import RESOURCES
 from tidemill.flow.tally import idle
 from tidemill.flow.workers import Rewound
 from tidemill.plan.lengths import Lengths
+from tidemill.plan.simulate.collect import Timeline
 from tidemill.plan.simulate.failures import Faults
+from tidemill.plan.simulate.parts import Book
 from tidemill.plan.simulate.starter import SimulatedStarter, World
-from tidemill.plan.simulate.timeline import Timeline
 from tidemill.plan.time_model import TimeModel
 from tidemill.recipe.config import Config
 
@@ -80,12 +81,14 @@ def simulate(
     faults: Faults | None = None,
     seed: int = 0,
     save_every: int = 0,
+    book: Book | None = None,
     tell: Callable[[SimulatedStep], None] = lambda step: None,
 ) -> Simulation:
-    """`save_every`: steps between checkpoints, which a run with failures goes back to; 0: the recipe's."""
+    """`save_every`: steps between checkpoints, which a run with failures goes back to; 0: the recipe's. `book`: the
+    lengths of given samples, in place of drawn ones."""
     began = time.perf_counter()
-    made = TimeModel.like(model, _without_deadlines(model.config, steps))
-    world = World(made, lengths, faults or Faults(), seed)
+    made = model.again(_without_deadlines(model.config, steps))
+    world = World(made, lengths, faults or Faults(), seed, book=book)
     result = Simulation(model, timeline=world.timeline)
     starter = SimulatedStarter(world)
     accelerator = RESOURCES.get(model.machines.sheet.kind)

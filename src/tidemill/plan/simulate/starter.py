@@ -18,13 +18,13 @@ from tidemill.flow.schedule import staleness_limit
 from tidemill.flow.tally import Counted
 from tidemill.graph import Graph
 from tidemill.plan.lengths import Lengths
+from tidemill.plan.simulate.collect import Timeline
 from tidemill.plan.simulate.failures import Faults, speed_factor
 from tidemill.plan.simulate.kernel import FOREVER, Kernel
 from tidemill.plan.simulate.mirror import Mirror
-from tidemill.plan.simulate.parts import LengthBook
+from tidemill.plan.simulate.parts import Book, LengthBook
 from tidemill.plan.simulate.promise import DONE, Promise
 from tidemill.plan.simulate.shared import Share, Unshared
-from tidemill.plan.simulate.timeline import Timeline
 from tidemill.plan.simulate.worker import SimulatedWorker
 from tidemill.plan.time_model import TimeModel
 from tidemill.recipe.config import Config
@@ -40,13 +40,19 @@ class World:
     """What all simulated workers of a run share."""
 
     def __init__(
-        self, model: TimeModel, lengths: Lengths, faults: Faults, seed: int, groups_only: bool | None = None
+        self,
+        model: TimeModel,
+        lengths: Lengths,
+        faults: Faults,
+        seed: int,
+        groups_only: bool | None = None,
+        book: Book | None = None,
     ) -> None:
         self.model, self.config, self.faults = model, model.config, faults
         self.kernel = Kernel()
         self.graph = model.graph
         self.algorithm = registry.of(model.config)
-        self.book = LengthBook(lengths, model.config.train.samples_per_prompt, seed)
+        self.book = book or LengthBook(lengths, model.config.train.samples_per_prompt, seed)
         cores = model.machines.cores
         self.cores: Share | Unshared = Share(self.kernel, cores) if cores else Unshared()
         self.timeline = Timeline()

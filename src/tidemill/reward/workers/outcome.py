@@ -10,7 +10,6 @@ from typing import Any
 
 from tidemill.reward.api import Reward, RewardFunction, Sample
 
-
 LARGEST = 1e9
 
 

@@ -401,7 +401,7 @@ class _Slots:
         self.before[slot] = len(sequence.tokens)
         left = token_limit(request, sequence.index) - len(sequence.tokens)
         self.limit[slot] = min(left, self.tokens.shape[1] - length)
-        self.key[slot] = stream_key(how.seed, request.id, sequence.index)
+        self.key[slot] = stream_key(how.seed, request.draws_as, sequence.index)
         self.greedy[slot] = how.temperature == 0
         self.temperature[slot] = how.temperature or 1.0
         # Off is written as a value that cannot cut anything, so rounding cannot either.

@@ -1,0 +1,137 @@
+"""`tidemill plan`, `calibrate`, `tune`: predict a run on a cluster, measure a device, measure the best few layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tidemill.cli.frame import Overrides, Recipe, app, say
+
+if TYPE_CHECKING:
+    from tidemill.plan.search import Found
+    from tidemill.plan.time_model import TimeModel
+
+Cluster = Annotated[
+    str, typer.Option("--cluster", help="a cluster's file, 8xH100, or 24x16x910C (nodes × devices); none: this machine")
+]
+Lengths = Annotated[
+    str | None, typer.Option("--lengths", help="a run's folder, RESPONSE or PROMPT,RESPONSE in tokens, or full")
+]
+Json = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
+Measured = Annotated[str | None, typer.Option("--calibration", help="a calibration's file; none: the device's own")]
+
+
+@app.command()
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    cluster: Cluster = "",
+    goal: Annotated[str, typer.Option(help="throughput, cost or deadline")] = "throughput",
+    hours: Annotated[float | None, typer.Option(help="of the goal deadline: how long the run may take")] = None,
+    lengths: Lengths = None,
+    keep: Annotated[int, typer.Option(help="how many layouts to show", min=1)] = 4,
+    write: Annotated[Path | None, typer.Option("--write", help="write the best layout as a recipe")] = None,
+    calibration: Measured = None,
+    as_json: Json = False,
+) -> None:
+    """Find the layout for a recipe on a cluster, and what a run takes there: seconds, memory, dollars, kWh."""
+    from tidemill.errors import ConfigError, did_you_mean
+    from tidemill.plan import words
+    from tidemill.plan.ask import asked
+    from tidemill.plan.search import Search
+    from tidemill.plan.search import overrides as settings_of
+    from tidemill.recipe import load as recipes
+
+    goals = ("throughput", "cost", "deadline")
+    if goal not in goals:
+        raise ConfigError(f"there is no goal {goal!r}{did_you_mean(goal, goals)}", "use throughput, cost or deadline")
+    question = asked(recipe, overrides or (), cluster, lengths, calibration)
+    found = Search(question.model, question.lengths).run(goal, keep, hours)  # type: ignore[arg-type]
+    if not found.best:
+        raise ConfigError(
+            f"no layout of this recipe fits on {question.machines.topology.name}: the smallest needs {found.nearest} a "
+            f"device, which has {question.machines.sheet.memory_bytes / 1e9:.0f} GB",
+            "use more devices, a shorter rollout.max_new_tokens, or LoRA (learn.lora_rank=16)",
+        )
+    if write is not None:
+        best = recipes.load(question.config, settings=settings_of(found.best[0].config)).config
+        write.write_text(recipes.dump(best), encoding="utf-8")
+    if as_json:
+        print(json.dumps(words.found_plain(found, question.model, question.said)))
+        return
+    _show(found, question.model, question.said)
+    if write is not None:
+        say(f"written: {write}; run it with tidemill train {write}")
+
+
+def _show(found: Found, model: TimeModel, said: str) -> None:
+    from tidemill.plan import words
+
+    peak = model.machines.sheet.flops
+    say(f"{model.machines.topology.name}: {model.machines.devices} devices; {found.looked_at:,} layouts, of which "
+        f"{found.too_large:,} do not fit in memory")  # fmt: skip
+    for number, c in enumerate(found.best, 1):
+        came, what, limit = words.lines(c, peak)
+        say(f"{number}. {came}", style="bold")
+        say(f"   {what}")
+        say(f"   limited by {limit}")
+    if found.as_written is not None:
+        came, what, limit = words.lines(found.as_written, peak)
+        say(f"As written: {came}\n   {what}\n   limited by {limit}", style="dim")
+    say("Why the first:")
+    for reason in found.best[0].why:
+        say(f"  {reason}")
+    parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in found.best[0].step.parts.items() if seconds)
+    say(f"Its step: {parts}")
+    say(f"Rests on {said}", style="dim")
+
+
+@app.command()
+def calibrate(
+    out: Annotated[
+        Path | None, typer.Option(help="the file to write; none: where plans look for this device's")
+    ] = None,
+    limit: Annotated[float, typer.Option(help="seconds; what is not reached keeps its usual value", min=20)] = 170.0,
+) -> None:
+    """Measure this device for plans, in less than three minutes: products, the engine's steps, the learner's passes."""
+    from tidemill.plan import calibration, hardware
+    from tidemill.plan.calibrate import calibrate as measure
+
+    made = measure(lambda text: say(text, style="dim"), limit_s=limit)
+    name = "cpu" if made.device == "cpu" else hardware.find(made.device) or made.device
+    file = out or calibration.own_folder() / calibration.file_name(name, made.threads)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(made.dump(), encoding="utf-8")
+    fits = ", ".join(f"{phase} {100 * error:.1f} %" for phase, error in made.errors.items())
+    say(f"{made.device}: {made.flops / 1e12:.3g} TFLOP/s, {made.bytes_per_s / 1e9:.4g} GB/s; off in the median: {fits}")
+    say(f"written: {file}")
+
+
+@app.command()
+def tune(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    keep: Annotated[int, typer.Option(help="how many layouts to measure", min=1)] = 4,
+    steps: Annotated[int, typer.Option(help="steps of each that are timed, after one that is not", min=1)] = 2,
+    lengths: Lengths = None,
+    write: Annotated[Path | None, typer.Option("--write", help="write the fastest as a recipe")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the few best layouts on this machine: each runs a few steps of the recipe."""
+    from tidemill.plan.ask import asked
+    from tidemill.plan.search import overrides as settings_of
+    from tidemill.recipe import load as recipes
+    from tidemill.run import tune as tuning
+
+    question = asked(recipe, overrides or (), "", lengths)
+    tried = tuning.tune(question.model, question.lengths, keep, steps, lambda text: None if as_json else say(text))
+    if write is not None:
+        best = recipes.load(question.config, settings=settings_of(tried[0].config)).config
+        write.write_text(recipes.dump(best), encoding="utf-8")
+    if as_json:
+        print(json.dumps([t.plain() for t in tried]))
+    elif write is not None:
+        say(f"written: {write}; run it with tidemill train {write}")

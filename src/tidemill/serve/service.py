@@ -1,0 +1,186 @@
+"""What the endpoints share: the models by name, who asks, and a request on its way to an engine and back."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from tidemill.rollout.engine import Completion, Grammar, Request, Sampling
+from tidemill.serve.asking import Drawing, Refused, sampling
+from tidemill.serve.link import Answering, EngineGone, EngineLink
+from tidemill.serve.metrics import Metrics
+from tidemill.serve.talk import Memory, Talk
+
+MOST_MEMORIES = 1024  # sessions whose conversations are remembered at once
+
+
+@dataclass(slots=True)
+class Served:
+    """A model by the name that clients ask for."""
+
+    name: str
+    talk: Talk
+    link: EngineLink
+    window: int
+    eos_ids: frozenset[int]
+    root: str = ""
+    parent: str | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def version(self) -> int:
+        return self.link.engine.version
+
+
+class Session:
+    """Who asks. Without more, a client whose requests are each by themselves; with `memory`, a conversation."""
+
+    base: Sampling | None = None  # whose temperature and cuts hold, whatever a request says
+    memory: Memory | None = None
+
+    def admit(self, prompt: Sequence[int]) -> int | None:
+        """How many tokens may be made for a prompt, beside the window's limit. Raise Refused where none may."""
+        return None
+
+    def draw_id(self, prompt: Sequence[int], seed: int | None) -> int | None:
+        """The number of a request's random stream: the same prompt with the same seed gives the same tokens."""
+        return None if seed is None else digest(prompt)
+
+    def ended(self, answering: Answering, admitted: int) -> None:
+        """Hear that all samples of a request are done."""
+
+
+def digest(tokens: Sequence[int], *more: int) -> int:
+    hashed = hashlib.blake2b(np.asarray([*tokens, *more], np.int64).tobytes(), digest_size=8).digest()
+    return int.from_bytes(hashed, "big") >> 2
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What of an answer a client wants beside its text."""
+
+    max_tokens: int | None
+    streams: bool = False
+    grammar: Grammar | None = None
+    tops: int = 0
+
+
+class Service:
+    def __init__(self, models: Sequence[Served], metrics: Metrics | None = None, most_open: int = 4096) -> None:
+        """`most_open`: requests that wait or run at once; more are told to come back."""
+        self.models = {model.name: model for model in models}
+        self.default = models[0]
+        self.metrics = metrics or Metrics()
+        self.most_open = most_open
+        self._memories: OrderedDict[str, Memory] = OrderedDict()
+
+    def model(self, name: str) -> Served:
+        if not name:
+            return self.default
+        if name not in self.models:
+            there = ", ".join(self.models)
+            raise Refused(f"there is no model {name!r}; there are {there}", "model", 404, "model_not_found")
+        return self.models[name]
+
+    def visitor(self, name: str | None) -> Session:
+        """`name`: of a conversation that the client wants remembered."""
+        session = Session()
+        if name:
+            session.memory = self._memories.setdefault(name, Memory(1 << 18))
+            self._memories.move_to_end(name)
+            while len(self._memories) > MOST_MEMORIES:
+                self._memories.popitem(last=False)
+        return session
+
+    def ask(self, session: Session, model: Served, prompt: list[int], asked: Drawing, wanted: Wanted) -> Answering:
+        """Send a request on its way."""
+        if sum(m.link.open_requests for m in self.models.values()) >= self.most_open:
+            raise Refused("too many requests wait already: come back later", status=429, code="rate_limit_exceeded")
+        room = model.window - len(prompt)
+        if room < 1:
+            raise Refused(
+                f"the prompt has {len(prompt)} tokens, and the model's window is {model.window}",
+                "messages",
+                code="context_length_exceeded",
+            )
+        if wanted.max_tokens is not None and wanted.max_tokens < 1:
+            raise Refused(f"max_tokens is {wanted.max_tokens}; at least one token must be made", "max_tokens")
+        admitted = session.admit(prompt)
+        most = min(x for x in (room, admitted, wanted.max_tokens) if x is not None)
+        how = sampling(asked, most, session.base)
+        how = replace(how, grammar=wanted.grammar, top_logprobs=wanted.tops)
+        request = Request(model.link.new_id(), prompt, how, n=asked.n or 1, draw_id=session.draw_id(prompt, asked.seed))
+        began = time.monotonic()
+
+        def whole(answering: Answering) -> None:
+            session.ended(answering, most)
+            self.metrics.answered(model.name, answering, time.monotonic() - began)
+
+        try:
+            return model.link.ask(request, wanted.streams, whole)
+        except EngineGone as gone:
+            raise Refused(f"the engine has ended: {gone}", status=503) from gone
+
+
+async def whole(answering: Answering) -> list[Completion]:
+    """All samples of a request, or Refused."""
+    try:
+        done = await answering.whole()
+    except EngineGone as gone:
+        raise Refused(f"the engine has ended: {gone}", status=503) from gone
+    for completion in done:
+        check(completion)
+    return done
+
+
+def check(completion: Completion) -> None:
+    if completion.finish == "error":
+        is_ours = (completion.error or "").startswith("the model gave")
+        raise Refused(completion.error or "the engine gave up", status=500 if is_ours else 400)
+    if completion.finish == "cancelled":
+        raise Refused("the request was cancelled", status=503)
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What is new of one sample; `completion` once it is whole."""
+
+    index: int
+    tokens: list[int]
+    logprobs: list[float]
+    completion: Completion | None
+
+
+async def news(answering: Answering) -> AsyncIterator[list[News]]:
+    """What is made, as it is made; ends when all samples are whole."""
+    seen, told = [0] * len(answering.done), [False] * len(answering.done)
+    while not all(told):
+        await answering.changed()
+        if answering.failure is not None:
+            raise Refused(f"the engine has ended: {answering.failure}", status=503)
+        found: list[News] = []
+        for k, completion in enumerate(answering.done):
+            tokens, logprobs = answering.tokens[k][seen[k] :], answering.logprobs[k][seen[k] :]
+            if (tokens or completion is not None) and not told[k]:
+                seen[k] += len(tokens)
+                told[k] = completion is not None
+                if completion is not None:
+                    check(completion)
+                found.append(News(k, tokens, logprobs, completion))
+        if found:
+            yield found
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def usage(prompt: int, made: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}

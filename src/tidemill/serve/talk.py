@@ -1,0 +1,204 @@
+"""Messages to tokens, and tokens to what a client reads, for one model.
+
+A conversation that the server remembers goes on from its own tokens: where a request begins with messages that end in
+an answer given here, those are the tokens that were sampled, whatever the client's framework did with the text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tidemill.chat.answer import Answer, Schema
+from tidemill.chat.formats.api import THINK, without_thoughts
+from tidemill.chat.messages import Message, plain, text_of
+from tidemill.chat.template import Chat, TemplateError
+
+HEARD = {"role": "tool", "name": "called", "tool_call_id": "call00000", "content": "heard"}
+MOST_VARIANTS = 32  # of a chat template's options, kept at once
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """An answer that the server gave: the tokens up to its end, and what the client was told it says."""
+
+    tokens: tuple[int, ...]  # prompt and answer
+    message: Mapping[str, Any]
+    has_ended: bool  # the model closed its message itself
+
+
+class Memory:
+    """Answers of one conversation or of many, found again by the messages up to them. The oldest are forgotten."""
+
+    def __init__(self, most_tokens: int = 1 << 22) -> None:
+        self._said: OrderedDict[bytes, Said] = OrderedDict()
+        self._tokens, self._most = 0, most_tokens
+
+    def keep(self, key: bytes, said: Said) -> None:
+        if key in self._said:  # the same words twice: the first answer stays, so that no request depends on another's
+            return
+        self._said[key] = said
+        self._tokens += len(said.tokens)
+        while self._tokens > self._most and len(self._said) > 1:
+            _, oldest = self._said.popitem(last=False)
+            self._tokens -= len(oldest.tokens)
+
+    def find(self, key: bytes) -> Said | None:
+        return self._said.get(key)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A conversation as tokens."""
+
+    tokens: list[int]
+    key: bytes  # of the messages, which `Memory` keeps the answer by
+    has_thoughts: bool  # the prompt ends inside the model's thoughts
+
+
+class Talk:
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None, is_chat: bool = True) -> None:
+        """`is_chat`: false for a model that reads plain text though its tokenizer has a template."""
+        self.tokenizer, self.options = tokenizer, dict(options or {})
+        self._variants: OrderedDict[str, Chat] = OrderedDict()
+        self.chat = self._chat({})
+        self.has_template = self.chat.has_template and is_chat
+        self._has_tool_role = self.has_template and self._shows("heard", HEARD)
+        self._has_calls = self.has_template and self._shows("called")
+
+    def _chat(self, options: Mapping[str, Any]) -> Chat:
+        key = json.dumps(options, sort_keys=True, default=str)
+        if key not in self._variants:
+            self._variants[key] = Chat(self.tokenizer, {**self.options, **options})
+            while len(self._variants) > MOST_VARIANTS:
+                self._variants.popitem(last=False)
+        return self._variants[key]
+
+    # Messages to tokens
+
+    def asked(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Schema],
+        options: Mapping[str, Any],
+        memory: Memory | None,
+    ) -> Asked:
+        """Raise TemplateError where the template refuses the messages."""
+        keys = _keys(messages, tools, options)
+        chat = self._chat(options)
+        for count in range(len(messages), 0, -1) if memory is not None else ():
+            said = memory.find(keys[count]) if memory is not None else None
+            if said is not None and messages[count - 1].get("role") == "assistant":
+                behind = self._behind(chat, said, messages[count:], tools)
+                if behind is not None:
+                    return self._asked([*said.tokens, *behind], keys[-1], chat)
+        return self._asked(self._prompt(chat, messages, tools), keys[-1], chat)
+
+    def _asked(self, tokens: list[int], key: bytes, chat: Chat) -> Asked:
+        return Asked(tokens, key, self.has_template and chat.opens_thoughts(tokens))
+
+    def _behind(self, chat: Chat, said: Said, new: Sequence[Message], tools: Sequence[Schema]) -> list[int] | None:
+        if not new:
+            return None
+        if not self.has_template:
+            return chat.encode("".join(chat.clean(text_of(message)) for message in new))
+        return chat.follow(said.message, self._fitting(new), tools or None, has_ended=said.has_ended)
+
+    def _prompt(self, chat: Chat, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
+        if self.has_template:
+            return chat.prompt(self._fitting(messages), tools or None)
+        return chat.encode("".join(chat.clean(text_of(message)) for message in messages))
+
+    def _fitting(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """The messages in a form that the template knows: one that has no tools reads calls and results as words."""
+        found: list[dict[str, Any]] = []
+        for message in plain(messages):
+            if message["role"] == "tool" and not self._has_tool_role:
+                text = self.chat.format.result.format(text_of(message))
+                if found and found[-1].get("is_result"):
+                    found[-1]["content"] += f"\n{text}"
+                else:
+                    found.append({"role": "user", "content": text, "is_result": True})
+            elif message.get("tool_calls") and not self._has_calls:
+                calls = [c["function"] for c in message.pop("tool_calls")]
+                told = [{"name": c["name"], "arguments": c["arguments"]} for c in calls]
+                texts = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in told]
+                said = "\n".join([text_of(message), *texts])
+                found.append({**message, "content": said.strip()})
+            else:
+                found.append(message)
+        return [{k: v for k, v in message.items() if k != "is_result"} for message in found]
+
+    def _shows(self, word: str, *more: Mapping[str, Any]) -> bool:
+        """Whether the template shows a word of a call, or of what follows it."""
+        call = {"type": "function", "id": "call00000", "function": {"name": "called", "arguments": {}}}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            text = self.chat.render([{"role": "user", "content": "?"}, said, *more], None, asks=False)
+        except TemplateError:
+            return False
+        return word in text
+
+    # Tokens to an answer
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return self.chat.text(tokens)
+
+    def read(self, text: str, tools: Sequence[Schema], *, has_thoughts: bool) -> Answer:
+        """What a whole text says. Without tools it is words, but for thoughts."""
+        format = self.chat.format
+        if not self.has_template:
+            return format.read(text, tools) if tools else Answer(text)
+        text = THINK + text if has_thoughts else text
+        if tools or format.name in ("harmony", "mistral"):
+            answer = format.read(text, tools)
+            if tools or not answer.calls:
+                return answer
+        if THINK in format.markers and THINK in text:
+            reasoning, words = without_thoughts(text)
+            return Answer(words, reasoning)
+        return Answer(text)
+
+    def keep(
+        self, memory: Memory, asked: Asked, tokens: Sequence[int], message: Mapping[str, Any], has_ended: bool
+    ) -> None:
+        memory.keep(_next(asked.key, message), Said((*asked.tokens, *tokens), message, has_ended))
+
+
+def _keys(messages: Sequence[Message], tools: Sequence[Schema], options: Mapping[str, Any]) -> list[bytes]:
+    """Of every beginning of the messages, the empty one first."""
+    told = json.dumps([tools, options], sort_keys=True, default=str)
+    keys = [hashlib.blake2b(told.encode("utf-8", "surrogatepass"), digest_size=16).digest()]
+    for message in messages:
+        keys.append(_next(keys[-1], message))
+    return keys
+
+
+def _next(key: bytes, message: Message) -> bytes:
+    """A message as clients repeat it: they change spaces at its ends, drop thoughts and write arguments anew."""
+    content = message.get("content")
+    if isinstance(content, list) and any(p.get("type") not in TEXTS for p in content if isinstance(p, Mapping)):
+        words: Any = content
+    else:
+        words = text_of(message).strip()
+    calls = [_call(call) for call in message.get("tool_calls") or ()]
+    role = "system" if message.get("role") == "developer" else message.get("role")
+    told = json.dumps([role, words, calls], sort_keys=True, default=str)
+    return hashlib.blake2b(key + told.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+TEXTS = ("text", "input_text", "output_text", "refusal")
+
+
+def _call(call: Mapping[str, Any]) -> list[Any]:
+    function = call.get("function") or {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(arguments) if arguments.strip() else {}
+    return [function.get("name"), arguments]
