@@ -15,7 +15,7 @@ LARGEST = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`fault` is empty, or one of raised, not_finite, too_large, wrong_type, timed_out, died; `why` says it in words."""
+    """`fault` is empty, or raised, not_finite, too_large, wrong_type, timed_out or died; `why` says it in words."""
 
     value: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
