@@ -158,9 +158,9 @@ class Rewards(Section):
     @field_validator("workers", mode="plain")
     @classmethod
     def _auto_or_some(cls, value: Any) -> Any:
-        if value == "auto" or (type(value) is int and value >= 1):
+        if value == "auto" or (type(value) is int and 1 <= value <= 1024):
             return value
-        raise ValueError("auto, or a number of processes from 1")
+        raise ValueError("auto, or a number of processes from 1 to 1,024")
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -300,7 +300,7 @@ class Reshard(Section):
 class Eval(Section):
     every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after")
     size: int = Field(200, ge=0, description="held-out problems used; 0: no evaluation")
-    samples: int = Field(1, ge=1, description="sampled answers per problem, for pass@k")
+    samples: int = Field(1, ge=1, le=10**4, description="sampled answers per problem, for pass@k")
     temperature: Temperature = Field(1.0, description="temperature of the sampled answers")
     before: bool = Field(True, description="evaluate before the first step")
     after: bool = Field(True, description="evaluate after the last step")
@@ -382,10 +382,10 @@ class Config(Section):
     name: str = Field("run", min_length=1, description="the run's name, its subfolder of folder")
     about: str = Field("", description="one line: what this recipe is for")
     folder: str = Field("runs", description="folder of all runs")
-    seed: int = Field(0, ge=0, description="seed of data order, sampling and initial weights")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of data order, sampling and initial weights")
     device: str = Field("auto", description="auto, cpu, or an accelerator's name")
     deterministic: bool = Field(False, description="equal runs give equal bits on one device; slower")
-    threads: int | None = Field(None, ge=1, description="CPU threads; none: all cores")
+    threads: int | None = Field(None, ge=1, le=4096, description="CPU threads; none: all cores")
     model: ModelSettings = ModelSettings()
     data: Data = Data()
     train: Train = Train()

@@ -16,7 +16,7 @@ from tidemill.cluster.report import Answer
 from tidemill.cluster.wiring import Post, Resources, Wiring
 from tidemill.cluster.worker.host import Host
 from tidemill.data.prompts import PromptTokens
-from tidemill.data.source import open_source
+from tidemill.data.survey import open_rows
 from tidemill.dock import Dock
 from tidemill.dock.address import Address
 from tidemill.environment.registry import offered
@@ -182,7 +182,7 @@ def evaluate_trained(
     tell: Callable[[Activity], None] = lambda activity: None,
 ) -> Evaluation:
     """Evaluate a model that is not being trained."""
-    _, held_out = open_source(config.data, config.seed)
+    _, held_out = open_rows(config)
     encode, decode = (
         PromptTokens(loaded.tokenizer, config.data, tools=offered(config.environment)),
         decoder(loaded.tokenizer),

@@ -18,7 +18,7 @@ from tidemill.cluster.worker.engine_ranks import Follower, LeadEngine
 from tidemill.cluster.worker.learners import World
 from tidemill.cluster.worker.stages import STAGES
 from tidemill.data.prompts import PromptTokens
-from tidemill.data.source import open_source
+from tidemill.data.survey import open_rows
 from tidemill.dock import Dock
 from tidemill.environment.registry import offered
 from tidemill.estimate.handover import HandedOver
@@ -204,7 +204,7 @@ class WorkerState:
         ):  # rollout continues while others learn: what it has under way is not ours
             own = self.config.rollout.model_copy(update={"engine": "native"})
             engine = make_engine(self.loaded, self.config.model_copy(update={"rollout": own}))
-        _, held_out = open_source(self.config.data, self.config.seed)
+        _, held_out = open_rows(self.config)
         encode, decode = (
             PromptTokens(self.tokenizer, self.config.data, tools=offered(self.config.environment)),
             decoder(self.tokenizer),
