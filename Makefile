@@ -74,7 +74,7 @@ $(BROWSER_VENV)/bin/playwright:
 	@$(BROWSER_VENV)/bin/python -m pip install -q --disable-pip-version-check playwright pytest pytest-timeout
 
 test-browser: install $(BROWSER_VENV)/bin/playwright ## `tidemill watch` in a real browser (needs chromium; PICTURES=1 keeps pictures)
-	@TIDEMILL_PYTHON=$(abspath $(BIN)/python) $(BROWSER_VENV)/bin/python -m pytest tests/browser
+	@TIDEMILL_PYTHON=$(abspath $(BIN)/python) $(BROWSER_VENV)/bin/python -m pytest --confcutdir tests/browser tests/browser
 
 # litellm and openai-agents want an openai package of version 2, inspect-ai one of version 3.
 $(CLIENTS_VENV)/.installed:

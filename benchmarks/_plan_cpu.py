@@ -44,6 +44,8 @@ def recipe(schedule: str, rollouts: int, learners: int = 1, steps: int = STEPS) 
             "tokens_per_microbatch": 4096,
         },
         "rollout": {"max_new_tokens": 96, "concurrent": 64},
+        # Rewards that differ within every group: equal ones would spare the learner their backward pass.
+        "rewards": [{"function": f"{HERE / '_step_ours.py'}:noise"}],
         "algorithm": "grpo",
         "learn": {"lr": 1e-6},
         "flow": {"schedule": schedule, **({"max_staleness": 1} if schedule == "async" else {})},

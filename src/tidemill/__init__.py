@@ -23,15 +23,33 @@ if not OPENMP.keys() & os.environ.keys():
 if TYPE_CHECKING:
     from tidemill.recipe.config import Config
     from tidemill.reward.api import Reward, Sample
+    from tidemill.rollout.generation import Answer, Engine
+    from tidemill.rollout.pieces import Piece
     from tidemill.run.loop import Summary
     from tidemill.trainer import Callback, Result, Table, Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Callback", "Result", "Reward", "Sample", "Table", "Trainer", "__version__", "resume", "train"]
+__all__ = [
+    "Answer",
+    "Callback",
+    "Engine",
+    "Piece",
+    "Result",
+    "Reward",
+    "Sample",
+    "Table",
+    "Trainer",
+    "__version__",
+    "resume",
+    "train",
+]
 
 # Imported when first used: `import tidemill` waits for nothing.
 _HOMES = {
+    "Answer": "tidemill.rollout.generation",
     "Callback": "tidemill.trainer",
+    "Engine": "tidemill.rollout.generation",
+    "Piece": "tidemill.rollout.pieces",
     "Result": "tidemill.trainer",
     "Table": "tidemill.trainer",
     "Trainer": "tidemill.trainer",

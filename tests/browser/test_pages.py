@@ -120,7 +120,61 @@ def test_samples_are_found_sorted_and_seen_beside_their_group(finished, opened):
     assert page.locator(".sample").first.locator("span").nth(1).inner_text() == "1"
     page.locator(".sample").first.click()
     expect(page.locator(".detail .group article")).to_have_count(2)
-    page.select_option('select[aria-label="colour tokens by"]', "advantage")
+
+
+def colours(page: Page) -> list[str]:
+    """Of the tokens of the first sample of the open group."""
+    own = page.locator(".detail .group article").first.locator(".tok")
+    return own.evaluate_all("all => all.map(t => t.style.background + '|' + t.style.borderBottom + '|' + t.className)")
+
+
+def test_tokens_are_coloured_by_what_the_learner_made_of_them(finished, opened):
+    page = opened(finished)
+    shown(page, "samples")
+    page.locator(".sample").first.click()
+    expect(page.locator(".detail .group article")).to_have_count(2)
+    article = page.locator(".detail .group article").nth(1)  # its second and third token came from a tool
+    expect(article.locator(".given")).to_have_count(1)
+    assert article.locator(".tok").nth(3).get_attribute("title").startswith("log-prob -0.5, ratio 1, advantage -0.5")
+    seen = {}
+    for kind in ("plain", "advantage", "log-prob", "ratio", "version", "mask"):
+        page.select_option('select[aria-label="colour tokens by"]', kind)
+        seen[kind] = colours(page)
+    assert len(set(map(tuple, seen.values()))) >= 5, seen
+    assert len(set(seen["log-prob"])) == 4 and len(set(seen["ratio"])) == 3 and len(set(seen["advantage"])) == 1
+    page.select_option('select[aria-label="colour tokens by"]', "mask")
+    off = page.locator(".detail .group article").nth(1).locator(".tok.off")
+    expect(off).to_have_count(2)
+    page.select_option('select[aria-label="colour tokens by"]', "ratio")
+    picture(page, "watch-tokens.jpg")
+
+
+def test_the_images_of_a_sample_are_shown(finished, opened):
+    page = opened(finished)
+    shown(page, "samples")
+    page.locator(".sample").first.click()
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('.detail img')].filter(i => i.naturalWidth === 24).length === 2"
+    )
+
+
+def test_the_flow_page_shows_what_every_worker_did_when(finished, opened):
+    page = opened(finished)
+    shown(page, "flow")
+    assert page.locator("#gantt .lane[data-worker]").evaluate_all("all => all.map(l => l.dataset.worker)") == [
+        "learner-0", "reward-0", "rollout-0", "rollout-1",
+    ]  # fmt: skip
+    page.select_option('select[aria-label="steps shown"]', "1")
+    bars = page.locator('#gantt [data-worker="learner-0"] i')
+    expect(bars).to_have_count(2)
+    track = page.locator('#gantt [data-worker="learner-0"] .track').bounding_box()
+    box = bars.first.bounding_box()
+    assert abs((box["x"] - track["x"]) / track["width"] - 0.62) < 0.02  # begin and end as written
+    assert abs(box["width"] / track["width"] - 0.28) < 0.02
+    page.fill('input[aria-label="step"]', "7")
+    page.keyboard.press("Enter")
+    expect(bars.first).to_have_attribute("title", "learner-0: learn, 0.28 s, 0.62 s after step 7 began")
+    picture(page, "watch-flow.jpg")
 
 
 def test_two_runs_compare_and_lie_over_each_other(finished, opened):

@@ -176,3 +176,39 @@ def test_a_form_of_a_foreign_page_cannot_command(root):
     page = client(root, may_control=True)
     answer = page.post("/api/control", content='{"run": "one", "kind": "stop"}', headers={"content-type": "text/plain"})
     assert answer.status_code == 415 and asked(root / "one") == []
+
+
+# What every worker did, and what a sample's tokens and images are
+
+
+def test_the_timeline_gives_the_newest_steps_or_those_that_are_asked_for(root):
+    page = client(root)
+    newest = page.get("/api/timeline", params={"run": "one", "n": 2}).json()
+    asked = page.get("/api/timeline", params={"run": "one", "n": 2, "step": 5}).json()
+    assert [one["step"] for one in newest["steps"]] == [49, 50] and [one["step"] for one in asked["steps"]] == [4, 5]
+    assert asked["workers"]["learner-0"] == [
+        ["learn", 0.62, 0.9], ["publish", 0.9, 0.95], ["learn", 1.62, 1.9], ["publish", 1.9, 1.95],
+    ]  # fmt: skip
+    assert list(asked["workers"]) == ["learner-0", "reward-0", "rollout-0", "rollout-1"] and asked["seconds"] == 2.0
+
+
+def test_a_run_without_a_timeline_has_an_empty_one(root):
+    for file in (root / "one" / "timeline").iterdir():
+        file.unlink()
+    assert client(root).get("/api/timeline", params={"run": "one"}).json()["steps"] == []
+
+
+def test_a_group_has_what_the_learner_made_of_its_tokens(root):
+    page = client(root)
+    at = page.get("/api/samples", params={"run": "one"}).json()["samples"][0]["at"]
+    group = page.get("/api/group", params={"run": "one", "at": at}).json()
+    assert [one["ratio"] for one in group] == [[1.0, 1.2, 0.8, 1.0]] * 2
+    assert group[0]["pieces"] == ["one", " two", " three", " four"] and group[1]["mask"] == [1, 0, 0, 1]
+
+
+def test_a_picture_is_given_and_no_other_file(root):
+    page = client(root)
+    found = page.get("/api/image", params={"run": "one", "name": made.IMAGE})
+    assert found.status_code == 200 and found.headers["content-type"] == "image/png"
+    for name in ("../config.yaml", "config.yaml", f"{8:032x}.png", "../images/" + made.IMAGE):
+        assert page.get("/api/image", params={"run": "one", "name": name}).status_code == 404

@@ -135,8 +135,12 @@ def _data(config: Config, _: ModelSettings) -> Iterator[str]:
 
 def _data_file(source: str, generators: list[str]) -> str:
     """Say what is wrong with a data source, and what would do; "": nothing."""
-    path = Path(source).expanduser()
+    from tidemill.data import known
+
+    path = known.folder(source) or Path(source).expanduser()
     if not path.exists():
+        if source in known.KNOWN:
+            return _with_remedy("not on this machine", known.missing(source))
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         close = did_you_mean(source, generators) or did_you_mean(path.name, beside) or "; check the path"
         return f"neither a file, nor a folder, nor a generator{close}"

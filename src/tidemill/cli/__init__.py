@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tidemill.cli import (  # each registers its commands, in the order that `tidemill --help` lists them
     bench,  # isort: skip
+    convert,  # isort: skip
     diff,  # isort: skip
     dock,  # isort: skip
     doctor,  # isort: skip
@@ -13,6 +14,7 @@ from tidemill.cli import (  # each registers its commands, in the order that `ti
     jobs,  # isort: skip
     launch,  # isort: skip
     models,  # isort: skip
+    new,  # isort: skip
     plan,  # isort: skip
     plot,  # isort: skip
     recipes,  # isort: skip
@@ -26,6 +28,28 @@ from tidemill.cli import (  # each registers its commands, in the order that `ti
 from tidemill.cli.frame import app, explain, main
 
 __all__ = [
-    "app", "bench", "diff", "dock", "doctor", "evaluate", "explain", "export", "generate", "jobs", "launch", "main",
-    "models", "plan", "plot", "recipes", "reshard", "serve", "simulate", "status", "train", "watch",
-]  # fmt: skip
+    "app",
+    "bench",
+    "convert",
+    "diff",
+    "dock",
+    "doctor",
+    "evaluate",
+    "explain",
+    "export",
+    "generate",
+    "jobs",
+    "launch",
+    "main",
+    "models",
+    "new",
+    "plan",
+    "plot",
+    "recipes",
+    "reshard",
+    "serve",
+    "simulate",
+    "status",
+    "train",
+    "watch",
+]

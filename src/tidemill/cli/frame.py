@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from tidemill.cli import complete
 from tidemill.errors import TidemillError
 
 app = typer.Typer(
@@ -26,10 +27,23 @@ app = typer.Typer(
 console = Console(highlight=False, markup=False)
 errors = Console(stderr=True, highlight=False, markup=False)
 
-Recipe = Annotated[str, typer.Argument(help="a recipe's name (see `tidemill recipes`) or the path of a YAML file")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="settings that replace the recipe's: key.sub=value …")]
-Run = Annotated[Path, typer.Argument(help="a run's folder, for example runs/quickstart")]
-Where = Annotated[Path, typer.Argument(help="a run's folder, a Hugging Face folder, a known model's name, or org/name")]
+Recipe = Annotated[
+    str,
+    typer.Argument(
+        help="a recipe's name (see `tidemill recipes`) or the path of a YAML file", autocompletion=complete.recipe
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="settings that replace the recipe's: key.sub=value …", autocompletion=complete.setting),
+]
+Run = Annotated[Path, typer.Argument(help="a run's folder, for example runs/quickstart", autocompletion=complete.run)]
+Where = Annotated[
+    Path,
+    typer.Argument(
+        help="a run's folder, a Hugging Face folder, a known model's name, or org/name", autocompletion=complete.run
+    ),
+]
 Raw = Annotated[bool, typer.Option("--raw", help="the weights themselves, where a run keeps their running mean")]
 Step = Annotated[
     int | None, typer.Option("--step", help="of a run: the checkpoint of this step instead of the newest", min=0)

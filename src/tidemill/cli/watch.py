@@ -7,12 +7,15 @@ from typing import Annotated
 
 import typer
 
+from tidemill.cli import complete
 from tidemill.cli.frame import app
 
 
 @app.command()
 def watch(
-    where: Annotated[Path, typer.Argument(help="a run's folder, or a folder of runs")] = Path("runs"),
+    where: Annotated[
+        Path, typer.Argument(help="a run's folder, or a folder of runs", autocompletion=complete.run)
+    ] = Path("runs"),
     control: Annotated[
         bool, typer.Option("--control", help="let the page pause, stop, save, evaluate and change settings")
     ] = False,

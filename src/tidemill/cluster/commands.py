@@ -93,6 +93,10 @@ class WorkerCommands(Protocol):
         """Write samples for people to look at; return the first error of a reward among them, or ""."""
         ...
 
+    def write_notes(self, step: int, shown: list[int], run: Path) -> None:
+        """Write what the learner made of samples, token by token; of those `shown` when it learns from them."""
+        ...
+
     def evaluate(self, size: int, samples: int, shown: int) -> Evaluation:
         """Evaluate; the result holds the text of the first `shown` answers."""
         ...

@@ -100,6 +100,6 @@ class WorkerReady:
 class MoveReport:
     """What one worker did to bring a version of the weights over."""
 
-    nbytes: int
+    nbytes: int  # received, or copied within one process
     checked: int  # blocks whose checksums were compared
     seconds: float

@@ -44,9 +44,9 @@ Generator = Callable[..., Problem]
 
 
 def registry() -> dict[str, Generator]:
-    from tidemill.data import code_tasks, tasks
+    from tidemill.data import code_tasks, domains, tasks
 
-    return {**tasks.GENERATORS, **code_tasks.GENERATORS}
+    return {**tasks.GENERATORS, **code_tasks.GENERATORS, **domains.GENERATORS}
 
 
 def is_generator(name: str) -> bool:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 from tidemill.data.generators import Generator, Problem
 from tidemill.errors import DataError, MissingExtra, did_you_mean
 
+MIX = "mix"  # reasoning_gym:mix
+
 
 def generator(task: str) -> Generator:
-    """A generator of one task's problems; `data.args` are the task's own settings."""
+    """Return a generator of one task's problems, where `data.args` are the task's own settings; of `mix`, a generator
+    of several tasks' problems."""
+    if task == MIX:
+        return mix
     names = tasks()
     if task not in names:
         raise DataError(f"reasoning-gym has no task {task!r}{did_you_mean(task, names)}")
@@ -26,9 +32,18 @@ def generator(task: str) -> Generator:
         except (AssertionError, TypeError, ValueError) as error:
             raise DataError(f"reasoning-gym task {task!r} refuses data.args {args}: {error}") from error
         meta = {"reasoning_gym": task, "seed": seed, "args": json.loads(json.dumps(args))}
-        return Problem(entry["question"], str(entry["answer"]), None, meta)
+        answer = str(entry["answer"])
+        return Problem(entry["question"], answer, answer, meta)
 
     return make
+
+
+def mix(rng: random.Random, tasks: Mapping[str, Mapping[str, Any]]) -> Problem:
+    """Make a problem of one of several tasks, each as likely as the others; `tasks` holds each one's settings."""
+    if not tasks:
+        raise DataError("data.args.tasks of reasoning_gym:mix names no task", "tasks: {chain_sum: {max_terms: 3}, …}")
+    task = rng.choice(sorted(tasks))
+    return generator(task)(rng, **tasks[task])
 
 
 @lru_cache(maxsize=1)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tidemill.data import conversations
+from tidemill.data import conversations, known
 from tidemill.data.prompts import template_columns
 from tidemill.data.source import Example, FileRows, Message
 from tidemill.errors import ConfigError, DataError, MissingExtra, did_you_mean
@@ -37,7 +37,7 @@ Row = tuple[str, dict[str, Any]] | BadRow
 
 def read(path: str, data: Data, split: str | None = None) -> FileRows:
     """All usable rows of a file or folder."""
-    file = Path(path).expanduser()
+    file = known.folder(path) or Path(path).expanduser()
     if not file.exists():
         raise missing(path)
     rows = read_folder(file, split or data.split) if file.is_dir() else read_file(file)
@@ -53,6 +53,8 @@ def read(path: str, data: Data, split: str | None = None) -> FileRows:
 def missing(path: str) -> DataError:
     from tidemill.data.generators import registry
 
+    if path in known.KNOWN:
+        return known.missing(path)
     file = Path(path).expanduser()
     siblings = [str(file.parent / p.name) for p in file.parent.iterdir()] if file.parent.is_dir() else []
     return DataError(
@@ -249,11 +251,11 @@ def chain_files(files: list[Path]) -> Iterator[Row]:
 def to_examples(path: str, rows: Iterable[Row], data: Data) -> tuple[list[Example], list[BadRow]]:
     examples: list[Example] = []
     bad: list[BadRow] = []
-    pattern = answer_pattern(data)
+    pattern, rewrite = answer_pattern(data), rewriter(data)
     needed = needed_columns(data)
     wrong_names: DataError | None = None
     for row in rows:
-        made = row if isinstance(row, BadRow) else to_example(row[0], row[1], data, pattern)
+        made = row if isinstance(row, BadRow) else rewrite(to_example(row[0], row[1], data, pattern))
         if not isinstance(row, BadRow) and (error := missing_column(row[0], row[1], needed)):
             wrong_names = wrong_names or error
             made = BadRow(row[0], "lacks a column")
@@ -308,6 +310,45 @@ def answer_pattern(data: Data) -> re.Pattern[str] | None:
             f"data.answer_pattern={data.answer_pattern} has no group", "put the answer's part in parentheses: '=(.+)'"
         )
     return pattern
+
+
+REWRITTEN = ("prompt", "answer", "response")
+
+
+def rewriter(data: Data) -> Callable[[Example | BadRow], Example | BadRow]:
+    """Return a function that applies `data.rewrite` to an example's text columns."""
+    if unknown := [column for column in data.rewrite if column not in REWRITTEN]:
+        raise ConfigError(
+            f"data.rewrite names the column {unknown[0]!r}{did_you_mean(unknown[0], REWRITTEN)}",
+            f"it can rewrite {', '.join(REWRITTEN)}",
+        )
+    rules = {
+        column: [(compiled("data.rewrite", pattern), new) for pattern, new in pairs]
+        for column, pairs in data.rewrite.items()
+    }
+
+    def rewrite(example: Example | BadRow) -> Example | BadRow:
+        if isinstance(example, BadRow):
+            return example
+        changed: dict[str, str] = {}
+        for column, pairs in rules.items():
+            text = getattr(example, column)
+            if isinstance(text, str):
+                for pattern, new in pairs:
+                    text = pattern.sub(new, text)
+                changed[column] = text.strip()
+        return replace(example, **changed) if changed else example  # type: ignore[arg-type]
+
+    return rewrite
+
+
+def compiled(key: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"{key}: {pattern!r} is not a valid regular expression: {error}", "see the Python manual, module re"
+        ) from error
 
 
 def to_example(where: str, row: Mapping[str, Any], data: Data, pattern: re.Pattern[str] | None) -> Example | BadRow:

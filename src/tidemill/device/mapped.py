@@ -19,7 +19,7 @@ from torch import Tensor
 from tidemill.errors import TidemillError
 
 OUT_OF_MEMORY = 2
-_held = {"now": 0, "most": 0}  # bytes of this process, as torch counts its own
+_held = {"now": 0, "most": 0, "lately": 0}  # bytes of this process, as torch counts its own
 
 
 class Driver(Protocol):
@@ -55,7 +55,8 @@ class _Range:
     def back(self) -> None:
         self.handle = self.driver.back(self.address, self.nbytes)
         _held["now"] += self.nbytes
-        _held["most"] = max(_held.values())
+        for name in ("most", "lately"):
+            _held[name] = max(_held[name], _held["now"])
 
     def unback(self) -> None:
         self.driver.unback(self.address, self.nbytes, self.handle)
@@ -114,6 +115,12 @@ class MappedMemory:
 def most_bytes() -> int:
     """The most that this process has held at once; torch's own counters do not know of it."""
     return _held["most"]
+
+
+def most_bytes_lately() -> int:
+    """The same since the last call."""
+    found, _held["lately"] = _held["lately"], _held["now"]
+    return found
 
 
 def _clear(whole: Tensor) -> None:

@@ -103,6 +103,7 @@ class DockState:
 
     rows: int = 0
     bytes: int = 0
+    written: int = 0  # bytes put and committed so far
     version: int = 0
     stages: dict[str, StageCounts] = field(default_factory=dict)
     dropped: int = 0  # rows ended by a consumer, a sampler or staleness

@@ -9,9 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from tidemill.device.peaks import Peak, Peaks
 from tidemill.dock import Tallied
+from tidemill.flow.workers import MachineReport
 from tidemill.observe.profile import span
 from tidemill.observe.timeline import Recorder
 
@@ -23,6 +25,8 @@ class Counted:
     sums: dict[str, float]
     means: dict[str, tuple[float, int]]  # sum and count
     updates: list[dict[str, float]]
+    peaks: dict[str, Peak] = field(default_factory=dict)  # of memory, by what was done
+    machine: MachineReport | None = None  # of a process that does nothing else
 
     @staticmethod
     def of_samples(told: Tallied) -> Counted:
@@ -50,7 +54,18 @@ def together(parts: Sequence[Counted]) -> dict[str, float]:
         values = [u[name] for u in updates if name in u]
         reduce = max if name.endswith(LATEST) else min if name.endswith("_min") else None
         merged[name] = reduce(values) if reduce else sum(values) / len(values)
-    return merged
+    return merged | memory([part.peaks for part in parts])
+
+
+def memory(parts: Sequence[Mapping[str, Peak]]) -> dict[str, float]:
+    """The most memory of a process while a role was at work, over all processes."""
+    found: dict[str, Peak] = {}
+    for role, peak in ((role_of(name), peak) for part in parts for name, peak in part.items()):
+        found[role] = found.get(role, peak).or_more(peak)
+    on_host = {f"machine/host_memory_peak/{role}": float(peak.host) for role, peak in found.items() if peak.host}
+    return on_host | {
+        f"machine/device_memory_peak/{role}": float(peak.device) for role, peak in found.items() if peak.device
+    }
 
 
 ROLES = {
@@ -62,6 +77,10 @@ ROLES = {
 }
 
 
+def role_of(stage: str) -> str:
+    return next((role for role, stages in ROLES.items() if stage in stages), stage)
+
+
 def idle(measured: Mapping[str, float], seconds: float) -> dict[str, float]:
     """Compute the share of a step in which each role had nothing to do. Roles that share a thread wait for one
     another."""
@@ -70,8 +89,14 @@ def idle(measured: Mapping[str, float], seconds: float) -> dict[str, float]:
 
 
 class Tally:
-    def __init__(self, now: Callable[[], float] = time.perf_counter, recorder: Recorder | None = None) -> None:
-        self.now, self.recorder = now, recorder
+    def __init__(
+        self,
+        now: Callable[[], float] = time.perf_counter,
+        recorder: Recorder | None = None,
+        peaks: Peaks | None = None,
+    ) -> None:
+        """`recorder`, `peaks`: what else is kept of work that is timed."""
+        self.now, self.recorder, self.peaks = now, recorder, peaks
         self._lock = threading.Lock()
         self._clear()
 
@@ -96,12 +121,16 @@ class Tally:
     @contextmanager
     def time(self, name: str, **work: float) -> Iterator[None]:
         """Count the seconds inside as a stage's. `work`: amounts for the timeline, such as tokens."""
+        if self.peaks is not None:
+            self.peaks.begin(name)
         started = self.now()
         try:
             with span(name):
                 yield
         finally:
             self.took(name, started, **work)
+            if self.peaks is not None:
+                self.peaks.end(name)
 
     def took(self, name: str, started: float, **work: float) -> None:
         """Count the seconds since `started` as a stage's."""
@@ -129,6 +158,7 @@ class Tally:
         with self._lock:
             # fsum rounds once: the order in which workers counted does not show.
             means = {name: (math.fsum(values), len(values)) for name, values in self._means.items()}
-            counted = Counted(self._sums, means, self._updates)
+            peaks = self.peaks.drain() if self.peaks is not None else {}
+            counted = Counted(self._sums, means, self._updates, peaks)
             self._clear()
             return counted

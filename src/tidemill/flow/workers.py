@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from tidemill.errors import TidemillError
 from tidemill.flow.records import Activity, Evaluation
+from tidemill.observe.machine import Readings
 from tidemill.recipe.config import Config
 
 ALL_STAGES = "all"
@@ -21,10 +23,27 @@ class Rewound(TidemillError):
     """The learner was lost with its weights: the run continues from its newest checkpoint."""
 
 
+@dataclass(frozen=True, slots=True)
+class MachineReport:
+    """What a process that works says of its device: kind, name and the data sheet's rate (0: unknown), and what it read
+    in the step."""
+
+    kind: str = "cpu"
+    name: str = ""
+    flops: float = 0.0
+    node: str = ""
+    readings: Readings = field(default_factory=Readings)
+
+
 class Workers(Protocol):
     """Made by `cluster.start.choose.start`. The loop knows nothing else about where the work is done."""
 
     config: Config
+    home: str  # the driver's node
+
+    @property
+    def machines(self) -> Mapping[str, MachineReport]:
+        """What workers that are processes of their own read in the step that was measured last."""
 
     @property
     def parameters(self) -> int:

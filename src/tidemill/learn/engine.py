@@ -34,6 +34,7 @@ from tidemill.learn.forward import Scores
 from tidemill.learn.gradients import Gradients
 from tidemill.learn.layers import kept_activations, layers_of
 from tidemill.learn.model import ALONE, MeshModel, Row, nothing, pieces_of
+from tidemill.learn.notes import Noted, Notes
 from tidemill.learn.optim.make import learning_rate, optimizer_of, plain_state, restored
 from tidemill.learn.optim.muon import MatrixRanks
 from tidemill.learn.packing import Ints, PackedBatch
@@ -86,6 +87,8 @@ class Learner(MeshModel):
         self.skipped = 0  # updates not made because a gradient was not finite
         self.show: Show | None = None  # told gradients and weights of every update, for dumps
         self.pace = RankPace(self.flight)
+        self.notes = Notes(config.observe.samples_per_step)
+        self._notes_here = all(link.rank == 0 for name, link in self.links.items() if name in ("tp", "cp"))
         self.saver: Saver | None = None
         if meshes.made is not None:
             self.saver = default_saver(config.learn.parallel.timeout_s)
@@ -169,8 +172,15 @@ class Learner(MeshModel):
 
     def _loss_of(self, part: Batch, packed: PackedBatch, scores: Scores) -> tuple[Tensor, Stats]:
         tokens = token_batch(part, packed, scores)
+        if self._notes_here:
+            self.notes.keep(part, tokens)
         loss, stats = self.algorithm.loss(tokens, self.config)
         return loss, stats | mismatch(part, tokens, self.version, self.config.rollout.engine)
+
+    def noted(self, shown: list[int]) -> list[Noted]:
+        """What the loss saw of some samples since the last call; of `shown` when they are learned from."""
+        self.notes.ask(shown)
+        return self.notes.drain()
 
     def update(self) -> dict[str, float]:
         """One optimizer step from what was accumulated; metrics of the whole update, the same on every rank."""

@@ -44,6 +44,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen2.5-7B": _decoder("qwen2", 3584, 28, 28, 4, 18_944, 152_064, 131_072),
     "Qwen2.5-32B": _decoder("qwen2", 5120, 64, 40, 8, 27_648, 152_064, 131_072),
     "Qwen2.5-72B": _decoder("qwen2", 8192, 80, 64, 8, 29_568, 152_064, 131_072),
+    "Llama-3.1-8B": _decoder("llama", 4096, 32, 32, 8, 14_336, 128_256, 131_072),
+    "Qwen3-32B": _decoder("qwen3", 5120, 64, 64, 8, 25_600, 151_936, 40_960, head_dim=128),
     "Qwen3-8B": _decoder("qwen3", 4096, 36, 32, 8, 12_288, 151_936, 40_960, head_dim=128),
     "Qwen3-30B-A3B": _decoder(
         "qwen3_moe", 2048, 48, 32, 4, 6144, 151_936, 40_960, **QWEN3_MOE, moe_intermediate_size=768

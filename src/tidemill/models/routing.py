@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,9 @@ from torch import Tensor
 from tidemill.errors import ModelError
 from tidemill.models.attention.registry import AttentionForm, Context
 from tidemill.models.lora import Reference
-from tidemill.recipe.config import Mixture
+
+if TYPE_CHECKING:  # rollout alone needs no settings, so it can be used without their library
+    from tidemill.recipe.config import Mixture
 
 PLACE = "e_score_correction_bias"
 GIVEN = "tide_bias"
@@ -81,6 +83,8 @@ class Routers:
     """All routers of a model, hooked. Get it by `of`, which attaches it once."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
+        from tidemill.recipe.config import Mixture
+
         self.settings = Mixture()
         self.share = 1.0  # of the auxiliary loss that this rank counts, where several compute the same tokens
         found = [(layer, gate) for layer in model.get_decoder().layers if (gate := _gate(layer)) is not None]
@@ -210,10 +214,19 @@ def of(model: Any, device: torch.device | None = None) -> Routers | None:
     return routers
 
 
+HARMLESS = "make_inputs_require_grads"  # transformers' hook for checkpoints of layers: it changes no number
+
+
 def has_foreign_hooks(module: Any) -> bool:
     """Whether anyone but `Routers` looks into the module's calls."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(not isinstance(getattr(getattr(hook, "func", None), "__self__", None), Routers) for hook in hooks)
+    return any(not _is_known_hook(hook) for hook in hooks)
+
+
+def _is_known_hook(hook: Any) -> bool:
+    if HARMLESS in getattr(hook, "__qualname__", ""):
+        return True
+    return isinstance(getattr(getattr(hook, "func", None), "__self__", None), Routers)
 
 
 def prepare(model: Any, settings: Mixture, device: torch.device | None = None) -> Routers | None:

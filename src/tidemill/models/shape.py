@@ -10,13 +10,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tidemill.models import families
 from tidemill.models.box import find
 from tidemill.models.vision import small
 from tidemill.models.vision.small import TowerShape
-from tidemill.recipe.config import ModelSettings, TinyModel
+
+if TYPE_CHECKING:  # models are opened and tried where the settings' library is missing too
+    from tidemill.recipe.config import ModelSettings, TinyModel
 
 SPECIAL_TOKENS = 3  # of a small model's tokenizer: padding, end, unknown
 DEFAULT_VOCABULARY = 32_000  # when config.json does not say
@@ -109,6 +111,8 @@ def shape_of(model: ModelSettings) -> ModelShape | None:
     if model.path is None and model.warm_start is not None:
         return None
     if model.path is None:
+        from tidemill.recipe.config import TinyModel
+
         return small_shape(model.tiny or TinyModel())
     folder = find.look(model.path)
     try:

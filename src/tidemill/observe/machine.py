@@ -1,163 +1,72 @@
-"""What a step took of its machine: memory, utilisation, power, energy, temperature, MFU and cost.
+"""What a step took of its machines: memory, utilisation, power, energy, temperature and network.
 
-One thread looks a few times a second. What cannot be read (no NVML, no right to read RAPL, a device of unknown rate) is
-left out: unknown is not guessed.
+Where a process has devices, a thread looks at them a few times a second. What cannot be read (no NVML, no right to read
+RAPL) is left out: unknown is not guessed.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
-from tidemill.device import host
+from tidemill.device.peaks import PEAKS
+from tidemill.observe.sensors import Devices, Look, Rapl, open_devices
 
-LOOK_S = 0.25  # between looks; one takes some 0.1 ms on a CPU and 1 ms with NVML, outside Python's lock
-RAPL = Path("/sys/class/powercap")
-MILLI, MICRO = 1e-3, 1e-6
+LOOK_S = 0.25  # between looks; one takes 1 ms with NVML, outside Python's lock
+NETWORK = Path("/proc/net/dev")
+ENERGY, HOST_ENERGY, TRAFFIC, PEAK = "energy_j", "energy_host_j", "network_bytes", "host_memory_peak"
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """One device at one moment; None: unknown."""
+class Readings:
+    """Of one process: its devices by their names, and its machine."""
 
-    power_w: float | None = None
-    utilisation: float | None = None  # share of time in which a kernel ran
-    memory_bytes: float | None = None
-    temperature_c: float | None = None
-
-
-class Devices(Protocol):
-    """Devices whose sensors can be read."""
-
-    def looks(self) -> list[Look]: ...
-
-    def energy_j(self) -> float | None:
-        """Counted by the devices themselves since some moment; None where they do not count."""
-
-    def close(self) -> None: ...
-
-
-class Nvml:
-    """NVIDIA devices by their driver's library; `indices` are its own, not torch's."""
-
-    def __init__(self, indices: Iterable[int] | None = None) -> None:
-        import pynvml
-
-        self._nvml: Any = pynvml
-        pynvml.nvmlInit()
-        chosen = range(pynvml.nvmlDeviceGetCount()) if indices is None else indices
-        self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in chosen]
-
-    def looks(self) -> list[Look]:
-        nvml = self._nvml
-        return [
-            Look(
-                power_w=self._asked(lambda h=handle: nvml.nvmlDeviceGetPowerUsage(h) * MILLI),
-                utilisation=self._asked(lambda h=handle: nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100),
-                memory_bytes=self._asked(lambda h=handle: float(nvml.nvmlDeviceGetMemoryInfo(h).used)),
-                temperature_c=self._asked(
-                    lambda h=handle: float(nvml.nvmlDeviceGetTemperature(h, nvml.NVML_TEMPERATURE_GPU))
-                ),
-            )
-            for handle in self._handles
-        ]
-
-    def energy_j(self) -> float | None:
-        whole = 0.0
-        for handle in self._handles:
-            one = self._asked(lambda h=handle: self._nvml.nvmlDeviceGetTotalEnergyConsumption(h) * MILLI)
-            if one is None:
-                return None
-            whole += one
-        return whole if self._handles else None
-
-    def close(self) -> None:
-        self._nvml.nvmlShutdown()
-
-    def _asked(self, ask: Any) -> float | None:
-        try:
-            return float(ask())
-        except self._nvml.NVMLError:
-            return None
-
-
-def nvml(indices: Iterable[int] | None = None) -> Nvml | None:
-    """None where the package or the driver is missing."""
-    try:
-        return Nvml(indices)
-    except Exception:  # ImportError, or whatever a driver that is half installed does
-        return None
-
-
-class Rapl:
-    """Energy of the processor's packages, where the kernel lets this user read it; counters run over."""
-
-    def __init__(self, root: Path = RAPL) -> None:
-        self._domains = [p for p in sorted(root.glob("*-rapl:*")) if _name(p).startswith("package")]
-        self._last: dict[Path, int] = {}
-        self._joules = 0.0
-        self.is_readable = bool(self._domains) and all(_number(p / "energy_uj") is not None for p in self._domains)
-
-    def energy_j(self) -> float | None:
-        if not self.is_readable:
-            return None
-        for domain in self._domains:
-            now = _number(domain / "energy_uj") or 0
-            before = self._last.get(domain, now)
-            whole = _number(domain / "max_energy_range_uj") or 0
-            self._joules += (now - before if now >= before else now + whole - before) * MICRO
-            self._last[domain] = now
-        return self._joules
-
-
-@dataclass(slots=True)
-class Work:
-    """What a step did, for the measures that are shares of it."""
-
-    seconds: float
-    tokens: float  # prompts and responses, each once
-    rolled_tokens: float = 0.0  # those that went through rollout
-    learned_tokens: float = 0.0
-    parameters: int = 0
-    devices: int = 1
-    peak_flops: float | None = None  # of a device; None: unknown
-    run_seconds: float = 0.0  # of all steps so far
-    price_per_hour: float | None = None
+    devices: dict[str, dict[str, float]] = field(default_factory=dict)
+    host: dict[str, float] = field(default_factory=dict)
 
 
 class Sampler:
-    """`measure` gives what the time since the last call took; a thread looks in between."""
+    """`readings` gives what the time since `begin` took; a thread looks in between."""
 
     def __init__(self, devices: Devices | None, rapl: Rapl | None = None, look_s: float = LOOK_S) -> None:
         self._devices, self._rapl, self._look_s = devices, rapl, look_s
         self._mutex = threading.Lock()
         self._looks: list[list[Look]] = []
-        self._host_peak = 0
-        self._device_j = devices.energy_j() if devices is not None else None
-        self._host_j = rapl.energy_j() if rapl is not None else None
+        self.begin()
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="machine", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if devices is not None:
+            self._thread = threading.Thread(target=self._run, name="machine", daemon=True)
+            self._thread.start()
 
-    def measure(self, work: Work) -> dict[str, float]:
+    def begin(self) -> None:
+        """Forget what was before: a step's readings are of that step alone, not of an evaluation before it."""
+        with self._mutex:
+            self._looks = []
+        self._began = time.perf_counter()
+        self._joules = self._energies()
+        self._host_j = self._rapl.energy_j() if self._rapl is not None else None
+        self._network = network_bytes()
+
+    def readings(self) -> Readings:
         self._look()
         with self._mutex:
             looks, self._looks = self._looks, []
-            found = {"machine/host_memory_peak": float(self._host_peak)}
-            self._host_peak = 0
-        found |= _of_devices(looks) | self._energy(work, looks)
-        found |= _mfu(work)
-        if work.price_per_hour is not None:
-            found["cost/so_far"] = work.price_per_hour * work.devices * work.run_seconds / 3600
-        return found
+        host = {
+            HOST_ENERGY: _risen(self._host_j, self._rapl.energy_j() if self._rapl is not None else None),
+            TRAFFIC: _risen(self._network, network_bytes()),
+            PEAK: float(PEAKS.whole().host),
+        }
+        return Readings(self._of_devices(looks), {name: value for name, value in host.items() if value is not None})
 
     def close(self) -> None:
         self._ending.set()
-        self._thread.join(5.0)
+        if self._thread is not None:
+            self._thread.join(5.0)
         if self._devices is not None:
             with suppress(Exception):  # a driver that fails at the end changes nothing
                 self._devices.close()
@@ -167,53 +76,70 @@ class Sampler:
             self._look()
 
     def _look(self) -> None:
-        seen = self._devices.looks() if self._devices is not None else []
-        resident = host.memory().reserved
-        with self._mutex:
-            self._looks.append(seen)
-            self._host_peak = max(self._host_peak, resident)
+        if self._devices is not None:
+            seen = self._devices.looks()
+            with self._mutex:
+                self._looks.append(seen)
 
-    def _energy(self, work: Work, looks: list[list[Look]]) -> dict[str, float]:
-        """By the devices' own counters; where they have none, by the mean of their power."""
-        found: dict[str, float] = {}
-        device = _risen(self._device_j, now := self._devices.energy_j() if self._devices is not None else None)
-        self._device_j = now
-        if device is None and (power := _mean(sum(p) for row in looks if (p := _known(row, "power_w")))) is not None:
-            device = power * work.seconds
-        cpu = _risen(self._host_j, now := self._rapl.energy_j() if self._rapl is not None else None)
-        self._host_j = now
-        if device is not None:
-            found["machine/energy_device_j"] = device
-        if cpu is not None:
-            found["machine/energy_host_j"] = cpu
-        joules = device if self._devices is not None else cpu
-        if joules is not None and work.tokens:
-            found["machine/joules_per_token"] = joules / work.tokens
+    def _energies(self) -> list[float | None]:
+        return self._devices.energies_j() if self._devices is not None else []
+
+    def _of_devices(self, looks: list[list[Look]]) -> dict[str, dict[str, float]]:
+        """Means over the step, the most of memory and temperature; energy by the devices' own counters, where they have
+        none by the mean of their power."""
+        seconds, now = time.perf_counter() - self._began, self._energies()
+        found: dict[str, dict[str, float]] = {}
+        for i, name in enumerate(self._devices.names if self._devices is not None else ()):
+            rows = [row[i] for row in looks]
+            power, counted = _mean(_known(rows, "power_w")), _risen(self._joules[i], now[i])
+            values = {
+                "power_w": power,
+                "utilisation": _mean(_known(rows, "utilisation")),
+                "device_memory_used": _most(_known(rows, "memory_bytes")),
+                "temperature_c": _most(_known(rows, "temperature_c")),
+                ENERGY: counted if counted is not None else None if power is None else power * seconds,
+            }
+            found[name] = {key: value for key, value in values.items() if value is not None}
         return found
 
 
-def _of_devices(looks: list[list[Look]]) -> dict[str, float]:
-    """Means over the step, and the most of memory and temperature, by device."""
-    found: dict[str, float] = {}
-    for i in range(max((len(row) for row in looks), default=0)):
-        rows = [row[i] for row in looks if i < len(row)]
-        for name, field, reduce in (
-            ("power_w", "power_w", _mean),
-            ("utilisation", "utilisation", _mean),
-            ("device_memory_used", "memory_bytes", _most),
-            ("temperature_c", "temperature_c", _most),
-        ):
-            if (value := reduce(_known(rows, field))) is not None:
-                found[f"machine/{name}/{i}"] = value
-    return found
+def combined(own: Readings, home: str, workers: Mapping[str, tuple[str, Readings]]) -> dict[str, float]:
+    """Metrics of all machines. `own`: of the driver's process, on the node `home`; `workers`: node and readings of
+    each. Devices are called by the worker that has them, or by their number in the driver's process; one that several
+    workers share counts once. A sum that lacks a device or a node is left out."""
+    devices: dict[tuple[str, str], tuple[str, dict[str, float]]] = {}
+    for i, (name, values) in enumerate(own.devices.items()):
+        devices[home, name] = (str(i), values)
+    hosts = {home: dict(own.host)}
+    for worker, (node, told) in workers.items():
+        for name, values in told.devices.items():
+            devices.setdefault((node, name), (worker if len(told.devices) == 1 else f"{worker}.{name}", values))
+        hosts.setdefault(node, dict(told.host))
+    found = {
+        f"machine/{what}/{called}": value
+        for called, values in devices.values()
+        for what, value in values.items()
+        if what != ENERGY
+    }
+    joules = [values.get(ENERGY) for _, values in devices.values()]
+    sums = {
+        "machine/energy_device_j": _sum(joules),
+        "machine/energy_host_j": _sum([host.get(HOST_ENERGY) for host in hosts.values()]),
+        "machine/network_bytes": _sum([host.get(TRAFFIC) for host in hosts.values()]),
+        "machine/host_memory_peak": own.host.get(PEAK),
+    }
+    return found | {name: value for name, value in sums.items() if value is not None}
 
 
-def _mfu(work: Work) -> dict[str, float]:
-    """2·N operations a token forward, 6·N forward and backward; attention is left out, so it is a lower bound."""
-    if work.peak_flops is None or not work.seconds or not work.parameters:
-        return {}
-    flops = work.parameters * (2 * work.rolled_tokens + 6 * work.learned_tokens)
-    return {"machine/mfu": flops / (work.seconds * work.devices * work.peak_flops)}
+def network_bytes() -> float | None:
+    """Received and sent by all of the machine's interfaces but loopback, since it started."""
+    try:
+        lines = NETWORK.read_text().splitlines()[2:]
+    except OSError:
+        return None
+    rows = (line.partition(":") for line in lines)
+    counts = [rest.split() for name, _, rest in rows if name.strip() != "lo"]
+    return sum(float(row[0]) + float(row[8]) for row in counts if len(row) > 8)
 
 
 def _known(rows: Iterable[Look], field: str) -> list[float]:
@@ -229,24 +155,16 @@ def _most(values: Iterable[float]) -> float | None:
     return max(values, default=None)
 
 
+def _sum(values: Iterable[float | None]) -> float | None:
+    listed = list(values)
+    known = [value for value in listed if value is not None]
+    return sum(known) if known and len(known) == len(listed) else None
+
+
 def _risen(before: float | None, now: float | None) -> float | None:
     return None if before is None or now is None else now - before
 
 
-def _name(domain: Path) -> str:
-    try:
-        return (domain / "name").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def sampler(kind: str) -> Sampler:
-    """For a run on devices of `kind`: cuda, npu or cpu."""
-    return Sampler(nvml() if kind == "cuda" else None, Rapl())
+def sampler(kind: str, chosen: Iterable[int] | None = None) -> Sampler:
+    """For work on devices of `kind`: cuda, npu or cpu. `chosen`: which of those that this process may see."""
+    return Sampler(open_devices(kind, chosen), Rapl())

@@ -24,9 +24,11 @@ from tidemill.recipe.config import Config
 # Everything that a run writes into its folder, but for logs: what a run that made no step may be cleared of.
 OWN_FILES = (
     "config.yaml", "origin.json", "changes.jsonl", "README.md", "summary.json", "metrics.jsonl", "samples.jsonl",
+    "tokens.jsonl", "images",
     "curve.png", "tensorboard", "checkpoints", "model", "warm_start", "dock", "status.json", "lock",
     "timeline", "control.jsonl", "steered.jsonl", "metrics.csv", "wandb", "mlruns", "trackio", "swanlog",
 )  # fmt: skip
+NOTES = "tokens.jsonl"  # what the learner made of samples, token by token
 RECORDED_PACKAGES = ("tidemill", "torch", "transformers", "safetensors", "numpy")
 
 
@@ -127,6 +129,10 @@ class RunFolder:
         return self.path / "samples.jsonl"
 
     @property
+    def notes_file(self) -> Path:
+        return self.path / NOTES
+
+    @property
     def summary_file(self) -> Path:
         return self.path / "summary.json"
 
@@ -136,7 +142,7 @@ class RunFolder:
 
     def truncate(self, step: int) -> None:
         """Drop what was logged after `step`, and lines that a kill cut short: the resumed run writes them again."""
-        for file in (self.metrics_file, self.samples_file):
+        for file in (self.metrics_file, self.samples_file, self.notes_file):
             if file.exists():
                 _rewrite(file, [line for line in file.read_bytes().split(b"\n") if _is_up_to(line, step)])
 
@@ -363,7 +369,9 @@ def _readme(run: RunFolder, summary: Mapping[str, Any]) -> str:
         "| `config.yaml` | every setting, defaults included; `changes.jsonl`: those changed while resuming |\n"
         "| `summary.json` | the result |\n"
         "| `metrics.jsonl` | one line a step |\n"
+        "| `timeline/` | when each worker did what, a file a worker |\n"
         "| `samples.jsonl` | prompts, responses, rewards and weight versions of some samples |\n"
+        "| `tokens.jsonl`, `images/` | log-probability, ratio and advantage of their tokens; what they show |\n"
         "| `tensorboard/` | the metrics as TensorBoard events |\n"
         "| `checkpoints/` | safetensors and JSON, with checksums; the newest and the best |",
     ]

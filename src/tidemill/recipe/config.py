@@ -47,6 +47,9 @@ class Data(Section):
     answer_pattern: str | None = Field(
         None, description="regular expression; its first group is the answer within the column answer"
     )
+    rewrite: dict[str, tuple[tuple[str, str], ...]] = Field(
+        {}, description="by column (prompt, answer, response): pairs of a regular expression and its replacement"
+    )
     template: str | None = Field(None, description="prompt text with {column} in it, instead of the column prompt")
     system: str | None = Field(None, description="system message, for chat models")
     chat: Literal["auto", "on", "off"] = Field(

@@ -114,18 +114,23 @@ def locate(name: str, beside: Path | None = None) -> Path:
     known = _named()
     if (bare := re.sub(r"\.ya?ml$", "", name)) in known:
         return known[bare]
+    if len(ends := [name for name in known if name.endswith(f"/{bare}")]) == 1:
+        return known[ends[0]]
     asker = f" (extended by {beside})" if beside else ""
     close = did_you_mean(Path(bare).name, known)
     hint = f"give a path to a .yaml file, or one of: {', '.join(known)}" if known else "give a path to a .yaml file"
     raise ConfigError(f"there is no recipe {name!r}{asker}{close}", hint)
 
 
+def names() -> dict[str, Path]:
+    """Return each recipe that can be run by name, with its file; names that begin with _ are parts of others."""
+    return {name: path for name, path in _named().items() if not Path(name).name.startswith("_")}
+
+
 def listing() -> list[tuple[str, str]]:
-    """Return each recipe that can be run by name, with a line about it; names that begin with _ are parts of others."""
+    """Return each recipe that can be run by name, with a line about it."""
     rows = []
-    for name, path in _named().items():
-        if Path(name).name.startswith("_"):
-            continue
+    for name, path in names().items():
         try:
             layers = list(_read_with_bases(path))
             about = next((str(la.given["about"].value) for la in reversed(layers) if "about" in la.given), "")

@@ -69,6 +69,13 @@ BUILT_IN: dict[str, BuiltIn] = {
     "countdown": BuiltIn(  # in a worker, because deep nesting costs the parser its stack
         "tidemill.reward.verifiers.countdown:countdown", False, reads=columns("numbers", "target")
     ),
+    "equations": BuiltIn("tidemill.reward.verifiers.equations:equations", False),  # as countdown
+    "finance": BuiltIn("tidemill.reward.domains.finance:finance", False, reads=columns("value", "unit", "figures")),
+    "health": BuiltIn("tidemill.reward.domains.health:health", True, reads=columns("level", "codes")),
+    "industry": BuiltIn("tidemill.reward.domains.industry:industry", True, reads=columns("machine", "fault", "action")),
+    "service": BuiltIn("tidemill.reward.domains.service:service", True, reads=columns("decision", "clause")),
+    "record": BuiltIn("tidemill.reward.domains.record:record", False, reads=columns("answer", "schema")),
+    "reply": BuiltIn("tidemill.reward.domains.reply:reply", True, reads=columns("name", "number", "remedy")),
     "reasoning_gym": BuiltIn(
         "tidemill.reward.verifiers.gym:reasoning_gym", False, reads=columns("reasoning_gym", "seed")
     ),

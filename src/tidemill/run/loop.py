@@ -87,6 +87,7 @@ def train_loop(
                 break
             watch.beginning(step)
             clock, began = Stopwatch(), time.perf_counter()
+            machine.begin()
             try:
                 with profiled(folder.path, config.train.profile, step):
                     for stage in workers.stages(step, stop):

@@ -76,7 +76,7 @@ def record(
     summary.rewards.append(measured.get("reward", -measured.get("loss", 0.0)))
     if not workers.config.eval.every:
         summary.latest = summary.rewards[-1]
-    measured |= machine.measure(measured, seconds, tokens, workers.parameters, summary.seconds)
+    measured |= machine.measure(workers, measured, seconds, tokens, summary.seconds)
     trouble = workers.after_step(step, measured)
     samples_from = folder.samples_size()
     first_error = workers.write_samples(step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -112,15 +112,20 @@ def line_after(file: BinaryIO, at: int, end: int) -> Line | None:
 
 
 def first_of_step(path: Path, step: int, end: int) -> int:
-    """Where the first line of `step` or a later one starts: steps only grow, so the bytes can be halved."""
+    """Where the first line of `step` or a later one starts."""
+    return first_where(path, end, step, _step)
+
+
+def first_where(path: Path, end: int, least: float, value: Callable[[bytes], float]) -> int:
+    """Where the first line of at least this value starts: values only grow, so the bytes can be halved."""
     if not end:
         return 0
     with path.open("rb") as file:
-        low, high = 0, end  # the smallest offset from which the next line belongs to `step` or later
+        low, high = 0, end  # the smallest offset from which the next line has the value or more
         while low < high:
             middle = (low + high) // 2
             found = line_after(file, middle, end)
-            if found is None or _step(found[1]) >= step:
+            if found is None or value(found[1]) >= least:
                 high = middle
             else:
                 low = found[0] + 1
@@ -128,6 +133,6 @@ def first_of_step(path: Path, step: int, end: int) -> int:
         return end if found is None else found[0]
 
 
-def _step(line: bytes) -> int:
+def _step(line: bytes) -> float:
     found = step_of(line)
     return -1 if found is None else found

@@ -22,6 +22,8 @@ VALUES = {
     "group": re.compile(rb'(?<!\\)"group": (-?\d+)'),
 }
 TEXT = ("prompt", "response", "answer")
+NOTED = ("logprobs", "ratio", "advantages", "images")
+LATE_STEPS = 16  # after which a sample is no longer learned from
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,22 @@ def group_of(path: Path, offset: int) -> list[dict[str, Any]]:
     stop = lines.first_of_step(path, own["step"] + 1, end)
     found = [_sample(*line) for line in lines.forward(path, start, stop)]
     return [s for s in found if s is not None and s.get("group") == own.get("group")]
+
+
+def notes_of(path: Path, found: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """What the learner made of these samples, by their ids. Where rollout runs ahead they are learned from later."""
+    wanted = {sample.get("id") for sample in found}
+    end = lines.whole_end(path)
+    if not found or not end:
+        return {}
+    first = min(int(sample["step"]) for sample in found)
+    noted: dict[int, dict[str, Any]] = {}
+    for where, line in lines.forward(path, lines.first_of_step(path, first, end), end):
+        if len(noted) == len(wanted) or (lines.step_of(line) or 0) > first + LATE_STEPS:
+            break
+        if (note := _sample(where, line)) is not None and note.get("id") in wanted:
+            noted[note["id"]] = {name: note[name] for name in NOTED if name in note}
+    return noted
 
 
 def with_prompt(path: Path, prompt: str, count: int) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -23,17 +24,21 @@ from starlette.staticfiles import StaticFiles
 
 from tidemill.errors import ConfigError, TidemillError
 from tidemill.observe import control
+from tidemill.observe.pictures import FOLDER as IMAGES
+from tidemill.observe.run_folder import NOTES
 from tidemill.watch import lines, samples
 from tidemill.watch.compare import compare
 from tidemill.watch.guard import Guard
 from tidemill.watch.runs import Run, Runs
+from tidemill.watch.timeline import steps_of
 from tidemill.watch.tokens import Tokens
 
 STATIC = Path(__file__).with_name("static")
 LOOK_S = 0.5  # between looks at a run's files for whoever watches it
 BEAT_S = 15.0  # a word when nothing happens, so that a lost page is noticed
 THREADS = 4  # that answer: each keeps memory of its own
-MOST_POINTS, MOST_NAMES, MOST_SAMPLES = 4000, 64, 200
+MOST_POINTS, MOST_NAMES, MOST_SAMPLES, MOST_STEPS = 4000, 64, 200, 20
+IMAGE = re.compile(r"[0-9a-f]{32}\.png")
 
 Answer = dict[str, Any] | list[Any]
 
@@ -94,11 +99,26 @@ class Page:
         """The samples of one group, with their tokens' texts where the run kept tokens."""
         run = self._run(request)
         found = samples.group_of(run.samples, _whole(request.query_params.get("at"), -1))
-        return [self.tokens.added(run.path, sample) for sample in found]
+        noted = samples.notes_of(run.path / NOTES, found)
+        return [self.tokens.added(run.path, sample | noted.get(sample.get("id", -1), {})) for sample in found]
+
+    def image(self, request: Request) -> Path:
+        """A picture that a sample shows."""
+        run, name = self._run(request), request.query_params.get("name", "")
+        file = run.path / IMAGES / name
+        if not IMAGE.fullmatch(name) or not file.is_file():
+            raise NotFound(f"{run.name} has no picture {name!r}")
+        return file
 
     def flow(self, request: Request) -> Answer:
         run = self._run(request)
         return {"status": run.status(), "last": run.series.last(), "state": run.state()}
+
+    def timeline(self, request: Request) -> Answer:
+        """What every worker did in some steps: the newest, or from the one that is asked for."""
+        run, asked = self._run(request), request.query_params
+        count = min(MOST_STEPS, _whole(asked.get("n"), 3))
+        return steps_of(run.path, _whole(asked.get("step"), 0), count)
 
     def weights(self, request: Request) -> Answer:
         return {"checkpoints": self._run(request).checkpoints()}
@@ -144,6 +164,7 @@ def application(
         "samples": page.samples,
         "group": page.group,
         "flow": page.flow,
+        "timeline": page.timeline,
         "weights": page.weights,
         "config": page.config,
         "compare": page.compare,
@@ -151,6 +172,7 @@ def application(
     routes = [
         Route("/", lambda request: FileResponse(STATIC / "index.html")),
         *[Route(f"/api/{name}", _answering(answer)) for name, answer in answers.items()],
+        Route("/api/image", _showing(page)),
         Route("/api/events", partial(_events, page)),
         Route("/api/control", _commanding(page), methods=["POST"]),
         Mount("/static", StaticFiles(directory=STATIC)),
@@ -165,6 +187,17 @@ def _answering(answer: Callable[[Request], Answer]) -> Callable[[Request], Any]:
             return _json(await run_in_threadpool(answer, request))
         except TidemillError as error:
             return _refusal(error)
+
+    return endpoint
+
+
+def _showing(page: Page) -> Callable[[Request], Any]:
+    async def endpoint(request: Request) -> Response:
+        try:
+            file = await run_in_threadpool(page.image, request)
+        except TidemillError as error:
+            return _refusal(error)
+        return FileResponse(file, headers={"cache-control": "max-age=86400, immutable"})  # its name is what it shows
 
     return endpoint
 

@@ -149,6 +149,7 @@ class Conductor:
             except DockError as error:  # a ledger that does not come back
                 raise WorkerLost(error.message) from error
             self.driver.look(state)
+            self.driver.traffic.look(state)
             if ended:
                 return
             if is_stuck:

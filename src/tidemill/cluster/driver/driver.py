@@ -18,17 +18,19 @@ from tidemill.cluster.driver.conductor import Conductor
 from tidemill.cluster.driver.logs import LogStream
 from tidemill.cluster.driver.publish import Publisher
 from tidemill.cluster.driver.status_writer import StatusWriter
+from tidemill.cluster.driver.traffic import Traffic
 from tidemill.cluster.driver.worker_pool import Member, WorkerPool
 from tidemill.cluster.start.handle import Starter, WorkerLost
 from tidemill.cluster.wiring import LEARNER, ROLLOUT, Wiring
 from tidemill.device import host
 from tidemill.dock import DockState
 from tidemill.errors import TidemillError
+from tidemill.estimate.run import samples_per_step
 from tidemill.flow.adjust import adjusted, refusal
 from tidemill.flow.dump import Dump
 from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.tally import Counted, together
-from tidemill.flow.workers import Rewound
+from tidemill.flow.workers import MachineReport, Rewound
 from tidemill.graph import Graph
 from tidemill.observe import health
 from tidemill.observe.run_folder import RunFolder
@@ -73,7 +75,6 @@ class Driver:
         self._first_feed: dict[str, Any] = {}
         self._history: list[dict[str, float]] = []
         self._warned: set[str] = set()
-        self._lost_samples: dict[str, int] = {}  # the dock's counts at the last call
         self._shown: dict[str, list[tuple[bool, int]]] = {}  # samples that could be shown, by the worker that has them
         self.is_up = False
         self._lost_learner = ""
@@ -86,6 +87,9 @@ class Driver:
         self.run_dock = starter.open_dock(config, graph, self.path, self._dump)
         self.conductor = Conductor(self)
         self.status = StatusWriter(self)
+        self.traffic = Traffic(starter.now)
+        self.machines: dict[str, MachineReport] = {}
+        self.home = starter.home[0]
 
     def note(self, text: str) -> None:
         if self._logs is not None:
@@ -276,20 +280,16 @@ class Driver:
         self._shown = {name: ids for name, (_, ids) in told.items()}
         of_samples = Counted.of_samples(self.run_dock.dock.counted())
         measured = together([*(counted for counted, _ in told.values()), of_samples])
+        self.machines = {name: one.machine for name, (one, _) in told.items() if one.machine is not None}
         measured |= {"version": float(self.publisher.version)}
+        state, rows = self.run_dock.dock.state(), samples_per_step(self.config)
+        measured |= self.traffic.step(state, rows, self.publisher.nbytes)
         if self.conductor.schedule.lead:
-            measured |= self._newly_lost()
+            measured |= self.traffic.lost(state)
         if not self.starter.is_here:
             heard, self.pool.received_bytes = self.pool.received_bytes, 0
             measured |= {"workers_lost": float(self.pool.lost_total), "driver_bytes": float(heard)}
         return measured
-
-    def _newly_lost(self) -> dict[str, float]:
-        """Count samples that the dock refused for their age, and leases that expired, since the last call."""
-        state = self.run_dock.dock.state()
-        now = {"stale_samples": state.stale, "expired_leases": state.expired}
-        before, self._lost_samples = self._lost_samples, now
-        return {name: float(max(0, count - before.get(name, 0))) for name, count in now.items()}
 
     def _from_all(self, asked: Request[R], members: Sequence[Member] | None = None) -> dict[str, R]:
         """Collect the answers of all workers, or of these; one that is lost meanwhile is left out."""
@@ -337,6 +337,9 @@ class Driver:
                 written = request(WorkerCommands.write_samples, step, own, self.folder.samples_file.resolve())
                 with contextlib.suppress(WorkerLost):
                     errors.append(self.pool.call(member, written))
+        if chosen:
+            noted = request(WorkerCommands.write_notes, step, [id for _, id in chosen], self.path)
+            self._from_all(noted, self.pool.learners())
         return next((error for error in errors if error), "")
 
     def activity(self) -> Activity | None:

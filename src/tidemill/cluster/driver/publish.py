@@ -28,6 +28,7 @@ class Publisher:
         self.version = -1
         self.checked = 0.0  # blocks whose checksums were compared
         self.seconds = 0.0
+        self.nbytes = 0  # brought to engines so far
         self._linked: tuple[tuple[str, int], ...] = ()  # names and incarnations on the link
         self._served: dict[str, tuple[int, int]] = {}  # rollout worker → its incarnation and the version it has
         self._all_served: tuple[int, int, int] | None = None  # the state in which no worker lacked the version
@@ -93,6 +94,7 @@ class Publisher:
         self._link(members)
         told = self.pool.call_all(members, self._order_of, self.timeout_s + 5)
         self.checked += sum(t.checked for t in told.values())
+        self.nbytes += sum(t.nbytes for t in told.values())
         self.seconds = max(t.seconds for t in told.values())
 
     def _order_of(self, member: Member) -> Request[MoveReport]:

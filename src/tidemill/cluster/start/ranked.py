@@ -19,6 +19,7 @@ from tidemill.device import determinism, host
 from tidemill.errors import ConfigError
 from tidemill.flow.handover import LearningState
 from tidemill.learn import build
+from tidemill.learn.notes import Noted
 from tidemill.models import routing
 from tidemill.models.buffers import carried
 from tidemill.recipe.config import Config
@@ -101,6 +102,11 @@ class RankedLearner(RankedRole):
         finally:
             self._call(_average_no_more)
             self.publish()
+
+    def noted(self, shown: list[int]) -> list[Noted]:
+        """Collect what the ranks noted; those with the same samples noted the same."""
+        found = {record["id"]: (record, images) for own in self._call(_noted, shown) for record, images in own}
+        return [found[id] for id in sorted(found)]
 
     def publish(self) -> None:
         """Write the ranks' current weights into this process's model."""
@@ -214,6 +220,11 @@ def _accumulate(role: str, batch: Batch) -> None:
 def _update(role: str) -> dict[str, float]:
     metrics: dict[str, float] = _held[role].update()
     return metrics
+
+
+def _noted(shown: list[int]) -> list[Noted]:
+    found: list[Noted] = _held[LEARNER].noted(shown)
+    return found
 
 
 def _publish() -> None:

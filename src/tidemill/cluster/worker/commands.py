@@ -16,6 +16,7 @@ from tidemill.cluster.worker import weights
 from tidemill.cluster.worker.build import build_worker, join_learners, share_engine
 from tidemill.cluster.worker.cut import ORDER
 from tidemill.cluster.worker.kept_tally import tally_of
+from tidemill.cluster.worker.sensors import Sensors
 from tidemill.cluster.worker.store import StoreServer
 from tidemill.cluster.worker.worker_state import WorkerState
 from tidemill.device import collective
@@ -25,6 +26,8 @@ from tidemill.flow.adjust import adjust, adjusted
 from tidemill.flow.records import Evaluation
 from tidemill.flow.tally import Counted
 from tidemill.models.load import keep_definition, save_folder
+from tidemill.observe import pictures
+from tidemill.observe.run_folder import NOTES
 from tidemill.reshard.layout import Layout
 
 PAUSE_S = 0.001  # between polls of the first rank's calls
@@ -41,7 +44,9 @@ class RoleWorker:
         self._is_commanded = False  # a command to all ranks is next in the list of calls
         self.first_token: float | None = None
         self._stores: dict[str, StoreServer] = {}
+        self.sensors: Sensors | None = None
         if task.dies_alone:
+            self.sensors = Sensors(task)
             collective.listen_at(task.host)
         self.is_leaving = False  # the dock is gone, or about to end
 
@@ -138,6 +143,8 @@ class RoleWorker:
 
     def begin(self, first_group: int, tag: str | None) -> None:
         self._in_turn()
+        if self.sensors is not None:
+            self.sensors.begin()
         for worker in self.state.workers.values():
             worker.begin(first_group, tag)
 
@@ -188,7 +195,10 @@ class RoleWorker:
     # Telling
 
     def measure(self) -> tuple[Counted, list[tuple[bool, int]]]:
-        return self.state.tally.drain(), [("error" not in s, int(s["id"])) for s in self.state.kept_samples]
+        counted = self.state.tally.drain()
+        if self.sensors is not None:
+            counted = replace(counted, machine=self.sensors.report())
+        return counted, [("error" not in s, int(s["id"])) for s in self.state.kept_samples]
 
     def write_samples(self, step: int, ids: list[int], file: Path) -> str:
         chosen = {s["id"]: s for s in self.state.kept_samples if s["id"] in set(ids)}
@@ -199,6 +209,16 @@ class RoleWorker:
                     line = json.dumps({"step": step, **chosen[id]}, ensure_ascii=False, default=str)
                     out.write(line.encode() + b"\n")
         return next((str(s["error"]) for s in chosen.values() if "error" in s), "")
+
+    def write_notes(self, step: int, shown: list[int], run: Path) -> None:
+        found = self.state.learner.noted(shown) if self.state.learner is not None else []
+        lines = []
+        for record, images in found:
+            named = {"images": [pictures.kept(run, image) for image in images]} if images else {}
+            lines.append(json.dumps({"step": step, **record, **named}).encode() + b"\n")
+        if lines:
+            with (run / NOTES).open("ab") as out:  # one write: other learners append to it too
+                out.write(b"".join(lines))
 
     def evaluate(self, size: int, samples: int, shown: int) -> Evaluation:
         self._hand_over(True)
@@ -314,4 +334,6 @@ class RoleWorker:
 
     def close(self) -> None:
         self.unlink()
+        if self.sensors is not None:
+            self.sensors.close()
         self.state.close()

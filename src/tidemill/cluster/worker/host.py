@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 IDLE_S = (0.001, 0.02)  # pause between polls when nothing moves: at first, at most
 JOIN_S = 30.0
+ON_TIMELINE = ("evaluate", "save", "restore", "settle")  # commands that take long and are no stage
 
 Work = tuple[Callable[[], Any], str, Future[Any]]
 
@@ -168,12 +169,19 @@ class Host:
             return False
         self._now(name)
         try:
-            done.set_result(command())
+            with self._placed(name):
+                done.set_result(command())
         except BaseException as error:
             done.set_exception(error)
         self._now("")
         self._say()
         return True
+
+    def _placed(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Put commands that take long on the timeline."""
+        if name in ON_TIMELINE and self.worker is not None:
+            return self.worker.state.tally.shown(name)
+        return contextlib.nullcontext()
 
     def _poll(self) -> bool:
         worker = self.worker

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tidemill.device.peaks import PEAKS
 from tidemill.flow.tally import Counted, Tally
 from tidemill.observe.timeline import Recorder, recorder_of
 
@@ -21,7 +22,7 @@ def tally_of(task: Assignment, dock: DockPlace) -> Tally:
     """Return a tally kept in a file for a worker that may die alone; one that ends with the run needs no file."""
     recorder = recorder_of(task.logs.parent, task.post.name, task.config.observe.timeline)
     if not task.dies_alone:
-        return Tally(recorder=recorder)
+        return Tally(recorder=recorder, peaks=PEAKS)
     return KeptTally(task.logs / f"{task.post.name}.counts", dock.ledger, recorder)
 
 
@@ -31,7 +32,7 @@ class KeptTally(Tally):
 
     def __init__(self, file: Path, place: str, recorder: Recorder | None = None) -> None:
         self._file = -1
-        super().__init__(recorder=recorder)
+        super().__init__(recorder=recorder, peaks=PEAKS)
         self._path, self._place = file, place
         for line in self._left():
             kind, name, value = line.split("\t")

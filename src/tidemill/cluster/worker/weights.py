@@ -210,7 +210,7 @@ class Carrier:
         """Move a whole version or none. `sources`: what this member sends."""
         job = Job(self.plan, self.rank, sources.tensors, {}, version, self.link.verify, sources.changes)
         moved = serving.receive(job, self.wire)
-        return MoveReport(moved.sent_bytes + moved.received_bytes, moved.checked, moved.seconds)
+        return MoveReport(moved.received_bytes + moved.copied_bytes, moved.checked, moved.seconds)
 
     def close(self) -> None:
         self.wire.close()

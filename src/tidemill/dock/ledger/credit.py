@@ -27,6 +27,7 @@ class Chunks:
         self.max_rows, self.max_bytes = max_rows, max_bytes
         self.freed: list[int] = []  # drained by the caller, which frees the bytes
         self.nbytes = 0
+        self.written = 0  # bytes so far
         self._chunks: dict[int, CreditedChunk] = {}
         self._held: dict[str, HeldChunk] = {}
 
@@ -49,6 +50,7 @@ class Chunks:
         )
 
     def add(self, key: int, chunk: CreditedChunk) -> None:
+        self.written += chunk.nbytes
         if chunk.refs == 0:
             self.freed.append(key)
             return

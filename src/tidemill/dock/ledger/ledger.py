@@ -225,6 +225,7 @@ class Ledger:
         return DockState(
             rows=len(self.slot_of),
             bytes=self.chunks.nbytes,
+            written=self.chunks.written,
             version=self.version,
             stages={c.stage.name: self._counts(c, now) for c in self.controllers},
             dropped=self.dropped,

@@ -84,6 +84,7 @@ class RolloutWorker:
         self.my_turn()
         with self.tally.time(self.name, rows=min(self._making(), self.config.rollout.concurrent), steps=1):
             finished = self.engine.step()
+        self.tally.add("machine/engine_steps", 1.0)
         self.take_in(finished)
         return True
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tidemill.recipe.config import TinyModel, TinyVision
+if TYPE_CHECKING:  # models are opened where the settings' library is missing too
+    from tidemill.recipe.config import TinyModel, TinyVision
 
 Json = dict[str, Any]
 # Special tokens of a small model's tokenizer beside its usual ones, by family.
@@ -29,7 +30,7 @@ def tokens_of(architecture: str) -> tuple[str, ...]:
 def small_config(tiny: TinyModel, text: Json, first: int) -> Json:
     """config.json of a small model that looks. `text`: of its decoder; `first`: the number of its tokenizer's first
     token for images."""
-    name, eyes = tiny.architecture, tiny.vision or TinyVision()
+    name, eyes = tiny.architecture, _vision_of(tiny)
     begin, end = first + 1, first + 2
     vision: Json = {
         "hidden_size": eyes.hidden,
@@ -82,7 +83,7 @@ def small_config(tiny: TinyModel, text: Json, first: int) -> Json:
 
 def small_images(tiny: TinyModel) -> Json:
     """preprocessor_config.json of such a model: every image becomes one tile of its size."""
-    eyes = tiny.vision or TinyVision()
+    eyes = _vision_of(tiny)
     square = {"height": eyes.size, "width": eyes.size}
     match tiny.architecture:
         case "qwen2_5_vl" | "qwen3_vl":
@@ -187,3 +188,10 @@ USUAL: dict[str, dict[str, int]] = {
                "head_dim": 64, "intermediate_size": 3072, "patch_size": 16, "pooling_kernel_size": 3,
                "position_embedding_size": 10240},
 }  # fmt: skip
+
+
+def _vision_of(tiny: TinyModel) -> TinyVision:
+    """Return the tower's settings, or the usual ones where the recipe gives none."""
+    from tidemill.recipe.config import TinyVision
+
+    return tiny.vision or TinyVision()

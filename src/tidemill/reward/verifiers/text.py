@@ -24,16 +24,20 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 def json_schema(sample: Sample, schema: dict[str, Any] | str | None = None, final: str = "all") -> bool:
     """The response (or its final answer) is JSON that fits a schema: given here, or in the row's column `schema`."""
-    import jsonschema
-
-    wanted = schema if schema is not None else sample.meta.get("schema", {})
-    wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
     text = final_answer(sample.response, final)
     fenced = re.search(r"```(?:json)?\s*\n(.*?)```", text, re.DOTALL)
     try:
         value = json.loads(fenced[1] if fenced else text)
     except (json.JSONDecodeError, RecursionError):
         return False
+    return fits(value, schema if schema is not None else sample.meta.get("schema", {}))
+
+
+def fits(value: Any, schema: dict[str, Any] | str) -> bool:
+    """Whether a value fits a JSON schema, which may be text itself."""
+    import jsonschema
+
+    wanted = json.loads(schema) if isinstance(schema, str) else schema
     return bool(jsonschema.validators.validator_for(wanted)(wanted).is_valid(value))
 
 

@@ -1,4 +1,4 @@
-// The flow: stages with what is ready, leased and done, who waits for whom, and where the time of a step goes.
+// The flow: stages with what is ready, leased and done, who waits for whom, and what every worker did when.
 import { Charts } from "./charts.js";
 import { get, h, number, replace, table } from "./dom.js";
 
@@ -20,19 +20,35 @@ function stages(status, last) {
   }));
 }
 
-function timeline(last) {
-  // Without begin and end of each piece of work, bars are the seconds of each stage, in the order of the flow.
-  const whole = last["time/step"] || 1;
-  let at = 0;
-  return Object.keys(last).filter((name) => name.startsWith("time/") && name !== "time/step").map((name) => name.slice(5))
-    .sort((a, b) => place(a) - place(b)).map((name) => {
-      const share = (last[`time/${name}`] ?? 0) / whole;
-      const bar = h("i", { title: `${name}: ${number(last[`time/${name}`], 3)} s` });
-      bar.style.left = `${100 * Math.min(0.995, at)}%`;
-      bar.style.width = `${100 * Math.min(share, 1 - Math.min(0.995, at))}%`;
-      at = Math.min(1, at + share);
-      return h("div", { class: "lane" }, h("span", {}, name), h("div", { class: "track" }, bar));
-    });
+// One lane a worker, one bar for each piece of work, over one or several steps.
+function gantt({ seconds, steps, workers }) {
+  if (!steps.length) return h("p", { class: "dim" }, "no step has been written yet (observe.timeline may be off)");
+  const span = Math.max(seconds, 1e-6), share = (part) => `${(100 * Math.min(1, Math.max(0, part / span))).toFixed(3)}%`;
+  const names = Object.keys(workers).sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+  const kinds = [...new Set(Object.values(workers).flat().map(([what]) => what))].sort((a, b) => place(a) - place(b));
+  const lanes = names.map((name) => {
+    const track = h("div", { class: "track" });
+    for (const [what, begin, end] of workers[name]) {
+      const bar = h("i", { "data-what": what, title: `${name}: ${what}, ${number(end - begin, 3)} s, ${number(begin, 3)} s after step ${steps[0].step} began` });
+      bar.style.left = share(begin);
+      bar.style.width = share(end - begin);
+      bar.style.background = `var(--c${kinds.indexOf(what) % 8})`;
+      track.append(bar);
+    }
+    for (const one of steps.slice(1)) {
+      const mark = h("b", { class: "mark", title: `step ${one.step}` });
+      mark.style.left = share(one.start);
+      track.append(mark);
+    }
+    const busy = workers[name].reduce((sum, [, begin, end]) => sum + end - begin, 0);
+    return h("div", { class: "lane", "data-worker": name }, h("span", {}, name, " ", h("small", {}, `${number(100 * Math.min(1, busy / span), 3)} %`)), track);
+  });
+  const legend = h("div", { class: "legend" }, kinds.map((what) => {
+    const spot = h("i", {});
+    spot.style.background = `var(--c${kinds.indexOf(what) % 8})`;
+    return h("span", {}, spot, what);
+  }));
+  return h("div", { id: "gantt" }, legend, lanes, h("div", { class: "lane" }, h("span", {}), h("small", { class: "axis" }, h("span", {}, "0 s"), h("span", {}, `${number(span / 2, 3)} s`), h("span", {}, `${number(span, 3)} s`))));
 }
 
 function waits(status) {
@@ -47,17 +63,22 @@ function waits(status) {
 }
 
 export async function open(body, { runs, infos }) {
-  const top = h("div", {});
+  const top = h("div", {}), below = h("div", {}), lanes = h("div", { class: "scroll" });
+  const step = h("input", { type: "number", min: "1", "aria-label": "step", placeholder: "newest" });
+  const count = h("select", { "aria-label": "steps shown" }, [1, 3, 10].map((n) => h("option", { value: n, selected: n === 3 }, `${n} step${n > 1 ? "s" : ""}`)));
+  const draw = async () => replace(lanes, gantt((await get("timeline", { run: runs[0], step: step.value, n: count.value })));
+  step.addEventListener("change", draw);
+  count.addEventListener("change", draw);
   const write = async () => {
     const { status, last, state } = await get("flow", { run: runs[0] });
     const told = waits(status);
     replace(top, h("h1", {}, "Flow of ", runs[0]),
       state === "running" && status.open ? h("p", { class: "dim" }, `open: ${status.open.join(", ") || "no stage"}; workers lost so far: ${status.lost}`) : null,
       stages(status, last),
-      told.length ? h("ul", {}, told.map((text) => h("li", {}, text))) : null,
-      h("h2", {}, `Where the ${number(last["time/step"], 3)} s of step ${number(last.step)} went`), timeline(last),
-      status.workers?.length ? [h("h2", {}, "Workers"), table(["worker", "state", "doing", "for", "weights", "leases", "restarts"],
+      told.length ? h("ul", {}, told.map((text) => h("li", {}, text))) : null);
+    replace(below, status.workers?.length ? [h("h2", {}, "Workers"), table(["worker", "state", "doing", "for", "weights", "leases", "restarts"],
         status.workers.map((w) => [w.name, w.state, w.doing || "–", `${number(Math.round(w.for_s))} s`, w.version < 0 ? "–" : String(w.version), String(w.leases), String(w.restarts)]))] : null);
+    if (!step.value) await draw();
   };
   await write();
   const info = await get("run", { run: runs[0] });
@@ -65,9 +86,11 @@ export async function open(body, { runs, infos }) {
   const charts = new Charts(runs, [
     { title: "Seconds by stage", names: named("time/") }, { title: "Idle shares", names: named("idle/") },
     { title: "Rows and leases", names: info.metrics.filter((name) => /^(stale_samples|expired_leases|dropped_samples|resumed_samples|workers_lost)$/.test(name)) },
+    { title: "Rows waited for their stage, seconds", names: named("machine/queue_s/") }, { title: "Share of the measured roofline", names: named("machine/roofline/") },
+    { title: "Bytes through the dock and to rollout", names: info.metrics.filter((name) => /^machine\/(dock|weight)_bytes/.test(name)) },
     { title: "Bytes", names: info.metrics.filter((name) => /bytes/.test(name) && !name.startsWith("machine/")) },
   ].filter((chart) => chart.names.length));
-  body.append(top, h("h2", {}, "Over the steps"), charts.element);
+  body.append(top, h("h2", {}, "Who did what when"), h("div", { class: "bar" }, h("label", {}, "up to step", step), count), lanes, below, h("h2", {}, "Over the steps"), charts.element);
   await charts.load();
   return { refresh: () => Promise.all([write(), charts.load(false)]), recolour: () => charts.recolour(), close: () => charts.close() };
 }

@@ -3,9 +3,11 @@ import { Charts } from "./charts.js";
 import { get, h, replace, table } from "./dom.js";
 
 const PARTS = [
-  ["Device memory", /^machine\/device_memory/], ["Host memory", /^machine\/host_memory/], ["Utilisation", /^machine\/utilisation/],
-  ["Power", /^machine\/power/], ["Temperature", /^machine\/temperature/], ["MFU", /^machine\/mfu/], ["Joules per token", /^machine\/joules/],
-  ["Network", /^machine\/network/], ["Tokens per second", /^tokens_per_s$/], ["Cost", /^cost\//],
+  ["Device memory, most by role", /^machine\/device_memory_peak/], ["Device memory in use", /^machine\/device_memory_used/],
+  ["Host memory, most by role", /^machine\/host_memory/], ["Utilisation", /^machine\/utilisation/],
+  ["Power", /^machine\/power/], ["Temperature", /^machine\/temperature/], ["MFU", /^machine\/mfu/], ["Share of the measured roofline", /^machine\/roofline/], ["Joules per token", /^machine\/joules/],
+  ["Network", /^machine\/network/], ["Dock and weights, bytes", /^machine\/(dock|weight)_bytes/],
+  ["Tokens per second", /^tokens_per_s$/], ["Cost", /^cost\//],
 ];
 
 export async function open(body, { runs }) {

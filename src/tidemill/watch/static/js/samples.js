@@ -69,7 +69,7 @@ export async function open(body, { runs }) {
     if (isOpen) return made.nextElementSibling?.matches(".detail") && made.nextElementSibling.remove();
     const box = h("div", { class: "detail" });
     made.after(box);
-    box.append(detail(sample, await get("group", { run, at: sample.at })));
+    box.append(detail(run, sample, await get("group", { run, at: sample.at })));
   }
 
   list.addEventListener("keydown", (event) => {
@@ -92,15 +92,16 @@ export async function open(body, { runs }) {
   return { refresh: () => { if (isFresh) isFresh = false; else anew.hidden = false; } };
 }
 
-function detail(chosen, group) {
+function detail(run, chosen, group) {
   const rewards = group.map((one) => one.reward ?? 0);
   const mean = rewards.reduce((a, b) => a + b, 0) / Math.max(1, rewards.length);
   const spread = Math.sqrt(rewards.reduce((sum, r) => sum + (r - mean) ** 2, 0) / Math.max(1, rewards.length)) || 1;
-  const kinds = ["plain", "advantage", ...["logprobs", "mask"].filter((name) => group.some((one) => one.pieces && one[name])),
-    ...(group.some((one) => one.pieces && one.token_versions) ? ["version"] : [])];
+  const has = (name) => group.some((one) => one.pieces && one[name]);
+  const kinds = ["plain", "advantage", ...(has("logprobs") ? ["log-prob"] : []), ...(has("ratio") ? ["ratio"] : []),
+    ...(group.some((one) => one.pieces) ? ["version", "mask"] : [])];
   const pick = h("select", { "aria-label": "colour tokens by" }, kinds.map((kind) => h("option", {}, kind)));
   const cards = h("div", { class: "group", tabindex: "0", "aria-label": "the group side by side" });
-  const paint = () => replace(cards, group.map((one) => card(one, one.at === chosen.at, (one.reward - mean) / spread, pick.value)));
+  const paint = () => replace(cards, group.map((one) => card(run, one, one.at === chosen.at, (one.reward - mean) / spread, pick.value)));
   pick.addEventListener("change", paint);
   paint();
   return h("div", {}, h("div", { class: "text card" }, chosen.prompt ?? ""),
@@ -108,13 +109,29 @@ function detail(chosen, group) {
     h("div", { class: "bar" }, h("label", {}, "colour by", pick)), cards);
 }
 
-function card(sample, isChosen, advantage, kind) {
+function card(run, sample, isChosen, advantage, kind) {
   const parts = Object.entries(sample.rewards ?? {}).map(([name, value]) => `${name} ${number(value, 3)}`).join(", ");
+  const shown = sample.images ?? [];
   return h("article", { class: "card", "aria-current": isChosen ? "true" : null },
     h("h3", { class: sample.correct ? "good" : "" }, `reward ${number(sample.reward, 3)}${isChosen ? " · chosen" : ""}`),
     h("small", {}, [parts, sample.finish, sample.versions ? `versions ${sample.versions.join(", ")}` : ""].filter(Boolean).join(" · ")),
     sample.error ? h("p", { class: "bad" }, sample.error) : null,
-    h("div", { class: "text" }, sample.pieces ? sample.pieces.map((piece, i) => token(sample, piece, i, advantage, kind)) : plain(sample, advantage, kind)));
+    shown.length ? h("div", { class: "bar" }, shown.map((name, i) => h("img", { src: `api/image?${new URLSearchParams({ run, name })}`, alt: `image ${i + 1} of the sample`, loading: "lazy" }))) : null,
+    sample.pieces ? turns(sample).map(({ isOwn, from, to }) =>
+      h("div", { class: isOwn ? "text" : "text given", "aria-label": isOwn ? null : "not made by the model" },
+        sample.pieces.slice(from, to).map((piece, i) => token(sample, piece, from + i, advantage, kind)))) :
+      h("div", { class: "text" }, plain(sample, advantage, kind)));
+}
+
+// What the model made, and between it what tools, an environment or a user answered.
+function turns(sample) {
+  const found = [];
+  sample.pieces.forEach((_, i) => {
+    const isOwn = sample.mask?.[i] !== 0;
+    if (found.at(-1)?.isOwn === isOwn) found.at(-1).to = i + 1;
+    else found.push({ isOwn, from: i, to: i + 1 });
+  });
+  return found;
 }
 
 function tint(strength, isGood) {
@@ -128,11 +145,15 @@ function plain(sample, advantage, kind) {
 }
 
 function token(sample, piece, i, advantage, kind) {
-  const made = h("span", { class: "tok" }, piece);
-  if (sample.logprobs) made.title = `log-prob ${number(sample.logprobs[i], 3)}${sample.token_versions ? `, version ${sample.token_versions[i]}` : ""}`;
-  if (kind === "advantage") made.style.background = tint(Math.abs(advantage) / 3, advantage > 0);
-  if (kind === "logprobs") made.style.background = tint(-sample.logprobs[i] / 6, false);
-  if (kind === "mask" && sample.mask?.[i] === 0) made.classList.add("off");
-  if (kind === "version") made.style.borderBottom = `2px solid var(--c${sample.token_versions[i] % 8})`;
+  const made = h("span", { class: "tok" }, piece), isOwn = sample.mask?.[i] !== 0;
+  const own = sample.advantages?.[i] ?? advantage, version = sample.token_versions?.[i] ?? sample.versions?.[0];
+  made.title = [sample.logprobs ? `log-prob ${number(sample.logprobs[i], 3)}` : "", sample.ratio ? `ratio ${number(sample.ratio[i], 4)}` : "",
+    sample.advantages ? `advantage ${number(own, 3)}` : "", version === undefined ? "" : `version ${version}`, isOwn ? "" : "not learned from"].filter(Boolean).join(", ");
+  if (kind === "mask") made.classList.toggle("off", !isOwn);
+  if (kind === "version" && version !== undefined) made.style.borderBottom = `2px solid var(--c${version % 8})`;
+  if (!isOwn) return made;
+  if (kind === "advantage") made.style.background = tint(Math.abs(own) / 3, own > 0);
+  if (kind === "log-prob" && sample.logprobs) made.style.background = tint(-sample.logprobs[i] / 6, false);
+  if (kind === "ratio" && sample.ratio) made.style.background = tint(Math.abs(Math.log(sample.ratio[i])) / 0.3, sample.ratio[i] > 1);
   return made;
 }

@@ -16,7 +16,7 @@ export async function open(body, { runs }) {
   const matching = (pattern) => info.metrics.filter((name) => pattern.test(name));
   const charts = new Charts(runs, [
     { title: "Version", names: matching(/^version$/) }, { title: "Seconds of a publish", names: matching(/^time\/(publish|hand_over|load)/) },
-    { title: "Bytes of a publish", names: matching(/publish.*bytes|bytes.*publish|^reshard\//) }, { title: "Staleness", names: matching(/staleness|stale_samples|resumed_samples/) },
+    { title: "Bytes of a publish", names: matching(/^machine\/weight_bytes|^reshard\//) }, { title: "Staleness", names: matching(/staleness|stale_samples|resumed_samples/) },
     { title: "Skipped updates", names: matching(/skipped_updates$/) },
   ].filter((chart) => chart.names.length));
   body.append(top, h("h2", {}, "Publishes"), charts.element);

@@ -1,0 +1,1 @@
+"""Recipes from other frameworks' settings: `tidemill from trl|verl FILE`."""

@@ -1,0 +1,25 @@
+"""`tidemill new`: a project to begin with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tidemill.cli.frame import app, say
+
+
+@app.command()
+def new(
+    folder: Annotated[Path, typer.Argument(help="the project's folder, which is made; its name is the run's")],
+    model: Annotated[
+        str | None, typer.Option(help="a model's folder, name or org/name; none: a small one made on the spot")
+    ] = None,
+) -> None:
+    """Write a new project: a recipe, a reward, data and tests, all of which work."""
+    from tidemill.scaffold.make import make
+
+    for file in make(folder, model):
+        say(f"wrote {file}")
+    say(f"try: cd {folder}; tidemill train recipe.yaml")

@@ -1,0 +1,36 @@
+# Settings of verl's DAPO example for Qwen2.5-32B.
+clip_ratio_low=0.2
+clip_ratio_high=0.28
+max_prompt_length=$((1024 * 2))
+max_response_length=$((1024 * 20))
+overlong_buffer_len=$((1024 * 4))
+python3 -m recipe.dapo.main_dapo \
+    data.train_files="dapo-math-17k.parquet" \
+    data.prompt_key=prompt \
+    data.max_prompt_length=${max_prompt_length} \
+    data.max_response_length=${max_response_length} \
+    data.train_batch_size=512 \
+    actor_rollout_ref.rollout.n=16 \
+    algorithm.adv_estimator=grpo \
+    algorithm.filter_groups.enable=True \
+    algorithm.filter_groups.metric=acc \
+    algorithm.filter_groups.max_num_gen_batches=10 \
+    actor_rollout_ref.actor.clip_ratio_low=${clip_ratio_low} \
+    actor_rollout_ref.actor.clip_ratio_high=${clip_ratio_high} \
+    actor_rollout_ref.actor.clip_ratio_c=10.0 \
+    actor_rollout_ref.actor.loss_agg_mode="token-mean" \
+    actor_rollout_ref.actor.ulysses_sequence_parallel_size=8 \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.optim.lr_warmup_steps=10 \
+    actor_rollout_ref.actor.optim.weight_decay=0.1 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=32 \
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=True \
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-32B \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
+    reward_model.reward_manager=dapo \
+    reward_model.overlong_buffer.enable=True \
+    reward_model.overlong_buffer.len=${overlong_buffer_len} \
+    reward_model.overlong_buffer.penalty_factor=1.0 \
+    trainer.n_gpus_per_node=8 \
+    trainer.nnodes=16 \
+    trainer.total_epochs=1
