@@ -26,7 +26,7 @@ from tidemill.graph import Graph
 from tidemill.models.load import LoadedModel
 from tidemill.recipe.config import Config
 from tidemill.reward.score import Scorer
-from tidemill.rollout.make import make_engine
+from tidemill.serve.make import close_engine, make_engine
 
 if TYPE_CHECKING:
     from tidemill.cluster.driver.run_dock import RunDock
@@ -189,4 +189,7 @@ def evaluate_trained(
     )
     with Scorer(config.rewards, device=config.device) as scorer:
         engine = make_engine(loaded, config)
-        return evaluate(engine, held_out, encode, decode, scorer, config, size=size, samples=samples, tell=tell)
+        try:
+            return evaluate(engine, held_out, encode, decode, scorer, config, size=size, samples=samples, tell=tell)
+        finally:
+            close_engine(engine)

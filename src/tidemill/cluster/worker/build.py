@@ -41,8 +41,9 @@ from tidemill.models.box import find
 from tidemill.models.load import LoadedModel, load, load_tokenizer, wrap
 from tidemill.recipe.config import Config
 from tidemill.reward.score import Scorer
-from tidemill.rollout.make import make_engine, make_plain, with_turns
+from tidemill.rollout.make import make_plain
 from tidemill.rollout.native.forward import parallel
+from tidemill.serve.make import conversing, make_engine
 
 
 def build_worker(task: Assignment, dock: Dock) -> WorkerState:
@@ -155,7 +156,7 @@ def _make_engine(state: WorkerState, task: Assignment) -> None:
         state.engine = make_engine(state.loaded, state.config)
     elif task.post.leads:
         state.lead = LeadEngine(state.world)
-        state.engine = with_turns(state.lead, state.loaded, state.config)
+        state.engine = conversing(state.lead, state.loaded, state.config)
     else:
         state.follows = True
 

@@ -38,7 +38,7 @@ from tidemill.models.load import LoadedModel
 from tidemill.recipe.config import Config
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import Completion, Partial, RolloutEngine
-from tidemill.rollout.make import make_engine
+from tidemill.serve.make import close_engine, make_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +210,14 @@ class WorkerState:
             decoder(self.tokenizer),
         )
         watched = cast(RolloutEngine, _EvaluatingEngine(engine, self.moved_on))
-        with self._scoring() as scorer, averaged(None if self.is_cut else self.learner, engine):
-            seen = evaluate(
-                watched, held_out, encode, decode, scorer, self.config, size=size, samples=samples, tell=tell
-            )
+        try:
+            with self._scoring() as scorer, averaged(None if self.is_cut else self.learner, engine):
+                seen = evaluate(
+                    watched, held_out, encode, decode, scorer, self.config, size=size, samples=samples, tell=tell
+                )
+        finally:
+            if engine is not self.engine:
+                close_engine(engine)
         if self.lead is not None and self.rollout is not None:
             engine.resume(paused.unfinished)
             self.rollout.take_in(paused.done)
@@ -237,6 +241,7 @@ class WorkerState:
             self.scorer.close()
         if self.learner is not None:
             self.learner.close()
+        close_engine(self.engine)
         self.dock.close()
         self.tally.close()
 
