@@ -97,6 +97,16 @@ SETTINGS: tuple[Case, ...] = (
     ("algorithm.preference.label_smoothing=0.5", "label_smoothing"),
     ("algorithm.dual_clip=0.5", "dual_clip"),
     ("flow.max_staleness=-1", "flow.max_staleness"),
+    # Numbers that no setting can mean
+    ("rewards.timeout_s=2e9", "rewards.timeout_s"),
+    ("algorithm.kl.coef=1e308", "algorithm.kl.coef"),
+    ("learn.weight_decay=1e12", "learn.weight_decay"),
+    ("train.steps=1000000000000", "train.steps"),
+    ("eval.samples=2000000000", "eval.samples"),
+    ("threads=1000000000", "threads"),
+    ("seed=9223372036854775808", "seed"),
+    ("rewards.workers=1000000", "rewards.workers"),
+    ("rewards.functions=[{function:~exact,~weight:~1e308}]", "rewards.functions[0].weight"),
     # Choices
     ("algorithm.aggregation=mean", "algorithm.aggregation"),
     ("learn.optimizer=adam", "adamw"),
@@ -177,6 +187,7 @@ SETTINGS: tuple[Case, ...] = (
     ("data.source=good.jsonl data.args={} data.held_out=2 data.system=hello", "data.system"),
     ("data.source=good.jsonl data.args={} data.held_out=2 data.chat=on", "data.chat"),
     ("data.source=answerless.jsonl data.args={} data.held_out=2", "data.columns.answer"),
+    ("data.source=patchy.jsonl data.args={} data.held_out=2", "patchy.jsonl:4"),
     ("data.source=good.jsonl data.args={} data.held_out=2 rewards=json_schema", "schema"),
     ("data.source=good.jsonl data.args={} data.held_out=2 rewards=countdown", "numbers"),
     ("data.source=good.jsonl data.args={} data.held_out=2 algorithm=sft", "response"),
@@ -292,6 +303,8 @@ def prepare(folder: Path) -> None:
     for name, text in texts.items():
         (folder / name).write_text(text)
     (folder / "latin.jsonl").write_bytes('{"prompt": "é"}\n'.encode("latin-1"))
+    patchy = [row if i != 3 else {"prompt": row["prompt"]} for i, row in enumerate(good)]
+    (folder / "patchy.jsonl").write_text(_lines(patchy))
     for name in ("folder", "broken_model", "weightless", "pickled", "dataset"):
         (folder / name).mkdir()
     (folder / "broken_model" / "config.json").write_text("{")

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tidemill import show
 from tidemill.cli import app, explain, main
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Example
+from tidemill.device import compiled, compiling
 from tidemill.errors import ConfigError, DataError, ModelError, RewardError, TidemillError
 from tidemill.flow.workers import Stopped
 from tidemill.models import lora
@@ -116,6 +118,15 @@ def test_a_run_whose_every_reward_fails_stops_and_says_why(tmp_path: Path, own_r
         launch.train(recipe(tmp_path, rewards=f"{own_rewards}:broken", eval={"size": size}))
     assert "own_rewards.py:3" in error.value.message
     assert not (tmp_path / "runs" / "small").exists()
+
+
+def test_a_reward_too_large_for_float32_is_a_failure_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "huge.py").write_text("def huge(sample):\n    return 1e308 if sample.id % 2 else 1.0\n")
+    watch = Listen()
+    launch.train(recipe(tmp_path, rewards=f"{tmp_path}/huge.py:huge", eval={"size": 0}), watch=watch)
+    assert any("returned 1e+308: rewards are at most 1e+09" in said for said in watch.said)
+    lines = [json.loads(line) for line in (tmp_path / "runs/small/metrics.jsonl").read_text().splitlines()]
+    assert all(line["reward"] is not None and line["reward_errors"] == 8 for line in lines if "loss" in line)
 
 
 def test_eval_counts_rewards_that_fail_and_ends_with_one_when_all_do(made: Path, own_rewards: str) -> None:
@@ -489,3 +500,81 @@ def test_epochs_are_passes_over_the_rows(tmp_path: Path) -> None:
     assert summary.steps == 3  # ten rows, four a step
     with pytest.raises(ConfigError, match="endless"):
         launch.train(recipe(tmp_path, train={"epochs": 1.0}))
+
+
+# What the rows lack, and what is cut
+
+
+def test_rows_without_a_needed_column_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
+    lines = [{"prompt": f"{i}+1=", **({} if i in (3, 7) else {"answer": answer(i)})} for i in range(14)]
+    (tmp_path / "a.jsonl").write_text("{broken\n" + "".join(json.dumps(line) + "\n" for line in lines))
+    data = {"source": str(tmp_path / "a.jsonl"), "args": {}, "held_out": 2, "shuffle": False}
+    with pytest.raises(DataError, match=r"a.jsonl:1: is not JSON"):
+        launch.train(recipe(tmp_path, data=data))
+    watch = Listen()
+    summary = launch.train(recipe(tmp_path, data={**data, "on_bad_row": "skip"}, train={"epochs": 1}), watch=watch)
+    assert "3 rows left out (data.on_bad_row=skip); the first: " in watch.said[0] and "a.jsonl:1:" in watch.said[0]
+    assert (summary.bad_rows, summary.steps) == (3, 3)  # ten rows are left to learn from, four a step
+
+
+def test_a_row_far_down_that_lacks_a_needed_column_is_named_before_the_run_starts(tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": f"{i}+1=", **({"answer": "1"} if i != 5000 else {})}) for i in range(5100)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"a.jsonl:5001: the reward 'last_number' reads the column answer") as error:
+        launch.train(recipe(tmp_path, data={"source": str(tmp_path / "a.jsonl"), "args": {}, "held_out": 2}))
+    assert "data.on_bad_row=skip" in error.value.remedy
+    assert not (tmp_path / "runs").exists()
+
+
+def test_pairs_without_a_rejected_response_can_be_skipped(tmp_path: Path) -> None:
+    source = rows(tmp_path / "a.jsonl", answer=answer, response=answer, rejected=lambda i: None if i == 4 else "0")
+    data = {"source": source, "args": {}, "held_out": 2}
+    with pytest.raises(DataError, match=r"a.jsonl:5: algorithm dpo learns from the column rejected"):
+        launch.train(recipe(tmp_path, data=data, algorithm="dpo"))
+    over = {"algorithm": "dpo", "train": {"samples_per_prompt": 2, "steps": 1}}
+    summary = launch.train(recipe(tmp_path, data={**data, "on_bad_row": "skip"}, **over))
+    assert summary.bad_rows == 1
+
+
+def test_responses_that_are_cut_are_counted_in_each_steps_metrics(tmp_path: Path) -> None:
+    source = rows(tmp_path / "a.jsonl", answer=answer, response=lambda i: "1" * (30 if i % 2 else 3))
+    data = {"source": source, "args": {}, "held_out": 0, "shuffle": False}
+    train = {"samples_per_prompt": 1, "prompts_per_step": 6, "steps": 2}
+    launch.train(recipe(tmp_path, data=data, algorithm="sft", train=train, eval={"size": 0}))
+    lines = [json.loads(line) for line in (tmp_path / "runs/small/metrics.jsonl").read_text().splitlines()]
+    assert [line["cut_responses"] for line in lines if "loss" in line] == [3, 3]
+
+
+def test_ctrl_c_is_heard_while_the_answers_of_an_evaluation_are_scored(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\n\ndef slow(sample):\n    time.sleep(0.2)\n    return 1.0\n")
+
+    class StopWhileScoring(Listen):
+        def doing(self, activity: Any) -> None:
+            super().doing(activity)
+            if activity.what == "scoring answers":
+                os.kill(os.getpid(), signal.SIGINT)
+
+    began = time.monotonic()
+    over = {"eval": {"size": 200}, "data": {"held_out": 200}, "rewards": f"{tmp_path}/slow.py:slow"}
+    summary = launch.train(recipe(tmp_path, **over), watch=StopWhileScoring())
+    assert summary.is_stopped and summary.steps == 0 and time.monotonic() - began < 20  # 40 s of scoring were ahead
+
+
+def test_the_watcher_hears_when_kernels_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = tmp_path / "one.c"
+    source.write_text("int one(void) { return 1; }\n")
+    heard: list[str] = []
+    with compiling.announced(heard.append):
+        made = compiled.library(source)
+        again = compiled.library(source)
+    assert made is not None and again is not None and made.one() == 1
+    assert heard == ["compiling kernels"] and compiling.under_way() == ""
+
+
+def test_torchs_own_compilations_are_announced() -> None:
+    heard: list[str] = []
+    compiling.follow_torch()
+    with compiling.announced(lambda what: heard.append(f"{what} ({compiling.under_way()})")):
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    assert heard == ["compiling layers (layers)"] and compiling.under_way() == ""

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tidemill.cli import app
-from tidemill.errors import ConfigError
+from tidemill.errors import ConfigError, DataError
 from tidemill.models.tiny import make_tokenizer
 from tidemill.recipe.config import TinyModel
 from tidemill.run import start as launch
@@ -92,3 +92,20 @@ def test_what_the_user_gives_is_never_changed(tmp_path: Path, monkeypatch: pytes
     config = launch.RunFolder.open("runs/own", exclusive=False).config
     assert (config.data.held_out, config.eval.size, config.data.max_prompt_tokens) == (5, 2, 40)
     assert config.rewards.functions[0].function == "exact" and config.train.prompts_per_step == 4
+
+
+def test_a_row_without_an_answer_does_not_change_which_reward_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model_folder(tmp_path / "model", "llama", None)
+    lines = [{k: v for k, v in row.items() if k != "answer" or i % 5} for i, row in enumerate(GSM)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    quick = ["train.steps=1", "train.samples_per_prompt=2", "observe.tensorboard=false", "rollout.max_new_tokens=8"]
+    given = ["model.path=model", "data.source=mine.jsonl", "train.prompts_per_step=2", *quick]
+    with pytest.raises(DataError, match=r"mine.jsonl:1: .*does not match|mine.jsonl:1: the reward 'last_number'"):
+        launch.train("own", given)
+    summary = launch.train("own", [*given, "data.on_bad_row=skip"])
+    config = launch.RunFolder.open("runs/own", exclusive=False).config
+    assert config.rewards.functions[0].function == "last_number" and config.data.answer_pattern is not None
+    assert summary.bad_rows == 6

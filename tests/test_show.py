@@ -38,6 +38,7 @@ class Summary:
     tokens_per_s: float = 12345.0
     is_stopped: bool = False
     is_early: bool = False
+    bad_rows: int = 0
     rewards: list[float] = field(default_factory=lambda: [0.1, 0.5, 0.9])
     has_rewards: bool = True
     before: Evaluation | None = None

@@ -196,6 +196,8 @@ class RunWatcher(Watcher):
         elif self._status is None and self.console.is_terminal and self.config.observe.progress in ("auto", "rich"):
             self._status = self.console.status(Text(f"{activity.what} …"))
             self._status.start()
+        elif self._status is not None:
+            self._status.update(Text(f"{activity.what} …"))
 
     def started(self, workers: Workers, first_step: int) -> None:
         self._stop()
@@ -296,7 +298,8 @@ def result_table(summary: Summary) -> RenderableType:
     early = ", ended early: train.stop_at_accuracy was reached" if summary.is_early else ""
     steps = "1 step" if summary.steps == 1 else f"{summary.steps:,} steps"
     pace = f"{steps} in {clock_text(summary.seconds)}, {summary.tokens_per_s:,.0f} tokens/s{early}"
-    return Group(table, Text(pace, style="dim"))
+    skipped = f", {summary.bad_rows:,} rows of the data left out" if summary.bad_rows else ""
+    return Group(table, Text(pace + skipped, style="dim"))
 
 
 def evaluation_table(evaluation: Evaluation, full: bool = False) -> RenderableType:
@@ -334,7 +337,7 @@ def _share(value: float | None) -> str:
 def problems_table(before: Sequence[Answered], after: Sequence[Answered]) -> RenderableType:
     """Show some held-out problems with the answers before and after."""
     table = _table("problem", "answer", "before", "after")
-    table.title, table.title_justify, table.title_style = "three held-out problems", "left", "dim"
+    table.title, table.title_justify, table.title_style = "held-out problems", "left", "dim"
     pairs = [(b, a) for b, a in zip(before, after) if b.prompt == a.prompt]
     learned = [i for i, (b, a) in enumerate(pairs) if a.correct and not b.correct]
     wrong = [i for i, (_, a) in enumerate(pairs) if not a.correct]
@@ -361,7 +364,7 @@ def next_steps(config: Config, folder: Path) -> RenderableType:
         (f"tidemill export {folder} --to my-model", "a Hugging Face folder"),
         *((judge,) if is_judge else ()),
         (f"tidemill resume {folder} train.steps={2 * config.train.steps}", "train on"),
-        (f"tensorboard --logdir {folder}/tensorboard", "every metric of every step"),
+        (f"tidemill watch {folder}", "every metric and sample, in the browser"),
         ("tidemill recipes", "other runs; any setting changes with key=value"),
         ("tidemill train own model.path=FOLDER data.source=FILE", "your own model on your own data"),
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from tests.faults.test_resume import RECIPE, numbers
 from tidemill.cluster.driver.driver import Driver
+from tidemill.flow.records import Activity
 from tidemill.run import start as launch
 from tidemill.run.loop import Summary
 from tidemill.run.watcher import Watcher
@@ -96,3 +98,37 @@ def ledger(workers: Driver) -> int:
 
 def warehouse(workers: Driver) -> int:
     return next(iter(workers.run_dock.server.warehouses.values())).pid
+
+
+class StopInEvaluation(Watcher):
+    """Presses Ctrl-C at the first sign of the evaluation, and keeps what the run said it was doing."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.asked_at = 0.0
+
+    def doing(self, activity: Activity) -> None:
+        self.seen.append(activity.what)
+        if activity.what == "evaluating" and activity.done and not self.asked_at:
+            self.asked_at = time.monotonic()
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+SHORT = {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 2}
+SLOW_REWARD = "import time\n\ndef slow(sample):\n    time.sleep(0.2)\n    return 1.0\n"
+
+
+def stopped_in_evaluation(folder: Path, **over: Any) -> StopInEvaluation:
+    """Train two steps, evaluate for 40 s or more, and stop in between: the run must end soon, saved."""
+    folder.mkdir(exist_ok=True)
+    (folder / "slow.py").write_text(SLOW_REWARD)
+    watch = StopInEvaluation()
+    late = {"eval": {"size": 200, "before": False}, "data": {"held_out": 200}, "train": SHORT}
+    rewards = {"functions": [f"{folder}/slow.py:slow"], "workers": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tidemill.run.interrupt.TELL_EVERY_S", 0.0)  # whatever is short is seen too
+        summary = train(folder, watch, **{**late, **over}, rewards=rewards)
+    assert watch.asked_at and time.monotonic() - watch.asked_at < 15
+    assert summary.steps == 2 and summary.is_stopped and summary.after is None
+    assert (folder / "small" / "checkpoints" / "step-000002").is_dir()
+    return watch

@@ -18,7 +18,15 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.runs import Disturb, assert_same, assert_same_learning, measured, train, worker
+from tests.cluster.runs import (
+    Disturb,
+    assert_same,
+    assert_same_learning,
+    measured,
+    stopped_in_evaluation,
+    train,
+    worker,
+)
 from tidemill.cluster.driver import status
 from tidemill.cluster.driver.driver import Driver
 from tidemill.cluster.driver.placement import PlacementError
@@ -66,6 +74,11 @@ def over(**more: Any) -> dict[str, Any]:
 def test_one_node_computes_what_one_process_does(tmp_path: Path, local: list[dict[str, Any]], cluster: Any) -> None:
     train(tmp_path, train=STEPS, cluster=over(rollouts=1))
     assert_same(measured(tmp_path), local)
+
+
+def test_ctrl_c_ends_an_evaluation_on_ray_and_the_watcher_hears_what_workers_do(tmp_path: Path, cluster: Any) -> None:
+    watch = stopped_in_evaluation(tmp_path, cluster=over(learners=1, rollouts=1))
+    assert {"loading the model", "rolling out", "learning", "evaluating"} <= set(watch.seen)
 
 
 def test_colocated_actors_take_turns_with_the_memory_and_compute_the_same(

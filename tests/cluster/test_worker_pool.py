@@ -15,6 +15,7 @@ from tidemill.algorithms.registry import get
 from tidemill.cluster.commands import Request, WorkerCommands, request
 from tidemill.cluster.driver import stall, status
 from tidemill.cluster.driver.driver import Driver
+from tidemill.cluster.driver.evaluation import evaluated
 from tidemill.cluster.driver.placement import PlacementError, check
 from tidemill.cluster.driver.publish import Publisher
 from tidemill.cluster.driver.worker_pool import Member, WorkerPool
@@ -138,6 +139,7 @@ def test_a_worker_without_a_place_is_given_up_while_others_are_waited_for(tmp_pa
 
 def driver(pool: WorkerPool, stall_s: float) -> Driver:
     made = Driver.__new__(Driver)
+    made.tell = lambda activity: None
     made.pool, made.starter, made._lost_learner = pool, pool.starter, ""
     cluster = SimpleNamespace(stall_s=stall_s)
     made.config = SimpleNamespace(cluster=cluster)  # type: ignore[assignment]
@@ -212,7 +214,7 @@ def test_an_evaluation_may_take_long_but_not_stand_still(tmp_path: Path) -> None
 
     pool.pump = pump  # type: ignore[method-assign]
     with pytest.raises(WorkerLost):
-        driver(pool, stall_s=0.4)._evaluated(member, 8, 1)
+        evaluated(driver(pool, stall_s=0.4), member, 8, 1)
     assert 1.0 < time.monotonic() - began < 3.0  # tokens came for 0.8 s, and then none for 0.4 s
     assert "made no token" in member.last_error
 

@@ -33,7 +33,7 @@ class Distill(GRPO):
         return found | dict.fromkeys(("dynamic_sampling", "overlong.buffer"), measured)
 
     def graph(self, config: Config) -> Graph:
-        reads = (GROUP, "tokens", "prompt_length", LENGTH)
+        reads = (GROUP, "tokens", "prompt_length", LENGTH, *tables.starts(config))
         stages = (
             tables.rollout(config),
             tables.reward(config),

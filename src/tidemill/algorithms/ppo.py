@@ -28,12 +28,22 @@ class PPO(GRPO):
     has_critic = True
 
     def graph(self, config: Config) -> Graph:
-        critic_reads = (ID, GROUP, LENGTH, "tokens", "prompt_length", "mask", "values", "returns")
+        critic_reads = (
+            ID,
+            GROUP,
+            LENGTH,
+            "tokens",
+            "prompt_length",
+            "mask",
+            "values",
+            "returns",
+            *tables.starts(config),
+        )
         stages = (
             tables.rollout(config),
             tables.reward(config),
             *tables.policy_logprobs(config),
-            Stage("values", "critic", (GROUP, "tokens", "prompt_length", LENGTH), ("values",)),
+            Stage("values", "critic", (GROUP, "tokens", "prompt_length", LENGTH, *tables.starts(config)), ("values",)),
             tables.advantage(config, "values", writes=("advantages", "returns")),
             Stage("learn_values", "critic", critic_reads, scope="group"),
             tables.learn(config),

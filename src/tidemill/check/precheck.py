@@ -168,9 +168,12 @@ def _functions(config: Config, _: ModelSettings) -> Iterator[str]:
 def _environment(config: Config, _: ModelSettings) -> Iterator[str]:
     if config.environment is None:
         return
-    from tidemill.environment import registry
+    from tidemill.environment import program, registry
 
     try:
+        if config.environment.program is not None:
+            program.check(config.environment)
+            return
         registry.check_args(config.environment.name, registry.find(config.environment.name), config.environment.args)
     except TidemillError as error:
         yield _with_remedy("", error)

@@ -10,6 +10,7 @@ from typing import Any
 
 from tidemill.algorithms import registry
 from tidemill.estimate import handover as turns
+from tidemill.imports import is_kept_here
 from tidemill.recipe.config import AlgorithmSettings, Config
 from tidemill.recipe.load import leaves
 
@@ -46,6 +47,10 @@ def is_reference_apart(c: Config) -> bool:
 
 def not_native(c: Config) -> bool:
     return c.rollout.engine != "native"
+
+
+def _program(c: Config) -> str | None:
+    return None if c.environment is None else c.environment.program
 
 
 NATIVE = "{c.rollout.engine} does not have this setting of the native engine"
@@ -145,6 +150,10 @@ RULES = (
     Rule("flow.hand_over", lambda c: c.flow.hand_over in ("cache", "all") and not turns.are_taken(c),
          "rollout and learning take turns on a device only with flow.schedule=sync and rollout colocated",
          "flow.hand_over=auto"),
+    Rule("environment.program", lambda c: _program(c) is not None and c.learn.moe.replay,
+         "an agent's calls do not keep their routes, which learn.moe.replay asks for", "learn.moe.replay=false"),
+    Rule("environment.program", lambda c: _program(c) is not None and is_kept_here(str(_program(c))),
+         "each sample is a process of its own, which has no object of this one", "package.module:function"),
     Rule("rewards", lambda c: c.environment is None and any(r.function == "environment" for r in c.rewards.functions),
          "there is no environment", "environment.name|another reward"),
 )  # fmt: skip

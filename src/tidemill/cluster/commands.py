@@ -46,6 +46,10 @@ class HostCommands(Protocol):
         """The dock is about to end: end calls to it at once, instead of waiting for it to come back."""
         ...
 
+    def interrupt(self) -> None:
+        """End the feeding or the evaluation under way, which then raises `Stopped`: the user wants to stop."""
+        ...
+
     def receive(self, version: int) -> MoveReport:
         """Write a version of the weights aside, while the one before it is served."""
         ...

@@ -139,6 +139,11 @@ class PromptTokens:
             return tokens[: self.longest_response]
         return tokens
 
+    def take_cut(self) -> int:
+        """Return how many responses were cut since the last call."""
+        cut, self.cut_responses = self.cut_responses, 0
+        return cut
+
     def whole_response(self, text: str, where: str) -> list[int]:
         tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
         end = self.tokenizer.eos_token_id

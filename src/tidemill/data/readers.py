@@ -47,7 +47,7 @@ def read(path: str, data: Data, split: str | None = None) -> FileRows:
             f"{path} has no usable row: {bad[0].where}: {bad[0].why}" if bad else f"{path} is empty: it has no rows",
             "check how the file was written",
         )
-    return FileRows(path, tuple(examples), len(bad))
+    return FileRows(path, tuple(examples), len(bad), f"{bad[0].where}: {bad[0].why}" if bad else "")
 
 
 def missing(path: str) -> DataError:
@@ -258,7 +258,7 @@ def to_examples(path: str, rows: Iterable[Row], data: Data) -> tuple[list[Exampl
         made = row if isinstance(row, BadRow) else rewrite(to_example(row[0], row[1], data, pattern))
         if not isinstance(row, BadRow) and (error := missing_column(row[0], row[1], needed)):
             wrong_names = wrong_names or error
-            made = BadRow(row[0], "lacks a column")
+            made = BadRow(row[0], error.message.removeprefix(f"{row[0]}: "))
         if isinstance(made, Example):
             examples.append(made)
         elif data.on_bad_row == "fail":

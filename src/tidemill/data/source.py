@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -91,6 +91,7 @@ class FileRows:
     name: str
     examples: tuple[Example, ...]
     bad_rows: int = 0  # left out because they could not be used
+    first_bad: str = ""  # where the first of them is, and what is wrong with it
 
     @property
     def size(self) -> int:
@@ -145,7 +146,7 @@ def without(rows: FileRows, aside: FileRows) -> FileRows:
             f"every prompt of {rows.name} is also in the held-out data {aside.name}: none is left to train on",
             "name other held-out data with data.eval_source, or use data.held_out instead",
         )
-    return FileRows(rows.name, kept, rows.bad_rows)
+    return replace(rows, examples=kept)
 
 
 def split(rows: FileRows, held_out: int, seed: int) -> tuple[FileRows, FileRows]:
@@ -170,4 +171,4 @@ def split(rows: FileRows, held_out: int, seed: int) -> tuple[FileRows, FileRows]
         )
     kept = [example for example in rows.examples if example.problem not in aside]
     out = [example for example in rows.examples if example.problem in aside]
-    return FileRows(rows.name, tuple(kept), rows.bad_rows), FileRows(f"{rows.name} (held out)", tuple(out), 0)
+    return replace(rows, examples=tuple(kept)), FileRows(f"{rows.name} (held out)", tuple(out))

@@ -3,12 +3,12 @@ read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tidemill.data.prompts import PromptTokens
-from tidemill.data.source import Example, Source
+from tidemill.data.source import Example, FileRows, Source, open_source
 from tidemill.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 GIVEN = {"sft": ("response",)} | dict.fromkeys(
     ("dpo", "ipo", "kto", "orpo", "simpo", "reward_model"), ("response", "rejected")
 )  # algorithms that learn from responses in the data, and the columns these are in
-MOST_ROWS, MOST_MADE = 4096, 64  # rows of a file, and problems of a generator, that are looked at
+MOST_ROWS, MOST_MADE = 4096, 64  # rows of a file, and problems of a generator, whose lengths are measured
+Lacking = Callable[[Example], DataError | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,46 @@ class Lengths:
         ]
 
 
-def looked_at(source: Source) -> list[Example]:
+def open_rows(config: Config) -> tuple[Source, Source]:
+    """Open training and held-out data. With data.on_bad_row=skip, leave out the rows that lack a column which the
+    algorithm or a reward reads."""
+    training, held_out = open_source(config.data, config.seed)
+    if config.data.on_bad_row == "fail":
+        return training, held_out
+    given = GIVEN.get(config.algorithm.name)
+    learned = _lacking_rewards(config) if given is None else _lacking_given(config)
+    return _complete(training, learned), _complete(held_out, _lacking_rewards(config))
+
+
+def _complete(source: Source, lacking: Lacking) -> Source:
+    """Leave out incomplete rows of a file. Where all are, keep them: the mistake is the recipe's, and is refused."""
+    if not isinstance(source, FileRows):
+        return source
+    found = [(example, lacking(example)) for example in source.examples]
+    kept = tuple(example for example, problem in found if problem is None)
+    if not kept or len(kept) == len(found):
+        return source
+    first = source.first_bad or next(problem.message for _, problem in found if problem is not None)
+    return FileRows(source.name, kept, source.bad_rows + len(found) - len(kept), first)
+
+
+def left_out(source: Source) -> list[str]:
+    """Say how many rows of a file are left out, and why the first one is."""
+    if not isinstance(source, FileRows) or not source.bad_rows:
+        return []
+    rows = "1 row" if source.bad_rows == 1 else f"{source.bad_rows:,} rows"
+    return [f"{rows} left out (data.on_bad_row=skip); the first: {source.first_bad}"]
+
+
+def sampled(source: Source) -> list[Example]:
+    """Return the rows whose lengths are measured."""
     count = MOST_MADE if source.size is None else min(source.size, MOST_ROWS)
     return [source.example(i) for i in range(count)]
+
+
+def checked(source: Source) -> Sequence[Example]:
+    """Return the rows whose columns are checked: all of a file's, some of a generator's."""
+    return source.examples if isinstance(source, FileRows) else sampled(source)
 
 
 def measure(examples: Sequence[Example], encode: PromptTokens, config: Config) -> Lengths:
@@ -95,23 +133,43 @@ def _responses(example: Example, config: Config) -> list[str]:
 
 
 def check_columns(examples: Sequence[Example], config: Config) -> None:
-    """Refuse rows that lack what the algorithm learns from."""
-    skips = config.data.on_bad_row == "skip"
-    for name in GIVEN.get(config.algorithm.name, ()):
-        lacking = [e for e in examples if not _has(e, name)]
-        if lacking and (len(lacking) == len(examples) or not skips):
-            raise _lacks(lacking[0], f"algorithm {config.algorithm.name} learns from the column {name}", name)
+    """Refuse rows that lack a column the algorithm learns from."""
+    if (problem := _first(examples, _lacking_given(config))) is not None:
+        raise problem
 
 
 def unread(examples: Sequence[Example], config: Config) -> DataError | None:
-    """What the rewards read and the rows do not have. A row in many is its own mistake; all rows are the recipe's."""
-    from tidemill.reward.registry import missing_columns
+    """Return the first row that lacks a column a reward reads, as an error."""
+    return _first(examples, _lacking_rewards(config))
 
-    for example in examples:
-        found = missing_columns(config.rewards, {**example.meta, "answer": example.answer})
-        if found:
-            return _lacks(example, str(found[0]), found[0].column)
-    return None
+
+def _first(examples: Sequence[Example], lacking: Lacking) -> DataError | None:
+    problems = (lacking(example) for example in examples)
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _lacking_given(config: Config) -> Lacking:
+    names, algorithm = GIVEN.get(config.algorithm.name, ()), config.algorithm.name
+
+    def lacking(example: Example) -> DataError | None:
+        for name in names:
+            if not _has(example, name):
+                return _lacks(example, f"algorithm {algorithm} learns from the column {name}", name)
+        return None
+
+    return lacking
+
+
+def _lacking_rewards(config: Config) -> Lacking:
+    from tidemill.reward.registry import columns_read, missing_of
+
+    read = columns_read(config.rewards)
+
+    def lacking(example: Example) -> DataError | None:
+        found = missing_of(read, {**example.meta, "answer": example.answer}) if read else []
+        return _lacks(example, str(found[0]), found[0].column) if found else None
+
+    return lacking
 
 
 def _has(example: Example, name: str) -> bool:
@@ -125,7 +183,9 @@ def _lacks(example: Example, reads: str, column: str) -> DataError:
     theirs = list(example.meta)
     has = ", ".join(theirs) if theirs else "none"
     near = did_you_mean(ours, theirs)
+    others = f"the row's other columns: {has}"
     return DataError(
         f"{example.where}: {reads}, which is missing or empty in the row{near}",
-        f"name it with data.columns.{ours}=NAME (the row's other columns: {has}), or choose another reward",
+        f"name it with data.columns.{ours}=NAME ({others}), choose another reward, or leave such rows out with "
+        "data.on_bad_row=skip",
     )

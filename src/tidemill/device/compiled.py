@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from tidemill.device.compiling import compiling
+
 HEADER = Path(__file__).with_name("vectors.h")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-shared", "-fPIC")
 # Splitting fewer rows than this over threads costs more than it saves; where a row is an easy thing, fewer elements.
@@ -50,7 +52,8 @@ def library(source: Path) -> ctypes.CDLL | None:
     made = folder / f"{source.stem}-{stamp}.so"
     try:
         if not made.exists():
-            _compile(compiler, source, folder, made)
+            with compiling("kernels"):
+                _compile(compiler, source, folder, made)
         return ctypes.CDLL(str(made))
     except (OSError, subprocess.SubprocessError):
         return None

@@ -7,12 +7,18 @@ from typing import Any
 
 import torch
 
+from tidemill.device.compiling import compiling
+
 
 class CapturedGraph:
     """`work` reads and writes the same tensors at every replay; `result` is what it gave. Graphs that share a `pool`
     share their scratch memory, so only one of them may run at a time."""
 
     def __init__(self, work: Callable[[], Any], pool: Any = None) -> None:
+        with compiling("graphs"):
+            self._capture(work, pool)
+
+    def _capture(self, work: Callable[[], Any], pool: Any) -> None:
         module: Any = torch.get_device_module()
         # Run once outside: kernels compile, libraries choose algorithms and allocate their workspaces.
         side = module.Stream()

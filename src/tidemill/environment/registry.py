@@ -41,7 +41,7 @@ def find(name: str) -> Maker:
 
 def offered(settings: EnvironmentSettings | None) -> list[Schema]:
     """The tools that every prompt tells a chat model of."""
-    if settings is None:
+    if settings is None or settings.program is not None:
         return []
     maker = find(settings.name)
     tell = getattr(maker, "offered", None)

@@ -215,7 +215,7 @@ def _layer_keeps(shape: ModelShape, recompute: str, is_compiled: bool, width: in
 def shared_bytes(config: Config, shape: ModelShape, tokens: int, width: int) -> int:
     """What sharing prompts keeps more: keys and values gathered for each response, and the two outputs joined."""
     learn, each = config.learn, config.train.samples_per_prompt
-    if not learn.share_prompts or each == 1 or learn.recompute == "full" or learn.offload != "none":
+    if not config.shares_prompts or each == 1 or learn.recompute == "full" or learn.offload != "none":
         return 0
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
     seen = each * (prompt + response) / (prompt + each * response)

@@ -26,7 +26,7 @@ def microbatch_tokens(config: Config) -> tuple[int, int]:
     be. Samples, or groups that share their prompt, are not cut, so a micro-batch is seldom full."""
     budget, samples = config.train.tokens_per_microbatch, samples_per_step(config)
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-    each = config.train.samples_per_prompt if config.learn.share_prompts else 1
+    each = config.train.samples_per_prompt if config.shares_prompts else 1
     each = min(each, max(1, (budget - prompt) // response))
     unit, units = prompt + each * response, math.ceil(samples / each)
     bins = math.ceil(units / max(1, budget // unit))
@@ -38,7 +38,7 @@ def tokens_computed(config: Config) -> int:
     """Of one update at most: a group's prompt counts once where it is shared."""
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
     each = config.train.samples_per_prompt
-    prompts = 1 if config.learn.share_prompts else each
+    prompts = 1 if config.shares_prompts else each
     return config.train.prompts_per_step * (prompts * prompt + each * response) // config.train.updates_per_step
 
 

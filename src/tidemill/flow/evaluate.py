@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import comb
@@ -22,6 +23,7 @@ from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
 # Far above any training group's id, so that an evaluation never draws a training request's random stream.
 FIRST_ID = 1 << 48
 Tell = Callable[[Activity], None]
+TELL_S = 0.2  # between reports while answers are judged
 PIECE = 64  # answers judged at once, so that progress shows between calls of a batched function
 
 
@@ -135,6 +137,11 @@ def _answer(
         raise
     samples = [_sample(problems[i], done[i, k], i * n + k, decode) for i in range(len(problems)) for k in range(n)]
     pieces = [scorer.submit(samples[at : at + PIECE]) for at in range(0, len(samples), PIECE)]
+    waiting = set(pieces)
+    while waiting:  # rewards may take long: report, and let the user stop
+        judged = len(samples) - PIECE * len(waiting)
+        progress.tell(Activity("scoring answers", max(0, judged), len(samples)))
+        waiting = wait(waiting, TELL_S, FIRST_COMPLETED).not_done
     scored = [one for piece in pieces for one in piece.result()]
     made = [len(done[i, k].tokens) for i in range(len(problems)) for k in range(n)]
     flat = [

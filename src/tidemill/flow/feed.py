@@ -12,7 +12,7 @@ import numpy as np
 from tidemill.batch import GROUP, ID, LENGTH, Batch, Column
 from tidemill.data.curriculum import Curriculum
 from tidemill.data.prompts import PromptTokens
-from tidemill.data.source import Example, Order, Source
+from tidemill.data.source import Example, FileRows, Order, Source
 from tidemill.errors import DataError
 from tidemill.flow.workers import Stopped
 from tidemill.recipe.config import Config
@@ -24,7 +24,7 @@ class Feed:
         self.order = Order(source, config.seed, config.data.shuffle)
         self.position = 0  # examples read so far, bad ones included
         self.groups = 0  # prompts used so far
-        self.bad_rows: list[str] = []
+        self.bad_rows: list[str] = []  # found unusable while feeding
         self.stop: Callable[[], bool] = lambda: False  # called between rows: a slow source must not delay Ctrl-C
 
     def examples(self, count: int) -> Iterator[tuple[Example, Any]]:
@@ -75,6 +75,11 @@ class Feed:
         if self.greedy_rows:
             columns["greedy"] = np.tile(np.arange(n) < self.greedy_rows, prompts).astype(np.uint8)
         return Batch(columns)
+
+    @property
+    def left_out(self) -> int:
+        """Count the rows left out so far, those left out when the file was read included."""
+        return len(self.bad_rows) + (self.source.bad_rows if isinstance(self.source, FileRows) else 0)
 
     def state(self) -> dict[str, Any]:
         own = {"position": self.position, "groups": self.groups}

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from tidemill.device.compiling import follow_torch
 from tidemill.errors import ModelError
 from tidemill.learn import fp8
 from tidemill.learn.logprob.tokens import can_fuse
@@ -101,6 +102,7 @@ def compile_layers(model: Any, backend: Any = "inductor", is_thrifty: bool = Fal
     Where attention's context can be traced a layer is one graph, or else attention stays outside and cuts it in four.
     """
     AttentionInterface.register(attention.NAME, _attend)
+    follow_torch()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, FORMS)
     chosen = _thrifty(backend) if is_thrifty else backend
     for layer in layers_of(model):

@@ -21,6 +21,7 @@ from tidemill.models.vision.eyes.eyes import Eyes
 
 Ints = npt.NDArray[np.int64]
 TRIED_SINGLY = 16  # counts of bins, before the search takes larger steps
+STARTS = "starts"  # column: where further trajectories of a sample begin; their prompts differ
 MOST_TOGETHER = 16  # units of one bin that a bound on the number of bins looks at
 
 
@@ -131,7 +132,7 @@ def _whole(batch: Batch) -> list[Unit]:
 def _units(batch: Batch, budget: int, share_prompts: bool) -> list[Unit]:
     """(tokens, rows) that may not be cut further: samples, or groups that share their prompt."""
     totals = batch["tokens"].lengths
-    if not share_prompts:
+    if not share_prompts or STARTS in batch:
         return [(int(n), [row]) for row, n in enumerate(totals)]
     prompts = batch.values("prompt_length")
     found: list[Unit] = []
@@ -179,10 +180,11 @@ def _pack_whole(batch: Batch, device: torch.device, attention: Attention, shown:
     within = _ranges(responses)
     row = np.repeat(np.arange(batch.rows), responses)
     parts = [Part(i, 0, int(n), int(first)) for i, (n, first) in enumerate(zip(inputs, starts))]
-    context = attention.packed(inputs.tolist(), device)
+    lengths = inputs if STARTS not in batch else _lengths_of_trajectories(batch[STARTS], inputs)
+    context = attention.packed(lengths.tolist(), device)
     return PackedBatch(
         tokens=upload(np.delete(flat, ends - 1), device),
-        positions=upload(_ranges(inputs) if shown is None else shown.positions(parts), device),
+        positions=upload(_ranges(lengths) if shown is None else shown.positions(parts), device),
         context=context if shown is None else shown.context(context, parts, device),
         predicts=upload((starts + prompts - 1)[row] + within, device),
         targets=upload(flat[(ends - responses)[row] + within], device),
@@ -190,6 +192,13 @@ def _pack_whole(batch: Batch, device: torch.device, attention: Attention, shown:
         rows=batch.rows,
         look=None if shown is None else shown.look(parts, device),
     )
+
+
+def _lengths_of_trajectories(starts: Column, inputs: Ints) -> Ints:
+    """Inputs of every trajectory, sample after sample: none sees another's. The last token of one trajectory predicts
+    the first of the next, which is a prompt's and masked."""
+    found = [np.diff([0, *starts[row].tolist(), int(count)]) for row, count in enumerate(inputs)]
+    return np.concatenate(found).astype(np.int64) if found else np.empty(0, np.int64)
 
 
 def _pack_shared(batch: Batch, device: torch.device, attention: Attention, shown: Shown | None) -> PackedBatch:
@@ -256,7 +265,7 @@ def input_places(batch: Batch, share_prompts: bool) -> tuple[Ints, Ints]:
 
 
 def _has_groups(batch: Batch, share_prompts: bool) -> bool:
-    return share_prompts and len(np.unique(batch.values("group"))) < batch.rows
+    return share_prompts and STARTS not in batch and len(np.unique(batch.values("group"))) < batch.rows
 
 
 def response_column(values: npt.NDArray[np.float32], batch: Batch) -> Column:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Mode = Literal["auto", "rich", "plain", "off"]
 REFRESH_HZ = 4
 SAY_EVERY_S = 15.0  # between lines about a long evaluation, without a panel
+LONG = ("evaluating", "scoring answers")
 RECENT = 20  # steps whose mean pace tells the time left
 CURVES = ("reward", "loss")  # the first that a run has is drawn
 
@@ -69,7 +70,7 @@ class Progress:
         if what != self._stage or done < self._stage_done:
             self._stage_at, self._stage_from = self._clock(), done
         self._stage, self._stage_done, self._stage_total = what, done, total
-        if self.mode == "plain" and what == "evaluating":
+        if self.mode == "plain" and what in LONG:
             self._say_now_and_then()
 
     def _say_now_and_then(self) -> None:

@@ -166,7 +166,7 @@ def learn(made: Calibration, shape: ModelShape, work: Pass, width: int, cut: Cut
 def pass_of(config: Config, prompts: Sequence[float], responses: Sequence[Sequence[float]]) -> Pass:
     """One micro-batch of whole groups: each prompt with its responses."""
     learn = config.learn
-    shares = learn.share_prompts and config.train.samples_per_prompt > 1
+    shares = config.shares_prompts and config.train.samples_per_prompt > 1
     tokens = targets = pairs = shared = 0.0
     for prompt, made in zip(prompts, responses, strict=True):
         total = float(sum(made))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from tidemill.recipe.algorithm import KL, AlgorithmSettings, Covariance, Critic, Overlong, Preference
 from tidemill.recipe.model import ModelSettings, TinyModel, TinyVision
@@ -158,9 +159,9 @@ class Rewards(Section):
     @field_validator("workers", mode="plain")
     @classmethod
     def _auto_or_some(cls, value: Any) -> Any:
-        if value == "auto" or (type(value) is int and value >= 1):
+        if value == "auto" or (type(value) is int and 1 <= value <= 1024):
             return value
-        raise ValueError("auto, or a number of processes from 1")
+        raise ValueError("auto, or a number of processes from 1 to 1,024")
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -171,15 +172,29 @@ class Rewards(Section):
 class EnvironmentSettings(Section):
     """What the model talks to: each sample is a conversation of several turns."""
 
-    name: str = Field(description="nim, tools, gymnasium:GAME, textarena:GAME, or package.module:Class")
+    name: str = Field("", description="nim, tools, gymnasium:GAME, textarena:GAME, or package.module:Class")
+    program: str | None = Field(
+        None,
+        description="in place of a name: an agent that is given an OpenAI endpoint, file.py:function or a command",
+    )
+    evaluator: str | None = Field(
+        None, description="with a program: package.module:function that makes its reward of the task and its value"
+    )
     args: dict[str, Any] = Field({}, description="the environment's own settings")
     max_turns: int = Field(8, ge=1, description="limit of the model's turns in one conversation")
     max_turn_tokens: int | None = Field(
         None, ge=1, description="token limit of one turn; none: what rollout.max_new_tokens leaves"
     )
     role: Literal["user", "tool"] = Field("user", description="role of the environment's messages, for chat models")
-    workers: int = Field(0, ge=0, description="threads for environments that are slow to answer; 0: none")
-    timeout_s: float = Field(60.0, gt=0, description="time limit of an environment in a thread")
+    workers: int = Field(
+        0, ge=0, description="threads for environments that are slow to answer, 0: none; programs at once, 0: 32"
+    )
+    timeout_s: float = Field(60.0, gt=0, description="time limit of an environment in a thread, or of a whole program")
+    max_calls: int = Field(64, ge=1, description="with a program: how often one sample may ask the model")
+    max_trajectories: int = Field(
+        8, ge=1, description="with a program: conversations of one sample that are learned; of more the latest"
+    )
+    max_body: int = Field(8 << 20, ge=1024, description="with a program: largest request in bytes")
     on_error: Literal["end", "fail"] = Field(
         "end", description="what an environment that raises or takes too long ends: the conversation, or the run"
     )
@@ -188,6 +203,14 @@ class EnvironmentSettings(Section):
     @classmethod
     def _short_form(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> EnvironmentSettings:
+        if bool(self.name) == (self.program is not None):
+            raise PydanticCustomError("one_kind", "give either environment.name or environment.program")
+        if self.evaluator is not None and self.program is None:
+            raise PydanticCustomError("no_program", "environment.evaluator needs environment.program")
+        return self
 
 
 class Mixture(Section):
@@ -300,7 +323,7 @@ class Reshard(Section):
 class Eval(Section):
     every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after")
     size: int = Field(200, ge=0, description="held-out problems used; 0: no evaluation")
-    samples: int = Field(1, ge=1, description="sampled answers per problem, for pass@k")
+    samples: int = Field(1, ge=1, le=10**4, description="sampled answers per problem, for pass@k")
     temperature: Temperature = Field(1.0, description="temperature of the sampled answers")
     before: bool = Field(True, description="evaluate before the first step")
     after: bool = Field(True, description="evaluate after the last step")
@@ -382,10 +405,10 @@ class Config(Section):
     name: str = Field("run", min_length=1, description="the run's name, its subfolder of folder")
     about: str = Field("", description="one line: what this recipe is for")
     folder: str = Field("runs", description="folder of all runs")
-    seed: int = Field(0, ge=0, description="seed of data order, sampling and initial weights")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of data order, sampling and initial weights")
     device: str = Field("auto", description="auto, cpu, or an accelerator's name")
     deterministic: bool = Field(False, description="equal runs give equal bits on one device; slower")
-    threads: int | None = Field(None, ge=1, description="CPU threads; none: all cores")
+    threads: int | None = Field(None, ge=1, le=4096, description="CPU threads; none: all cores")
     model: ModelSettings = ModelSettings()
     data: Data = Data()
     train: Train = Train()
@@ -400,3 +423,8 @@ class Config(Section):
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     observe: Observe = Observe()
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a group's prompt is computed once: each sample of a program has prompts of its own."""
+        return self.learn.share_prompts and (self.environment is None or self.environment.program is None)

@@ -62,7 +62,9 @@ def load(
     try:
         config = Config.model_validate(unflatten(given))
     except ValidationError as error:
-        problems += [_explain(e, given) for e in error.errors() if e["type"] != "extra_forbidden"]
+        found = [e for e in error.errors() if e["type"] != "extra_forbidden"]
+        inner = {e["loc"][:n] for e in found for n in range(len(e["loc"]))}  # around a wrong value, all is wrong
+        problems += [_explain(e, given) for e in found if e["loc"] not in inner]
     if problems or config is None:
         raise ConfigError(as_list(problems), SEE_KEYS)
     return LoadedRecipe(config, _sources(config, given), path, tuple(layers))
@@ -176,6 +178,8 @@ def _explain(error: Mapping[str, Any], given: Mapping[str, Given]) -> str:
     got = error["input"]
     close = did_you_mean(str(got), key.choices) if key and key.choices and isinstance(got, str) else ""
     quoting = "; put it in quotes" if key and key.is_text and isinstance(got, int | float) else ""
+    if error["type"] == "huge_number":
+        return f"{dotted} is {_shown(got)} ({where}), but wants a number of at most {error['ctx']['most']:,}"
     wants = key.wants if key else error["msg"]
     wants = wants.replace("a number", "a finite number", 1) if error["type"] == "finite_number" else wants
     return f"{dotted} is {_shown(got)} ({where}), but wants {wants}{close}{quoting}"

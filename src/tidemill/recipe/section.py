@@ -7,6 +7,9 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+LARGEST = 2**31  # any number but the seed
+LONGEST_S = 10**6  # any time; waiting for longer overflows the system's clocks
+
 
 class Section(BaseModel):
     model_config = ConfigDict(
@@ -20,6 +23,16 @@ class Section(BaseModel):
         annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)) and _is_number(annotation):
             raise PydanticCustomError("not_a_number", "a number is expected")
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _no_number_is_huge(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse a number that no setting can mean: it would overflow a clock, a counter or float32 later."""
+        name = str(info.field_name)
+        most = LONGEST_S if name.endswith("_s") else LARGEST
+        if isinstance(value, int | float) and abs(value) > most and name != "seed":
+            raise PydanticCustomError("huge_number", "at most {most}", {"most": most})
         return value
 
 

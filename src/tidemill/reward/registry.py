@@ -93,14 +93,21 @@ def reads_of(name: str, args: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(getattr(find(name), "reads", ()))
 
 
-def missing_columns(rewards: Rewards, row: Mapping[str, Any]) -> list[Missing]:
-    """What the recipe's rewards read and a row (`answer` and the other columns) does not have, or has empty."""
+def columns_read(rewards: Rewards) -> list[Missing]:
+    """Return every column that a recipe's rewards read, as it would be reported if a row lacked it."""
     return [
-        Missing(spec.function, column)
-        for spec in rewards.functions
-        for column in reads_of(spec.function, spec.args)
-        if all(is_empty(row.get(name)) for name in column.split("|"))
+        Missing(spec.function, column) for spec in rewards.functions for column in reads_of(spec.function, spec.args)
     ]
+
+
+def missing_of(read: Sequence[Missing], row: Mapping[str, Any]) -> list[Missing]:
+    """Return which of these columns a row (`answer` and the other columns) lacks, or has empty."""
+    return [one for one in read if all(is_empty(row.get(name)) for name in one.column.split("|"))]
+
+
+def missing_columns(rewards: Rewards, row: Mapping[str, Any]) -> list[Missing]:
+    """Return the columns that a recipe's rewards read and a row lacks."""
+    return missing_of(columns_read(rewards), row)
 
 
 def is_empty(value: Any) -> bool:

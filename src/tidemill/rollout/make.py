@@ -9,10 +9,6 @@ from tidemill.recipe.config import Config
 from tidemill.rollout.engine import RolloutEngine
 
 
-def make_engine(loaded: LoadedModel, config: Config) -> RolloutEngine:
-    return with_turns(make_plain(loaded, config), loaded, config)
-
-
 def with_turns(engine: RolloutEngine, loaded: LoadedModel, config: Config) -> RolloutEngine:
     """As it is, or with the recipe's environment talking to it."""
     if config.environment is None:

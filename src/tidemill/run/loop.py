@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from tidemill.cluster.start.choose import start
+from tidemill.device.compiling import announced
 from tidemill.flow.adjust import values_of
 from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.workers import Rewound, Stopped, Workers
@@ -124,6 +125,11 @@ def train_loop(
 def moments(config: Config, folder: RunFolder, watch: Watcher | None = None) -> Generator[Moment, None, Summary]:
     """Train from where the folder's last checkpoint stands to the end of the run."""
     watch = watch or Watcher()
+    with announced(lambda what: watch.doing(Activity(what))):
+        return (yield from _moments(config, folder, watch))
+
+
+def _moments(config: Config, folder: RunFolder, watch: Watcher) -> Generator[Moment, None, Summary]:
     watch.doing(Activity("loading the model"))
     workers = start(config, warm_start(config, folder, watch), folder, watch.noted)
     gc.collect()

@@ -72,11 +72,12 @@ class _Fit:
         if "answer" not in found and "answer" not in names:
             _take(found, "answer", ANSWERS, names)
         self.set("data.columns", found)
-        texts = [str(row.get(found.get("answer", "answer"), "")) for row in answers]
+        answered = [row.get(found.get("answer", "answer")) for row in answers]
+        texts = [str(text) for text in answered if text not in (None, "")]  # a row without an answer chooses no reward
         if texts and all(re.search(MARKED, text) for text in texts):
             self.set("data.answer_pattern", MARKED)
             texts = [match[1].strip() for text in texts if (match := re.search(MARKED, text))]
-        if texts and all(texts) and "rewards.functions" not in self.chosen:
+        if texts and "rewards.functions" not in self.chosen:
             self.set("rewards.functions", (RewardSpec(function=_reward(texts)),))
 
     def rows(self) -> None:
@@ -103,7 +104,7 @@ class _Fit:
         window = (shape.window if shape else None) or 4096
         encode = PromptTokens(load_tokenizer(config.model), config.data, tools=offered(config.environment))
         training, held_out = open_source(config.data, config.seed)
-        examples = [*survey.looked_at(training), *survey.looked_at(held_out)]
+        examples = [*survey.sampled(training), *survey.sampled(held_out)]
         longest = max(len(encode.prompt(example)) for example in examples)
         if longest > window - 8:
             longest = window // 2

@@ -33,7 +33,6 @@ class Prepared:
 
 def prepare(loaded: recipes.LoadedRecipe) -> Prepared:
     from tidemill.data import survey
-    from tidemill.data.source import open_source
     from tidemill.run.own import fitted
 
     notes: list[str] = []
@@ -43,13 +42,13 @@ def prepare(loaded: recipes.LoadedRecipe) -> Prepared:
         config = fitted(config, loaded.sources, notes.append)
     precheck.check(config, fetch=True)
     _check_device(config)
-    training, held_out = open_source(config.data, config.seed)
+    training, held_out = survey.open_rows(config)
     config = _with_steps(config, training.size)
-    examples = survey.looked_at(training)
-    survey.check_columns(examples, config)
-    config = _check_rewards(config, [*examples, *survey.looked_at(held_out)], notes.append)
-    lengths = _measured(config, examples)
-    notes += [*lengths.sentences(config), *rules.unread(config)]
+    rows = survey.checked(training)
+    survey.check_columns(rows, config)
+    config = _check_rewards(config, [*rows, *survey.checked(held_out)], notes.append)
+    lengths = _measured(config, survey.sampled(training))
+    notes += [*survey.left_out(training), *survey.left_out(held_out), *lengths.sentences(config), *rules.unread(config)]
     as_one = recipes.load(config).layers  # what was chosen here is part of the recipe from now on
     return Prepared(replace(loaded, config=config, layers=as_one), lengths, notes)
 

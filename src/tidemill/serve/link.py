@@ -118,6 +118,10 @@ class EngineLink:
             self._is_due = True
             self._call_soon(self._look)
 
+    def notice(self) -> None:
+        """End a wait, from any thread."""
+        self._arrived.set()
+
     def share_arrivals(self, other: EngineLink) -> None:
         """Have whoever waits at `other` hear of what is asked here."""
         self._arrived = other._arrived

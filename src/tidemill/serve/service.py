@@ -18,6 +18,7 @@ from tidemill.serve.link import Answering, EngineGone, EngineLink
 from tidemill.serve.metrics import Metrics
 from tidemill.serve.talk import Memory, Talk
 
+SERVED = object()  # marks requests of the endpoint among others of the same engine
 MOST_MEMORIES = 1024  # sessions whose conversations are remembered at once
 
 
@@ -53,6 +54,9 @@ class Session:
         """The number of a request's random stream: the same prompt with the same seed gives the same tokens."""
         return None if seed is None else digest(prompt)
 
+    def began(self, answering: Answering) -> None:
+        """Hear that a request is on its way."""
+
     def ended(self, answering: Answering, admitted: int) -> None:
         """Hear that all samples of a request are done."""
 
@@ -73,16 +77,23 @@ class Wanted:
 
 
 class Service:
-    def __init__(self, models: Sequence[Served], metrics: Metrics | None = None, most_open: int = 4096) -> None:
-        """`most_open`: requests that wait or run at once; more are told to come back."""
+    def __init__(
+        self,
+        models: Sequence[Served],
+        metrics: Metrics | None = None,
+        most_open: int = 4096,
+        takes_any_name: bool = False,
+    ) -> None:
+        """`most_open`: requests that wait or run at once; more are told to come back. `takes_any_name`: whatever a
+        client calls the model, it is the first one."""
         self.models = {model.name: model for model in models}
         self.default = models[0]
         self.metrics = metrics or Metrics()
-        self.most_open = most_open
+        self.most_open, self.takes_any_name = most_open, takes_any_name
         self._memories: OrderedDict[str, Memory] = OrderedDict()
 
     def model(self, name: str) -> Served:
-        if not name:
+        if not name or (self.takes_any_name and name not in self.models):
             return self.default
         if name not in self.models:
             there = ", ".join(self.models)
@@ -116,7 +127,9 @@ class Service:
         most = min(x for x in (room, admitted, wanted.max_tokens) if x is not None)
         how = sampling(asked, most, session.base)
         how = replace(how, grammar=wanted.grammar, top_logprobs=wanted.tops)
-        request = Request(model.link.new_id(), prompt, how, n=asked.n or 1, draw_id=session.draw_id(prompt, asked.seed))
+        request = Request(
+            model.link.new_id(), prompt, how, n=asked.n or 1, draw_id=session.draw_id(prompt, asked.seed), user=SERVED
+        )
         began = time.monotonic()
 
         def whole(answering: Answering) -> None:
@@ -124,9 +137,11 @@ class Service:
             self.metrics.answered(model.name, answering, time.monotonic() - began)
 
         try:
-            return model.link.ask(request, wanted.streams, whole)
+            answering = model.link.ask(request, wanted.streams, whole)
         except EngineGone as gone:
             raise Refused(f"the engine has ended: {gone}", status=503) from gone
+        session.began(answering)
+        return answering
 
 
 async def whole(answering: Answering) -> list[Completion]:

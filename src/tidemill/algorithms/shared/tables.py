@@ -20,12 +20,17 @@ def rollout(config: Config, *more: str) -> Stage:
     writes: tuple[str, ...] = ("tokens", "prompt_length", "logprobs", "versions", "mask", "finish", VERSION, LENGTH)
     if config.environment is not None:
         reads, writes = (*reads, "answer", "meta", "where"), (*writes, "played")
-    return Stage("rollout", "rollout", (*reads, *more), (*writes, *routes(config)), "group")
+    return Stage("rollout", "rollout", (*reads, *more), (*writes, *routes(config), *starts(config)), "group")
 
 
 def routes(config: Config) -> tuple[str, ...]:
     """The experts that each token but the last went through in rollout, where learning goes the same way."""
     return ("routes",) if config.learn.moe.replay else ()
+
+
+def starts(config: Config) -> tuple[str, ...]:
+    """Where further trajectories of a sample begin, if programs make several: places in `tokens`."""
+    return ("starts",) if config.environment is not None and config.environment.program is not None else ()
 
 
 def reward(config: Config) -> Stage:
@@ -42,18 +47,19 @@ def policy_logprobs(config: Config) -> tuple[Stage, ...]:
     if config.algorithm.old_logprobs == "recompute":
         stages.append(old_logprobs(config))
     if config.algorithm.kl.coef > 0:
-        stages.append(reference())
+        stages.append(reference(config))
     return tuple(stages)
 
 
 def old_logprobs(config: Config | None = None) -> Stage:
     reads: tuple[str, ...] = (GROUP, "tokens", "prompt_length", LENGTH)
-    reads += routes(config) if config is not None else ()
+    reads += (*routes(config), *starts(config)) if config is not None else ()
     return Stage("old_logprobs", "actor", reads, ("old_logprobs",))
 
 
-def reference() -> Stage:
-    return Stage("reference", "reference", (GROUP, "tokens", "prompt_length", LENGTH), ("ref_logprobs",))
+def reference(config: Config | None = None) -> Stage:
+    reads = (GROUP, "tokens", "prompt_length", LENGTH, *(starts(config) if config is not None else ()))
+    return Stage("reference", "reference", reads, ("ref_logprobs",))
 
 
 def advantage(config: Config, *more: str, writes: tuple[str, ...] = ("advantages",)) -> Stage:
@@ -88,7 +94,7 @@ def learn(config: Config, *more: str) -> Stage:
         reads += ("ref_logprobs",)
     if settings.covariance.mode != "none":
         reads += ("held_back",)
-    reads += routes(config)
+    reads += (*routes(config), *starts(config))
     return Stage("learn", "actor", unique(reads + more), scope="group")
 
 

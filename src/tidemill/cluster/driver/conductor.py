@@ -85,9 +85,10 @@ class Conductor:
             self.driver.check_learners()
             self.pool.pump(0.2)
         start = self._start if self.refeed or not self.schedule.lead else None
-        self.driver.stop = stop
+        self.driver.stop, self.driver.seen = stop, None
         try:
-            fed = self.pool.call(feeder, request(WorkerCommands.open_step, self.number, start))
+            opened = request(WorkerCommands.open_step, self.number, start)
+            fed = self.pool.call(feeder, opened, meanwhile=lambda: self.driver.interrupt(feeder) if stop() else None)
         finally:
             self.driver.stop = lambda: False  # rows that replace dropped groups belong to a step that has begun
         self.first_group, self.tag = fed.first_group, fed.tag

@@ -15,6 +15,7 @@ from tidemill.cluster.commands import HostCommands, Request, WorkerCommands, req
 from tidemill.cluster.driver import stall, status
 from tidemill.cluster.driver.activity import what_it_is_at
 from tidemill.cluster.driver.conductor import Conductor
+from tidemill.cluster.driver.evaluation import evaluated
 from tidemill.cluster.driver.logs import LogStream
 from tidemill.cluster.driver.publish import Publisher
 from tidemill.cluster.driver.status_writer import StatusWriter
@@ -39,7 +40,6 @@ from tidemill.recipe.config import Config
 MOST_STALLS = 3  # in one run; a run that keeps stalling is ended
 STATUS_S = 1.0
 SETTLE_S = 120.0  # for checkpoints still being written when the run ends
-SHOWN_ANSWERS = 32  # of an evaluation, shown to people
 R = TypeVar("R")
 
 
@@ -77,6 +77,7 @@ class Driver:
         self._warned: set[str] = set()
         self._shown: dict[str, list[tuple[bool, int]]] = {}  # samples that could be shown, by the worker that has them
         self.is_up = False
+        self.seen: DockState | None = None  # the dock, when it was last looked at within the step
         self._lost_learner = ""
         self._end_stacks: Callable[[], None] = lambda: None
         self.stop: Callable[[], bool] = lambda: False  # called while a step is fed
@@ -227,6 +228,7 @@ class Driver:
 
     def look(self, state: DockState | None = None, is_over: bool = False) -> None:
         """Write status.json, if it is time for it or `state` is None, and let workers join and leave."""
+        self.seen = state or self.seen
         if self.starter.has_processes:
             self.status.write(state, is_over)
 
@@ -343,7 +345,15 @@ class Driver:
         return next((error for error in errors if error), "")
 
     def activity(self) -> Activity | None:
-        return what_it_is_at(self.run_dock.dock.state()) if self.starter.is_here else None
+        reports = (member.report for member in self.pool.ready)
+        if compiled := next((r.compiling for r in reports if r is not None and r.compiling), ""):
+            return Activity(f"compiling {compiled}")
+        return Activity("reading data") if self.seen is None else what_it_is_at(self.seen)
+
+    def interrupt(self, member: Member) -> None:
+        """Ask a worker to end the feeding or the evaluation under way."""
+        if member.handle is not None and not self.starter.is_here:  # here the worker asks the driver
+            member.handle.call(request(HostCommands.interrupt))
 
     def evaluate(self, size: int, samples: int, tell: Callable[[Activity], None] = lambda activity: None) -> Evaluation:
         self.tell = tell
@@ -357,26 +367,9 @@ class Driver:
                 self.pool.pump(0.5)
                 continue
             try:
-                return self._evaluated(ready[0], size, samples)
+                return evaluated(self, ready[0], size, samples)
             except WorkerLost as lost:
                 self.note(f"evaluation begins again: {lost}")
-
-    def _evaluated(self, member: Member, size: int, samples: int) -> Evaluation:
-        """Wait however long it takes, as long as tokens are made or answers are judged."""
-        shown = size if self.starter.is_here else SHOWN_ANSWERS
-        future = self.pool.send(member, request(WorkerCommands.evaluate, size, samples, shown))
-        moves, moved_at = -1, self.starter.now()
-        while not future.done():
-            self.check_learners()
-            self.pool.pump(0.2)
-            now = self.starter.now()
-            if member.report is not None and member.report.moves != moves:
-                moves, moved_at = member.report.moves, now
-            if now - moved_at > self.config.cluster.stall_s:
-                why = f"{member.name} has made no token and no score of an evaluation for {now - moved_at:.0f} s"
-                self.pool.lose(member, f"{why}{self.pool.examine(why)}")
-        seen: Evaluation = self.pool.unwrap(member.name, future)
-        return seen
 
     def save(
         self, folder: Path, step: int, state: dict[str, Any], *, best: bool = False, metric: float | None = None

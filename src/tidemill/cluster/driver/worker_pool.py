@@ -17,6 +17,7 @@ from tidemill.cluster.report import Answer, Failure, WorkerReady, WorkerReport
 from tidemill.cluster.start.handle import Handle, Starter, WorkerLost
 from tidemill.cluster.wiring import LEARNER, Post, Wiring
 from tidemill.errors import TidemillError
+from tidemill.flow.workers import Stopped
 from tidemill.recipe.config import Cluster
 
 SILENCE_S = 15.0  # at least this long without a report before a worker counts as lost: busy machines are slow
@@ -328,11 +329,21 @@ class WorkerPool:
         is_needed = member.post.group.learns or member.post.feeds
         return not member.node and not is_needed and bool(self.engines(group))
 
-    def call(self, member: Member, asked: Request[R], within_s: float = 600.0) -> R:
-        return self.call_all([member], lambda _: asked, within_s)[member.name]
+    def call(
+        self,
+        member: Member,
+        asked: Request[R],
+        within_s: float = 600.0,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> R:
+        return self.call_all([member], lambda _: asked, within_s, meanwhile)[member.name]
 
     def call_all(
-        self, members: Sequence[Member], asked: Callable[[Member], Request[R]], within_s: float = 600.0
+        self,
+        members: Sequence[Member],
+        asked: Callable[[Member], Request[R]],
+        within_s: float = 600.0,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> dict[str, R]:
         """Return each one's answer. Raises `WorkerLost` when one is lost or late, and a `Failure` as its exception."""
         requests = {m.name: asked(m) for m in members}
@@ -342,6 +353,7 @@ class WorkerPool:
             if any(f.done() and (f.exception() or f.result().failure) for f in futures.values()):
                 break
             self.check()
+            meanwhile()
             if self.starter.now() > deadline:
                 late = [name for name, f in futures.items() if not f.done()]
                 what = requests[late[0]].name
@@ -365,6 +377,8 @@ class WorkerPool:
         self._count(answer)
         if answer.failure is None:
             return answer.value
+        if answer.failure.kind == Stopped.__name__:
+            raise Stopped
         if answer.failure.is_users:
             raise answer.failure.raised(name)
         raise WorkerLost(f"{name}: {answer.failure.message}")

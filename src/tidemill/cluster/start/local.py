@@ -16,7 +16,7 @@ from tidemill.cluster.report import Answer
 from tidemill.cluster.wiring import Post, Resources, Wiring
 from tidemill.cluster.worker.host import Host
 from tidemill.data.prompts import PromptTokens
-from tidemill.data.source import open_source
+from tidemill.data.survey import open_rows
 from tidemill.dock import Dock
 from tidemill.dock.address import Address
 from tidemill.environment.registry import offered
@@ -26,7 +26,7 @@ from tidemill.graph import Graph
 from tidemill.models.load import LoadedModel
 from tidemill.recipe.config import Config
 from tidemill.reward.score import Scorer
-from tidemill.rollout.make import make_engine
+from tidemill.serve.make import close_engine, make_engine
 
 if TYPE_CHECKING:
     from tidemill.cluster.driver.run_dock import RunDock
@@ -182,11 +182,14 @@ def evaluate_trained(
     tell: Callable[[Activity], None] = lambda activity: None,
 ) -> Evaluation:
     """Evaluate a model that is not being trained."""
-    _, held_out = open_source(config.data, config.seed)
+    _, held_out = open_rows(config)
     encode, decode = (
         PromptTokens(loaded.tokenizer, config.data, tools=offered(config.environment)),
         decoder(loaded.tokenizer),
     )
     with Scorer(config.rewards, device=config.device) as scorer:
         engine = make_engine(loaded, config)
-        return evaluate(engine, held_out, encode, decode, scorer, config, size=size, samples=samples, tell=tell)
+        try:
+            return evaluate(engine, held_out, encode, decode, scorer, config, size=size, samples=samples, tell=tell)
+        finally:
+            close_engine(engine)

@@ -20,7 +20,7 @@ from tidemill.cluster.worker.kept_tally import tally_of
 from tidemill.cluster.worker.learners import World
 from tidemill.cluster.worker.worker_state import WorkerState
 from tidemill.data.prompts import PromptTokens
-from tidemill.data.source import open_source
+from tidemill.data.survey import open_rows
 from tidemill.device import determinism
 from tidemill.device.collective import backend
 from tidemill.dock import Dock
@@ -41,8 +41,9 @@ from tidemill.models.box import find
 from tidemill.models.load import LoadedModel, load, load_tokenizer, wrap
 from tidemill.recipe.config import Config
 from tidemill.reward.score import Scorer
-from tidemill.rollout.make import make_engine, make_plain, with_turns
+from tidemill.rollout.make import make_plain
 from tidemill.rollout.native.forward import parallel
+from tidemill.serve.make import conversing, make_engine
 
 
 def build_worker(task: Assignment, dock: Dock) -> WorkerState:
@@ -70,10 +71,9 @@ def build_worker(task: Assignment, dock: Dock) -> WorkerState:
     if group.has_engine:
         _make_engine(state, task)
     if post.feeds:
-        training, _ = open_source(config.data, config.seed)
+        training, _ = open_rows(config)
         encode = PromptTokens(state.tokenizer, config.data, config.rollout.max_new_tokens, offered(config.environment))
         state.feed = FEEDS[state.algorithm.input_kind](training, config, encode, state.algorithm.greedy_rows)
-        state.feed.stop = task.hooks.stop
         state.open_feed()
     if "reward" in post.stages:
         state.scorer = Scorer(config.rewards, state.moved_on, task.device)
@@ -156,7 +156,7 @@ def _make_engine(state: WorkerState, task: Assignment) -> None:
         state.engine = make_engine(state.loaded, state.config)
     elif task.post.leads:
         state.lead = LeadEngine(state.world)
-        state.engine = with_turns(state.lead, state.loaded, state.config)
+        state.engine = conversing(state.lead, state.loaded, state.config)
     else:
         state.follows = True
 

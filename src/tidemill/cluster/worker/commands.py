@@ -19,12 +19,13 @@ from tidemill.cluster.worker.kept_tally import tally_of
 from tidemill.cluster.worker.sensors import Sensors
 from tidemill.cluster.worker.store import StoreServer
 from tidemill.cluster.worker.worker_state import WorkerState
-from tidemill.device import collective
+from tidemill.device import collective, compiling
 from tidemill.dock import Dock
 from tidemill.errors import CollectiveError
 from tidemill.flow.adjust import adjust, adjusted
-from tidemill.flow.records import Evaluation
+from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.tally import Counted
+from tidemill.flow.workers import Stopped
 from tidemill.models.load import keep_definition, save_folder
 from tidemill.observe import pictures
 from tidemill.observe.run_folder import NOTES
@@ -48,6 +49,10 @@ class RoleWorker:
         if task.dies_alone:
             self.sensors = Sensors(task)
             collective.listen_at(task.host)
+        self._is_interrupted = False  # the user wants to stop
+        self._evaluated = 0, 0  # answers of the evaluation under way: made, and of how many
+        if self.state.feed is not None:
+            self.state.feed.stop = lambda: self._is_interrupted or task.hooks.stop()
         self.is_leaving = False  # the dock is gone, or about to end
 
     def _dock(self, place: DockPlace) -> Dock:
@@ -80,7 +85,12 @@ class RoleWorker:
             "done_group": learn.first_group if learn is not None and learn.is_done else -1,
             "version": state.version,
             "first_token_s": self.first_token,
+            "evaluated": self._evaluated,
+            "compiling": compiling.under_way(),
         }
+
+    def interrupt(self) -> None:
+        self._is_interrupted = True
 
     # Working
 
@@ -166,13 +176,15 @@ class RoleWorker:
         if start is not None:
             state.feed.restore(start)
             state.open_feed()
+        self._is_interrupted = False
         ahead, puts = state.ahead, state.puts
         assert ahead is not None and puts is not None
         with state.tally.shown("feed"):
             opened = ahead.begin(step)
         puts.forget([ahead.tag(s) or "" for s in ahead.open])
-        bad_rows = len(state.feed.bad_rows)
-        return OpenedStep(opened.first_group, ahead.tag(step), ahead.starts, state.feed.state(), bad_rows)
+        if cut := state.feed.encode.take_cut():
+            state.tally.add("cut_responses", cut)
+        return OpenedStep(opened.first_group, ahead.tag(step), ahead.starts, state.feed.state(), state.feed.left_out)
 
     def feed_again(self) -> None:
         if self.state.puts is not None:
@@ -222,8 +234,18 @@ class RoleWorker:
 
     def evaluate(self, size: int, samples: int, shown: int) -> Evaluation:
         self._hand_over(True)
-        seen = self.state.evaluate(size, samples, self.task.hooks.tell)
+        self._is_interrupted = False
+        try:
+            seen = self.state.evaluate(size, samples, self._evaluating)
+        finally:
+            self._evaluated = 0, 0
         return replace(seen, answers=seen.answers[:shown])
+
+    def _evaluating(self, activity: Activity) -> None:
+        self._evaluated = activity.done, activity.total
+        self.task.hooks.tell(activity)
+        if self._is_interrupted:
+            raise Stopped
 
     def after_step(self, step: int, measured: dict[str, float]) -> float | None:
         state = self.state

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from tidemill.cluster.commands import Request
 from tidemill.cluster.report import UNORDERED, Answer, Failure, MoveReport, WorkerReady, WorkerReport
 from tidemill.errors import DockError, TidemillError
+from tidemill.flow.workers import Stopped
 from tidemill.imports import WORKER
 
 if TYPE_CHECKING:
@@ -73,7 +74,9 @@ class Host:
                     self._next += 1
             return Answer(done.result())
         except BaseException as error:
-            print(f"{request.name} failed:", *traceback.format_exception(error), sep="\n", file=sys.stderr, flush=True)
+            if not isinstance(error, Stopped):
+                trace = traceback.format_exception(error)
+                print(f"{request.name} failed:", *trace, sep="\n", file=sys.stderr, flush=True)
             return Answer(failure=Failure.of(error))
 
     def give(self, request: Request[Any]) -> Future[Any]:
@@ -115,6 +118,10 @@ class Host:
     def leave(self, ledger: str) -> None:
         if self.worker is not None:
             self.worker.leave(ledger)
+
+    def interrupt(self) -> None:
+        if self.worker is not None:
+            self.worker.interrupt()
 
     def receive(self, version: int) -> MoveReport:
         return self._built().weights.receive(version)

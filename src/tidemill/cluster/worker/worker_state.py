@@ -18,7 +18,7 @@ from tidemill.cluster.worker.engine_ranks import Follower, LeadEngine
 from tidemill.cluster.worker.learners import World
 from tidemill.cluster.worker.stages import STAGES
 from tidemill.data.prompts import PromptTokens
-from tidemill.data.source import open_source
+from tidemill.data.survey import open_rows
 from tidemill.dock import Dock
 from tidemill.environment.registry import offered
 from tidemill.estimate.handover import HandedOver
@@ -38,7 +38,7 @@ from tidemill.models.load import LoadedModel
 from tidemill.recipe.config import Config
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import Completion, Partial, RolloutEngine
-from tidemill.rollout.make import make_engine
+from tidemill.serve.make import close_engine, make_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,16 +204,20 @@ class WorkerState:
         ):  # rollout continues while others learn: what it has under way is not ours
             own = self.config.rollout.model_copy(update={"engine": "native"})
             engine = make_engine(self.loaded, self.config.model_copy(update={"rollout": own}))
-        _, held_out = open_source(self.config.data, self.config.seed)
+        _, held_out = open_rows(self.config)
         encode, decode = (
             PromptTokens(self.tokenizer, self.config.data, tools=offered(self.config.environment)),
             decoder(self.tokenizer),
         )
         watched = cast(RolloutEngine, _EvaluatingEngine(engine, self.moved_on))
-        with self._scoring() as scorer, averaged(None if self.is_cut else self.learner, engine):
-            seen = evaluate(
-                watched, held_out, encode, decode, scorer, self.config, size=size, samples=samples, tell=tell
-            )
+        try:
+            with self._scoring() as scorer, averaged(None if self.is_cut else self.learner, engine):
+                seen = evaluate(
+                    watched, held_out, encode, decode, scorer, self.config, size=size, samples=samples, tell=tell
+                )
+        finally:
+            if engine is not self.engine:
+                close_engine(engine)
         if self.lead is not None and self.rollout is not None:
             engine.resume(paused.unfinished)
             self.rollout.take_in(paused.done)
@@ -237,6 +241,7 @@ class WorkerState:
             self.scorer.close()
         if self.learner is not None:
             self.learner.close()
+        close_engine(self.engine)
         self.dock.close()
         self.tally.close()
 

@@ -185,6 +185,8 @@ def rollout_columns(made: list[Completion]) -> Batch:
     }
     if made and made[0].routes is not None:
         columns["routes"] = Column.jagged([c.routes for c in made], np.int16)  # type: ignore[misc]
+    if made and made[0].starts is not None:
+        columns["starts"] = Column.jagged([c.starts or () for c in made], np.int32)
     if made and made[0].played is not None:
         columns["played"] = Column.text([json.dumps((c.played or Played()).plain()) for c in made])
     return Batch(columns)

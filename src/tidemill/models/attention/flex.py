@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tidemill.device.compiling import follow_torch
 from tidemill.models.attention.packed import seen as sees
 from tidemill.models.attention.registry import AttentionForm
 from tidemill.models.upload import upload
@@ -162,6 +163,7 @@ def shared(prompts: Sequence[int], responses: Sequence[int], group: Sequence[int
 def _compiled() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
+    follow_torch()
     return torch.compile(flex_attention, dynamic=True)
 
 

@@ -10,10 +10,12 @@ from typing import Any
 
 from tidemill.reward.api import Reward, RewardFunction, Sample
 
+LARGEST = 1e9
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`fault` is empty, or one of raised, not_finite, wrong_type, timed_out, died; `why` says it in words."""
+    """`fault` is empty, or raised, not_finite, too_large, wrong_type, timed_out or died; `why` says it in words."""
 
     value: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -32,7 +34,7 @@ def judge(function: RewardFunction, sample: Sample, args: Mapping[str, Any]) -> 
 
 
 def judge_many(function: Callable[..., Any], samples: Sequence[Sample], args: Mapping[str, Any]) -> list[Outcome]:
-    """Of a batched function; what it raises befalls all of them."""
+    """Judge samples with a batched function; an exception fails all of them."""
     if not samples:
         return []
     try:
@@ -54,11 +56,14 @@ def as_outcome(result: Any) -> Outcome:
         return Outcome(fault="wrong_type", why=f"returned {result!r:.80}, not a number or a Reward")
     if not all(map(math.isfinite, (value, *parts.values()))):
         return Outcome(fault="not_finite", why=f"returned {value if not math.isfinite(value) else parts}")
+    if abs(value) > LARGEST:
+        why = f"returned {value:g}: rewards are at most {LARGEST:g}, because advantages square them in float32"
+        return Outcome(fault="too_large", why=why)
     return Outcome(value, parts, None if reward is None else reward.correct)
 
 
 def raised(error: Exception, function: Callable[..., Any]) -> Outcome:
-    """What a function raised, and the line of its own file where, or the innermost if it is not among them."""
+    """Report what a function raised, with the line of its own file, or else the innermost line."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = getattr(getattr(function, "__code__", None), "co_filename", None)
     at = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1] if frames else None)

@@ -1,0 +1,28 @@
+"""Which engine a recipe asks for, with the environment or the programs that it talks to."""
+
+from __future__ import annotations
+
+from tidemill.models.load import LoadedModel
+from tidemill.recipe.config import Config
+from tidemill.rollout.engine import RolloutEngine
+from tidemill.rollout.make import make_plain, with_turns
+
+
+def make_engine(loaded: LoadedModel, config: Config) -> RolloutEngine:
+    return conversing(make_plain(loaded, config), loaded, config)
+
+
+def conversing(engine: RolloutEngine, loaded: LoadedModel, config: Config) -> RolloutEngine:
+    """The engine as it is, with the recipe's environment, or behind an endpoint for the recipe's program."""
+    if config.environment is None or config.environment.program is None:
+        return with_turns(engine, loaded, config)
+    from tidemill.serve.programs.engine import ProgramsEngine
+
+    return ProgramsEngine(engine, loaded, config)
+
+
+def close_engine(engine: RolloutEngine | None) -> None:
+    """Give back what an engine holds beside memory: its endpoint and its programs."""
+    close = getattr(engine, "close", None)
+    if close is not None:
+        close()
