@@ -19,8 +19,9 @@ from tidemill.device import plain
 from tidemill.errors import ReshardError
 from tidemill.reshard.dtensor import from_tensors, local_tensors
 from tidemill.reshard.layout import Layout, merge
-from tidemill.reshard.move import BUCKET_BYTES, BufferRing, GroupWire, Job, Moved, Tensors, Verify, move
+from tidemill.reshard.move import BUCKET_BYTES, BufferRing, GroupWire, Job, Moved, Verify, move
 from tidemill.reshard.one import OneProcessWire
+from tidemill.reshard.pack import Tensors
 from tidemill.reshard.plan import Plan, plan
 from tidemill.reshard.record import from_plain, to_plain
 
