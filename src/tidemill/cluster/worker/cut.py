@@ -15,13 +15,13 @@ from torch import Tensor
 
 from tidemill.batch import Batch
 from tidemill.cluster.worker.learners import World
+from tidemill.device import plain
 from tidemill.dock import Dock, Lease, Want
 from tidemill.dock.store import chunk
 from tidemill.flow.stages.scoring import ScoreWorker
 from tidemill.flow.stages.stage import committed
 from tidemill.flow.tally import Tally
 from tidemill.learn.model import MeshModel
-from tidemill.learn.parallel import plain
 from tidemill.learn.parallel.mesh import Meshes
 from tidemill.recipe.config import Config
 

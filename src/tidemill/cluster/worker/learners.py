@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tidemill.batch import GROUP, Batch
 from tidemill.cluster.report import StoreAddress
 from tidemill.cluster.worker.store import KeyedStore
+from tidemill.device import plain
 from tidemill.device.collective import backend
 from tidemill.dock import Dock, Progress, Want
 from tidemill.errors import CollectiveError, DockError
@@ -25,7 +26,6 @@ from tidemill.flow.stages.learning import LearnWorker
 from tidemill.flow.stages.stage import committed
 from tidemill.flow.tally import Tally
 from tidemill.learn.engine import Learner
-from tidemill.learn.parallel import plain
 from tidemill.recipe.config import Config
 
 if TYPE_CHECKING:

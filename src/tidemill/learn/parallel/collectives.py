@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tidemill.learn.parallel import plain
+from tidemill.device import plain
 from tidemill.learn.parallel.flight import Flight
 from tidemill.learn.parallel.mesh import Meshes, key_holders
 
