@@ -58,7 +58,8 @@ def test_many_answers_are_judged_in_pieces_and_keep_their_order() -> None:
     assert len(told) == 2 * evaluate.PIECE
     made, *scoring = heard
     assert made == Activity("evaluating", 2 * evaluate.PIECE, 2 * evaluate.PIECE)
-    assert [a.done for a in scoring] == sorted(a.done for a in scoring) and {a.what for a in scoring} <= {"scoring answers"}
+    assert [a.done for a in scoring] == sorted(a.done for a in scoring)
+    assert {a.what for a in scoring} <= {"scoring answers"}
     assert [a.tokens for a in found[0]] == [1, 1]
 
 
