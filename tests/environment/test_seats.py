@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
-
 from tests.serve.made import model_folder
+
 from tidemill.batch import GROUP, ID
 from tidemill.data.tictactoe import careless, placed, value
 from tidemill.environment.api import Round, Task
@@ -46,6 +48,7 @@ class Raises(SameWord):
 
 
 NAME = f"{__file__}:"
+HEAP = Task(meta={"heap": 7, "most": 3, "seed": 1})
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +70,7 @@ def engine_of(folder, run=None, league=None, **environment):
     return make_engine(loaded, config, run), loaded, config
 
 
-def played(engine, n=4, requests=1, task=Task(meta={"heap": 7, "most": 3, "seed": 1}), first=0):
+def played(engine, n=4, requests=1, task=HEAP, first=0):
     for i in range(first, first + requests):
         engine.submit(Request(i, [1, 2, 3], Sampling(max_tokens=300), n=n, task=task))
     done = []
@@ -172,4 +175,4 @@ def test_a_move_that_breaks_the_rules_loses():
     game = TicTacToe(Task())
     game.reset()
     assert game.step({0: "x"}).rewards == {1: 1.0, 0: -1.0}
-    assert value(placed("XX.OO....", 2)) == -1 and len(careless(__import__("random").Random(1), "." * 9)) > 2
+    assert value(placed("XX.OO....", 2)) == -1 and len(careless(random.Random(1), "." * 9)) > 2
