@@ -42,7 +42,8 @@ def rivals(batch: Batch) -> Ints:
     if "seat" not in batch:
         return groups
     keys = np.stack([groups, batch.values("seat").astype(np.int64)])
-    return np.asarray(np.unique(keys, axis=1, return_inverse=True)[1], np.int64).reshape(-1)
+    found: Ints = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    return found
 
 
 def turns_of(batch: Batch) -> Turns:
