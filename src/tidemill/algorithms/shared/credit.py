@@ -38,7 +38,7 @@ def is_by_turn(config: Config) -> bool:
 
 def rivals(batch: Batch) -> Ints:
     """Whom a sample is compared with: its group, of games of several players those on the same seat."""
-    groups = batch.values(GROUP).astype(np.int64)
+    groups: Ints = batch.values(GROUP).astype(np.int64)
     if "seat" not in batch:
         return groups
     keys = np.stack([groups, batch.values("seat").astype(np.int64)])
