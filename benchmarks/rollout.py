@@ -173,12 +173,13 @@ class Apart:
         words, env = self._command(engine, names, result)
         with log.open("w") as text:
             child = subprocess.Popen(words, stdout=text, stderr=subprocess.STDOUT, start_new_session=True, env=env)
-        # Should this process be killed, its end of the pipe closes, and all that the child started ends too.
-        watch = subprocess.Popen(
-            ["sh", "-c", 'read -r _; kill -s KILL -- "-$1"', "watch", str(child.pid)], stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+        watch = None
         try:
+            # Should this process be killed, its end of the pipe closes, and all that the child started ends too.
+            watch = subprocess.Popen(
+                ["sh", "-c", 'read -r _; kill -s KILL -- "-$1"', "watch", str(child.pid)], stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
             code = child.wait(limit_s)
             return None if code == 0 else f"{engine} ended with exit status {code}"
         except subprocess.TimeoutExpired:
@@ -189,8 +190,9 @@ class Apart:
         finally:
             with suppress(ProcessLookupError):  # processes it started too
                 os.killpg(child.pid, signal.SIGKILL)
-            watch.kill()
-            watch.communicate()
+            if watch is not None:
+                watch.kill()
+                watch.communicate()
             child.wait()
 
     def _command(self, engine: str, names: list[str], result: Path) -> tuple[list[str], dict[str, str]]:

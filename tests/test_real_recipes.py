@@ -55,7 +55,8 @@ def _problems(config: recipe.Config) -> list[str]:
     try:
         precheck.check(config)
     except ConfigError as error:
-        return [line for line in error.message.splitlines() if line.strip()]
+        lines = [line for line in error.message.splitlines() if line.strip()]
+        return lines[1:] if lines[0].endswith("settings cannot work:") else lines
     return []
 
 

@@ -35,6 +35,7 @@ def rank(store: Any, number: int, wait_s: float = 0.2) -> tuple[RoleWorker, list
     said: list[str] = []
     made = RoleWorker.__new__(RoleWorker)
     made._is_commanded = False
+    made.sensors = None
     cluster = SimpleNamespace(collective_s=wait_s)
     made.task = SimpleNamespace(config=SimpleNamespace(cluster=cluster))  # type: ignore[assignment]
     calls, workers = calls_at(store, number), {"learn": Worker(said)}

@@ -56,7 +56,10 @@ def test_many_answers_are_judged_in_pieces_and_keep_their_order() -> None:
     at_once = 1000 * evaluate.PIECE
     assert [[a.reward - at_once for a in each] for each in found] == [[i, i + 1] for i in range(evaluate.PIECE)]
     assert len(told) == 2 * evaluate.PIECE
-    assert heard == [Activity("evaluating", 2 * evaluate.PIECE, 2 * evaluate.PIECE)]
+    made, *scoring = heard
+    assert made == Activity("evaluating", 2 * evaluate.PIECE, 2 * evaluate.PIECE)
+    assert [a.done for a in scoring] == sorted(a.done for a in scoring)
+    assert {a.what for a in scoring} <= {"scoring answers"}
     assert [a.tokens for a in found[0]] == [1, 1]
 
 
