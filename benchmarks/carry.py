@@ -17,7 +17,9 @@ from benchmarks import schedule
 
 ABOUT = "carry-over of a step's unfinished tail against sync: samples/s with a simulated long tail"
 OPTIONS: dict[str, Any] = {
-    **{name: schedule.OPTIONS[name] for name in ("warmup", "prompts", "samples", "long_every", "microbatch", "threads")},
+    **{
+        name: schedule.OPTIONS[name] for name in ("warmup", "prompts", "samples", "long_every", "microbatch", "threads")
+    },
     "steps": 8,
     "staleness": 2,  # the bound
     "carry_over": 0.5,

@@ -94,7 +94,11 @@ class Ahead:
     def refill(self, count: int, tag: str | None = None) -> int:
         """Put new prompts in place of groups without a learning signal, and return how many. They join the step of
         that tag, or the one that is learned from."""
-        step = self.step if tag is None or self.carries else next(s for s in self.open if s >= self.step and self.tag(s) == tag)
+        step = (
+            self.step
+            if tag is None or self.carries
+            else next(s for s in self.open if s >= self.step and self.tag(s) == tag)
+        )
         most = self.config.train.prompts_per_step * (1 + self.config.algorithm.dynamic_sampling_rounds)
         now = self.open[step]
         count = min(count, most - now.groups)

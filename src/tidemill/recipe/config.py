@@ -290,7 +290,9 @@ class Flow(Section):
         description="stages one after the other, each on what is ready, or rollout ahead of learning as well",
     )
     max_staleness: int = Field(
-        1, ge=0, description="async and carry_over: how many steps the oldest token of a sample may lag behind the learner"
+        1,
+        ge=0,
+        description="async and carry_over: how many steps the oldest token of a sample may lag behind the learner",
     )
     placement: Literal["auto", "colocated", "separated"] = Field(
         "auto",
