@@ -1,6 +1,6 @@
-"""Carry-over: more prompts are in rollout than a step learns from. The step takes the groups that finish first, and what
-is unfinished then goes on in the next step, with the tokens it has and their versions. No group is learned from more
-than `flow.max_staleness` steps after it entered."""
+"""Carry-over: more prompts are in rollout than a step learns from. The step takes the groups that finish first; what is
+unfinished goes on in the next step, with the tokens it has and their versions. No group is learned from more than
+`flow.max_staleness` steps after it entered."""
 
 from __future__ import annotations
 
