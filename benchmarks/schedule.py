@@ -160,7 +160,8 @@ def speed(job: Mapping[str, Any]) -> dict[str, float]:
                 "learn.lr=1e-5",
                 f"flow.schedule={job['schedule']}",
                 f"flow.max_staleness={job['staleness']}",
-                "flow.placement=separated",
+                f"flow.placement={job.get('placement', 'separated')}",
+                f"flow.carry_over={job.get('carry_over', 0)}",
                 "eval.size=0",
                 "checkpoint.every=0",
                 "observe.tensorboard=false",
@@ -172,7 +173,7 @@ def speed(job: Mapping[str, Any]) -> dict[str, float]:
         )
     timed = laps[job["warmup"] : job["warmup"] + job["steps"]]
     seconds = timed[-1]["at"] - laps[job["warmup"] - 1]["at"]
-    kept = {"staleness": "staleness", "staleness_max": "staleness_max"}
+    kept = {name: name for name in ("staleness", "staleness_max", "carried_groups")}
     return {
         "samples_per_s": job["steps"] * job["prompts"] * job["samples"] / seconds,
         "step_s": seconds / job["steps"],

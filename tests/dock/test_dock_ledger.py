@@ -60,9 +60,14 @@ class LedgerLife(RuleBasedStateMachine):
         assert n == len(set(ids.tolist()) - self.put_ids)
         self.put_ids |= set(ids.tolist())
 
-    @rule(stage=st.sampled_from(NAMES), rows=st.integers(1, 5), sampler=st.sampled_from(["fifo", "oldest"]))
-    def take(self, stage, rows, sampler):
-        grant = self.ledger.take(stage, Want(rows=rows, groups=2, sampler=sampler), self.now)
+    @rule(
+        stage=st.sampled_from(NAMES),
+        rows=st.integers(1, 5),
+        sampler=st.sampled_from(["fifo", "oldest"]),
+        tag=st.sampled_from([None, None, "", "kept"]),
+    )
+    def take(self, stage, rows, sampler, tag):
+        grant = self.ledger.take(stage, Want(rows=rows, groups=2, sampler=sampler, tag=tag), self.now)
         if grant is None:
             return
         grant = grant.owned()
@@ -74,6 +79,9 @@ class LedgerLife(RuleBasedStateMachine):
             for key in set(grant.group.tolist()):
                 whole = {i for i in self.put_ids if i // SIZE == key}
                 assert len(whole) == SIZE and whole - self.ended <= set(ids), "a group in parts"
+        if tag is not None:
+            slots = [self.ledger.slot_of[i] for i in ids]
+            assert {self.ledger.tags[t] for t in self.ledger.rows.tag[slots]} == {tag}
         for piece in grant.pieces:
             assert set(piece.keys) <= self.alive_chunks, (piece.part, "bytes freed too early")
         self.leases.append((grant, stage, self.now + 10))
@@ -115,6 +123,28 @@ class LedgerLife(RuleBasedStateMachine):
         slots = self.ledger.slot_of
         here = {i for i, slot in slots.items() if self.ledger.rows.state[slot] == LIVE}
         assert self.told == {name: len(ids - here) for name, ids in self.counted.items()}
+
+    @rule(groups=st.sets(st.integers(0, 5), max_size=3), tag=st.sampled_from(["", "kept", "taken"]))
+    def retag(self, groups, tag):
+        self.ledger.retag(groups, tag)
+        rows = self.ledger.rows
+        tags = {int(g): self.ledger.tags[t] for g, t in zip(rows.group[self.live()], rows.tag[self.live()])}
+        assert all(tags[g] == tag for g in groups & tags.keys())
+        for name in NAMES:
+            whole = [g for g in tags if all(i in self.consumed[name] | self.ended for i in self.ids_of(g))]
+            for other in ("", "kept", "taken"):
+                assert self.ledger.finished(name, other) == sorted(g for g in whole if tags[g] == other)
+                pending = [i for i in self.here() - self.consumed[name] if tags[i // SIZE] == other]
+                assert self.ledger.progress(name, other).pending == len(pending)
+
+    def live(self):
+        return np.flatnonzero(self.ledger.rows.state == LIVE)
+
+    def here(self):
+        return set(self.ledger.rows.id[self.live()].tolist())
+
+    def ids_of(self, group):
+        return range(group * SIZE, (group + 1) * SIZE)
 
     @rule()
     def abandon(self):

@@ -134,6 +134,12 @@ class Dock(Protocol):
         """Return the progress of `stage` with the rows of `tag` (None: with all rows). With `until`, return as soon
         as that holds, or after `wait` seconds."""
 
+    def finished(self, stage: str, tag: str) -> list[int]:
+        """Return the groups of `tag` that `stage` has consumed whole, those with the lowest number first."""
+
+    def retag(self, groups: Sequence[int], tag: str) -> None:
+        """Give all rows of these groups another tag."""
+
     def state(self) -> DockState:
         """Return counts for people. Control flow uses `progress`."""
 

@@ -88,6 +88,13 @@ class RemoteDock:
             if until is None or progress.has_come_to(until) or time.monotonic() >= deadline:
                 return progress
 
+    def finished(self, stage: str, tag: str) -> list[int]:
+        groups: list[int] = np.frombuffer(self._ask(m.AskFinished(stage, tag)).ids, np.int64).tolist()
+        return groups
+
+    def retag(self, groups: Sequence[int], tag: str) -> None:
+        self._ask(m.Retag(np.asarray(groups, np.int64).tobytes(), tag))
+
     def state(self) -> DockState:
         record = self.figures()
         known = {name: record[name] for name in DockState.__dataclass_fields__ if name in record}

@@ -102,6 +102,15 @@ class LocalDock:
                 return self._wait_until(stage, tag, until, now + wait)
             return self._ledger.progress(stage, tag)
 
+    def finished(self, stage: str, tag: str) -> list[int]:
+        with self._lock:
+            return self._ledger.finished(stage, tag)
+
+    def retag(self, groups: Sequence[int], tag: str) -> None:
+        with self._lock:
+            self._ledger.retag(groups, tag)
+            self._settle()
+
     def state(self) -> DockState:
         with self._lock:
             now = self._clock()

@@ -4,10 +4,11 @@ rows."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tidemill.batch import GROUP, ID, LENGTH, Batch, Column
 from tidemill.data.curriculum import Curriculum
@@ -24,6 +25,7 @@ class Feed:
         self.order = Order(source, config.seed, config.data.shuffle)
         self.position = 0  # examples read so far, bad ones included
         self.groups = 0  # prompts used so far
+        self.places: list[int] = []  # data positions of the prompts that `rows` gave last
         self.bad_rows: list[str] = []  # found unusable while feeding
         self.stop: Callable[[], bool] = lambda: False  # called between rows: a slow source must not delay Ctrl-C
 
@@ -57,11 +59,23 @@ class Feed:
     def rows(self, prompts: int | None = None) -> Batch:
         """Make one step's rows (or those of `prompts` prompts): each prompt samples_per_prompt times, one group
         each."""
-        prompts, n = prompts or self.config.train.prompts_per_step, self.config.train.samples_per_prompt
-        picked = list(self.examples(prompts))
-        place = np.repeat(np.arange(prompts), n)  # index of each row's prompt among those picked
-        groups = np.repeat(np.arange(self.groups, self.groups + prompts, dtype=np.int64), n)
+        prompts = prompts or self.config.train.prompts_per_step
+        picked, self.places = [], []
+        for example in self.examples(prompts):
+            picked.append(example)
+            self.places.append(self.position - 1)
         self.groups += prompts
+        return self._rows(picked, np.arange(self.groups - prompts, self.groups, dtype=np.int64))
+
+    def rows_again(self, groups: Sequence[int], places: Sequence[int]) -> Batch:
+        """Make the rows of earlier prompts again, which lie at these data positions."""
+        examples = [self.source.example(self.order(place)) for place in places]
+        return self._rows([(example, self._tokens(example)) for example in examples], np.array(groups, np.int64))
+
+    def _rows(self, picked: list[tuple[Example, Any]], numbers: npt.NDArray[np.int64]) -> Batch:
+        prompts, n = len(picked), self.config.train.samples_per_prompt
+        place = np.repeat(np.arange(prompts), n)  # index of each row's prompt among those picked
+        groups = np.repeat(numbers, n)
         columns: dict[str, Any] = {
             ID: groups * n + np.tile(np.arange(n), prompts),
             GROUP: groups,

@@ -12,6 +12,7 @@ from tidemill.recipe.config import Config
 class Schedule:
     in_turn: bool  # one stage after the other, each on the whole step; else every stage works on what is ready
     lead: int  # steps that rollout may run ahead of learning
+    carries: bool = False  # a step takes the groups that finish first, and leaves the others to the next
 
     @property
     def serves_on(self) -> bool:
@@ -21,7 +22,13 @@ class Schedule:
 
 def schedule_of(config: Config) -> Schedule:
     flow = config.flow
-    return Schedule(in_turn=flow.schedule == "sync", lead=flow.max_staleness if flow.schedule == "async" else 0)
+    lead = flow.max_staleness if flow.schedule == "async" else 0
+    return Schedule(in_turn=flow.schedule == "sync", lead=lead, carries=flow.carry_over > 0)
+
+
+def has_fixed_places(config: Config) -> bool:
+    """Say whether a step's groups follow each other, so that a group's number tells which update it belongs to."""
+    return not (config.algorithm.dynamic_sampling or config.flow.carry_over)
 
 
 def is_rollout_apart(config: Config) -> bool:

@@ -246,7 +246,9 @@ class Flow(Section):
         description="stages one after the other, each on what is ready, or rollout ahead of learning as well",
     )
     max_staleness: int = Field(
-        1, ge=0, description="async: how many steps the oldest token of a sample may lag behind the learner's weights"
+        1,
+        ge=0,
+        description="async and carry_over: how many steps the oldest token of a sample may lag behind the learner",
     )
     placement: Literal["auto", "colocated", "separated"] = Field(
         "auto",
@@ -255,6 +257,13 @@ class Flow(Section):
     unfinished_samples: Literal["recompute_kv", "keep_kv"] = Field(
         "recompute_kv",
         description="unfinished samples when new weights come: recompute their KV cache, or keep the one they have",
+    )
+    carry_over: float = Field(
+        0.0,
+        ge=0,
+        le=64,
+        description="sync: prompts in rollout beside a step's, as a share of prompts_per_step; a step takes those that "
+        "finish first, the others go on in the next, at most max_staleness steps",
     )
     hand_over: Literal["auto", "never", "cache", "all"] = Field(
         "auto",

@@ -12,6 +12,7 @@ from tidemill.cluster.driver.worker_pool import Member
 from tidemill.cluster.start.handle import WorkerLost
 from tidemill.dock import DockState
 from tidemill.errors import DockError, TidemillError
+from tidemill.flow.carry import CarryOver
 from tidemill.flow.schedule import schedule_of
 from tidemill.flow.workers import ALL_STAGES, Rewound, Stopped
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 LOOK_S = (0.004, 0.1)  # seconds between polls of the dock: at first, at most
 MANY = 1000  # workers; with more of them the driver polls less often, so that its work does not grow
+LEARNING = ("learn", "learn_values")
 BESIDE = ("reward",)  # scores in its own threads while others work
 ATTEMPTS = 5  # of one step
 
@@ -28,6 +30,7 @@ class Conductor:
     def __init__(self, driver: Driver) -> None:
         self.driver, self.pool = driver, driver.pool
         self.schedule = schedule_of(driver.config)
+        self.carry = CarryOver(driver.config) if self.schedule.carries else None
         self.open: tuple[str, ...] = ()
         self.number = 0
         self.first_group = -1
@@ -77,6 +80,8 @@ class Conductor:
             self.driver.config.algorithm.dynamic_sampling and not self.schedule.lead
         ):  # more groups than the step's were fed
             self.driver.feed_state = self.pool.call(self.driver.feeder, request(WorkerCommands.feed_state))
+        if self.carry is not None:
+            self.driver.feed_state["under_way"] = self.carry.left(self.driver.feed_state["under_way"])
         self._publish()
 
     def _feed(self, stop: Callable[[], bool]) -> OpenedStep:
@@ -94,6 +99,8 @@ class Conductor:
         self.first_group, self.tag = fed.first_group, fed.tag
         self.driver.bad_rows = fed.bad_rows
         self._is_fed, self.refeed = True, False
+        if self.carry is not None:
+            self.carry.begin(self.number, fed.state["under_way"])
         acting = self.pool.acting
         for member in acting:
             self._hold_kl(member)
@@ -109,6 +116,10 @@ class Conductor:
         beside = [name for name in names if name in BESIDE]
         while not self._is_learned():  # one pass, unless a stage puts new rows or rows come back
             for name in names:
+                if name in LEARNING and self.carry is not None:
+                    if self.carry.lacks(self.driver.run_dock.dock):
+                        break  # groups were dropped: others take their places first
+                    self.carry.is_closed = True
                 turn = list(dict.fromkeys([name, *beside]))
                 self._work_on(turn)
                 self._until(lambda turn=turn: self._is_still(turn), stop)  # type: ignore[misc]
@@ -123,10 +134,12 @@ class Conductor:
         if self._is_learned():
             return True
         dock = self.driver.run_dock.dock
+        if self.carry is not None and "rollout" in turn:
+            return self.carry.fill(dock)
         if "learn" in turn:  # learners report themselves when the step is done
             upstream = [stage.name for stage in self.driver.graph.stages if stage.name != "learn"]
-            return any(dock.progress(name).ready for name in upstream)  # rows came back to an earlier stage
-        return all(dock.progress(name).is_idle for name in turn)
+            return any(dock.progress(name, self.tag).ready for name in upstream)  # rows came back to an earlier stage
+        return all(dock.progress(name, self.tag).is_idle for name in turn)
 
     def _is_learned(self) -> bool:
         return all(m.report is not None and m.report.done_group == self.first_group for m in self._learners())

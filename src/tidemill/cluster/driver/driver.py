@@ -288,6 +288,8 @@ class Driver:
         measured |= self.traffic.step(state, rows, self.publisher.nbytes)
         if self.conductor.schedule.lead:
             measured |= self.traffic.lost(state)
+        if self.conductor.carry is not None:
+            measured["carried_groups"] = float(len(self.feed_state["under_way"]))
         if not self.starter.is_here:
             heard, self.pool.received_bytes = self.pool.received_bytes, 0
             measured |= {"workers_lost": float(self.pool.lost_total), "driver_bytes": float(heard)}
@@ -321,7 +323,8 @@ class Driver:
         if coefs:
             measured["kl_coef"] = self.kl_coef = coefs[0]
         if "curriculum" in self.feed_state:  # the curriculum changed with the step
-            self.feed_state = self.pool.call(self.feeder, request(WorkerCommands.feed_state))
+            now = self.pool.call(self.feeder, request(WorkerCommands.feed_state))
+            self.feed_state = self.feed_state | {"curriculum": now["curriculum"]}
         self._history.append(measured)
         fresh = [sign for sign in health.signs(self._history) if sign.sign not in self._warned]
         self._warned |= {sign.sign for sign in fresh}

@@ -111,13 +111,14 @@ class LocalStarter:
         return OwnRunDock(config, graph, dump)
 
     def work(self, wait_s: float) -> float:
-        """Poll workers without a thread until nothing moves, returning to the driver now and then."""
+        """Poll workers without a thread until nothing moves, or one has something to report; return to the driver now
+        and then."""
         own = [h.host for h in self._handles if not h.host.has_thread]
         until = time.monotonic() + SLICE_S
-        moved = False
+        moved, reported = False, [host.serial for host in own]
         while sum(host.run_once() for host in own):
             moved = True
-            if time.monotonic() > until:
+            if time.monotonic() > until or [host.serial for host in own] != reported:
                 break
         self._raise_errors()
         is_due = (now := time.monotonic()) - self._told > REPORT_S

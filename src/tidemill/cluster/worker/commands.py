@@ -69,6 +69,14 @@ class RoleWorker:
         return self.state.learn is not None and self.state.learn.is_done
 
     @property
+    def milestones(self) -> tuple[bool, int]:
+        """Return what the driver wants to hear of at once: a learned step; with carry-over each finished group, which
+        may be the one that ends the stage."""
+        rollout = self.state.rollout
+        carries = rollout is not None and self.task.config.flow.carry_over > 0
+        return self.is_done, rollout.finished if rollout is not None and carries else 0
+
+    @property
     def waits(self) -> bool:
         """Say whether work elsewhere will bring work here."""
         return any(self.state.workers[stage].waits for stage in self.open)
@@ -148,7 +156,7 @@ class RoleWorker:
         engine = self.state.engine
         if rolls_out:
             self.state.rolling()
-        elif engine is None or not engine.has_work:
+        elif engine is None or not engine.has_work or self.task.config.flow.carry_over:
             self.state.learning()
 
     def begin(self, first_group: int, tag: str | None) -> None:
@@ -174,8 +182,9 @@ class RoleWorker:
         state = self.state
         assert state.feed is not None
         if start is not None:
-            state.feed.restore(start)
             state.open_feed()
+            assert state.ahead is not None
+            state.ahead.restore(start)
         self._is_interrupted = False
         ahead, puts = state.ahead, state.puts
         assert ahead is not None and puts is not None
@@ -184,15 +193,15 @@ class RoleWorker:
         puts.forget([ahead.tag(s) or "" for s in ahead.open])
         if cut := state.feed.encode.take_cut():
             state.tally.add("cut_responses", cut)
-        return OpenedStep(opened.first_group, ahead.tag(step), ahead.starts, state.feed.state(), state.feed.left_out)
+        return OpenedStep(opened.first_group, ahead.tag(step), ahead.starts, ahead.state(), state.feed.left_out)
 
     def feed_again(self) -> None:
         if self.state.puts is not None:
             self.state.puts.again()
 
     def feed_state(self) -> dict[str, Any]:
-        assert self.state.feed is not None
-        return self.state.feed.state()
+        assert self.state.ahead is not None
+        return self.state.ahead.state()
 
     def leave(self, ledger: str) -> None:
         """Leave the dock, from any thread: it is about to end, and another will be named."""

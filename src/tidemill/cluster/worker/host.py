@@ -194,7 +194,7 @@ class Host:
         worker = self.worker
         if worker is None or worker.is_leaving or self.error is not None:
             return False
-        moved, was_done = False, worker.is_done
+        moved, before = False, worker.milestones
         try:
             moved = worker.follow()
             for stage in worker.open:
@@ -207,7 +207,7 @@ class Host:
                     traceback.print_exc()
         self._now("")
         self._moves += moved
-        if self.error is not None or worker.is_done != was_done:
+        if self.error is not None or worker.milestones != before:
             self._say()
         return moved
 

@@ -22,6 +22,7 @@ from tidemill.device import plain
 from tidemill.device.collective import backend
 from tidemill.dock import Dock, Progress, Want
 from tidemill.errors import CollectiveError, DockError
+from tidemill.flow.schedule import has_fixed_places
 from tidemill.flow.stages.learning import LearnWorker
 from tidemill.flow.stages.stage import committed
 from tidemill.flow.tally import Tally
@@ -230,7 +231,7 @@ class RankLearnWorker(LearnWorker):
     def _place(self, groups: Any) -> Any:
         """Return which of the step's updates each group belongs to."""
         updates = self.config.train.updates_per_step
-        if self.config.algorithm.dynamic_sampling:
+        if not has_fixed_places(self.config):
             return np.searchsorted(self.groups, groups) * updates // max(1, len(self.groups))
         return (groups - self.first_group) // (self.config.train.prompts_per_step // updates)
 
@@ -242,8 +243,8 @@ class RankLearnWorker(LearnWorker):
 
     def _early(self) -> Batch | None:
         """Return what belongs to the first update and is not accumulated yet; None where that is not known."""
-        is_dynamic = self.config.algorithm.dynamic_sampling
-        if not self.held or self.only_critic or (is_dynamic and self.config.train.updates_per_step > 1):
+        is_known = has_fixed_places(self.config)
+        if not self.held or self.only_critic or (not is_known and self.config.train.updates_per_step > 1):
             return None
         ready = Batch.concat([held.batch for held in self.held])
         return self._fresh(ready, self._update_of(ready) == 0)

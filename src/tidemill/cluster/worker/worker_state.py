@@ -197,7 +197,8 @@ class WorkerState:
     def evaluate(self, size: int, samples: int, tell: Callable[[Activity], None]) -> Evaluation:
         assert self.loaded is not None
         engine, paused = self.engine, _Paused()
-        if self.lead is not None and engine is not None:  # its ranks have room for one engine
+        is_sole = self.lead is not None or self.config.flow.carry_over > 0  # no room for a second, for a moment's work
+        if is_sole and engine is not None:
             paused = _Paused(engine.pause(), engine.step() if engine.has_work else [])
         elif (
             engine is None or engine.has_work
@@ -218,7 +219,7 @@ class WorkerState:
         finally:
             if engine is not self.engine:
                 close_engine(engine)
-        if self.lead is not None and self.rollout is not None:
+        if is_sole and self.engine is not None and self.rollout is not None:
             engine.resume(paused.unfinished)
             self.rollout.take_in(paused.done)
         return seen

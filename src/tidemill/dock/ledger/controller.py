@@ -35,7 +35,7 @@ class Controller:
         self.reads = np.uint64(reads)
         self.group_index = group_index  # index among the stages of scope `group`; -1 for others
         self.is_group = stage.scope == "group"
-        self.ready = ReadyQueue({"version": self._versions, "tag": self._tags}, changing=("version",))
+        self.ready = ReadyQueue({"version": self._versions, "tag": self._tags}, changing=("version", "tag"))
         self.leased = self.done = 0  # rows
         self.pending, self.held = TagCount(), TagCount()  # rows not consumed yet; of these, rows under a lease
         self.turn = 0  # decisions made

@@ -103,6 +103,14 @@ class Ledger:
             self.effects.append(("advance", version))
         again.sift(self, self.rows.live())
 
+    def retag(self, groups: Iterable[int], tag: str) -> None:
+        """Give the rows of these groups another tag, wherever they are."""
+        slots = self.rows.live()
+        slots = slots[np.isin(self.rows.group[slots], np.fromiter(groups, np.int64))]
+        if self.effects is not None:
+            self.effects.append(("retag", self.rows.id[slots], tag))
+        life.retag(self, slots, tag)
+
     def drop(self, ids: Iterable[int]) -> int:
         """End rows wherever they are. Returns how many were still here."""
         slots = self.slots_of(ids)
@@ -220,6 +228,18 @@ class Ledger:
 
     def progress(self, stage: str, tag: str | None = None) -> Progress:
         return self.controller(stage).progress(tag)
+
+    def finished(self, stage: str, tag: str) -> list[int]:
+        """Return the groups of `tag` that `stage` has consumed whole, those with the lowest number first."""
+        c, rows = self.controller(stage), self.rows
+        slots = np.flatnonzero((rows.state == LIVE) & (rows.tag == self.tag_code(tag)))
+        groups, place, here = np.unique(rows.group[slots], return_inverse=True, return_counts=True)
+        waiting = np.bincount(place.reshape(-1), (rows.pending[slots] & c.bit) != 0, len(groups))
+        found: list[int] = groups[waiting == 0].tolist()
+        if not self.group_stages:
+            return found
+        counts = dict(zip(groups.tolist(), here.tolist()))
+        return [g for g in found if counts[g] == self.groups[g].size - self.groups[g].dropped - self.groups[g].left]
 
     def state(self, now: float) -> DockState:
         return DockState(

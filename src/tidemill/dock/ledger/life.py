@@ -203,6 +203,25 @@ def _leave_groups(ledger: Ledger, slots: Ints) -> None:
                 queue_if_complete(ledger, c, group.key)
 
 
+def retag(ledger: Ledger, slots: Ints, tag: str) -> None:
+    """Move rows to another tag; the bytes that were written for them stay on the credit of their old one."""
+    rows = ledger.rows
+    ledger.learn_tag(tag)
+    code = ledger.tag_code(tag)
+    slots = slots[(rows.state[slots] == LIVE) & (rows.tag[slots] != code)]
+    old, pending, leased = rows.tag[slots].copy(), rows.pending[slots], rows.leased[slots]
+    rows.tag[slots] = code
+    for c in ledger.controllers:
+        for counts, is_in in ((c.pending, (pending & c.bit) != 0), (c.held, (leased & c.bit) != 0)):
+            counts.add(old[is_in], -1)
+            counts.change(code, int(is_in.sum()))
+        c.ready.rekey(units(ledger, c, slots))
+        ledger.touched.add(c.stage.name)
+    for before, n in Counter(old.tolist()).items():
+        ledger.chunks.count_rows(ledger.tags[before], -n)
+        ledger.chunks.count_rows(tag, n)
+
+
 def free_rows(ledger: Ledger, slots: Ints) -> None:
     if not len(slots):
         return

@@ -91,6 +91,8 @@ def redo(ledger: Ledger, effect: tuple[Any, ...]) -> None:
             life.finish(ledger, c, lease, kept, places, written, ended)
         case ("advance", version):
             ledger.version = version
+        case ("retag", ids, tag):
+            life.retag(ledger, ledger.slots_of(ids.tolist()), tag)
         case ("tell", heard):
             ledger.tell(heard)
         case ("end", ids):

@@ -201,6 +201,11 @@ class LedgerServer:
                 return m.Done()
             case m.AskProgress():
                 return self._progress(client, seq, message, now)
+            case m.AskFinished(stage, tag):
+                return m.Ids(np.array(self._ledger.finished(stage, tag), np.int64).tobytes())
+            case m.Retag(groups, tag):
+                self._ledger.retag(ints(groups).tolist(), tag)
+                return m.Done()
             case m.AskState():
                 return m.State(self._state(now))
             case m.AskCounted(heard):

@@ -95,6 +95,16 @@ class AskProgress(Message):
     wait_s: float = 0.0
 
 
+class AskFinished(Message):
+    stage: str
+    tag: str
+
+
+class Retag(Message):
+    groups: bytes  # int64
+    tag: str
+
+
 class AskState(Message):
     pass
 
@@ -282,7 +292,21 @@ class Hold(Message):
     sources: dict[int, str]
 
 
-FromClient = Put | Take | Commit | Renew | Abandon | Advance | AskProgress | AskState | AskCounted | AskSetup | Missing
+FromClient = (
+    Put
+    | Take
+    | Commit
+    | Renew
+    | Abandon
+    | Advance
+    | AskProgress
+    | AskFinished
+    | Retag
+    | AskState
+    | AskCounted
+    | AskSetup
+    | Missing
+)
 ToLedger = FromClient | Announce | StateReport | HeldPieces | Retire | Lost
 ToWarehouse = Lend | Close | Fetch | AskFigures
 Answer = (

@@ -10,6 +10,7 @@ import numpy as np
 from tidemill.batch import GROUP, ID, LENGTH, Batch
 from tidemill.dock import Dock, Lease, Want
 from tidemill.flow.adjust import LR, adjust_model, adjusted
+from tidemill.flow.schedule import has_fixed_places, schedule_of
 from tidemill.flow.stages.stage import at_any_time
 from tidemill.flow.tally import Tally
 from tidemill.learn.api import Learns
@@ -76,7 +77,7 @@ class LearnWorker:
         """Return which of the step's updates each row belongs to: by its group's place in the step, or among those
         kept."""
         updates = self.config.train.updates_per_step
-        if self.config.algorithm.dynamic_sampling:
+        if not has_fixed_places(self.config):
             kept, place = np.unique(batch.values(GROUP), return_inverse=True)
             return place.reshape(-1) * updates // max(1, len(kept))
         return (batch.values(GROUP) - self.first_group) // (self.config.train.prompts_per_step // updates)
@@ -85,7 +86,7 @@ class LearnWorker:
         """Accumulate what fills a micro-batch of the first update; the rest waits."""
         if self.only_critic:
             return
-        if self.config.algorithm.dynamic_sampling and self.config.train.updates_per_step > 1:
+        if not has_fixed_places(self.config) and self.config.train.updates_per_step > 1:
             return  # which update a group belongs to is known once the last one is in
         ready = Batch.concat([held.batch for held in self.held])
         fresh = ~np.isin(ready.values(GROUP), list(self.accumulated))
@@ -105,7 +106,8 @@ class LearnWorker:
         """Sort rows by group, whatever order they arrived in, and count them."""
         self.tally.add("learned_tokens", float(batch.values(LENGTH).sum()))
         self.tally.add("learned_samples", float(batch.rows))
-        if self.config.flow.schedule == "async" and "versions" in batch:
+        schedule = schedule_of(self.config)
+        if (schedule.lead or schedule.carries) and "versions" in batch:
             self._count_age(batch)
         return batch.gather(np.lexsort((batch.values(ID), batch.values(GROUP))))
 

@@ -238,12 +238,17 @@ class SimulatedFeed:
     def __init__(self, config: Config, graph: Graph, book: Book, host: Works, row_s: float) -> None:
         self.config, self.graph, self.book, self.host, self.row_s = config, graph, book, host, row_s
         self.groups = 0
+        self.places: list[int] = []
 
     def rows(self, prompts: int | None = None) -> Batch:
-        prompts, n = prompts or self.config.train.prompts_per_step, self.config.train.samples_per_prompt
-        groups = np.repeat(np.arange(self.groups, self.groups + prompts, dtype=np.int64), n)
-        own = np.array([self.book.prompt(g) for g in range(self.groups, self.groups + prompts)], np.int32)
-        self.groups += prompts
+        first, self.groups = self.groups, self.groups + (prompts or self.config.train.prompts_per_step)
+        self.places = list(range(first, self.groups))
+        return self.rows_again(self.places, self.places)
+
+    def rows_again(self, numbers: Sequence[int], places: Sequence[int]) -> Batch:
+        prompts, n = len(numbers), self.config.train.samples_per_prompt
+        groups = np.repeat(np.array(numbers, np.int64), n)
+        own = np.array([self.book.prompt(g) for g in numbers], np.int32)
         place = np.repeat(np.arange(prompts), n)
         self.host.work(len(groups) * self.row_s)
         prompt = Column(own, np.arange(prompts + 1, dtype=np.int64)).grouped(place)

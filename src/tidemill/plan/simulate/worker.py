@@ -331,17 +331,17 @@ class SimulatedWorker:
         assert self.feed is not None and self.ahead is not None and self.dock is not None
         self.work(self.world.model.overheads.feed_s)
         if start is not None:
-            self.feed.restore(start)
             self.ahead = Ahead(self.feed, self.dock, self.world.config)  # type: ignore[arg-type]
+            self.ahead.restore(start)
         opened = self.ahead.begin(step)
-        return OpenedStep(opened.first_group, self.ahead.tag(step), self.ahead.starts, self.feed.state(), 0)
+        return OpenedStep(opened.first_group, self.ahead.tag(step), self.ahead.starts, self.ahead.state(), 0)
 
     def feed_again(self) -> None:
         """Bytes are not lost here."""
 
     def feed_state(self) -> dict[str, Any]:
-        assert self.feed is not None
-        return self.feed.state()
+        assert self.ahead is not None
+        return self.ahead.state()
 
     def connect(self, place: Any) -> None:
         self.dock = HostDock(place.connect("").dock, self)
