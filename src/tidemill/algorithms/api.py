@@ -77,6 +77,7 @@ class Algorithm(Protocol):
     paper: Mapping[str, Any] = {}  # settings of `algorithm` that its paper chose otherwise than the defaults
     own_settings: tuple[str, ...] = ()  # settings of `algorithm` that no other one reads
     compares_samples: bool = False  # advantages compare the samples of one prompt: one alone teaches nothing
+    credits_turns: bool = False  # it knows `credit.by: turn`
     has_critic: bool = False  # a value model is learned beside the policy, with `value_loss`
     learns_values: bool = False  # the model learned is itself a value model: `loss` reads `tokens.values`
     greedy_rows: int = 0  # samples of each group decoded greedily, to compare the others with

@@ -7,11 +7,9 @@ averaged over each response and then over responses. Most other algorithms say o
 from __future__ import annotations
 
 from tidemill.algorithms.api import Algorithm, Kept, Stats, TokenBatch
-from tidemill.algorithms.shared import selection, tables
-from tidemill.algorithms.shared.advantages import group_advantages
+from tidemill.algorithms.shared import credit, selection, tables
 from tidemill.algorithms.shared.losses import clipped_surrogate, finish, held_back, log_ratio_of, ratio_stats
-from tidemill.algorithms.shared.shaping import sample_rewards
-from tidemill.batch import GROUP, Batch, Column
+from tidemill.batch import Batch
 from tidemill.graph import Graph
 from tidemill.imports import torch
 from tidemill.recipe.config import Config
@@ -22,6 +20,7 @@ class GRPO(Algorithm):
     about = "group-relative advantages, clipped ratio per token"
     paper = {"aggregation": "sample_mean"}
     compares_samples = True
+    credits_turns = True
 
     def graph(self, config: Config) -> Graph:
         stages = (
@@ -34,17 +33,7 @@ class GRPO(Algorithm):
         return Graph(self.name, tables.SOURCE, stages)
 
     def advantages(self, batch: Batch, config: Config) -> Batch:
-        settings = config.algorithm
-        made = group_advantages(
-            sample_rewards(batch, config),
-            batch.values(GROUP),
-            baseline=settings.baseline,
-            scale=settings.advantage_scale,
-            std_bias=settings.std_bias,
-            std_eps=settings.std_eps,
-            group_of_one=settings.group_of_one,
-        )
-        return selection.with_marks(batch, Column(made), config)
+        return selection.with_marks(batch, credit.compared(batch, config), config)
 
     def wants_whole_step(self, config: Config) -> bool:
         return config.algorithm.advantage_scale == "batch_std" or config.algorithm.covariance.mode != "none"

@@ -12,8 +12,8 @@ from tidemill.algorithms.api import Stat, Stats, TokenBatch
 from tidemill.algorithms.grpo import GRPO
 from tidemill.algorithms.shared import selection, tables
 from tidemill.algorithms.shared.advantages import gae, whitened
+from tidemill.algorithms.shared.credit import token_rewards
 from tidemill.algorithms.shared.losses import mean_stat
-from tidemill.algorithms.shared.shaping import token_rewards
 from tidemill.batch import GROUP, ID, LENGTH, Batch, Column
 from tidemill.graph import Graph, Stage
 from tidemill.imports import torch
@@ -25,6 +25,7 @@ class PPO(GRPO):
     about = "critic with generalised advantage estimation, clipped ratio, clipped values"
     paper = {"aggregation": "token_mean"}
     compares_samples = False
+    credits_turns = True
     has_critic = True
 
     def graph(self, config: Config) -> Graph:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from tidemill.algorithms.grpo import GRPO
-from tidemill.algorithms.shared import selection
+from tidemill.algorithms.shared import credit, selection
 from tidemill.algorithms.shared.advantages import Floats, rewards_to_go, whitened
-from tidemill.algorithms.shared.shaping import token_rewards
 from tidemill.batch import Batch, Column
 from tidemill.recipe.config import Config
 
@@ -25,7 +24,7 @@ class ReinforcePP(GRPO):
     def advantages(self, batch: Batch, config: Config) -> Batch:
         mask = batch["mask"]
         assert mask.offsets is not None
-        rewards = token_rewards(batch, config)
+        rewards = credit.token_rewards(batch, config)
         to_go = np.zeros_like(rewards)
         for start, end in zip(mask.offsets[:-1], mask.offsets[1:]):
             to_go[start:end] = rewards_to_go(rewards[start:end])

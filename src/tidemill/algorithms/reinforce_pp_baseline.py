@@ -3,12 +3,9 @@ tokens of the whole step."""
 
 from __future__ import annotations
 
-import numpy as np
-
 from tidemill.algorithms.reinforce_pp import ReinforcePP, normalised
-from tidemill.algorithms.shared.advantages import group_advantages
-from tidemill.algorithms.shared.shaping import sample_rewards, token_rows
-from tidemill.batch import GROUP, Batch
+from tidemill.algorithms.shared import credit
+from tidemill.batch import Batch
 from tidemill.recipe.config import Config
 
 
@@ -19,12 +16,5 @@ class ReinforcePPBaseline(ReinforcePP):
     compares_samples = True
 
     def advantages(self, batch: Batch, config: Config) -> Batch:
-        settings = config.algorithm
-        centred = group_advantages(
-            sample_rewards(batch, config),
-            batch.values(GROUP),
-            baseline=settings.baseline,
-            scale="none",
-            group_of_one=settings.group_of_one,
-        )
-        return normalised(batch, centred.astype(np.float64)[token_rows(batch)], config)
+        centred = credit.compared(batch, config, scale="none")
+        return normalised(batch, credit.per_token(centred, batch), config)

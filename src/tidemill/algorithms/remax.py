@@ -23,6 +23,7 @@ class ReMax(GRPO):
     about = "REINFORCE with the greedy response's reward as baseline"
     paper = {"aggregation": "constant", "constant_length": 1, "advantage_scale": "none"}
     compares_samples = False
+    credits_turns = False
     greedy_rows = 1
 
     def graph(self, config: Config) -> Graph:

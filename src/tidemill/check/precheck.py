@@ -175,6 +175,7 @@ def _environment(config: Config, _: ModelSettings) -> Iterator[str]:
             program.check(config.environment)
             return
         registry.check_args(config.environment.name, registry.find(config.environment.name), config.environment.args)
+        registry.check_players(config.environment)
     except TidemillError as error:
         yield _with_remedy("", error)
 

@@ -53,6 +53,10 @@ def _program(c: Config) -> str | None:
     return None if c.environment is None else c.environment.program
 
 
+def _players(c: Config) -> int:
+    return 1 if c.environment is None else c.environment.players
+
+
 NATIVE = "{c.rollout.engine} does not have this setting of the native engine"
 ONE_PROCESS = "it shows what one process does, and here several work"
 INVARIANT = "rollout.batch_invariant"
@@ -164,6 +168,26 @@ RULES = (
          "an agent's calls do not keep their routes, which learn.moe.replay asks for", "learn.moe.replay=false"),
     Rule("environment.program", lambda c: _program(c) is not None and is_kept_here(str(_program(c))),
          "each sample is a process of its own, which has no object of this one", "package.module:function"),
+    Rule("algorithm.credit.by", lambda c: c.algorithm.credit.by == "turn" and c.environment is None,
+         "without an environment a sample is one turn", "trajectory"),
+    Rule("algorithm.credit.by", lambda c: c.algorithm.credit.by == "turn" and not registry.of(c).credits_turns,
+         "{c.algorithm.name} has one advantage per sample", "trajectory|an algorithm with advantages per token"),
+    Rule("algorithm.credit.discount",
+         lambda c: c.algorithm.credit.discount < 1
+         and (registry.of(c).has_critic or c.algorithm.name == "reinforce_pp"),
+         "{c.algorithm.name} sums rewards token by token", "1|with ppo algorithm.critic.gamma"),
+    Rule("environment.players", lambda c: _players(c) > 1 and (c.rollout.engine != "native" or c.rollout.tp > 1)
+         and c.environment is not None and c.environment.league is not None,
+         "past versions play in native engines of one rank", "rollout.engine=native with rollout.tp=1|no league"),
+    Rule("train.samples_per_prompt", lambda c: c.train.samples_per_prompt % _players(c) != 0,
+         "each match of environment.players {c.environment.players} gives that many samples",
+         "a multiple of {c.environment.players}"),
+    Rule("train.samples_per_prompt",
+         lambda c: _players(c) > 1 and registry.of(c).compares_samples
+         and c.train.samples_per_prompt < 2 * _players(c),
+         "a seat is compared with the same seat of other matches", "twice environment.players or more"),
+    Rule("environment.players", lambda c: _players(c) > 1 and c.learn.moe.replay,
+         "matches do not keep their routes, which learn.moe.replay asks for", "learn.moe.replay=false"),
     Rule("rewards", lambda c: c.environment is None and any(r.function == "environment" for r in c.rewards.functions),
          "there is no environment", "environment.name|another reward"),
 )  # fmt: skip

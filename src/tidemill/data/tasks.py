@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from tidemill.data import nim
+from tidemill.data import nim, tictactoe
 from tidemill.data.generators import Generator, Problem
 from tidemill.errors import DataError
 
@@ -206,4 +206,5 @@ GENERATORS: dict[str, Generator] = {
     "reversal": reversal,
     "countdown": countdown,
     "nim": nim.nim,
+    "tictactoe": tictactoe.tictactoe,
 }

@@ -24,6 +24,7 @@ class Task:
     where: str = ""
     prompt: str = ""  # as the model reads it, special tokens left out
     seed: int = 0  # the same for all samples of one prompt
+    is_trial: bool = False  # of an evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,36 @@ class UsesTools(Protocol):
         """In place of `step`, for a chat model: what it said, and what it called."""
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Where a game of several players stands. Rewards and parts of all rounds are added up."""
+
+    asks: Mapping[int, str] = field(default_factory=dict)  # who speaks next, by seat, and what each reads first
+    is_done: bool = False
+    rewards: Mapping[int, float] = field(default_factory=dict)  # by seat
+    solved: Mapping[int, bool] = field(default_factory=dict)  # by seat, whether its sample counts as correct
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+class Game(Protocol):
+    """An environment for several players. A class says so by its attribute `seats`, or by `seats_for(**args)`."""
+
+    seats: int
+
+    def reset(self) -> Round: ...
+
+    def step(self, said: Mapping[int, str]) -> Round:
+        """What everyone said who was asked."""
+
+
+@runtime_checkable
+class HasExpert(Protocol):
+    """A game that knows how to be played."""
+
+    def expert(self, seat: int) -> str:
+        """What a perfect player would say now, on this seat."""
+
+
 def last_said(mask: Sequence[int]) -> int:
     """Where the model began to speak for the last time: the start of the last run of ones."""
     made = np.flatnonzero(np.asarray(mask))
@@ -82,6 +113,7 @@ def last_said(mask: Sequence[int]) -> int:
 
 
 Maker = Callable[..., Environment]  # (task, **args)
+GameMaker = Callable[..., Game]
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,16 @@ class Speech:
     def text(self, tokens: Sequence[int]) -> str:
         return self.chat.text(tokens)
 
+    def opening(self, text: str, system: str | None = None) -> list[int]:
+        """The prompt of a conversation that begins with this text."""
+        if not self.is_chat:
+            tokens = list(self.chat.tokenizer.encode(self.chat.clean(text)))
+            while tokens and tokens[-1] == self.chat.tokenizer.eos_token_id:
+                tokens.pop()
+            return tokens
+        told = [{"role": "system", "content": system}] if system else []
+        return self.chat.prompt([*told, {"role": "user", "content": text}], self.tools)
+
     def said(self, prompt: Sequence[int], tokens: Sequence[int]) -> Answer:
         return self.chat.read(tokens, self.tools, has_thoughts=self.chat.opens_thoughts(prompt))
 

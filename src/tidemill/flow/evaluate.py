@@ -44,7 +44,8 @@ def evaluate(
     base = sampling_of(config, config.seed)
     is_sampled = samples > 1 or (config.eval.temperature > 0 and samples > 0)
     greedy = Sampling(temperature=0.0, max_tokens=base.max_tokens, stop_strings=base.stop_strings)
-    tasks = [None if config.environment is None else Task(e.answer, e.meta, e.where) for e, _ in problems]
+    own = config.environment
+    tasks = [None if own is None else Task(e.answer, e.meta, e.where, is_trial=True) for e, _ in problems]
     shown = [encode.shown(example) for example, _ in problems]
     whole = len(problems) * (1 + (samples if is_sampled else 0))
     before = scorer.failures

@@ -160,7 +160,7 @@ class MeshModel:
     def _row(self, part: Batch | None) -> Row:
         if part is None:
             return Row(None, None, None, filler(self.multiple, self.device))
-        share = self.config.learn.share_prompts
+        share = self.config.shares_prompts
         packed = pack(part, self.device, share, self.attention, eyes.of(self.model))
         cut = context.cut(packed) if "cp" in self.links else None
         own = padded(packed if cut is None else cut.packed, self.multiple)
@@ -193,13 +193,13 @@ class MeshModel:
         """Rows of this rank's micro-batches out of samples that every rank is given; empty where it runs a filler."""
         if batch is None:
             return []
-        budget, share = self.config.train.tokens_per_microbatch, self.config.learn.share_prompts
+        budget, share = self.config.train.tokens_per_microbatch, self.config.shares_prompts
         return shares(batch, self.meshes.dp_size, budget, share, whole_groups)[self.meshes.dp_rank]
 
     def _own_rows(self, batch: Batch | None, whole_groups: bool = False) -> list[Ints]:
         """Rows of the micro-batches of this rank's own samples, and fillers up to the number that the rank with most of
         them has, where ranks need each other's company."""
-        budget, share = self.config.train.tokens_per_microbatch, self.config.learn.share_prompts
+        budget, share = self.config.train.tokens_per_microbatch, self.config.shares_prompts
         rows = microbatches(batch, budget, share, whole_groups) if batch is not None else []
         if self.meshes.computes_alone:
             return rows

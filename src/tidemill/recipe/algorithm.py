@@ -76,6 +76,20 @@ class Preference(Section):
     centre_coef: float = Field(0.0, ge=0, description="how strongly a reward model's outputs are pulled towards 0")
 
 
+class Credit(Section):
+    """Which turns of a conversation are learned with which of its rewards."""
+
+    by: Literal["trajectory", "turn"] = Field(
+        "trajectory", description="all tokens share the sample's advantage, or each turn has one of its own"
+    )
+    discount: float = Field(
+        1.0, ge=0, le=1, description="by turn: factor per turn on later rewards; 0: a turn's own reward alone"
+    )
+    baseline: Literal["turn", "group"] = Field(
+        "turn", description="by turn, what a return is compared with: the same turn of the group's others, or all turns"
+    )
+
+
 class Overlong(Section):
     """How responses near the length limit are treated."""
 
@@ -150,6 +164,7 @@ class AlgorithmSettings(Section):
     kl: KL = KL()
     critic: Critic = Critic()
     preference: Preference = Preference()
+    credit: Credit = Credit()
     overlong: Overlong = Overlong()
     covariance: Covariance = Covariance()
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 
 from tidemill.recipe.algorithm import KL, AlgorithmSettings, Covariance, Critic, Overlong, Preference
+from tidemill.recipe.environment import EnvironmentSettings, LeagueSettings
 from tidemill.recipe.model import ModelSettings, TinyModel, TinyVision
 from tidemill.recipe.section import ParallelSettings, Places, Rate, Rows, Section, Temperature
 
 __all__ = [
     "KL", "VLLM", "AlgorithmSettings", "Checkpoint", "Cluster", "Config", "Covariance", "Critic",
-    "CurriculumSettings", "Data", "EnvironmentSettings", "Eval", "Flow", "Learn", "Mixture", "ModelSettings",
-    "Observe", "Overlong", "ParallelSettings", "PlacementSettings", "Preference", "Reshard", "RewardSpec",
-    "Rewards", "Rollout", "Section", "TinyModel", "TinyVision", "Train",
+    "CurriculumSettings", "Data", "EnvironmentSettings", "Eval", "Flow", "LeagueSettings", "Learn", "Mixture",
+    "ModelSettings", "Observe", "Overlong", "ParallelSettings", "PlacementSettings", "Preference", "Reshard",
+    "RewardSpec", "Rewards", "Rollout", "Section", "TinyModel", "TinyVision", "Train",
 ]  # fmt: skip
 
 
@@ -167,50 +167,6 @@ class Rewards(Section):
     def models(self) -> tuple[str, ...]:
         """Folders of trained reward models."""
         return tuple(str(spec.args.get("path")) for spec in self.functions if spec.function == "model")
-
-
-class EnvironmentSettings(Section):
-    """What the model talks to: each sample is a conversation of several turns."""
-
-    name: str = Field("", description="nim, tools, gymnasium:GAME, textarena:GAME, or package.module:Class")
-    program: str | None = Field(
-        None,
-        description="in place of a name: an agent that is given an OpenAI endpoint, file.py:function or a command",
-    )
-    evaluator: str | None = Field(
-        None, description="with a program: package.module:function that makes its reward of the task and its value"
-    )
-    args: dict[str, Any] = Field({}, description="the environment's own settings")
-    max_turns: int = Field(8, ge=1, description="limit of the model's turns in one conversation")
-    max_turn_tokens: int | None = Field(
-        None, ge=1, description="token limit of one turn; none: what rollout.max_new_tokens leaves"
-    )
-    role: Literal["user", "tool"] = Field("user", description="role of the environment's messages, for chat models")
-    workers: int = Field(
-        0, ge=0, description="threads for environments that are slow to answer, 0: none; programs at once, 0: 32"
-    )
-    timeout_s: float = Field(60.0, gt=0, description="time limit of an environment in a thread, or of a whole program")
-    max_calls: int = Field(64, ge=1, description="with a program: how often one sample may ask the model")
-    max_trajectories: int = Field(
-        8, ge=1, description="with a program: conversations of one sample that are learned; of more the latest"
-    )
-    max_body: int = Field(8 << 20, ge=1024, description="with a program: largest request in bytes")
-    on_error: Literal["end", "fail"] = Field(
-        "end", description="what an environment that raises or takes too long ends: the conversation, or the run"
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short_form(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> EnvironmentSettings:
-        if bool(self.name) == (self.program is not None):
-            raise PydanticCustomError("one_kind", "give either environment.name or environment.program")
-        if self.evaluator is not None and self.program is None:
-            raise PydanticCustomError("no_program", "environment.evaluator needs environment.program")
-        return self
 
 
 class Mixture(Section):
@@ -435,5 +391,7 @@ class Config(Section):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether a group's prompt is computed once: each sample of a program has prompts of its own."""
-        return self.learn.share_prompts and (self.environment is None or self.environment.program is None)
+        """Whether a group's prompt is computed once: each sample of a program, and each seat of a game, has
+        prompts of its own."""
+        own = self.environment
+        return self.learn.share_prompts and (own is None or (own.program is None and own.players == 1))

@@ -101,7 +101,8 @@ class Completion:
     tiles: Tiles = ()  # of images that an environment showed, by their places in prompt and response
     is_told: bool = False  # `on_done` has been called
     starts: list[int] | None = None  # where further trajectories of the sample begin, in prompt and tokens together
-    turn_rewards: list[tuple[int, float]] | None = None  # where a turn begins in `tokens`, and its own reward
+    turn_rewards: list[tuple[int, float]] | None = None  # in their order: where a turn begins in `tokens`, its reward
+    seat: int = 0  # of a game of several players
     tops: list[Top] | None = None  # of each token the likeliest ones, where they were asked for
 
 

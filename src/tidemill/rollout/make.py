@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from tidemill.models.load import LoadedModel
@@ -9,8 +10,11 @@ from tidemill.recipe.config import Config
 from tidemill.rollout.engine import RolloutEngine
 
 
-def with_turns(engine: RolloutEngine, loaded: LoadedModel, config: Config) -> RolloutEngine:
-    """As it is, or with the recipe's environment talking to it."""
+def with_turns(
+    engine: RolloutEngine, loaded: LoadedModel, config: Config, run: Path | None = None, writer: str = "0"
+) -> RolloutEngine:
+    """As it is, or with the recipe's environment talking to it. `run`: the run's folder, where a league is kept;
+    `writer`: this worker's name there."""
     if config.environment is None:
         return engine
     from tidemill.environment.registry import offered
@@ -19,7 +23,12 @@ def with_turns(engine: RolloutEngine, loaded: LoadedModel, config: Config) -> Ro
 
     is_chat = bool(loaded.tokenizer.chat_template) and config.data.chat != "off"
     own = (config.environment.role, config.data.chat_args, offered(config.environment))
-    return TurnsEngine(engine, config.environment, Speech(loaded.tokenizer, is_chat, *own), loaded.eos_ids)
+    speech = Speech(loaded.tokenizer, is_chat, *own)
+    if config.environment.players > 1:
+        from tidemill.rollout.seats import SeatsEngine
+
+        return SeatsEngine(engine, loaded, config, speech, run, writer)
+    return TurnsEngine(engine, config.environment, speech, loaded.eos_ids)
 
 
 def make_plain(loaded: LoadedModel, config: Config, group: Any = None) -> RolloutEngine:

@@ -14,7 +14,6 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExec
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
-from tidemill.batch import Array
 from tidemill.chat.answer import Answer
 from tidemill.chat.template import TemplateError
 from tidemill.environment.api import Closes, Environment, Interrupts, Maker, Played, Task, Turn, UsesTools
@@ -24,6 +23,7 @@ from tidemill.errors import PlayError
 from tidemill.recipe.config import EnvironmentSettings as Settings
 from tidemill.rollout.engine import Completion, Finish, Partial, Request, RolloutEngine, run_callbacks, token_limit
 from tidemill.rollout.native.check import RequestLimits, find_problem
+from tidemill.rollout.transcript import Transcript
 
 PATIENCE_S = 0.05  # between looks at environments that think, when no model works
 ANY = RequestLimits(
@@ -31,20 +31,13 @@ ANY = RequestLimits(
 )  # no engine's: what nobody takes
 
 
-@dataclass(slots=True, eq=False)
-class Conversation:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Conversation(Transcript):
     """One sample under way."""
 
     request: Request  # the whole conversation's, as it was submitted
     index: int
     environment: Environment
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
-    kept: list[float] = field(default_factory=list)
-    routes: Array | None = None  # the last turn's: it has read all that was said before
-    is_cut: bool = False  # some turn was drawn from a truncated distribution: `kept` counts
     played: Played = field(default_factory=Played)
     turn_id: int = 0  # of the engine's request under way
     is_cancelled: bool = False
@@ -52,22 +45,6 @@ class Conversation:
     @property
     def room(self) -> int:
         return token_limit(self.request, self.index) - len(self.tokens)
-
-    def speak(self, made: Completion | Partial) -> None:
-        self.tokens += made.tokens
-        self.logprobs += made.logprobs
-        self.versions += made.versions
-        self.mask += [1] * len(made.tokens)
-        self.kept += [0.0] * len(made.tokens) if made.kept is None else made.kept
-        self.is_cut |= made.kept is not None
-        self.routes = made.routes if isinstance(made, Completion) else None
-
-    def hear(self, tokens: list[int], version: int) -> None:
-        self.tokens += tokens
-        self.logprobs += [0.0] * len(tokens)
-        self.versions += [version] * len(tokens)
-        self.mask += [0] * len(tokens)
-        self.kept += [0.0] * len(tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +82,9 @@ class TurnsEngine:
             return
         seed = turn_id(request.id, request.sampling.seed, 0)
         task = replace(request.task, prompt=self.speech.text(request.prompt), seed=seed)
-        conversations = [Conversation(request, k, self._begin(task)) for k in range(request.n)]
+        conversations = [
+            Conversation(request=request, index=k, environment=self._begin(task)) for k in range(request.n)
+        ]
         self.under_way |= {id(c): c for c in conversations}
         limits = [self._turn_limit(c) for c in conversations]
         for conversation in conversations:
@@ -197,6 +176,7 @@ class TurnsEngine:
             return [self._fail(conversation, f"answered with {turn!r:.80}, not with a Turn")]
         try:
             conversation.played = conversation.played.after(turn)
+            conversation.gain(float(turn.reward))
             tokens = [] if turn.is_done else self._heard_tokens(turn, thinking)
         except TemplateError as refusal:
             return [self._fail(conversation, f"cannot be heard: {refusal.message}")]
@@ -243,11 +223,7 @@ class TurnsEngine:
     def _finish(self, conversation: Conversation, finish: Finish, error: str | None = None) -> Completion:
         self.under_way.pop(id(conversation), None)
         self._close(conversation)
-        c = conversation
-        kept = c.kept if c.is_cut else None
-        return Completion(
-            c.request, c.index, c.tokens, c.logprobs, c.versions, finish, error, kept, c.routes, c.mask, c.played
-        )
+        return conversation.completion(conversation.request, conversation.index, finish, error, conversation.played)
 
     # -- control -------------------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ def work_of(
         read = _decoding_bytes(config, shape, active, measured, prompts, made, samples)
         found["rollout"] = Work(2 * active * (prompts / each + made), read)
     learned, rows = measured.get("learned_tokens", 0.0), measured.get("learned_samples", 0.0)
-    spared = (1 - 1 / each) * prompts / samples if config.learn.share_prompts and samples else 0.0
+    spared = (1 - 1 / each) * prompts / samples if config.shares_prompts and samples else 0.0
     computed = max(0.0, learned - rows * spared)
     backward = 4 if config.learn.lora_rank else 6
     for stage in (name for name in LEARNING if f"time/{name}" in measured):

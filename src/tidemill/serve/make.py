@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tidemill.models.load import LoadedModel
 from tidemill.recipe.config import Config
 from tidemill.rollout.engine import RolloutEngine
 from tidemill.rollout.make import make_plain, with_turns
 
 
-def make_engine(loaded: LoadedModel, config: Config) -> RolloutEngine:
-    return conversing(make_plain(loaded, config), loaded, config)
+def make_engine(loaded: LoadedModel, config: Config, run: Path | None = None, writer: str = "0") -> RolloutEngine:
+    """`run`: the run's folder, for what conversations keep there; `writer`: this worker's name."""
+    return conversing(make_plain(loaded, config), loaded, config, run, writer)
 
 
-def conversing(engine: RolloutEngine, loaded: LoadedModel, config: Config) -> RolloutEngine:
+def conversing(
+    engine: RolloutEngine, loaded: LoadedModel, config: Config, run: Path | None = None, writer: str = "0"
+) -> RolloutEngine:
     """The engine as it is, with the recipe's environment, or behind an endpoint for the recipe's program."""
     if config.environment is None or config.environment.program is None:
-        return with_turns(engine, loaded, config)
+        return with_turns(engine, loaded, config, run, writer)
     from tidemill.serve.programs.engine import ProgramsEngine
 
     return ProgramsEngine(engine, loaded, config)

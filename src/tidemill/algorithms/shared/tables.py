@@ -19,7 +19,7 @@ def rollout(config: Config, *more: str) -> Stage:
     reads: tuple[str, ...] = (ID, GROUP, "prompt")
     writes: tuple[str, ...] = ("tokens", "prompt_length", "logprobs", "versions", "mask", "finish", VERSION, LENGTH)
     if config.environment is not None:
-        reads, writes = (*reads, "answer", "meta", "where"), (*writes, "played")
+        reads, writes = (*reads, "answer", "meta", "where"), (*writes, "played", *turns(config))
     return Stage("rollout", "rollout", (*reads, *more), (*writes, *routes(config), *starts(config)), "group")
 
 
@@ -31,6 +31,11 @@ def routes(config: Config) -> tuple[str, ...]:
 def starts(config: Config) -> tuple[str, ...]:
     """Where further trajectories of a sample begin, if programs make several: places in `tokens`."""
     return ("starts",) if config.environment is not None and config.environment.program is not None else ()
+
+
+def turns(config: Config) -> tuple[str, ...]:
+    """Of a conversation: its seat in a game, where its turns begin in the response, and what each of them earned."""
+    return ("seat", "turns", "turn_rewards") if config.environment is not None else ()
 
 
 def reward(config: Config) -> Stage:
@@ -72,6 +77,10 @@ def advantage(config: Config, *more: str, writes: tuple[str, ...] = ("advantages
     if settings.covariance.mode != "none":
         reads += (old_column(config),)
         writes += ("held_back",)
+    if config.environment is not None and config.environment.players > 1:
+        reads += ("seat",)
+    if settings.credit.by == "turn":
+        reads += ("turns", "turn_rewards")
     return Stage("advantage", "reward", unique(reads), writes, "group")
 
 

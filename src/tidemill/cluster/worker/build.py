@@ -153,10 +153,10 @@ def _teach_ranks(state: WorkerState, task: Assignment, updates: int) -> None:
 def _make_engine(state: WorkerState, task: Assignment) -> None:
     assert state.loaded is not None
     if task.post.group.engine_ranks == 1:
-        state.engine = make_engine(state.loaded, state.config)
+        state.engine = make_engine(state.loaded, state.config, task.logs.parent, task.post.name)
     elif task.post.leads:
         state.lead = LeadEngine(state.world)
-        state.engine = conversing(state.lead, state.loaded, state.config)
+        state.engine = conversing(state.lead, state.loaded, state.config, task.logs.parent, task.post.name)
     else:
         state.follows = True
 

@@ -189,6 +189,10 @@ def rollout_columns(made: list[Completion]) -> Batch:
         columns["starts"] = Column.jagged([c.starts or () for c in made], np.int32)
     if made and made[0].played is not None:
         columns["played"] = Column.text([json.dumps((c.played or Played()).plain()) for c in made])
+        columns["seat"] = np.array([c.seat for c in made], np.int8)
+        turns = [c.turn_rewards or [] for c in made]
+        columns["turns"] = Column.jagged([[place for place, _ in own] for own in turns], np.int32)
+        columns["turn_rewards"] = Column.jagged([[reward for _, reward in own] for own in turns], np.float32)
     return Batch(columns)
 
 

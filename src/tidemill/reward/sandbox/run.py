@@ -56,6 +56,21 @@ class Sandbox:
             self.close()  # the next program gets a sandbox in which nothing is left of this one
         return Result(**message, passed=sum(check.is_met(answer) for check, answer in zip(asked, answers)))
 
+    def turn(self, code: str) -> tuple[Result, bool]:
+        """Run a piece of a program that goes on from the pieces before; and whether it began anew, because there were
+        none or a limit had ended it. `status` is ok, failed (it raised), timeout, output or killed."""
+        wire = self._wire or self._start()
+        try:
+            wire.send({"turn": code})
+            message = wire.receive(self.limits.wall_s + GRACE_S)
+        except (EOFError, OSError):
+            message = None
+        if message is None:
+            self.close()
+            return Result("killed", "the sandbox's own process was lost"), True
+        is_new = bool(message.pop("is_new"))
+        return Result(**message), is_new
+
     def _start(self) -> JsonSocket:
         if sys.platform != "linux":
             raise SandboxError("code can be run safely only on Linux", "use another reward here")

@@ -19,10 +19,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from tidemill.reward.sandbox import files, filter, root
+from tidemill.reward.sandbox.session import Session
 from tidemill.reward.sandbox.values import encoded
 from tidemill.reward.workers.wire import JsonSocket
 
@@ -59,8 +61,13 @@ def serve(libc: ctypes.CDLL, wire: JsonSocket, folder: str, own_path: str) -> No
     sys.path[:] = [p for p in sys.path if p != own_path]
     wire.send({"ready": True, "scratch": place is not None})
     gc.freeze()  # copies do not touch what is here already, so its pages stay shared
+    talk = Session(limits, partial(confine, libc, wire, place, limits))
     while True:
-        result = run(libc, wire, place, wire.receive(), limits)
+        message = wire.receive()
+        if "turn" in message:
+            wire.send(talk.turn(message["turn"]))
+            continue
+        result = run(libc, wire, place, message, limits)
         wire.send({**result, "is_clean": is_cleared(place)})
 
 
@@ -183,6 +190,20 @@ def in_copy(libc: ctypes.CDLL, message: dict[str, Any], limits: SimpleNamespace,
         status = interpret(message, verdict)
     finally:
         os._exit(status)
+
+
+def confine(libc: ctypes.CDLL, wire: JsonSocket, place: int | None, limits: SimpleNamespace, out: int) -> None:
+    """In a copy that is told to turn by turn: take on the limits."""
+    wire.close()
+    if place is not None:
+        os.close(place)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    give_input("", out)
+    take_limits(limits)
+    for name in [n for n in sys.modules if n.partition(".")[0] == "tidemill"]:
+        del sys.modules[name]
+    filter.install(libc, os.getpid())
 
 
 def interpret(message: dict[str, Any], verdict: Verdict) -> int:

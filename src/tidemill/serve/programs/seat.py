@@ -103,8 +103,9 @@ class Seat(Session):
         return Played(total, turns, None if solved is None else bool(solved), parts)
 
     def turn_rewards(self, turns: Sequence[int], calls: Sequence[int]) -> list[tuple[int, float]]:
-        """Where each answer begins, with its own reward, as far as the program told any."""
-        return [(place, self._rewards[n]) for place, n in zip(turns, calls) if n < len(self._rewards)]
+        """Where each answer begins, with its own reward, as far as the program told any; in the order of the calls."""
+        told = dict(enumerate(self._rewards))
+        return [(place, told.get(n, 0.0)) for n, place in sorted(zip(calls, turns))]
 
 
 def _number(value: Any) -> float:
