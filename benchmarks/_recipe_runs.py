@@ -1,4 +1,4 @@
-"""Run recipes with `tidemill train`, several side by side where a device is large enough, and read what they came to."""
+"""Run recipes with `tidemill train`, several side by side where a device is large enough, and read the results."""
 
 from __future__ import annotations
 

@@ -57,11 +57,11 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
 def measure(options: Mapping[str, Any], place: Path) -> dict[str, Any]:
     recipe = f"real/{options['task']}-smollm2" + ("-cpu" if options["size"] == "cpu" else "")
     jobs = [
-        Job(recipe, seed, (*ALGORITHMS[algorithm], f"flow.schedule={schedule}", *_common(options)), f"{algorithm}-{schedule}")
-        for algorithm in options["algorithms"]
+        Job(recipe, seed, (*ALGORITHMS[name], f"flow.schedule={schedule}", *_common(options)), f"{name}-{schedule}")
+        for name in options["algorithms"]
         for schedule in options["schedules"]
         for seed in range(int(options["seeds"]))
-    ]  # fmt: skip
+    ]
     came = run_all(jobs, place, int(options["at_once"]), float(options["limit_s"]))
     labels = dict.fromkeys(job.label for job in jobs)
     result: dict[str, Any] = {
