@@ -26,6 +26,11 @@ def schedule_of(config: Config) -> Schedule:
     return Schedule(in_turn=flow.schedule == "sync", lead=lead, carries=flow.carry_over > 0)
 
 
+def may_lag(config: Config) -> bool:
+    """Say whether samples may be of older weights, so that their age is counted (0 where the bound is 0)."""
+    return config.flow.schedule == "async" or config.flow.carry_over > 0
+
+
 def has_fixed_places(config: Config) -> bool:
     """Say whether a step's groups follow each other, so that a group's number tells which update it belongs to."""
     return not (config.algorithm.dynamic_sampling or config.flow.carry_over)

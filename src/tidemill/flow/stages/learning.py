@@ -10,7 +10,7 @@ import numpy as np
 from tidemill.batch import GROUP, ID, LENGTH, Batch
 from tidemill.dock import Dock, Lease, Want
 from tidemill.flow.adjust import LR, adjust_model, adjusted
-from tidemill.flow.schedule import has_fixed_places, schedule_of
+from tidemill.flow.schedule import has_fixed_places, may_lag
 from tidemill.flow.stages.stage import at_any_time
 from tidemill.flow.tally import Tally
 from tidemill.learn.api import Learns
@@ -106,8 +106,7 @@ class LearnWorker:
         """Sort rows by group, whatever order they arrived in, and count them."""
         self.tally.add("learned_tokens", float(batch.values(LENGTH).sum()))
         self.tally.add("learned_samples", float(batch.rows))
-        schedule = schedule_of(self.config)
-        if (schedule.lead or schedule.carries) and "versions" in batch:
+        if may_lag(self.config) and "versions" in batch:
             self._count_age(batch)
         return batch.gather(np.lexsort((batch.values(ID), batch.values(GROUP))))
 
