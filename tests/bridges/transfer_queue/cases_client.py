@@ -203,7 +203,13 @@ def nested_and_objects_through_metadata(tq: Any, room: Room) -> Any:
     )
     made = client.put(td, partition_id=p)
     meta = client.get_meta(["j", "text", "n"], 2, p, task_name="a")
-    return [made, meta, client.get_data(meta), client.get_data(meta.select_fields(["text"])), list(map(list, meta.get_shapes("j")))]
+    return [
+        made,
+        meta,
+        client.get_data(meta),
+        client.get_data(meta.select_fields(["text"])),
+        list(map(list, meta.get_shapes("j"))),
+    ]
 
 
 @case("client")

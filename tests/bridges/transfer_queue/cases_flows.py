@@ -60,8 +60,10 @@ def metrics_are_served(tq: Any, _: Room) -> Any:
 
 
 def settings(given: dict[str, Any]) -> Any:
-    from omegaconf import OmegaConf
-
+    try:
+        from omegaconf import OmegaConf
+    except ModuleNotFoundError:  # TransferQueue needs it; without it, ours takes a dict
+        return given
     return OmegaConf.create(given, flags={"allow_objects": True})
 
 

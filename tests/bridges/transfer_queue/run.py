@@ -51,12 +51,13 @@ def run(side: str, chosen: list[str], with_ray: bool) -> dict[str, Any]:
 
         ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     tq = importlib.import_module(MODULES[side])
+    flows = importlib.import_module("tests.bridges.transfer_queue.cases_flows")
     found: dict[str, Any] = {}
     chosen = chosen or [session for session in sessions(tq) if session != "prealloc"]
     for session, settings in sessions(tq).items():
         if session not in chosen:
             continue
-        config = None if settings is None else tq.init(made(settings))
+        config = None if settings is None else tq.init(flows.settings(settings))
         with tempfile.TemporaryDirectory() as folder:
             for name, case in CASES[session].items():
                 began = time.monotonic()
@@ -67,14 +68,6 @@ def run(side: str, chosen: list[str], with_ray: bool) -> dict[str, Any]:
         if settings is not None:
             tq.close()
     return found
-
-
-def made(settings: dict[str, Any]) -> Any:
-    try:
-        from omegaconf import OmegaConf
-    except ModuleNotFoundError:  # only with ours
-        return settings
-    return OmegaConf.create(settings, flags={"allow_objects": True})
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The whole queue as a folder: what it knows, and the bytes of its chunks. A folder is written aside and renamed, so that
-it is whole or not there."""
+"""The whole queue as a folder: what it knows, and the bytes of its chunks. A folder is written aside and renamed, so
+that it is whole or not there."""
 
 from __future__ import annotations
 

@@ -193,7 +193,8 @@ class TransferQueueClient:
             raise TypeError(f"global_indexes must be a whole number or a list of such, got {global_indexes!r}")
         if not given:
             raise ValueError("global_indexes is an empty list")
-        return _told(lambda: self._dock.names(partition_id, np.array(given, np.int64)))
+        names: list[str | None] = _told(lambda: self._dock.names(partition_id, np.array(given, np.int64)))
+        return names
 
     def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
         """Return keys and their tags, by partition."""
@@ -210,12 +211,10 @@ class TransferQueueClient:
     ) -> tuple[list[str], list[dict[str, Any]]]:
         """Write fields, tags or both by key. Returns the fields that all these rows now have, and their tags."""
         blobs = None if tags is None else [packed(dict(tag)) for tag in tags]
-        if fields is None:
-            rows = _told(lambda: self._dock.write(partition_id, keys=keys, tags=blobs, merges=True))
-        else:
-            kinds, chunk = to_kinds(schema_of(fields)), chunk_of(parsed(fields, data_parser), len(keys))
-            options = {"keys": keys, "kinds": kinds, "chunk": chunk, "tags": blobs, "merges": True}
-            rows = _told(lambda: self._dock.write(partition_id, **options))
+        kinds = [] if fields is None else to_kinds(schema_of(fields))
+        chunk = None if fields is None else chunk_of(parsed(fields, data_parser), len(keys))
+        write = partial(self._dock.write, partition_id, keys=keys, kinds=kinds, chunk=chunk, tags=blobs, merges=True)
+        rows = _told(write)
         return sorted(kind.name for kind in rows.kinds), _tags(rows)
 
     def kv_read(self, keys: list[str] | str, partition_id: str, fields: list[str] | None) -> TensorDict:
@@ -234,7 +233,8 @@ class TransferQueueClient:
 
     def saved(self) -> tuple[bytes, dict[int, Any]]:
         """Return the whole queue: its state, and the bytes of its chunks."""
-        return _told(self._dock.save)
+        saved: tuple[bytes, dict[int, Any]] = _told(self._dock.save)
+        return saved
 
     def restore(self, state: bytes, chunks: Mapping[int, Any]) -> None:
         _told(lambda: self._dock.load(state, chunks))

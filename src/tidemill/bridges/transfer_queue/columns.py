@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from tidemill.bridges.transfer_queue.objects import packed
-from tidemill.bridges.transfer_queue.schema import is_simple, name_of
+from tidemill.bridges.transfer_queue.schema import is_simple, jagged_offsets, name_of
 from tidemill.dock.keyed.client import Chunk
 from tidemill.dock.ledger.records import Ints
 from tidemill.dock.store import chunk as chunks
@@ -53,7 +53,7 @@ def chunk_of(data: Mapping[str, Any], n: int) -> Chunk:
             values, offsets = chunks.room(plan, place, target)
             if len(values):
                 column.fill(values)
-            if offsets is not None:
+            if offsets is not None and column.offsets is not None:
                 offsets[:] = column.offsets
 
     return Chunk(plan.nbytes, fill)
@@ -63,7 +63,7 @@ def _columns(name: str, value: Any, n: int) -> list[StoredColumn]:
     if isinstance(value, torch.Tensor) and not value.is_nested:
         return [_tensor_column(f"{name_of(value.dtype)}:{name}", value)]
     if isinstance(value, torch.Tensor) and is_simple(value):
-        offsets = value.offsets().cpu().numpy().astype(np.int64)
+        offsets = jagged_offsets(value).cpu().numpy().astype(np.int64)
         return [_tensor_column(f"{name_of(value.dtype)}:{name}", value.values(), offsets)]
     return _columns_of_rows(name, rows_of(value, n))
 
@@ -87,9 +87,9 @@ def _tensor_column(name: str, values: torch.Tensor, offsets: Ints | None = None)
 
 
 def _columns_of_rows(name: str, rows: Sequence[Any]) -> list[StoredColumn]:
-    if rows and all(isinstance(row, torch.Tensor) and not row.is_nested for row in rows):
-        if len({row.dtype for row in rows}) == 1 and len({row.dim() for row in rows}) == 1:
-            return _tensor_rows(name, rows)
+    are_tensors = bool(rows) and all(isinstance(row, torch.Tensor) and not row.is_nested for row in rows)
+    if are_tensors and len({(row.dtype, row.dim()) for row in rows}) == 1:
+        return _tensor_rows(name, rows)
     if all(type(row) is str for row in rows):
         return [_bytes_column(f"{TEXT}:{name}", [row.encode() for row in rows])]
     return [_bytes_column(f"{OBJECT}:{name}", [packed(row) for row in rows])]
@@ -100,9 +100,10 @@ def _tensor_rows(name: str, rows: Sequence[torch.Tensor]) -> list[StoredColumn]:
     dtype = _numpy_type(first.dtype)
 
     def fill(target: Bytes) -> None:
-        parts = torch.from_numpy(target).view(first.dtype).split([row.numel() for row in rows])
-        for part, row in zip(parts, rows):
-            part.view(row.shape).copy_(row.detach())
+        out, at = torch.from_numpy(target).view(first.dtype), 0
+        for row in rows:
+            out[at : at + row.numel()].view(row.shape).copy_(row.detach())
+            at += row.numel()
 
     if first.dim() == 0:
         return [StoredColumn(f"{kind}:{name}", dtype, (len(rows),), fill)]

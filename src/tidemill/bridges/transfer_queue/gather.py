@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +14,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from tidemill.batch import Column
 from tidemill.bridges.transfer_queue.columns import OBJECT, RAGGED, SHAPE, TEXT
+from tidemill.bridges.transfer_queue.memory import POOL
 from tidemill.bridges.transfer_queue.objects import unpacked
 from tidemill.dock.keyed.client import Found
 from tidemill.dock.ledger.records import Ints
@@ -117,9 +119,10 @@ def _runs(source: Source, offsets: Ints) -> Iterator[tuple[int, int, int]]:
 
 
 def _memory(n: int, source: Source, inner: tuple[int, ...] = ()) -> torch.Tensor:
-    """Return memory for n values. Numpy's large arrays lie in huge pages, whose first touch costs a tenth."""
-    dtype = getattr(torch, source.kind)
-    return torch.from_numpy(np.empty((n, *inner), source.column.values.dtype)).view(dtype)
+    """Return memory for n values."""
+    dtype: torch.dtype = getattr(torch, source.kind)
+    raw = POOL.lend(math.prod((n, *inner)) * dtype.itemsize)
+    return torch.from_numpy(raw).view(dtype).view(n, *inner)
 
 
 def _values(source: Source) -> torch.Tensor:

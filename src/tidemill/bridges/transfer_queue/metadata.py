@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -423,7 +423,7 @@ def _maps(given: Sequence[Mapping[str, Any]] | None, n: int, what: str) -> list[
 def _parts(n: int, parts: int) -> list[range]:
     base, more = divmod(n, parts)
     ends = [i * base + min(i, more) for i in range(parts + 1)]
-    return [range(a, b) for a, b in zip(ends, ends[1:])]
+    return [range(a, b) for a, b in pairwise(ends)]
 
 
 def _check_same_fields(parts: Sequence[BatchMeta]) -> None:

@@ -1,31 +1,21 @@
-"""Objects as bytes: numbers, text, lists and maps as MessagePack, arrays and tensors as their bytes, and what nothing else
-can carry as a pickle. Only clients open pickles, and they have the dock's token; the ledger opens the sampler alone,
-which the dock's own starter wrote beside it."""
+"""Objects as bytes: numbers, text, lists and maps as MessagePack, arrays and tensors as their bytes, and what nothing
+else can carry as a pickle."""
 
 from __future__ import annotations
 
 import io
-import pickle
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
+from tidemill.bridges.transfer_queue import pickles
 from tidemill.bridges.transfer_queue.schema import name_of
 from tidemill.dock.keyed.tags import open_number, pack_number
-from tidemill.errors import MissingExtra
 
 _PICKLE, _ARRAY, _TENSOR = 16, 18, 19  # MessagePack extensions, beside those of the dock
 _PLAIN = "biufc"  # kinds of numpy's types that are bytes
-
-
-class Pickled:
-    """A value to be packed as it is, with keys and tuples that MessagePack would change."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 def packed(value: Any) -> bytes:
@@ -34,19 +24,6 @@ def packed(value: Any) -> bytes:
 
 def unpacked(raw: bytes | memoryview) -> Any:
     return _decode(raw)
-
-
-def dump(value: Any, path: Path) -> None:
-    """Write an object with its code, so that a process without that code can read it."""
-    try:
-        import cloudpickle
-    except ModuleNotFoundError as error:
-        raise MissingExtra("a sampler of your own", str(error.name), "transferqueue") from None
-    path.write_bytes(cloudpickle.dumps(value))
-
-
-def load(path: Path) -> Any:
-    return pickle.loads(path.read_bytes())
 
 
 def _pack(value: Any) -> msgspec.msgpack.Ext:
@@ -58,12 +35,12 @@ def _pack(value: Any) -> msgspec.msgpack.Ext:
         plain = value.detach().cpu().contiguous()
         raw = plain.flatten().view(torch.uint8).numpy().tobytes()
         return msgspec.msgpack.Ext(_TENSOR, _encode([name_of(plain.dtype), list(plain.shape), raw]))
-    return msgspec.msgpack.Ext(_PICKLE, pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+    return msgspec.msgpack.Ext(_PICKLE, pickles.dumps(value))
 
 
 def _open(code: int, data: memoryview) -> Any:
     if code == _PICKLE:
-        return pickle.loads(data)
+        return pickles.loads(data)
     if code == _ARRAY:
         return np.load(io.BytesIO(data), allow_pickle=False)
     if code == _TENSOR:

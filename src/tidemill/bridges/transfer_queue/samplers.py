@@ -1,4 +1,4 @@
-"""Samplers: which ready rows a fetch gets. They run in the ledger's process, on row numbers alone; a sampler of one's own
+"""Samplers: which ready rows a fetch gets. They run in the ledger's process, on row numbers alone; a sampler of your own
 is a subclass of BaseSampler. They choose as TransferQueue's do."""
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tidemill.bridges.transfer_queue import pickles
 from tidemill.bridges.transfer_queue.balance import balanced
-from tidemill.bridges.transfer_queue.objects import Pickled, load, packed, unpacked
 from tidemill.dock.keyed.partition import Partition
 from tidemill.dock.keyed.sampling import Chosen
 from tidemill.dock.keyed.tags import with_numbers
@@ -112,7 +112,7 @@ class GRPOGroupNSampler(BaseSampler):
 class RankAwareSampler(BaseSampler):
     """Each rank its own rows; whoever asks for the same rank and batch gets the same."""
 
-    def sample(  # type: ignore[override]
+    def sample(
         self,
         ready_indexes: Indexes,
         batch_size: int,
@@ -201,7 +201,7 @@ SAMPLERS = {
 
 def of_folder(folder: Path) -> LedgerSampler:
     """Make the dock's sampler from the file that `init` left in its folder."""
-    return LedgerSampler(load(folder / SAMPLER_FILE))
+    return LedgerSampler(pickles.read(folder / SAMPLER_FILE))
 
 
 class LedgerSampler:
@@ -221,10 +221,10 @@ class LedgerSampler:
         self._sampler.clear_cache(partition)
 
     def dumped(self) -> bytes:
-        return packed(Pickled(self._sampler.save_checkpoint()))
+        return pickles.dumps(self._sampler.save_checkpoint())
 
     def load(self, state: bytes) -> None:
-        self._sampler.load_checkpoint(unpacked(state).value)
+        self._sampler.load_checkpoint(pickles.loads(state))
 
 
 class PartitionView:

@@ -35,14 +35,19 @@ def _kind_of(name: str, value: Any, n: int) -> dict[str, Any]:
     return {"dtype": value.dtype, "shape": shape, "is_nested": False, "is_non_tensor": False}
 
 
-def shapes_of(nested: torch.Tensor) -> list[tuple[int, ...]]:
+def shapes_of(nested: Any) -> list[tuple[int, ...]]:
     if is_simple(nested):
         tail = tuple(nested.values().shape[1:])
         return [(length, *tail) for length in nested.offsets().diff().tolist()]
     return [tuple(row.shape) for row in nested.unbind()]
 
 
-def is_simple(nested: torch.Tensor) -> bool:
+def jagged_offsets(nested: Any) -> torch.Tensor:
+    offsets: torch.Tensor = nested.offsets()
+    return offsets
+
+
+def is_simple(nested: Any) -> bool:
     """Say whether a nested tensor is one run of values, ragged in its first dimension."""
     if nested.layout != torch.jagged or getattr(nested, "_ragged_idx", 0) != 1 or nested.lengths() is not None:
         return False

@@ -1,7 +1,7 @@
 """The one queue that all processes of a job share: who starts it, and how the others find it.
 
-With Ray, the first `init` of the cluster starts the dock beside its own process and leaves the address with a small named
-actor; every other node that Ray has gets a warehouse. Without Ray, the address is left in the environment, which
+With Ray, the first `init` of the cluster starts the dock beside its own process and leaves the address with a small
+named actor; every other node that Ray has gets a warehouse. Without Ray, the address is left in the environment, which
 processes started later inherit."""
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tidemill.bridges.transfer_queue import settings
+from tidemill.bridges.transfer_queue import pickles, settings
 from tidemill.bridges.transfer_queue.client import TransferQueueClient
 from tidemill.bridges.transfer_queue.metrics import MetricsServer
-from tidemill.bridges.transfer_queue.objects import dump
 from tidemill.bridges.transfer_queue.samplers import SAMPLER_FILE, SequentialSampler
 from tidemill.dock.server import DockNode, DockServer
 from tidemill.dock.setup import DockSetup, KeyedSetup
@@ -129,7 +128,7 @@ def _serve(config: Any, sampler: Any) -> DockServer:
     folder = Path(tempfile.mkdtemp(prefix="tidemill-queue-"))
     is_first = type(sampler) is SequentialSampler
     if not is_first:
-        dump(sampler, folder / SAMPLER_FILE)
+        pickles.write(sampler, folder / SAMPLER_FILE)
     keyed = KeyedSetup(
         sampler="" if is_first else "tidemill.bridges.transfer_queue.samplers:of_folder",
         polls=bool(config["controller"]["polling_mode"]),
