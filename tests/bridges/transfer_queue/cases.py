@@ -1,7 +1,8 @@
 """Cases of TransferQueue's interface: each is a function of a module with that interface, and returns what happened.
 
-The same cases run with TransferQueue on Ray and with `tidemill.bridges.transfer_queue`; their plain results must be equal.
-`run.py` runs them; `recorded.json` keeps what TransferQueue answered. Cases of one session share a system, in order.
+The same cases run with TransferQueue on Ray and with `tidemill.bridges.transfer_queue`; their plain results must be
+equal. `run.py` runs them; `recorded.json` keeps what TransferQueue answered. Cases of one session share a system, in
+order.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Room:
 
     name: str
     folder: Path
+    config: Any = None  # of the running system
     used: int = 0
 
     def partition(self) -> str:
@@ -84,7 +86,8 @@ def plain(value: Any) -> Any:
 def _named(value: Any) -> Any:
     kind = type(value).__name__
     if kind == "TensorDict":
-        return {"TensorDict": {key: plain(value.get(key)) for key in value.keys()}, "batch": list(value.batch_size)}
+        names = list(value.keys())
+        return {"TensorDict": {name: plain(value.get(name)) for name in names}, "batch": list(value.batch_size)}
     if kind in ("NonTensorStack", "LazyStackedTensorDict", "NonTensorData"):
         return {kind: plain(value.tolist())}
     if kind == "BatchMeta":

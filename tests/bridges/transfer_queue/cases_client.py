@@ -47,7 +47,8 @@ def calls_that_are_wrong(tq: Any, room: Room) -> Any:
     client.put(rows(2), partition_id=p)
     none = tq.BatchMeta.empty()
     return [
-        outcome(lambda: client.get_meta(FIELDS, 1, p)), outcome(lambda: client.get_meta(FIELDS, None, p, task_name="a")),
+        outcome(lambda: client.get_meta(FIELDS, 1, p)),
+        outcome(lambda: client.get_meta(FIELDS, None, p, task_name="a")),
         outcome(lambda: client.get_meta(FIELDS, 1, p, mode="other", task_name="a")),
         outcome(lambda: client.get_meta(FIELDS, 1, "nowhere", mode="force_fetch")),
         outcome(lambda: client.get_meta(None, 1, p, mode="insert")),

@@ -214,7 +214,8 @@ def clear_some_and_all(tq: Any, room: Room) -> Any:
     tq.kv_clear(["key2", "key3"], p)
     again = tq.kv_put("key1", p, fields={"y": torch.ones(1)})
     return [
-        answers, gone, left, again, tq.kv_list(p), tq.kv_batch_get("key1", p), outcome(lambda: tq.kv_clear("a", "none")),
+        answers, gone, left, again, tq.kv_list(p), tq.kv_batch_get("key1", p),
+        outcome(lambda: tq.kv_clear("a", "none")),
         outcome(lambda: tq.kv_clear([], p)), outcome(lambda: tq.kv_clear(5, p)),
     ]  # fmt: skip
 
@@ -240,7 +241,8 @@ def get_by_meta(tq: Any, room: Room) -> Any:
     return [
         tq.kv_batch_get_by_meta(meta), tq.kv_batch_get_by_meta(meta.select_keys(["key3", "key0"]), "ids"),
         tq.kv_batch_get_by_meta(unnamed), outcome(lambda: tq.kv_batch_get_by_meta(nothing)),
-        outcome(lambda: tq.kv_batch_get_by_meta(meta, ["late"])), outcome(lambda: tq.kv_batch_get_by_meta(unnamed, "ids")),
+        outcome(lambda: tq.kv_batch_get_by_meta(meta, ["late"])),
+        outcome(lambda: tq.kv_batch_get_by_meta(unnamed, "ids")),
         [tq.kv_batch_get_by_meta(part) for part in meta.chunk(2)],
     ]  # fmt: skip
 

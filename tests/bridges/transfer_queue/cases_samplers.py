@@ -61,7 +61,8 @@ def rank_sampler_answers_a_rank_again(tq: Any, _: Any) -> Any:
     sampler = tq.RankAwareSampler()
     ask = {**AT, "batch_index": 0}
     return [
-        sampler([0, 1, 2], 2, dp_rank=0, **ask), sampler([2], 2, dp_rank=0, **ask), sampler([2, 3], 2, dp_rank=1, **ask),
+        sampler([0, 1, 2], 2, dp_rank=0, **ask), sampler([2], 2, dp_rank=0, **ask),
+        sampler([2, 3], 2, dp_rank=1, **ask),
         sampler([4], 2, dp_rank=2, **ask), outcome(lambda: sampler([4], 1, dp_rank=-1, **ask)),
         sampler.has_cached_result("p", "t", {"dp_rank": 0, "batch_index": 0}),
         sampler.has_cached_result("p", "t", {"batch_index": 0}), sampler.has_cached_result("p", "t"),

@@ -75,7 +75,9 @@ def score(side: str, address: str) -> None:
     while keys := waiting(tq, lambda tag: tag.get("status") == "rolled" and "scored" not in tag):
         texts = tq.kv_batch_get(keys, PARTITION, select_fields="text").get("text").tolist()
         rewards = torch.tensor([[len(set(text.split())) / 10] for text in texts])
-        tq.kv_batch_put(keys, PARTITION, TensorDict({"reward": rewards}, batch_size=len(keys)), [{"scored": 1}] * len(keys))
+        tq.kv_batch_put(
+            keys, PARTITION, TensorDict({"reward": rewards}, batch_size=len(keys)), [{"scored": 1}] * len(keys)
+        )
 
 
 def reference(side: str, address: str) -> None:
@@ -83,9 +85,7 @@ def reference(side: str, address: str) -> None:
     while keys := waiting(tq, lambda tag: tag.get("status") == "rolled" and "referred" not in tag):
         data = tq.kv_batch_get(keys, PARTITION, select_fields=["answer"])
         parts = [answer.float().neg() / 100 for answer in data["answer"].unbind()]
-        fields = TensorDict(
-            {"ref": torch.nested.as_nested_tensor(parts, layout=torch.jagged)}, batch_size=len(keys)
-        )
+        fields = TensorDict({"ref": torch.nested.as_nested_tensor(parts, layout=torch.jagged)}, batch_size=len(keys))
         tq.kv_batch_put(keys, PARTITION, fields, [{"referred": 1}] * len(keys))
 
 

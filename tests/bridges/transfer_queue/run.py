@@ -11,10 +11,11 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.bridges.transfer_queue.cases import CASES, Room, outcome, plain
+from tests.bridges.transfer_queue.cases import CASES, Room, outcome
 
 MODULES = {"theirs": "transfer_queue", "ours": "tidemill.bridges.transfer_queue"}
 os.environ.setdefault("TQ_CONTROLLER_GET_METADATA_CHECK_INTERVAL", "1")  # waits of a second, not of five
@@ -61,9 +62,8 @@ def run(side: str, chosen: list[str], with_ray: bool) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             for name, case in CASES[session].items():
                 began = time.monotonic()
-                room = Room(name, Path(folder))
-                room.config = config  # type: ignore[attr-defined]
-                found[f"{session}: {name}"] = outcome(lambda: plain(case(tq, room)))
+                room = Room(name, Path(folder), config)
+                found[f"{session}: {name}"] = outcome(partial(case, tq, room))
                 print(f"{time.monotonic() - began:6.2f} s  {session}: {name}", file=sys.stderr, flush=True)
         if settings is not None:
             tq.close()

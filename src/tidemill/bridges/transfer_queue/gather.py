@@ -121,8 +121,10 @@ def _runs(source: Source, offsets: Ints) -> Iterator[tuple[int, int, int]]:
 def _memory(n: int, source: Source, inner: tuple[int, ...] = ()) -> torch.Tensor:
     """Return memory for n values."""
     dtype: torch.dtype = getattr(torch, source.kind)
-    raw = POOL.lend(math.prod((n, *inner)) * dtype.itemsize)
-    return torch.from_numpy(raw).view(dtype).view(n, *inner)
+    nbytes = math.prod((n, *inner)) * dtype.itemsize
+    if not nbytes:
+        return torch.empty(n, *inner, dtype=dtype)
+    return torch.from_numpy(POOL.lend(nbytes)).view(dtype).view(n, *inner)
 
 
 def _values(source: Source) -> torch.Tensor:

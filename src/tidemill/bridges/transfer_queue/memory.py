@@ -1,5 +1,5 @@
-"""Memory for what is read, used again: touching fresh pages costs more than the copy into them. A buffer comes back when
-the last tensor that lies in it is gone."""
+"""Memory for what is read, used again: touching fresh pages costs more than the copy into them. A buffer comes back
+when the last tensor that lies in it is gone."""
 
 from __future__ import annotations
 

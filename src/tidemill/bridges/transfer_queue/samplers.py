@@ -1,5 +1,5 @@
-"""Samplers: which ready rows a fetch gets. They run in the ledger's process, on row numbers alone; a sampler of your own
-is a subclass of BaseSampler. They choose as TransferQueue's do."""
+"""Samplers: which ready rows a fetch gets. They run in the ledger's process, on row numbers alone; a sampler of your
+own is a subclass of BaseSampler. They choose as TransferQueue's do."""
 
 from __future__ import annotations
 

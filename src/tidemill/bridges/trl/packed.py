@@ -1,5 +1,5 @@
-"""Packed log-probs inside TRL's trainers: no padding is computed, and samples that stand one behind another with the same
-prompt compute it once.
+"""Packed log-probs inside TRL's trainers: no padding is computed, and samples that stand one behind another with the
+same prompt compute it once.
 
     trainer = GRPOTrainer(..., rollout_func=rollout())
     pack(trainer)
