@@ -72,3 +72,10 @@ def _register_hccl(native: Any) -> None:
         return native.hccl_over(dist.ProcessGroupGloo(store, rank, size, timeout))
 
     dist.Backend.register_backend("hccl", create, devices=["npu"])
+
+
+def __getattr__(name: str) -> Any:
+    """torch_npu's operators are functions of the package, too."""
+    if not name.startswith("npu_"):
+        raise AttributeError(name)
+    return getattr(torch.ops.npu, name)

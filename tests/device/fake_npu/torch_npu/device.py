@@ -36,7 +36,7 @@ def _lazy_call(call: Any, **_: Any) -> None:
 
 
 def device_count() -> int:
-    return torch.accelerator.device_count()
+    return int(native.device_count())
 
 
 def current_device() -> int:
@@ -167,7 +167,7 @@ def _draws() -> torch.Generator:
     return native.default_generator()
 
 
-# -- captured graphs, as torch_npu/npu/graphs.py has them ----------------------------------------------------------------
+# -- captured graphs, as torch_npu/npu/graphs.py has them -------------------------------------------------------------
 
 
 class NPUGraph:

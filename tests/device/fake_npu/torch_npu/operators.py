@@ -1,4 +1,4 @@
-"""Operators of torch_npu's own, computed on the host as Ascend/op-plugin documents them (docs/zh/custom_APIs/torch_npu).
+"""Operators of torch_npu's own, computed on the host as Ascend/op-plugin documents them (docs/zh/custom_APIs).
 
 `schemas.txt` has them as the wheel's npu_native_functions_by_codegen.yaml does; a test compares the two. What a
 documentation page forbids is an error here.
@@ -37,7 +37,7 @@ def needs(holds: bool, what: str) -> None:
         raise RuntimeError(f"the operator's documentation forbids this: {what}")
 
 
-# -- between the products ------------------------------------------------------------------------------------------------
+# -- between the products ---------------------------------------------------------------------------------------------
 
 
 def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -73,10 +73,14 @@ def _turned(x: Tensor) -> Tensor:
     return torch.cat([-b, a], -1)
 
 
-def npu_rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None) -> Tensor:
+def npu_rotary_mul(
+    x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
+) -> Tensor:
     needs(rotary_mode == "half" and rotate is None, "what is simulated")
     needs(x.ndim in (3, 4) and r1.ndim == x.ndim == r2.ndim and r1.shape == r2.shape, "3 or 4 dimensions, alike")
-    needs(x.shape[-1] % 2 == 0 and r1.shape[-1] == x.shape[-1] and x.dtype == r1.dtype == r2.dtype, "one dim, one dtype")
+    needs(
+        x.shape[-1] % 2 == 0 and r1.shape[-1] == x.shape[-1] and x.dtype == r1.dtype == r2.dtype, "one dim, one dtype"
+    )
     wide = x.float()
     return (wide * r1.float() + _turned(wide) * r2.float()).to(x.dtype)
 
@@ -89,7 +93,7 @@ def npu_rotary_mul_backward(
     return dx.to(x.dtype), torch.zeros_like(r1), torch.zeros_like(r2)
 
 
-# -- attention -----------------------------------------------------------------------------------------------------------
+# -- attention --------------------------------------------------------------------------------------------------------
 
 
 def _weights(q: Tensor, k: Tensor, allowed: Tensor, scale: float) -> Tensor:
@@ -106,7 +110,9 @@ def _spans(how: dict[str, Any], total: tuple[int, int]) -> Any:
     """(queries, keys, allowed) of each sequence."""
     mask, mode = how["atten_mask"], how["sparse_mode"]
     needs(mode in (3, 4), "what is simulated")
-    needs(mask is not None and mask.dtype in (torch.bool, torch.uint8) and mask.shape == (TRIANGLE,) * 2, "one triangle")
+    needs(
+        mask is not None and mask.dtype in (torch.bool, torch.uint8) and mask.shape == (TRIANGLE,) * 2, "one triangle"
+    )
     needs(torch.equal(mask.bool(), torch.ones(TRIANGLE, TRIANGLE, dtype=torch.bool).triu(1)), "an upper triangle")
     q_ends, k_ends = how["actual_seq_qlen"], how["actual_seq_kvlen"]
     needs(len(q_ends) == len(k_ends) <= MOST_SEQUENCES, f"at most {MOST_SEQUENCES} sequences")
@@ -162,11 +168,14 @@ def npu_fusion_attention_grad(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), torch.empty(0), torch.empty(0)
 
 
-def npu_fused_infer_attention_score(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+def npu_fused_infer_attention_score(
+    q: Tensor, k: Tensor, v: Tensor, *, actual_seq_lengths_kv: Sequence[int], block_table: Tensor, block_size: int = 0,
+    num_heads: int = 1, num_key_value_heads: int = 0, scale: float = 1.0, input_layout: str = "BSH", **rest: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One query a sequence over pages, layout BSH."""
-    lengths, table, size = how["actual_seq_lengths_kv"], how["block_table"], how["block_size"]
-    heads, kv_heads = how["num_heads"], how["num_key_value_heads"] or how["num_heads"]
-    needs(how.get("input_layout", "BSH") == "BSH" and q.ndim == 3 and q.shape[1] == 1, "what is simulated")
+    lengths, table, size = actual_seq_lengths_kv, block_table, block_size
+    heads, kv_heads = num_heads, num_key_value_heads or num_heads
+    needs(input_layout == "BSH" and q.ndim == 3 and q.shape[1] == 1 and not rest, "what is simulated")
     needs(table is not None and table.dtype == torch.int32 and table.ndim == 2, "a table of int32 pages")
     needs(q.is_contiguous() and k.is_contiguous() and v.is_contiguous(), "contiguous tensors")
     needs(len(lengths) == len(q) == len(table) and size % 16 == 0 and 0 < size <= 512, "a length for each row")
@@ -177,12 +186,12 @@ def npu_fused_infer_attention_score(q: Tensor, k: Tensor, v: Tensor, **how: Any)
         keys, values = (x[held].flatten(0, 1)[:length].unflatten(1, (kv_heads, -1)) for x in (k, v))
         query = q[row].unflatten(1, (heads, -1))
         allowed = torch.ones(1, length, dtype=torch.bool)
-        weights = _weights(query, _wide(keys, heads), allowed, how.get("scale", 1.0))
+        weights = _weights(query, _wide(keys, heads), allowed, scale)
         out[row] = torch.einsum("hqk,khd->qhd", weights, _wide(values, heads).float()).flatten(1).to(q.dtype)
     return out, torch.zeros(1)
 
 
-# -- mixtures ------------------------------------------------------------------------------------------------------------
+# -- mixtures ---------------------------------------------------------------------------------------------------------
 
 
 def _groups(group_list: Tensor, kind: int, total: int) -> list[slice]:
@@ -192,18 +201,23 @@ def _groups(group_list: Tensor, kind: int, total: int) -> list[slice]:
     return [slice(a, b) for a, b in zip([0, *ends[:-1]], ends)]
 
 
-def npu_grouped_matmul(x: Sequence[Tensor], weight: Sequence[Tensor], **how: Any) -> list[Tensor]:
-    needs(len(x) == len(weight) == 1 and how["split_item"] in (2, 3), "what is simulated")
-    a, b, kind = x[0], weight[0], how["group_type"]
+def npu_grouped_matmul(
+    x: Sequence[Tensor], weight: Sequence[Tensor], *, group_list: Tensor, split_item: int = 0, group_type: int = -1,
+    group_list_type: int = 0, **rest: Any,
+) -> list[Tensor]:  # fmt: skip
+    needs(len(x) == len(weight) == 1 and split_item in (2, 3) and not rest, "what is simulated")
+    a, b, kind = x[0], weight[0], group_type
     needs(a.dtype == b.dtype and a.ndim == 2 and max(a.shape[-1], b.shape[-1]) < 65536, "one dtype, inner below 65536")
     if kind == 0:
         needs(b.ndim == 3 and a.is_contiguous(), "weights (groups, in, out); rows that are not transposed")
         out = a.new_empty(len(a), b.shape[2])
-        for rows, w in zip(_groups(how["group_list"], how["group_list_type"], len(a)), b, strict=True):
+        for rows, w in zip(_groups(group_list, group_list_type, len(a)), b, strict=True):
             out[rows] = a[rows] @ w
         return [out]
-    needs(kind == 2 and b.ndim == 2 and a.t().is_contiguous() and a.shape[1] == len(b), "rows transposed, over the rows")
-    spans = _groups(how["group_list"], how["group_list_type"], len(b))
+    needs(
+        kind == 2 and b.ndim == 2 and a.t().is_contiguous() and a.shape[1] == len(b), "rows transposed, over the rows"
+    )
+    spans = _groups(group_list, group_list_type, len(b))
     return [torch.stack([a[:, rows] @ b[rows] for rows in spans])]
 
 
@@ -214,15 +228,19 @@ def npu_moe_gating_top_k_softmax(x: Tensor, finished: Any = None, k: int = 1) ->
     return y, chosen.int(), rows.contiguous()
 
 
-def npu_moe_init_routing_v2(x: Tensor, expert_idx: Tensor, **how: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    needs(expert_idx.dtype == torch.int32 and how["quant_mode"] == -1 and how["row_idx_type"] == 0, "what is simulated")
-    needs(how["expert_tokens_num_flag"] and how["active_expert_range"] == [0, how["expert_num"]], "what is simulated")
+def npu_moe_init_routing_v2(
+    x: Tensor, expert_idx: Tensor, *, active_num: int = -1, expert_num: int = -1, expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False, quant_mode: int = -1, active_expert_range: Sequence[int] = (),
+    row_idx_type: int = 0, **rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    needs(expert_idx.dtype == torch.int32 and quant_mode == -1 and row_idx_type == 0 and not rest, "what is simulated")
+    needs(expert_tokens_num_flag and list(active_expert_range) == [0, expert_num], "what is simulated")
     (tokens, k), flat = expert_idx.shape, expert_idx.flatten()
-    needs(how["active_num"] == tokens * k, "all tokens active")
+    needs(active_num == tokens * k, "all tokens active")
     order = torch.argsort(flat, stable=True)
     place = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
-    counts = torch.bincount(flat, minlength=how["expert_num"])
-    tokens_of = counts if how["expert_tokens_num_type"] == 1 else counts.cumsum(0)
+    counts = torch.bincount(flat, minlength=expert_num)
+    tokens_of = counts if expert_tokens_num_type == 1 else counts.cumsum(0)
     return x[order // k], place.int(), tokens_of, torch.zeros(1)
 
 
@@ -236,7 +254,7 @@ def npu_moe_token_unpermute(
     return (rows * probs.float().unsqueeze(-1)).sum(1).to(permuted.dtype)
 
 
-# -- formats -------------------------------------------------------------------------------------------------------------
+# -- formats ----------------------------------------------------------------------------------------------------------
 
 
 def npu_format_cast(x: Tensor, acl_format: int, *, customize_dtype: Any = None, input_dtype: Any = None) -> Tensor:
@@ -247,7 +265,7 @@ def get_npu_format(x: Tensor) -> int:
     raise RuntimeError("private formats are simulated by `torch_npu.get_npu_format`")
 
 
-# -- derivatives ---------------------------------------------------------------------------------------------------------
+# -- derivatives ------------------------------------------------------------------------------------------------------
 
 
 def _keep(*places: int) -> Callable[..., None]:

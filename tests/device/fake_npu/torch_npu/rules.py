@@ -1,8 +1,8 @@
 """What a 910B refuses, and when its host waits. Each rule names where it is published; paths without a repository are
 of Ascend/pytorch (torch_npu), as of version 2.13.0.
 
-The list of implemented operators, `implemented.txt`, is the section `supported` of
-`torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml` in the wheel; a test compares it with wheels that pip fetched.
+The list of implemented operators, `implemented.txt`, is the section `supported` of the wheel's
+`torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml`; a test compares it with wheels that pip fetched.
 """
 
 from __future__ import annotations
@@ -12,25 +12,31 @@ from pathlib import Path
 import torch
 
 SOURCES = {
-    "operators": "torch_npu wheel: torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml, section `supported`; any other"
-    " operator falls back to the host (torch_npu/csrc/aten/VariableFallbackKernel.cpp), which"
-    " TORCH_NPU_FALLBACK_CPU_DISABLE=1 turns into an error"
-    " (docs/zh/api/environment_variable/op_execution/TORCH_NPU_FALLBACK_CPU_DISABLE.md)",
+    "operators": "the wheel's npu_native_functions_by_codegen.yaml, section `supported`; any other operator falls back to"
+    " the host (torch_npu/csrc/aten/VariableFallbackKernel.cpp), which TORCH_NPU_FALLBACK_CPU_DISABLE=1 turns into an"
+    " error (docs/zh/api/environment_variable/op_execution/TORCH_NPU_FALLBACK_CPU_DISABLE.md)",
     "float64": "torch_npu/csrc/aten/common/ToKernelNpu.cpp: double is replaced by float with a warning",
     "float8": "torch_npu/csrc/aten/ops/op_api/CopyKernelOpApi.cpp: aclnnCast of A2 and A3 takes no float8",
-    "reductions": "torch_npu/csrc/distributed/ProcessGroupHCCL.cpp, checkSupportedDataType: int8, int16, int32, int64,"
-    " float16, float32, bfloat16; float64 on Ascend950 alone",
+    "reductions": "HcclAllReduce of CANN 8.5.0 (hcclapiref/hcclcpp_07_0021): int8, int16, int32, int64, float16,"
+    " float32, bfp16 on A2 and A3; so torch_npu/csrc/distributed/ProcessGroupHCCL.cpp, checkSupportedDataType",
     "contiguous": "torch_npu/csrc/distributed/ProcessGroupHCCL.cpp: «Tensors must be contiguous»",
-    "copies": "torch_npu/csrc/aten/ops/op_api/CopyKernelOpApi.cpp: a copy that is not non_blocking synchronizes the stream;"
-    " torch_npu/csrc/core/npu/CachingHostAllocator.cpp, process_non_blocking_copy: so does one from or to host memory that"
-    " is not pinned",
+    "copies": "torch_npu/csrc/aten/ops/op_api/CopyKernelOpApi.cpp: a copy that is not non_blocking synchronizes the"
+    " stream; torch_npu/csrc/core/npu/CachingHostAllocator.cpp, process_non_blocking_copy: so does one from or to host"
+    " memory that is not pinned",
     "graphs": "torch_npu/npu/graphs.py: capture, replay, update of host arguments with auto_dispatch_capture;"
-    " _npugraph_handlers/ifa_handler.py: which operators' and which arguments",
-    "formats": "torch_npu.npu_format_cast in Ascend/op-plugin, docs/zh/custom_APIs: no view, slice or pad of a tensor in"
-    " FRACTAL_NZ",
+    " torch_npu/npu/_npugraph_handlers/ifa_handler.py: which arguments of which operators",
+    "formats": "Ascend/op-plugin, npu_format_cast: no view, slice or pad of a tensor in FRACTAL_NZ",
 }
 
-REFUSED = (torch.float64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64)
+REFUSED = (
+    torch.float64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
 REDUCIBLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.bfloat16)
 
 # Their result has a shape, or is a value, that the host must know before it can go on.

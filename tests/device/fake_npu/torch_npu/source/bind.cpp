@@ -114,6 +114,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_reducible_dtypes", [](const std::vector<py::object>& t) { state().reducible_dtypes = dtypes(t); });
   m.def("set_narrow", [](const std::string& op, const std::vector<py::object>& t) { state().narrow[op] = dtypes(t); });
   m.def("default_generator", [] { return default_generator(); });
+  m.def("device_count", &device_count);
   m.def("is_capturing", [] { return state().capturing != nullptr; });
   py::class_<PyGraph>(m, "Graph")
       .def(py::init<>())

@@ -98,8 +98,8 @@ at::Tensor brought(const at::Tensor& made, const std::vector<IValue>& inputs, c1
   at::Tensor base;  // a result that is a view of an input stays one
   for (auto& input : inputs)
     each_tensor(input, [&](const at::Tensor& t) {
-      bool same = t.defined() && t.device().type() == NPU && t.storage().nbytes() && t.storage().data() == made.storage().data();
-      if (same) base = t;
+      bool holds = t.defined() && t.device().type() == NPU && t.storage().nbytes();
+      if (holds && t.storage().data() == made.storage().data()) base = t;
     });
   if (!base.defined()) return as_npu(made, device);
   auto view = at::detail::make_tensor<c10::TensorImpl>(
@@ -190,7 +190,7 @@ void refuse_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack*)
   refuse(name_of(op) + ", which torch_npu leaves to the host");
 }
 
-// -- what a device implements itself -----------------------------------------------------------------------------------
+// -- what a device implements itself --------------------------------------------------------------------------------
 
 void check_new(std::optional<at::ScalarType> dtype) {
   auto given = dtype.value_or(at::typeMetaToScalarType(at::get_default_dtype()));
@@ -322,6 +322,9 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& target
 
 void record_stream(at::Tensor&, at::Stream) {}
 
+// A parameter that moves here stays the object it is, as torch_npu has it: ties between parameters hold.
+bool keeps_identity(const at::Tensor&, const at::Tensor&) { return true; }
+
 int64_t plain_attention(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
     std::optional<double>, bool) {
@@ -383,6 +386,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("record_stream", &record_stream);
   m.impl("_fused_sdp_choice", &plain_attention);
+  m.impl("_has_compatible_shallow_copy_type", &keeps_identity);
 }
 
 }  // namespace fake_npu

@@ -10,16 +10,17 @@
 
 namespace fake_npu {
 
+int device_count() {
+  static const char* given = std::getenv("FAKE_NPU_DEVICES");
+  return given ? std::atoi(given) : 2;
+}
+
 namespace {
 
 thread_local c10::DeviceIndex current = 0;
 thread_local std::map<c10::DeviceIndex, c10::StreamId> streams;
 std::atomic<c10::StreamId> next_stream{1};
 
-c10::DeviceIndex device_count() {
-  static const char* given = std::getenv("FAKE_NPU_DEVICES");
-  return given ? std::atoi(given) : 2;
-}
 
 c10::Stream stream_of(c10::DeviceIndex index) {
   return c10::Stream(c10::Stream::UNSAFE, c10::Device(NPU, index), streams.count(index) ? streams[index] : 0);

@@ -74,6 +74,7 @@ void check_dtype(const std::string& op, const at::Tensor& tensor);
 at::Tensor as_cpu(const at::Tensor& tensor);
 at::Tensor as_npu(const at::Tensor& tensor, c10::Device device);
 c10::Device current_device();
+int device_count();
 at::Generator default_generator();
 std::optional<at::Generator> host_generator(const std::optional<at::Generator>& given);
 
