@@ -152,8 +152,9 @@ def test_a_mixture_decodes_ahead_as_it_does_in_step(
 
 def test_routes_are_recorded_inside_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("qwen3-moe-mixed").to(DEVICE)
-    wanted = roll(NativeEngine(model, eos_ids=[], max_len=64, plain=True, record_routes=True), asked(4))
-    made = roll(ahead(monkeypatch, model, eos_ids=[], record_routes=True), asked(4))
+    ends = range(2, 12)  # a sequence that stops has been decoded one token too far
+    wanted = roll(NativeEngine(model, eos_ids=ends, max_len=64, plain=True, record_routes=True), asked(4))
+    made = roll(ahead(monkeypatch, model, eos_ids=ends, record_routes=True), asked(4))
     for key, completion in made.items():
         np.testing.assert_array_equal(completion.routes, wanted[key].routes)
 

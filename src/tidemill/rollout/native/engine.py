@@ -315,7 +315,9 @@ class NativeEngine:
             error = "the model gave logits that are not numbers"
             for made in (sequence.tokens, sequence.logprobs, sequence.versions, sequence.kept or [0.0]):
                 made.pop()
-        routes = None if self.routes is None else self.routes.of(sequence.pages, cached)
+        # Decoding ahead of the host may have read the last token too; only those before it are inputs.
+        inputs = min(cached, len(sequence.identity()) - 1)
+        routes = None if self.routes is None else self.routes.of(sequence.pages, inputs)
         if self.speculator is not None:
             self.speculator.ended(sequence)
         is_worth_keeping = self.reuse_prefix and finish in ("stop", "length")

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 SOURCES = {
-    "operators": "the wheel's npu_native_functions_by_codegen.yaml, section `supported`; any other operator falls back to"
+    "operators": "the wheel's npu_native_functions_by_codegen.yaml, section `supported`; any other falls back to"
     " the host (torch_npu/csrc/aten/VariableFallbackKernel.cpp), which TORCH_NPU_FALLBACK_CPU_DISABLE=1 turns into an"
     " error (docs/zh/api/environment_variable/op_execution/TORCH_NPU_FALLBACK_CPU_DISABLE.md)",
     "float64": "torch_npu/csrc/aten/common/ToKernelNpu.cpp: double is replaced by float with a warning",

@@ -212,11 +212,14 @@ class GraphDecoder:
     def _replay(self, bucket: Bucket, rows: Array, length: Array, position: Array, ids: Array | None = None) -> Any:
         self._stage(bucket, rows, length, position, ids)
         assert bucket.graph is not None
-        if self.library is not None and self.library.host_argument:
-            padding = [1] * (bucket.kind.rows - len(rows))
-            bucket.graph.update(self.library.host_argument, [*length.tolist(), *padding])
+        self._tell(bucket.graph, [*length.tolist(), *[1] * (bucket.kind.rows - len(rows))])
         bucket.graph.replay()
         return bucket.graph.result
+
+    def _tell(self, graph: CapturedGraph, length: list[int]) -> None:
+        """Tell an attention operator that wants to know it on the host what each row sees."""
+        if self.library is not None and self.library.host_argument:
+            graph.update(self.library.host_argument, length)
 
     def _kind(self, size: int, rows: Array, has_drafts: bool = False) -> GraphKey:
         is_steered, has_tops = bool(self.slots.steered[rows].any()), bool(self.slots.tops[rows].any())

@@ -141,7 +141,7 @@ void check(const std::string& name, const std::vector<IValue>& inputs) {
       if (narrow != state().narrow.end() && i == 0 && !narrow->second.count(t.scalar_type()))
         refuse(name + " of " + c10::toString(t.scalar_type()));
       if (t.device().type() == NPU && t.storage().nbytes() && memory_of(t)->format != BASE_FORMAT) {
-        bool whole = t.is_contiguous() && t.numel() * t.element_size() == t.storage().nbytes();
+        bool whole = static_cast<size_t>(t.numel() * t.element_size()) == t.storage().nbytes();
         if (!whole) refuse(name + " of a part of a tensor in a private format");
       }
     });
@@ -359,6 +359,13 @@ TORCH_LIBRARY(fake_npu, m) {
 
 TORCH_LIBRARY_IMPL(fake_npu, CPU, m) {
   m.impl("copy", [](const at::Tensor& source, at::Tensor target) { target.copy_(source); });
+}
+
+// The host has no product of 16-bit matrices in float32, which devices do.
+TORCH_LIBRARY_IMPL(aten, CPU, m) {
+  m.impl("mm.dtype", [](const at::Tensor& a, const at::Tensor& b, at::ScalarType dtype) {
+    return at::mm(a.to(dtype), b.to(dtype));
+  });
 }
 
 TORCH_LIBRARY_IMPL(fake_npu, PrivateUse1, m) {
