@@ -71,7 +71,8 @@ def apply(model: Any, cuts: Cuts, over: MeshLink, tp_rank: int = 0, tp_size: int
 
 
 def forward(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """As `models.mixture.experts.forward`, with this rank's tokens and experts that lie on all ranks of the module's place."""
+    """Do what `models.mixture.experts.forward` does, with this rank's tokens and experts spread over the ranks of the
+    module's place."""
     place: ExpertPlace = module.place
     k = index.shape[1]
     chosen = index.reshape(-1)
