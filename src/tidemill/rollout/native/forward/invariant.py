@@ -1,6 +1,6 @@
 """The batch-invariant mode of the native engine: the module itself under `models.layers.rowwise`, and a cache whose
-tokens lie one after another. The learner in the same mode gets the same bits, as `tests/rollout/test_batch_invariant.py`
-checks."""
+tokens lie one after another. The learner in the same mode gets the same bits:
+`tests/rollout/test_batch_invariant.py` checks it."""
 
 from __future__ import annotations
 
