@@ -45,11 +45,11 @@ Where = Annotated[
         help="a run's folder, a Hugging Face folder, a known model's name, or org/name", autocompletion=complete.run
     ),
 ]
-Raw = Annotated[bool, typer.Option("--raw", help="the weights themselves, where a run keeps their running mean")]
-Step = Annotated[
-    int | None, typer.Option("--step", help="of a run: the checkpoint of this step instead of the newest", min=0)
+Raw = Annotated[
+    bool, typer.Option("--raw", help="the weights of the last step instead of their running mean (learn.ema)")
 ]
-Best = Annotated[bool, typer.Option("--best", help="of a run: its best checkpoint instead of the newest")]
+Step = Annotated[int | None, typer.Option("--step", help="the checkpoint of this step instead of the newest", min=0)]
+Best = Annotated[bool, typer.Option("--best", help="the best checkpoint instead of the newest")]
 # What the system says of a path that a user gave, with a remedy. Anything else that it refuses is our bug.
 PATH_ERRORS = {
     errno.EISDIR: "name a file",
@@ -60,6 +60,14 @@ PATH_ERRORS = {
     errno.EROFS: "name a place that can be written",
     errno.ENAMETOOLONG: "use a shorter name",
 }
+# The groups of `tidemill --help`, in this order.
+START, RUNS, RESULTS, SCALE, OTHER = (
+    "Start here",
+    "Follow and manage runs",
+    "Use a trained model",
+    "Larger machines",
+    "Other tools",
+)
 INTERRUPTED = 130  # what shells expect from a command that Ctrl-C ended
 
 
