@@ -1,6 +1,6 @@
-"""Pages of the site that are made when it is built: the README as its first page, the Python reference, commands, settings.
+"""Pages that are made when the site is built: the README as its first page, the Python reference, commands, settings.
 
-Pages that `nav` does not name are put where they belong, so that a new page of results needs no line there.
+Every page of results is listed, so that a new one needs no line in mkdocs.yml.
 """
 
 from __future__ import annotations
@@ -67,4 +67,5 @@ def commands() -> str:
 
 
 def settings() -> str:
-    return f"# Settings\n\nEvery key of a recipe with its default (`tidemill config`).\n\n```text\n{tidemill('config')}\n```\n"
+    says = "Every key of a recipe with its default (`tidemill config`)."
+    return f"# Settings\n\n{says}\n\n```text\n{tidemill('config')}\n```\n"
