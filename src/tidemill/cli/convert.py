@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tidemill.cli.frame import app, say
-from tidemill.errors import ConfigError
+from tidemill.cli.frame import app, check_new_file, say
 
 
 @app.command("from")
@@ -20,8 +19,7 @@ def convert(
     """Turn a TRL or verl config into a recipe. What has no counterpart is listed with the reason."""
     from tidemill.bridges.recipes.convert import convert as converted
 
-    if to is not None and to.exists():
-        raise ConfigError(f"{to} exists", "name a new file")
+    check_new_file("--to", to)
     made = converted(framework, file)
     if to is None:
         print(made.text, end="")

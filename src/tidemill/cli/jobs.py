@@ -98,15 +98,16 @@ def run(
     from tidemill.jobs.recipe import capacity, parse_limits
     from tidemill.jobs.runner import Processes
 
+    limits = parse_limits(limit or ())
     found, visible = capacity(slots, ray)
     env = {"RAY_ADDRESS": ray} if ray else {}
-    say(f"running {queue} with {found} slots; Ctrl-C ends the queue, not its jobs", style="dim")
+    say(f"running {queue} with {found} slot{'s' * (found > 1)}; Ctrl-C ends the queue, not its jobs", style="dim")
     held = Queue(queue)
     try:
         held.run(
             Processes(held.folder / "jobs", env, visible),
             found,
-            parse_limits(limit or ()),
+            limits,
             is_drain=drain,
             grace_s=grace_s,
         )

@@ -34,7 +34,7 @@ def get(name: Name) -> None:
     """Fetch a model once and print its folder. `model.path` and `tidemill generate` then accept its name."""
     from tidemill.models.box import find
 
-    if not find.look(name).exists():
+    if find.is_fetchable(name) and not find.look(name).exists():
         errors.print(f"{name} is not on this machine yet: fetching it", style="dim")
     print(find.get(name))
 

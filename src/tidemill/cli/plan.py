@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tidemill.cli.frame import Overrides, Recipe, app, say
+from tidemill.cli.frame import Overrides, Recipe, app, check_new_file, say
 
 if TYPE_CHECKING:
     from tidemill.plan.search import Found
@@ -30,7 +30,9 @@ def plan(
     overrides: Overrides = None,
     cluster: Cluster = "",
     goal: Annotated[str, typer.Option(help="throughput, cost or deadline")] = "throughput",
-    hours: Annotated[float | None, typer.Option(help="of the goal deadline: how long the run may take")] = None,
+    hours: Annotated[
+        float | None, typer.Option(help="with --goal deadline: how long the run may take", min=0.001)
+    ] = None,
     lengths: Lengths = None,
     keep: Annotated[int, typer.Option(help="how many layouts to show", min=1)] = 4,
     write: Annotated[Path | None, typer.Option("--write", help="write the best layout as a recipe")] = None,
@@ -48,6 +50,9 @@ def plan(
     goals = ("throughput", "cost", "deadline")
     if goal not in goals:
         raise ConfigError(f"there is no goal {goal!r}{did_you_mean(goal, goals)}", "use throughput, cost or deadline")
+    if goal == "deadline" and hours is None:
+        raise ConfigError("--goal deadline needs --hours, the time that the run may take", "for example --hours 8")
+    check_new_file("--write", write)
     question = asked(recipe, overrides or (), cluster, lengths, calibration)
     found = Search(question.model, question.lengths).run(goal, keep, hours)  # type: ignore[arg-type]
     if not found.best:
@@ -100,6 +105,7 @@ def calibrate(
     from tidemill.plan import calibration, hardware
     from tidemill.plan.calibrate import calibrate as measure
 
+    check_new_file("--out", out, may_exist=True)
     made = measure(lambda text: say(text, style="dim"), limit_s=limit)
     name = "cpu" if made.device == "cpu" else hardware.find(made.device) or made.device
     file = out or calibration.own_folder() / calibration.file_name(name, made.threads)
@@ -126,6 +132,7 @@ def tune(
     from tidemill.recipe import load as recipes
     from tidemill.run import tune as tuning
 
+    check_new_file("--write", write)
     question = asked(recipe, overrides or (), "", lengths)
     tried = tuning.tune(question.model, question.lengths, keep, steps, lambda text: None if as_json else say(text))
     if write is not None:

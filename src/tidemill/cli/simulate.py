@@ -38,12 +38,15 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Simulate a run: the real driver, ledger and schedules in virtual time; a model of time replaces the work."""
+    from tidemill.errors import ConfigError
     from tidemill.plan.ask import asked
     from tidemill.plan.simulate import written
     from tidemill.plan.simulate.failures import Faults
     from tidemill.plan.simulate.replay import replay as replayed
     from tidemill.plan.simulate.run import simulate as simulated
 
+    if out is not None and out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out}: it is a file", "name a folder")
     more: dict[str, Any] = {}
     if replay:
         again = replayed(recipe)
