@@ -31,7 +31,8 @@ def folder(tmp_path: Path) -> Path:
 
 def changed(theirs: str, ours: str) -> tuple[int, int]:
     """Count changed lines: of imports, and others."""
-    lines = [line for line in difflib.ndiff(theirs.splitlines(), ours.splitlines()) if line.startswith("+ ") and line.strip() != "+"]
+    told = difflib.ndiff(theirs.splitlines(), ours.splitlines())
+    lines = [line for line in told if line.startswith("+ ") and line.strip() != "+"]
     imports = sum(line.startswith(("+ from ", "+ import ")) for line in lines)
     return imports, len(lines) - imports
 
