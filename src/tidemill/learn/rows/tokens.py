@@ -14,7 +14,7 @@ from tidemill.algorithms.shared.losses import extreme, mean_stat
 from tidemill.batch import Batch
 from tidemill.device.vendor import widest
 from tidemill.learn.forward import Scores
-from tidemill.learn.packing import PackedBatch
+from tidemill.learn.rows.packing import PackedBatch
 from tidemill.models.upload import upload
 
 
