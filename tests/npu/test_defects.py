@@ -15,7 +15,8 @@ from tests.npu.test_decoding import OPTIONS, asked, same
 from tests.npu.test_learning import a_learner
 from tests.rollout.tiny import roll, tiny_model
 from tidemill.device import vendor
-from tidemill.learn import gradients, packing, tokens
+from tidemill.learn import gradients
+from tidemill.learn.rows import packing, tokens
 from tidemill.models import upload
 from tidemill.models.attention import packed
 from tidemill.rollout.native import inputs, paged

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.same import BASE, CASES
-from tidemill.algorithms.registry import get
 
 import tidemill
 from tests.learn.grouped import grouped
 from tests.rollout.tiny import tiny_model
+from tidemill.algorithms.shared.registry import get
 from tidemill.learn.engine import Learner
 from tidemill.models.mixture import experts
 from tidemill.recipe.config import Config

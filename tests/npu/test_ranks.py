@@ -13,7 +13,7 @@ from tests.npu.test_learning import run, same
 from tests.reshard import ranks as on_ranks
 from tests.reshard.ranks import DENSE
 from tidemill.cluster.start.ranks import Ranks
-from tidemill.reshard import parallel
+from tidemill.reshard.layouts import parallel
 from tidemill.reshard.move import BufferRing, GroupWire, Job, move
 from tidemill.reshard.plan import plan
 

@@ -12,7 +12,10 @@ IS_STAND_IN = True
 
 
 def _autoload() -> None:
-    """Called by torch when it is imported."""
+    """Called by torch when it is imported; importing this module is enough."""
+
+
+def _set_up() -> None:
     if hasattr(torch, "npu"):
         return
     from torch_npu import build
@@ -79,3 +82,6 @@ def __getattr__(name: str) -> Any:
     if not name.startswith("npu_"):
         raise AttributeError(name)
     return getattr(torch.ops.npu, name)
+
+
+_set_up()
