@@ -43,6 +43,7 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [name for name in one | other if one.get(name) != other.get(name)]
 
 
+@pytest.mark.slow
 def test_every_call_answers_as_transfer_queue_did() -> None:
     recorded = json.loads((HERE / "recorded.json").read_text())
     assert len(recorded) >= 80
@@ -57,6 +58,7 @@ def test_every_call_answers_as_transfer_queue_does_now(tmp_path: Path) -> None:
     assert differing(theirs, json.loads((HERE / "recorded.json").read_text())) == []
 
 
+@pytest.mark.slow
 def test_a_flow_of_four_processes_brings_every_row_to_the_update() -> None:
     found = child("-m", "tests.bridges.transfer_queue.flow", "ours", "rows")
     assert found["left"] == ["over"] and len(found["rows"]) == 32
@@ -64,11 +66,6 @@ def test_a_flow_of_four_processes_brings_every_row_to_the_update() -> None:
         fields = {"prompt", "answer", "logprob", "text", "reward", "ref", "advantage", "tag"}
         assert row.keys() == fields and row["tag"]["scored"] == row["tag"]["referred"] == 1, key
         assert len(row["answer"]["tensor"]) == len(row["logprob"]["tensor"]) == len(row["ref"]["tensor"])
-
-
-def test_rows_of_a_killed_consumer_are_not_lost() -> None:
-    found = child("-m", "tests.bridges.transfer_queue.flow", "ours", "killed", **QUICK)
-    assert found == {"rows": 48, "came_through": 48, "lost": 0}
 
 
 CONSUMER = """
@@ -139,16 +136,8 @@ def test_a_killed_ledger_and_warehouse_come_back_with_everything(queue: Any) -> 
     assert torch.stack(queue.kv_batch_get(["b", "a"], "p")["x"].unbind()).equal(torch.ones(2, 3))
 
 
-@pytest.mark.slow
-def test_actors_of_a_ray_cluster_find_the_queue(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
-    folder = f"/tmp/r{os.getpid()}"
-    found = child("-m", "tests.bridges.transfer_queue.flow", "ours", "killed", "--ray", **QUICK, RAY_TMPDIR=folder)
-    assert found["lost"] == 0
-
-
 def test_what_is_missing_is_named(queue: Any) -> None:
-    with pytest.raises(ValueError, match=r"no sampler 'RankAwareSample' \(did you mean 'RankAwareSampler'\?\)"):
+    with pytest.raises(ValueError, match="no sampler 'RankAwareSample'; did you mean RankAwareSampler"):
         queue.init({"controller": {"sampler": "RankAwareSample"}})
     with pytest.raises(AssertionError, match=r"call init\(\) first"):
         queue.kv_list()

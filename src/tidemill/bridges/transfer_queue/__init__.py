@@ -31,7 +31,8 @@ if TYPE_CHECKING:
         load_checkpoint,
         save_checkpoint,
     )
-    from tidemill.bridges.transfer_queue.metadata import BatchMeta, KVBatchMeta
+    from tidemill.bridges.transfer_queue.meta.batch import BatchMeta
+    from tidemill.bridges.transfer_queue.meta.keyed import KVBatchMeta
     from tidemill.bridges.transfer_queue.samplers import (
         BaseSampler,
         GRPOGroupNSampler,
@@ -95,8 +96,8 @@ _WHERE = {
     "kv_put": "interface",
     "load_checkpoint": "interface",
     "save_checkpoint": "interface",
-    "BatchMeta": "metadata",
-    "KVBatchMeta": "metadata",
+    "BatchMeta": "meta.batch",
+    "KVBatchMeta": "meta.keyed",
     "BaseSampler": "samplers",
     "GRPOGroupNSampler": "samplers",
     "RankAwareSampler": "samplers",

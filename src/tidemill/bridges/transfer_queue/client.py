@@ -15,10 +15,10 @@ from tensordict import TensorDict
 
 from tidemill.bridges.transfer_queue.columns import chunk_of, rows_of
 from tidemill.bridges.transfer_queue.gather import gathered, stacked
-from tidemill.bridges.transfer_queue.metadata import BatchMeta
+from tidemill.bridges.transfer_queue.meta.batch import BatchMeta
+from tidemill.bridges.transfer_queue.meta.schema import schema_of, to_kinds, to_schema
 from tidemill.bridges.transfer_queue.objects import packed, unpacked
 from tidemill.bridges.transfer_queue.parse import parsed
-from tidemill.bridges.transfer_queue.schema import schema_of, to_kinds, to_schema
 from tidemill.dock.address import Address
 from tidemill.dock.keyed.client import KeyedDock, Rows
 from tidemill.dock.keyed.partition import Absent

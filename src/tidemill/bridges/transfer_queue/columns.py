@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tidemill.bridges.transfer_queue.meta.schema import is_simple, jagged_offsets, name_of
 from tidemill.bridges.transfer_queue.objects import packed
-from tidemill.bridges.transfer_queue.schema import is_simple, jagged_offsets, name_of
 from tidemill.dock.keyed.client import Chunk
 from tidemill.dock.ledger.records import Ints
 from tidemill.dock.store import chunk as chunks

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader, IterableDataset
 
 from tidemill.bridges.transfer_queue.client import TransferQueueClient
-from tidemill.bridges.transfer_queue.metadata import BatchMeta
+from tidemill.bridges.transfer_queue.meta.batch import BatchMeta
 
 EMPTY_SLEEP_S = 0.05  # before asking again a queue that polls and had too little
 

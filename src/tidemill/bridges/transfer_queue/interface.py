@@ -12,7 +12,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from tidemill.bridges.transfer_queue import checkpoint, system
 from tidemill.bridges.transfer_queue.client import TransferQueueClient, checked_keys
-from tidemill.bridges.transfer_queue.metadata import KVBatchMeta
+from tidemill.bridges.transfer_queue.meta.keyed import KVBatchMeta
 
 Tags = dict[str, Any]
 Parser = Callable[[Any], Any]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tidemill.bridges.transfer_queue import pickles
-from tidemill.bridges.transfer_queue.schema import name_of
+from tidemill.bridges.transfer_queue.meta.schema import name_of
 from tidemill.dock.keyed.tags import open_number, pack_number
 
 _PICKLE, _ARRAY, _TENSOR = 16, 18, 19  # MessagePack extensions, beside those of the dock

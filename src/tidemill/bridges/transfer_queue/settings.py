@@ -56,7 +56,8 @@ def sampler_of(config: Any) -> BaseSampler:
     given = config["controller"]["sampler"]
     if isinstance(given, str):
         if given not in SAMPLERS:
-            raise ValueError(f"there is no sampler {given!r}{did_you_mean(given, SAMPLERS)}: use {', '.join(SAMPLERS)}")
+            known = ", ".join(SAMPLERS)
+            raise ValueError(f"no sampler {given!r}{did_you_mean(given, SAMPLERS)} (there are {known})")
         given = SAMPLERS[given]
     if isinstance(given, type) and issubclass(given, BaseSampler):
         given = given()

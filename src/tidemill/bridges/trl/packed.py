@@ -22,9 +22,9 @@ from tidemill.batch import GROUP, Batch, Column
 from tidemill.bridges.trl.generation import is_taken_over, whole
 from tidemill.errors import ConfigError
 from tidemill.learn.logprob.tokens import token_logprobs
-from tidemill.learn.packing import PackedBatch
-from tidemill.learn.packing import pack as pack_rows
-from tidemill.learn.value_model import decoded
+from tidemill.learn.rows.packing import PackedBatch
+from tidemill.learn.rows.packing import pack as pack_rows
+from tidemill.learn.values.model import decoded
 from tidemill.models import logits
 from tidemill.models.attention import contexts
 from tidemill.models.attention import registry as attention

@@ -1,19 +1,19 @@
-"""BatchMeta and KVBatchMeta: which rows, with which fields and tags. They behave as TransferQueue's classes do."""
+"""BatchMeta: rows by number, with their fields. It behaves as TransferQueue's class does."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from tidemill.bridges.transfer_queue.schema import Schema, schema_of
+from tidemill.bridges.transfer_queue.meta.parts import check_length, even_parts, joined_info
+from tidemill.bridges.transfer_queue.meta.schema import Schema, schema_of
 
 Status = npt.NDArray[np.int8]
 
@@ -46,16 +46,16 @@ class BatchMeta:
     ) -> None:
         self.global_indexes, self.partition_ids = list(global_indexes), list(partition_ids)
         n = self._size = len(self.global_indexes)
-        _check_length("partition_ids", self.partition_ids, n)
+        check_length("partition_ids", self.partition_ids, n)
         self.field_schema: Schema = {name: dict(kind) for name, kind in (field_schema or {}).items()}
         for name, kind in self.field_schema.items():
             if kind.get("per_sample_shapes") is not None:
-                _check_length(f"per_sample_shapes of {name!r}", kind["per_sample_shapes"], n)
+                check_length(f"per_sample_shapes of {name!r}", kind["per_sample_shapes"], n)
         if production_status is None:
             self.production_status: Status = np.zeros(n, np.int8)
         else:
             self.production_status = np.array(production_status, np.int8)
-            _check_length("production_status", self.production_status, n)
+            check_length("production_status", self.production_status, n)
         self.extra_info = dict(extra_info or {})
         self.custom_meta = _maps(custom_meta, n, "custom_meta")
         self._custom_backend_meta = _maps(_custom_backend_meta, n, "_custom_backend_meta")
@@ -147,7 +147,7 @@ class BatchMeta:
     def update_custom_meta(self, custom_meta: Sequence[Mapping[str, Any]] | None) -> None:
         if custom_meta is None:
             return
-        _check_length("custom_meta", custom_meta, self._size)
+        check_length("custom_meta", custom_meta, self._size)
         for known, new in zip(self.custom_meta, custom_meta):
             known.update(new)
 
@@ -238,7 +238,7 @@ class BatchMeta:
 
     def chunk(self, chunks: int) -> list[BatchMeta]:
         """Split into parts that differ by one row at most."""
-        return [self.select_samples(part) for part in _parts(self._size, chunks)]
+        return [self.select_samples(part) for part in even_parts(self._size, chunks)]
 
     def chunk_by_partition(self) -> list[BatchMeta]:
         places: dict[str, list[int]] = {}
@@ -277,7 +277,7 @@ class BatchMeta:
             list(chain.from_iterable(part.partition_ids for part in parts)),
             {name: _joined_kind(name, parts) for name in parts[0].field_schema},
             np.concatenate([part.production_status for part in parts]),
-            _joined_info([part.extra_info for part in parts]),
+            joined_info([part.extra_info for part in parts]),
             list(chain.from_iterable(part.custom_meta for part in parts)),
             list(chain.from_iterable(part._custom_backend_meta for part in parts)),
         )
@@ -341,89 +341,11 @@ class SampleView:
         )
 
 
-@dataclass
-class KVBatchMeta:
-    """Rows by key, with their tags."""
-
-    keys: list[str] = field(default_factory=list)
-    tags: list[dict[str, Any]] = field(default_factory=list)
-    partition_id: str | None = None
-    fields: list[str] | None = None
-    extra_info: dict[str, Any] | None = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        _check_length("tags", self.tags, len(self.keys))
-        for name, values in (("keys", self.keys), ("fields", self.fields or [])):
-            if len(values) != len(set(values)):
-                raise ValueError(f"{name} of a KVBatchMeta must differ, got {values}")
-        self.tags, self.extra_info = copy.deepcopy(self.tags), copy.deepcopy(self.extra_info)
-
-    @property
-    def size(self) -> int:
-        return len(self.keys)
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def __str__(self) -> str:
-        return f"KVBatchMeta(size={self.size}, field_names={self.fields}, extra_info={self.extra_info})"
-
-    def select_keys(self, keys_to_select: list[str]) -> KVBatchMeta:
-        if len(set(keys_to_select)) != len(keys_to_select):
-            raise ValueError(f"keys to select must differ, got {keys_to_select}")
-        tags = dict(zip(self.keys, self.tags))
-        missing = [key for key in keys_to_select if key not in tags]
-        if missing:
-            raise RuntimeError(f"keys {missing} are not in this batch")
-        return self._with(keys_to_select, [tags[key] for key in keys_to_select])
-
-    def reorder(self, indexes: Sequence[int]) -> None:
-        """Put the rows in this order, in place."""
-        if len(indexes) != self.size or len(set(indexes)) != self.size:
-            raise ValueError(f"an order of {self.size} rows has each number once, got {indexes}")
-        self.keys, self.tags = [self.keys[i] for i in indexes], [self.tags[i] for i in indexes]
-
-    def chunk(self, chunks: int) -> list[KVBatchMeta]:
-        """Split into parts that differ by one row at most."""
-        parts = _parts(self.size, chunks)
-        return [self._with([self.keys[i] for i in part], [self.tags[i] for i in part]) for part in parts]
-
-    def _with(self, keys: list[str], tags: list[dict[str, Any]]) -> KVBatchMeta:
-        return KVBatchMeta(keys, tags, self.partition_id, self.fields, self.extra_info)
-
-    @classmethod
-    def concat(cls, data: Sequence[KVBatchMeta]) -> KVBatchMeta:
-        """Return the rows of all, one behind another: of one partition, with the same fields."""
-        parts = [part for part in data if part]
-        if not parts:
-            return cls()
-        first = parts[0]
-        for part in parts:
-            if part.fields is not None and set(part.fields) != set(first.fields or ()):
-                raise ValueError(f"batches with different fields cannot be joined: {first.fields} and {part.fields}")
-            if part.partition_id != first.partition_id:
-                raise ValueError(f"batches of {first.partition_id!r} and {part.partition_id!r} cannot be joined")
-        info = _joined_info([part.extra_info or {} for part in parts])
-        keys, tags = (list(chain.from_iterable(getattr(part, name) for part in parts)) for name in ("keys", "tags"))
-        return cls(keys, tags, first.partition_id, first.fields, info or None)
-
-
-def _check_length(what: str, values: Any, n: int) -> None:
-    if len(values) != n:
-        raise ValueError(f"{what} has {len(values)} entries for {n} rows")
-
-
 def _maps(given: Sequence[Mapping[str, Any]] | None, n: int, what: str) -> list[dict[str, Any]]:
     if not given:
         return [{} for _ in range(n)]
-    _check_length(what, given, n)
+    check_length(what, given, n)
     return [dict(one) for one in given]
-
-
-def _parts(n: int, parts: int) -> list[range]:
-    base, more = divmod(n, parts)
-    ends = [i * base + min(i, more) for i in range(parts + 1)]
-    return [range(a, b) for a, b in pairwise(ends)]
 
 
 def _check_same_fields(parts: Sequence[BatchMeta]) -> None:
@@ -450,21 +372,3 @@ def _joined_kind(name: str, parts: Sequence[BatchMeta]) -> dict[str, Any]:
         shapes = [kind.get("per_sample_shapes") or [kind.get("shape")] * part.size for kind, part in zip(kinds, parts)]
         joined["per_sample_shapes"] = list(chain.from_iterable(shapes))
     return joined
-
-
-def _joined_info(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    joined: dict[str, Any] = {}
-    for info in infos:
-        for key, value in info.items():
-            if key in joined and not _equal(joined[key], value):
-                raise ValueError(f"extra_info {key!r} differs between the parts: {joined[key]!r} and {value!r}")
-            joined.setdefault(key, value)
-    return joined
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    return np.array_equal(a, b) if isinstance(a, np.ndarray) else bool(a == b)
