@@ -128,3 +128,13 @@ def parallel(base_url, api_key, task):
 
 def judged(task, value):
     return {"reward": 2.0 * value["reward"], "solved": value["solved"]}
+
+
+def where(base_url, api_key, task):
+    """Ask once, and say which interpreter this is and which packages it has."""
+    import importlib.util
+    import sys
+
+    ask(base_url, api_key, [{"role": "user", "content": "hello"}], max_tokens=3)
+    has = {name: importlib.util.find_spec(name) is not None for name in ("torch", "numpy", "pydantic")}
+    return {"reward": float(not any(has.values())), "parts": {"is_own": sys.prefix == os.environ["OWN_PREFIX"]}}

@@ -69,7 +69,8 @@ class ProgramsEngine:
         self.service = Service([Served("policy", talk, self.link, self.window, eos_ids)], takes_any_name=True)
         self.text = talk.text
         self.doors = Doors()
-        self.programs = Programs(config.environment.program, config.environment.evaluator, self.link.notice)
+        own = config.environment
+        self.programs = Programs(str(own.program), own.evaluator, self.link.notice, own.python)
         self.waiting: deque[Seat] = deque()
         self.playing: dict[str, Seat] = {}  # by the program's name
         self.ready: list[Completion] = []

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from tidemill.environment.interpreter import command
 from tidemill.errors import PlayError
 from tidemill.reward.workers.wire import JsonSocket
 
@@ -31,8 +29,11 @@ class Outcome:
 class Programs:
     """Copies of one zygote. `on_done` is called in a thread of ours when a program has ended."""
 
-    def __init__(self, program: str, evaluator: str | None, on_done: Callable[[], None]) -> None:
-        self.program, self.evaluator, self.on_done = program, evaluator, on_done
+    def __init__(
+        self, program: str, evaluator: str | None, on_done: Callable[[], None], python: str | None = None
+    ) -> None:
+        """`python`: the interpreter that programs run in, if not this one."""
+        self.program, self.evaluator, self.on_done, self.python = program, evaluator, on_done, python
         self.done: deque[Outcome] = deque()
         self._under_way: set[str] = set()
         self._process: subprocess.Popen[bytes] | None = None
@@ -64,15 +65,10 @@ class Programs:
 
     def _begin(self) -> JsonSocket:
         ours, theirs = socket.socketpair()
-        source = str(Path(__file__).resolve().parents[3])
-        begin = (
-            f"import sys; sys.path.insert(0, {source!r}); sys.path.append({os.getcwd()!r}); "
-            f"from tidemill.serve.programs import zygote; "
-            f"zygote.main({theirs.fileno()}, {self.program!r}, {self.evaluator!r})"
-        )
+        call = f"main({theirs.fileno()}, {self.program!r}, {self.evaluator!r})"
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", begin],
+                command(self.python, "tidemill.serve.programs.zygote", call),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
