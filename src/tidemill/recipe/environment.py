@@ -29,7 +29,9 @@ class EnvironmentSettings(Section):
     """What the model talks to: each sample is a conversation of several turns."""
 
     name: str = Field(
-        "", description="nim, nim_duel, tictactoe, tools, gymnasium:GAME, textarena:GAME, or package.module:Class"
+        "",
+        description="nim, nim_duel, tictactoe, tools, gem:GAME, gymnasium:GAME, textarena:GAME, skyrl:ID, openenv:URL, "
+        "or package.module:Class",
     )
     program: str | None = Field(
         None,
