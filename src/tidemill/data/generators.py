@@ -23,6 +23,7 @@ PACKAGES = {  # PREFIX:TASK
     "gymnasium": "tidemill.environment.gymnasium:generator",
     "openenv": "tidemill.environment.openenv:generator",
     "textarena": "tidemill.environment.textarena:generator",
+    "verifiers": "tidemill.environment.verifiers:generator",
 }
 PATIENCE = 400  # draws in a row that land on the wrong side (or repeat) before the generator counts as exhausted
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 from tidemill.environment.interpreter import command
 from tidemill.errors import PlayError
+from tidemill.recipe.config import EnvironmentSettings
 from tidemill.reward.workers.wire import JsonSocket
 
 START_S = 120.0  # an agent framework's import can take long on a crowded machine
@@ -30,17 +32,18 @@ class Programs:
     """Copies of one zygote. `on_done` is called in a thread of ours when a program has ended."""
 
     def __init__(
-        self, program: str, evaluator: str | None, on_done: Callable[[], None], python: str | None = None
+        self, settings: EnvironmentSettings, on_done: Callable[[], None], variables: Mapping[str, str] | None = None
     ) -> None:
-        """`python`: the interpreter that programs run in, if not this one."""
-        self.program, self.evaluator, self.on_done, self.python = program, evaluator, on_done, python
+        """`variables`: of the environment that every program finds."""
+        self.settings, self.on_done, self.variables = settings, on_done, dict(variables or {})
+        self.program, self.evaluator = str(settings.program), settings.evaluator
         self.done: deque[Outcome] = deque()
         self._under_way: set[str] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self._wire: JsonSocket | None = None
         self._lock = threading.Lock()
 
-    def start(self, name: str, base_url: str, api_key: str, task: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+    def start(self, name: str, base_url: str, api_key: str, task: Mapping[str, Any]) -> None:
         wire = self._wire or self._begin()
         variables = {
             "OPENAI_BASE_URL": base_url,
@@ -49,7 +52,7 @@ class Programs:
             "TIDEMILL_TASK": str(task.get("prompt", ""))[:4096],
         }
         self._under_way.add(name)
-        told = {"start": name, "base_url": base_url, "api_key": api_key, "task": task, "args": args}
+        told = {"start": name, "base_url": base_url, "api_key": api_key, "task": task}
         self._send(wire, {**told, "variables": variables})
 
     def kill(self, name: str) -> None:
@@ -65,12 +68,13 @@ class Programs:
 
     def _begin(self) -> JsonSocket:
         ours, theirs = socket.socketpair()
-        call = f"main({theirs.fileno()}, {self.program!r}, {self.evaluator!r})"
+        call = f"main({theirs.fileno()}, {self.program!r}, {self.evaluator!r}, {dict(self.settings.args)!r})"
         with theirs:
             self._process = subprocess.Popen(
-                command(self.python, "tidemill.serve.programs.zygote", call),
+                command(self.settings.python, "tidemill.serve.programs.zygote", call),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                env={**os.environ, **self.variables},
                 start_new_session=True,
             )
         wire = JsonSocket(ours)

@@ -3,7 +3,8 @@ its own, which may crash, hang or write without end and harm no other.
 
 It is started by `processes.Programs` and speaks with it over a socket: `{"start": …}` and `{"kill": …}` in,
 `{"done": …}` out. A program is `module:function` or `file.py:function`, or else a command. The function's value, or the
-last line that the command prints, is the outcome.
+last line that the command prints, is the outcome. Where the function has an attribute `prepare`, that is called with
+the recipe's arguments before the first sample: what it loads all copies share.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +43,8 @@ class Child:
 
 
 class Zygote:
-    def __init__(self, wire: JsonSocket, program: str, evaluator: str | None) -> None:
-        self.wire, self.program = wire, program
+    def __init__(self, wire: JsonSocket, program: str, evaluator: str | None, args: Mapping[str, Any]) -> None:
+        self.wire, self.program, self.args = wire, program, args
         self.children: dict[str, Child] = {}
         self.function: Callable[..., Any] | None = None
         self.evaluator: Callable[..., Any] | None = None
@@ -52,6 +53,9 @@ class Zygote:
 
         if is_import_path(program):
             self.function = load(program, ConfigError, "environment.program")
+            prepare = getattr(self.function, "prepare", None)
+            if prepare is not None:
+                prepare(**args)
         if evaluator is not None:
             self.evaluator = load(evaluator, ConfigError, "environment.evaluator")
 
@@ -158,7 +162,7 @@ class Zygote:
 
     def _outcome_of(self, message: dict[str, Any]) -> bytes:
         try:
-            value = _called(self.function, message["base_url"], message["api_key"], message["task"], **message["args"])
+            value = _called(self.function, message["base_url"], message["api_key"], message["task"], **self.args)
             if self.evaluator is not None:
                 value = _called(self.evaluator, message["task"], value)
             return json.dumps({"value": value}).encode()
@@ -218,13 +222,13 @@ def _in_words(status: int) -> str:
     return "" if code == 0 else f"exit status {code}"
 
 
-def main(handle: int, program: str, evaluator: str | None) -> None:
+def main(handle: int, program: str, evaluator: str | None, args: Mapping[str, Any]) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the run, which ends this itself
     wire = JsonSocket.at(handle)
     zygote = None
     try:
-        zygote = Zygote(wire, program, evaluator)
+        zygote = Zygote(wire, program, evaluator, args)
         zygote.serve()
     except (EOFError, ConnectionError):  # the process that asks is gone
         for child in zygote.children.values() if zygote is not None else ():
