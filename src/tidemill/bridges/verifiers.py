@@ -8,6 +8,7 @@ tokens and log-probs back, or through its plain client, which relays chat comple
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import sys
@@ -105,6 +106,9 @@ def _environment(taskset: str, environment: str, settings: str) -> tuple[Any, li
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     given = json.loads(settings)
+    if "." in taskset:  # verifiers knows modules of one word: this one is found by its last
+        module, taskset = importlib.import_module(taskset), taskset.rpartition(".")[2]
+        sys.modules[taskset] = module
     own = {**given, "id": environment, "taskset": {**given.get("taskset", {}), "id": taskset}}
     kind = environment_class(taskset, environment)
     config_kind = concrete_type(kind, EnvConfig, origin=Env) or EnvConfig
