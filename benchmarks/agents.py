@@ -17,7 +17,7 @@ from benchmarks._recipe_runs import Job, run_one
 from tidemill.errors import ConfigError
 
 ABOUT = "agents: sampled against learned tokens over conversations, and accuracy before and after by agent and seed"
-# agents: which learn, none when empty. conversations: compared, none at 0. venvs: where `make test-clients` put its
+# agents: which learn; none: `--agents none`. conversations: compared, none at 0. venvs: where `make test-clients` put its
 # environments, up to the hyphen. runs: a folder for the runs, to keep them.
 OPTIONS = {
     "agents": ["openai", "mcp", "duel", "verifiers"],
@@ -45,7 +45,7 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
     if options["conversations"]:
         result |= _conversations.measure(int(options["conversations"]), int(options["clients"]))
         result |= _conversations.same_alone(64, int(options["clients"]))
-    agents = [name for name in options["agents"] if name]
+    agents = [name for name in options["agents"] if name not in ("", "none", "None")]
     with tempfile.TemporaryDirectory(prefix="tidemill-agents-") as place:
         folder = Path(str(options["runs"]) or place)
         folder.mkdir(parents=True, exist_ok=True)

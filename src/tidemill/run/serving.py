@@ -21,7 +21,7 @@ from tidemill.rollout.native.engine import NativeEngine
 from tidemill.run.trained import Trained, open_trained
 from tidemill.serve.app import App, OneKey
 from tidemill.serve.link import EngineLink, EngineThread
-from tidemill.serve.server import MOST_CONNECTIONS, HttpServer, listen
+from tidemill.serve.server import LOOPBACK_NAMES, MOST_CONNECTIONS, HttpServer, listen
 from tidemill.serve.service import Served, Service
 from tidemill.serve.talk import Talk
 
@@ -72,7 +72,8 @@ class ModelServer:
         self.service = Service(self.served, most_open=options.most_open)
         links = [model.link for model in self.served]
         self.engines = EngineThread(links)
-        app = App(self.service, OneKey(self.service, options.key), options.most_body)
+        hosts = () if options.key else LOOPBACK_NAMES
+        app = App(self.service, OneKey(self.service, options.key), options.most_body, hosts)
         self.http = HttpServer(app, links, self.listener, options.most_connections)
         self.follower = Follower(options.where, self.served[0], first.step) if options.follows else None
 
