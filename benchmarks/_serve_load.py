@@ -83,7 +83,9 @@ def came_to(seen: Sequence[Mapping[str, Any]], clients: int) -> dict[str, float]
 class ServerProcess:
     """A server in a process of its own, ready when it says so or answers."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, says: str = "", asks: str = "") -> None:
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], log: Path, says: str = "", asks: str = ""
+    ) -> None:
         """`says`: a pattern whose group is the address. `asks`: an address that answers 200 once it is ready."""
         self.log, self.says, self.asks = log, says, asks
         self.address = ""

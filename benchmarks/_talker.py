@@ -88,10 +88,16 @@ def joined(text: str) -> dict[str, Any]:
 def repeated(said: dict[str, Any], chance: random.Random) -> dict[str, Any]:
     """An answer as frameworks send it back: without spaces at its ends, its arguments written anew."""
     content = said.get("content")
-    kept: dict[str, Any] = {"role": "assistant", "content": content.strip() if content and chance.random() < 0.5 else content}
+    kept: dict[str, Any] = {
+        "role": "assistant",
+        "content": content.strip() if content and chance.random() < 0.5 else content,
+    }
     if said.get("tool_calls"):
         kept["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(json.loads(call["function"]["arguments"]))}}
+            {
+                **call,
+                "function": {**call["function"], "arguments": json.dumps(json.loads(call["function"]["arguments"]))},
+            }
             for call in said["tool_calls"]
         ]
     return kept

@@ -119,7 +119,9 @@ def our_server(folder: Path, options: argparse.Namespace) -> ServerProcess:
     room = str(options.clients * (PROMPT + options.tokens + 64))
     words = [sys.executable, "-m", "tidemill", "serve", str(folder), "--name", "served", "--port", "0"]
     words += ["--device", str(DEVICE), "--concurrent", str(options.clients), "--cache-tokens", room]
-    return ServerProcess(words, os.environ | {"PYTHONUNBUFFERED": "1"}, folder / "ours.log", says=r"(http://\S+)/v1 serves")
+    return ServerProcess(
+        words, os.environ | {"PYTHONUNBUFFERED": "1"}, folder / "ours.log", says=r"(http://\S+)/v1 serves"
+    )
 
 
 def vllm_server(folder: Path, options: argparse.Namespace) -> ServerProcess:
@@ -137,7 +139,9 @@ def vllm_server(folder: Path, options: argparse.Namespace) -> ServerProcess:
     return ServerProcess(words, environment, folder / "vllm.log", asks=f"http://127.0.0.1:{port}")
 
 
-def under_load(server: ServerProcess, asked: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, float]]:
+def under_load(
+    server: ServerProcess, asked: list[dict[str, Any]], options: argparse.Namespace
+) -> list[dict[str, float]]:
     body = {
         "model": "served", "max_tokens": options.tokens, "ignore_eos": True, "stream": True, "temperature": 1.0,
         "stream_options": {"include_usage": True},

@@ -24,7 +24,10 @@ async def solve(base_url, api_key, task, most=3):
         AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client,
     ):
         tools = [
-            {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.input_schema}}
+            {
+                "type": "function",
+                "function": {"name": t.name, "description": t.description, "parameters": t.input_schema},
+            }
             for t in (await server.list_tools()).tools
         ]
         for _ in range(most):

@@ -104,7 +104,8 @@ def test_an_environment_of_ones_own_with_init_and_step_needs_no_package(tmp_path
         "        self.left -= 1\n"
         "        done = self.want in action or not self.left\n"
         "        seen = [] if done else [{'role': 'user', 'content': 'no'}]\n"
-        "        return {'observations': seen, 'reward': float(self.want in action), 'done': done, 'metadata': {'n': 1}}\n"
+        "        told = {'observations': seen, 'reward': float(self.want in action), 'done': done}\n"
+        "        return {**told, 'metadata': {'n': 1}}\n"
         "    def close(self): ...\n"
         "class Changes(Echo):\n"
         "    def init(self, prompt): return [{'role': 'user', 'content': 'other'}], {}\n"
@@ -112,7 +113,11 @@ def test_an_environment_of_ones_own_with_init_and_step_needs_no_package(tmp_path
     made = skyrl.maker("own.py:Echo")(Task(meta={"word": "tide"}, prompt="say"), turns=3)
     made.reset()
     first, last = made.step("x"), made.step("the tide")
-    assert (first.text, first.is_done) == ("no", False) and (last.reward, last.is_done, last.parts) == (1.0, True, {"n": 1.0})
+    assert (first.text, first.is_done) == ("no", False) and (last.reward, last.is_done, last.parts) == (
+        1.0,
+        True,
+        {"n": 1.0},
+    )
     with pytest.raises(ValueError, match=r"init\(\) changes the prompt"):
         skyrl.maker("own.py:Changes")(Task(meta={"word": "x"}, prompt="say"), turns=3).reset()
 

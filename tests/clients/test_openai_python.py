@@ -8,7 +8,7 @@ import json
 import pytest
 
 openai = pytest.importorskip("openai")
-from pydantic import BaseModel
+pydantic = pytest.importorskip("pydantic")
 
 MODEL = "tiny"
 ASK = [{"role": "user", "content": "what is the sum of these two numbers?"}]
@@ -25,7 +25,7 @@ ADD = {
 TOOLS = [{"type": "function", "function": ADD}]
 
 
-class Point(BaseModel):
+class Point(pydantic.BaseModel):
     x: bool
     y: bool
 

@@ -178,7 +178,10 @@ def test_passages_hold_every_word_of_a_text_in_order_and_are_short(texts, size):
         assert all(0 < len(p.text) <= 2 * size for p in found)
 
 
-@given(st.lists(st.lists(st.sampled_from("abcde"), min_size=1, max_size=8), min_size=1, max_size=8), st.sampled_from("abcde"))
+@given(
+    st.lists(st.lists(st.sampled_from("abcde"), min_size=1, max_size=8), min_size=1, max_size=8),
+    st.sampled_from("abcde"),
+)
 @settings(max_examples=60, deadline=None)
 def test_scores_are_the_formulas(texts, query):
     """BM25 as its paper writes it, one document at a time."""
@@ -199,7 +202,9 @@ def test_an_embedding_model_ranks_by_meaning_of_its_own(folder, tmp_path_factory
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "bread", "is", "baked", "of", "flour", "and", "water", "."]
     (place / "vocab.txt").write_text("\n".join(words))
     torch.manual_seed(0)
-    config = BertConfig(vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    config = BertConfig(
+        vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
     BertModel(config).save_pretrained(place)
     BertTokenizer(str(place / "vocab.txt")).save_pretrained(place)
     look = search(folder, passage=30, most=1, model=str(place))

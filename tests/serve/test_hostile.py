@@ -18,9 +18,13 @@ from tests.serve.made import TOOLS, client, served
 
 HELLO = [{"role": "user", "content": "hello"}]
 FINE = {200, 400, 404, 413, 429}
-WORDS = st.one_of(st.text(max_size=12), st.sampled_from(["", "user", "tool", "<|im_end|>", "\ud83d", "{{ 7 * 7 }}", "\x00"]))
+WORDS = st.one_of(
+    st.text(max_size=12), st.sampled_from(["", "user", "tool", "<|im_end|>", "\ud83d", "{{ 7 * 7 }}", "\x00"])
+)
 NUMBERS = st.one_of(
-    st.integers(-(2**70), 2**70), st.floats(allow_nan=False, allow_infinity=False), st.sampled_from([0, -1, 1e308, -1e-300])
+    st.integers(-(2**70), 2**70),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from([0, -1, 1e308, -1e-300]),
 )
 ANYTHING = st.recursive(
     st.one_of(st.none(), st.booleans(), NUMBERS, WORDS),
@@ -70,9 +74,7 @@ def test_no_value_of_any_field_fails_the_server(ask, path):
     assert is_served(ask)
 
 
-@given(st.lists(st.fixed_dictionaries({"role": WORDS}, optional={
-    "content": ANYTHING, "tool_calls": ANYTHING, "tool_call_id": ANYTHING, "name": ANYTHING, "reasoning_content": ANYTHING,
-}), max_size=4))  # fmt: skip
+@given(st.lists(st.fixed_dictionaries({"role": WORDS}, optional=dict.fromkeys(("content", "tool_calls", "tool_call_id", "name", "reasoning_content"), ANYTHING)), max_size=4))  # fmt: skip
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_messages_fail_the_server(ask, messages):
     body = json.dumps({"messages": messages, "max_tokens": 1}).encode()
@@ -84,7 +86,8 @@ def test_no_messages_fail_the_server(ask, messages):
     ("field", "value"),
     [
         ("temperature", math.nan), ("temperature", math.inf), ("top_p", 0), ("top_p", 2), ("min_p", 5), ("n", 10**9),
-        ("seed", 2**80), ("seed", -(2**80)), ("max_tokens", 2**80), ("stop_token_ids", [-1, 10**15]), ("stop", [""] * 99),
+        ("seed", 2**80), ("seed", -(2**80)), ("max_tokens", 2**80), ("stop_token_ids", [-1, 10**15]),
+        ("stop", [""] * 99),
         ("logit_bias", {"99999999": 1.0}), ("logit_bias", {"-5": 1.0}), ("logit_bias", {"5": 1e308}),
         ("repetition_penalty", 0), ("repetition_penalty", 1e308), ("top_logprobs", 10**9), ("top_k", 2**80),
     ],
@@ -99,9 +102,15 @@ def test_a_number_beyond_reason_is_refused_or_clamped(ask, field, value):
 
 def test_a_request_cannot_bring_its_own_template(ask):
     """A template is a program: one that a client sends could take the server's time, or read what others cannot."""
-    for options in ({"chat_template": "{% for i in range(10**9) %}{{ i }}{% endfor %}"}, {"tokenize": True}, {"padding": 1}):
+    for options in (
+        {"chat_template": "{% for i in range(10**9) %}{{ i }}{% endfor %}"},
+        {"tokenize": True},
+        {"padding": 1},
+    ):
         for path in ("/v1/chat/completions", "/tokenize"):
-            made = ask.post(path, json={"messages": HELLO, "max_tokens": 2, "chat_template_kwargs": options}, timeout=20)
+            made = ask.post(
+                path, json={"messages": HELLO, "max_tokens": 2, "chat_template_kwargs": options}, timeout=20
+            )
             assert made.status_code == 400 and "chat_template_kwargs" in made.json()["error"]["message"]
 
 
@@ -223,7 +232,9 @@ def test_what_is_remembered_has_a_limit_in_bytes(folder, monkeypatch):
     with served(folder) as server, client(server) as ask:
         ids = []
         for i in range(20):
-            made = ask.post("/v1/responses", json={"input": f"{i} " + "x" * 400, "max_output_tokens": 1, "metadata": {}})
+            made = ask.post(
+                "/v1/responses", json={"input": f"{i} " + "x" * 400, "max_output_tokens": 1, "metadata": {}}
+            )
             ids.append(made.json()["id"])
             ask.post("/v1/chat/completions", json=PLAIN["/v1/chat/completions"], headers={"x-session-id": str(i)})
         gone = ask.post("/v1/responses", json={"input": "on", "previous_response_id": ids[0], "max_output_tokens": 1})

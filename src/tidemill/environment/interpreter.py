@@ -41,7 +41,9 @@ def command(python: str | None, module: str, call: str) -> list[str]:
 def _found(python: str) -> str:
     found = shutil.which(os.path.expanduser(python))
     if found is None:
-        raise ConfigError(f"environment.python: there is no interpreter {python!r}", "name one, such as .venv/bin/python")
+        raise ConfigError(
+            f"environment.python: there is no interpreter {python!r}", "name one, such as .venv/bin/python"
+        )
     return found
 
 
@@ -56,7 +58,9 @@ def check_calls(python: str, calls: Sequence[tuple[str, str, int, Mapping[str, A
     answer = _read(done.stdout)
     if answer is None:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise ConfigError(f"environment.python: {python} cannot run Tidemill's side: {last}", "use Python 3.11 or newer")
+        raise ConfigError(
+            f"environment.python: {python} cannot run Tidemill's side: {last}", "use Python 3.11 or newer"
+        )
     if answer:
         raise ConfigError(answer[0], answer[1])
 

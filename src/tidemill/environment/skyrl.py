@@ -73,5 +73,7 @@ def _registered(id: str) -> Any:
     try:
         skyrl_gym.spec(id)
     except Exception as error:  # an error type of its own for each way to be unknown
-        raise ConfigError(f"environment skyrl:{id}: {error}", "name a registered id, or package.module:Class") from error
+        raise ConfigError(
+            f"environment skyrl:{id}: {error}", "name a registered id, or package.module:Class"
+        ) from error
     return lambda **given: skyrl_gym.make(id, **given)

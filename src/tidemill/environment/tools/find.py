@@ -75,7 +75,9 @@ def _stateful(name: str, kind: Any, settings: Mapping[str, Any]) -> Tool:
     _check(name, kind, settings)
     made = kind(**settings)
     if not callable(getattr(made, "call", None)) or not isinstance(getattr(made, "schema", None), Mapping):
-        raise ConfigError(f"{KEY}: a {name!r} is no tool", "it needs `schema` and `call(arguments)`: docs/environments.md")
+        raise ConfigError(
+            f"{KEY}: a {name!r} is no tool", "it needs `schema` and `call(arguments)`: docs/environments.md"
+        )
     tool: Tool = made
     return tool
 

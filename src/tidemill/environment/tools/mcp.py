@@ -164,7 +164,9 @@ async def _client(server: Server, stack: AsyncExitStack) -> Any:
     from mcp.shared._httpx_utils import create_mcp_http_client
 
     if not server.url:
-        given = mcp.StdioServerParameters(command=server.command[0], args=list(server.command[1:]), env=dict(server.env))
+        given = mcp.StdioServerParameters(
+            command=server.command[0], args=list(server.command[1:]), env=dict(server.env)
+        )
         return mcp.Client(given)
     missing = [name for _, name in server.headers_env if name not in os.environ]
     if missing:
@@ -233,7 +235,9 @@ def _schemas(server: Server, connection: Connection) -> list[dict[str, Any]]:
             try:
                 listed = connection.list()
             except Exception as error:
-                raise ConfigError(f"MCP server {server.name}: {_plainly(error)}", "start it, or mend its command") from error
+                raise ConfigError(
+                    f"MCP server {server.name}: {_plainly(error)}", "start it, or mend its command"
+                ) from error
             _listed[server] = [_schema(tool) for tool in listed]
         return _listed[server]
 

@@ -60,7 +60,9 @@ class Python:
     def __init__(self, limits: SandboxLimits) -> None:
         self.limits = limits
         self._sandbox: Sandbox | None = None
-        about = "Run Python code. Names stay for the next call. What it prints is given back, and a last expression's value."
+        about = (
+            "Run Python code. Names stay for the next call. Gives back what it prints and a last expression's value."
+        )
         code = {"type": "string", "description": "the code"}
         parameters = {"type": "object", "properties": {"code": code}, "required": ["code"]}
         function = {"name": "python", "description": about, "parameters": parameters}
