@@ -45,6 +45,7 @@ FIELDS = {
     "/tokenize": ("prompt", "messages", "tools", "chat_template_kwargs", "add_special_tokens"),
     "/detokenize": ("tokens", "model"),
 }  # fmt: skip
+PARTS = ("content", "tool_calls", "tool_call_id", "name", "reasoning_content")
 PLAIN = {
     "/v1/chat/completions": {"messages": HELLO, "max_tokens": 2},
     "/v1/completions": {"prompt": "hello", "max_tokens": 2},
@@ -74,7 +75,7 @@ def test_no_value_of_any_field_fails_the_server(ask, path):
     assert is_served(ask)
 
 
-@given(st.lists(st.fixed_dictionaries({"role": WORDS}, optional=dict.fromkeys(("content", "tool_calls", "tool_call_id", "name", "reasoning_content"), ANYTHING)), max_size=4))  # fmt: skip
+@given(st.lists(st.fixed_dictionaries({"role": WORDS}, optional=dict.fromkeys(PARTS, ANYTHING)), max_size=4))
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_messages_fail_the_server(ask, messages):
     body = json.dumps({"messages": messages, "max_tokens": 1}).encode()

@@ -32,7 +32,7 @@ class ServerError(Exception):
 
 
 class Session:
-    """One WebSocket, which is one episode at a time. `patience_s`: for how long a server that is full is asked again."""
+    """One WebSocket: one episode at a time. `patience_s`: for how long a server that is full is asked again."""
 
     def __init__(self, url: str, patience_s: float = 60.0, answer_s: float = ANSWER_S) -> None:
         self.url, self.answer_s = url, answer_s
