@@ -3,8 +3,10 @@ every choice is drawn from the task's seed."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import urllib.error
 import urllib.request
 from typing import Any
 
@@ -27,12 +29,21 @@ TOOLS = [
 ]
 
 
+class Full(Exception):
+    """The sample's tokens are used up."""
+
+
 def talk(base_url: str, api_key: str, task: dict[str, Any], family: str) -> dict[str, Any]:
     """Several turns; some call tools, some are asked twice, some histories are shortened, some answers are streamed."""
-    chance = random.Random(task["seed"])
-    ask = Asker(base_url, api_key, chance)
+    chance, calls = random.Random(task["seed"]), [0]
+    with contextlib.suppress(Full):
+        converse(Asker(base_url, api_key, chance), task, family, calls)
+    return {"reward": chance.random(), "parts": {"tool_calls": calls[0]}}
+
+
+def converse(ask: Asker, task: dict[str, Any], family: str, calls: list[int]) -> None:
+    chance = ask.chance
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"{task['prompt']} {chance.random()}"}]
-    calls = 0
     for turn in range(chance.randint(2, 4)):
         demands = family in ("qwen", "llama") and chance.random() < 0.5
         own: dict[str, Any] = {"tools": TOOLS} | (
@@ -45,15 +56,14 @@ def talk(base_url: str, api_key: str, task: dict[str, Any], family: str) -> dict
             said = ask(messages, max_tokens=8, **own) if not demands else said
         messages.append(repeated(said, chance))
         for call in said.get("tool_calls") or ():
-            calls += 1
+            calls[0] += 1
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": result(call)})
         if not said.get("tool_calls"):
             messages.append({"role": "user", "content": f"turn {turn}"})
         if chance.random() < 0.2:  # a sub-agent
             ask([{"role": "user", "content": f"look up {chance.random()}"}], max_tokens=6)
         if chance.random() < 0.1:  # a history that is shortened
-            messages = [messages[0], {"role": "user", "content": f"in short, {turn}"}]
-    return {"reward": chance.random(), "parts": {"tool_calls": calls}}
+            messages = [{"role": "user", "content": f"in short, {turn} {chance.random()}"}]
 
 
 class Asker:
@@ -64,11 +74,17 @@ class Asker:
         streams = self.chance.random() < 0.3
         data = json.dumps({"model": "any", "messages": messages, "stream": streams, **body}).encode()
         headers = {"authorization": f"Bearer {self.key}", "content-type": "application/json"}
-        with urllib.request.urlopen(urllib.request.Request(self.url, data, headers), timeout=600) as answer:
-            if streams:
-                return joined(answer.read().decode())
-            said: dict[str, Any] = json.load(answer)["choices"][0]["message"]
-            return said
+        try:
+            with urllib.request.urlopen(urllib.request.Request(self.url, data, headers), timeout=600) as answer:
+                if streams:
+                    return joined(answer.read().decode())
+                said: dict[str, Any] = json.load(answer)["choices"][0]["message"]
+                return said
+        except urllib.error.HTTPError as error:
+            told = error.read().decode()
+            if "context_length_exceeded" in told:
+                raise Full from None
+            raise RuntimeError(f"{error.code}: {told}") from None
 
 
 def joined(text: str) -> dict[str, Any]:

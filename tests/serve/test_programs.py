@@ -201,3 +201,12 @@ def test_what_another_interpreter_cannot_run_is_refused_before_a_model_is_loaded
         program.check(EnvironmentSettings(**{"python": str(bare_python), **own}))
     assert says in refused.value.message
     program.check(EnvironmentSettings(program="agent.py:solve", python=str(bare_python)))
+
+
+def test_what_the_first_sample_imports_is_there_for_later_ones_but_for_the_agents_own(playing, tmp_path, monkeypatch):
+    (tmp_path / "own_lazy.py").write_text("import os\nKEY = os.environ['OPENAI_API_KEY']\n")
+    monkeypatch.chdir(tmp_path)
+    done, _, _ = playing("lazily", [Task() for _ in range(6)], workers=1)
+    parts = [c.played.parts for c in sorted(done, key=lambda c: c.request.id)]
+    assert [p["wave"] for p in parts][0] == 0.0 and parts[-1]["wave"] == parts[-1]["email_mime_audio"] == 1.0
+    assert all(p["own_lazy"] == 0.0 for p in parts)

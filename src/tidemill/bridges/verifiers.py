@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers` as programs: their rollouts, tools and rewards, with our endpoint as the model.
+"""Environments of the package `verifiers` as programs: their rollouts, tools and rewards, with our endpoint as model.
 
 It runs in an interpreter that has verifiers (`environment.python`), whose pins conflict with ours, so it needs nothing
 of ours. Rollouts go through verifiers' own training client, which sends tokens to `/inference/v1/generate` and reads
