@@ -40,7 +40,7 @@ sys.modules[OWN_LOOP] = sys.modules[__name__]
 KEY = "OPENAI_API_KEY"
 
 
-class ChatLoop(Harness[HarnessConfig]):
+class ChatLoop(Harness[HarnessConfig]):  # type: ignore[misc]
     """A conversation with the task's tools in this process: verifiers' own `null` starts an interpreter for each."""
 
     APPENDS_SYSTEM_PROMPT = True

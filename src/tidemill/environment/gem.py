@@ -26,6 +26,7 @@ class Chance:
     """A state of the common generators that one game has to itself."""
 
     def __init__(self, seed: int) -> None:
+        self._state: tuple[Any, Any] | None = None
         with self.used():
             random.seed(seed)
             np.random.seed(seed % (1 << 32))
@@ -34,7 +35,7 @@ class Chance:
     def used(self) -> Iterator[None]:
         with _common:
             kept = random.getstate(), np.random.get_state()
-            if hasattr(self, "_state"):
+            if self._state is not None:
                 self._set(*self._state)
             try:
                 yield
