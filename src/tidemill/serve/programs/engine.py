@@ -22,7 +22,7 @@ from typing import Any
 from tidemill.environment.api import Played
 from tidemill.errors import PlayError
 from tidemill.models.load import LoadedModel
-from tidemill.recipe.config import Config, EnvironmentSettings
+from tidemill.recipe.config import Config
 from tidemill.rollout.engine import Completion, Finish, Partial, Request, RolloutEngine, run_callbacks
 from tidemill.serve.app import App
 from tidemill.serve.link import EngineLink
@@ -223,7 +223,3 @@ class ProgramsEngine:
             self._http.end()
             self._http = None
         self._tokenizer_folder.cleanup()
-
-
-def is_program(settings: EnvironmentSettings | None) -> bool:
-    return settings is not None and settings.program is not None
