@@ -208,5 +208,5 @@ def test_what_the_first_sample_imports_is_there_for_later_ones_but_for_the_agent
     monkeypatch.chdir(tmp_path)
     done, _, _ = playing("lazily", [Task() for _ in range(6)], workers=1)
     parts = [c.played.parts for c in sorted(done, key=lambda c: c.request.id)]
-    assert [p["wave"] for p in parts][0] == 0.0 and parts[-1]["wave"] == parts[-1]["email_mime_audio"] == 1.0
+    assert parts[0]["wave"] == 0.0 and parts[-1]["wave"] == parts[-1]["email_mime_audio"] == 1.0
     assert all(p["own_lazy"] == 0.0 for p in parts)

@@ -36,7 +36,7 @@ class Server:
     env: tuple[tuple[str, str], ...] = ()
     headers_env: tuple[tuple[str, str], ...] = ()  # header, and the variable of the environment that holds its value
     timeout_s: float = 30.0
-    start_s: float = 60.0
+    start_s: float = 120.0
 
     @property
     def name(self) -> str:
@@ -255,7 +255,7 @@ def tools(
     session: str = "shared",
     only: Sequence[str] = (),
     timeout_s: float = 30.0,
-    start_s: float = 60.0,
+    start_s: float = 120.0,
 ) -> list[Tool]:
     """`session`: shared by all conversations of a process, or `own`. `only`: the tools that the model is told of.
     `headers_env`: headers of a server at a URL, by the names of the variables that hold them."""
