@@ -276,11 +276,16 @@ class TritonKernels:
         _rms[(x.numel() // dim,)](x, weight, out, eps, dim, block, num_warps=4 if block <= 4096 else 8)
         return out
 
+    def turns(self, cos: Tensor, sin: Tensor, position: Tensor) -> tuple[Tensor, ...]:
+        """What `rotate` needs to know of a pass: whole tables, and each token's row in them."""
+        return cos, sin, position
+
     def rotate(
-        self, x: Tensor, heads: tuple[int, int], norms: tuple[Tensor, Tensor] | None, cos: Tensor, sin: Tensor,
-        position: Tensor, eps: float,
+        self, x: Tensor, heads: tuple[int, int], norms: tuple[Tensor, Tensor] | None, turns: tuple[Tensor, ...],
+        eps: float,
     ) -> None:  # fmt: skip
         """x (tokens, width) in place: its first `heads` = (queries, keys) heads are normed and turned."""
+        cos, sin, position = turns
         dim, both = cos.shape[-1], sum(heads)
         block = min(triton.next_power_of_2(both), 16)
         grid = (x.shape[0], triton.cdiv(both, block))
