@@ -17,8 +17,8 @@ from benchmarks._recipe_runs import Job, run_one
 from tidemill.errors import ConfigError
 
 ABOUT = "agents: sampled against learned tokens over conversations, and accuracy before and after by agent and seed"
-# agents: which learn; none: `--agents none`. conversations: compared, none at 0. venvs: where `make test-clients` put its
-# environments, up to the hyphen. runs: a folder for the runs, to keep them.
+# agents: which learn; none: `--agents none`. conversations: compared, none at 0. venvs: where `make test-clients` put
+# its environments, up to the hyphen. runs: a folder for the runs, to keep them.
 OPTIONS = {
     "agents": ["openai", "mcp", "duel", "verifiers"],
     "seeds": 3,

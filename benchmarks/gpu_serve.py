@@ -109,10 +109,7 @@ def engine_alone(folder: Path, asked: list[dict[str, Any]], options: argparse.Na
         return made / (time.perf_counter() - began)
 
     play(1)
-    rates = [play(options.rounds) for _ in range(options.repeats)]
-    del engine, trained
-    empty()
-    return rates
+    return [play(options.rounds) for _ in range(options.repeats)]
 
 
 def our_server(folder: Path, options: argparse.Namespace) -> ServerProcess:
@@ -176,6 +173,7 @@ def main() -> None:
                     say(f"{who} is ready")
             with section("the engine alone"):
                 FIGURES["engine"] = engine_alone(folder, asked, options)
+                empty()
                 row("the engine alone, tokens/s", ", ".join(f"{rate:,.0f}" for rate in FIGURES["engine"]))
             for who, server in servers.items():
                 with section(f"{who} under load"):
