@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 from tidemill.device import Device
-from tidemill.estimate import run as estimate
 from tidemill.estimate.memory import MemoryEstimate, memory
 from tidemill.estimate.ranks_memory import RankMemory, engine_share, per_rank
 from tidemill.models.shape import ModelShape, shape_of
 from tidemill.recipe.config import Config, ModelSettings
+from tidemill.rollout.native.ranks.grid import Grid
 
 HandedOver = Literal["never", "cache", "all"]
 OPTIONS: tuple[HandedOver, ...] = ("never", "cache", "all")  # the cheapest first
@@ -71,8 +71,7 @@ def peak(needed: MemoryEstimate, what: HandedOver) -> int:
 
 def rank_peak(config: Config, learner: RankMemory, shape: ModelShape, what: HandedOver) -> int:
     """Of one rank: its part of the learner, its engine's share of the weights and of the cache."""
-    copy, token = engine_share(config, shape, config.rollout.tp)
-    cache = estimate.cache_tokens(config) * token
+    copy, cache = engine_share(config, shape, Grid.of(config.rollout))
     return copy + max(at_rest(learner, what) + cache, learner.total)
 
 

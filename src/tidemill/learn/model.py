@@ -36,6 +36,7 @@ from tidemill.models import experts, lora, routing
 from tidemill.models.attention.contexts import Attention, choose
 from tidemill.models.buffers import persistent
 from tidemill.models.family import fuse
+from tidemill.models.ranks import stages
 from tidemill.models.vision.eyes import eyes
 from tidemill.recipe.config import Config
 from tidemill.reshard.layout import Layout
@@ -120,8 +121,8 @@ class MeshModel:
         """Leave this rank its layers; a tied weight is on two ranks, whose gradients add up."""
         if "pp" not in self.links:
             return cuts
-        pp, is_tied = self.links["pp"], pipeline.is_tied(self.model)
-        pipeline.split(self.model, pp.rank, pp.size, self.meshes.parallel.pp_chunks)
+        pp, is_tied = self.links["pp"], stages.is_tied(self.model)
+        stages.split(self.model, pp.rank, pp.size, self.meshes.parallel.pp_chunks)
         cuts = {name: cuts[name] for name, _ in self.model.named_parameters()}
         if is_tied and (pair := pipeline.ends(pp.group)) is not None:
             members = dist.get_process_group_ranks(pair)

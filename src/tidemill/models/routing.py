@@ -48,7 +48,8 @@ class RouterKind:
 
 
 KINDS = {
-    "MixtralTopKRouter": RouterKind(sums_to_one=True),
+    # GPT-OSS takes the softmax of the chosen logits alone: that of all, made to sum to one.
+    **dict.fromkeys(("MixtralTopKRouter", "GptOssTopKRouter"), RouterKind(sums_to_one=True)),
     **dict.fromkeys(("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "OlmoeTopKRouter"), RouterKind()),
     **dict.fromkeys(
         (
@@ -276,9 +277,16 @@ def take_away(model: Any) -> None:
         module._buffers.pop(GIVEN, None)
 
 
+def gate_of(block: Any) -> Any:
+    """The router of a layer's block; None where the block is no mixture."""
+    if not hasattr(block, "experts"):
+        return None
+    return getattr(block, "gate", None) or getattr(block, "router", None)
+
+
 def _gate(layer: Any) -> Any:
-    block = next((m for m in layer.children() if hasattr(m, "experts") and hasattr(m, "gate")), None)
-    return block.gate if block is not None and type(block.gate).__name__ in KINDS else None
+    gate = next((gate for m in layer.children() if (gate := gate_of(m)) is not None), None)
+    return gate if type(gate).__name__ in KINDS else None
 
 
 def _kind(gate: Any) -> RouterKind:

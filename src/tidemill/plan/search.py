@@ -69,7 +69,7 @@ class Candidate:
     def sizes(self) -> tuple[int, ...]:
         """Of less first: ranks that talk to one another."""
         p = self.config.learn.parallel
-        return (p.pp, p.tp, p.cp, p.ep, self.config.rollout.tp, self.config.train.tokens_per_microbatch)
+        return (p.pp, p.tp, p.cp, p.ep, self.config.rollout.ranks, self.config.train.tokens_per_microbatch)
 
 
 @dataclass(slots=True)
@@ -260,7 +260,7 @@ class Search:
 
     def _timed(self, model: TimeModel) -> StepEstimate:
         c = model.config
-        engine = (model.engines, c.rollout.tp, c.rollout.concurrent, c.rollout.cache_tokens)
+        engine = (model.engines, model.engine_grid, c.rollout.concurrent, c.rollout.cache_tokens)
         if engine not in self._rollouts:
             self._rollouts[engine] = step_estimate.rollout_of(model, self.own)
         learner = (c.learn.parallel, model.learners, c.train.tokens_per_microbatch, c.learn.recompute)
@@ -292,9 +292,9 @@ def held_bytes(model: TimeModel) -> tuple[float, float, float]:
     """Bytes of the fullest learner's device without rollout, of an engine's without its cache, of one token there."""
     config, shape = model.config, model.shape
     is_device = model.machines.sheet.kind != "cpu"
-    tp = model.engine_cut.tp
-    copy, _ = engine_share(config, shape, tp)
-    token = features.cache_bytes(shape, model.width, tp)
+    grid = model.engine_grid
+    copy, cache = engine_share(config, shape, grid)
+    token = cache / cache_tokens(config)
     if config.rollout.cache_dtype != "auto":
         token /= model.width
     if config.learn.parallel.ranks > 1:
@@ -305,7 +305,7 @@ def held_bytes(model: TimeModel) -> tuple[float, float, float]:
         learner = needed.total - needed.cache - needed.copies
     shares_tensors = model.is_colocated and config.learn.parallel.ranks == 1
     copies = 0 if shares_tensors else 2 if config.flow.schedule == "async" else 1
-    work = 64e6 + config.rollout.concurrent * shape.vocabulary / tp * 6
+    work = 64e6 + config.rollout.concurrent * shape.vocabulary / grid.stage * 6
     return learner, copies * copy + work, token
 
 
@@ -366,7 +366,7 @@ def _distinct(order: list[Candidate]) -> list[Candidate]:
     rest: list[Candidate] = []
     for c in order:
         p = c.config
-        key = (p.learn.parallel, c.placement, p.cluster.rollouts, p.rollout.tp, p.flow.schedule)
+        key = (p.learn.parallel, c.placement, p.cluster.rollouts, Grid.of(p.rollout), p.flow.schedule)
         (rest if key in seen else first).append(c)
         seen.add(key)
     return first + rest
@@ -376,7 +376,7 @@ SIDES: dict[str, Callable[[Candidate], object]] = {
     "placement": lambda c: c.placement,
     "schedule": lambda c: c.config.flow.schedule,
     "learner": lambda c: words_of(c.config.learn.parallel),
-    "rollout.tp": lambda c: c.config.rollout.tp,
+    "engine": lambda c: str(Grid.of(c.config.rollout)),
     "micro-batch": lambda c: c.config.train.tokens_per_microbatch,
     "recompute": lambda c: c.config.learn.recompute,
     "at once": lambda c: c.config.rollout.concurrent,

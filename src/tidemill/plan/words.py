@@ -24,9 +24,9 @@ def lines(c: Candidate, peak: float) -> tuple[str, str, str]:
         return came + cost, f"{where} ({memory}); {sizes}", c.step.limit
     learner = words_of(config.learn.parallel)
     if c.placement == "separated":
-        engines = f"rollout {config.cluster.rollouts} × tp {config.rollout.tp} ({c.rollout_bytes / 1e9:.3g} GB)"
+        engines = f"rollout {config.cluster.rollouts} × {Grid.of(config.rollout)} ({c.rollout_bytes / 1e9:.3g} GB)"
         return came + cost, f"{where}; learner {learner} ({memory}); {engines}; {sizes}", c.step.limit
-    return came + cost, f"{where}; learner {learner}, rollout tp {config.rollout.tp} ({memory}); {sizes}", c.step.limit
+    return came + cost, f"{where}; learner {learner}, rollout {Grid.of(config.rollout)} ({memory}); {sizes}", c.step.limit
 
 
 def plain(c: Candidate, peak: float) -> dict[str, Any]:

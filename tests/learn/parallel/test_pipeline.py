@@ -12,7 +12,8 @@ from tidemill.errors import ModelError
 from tidemill.learn.engine import Learner, score
 from tidemill.learn.logprob.tokens import token_logprobs
 from tidemill.learn.packing import microbatches, pack
-from tidemill.learn.parallel.pipeline import Pipeline, Stages, ends, split
+from tidemill.learn.parallel.pipeline import Pipeline, Stages, ends
+from tidemill.models.ranks.stages import split
 from tidemill.learn.parallel.schedule import Action, forward_only, kept, play, timetable
 from tidemill.learn.tokens import token_batch
 

@@ -19,9 +19,10 @@ from tidemill.models.attention.registry import Context
 from tidemill.models.modes import at_rest
 from tidemill.models.vision.eyes import eyes
 from tidemill.models.vision.eyes.eyes import Eyes, Seen
-from tidemill.rollout.native.forward import latent, lean
+from tidemill.rollout.native.forward import latent, lean, mixture
 from tidemill.rollout.native.forward.fused import FusedKernels, FusedRunner
 from tidemill.rollout.native.kernels import Kernels
+from tidemill.rollout.native.ranks.links import Links
 
 
 class Runner(Protocol):
@@ -82,29 +83,26 @@ def has_fused(model: Any, is_plain: bool) -> bool:
     return (
         not is_plain
         and (lean.supports(model) or latent.supports(model))
+        and mixture.has_plain_experts(model)
         and importlib.util.find_spec("triton") is not None
     )
 
 
 def make_runner(
-    model: Any, max_len: int, kernels: Kernels | None, is_plain: bool, fused: bool, group: Any = None
+    model: Any, max_len: int, kernels: Kernels | None, is_plain: bool, fused: bool, links: Links | None = None
 ) -> Runner:
-    """`fused`: the model is on an accelerator whose kernels may be used. `group`: ranks that share the work."""
-    if group is not None:
-        if is_plain or not lean.supports(model):
-            raise ModelError(
-                f"{type(model).__name__} cannot be served tensor-parallel",
-                f"this works for {', '.join(families.llama_forms(mixtures=True))}",
-            )
-        from tidemill.rollout.native.forward.parallel import ParallelRunner
-
-        return ParallelRunner(model, max_len, kernels, group)
-    if is_plain or not (lean.supports(model) or latent.supports(model)):
-        return PlainRunner(model)
+    """`fused`: the model is on an accelerator whose kernels may be used. `links`: to the ranks that share the work."""
     is_latent = latent.supports(model)
+    if is_plain or not (is_latent or lean.supports(model)):
+        if links is not None:
+            raise ModelError(
+                f"{type(model).__name__} cannot be served by an engine over several ranks",
+                f"this works for {', '.join(families.served_over_ranks())}",
+            )
+        return PlainRunner(model)
     if fused and has_fused(model, is_plain):
         from tidemill.rollout.native.triton_kernels import TritonKernels
 
         make = latent.FusedLatentRunner if is_latent else FusedRunner
         return make(model, max_len, TritonKernels())
-    return (latent.LatentRunner if is_latent else lean.LeanRunner)(model, max_len, kernels)
+    return (latent.LatentRunner if is_latent else lean.LeanRunner)(model, max_len, kernels, links)

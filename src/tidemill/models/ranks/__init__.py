@@ -1,0 +1,1 @@
+"""Parts of models that lie on several ranks, for learning and for rollout."""
