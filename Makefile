@@ -9,7 +9,7 @@ BROWSER_VENV ?= .venv-browser
 CLIENTS_VENV ?= .venv-clients
 
 # These start eight processes that compute together: beside another worker's they would crowd two cores.
-RANKS := tests/learn/parallel
+RANKS := tests/learn/parallel tests/rollout/ranks
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-slurm test-ray-jobs test-vllm test-browser test-clients lint layers types quick slow learning bench peers clean
@@ -43,11 +43,11 @@ types: install
 	@$(BIN)/mypy
 
 quick: install ## the quick tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu" --ignore $(RANKS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(addprefix --ignore=,$(RANKS))
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" $(RANKS)
 
 slow: install ## the slow tests: learning, faults, peers
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu and not learning" --ignore $(RANKS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu and not learning" $(addprefix --ignore=,$(RANKS))
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" $(RANKS)
 
 learning: install ## train every algorithm on a small task and check that it learns (ten minutes)

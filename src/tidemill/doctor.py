@@ -27,6 +27,7 @@ from tidemill.models.shape import ModelShape, shape_of
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Config
 from tidemill.recipe.load import LoadedRecipe
+from tidemill.rollout.native.ranks.grid import Grid
 
 Status = Literal["ok", "note", "warn", "bad"]  # bad: will fail; warn: may fail or be slow; note: not needed
 

@@ -14,6 +14,7 @@ from tidemill.recipe.ranks import divisors, folding_problem
 from tidemill.rollout.native.ranks.grid import Grid
 
 MOST_ENGINE_RANKS = 64  # that a remedy suggests
+ONE_NODE = 8  # ranks that share a layer are within one
 
 
 def problems(config: Config, model: ModelSettings) -> Iterator[str]:
@@ -118,7 +119,7 @@ def engine_grids(config: Config, shape: ModelShape) -> list[Grid]:
     ranks, now = config.learn.parallel.ranks, Grid.of(config.rollout)
     is_colocated = config.cluster.placement.rollout == "colocated"
     most = ranks if is_colocated else max(now.ranks, MOST_ENGINE_RANKS)
-    sizes = [n for n in head_cuts(shape) if n <= most]
+    sizes = [n for n in head_cuts(shape) if n <= min(most, max(now.tp, ONE_NODE))]
     wider = [1 << i for i in range(most.bit_length())]
     grids = {now} | {
         Grid(tp, dp, pp)
@@ -127,13 +128,12 @@ def engine_grids(config: Config, shape: ModelShape) -> list[Grid]:
         for dp in (wider if shape.experts else (1,))
         if tp * dp * pp <= most
     }
-    fitting = (
-        grid
-        for grid in grids
-        if grid == now
-        or (grid.ranks >= now.ranks and not (is_colocated and ranks % grid.ranks) and not any(engine_problems(grid, shape)))
-    )
-    return sorted(fitting, key=lambda g: (g.ranks, g.pp, g.dp, g.tp))
+
+    def fits(grid: Grid) -> bool:
+        has_room = grid.ranks >= now.ranks and not (is_colocated and ranks % grid.ranks)
+        return has_room and not any(engine_problems(grid, shape))
+
+    return sorted((g for g in grids if g == now or fits(g)), key=lambda g: (g.ranks, g.pp, g.dp, g.tp))
 
 
 def _sequence(config: Config) -> Iterator[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from tidemill.algorithms import registry
+from tidemill.algorithms.shared import registry
 from tidemill.estimate import handover as turns
 from tidemill.imports import is_kept_here
 from tidemill.recipe.config import AlgorithmSettings, Config
@@ -57,6 +57,11 @@ def _players(c: Config) -> int:
     return 1 if c.environment is None else c.environment.players
 
 
+def engine_over(size: str, when: When) -> When:
+    """An engine with that many replicas, stages or ranks of a layer, where `when` holds too."""
+    return lambda c: getattr(c.rollout, size) > 1 and when(c)
+
+
 NATIVE = "{c.rollout.engine} does not have this setting of the native engine"
 ONE_PROCESS = "it shows what one process does, and here several work"
 INVARIANT = "rollout.batch_invariant"
@@ -80,15 +85,14 @@ RULES = (
          "layers would be recomputed outside rollout.batch_invariant", "none"),
     Rule(INVARIANT, lambda c: c.rollout.batch_invariant and (is_cut(c) or c.rollout.ranks > 1),
          "only a single rank can promise it, and learn.parallel or rollout.tp, dp and pp ask for several", "false"),
-    *(Rule(f"rollout.{size}", lambda c, size=size: getattr(c.rollout, size) > 1 and is_local(c),
+    *(Rule(f"rollout.{size}", engine_over(size, is_local),
            "one process has one rank", "cluster.executor=processes or ray|1") for size in ENGINE_SIZES),
-    *(Rule(f"rollout.{size}", lambda c, size=size: getattr(c.rollout, size) > 1 and not_native(c),
+    *(Rule(f"rollout.{size}", engine_over(size, not_native),
            "{c.rollout.engine} has one rank for each", "1") for size in ENGINE_SIZES),
     Rule("cluster.spread", lambda c: c.cluster.spread and c.cluster.executor == "ray" and c.rollout.ranks > 1,
          "an engine of {c.rollout.ranks} ranks has them close together, and engines lie where there is room",
          "false|rollout.tp=1 with dp and pp of 1"),
-    *(Rule(f"rollout.{size}", lambda c, size=size: getattr(c.rollout, size) > 1
-           and c.cluster.placement.rollout == "colocated" and not is_cut(c),
+    *(Rule(f"rollout.{size}", engine_over(size, lambda c: c.cluster.placement.rollout == "colocated" and not is_cut(c)),
            "colocated with learners that hold whole models, rollout reads their tensors",
            "1|cluster.placement.rollout=separated|sizes of learn.parallel") for size in ENGINE_SIZES),
     Rule("rollout.ep", lambda c: c.rollout.ep is not None and c.rollout.ep > 1 and c.rollout.ranks == 1,

@@ -35,7 +35,7 @@ def plan(
     from tidemill.estimate import weight_flow
     from tidemill.recipe import load as recipe_files
     from tidemill.reshard import show as reshard_show
-    from tidemill.reshard.parallel import parse
+    from tidemill.reshard.layouts.parallel import parse
 
     if recipe is not None:
         config = recipe_files.load(recipe, overrides or ()).config

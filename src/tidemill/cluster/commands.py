@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tidemill.cluster.assignment import Assignment, DockPlace, WeightLink
     from tidemill.flow.records import Evaluation
     from tidemill.flow.tally import Counted
-    from tidemill.reshard.layout import Layout
+    from tidemill.reshard.layouts.layout import Layout
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -138,6 +138,10 @@ class WorkerCommands(Protocol):
     def join_world(self, where: StoreAddress) -> None: ...
 
     def join_engine(self, where: StoreAddress) -> None: ...
+
+    def lay_out_experts(self) -> bool:
+        """Choose anew where an engine's experts lie; whether any of them moves with the next version."""
+        ...
 
     def describe(self, rank: int, mates: tuple[int, ...]) -> tuple[Layout, Layout]:
         """Return the layouts of what is sent and of what is received, for this rank of a link; `mates`: ranks of its

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tidemill.algorithms import registry
+from tidemill.algorithms.shared import registry
 from tidemill.errors import ConfigError
 from tidemill.estimate.memory import adapter_parameters, optimizer_bytes
 from tidemill.estimate.ranks_memory import engine_share, parameters_per_rank
@@ -24,9 +24,9 @@ from tidemill.plan import features, links
 from tidemill.plan.calibration import Calibration
 from tidemill.plan.features import Cut, Pass
 from tidemill.plan.hardware import SHEETS, DeviceSheet, Machines
-from tidemill.rollout.native.ranks.grid import Grid
 from tidemill.recipe.config import Config
 from tidemill.recipe.load import model_of
+from tidemill.rollout.native.ranks.grid import Grid
 
 OVERLAP = 0.8  # share of the layers' arithmetic behind which weights are gathered and gradients reduced
 REWARD_S = 0.00015  # of one sample, where the rewards are rules
@@ -138,7 +138,7 @@ class TimeModel:
     # Rollout
 
     def decode_s(self, rows: int, context: float) -> float:
-        """One step of `rows` sequences with `context` tokens in the cache together, evenly over an engine's replicas."""
+        """One step of `rows` sequences with `context` tokens in the cache together, shared out by replicas."""
         replicas = self.engine_grid.dp
         return self.step_s(-(-rows // replicas)) + context / replicas * self.token_read_s
 

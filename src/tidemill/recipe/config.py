@@ -96,7 +96,7 @@ class EngineExperts(Section):
     """Where the experts of an engine over several ranks lie: busy ones get copies, and all are packed by their load."""
 
     spare: int = Field(0, ge=0, le=64, description="places on each rank for copies of busy experts")
-    every: int = Field(1, ge=0, description="steps after which experts are laid out anew by their load; 0: never")
+    every: int = Field(10, ge=0, description="steps after which experts are laid out anew by their load; 0: never")
 
 
 class Rollout(Section):

@@ -17,7 +17,7 @@ from tidemill import device as devices
 from tidemill.errors import CheckpointError, ConfigError, ModelError
 from tidemill.learn import checkpoint
 from tidemill.learn.ema import adapters_of, weights_of
-from tidemill.models import lora, routing
+from tidemill.models import lora
 from tidemill.models.attention import registry as attention
 from tidemill.models.box import find
 from tidemill.models.box.known import cache
@@ -32,6 +32,7 @@ from tidemill.models.load import (
     save_folder,
     wrap,
 )
+from tidemill.models.mixture import routing
 from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe import config as settings
 from tidemill.recipe.config import Config
@@ -256,7 +257,7 @@ def export_adapter(
     own, is_mean = adapters_of(tensors, raw)
     if not own:
         raise ConfigError(f"{run.path} trained all weights: it has no adapters", "export without --adapter")
-    if any(name.startswith("decoder.") for name in own):  # of `learn.critic.ValueModel`
+    if any(name.startswith("decoder.") for name in own):  # of `learn.values.model.ValueModel`
         raise ConfigError(
             f"{run.path} trained a reward model, whose head a peft folder would lack",
             "export without --adapter",

@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tidemill.algorithms.registry import get
 
 from tests.learn.parallel.models import config, gradients, model, over_all, samples
-from tidemill.algorithms.registry import get
 from tidemill.algorithms.shared.aggregate import local_weights
 from tidemill.errors import ModelError
 from tidemill.learn.engine import Learner, score
 from tidemill.learn.logprob.tokens import token_logprobs
-from tidemill.learn.packing import microbatches, pack
 from tidemill.learn.parallel.pipeline import Pipeline, Stages, ends
-from tidemill.models.ranks.stages import split
 from tidemill.learn.parallel.schedule import Action, forward_only, kept, play, timetable
-from tidemill.learn.tokens import token_batch
+from tidemill.learn.rows.packing import microbatches, pack
+from tidemill.learn.rows.tokens import token_batch
+from tidemill.models.layers.stages import split
 
 CPU = torch.device("cpu")
 

@@ -29,7 +29,7 @@ from tidemill.flow.workers import Stopped
 from tidemill.models.load import keep_definition, save_folder
 from tidemill.observe import pictures
 from tidemill.observe.run_folder import NOTES
-from tidemill.reshard.layout import Layout
+from tidemill.reshard.layouts.layout import Layout
 
 PAUSE_S = 0.001  # between polls of the first rank's calls
 
@@ -342,6 +342,10 @@ class RoleWorker:
         """Join the ranks of one engine, which are processes of their own."""
         self.state.world.join(where, self.state.device, self.task.config.cluster.collective_s)
         share_engine(self.state, self.task, where)
+
+    def lay_out_experts(self) -> bool:
+        self._in_turn()
+        return self.weights.lay_out_experts()
 
     def describe(self, rank: int, mates: tuple[int, ...]) -> tuple[Layout, Layout]:
         return self.weights.describe(rank, mates)

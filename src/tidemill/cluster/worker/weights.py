@@ -24,8 +24,9 @@ from tidemill.learn.engine import Learner
 from tidemill.learn.model import MeshModel, pieces_of
 from tidemill.models import lora
 from tidemill.models.buffers import carried, persistent
-from tidemill.reshard.dtensor import from_tensors, local_tensors
-from tidemill.reshard.layout import Layout, merge
+from tidemill.reshard.layouts.dtensor import from_tensors, local_tensors
+from tidemill.reshard.layouts.layout import Layout, merge
+from tidemill.reshard.layouts.record import from_plain, to_plain
 from tidemill.reshard.move import (
     BUCKET_BYTES,
     BufferRing,
@@ -38,14 +39,13 @@ from tidemill.reshard.move import (
     _laid_out,
     move,
 )
-from tidemill.reshard.one import OneProcessWire
 from tidemill.reshard.pack import BlockMerge, Changes, Tensors
 from tidemill.reshard.plan import Plan, Topology, plan
-from tidemill.reshard.record import from_plain, to_plain
 from tidemill.reshard.schedule import Round
 from tidemill.reshard.serve import Aside, Serving
-from tidemill.reshard.shared import SharedWire
-from tidemill.rollout.native.forward import parallel
+from tidemill.reshard.wires.one_node import SharedWire
+from tidemill.reshard.wires.one_process import OneProcessWire
+from tidemill.rollout.native.ranks import share
 
 if TYPE_CHECKING:
     from tidemill.cluster.worker.worker_state import WorkerState
@@ -107,8 +107,19 @@ class WeightPort:
         sent = learner.layout() if is_cut else from_tensors(dict(self.sources().tensors), rank)
         if self.state.is_shared:
             assert self.state.loaded is not None
-            return sent, parallel.layout(self.state.loaded.model, mates)
+            return sent, share.of(self.state.loaded.model).layout(mates)
         return sent, from_tensors(dict(self.serving().tensors), rank)
+
+    def lay_out_experts(self) -> bool:
+        """Choose anew where the engine's experts lie, by their load; whether any moves with the next version."""
+        part = self.state.engine_part
+        if part is None or part.balance is None:
+            return False
+        with self._between_steps():
+            busiest = part.balance.plan()
+        if self.state.lead is not None:
+            self.state.tally.mean("moe_engine_busiest", busiest)
+        return part.balance.is_due
 
     # Plan
 

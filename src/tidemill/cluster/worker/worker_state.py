@@ -38,6 +38,7 @@ from tidemill.models.load import LoadedModel
 from tidemill.recipe.config import Config
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import Completion, Partial, RolloutEngine
+from tidemill.rollout.native.ranks.replicas import Replicas
 from tidemill.serve.make import close_engine, make_engine
 
 
@@ -98,6 +99,7 @@ class WorkerState:
     lead: LeadEngine | None = None  # an engine of several ranks: this rank is called, the others follow
     follower: Follower | None = None
     engine_group: Any = None
+    engine_part: Replicas | None = None  # this rank's part of such an engine
     scorer: Scorer | None = None
     feed: Feed | None = None
     ahead: Ahead | None = None  # of the feeder: steps whose rows are in the dock

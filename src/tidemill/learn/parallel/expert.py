@@ -13,9 +13,8 @@ from tidemill.errors import ModelError
 from tidemill.learn.parallel.collectives import MeshLink
 from tidemill.learn.parallel.context import exchange
 from tidemill.learn.parallel.cuts import Cuts, narrow, replace_parameter
-from tidemill.models import experts
-from tidemill.models.ranks import spread
-from tidemill.reshard.layout import Shard
+from tidemill.models.mixture import experts, spread
+from tidemill.reshard.layouts.layout import Shard
 
 
 def apply(model: Any, cuts: Cuts, over: MeshLink, tp_rank: int = 0, tp_size: int = 1) -> Cuts:

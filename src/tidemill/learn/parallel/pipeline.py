@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import ModuleList
 
-from tidemill.learn.packing import PackedBatch
 from tidemill.learn.parallel.collectives import MeshLink
 from tidemill.learn.parallel.schedule import Action, Timetable, forward_only, timetable
-from tidemill.models.ranks.stages import Elsewhere, norm_name, stage_of
+from tidemill.learn.rows.packing import PackedBatch
+from tidemill.models.layers.stages import Elsewhere, norm_name, stage_of
 
 Group = Any
 Call = Callable[[int, PackedBatch, Tensor | None], Any]

@@ -45,7 +45,11 @@ def find(model_type: str) -> Family:
     if (own := model_type.removesuffix("_text")) in known:
         return _read(own)
     after = [name for name in known if model_type.startswith(name)]
-    return replace(_read(max(after, key=len)), name=model_type, llama_form="", latent_form="") if after else Family(model_type)
+    return (
+        replace(_read(max(after, key=len)), name=model_type, llama_form="", latent_form="")
+        if after
+        else Family(model_type)
+    )
 
 
 def llama_forms(mixtures: bool = False) -> dict[str, str]:

@@ -17,8 +17,8 @@ from torch import Tensor
 from tidemill.batch import Array
 from tidemill.device import has_triton, mapped
 from tidemill.errors import ConfigError
-from tidemill.models import routing
 from tidemill.models.attention.registry import Context
+from tidemill.models.mixture import routing
 from tidemill.models.vision.eyes import eyes
 from tidemill.rollout.engine import Completion, Finish, Grammar, OnTokens, Partial, Request, load_part, run_callbacks
 from tidemill.rollout.native import paged, resuming
@@ -66,7 +66,8 @@ class NativeEngine:
     its own sample alone, bit for bit, and equal to those of a learner in the same mode; it is slower. `speculate`
     drafts tokens by lookup ("auto": with the compiled kernels, where it is expected to pay; "on": in graphs too).
     `cache_dtype` int8 or fp8 keeps keys and values in one byte an element, with a scale per token and head. `links` are
-    those of a rank that holds its share of the model alone, to the ranks that have the others (`ranks.replicas`). `keeps_features`: new weights do not change how images look, because the tower is frozen."""
+    those of a rank that holds its share of the model alone, to the ranks that have the others (`ranks.replicas`).
+    `keeps_features`: new weights do not change how images look, because the tower is frozen."""
 
     def __init__(
         self,

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tidemill.models import families, routing
+from tidemill.models import families
 from tidemill.models.attention.registry import AttentionForm, Context
-from tidemill.models.ranks import stages
+from tidemill.models.layers import stages
+from tidemill.models.mixture import routing
 from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.rollout.native.forward import lean, mixture
 from tidemill.rollout.native.forward.fused import FusedKernels, float_logits
@@ -57,9 +58,7 @@ class _Layer:
 class LatentRunner(LeanRunner):
     layers: list[Any]
 
-    def __init__(
-        self, model: Any, max_len: int, kernels: Kernels | None = None, links: Links | None = None
-    ) -> None:
+    def __init__(self, model: Any, max_len: int, kernels: Kernels | None = None, links: Links | None = None) -> None:
         self.model, self.kernels, self.links = model, kernels, links
         config, first = model.config, stages.here(model)[0][1].self_attn
         self.eps, self.scale = config.rms_norm_eps, first.scaling
@@ -130,7 +129,7 @@ class FusedLatentRunner(LatentRunner):
     def _small_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.fused.rms(x, weight, self.small_eps)
 
-    def _feed_forward(self, x: Tensor, h: Tensor, w: Gated | Mixture, context: Context) -> Tensor:
+    def _feed_forward(self, x: Tensor, h: Tensor, w: Gated | Mixture, context: Context | None) -> Tensor:
         if not isinstance(w, Mixture):
             return super()._feed_forward(x, h, w, context)
         chosen, shares = mixture.choose(w, mixture.router_logits(w, h))

@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tidemill.models import families, routing, rowwise
+from tidemill.models import families
 from tidemill.models.attention.registry import AttentionForm, Context, attention_window
-from tidemill.models.ranks import stages
+from tidemill.models.layers import rowwise, stages
+from tidemill.models.mixture import routing
 from tidemill.models.vision.eyes import eyes
 from tidemill.models.vision.eyes.eyes import Seen
-from tidemill.reshard.layout import Shard
+from tidemill.reshard.layouts.layout import Shard
 from tidemill.rollout.native.forward import mixture
 from tidemill.rollout.native.forward.mixture import Mixture
 from tidemill.rollout.native.kernels import Kernels
@@ -76,6 +77,7 @@ def numbered(model: Any) -> list[tuple[Any, int]]:
 
 
 Weight = tuple[Tensor, Tensor | None]  # and bias
+ELSEWHERE = torch.empty(0)  # in the place of what another stage has
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +105,7 @@ class _Layer:
 class LeanRunner:
     """`links`: of a rank that holds its share of the model alone, to the others of its engine."""
 
-    def __init__(
-        self, model: Any, max_len: int, kernels: Kernels | None = None, links: Links | None = None
-    ) -> None:
+    def __init__(self, model: Any, max_len: int, kernels: Kernels | None = None, links: Links | None = None) -> None:
         self.model = model
         self.kernels = kernels
         self.links = links
@@ -126,11 +126,12 @@ class LeanRunner:
         """What lies before and behind the layers; of a stage of several, some of it."""
         body, output = self.model.get_decoder(), self.model.get_output_embeddings()
         self.first_layer = stages.here(self.model)[0][0]
-        self.embed = getattr(body.embed_tokens, "weight", None)
-        self.norm = getattr(body.norm, "weight", None)
-        self.head: Weight = (getattr(output, "weight", None), getattr(output, "bias", None))
+        self.embed: Tensor = getattr(body.embed_tokens, "weight", ELSEWHERE)
+        self.norm: Tensor = getattr(body.norm, "weight", ELSEWHERE)
+        self.head: Weight = (getattr(output, "weight", ELSEWHERE), getattr(output, "bias", None))
+        self.spread: dict[str, SpreadExperts] = {}
         if self.links is not None:
-            self.layers = over_ranks(self.model, self.layers, self.links)
+            self.layers, self.spread = over_ranks(self.model, self.layers, self.links)
             self.head = own_words(self.head, self.model, self.links)
 
     def forward(
@@ -146,7 +147,6 @@ class LeanRunner:
             return x.new_empty(len(x) if keep is None else len(keep), 0)
         if keep is not None:
             x = x.index_select(0, keep)
-        assert self.norm is not None
         logits = self._linear(self._norm(x, self.norm), *self.head)
         return logits if self.links is None else self.links.join_words(logits, share.of(self.model).vocabulary)
 
@@ -156,7 +156,6 @@ class LeanRunner:
             if not self.links.is_first:
                 like = self.layers[0].norm_in
                 return self.links.receive(like.new_empty(len(ids), len(like)))
-        assert self.embed is not None
         return embedded(ids, self.embed, seen)
 
     def stand_by(self) -> None:
@@ -238,25 +237,22 @@ def _bind(layer: Any, number: int) -> _Layer:
     )  # fmt: skip
 
 
-def over_ranks(model: Any, layers: list[Any], links: Links) -> list[Any]:
-    """Layers whose experts lie on several ranks."""
+def over_ranks(model: Any, layers: list[Any], links: Links) -> tuple[list[Any], dict[str, SpreadExperts]]:
+    """Layers whose experts lie on several ranks, and those by the names of their modules."""
     where = names_of(model, (layer.mlp.module for layer in layers if isinstance(layer.mlp, Mixture)))
-    slots = share.of(model).slots
-
-    def one(layer: Any) -> Any:
-        if not isinstance(layer.mlp, Mixture):
-            return layer
-        gate = layer.mlp.gate.weight
-        over = SpreadExperts(links, len(gate), slots[where[id(layer.mlp.module)]], gate.device)
-        return replace(layer, mlp=replace(layer.mlp, over=over))
-
-    return [one(layer) for layer in layers]
+    slots, spread = share.of(model).slots, {}
+    for i, layer in enumerate(layers):
+        if isinstance(layer.mlp, Mixture):
+            name, gate = where[id(layer.mlp.module)], layer.mlp.gate.weight
+            spread[name] = SpreadExperts(links, len(gate), slots[name], gate.device)
+            layers[i] = replace(layer, mlp=replace(layer.mlp, over=spread[name]))
+    return layers, spread
 
 
 def own_words(head: Weight, model: Any, links: Links) -> Weight:
     """This rank's rows of an output layer that is the embedding, which every rank has whole."""
     weight, bias = head
-    if weight is None or links.grid.tp == 1 or len(weight) < share.of(model).vocabulary:
+    if weight is ELSEWHERE or links.grid.tp == 1 or len(weight) < share.of(model).vocabulary:
         return head
     low, high = Shard(0).cut(0, len(weight), links.at.tp, links.grid.tp)
     return weight[low:high], None if bias is None else bias[low:high]
@@ -273,7 +269,8 @@ def rotary_tables(model: Any, dim: int, max_len: int) -> tuple[Tensor, Tensor]:
         looks = eyes.of(model)
         if looks is not None and looks.has_axes:
             positions = positions.expand(eyes.AXES - 1, 1, -1)
-        return _signed(*decoder.rotary_emb(like, positions), dim)
+        cos, sin = decoder.rotary_emb(like, positions)
+    return _signed(cos, sin, dim)
 
 
 def _signed(cos: Tensor, sin: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -292,8 +289,8 @@ def turns_at(model: Any, tables: tuple[Tensor, Tensor], positions: Tensor) -> tu
     if positions.ndim == 1:
         return tables, positions
     decoder = model.get_decoder()
-    made = _signed(*decoder.rotary_emb(decoder.embed_tokens.weight[:1], positions[1:, None]), tables[0].shape[-1])
-    return made, torch.arange(positions.shape[1], device=positions.device)
+    cos, sin = decoder.rotary_emb(decoder.embed_tokens.weight[:1], positions[1:, None])
+    return _signed(cos, sin, tables[0].shape[-1]), torch.arange(positions.shape[1], device=positions.device)
 
 
 def embedded(ids: Tensor, words: Tensor, seen: Seen | None) -> Tensor:

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidemill.models import experts, routing
 from tidemill.models.attention.registry import Context
+from tidemill.models.mixture import experts, routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def choose(w: Mixture, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _best_groups(by: Tensor, groups: int, kept: int) -> Tensor:
     """Experts lie in groups, of which a token may use some: those whose two best are largest in sum."""
-    apart = by.unflatten(1, (groups, by.shape[1] // groups))
+    apart = by.view(len(by), groups, by.shape[1] // groups)
     best = apart.topk(2, -1).values.sum(-1).topk(kept, -1).indices
     is_kept = torch.zeros(apart.shape[:2], dtype=torch.bool, device=by.device).scatter_(1, best, True)
     return apart.masked_fill(~is_kept.unsqueeze(-1), float("-inf")).view_as(by)

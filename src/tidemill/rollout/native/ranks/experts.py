@@ -1,4 +1,4 @@
-"""A mixture's experts over the ranks of an engine: which place a token's choice goes to, and how much each was chosen."""
+"""A mixture's experts over the ranks of an engine: which place a token's choice goes to, and how busy each is."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tidemill.models.ranks import spread
-from tidemill.rollout.native.ranks.balance import balanced
+from tidemill.models.mixture import spread
+from tidemill.rollout.native.ranks.balance import balanced, busiest
 from tidemill.rollout.native.ranks.links import Links
 from tidemill.rollout.native.ranks.share import Share
 
@@ -56,9 +56,8 @@ class ExpertBalance:
         self.links, self.share, self.layers = links, share, layers
         self._next: dict[str, tuple[int, ...]] | None = None
 
-    def plan(self) -> bool:
-        """Choose places by the loads since the last time; whether any expert moves. The layout is the new one from now
-        on, what is served is the old one until `take_up`."""
+    def loads(self) -> dict[str, list[int]]:
+        """How often each expert was chosen since the last time, by all tokens of the engine."""
         own = torch.zeros(len(self.share.slots), max(map(self._experts, self.share.slots)), dtype=torch.int64)
         for i, name in enumerate(self.share.slots):
             if name in self.layers:
@@ -66,15 +65,22 @@ class ExpertBalance:
                 own[i, : len(load)] = load.cpu()
                 load.zero_()
         told = self.links.sum_over_engine(own).tolist()
-        slots = {
-            name: balanced(loads[: self._experts(name)], self.links.grid.ep, now)
-            for (name, now), loads in zip(self.share.slots.items(), told)
-        }
-        if slots == self.share.slots:
-            return False
-        self.share.slots = slots
-        self._next = slots
-        return True
+        return {name: loads[: self._experts(name)] for name, loads in zip(self.share.slots, told)}
+
+    def plan(self) -> float:
+        """Choose places by the loads since the last time. The layout is the new one from now on, what is served is the
+        old one until `take_up`. Returns the load of the busiest part over an even one as it was, mean of layers."""
+        parts, loads = self.links.grid.ep, self.loads()
+        was = [busiest(loads[name], parts, now) for name, now in self.share.slots.items()]
+        slots = {name: balanced(loads[name], parts, now) for name, now in self.share.slots.items()}
+        if slots != self.share.slots:
+            self.share.slots = self._next = slots
+        return sum(was) / len(was)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether experts are to move."""
+        return self._next is not None
 
     def _experts(self, name: str) -> int:
         return max(self.share.slots[name]) + 1

@@ -111,5 +111,5 @@ class Grid:
         return f"rollout.ep is {self.ep}: {what}; {either(would)} would do"
 
     def __str__(self) -> str:
-        sizes = {"tp": self.tp, "dp": self.dp, "pp": self.pp, "ep": self.ep}
+        sizes = {"tp": self.tp, "dp": self.dp, "pp": self.pp, "ep": 1 if self.ep == self.stage else self.ep}
         return " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tidemill.device import plain
-from tidemill.models.ranks.spread import ExpertPlace
+from tidemill.models.mixture.spread import ExpertPlace
 from tidemill.rollout.native.draw.sampling import Drawn
 from tidemill.rollout.native.ranks.grid import Grid
 
@@ -38,15 +38,18 @@ class ExpertRanks:
 
 
 class Links:
-    """Made by all ranks of `group` together, which are those of `grid` in their order."""
+    """Made by all ranks of `group` together, which are those of `grid` in their order. `made`: groups that were made
+    before, by their ranks."""
 
-    def __init__(self, grid: Grid, group: Group, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, grid: Grid, group: Group, timeout_s: float = 300.0, made: dict[tuple[int, ...], Group] | None = None
+    ) -> None:
         self.grid, self.group = grid, group
         self.rank = dist.get_rank(group)
         self.at = grid.place(self.rank)
         self._world = dist.get_process_group_ranks(group)
         self._timeout = timedelta(seconds=timeout_s)
-        self._made: dict[tuple[int, ...], Group] = {tuple(range(grid.ranks)): group}
+        self._made = {tuple(range(grid.ranks)): group} if made is None else made
         self._tp = self._group(grid.sharing_tokens(self.rank))
         self._replicas = self._group(grid.replicas(self.rank))
         self._stages = self._group(grid.stages(self.rank))
@@ -60,13 +63,6 @@ class Links:
             ranks = [self._world[i] for i in members]
             self._made[members] = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
         return self._made.get(members)
-
-    def close(self) -> None:
-        """Let go of the groups that were made here."""
-        for group in self._made.values():
-            if group is not self.group:
-                dist.destroy_process_group(group)
-        self._made.clear()
 
     def expert_place(self, count: int) -> ExpertPlace:
         """Where experts lie that are numbered by their places, `count` of them on each rank."""

@@ -14,13 +14,19 @@ import msgspec
 import numpy as np
 
 from tidemill.batch import Array
-from tidemill.rollout.engine import Completion, Finish, Fresh, OnTokens, Partial, Request, Top, run_callbacks
+from tidemill.rollout.engine import Completion, Finish, Fresh, OnTokens, Partial, Request, run_callbacks
 from tidemill.rollout.native.check import find_problem, refused
 from tidemill.rollout.native.engine import NativeEngine
+from tidemill.rollout.native.ranks import share
+from tidemill.rollout.native.ranks.experts import ExpertBalance, SpreadExperts
 from tidemill.rollout.native.ranks.links import Links
 
 
-class StandsBy(Protocol):
+class Spread(Protocol):
+    """A runner whose experts lie on several ranks, by the names of their modules."""
+
+    spread: dict[str, SpreadExperts]
+
     def stand_by(self) -> None: ...
 
 
@@ -78,6 +84,9 @@ class Replicas:
 
     def __init__(self, inner: NativeEngine, links: Links) -> None:
         self.inner, self.links = inner, links
+        own = share.of(inner.model)
+        spread = cast(Spread, inner.runner).spread
+        self.balance = ExpertBalance(links, own, spread) if own.slots else None  # where experts lie next
         self.on_tokens: OnTokens | None = None
         self._taken: dict[int, _Taken] = {}
         self._count = 0
@@ -114,7 +123,7 @@ class Replicas:
         passes = self.inner.passes
         made = self.inner.step()
         if self.inner.passes == passes:
-            cast(StandsBy, self.inner.runner).stand_by()
+            cast(Spread, self.inner.runner).stand_by()
         done, self._held = self._held, []
         for sample, routes in self._exchange([_of_completion(c) for c in made]):
             done.append(_completion(sample, self._taken[sample.taken].request, routes))
@@ -149,6 +158,8 @@ class Replicas:
 
     def load(self, weights: Any, version: int) -> None:
         self.inner.load(weights, version)
+        if self.balance is not None:
+            self.balance.take_up()
 
     def sleep(self) -> None:
         self.inner.sleep()
@@ -205,7 +216,7 @@ def _completion(s: _Sample, request: Request, routes: Array | None) -> Completio
     finish, tops = cast(Finish, s.finish), s.tops
     made = _list(s.tokens, np.int32), _list(s.logprobs, np.float64), _list(s.versions or b"", np.int64)
     kept = None if s.kept is None else _list(s.kept, np.float64)
-    return Completion(request, s.index, *made, finish, s.error, kept, routes, tops=cast(list[Top] | None, tops))
+    return Completion(request, s.index, *made, finish, s.error, kept, routes, tops=tops)
 
 
 def _partial(s: _Sample, taken: _Taken) -> Partial:
@@ -221,7 +232,11 @@ def _of_fresh(f: Fresh) -> _Tokens:
 
 def _fresh(t: _Tokens) -> Fresh:
     kept = None if t.kept is None else np.frombuffer(t.kept, np.float32)
-    columns = np.frombuffer(t.streams, np.int64), np.frombuffer(t.tokens, np.int64), np.frombuffer(t.logprobs, np.float32)
+    columns = (
+        np.frombuffer(t.streams, np.int64),
+        np.frombuffer(t.tokens, np.int64),
+        np.frombuffer(t.logprobs, np.float32),
+    )
     return Fresh(*columns, kept)
 
 

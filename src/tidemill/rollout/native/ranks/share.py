@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from tidemill.errors import ModelError, either
-from tidemill.models import experts, routing
 from tidemill.models.buffers import carried, persistent
-from tidemill.models.ranks import stages
+from tidemill.models.layers import stages
+from tidemill.models.mixture import experts, routing
 from tidemill.recipe.ranks import divisors
-from tidemill.reshard.layout import Layout, LayoutEntry, Mesh, Part, Place, Replicate, Shape, Shard
+from tidemill.reshard.layouts.layout import Layout, LayoutEntry, Mesh, Part, Place, Replicate, Shape, Shard
 from tidemill.reshard.move import BufferRing, GroupWire, Job, move
 from tidemill.reshard.plan import plan
 from tidemill.rollout.native.ranks.grid import Grid
@@ -76,14 +76,13 @@ class Share:
     def _stacked(self, name: str, t: Tensors, ranks: tuple[int, ...]) -> Iterator[LayoutEntry]:
         """Experts in the order of their places; each run of neighbours is one entry, or one for gate and one for up."""
         grid, slots = self.grid, self.slots[t.experts]
+        places: tuple[Place, ...]
         copies, widths = len(ranks) // (grid.ep * grid.widths), grid.widths
-        axes, sizes, places = ("copy", "ep"), (copies, grid.ep), [WHOLE, Shard(0)]
         if t.width is None:
-            ranks = ranks[::widths]
+            mesh, places = Mesh(("copy", "ep"), (copies, grid.ep), ranks[::widths]), (WHOLE, Shard(0))
         else:
-            axes, sizes = (*axes, "width"), (*sizes, widths)
-            places.append(Shard(t.width) if widths > 1 else WHOLE)
-        mesh = Mesh(axes, sizes, ranks)
+            mesh = Mesh(("copy", "ep", "width"), (copies, grid.ep, widths), ranks)
+            places = (WHOLE, Shard(0), Shard(t.width) if widths > 1 else WHOLE)
         halves = 2 if t.is_halved and widths > 1 else 1
         for place, first, count in runs(slots):
             for half in range(halves):
@@ -98,7 +97,7 @@ class Share:
                     start[t.width] = half * size
                     ahead = tuple(half * size // widths if i == t.width else 0 for i in range(len(extent)))
                 part = Part(tuple(start), tuple(extent), tuple(at), tuple(whole))
-                yield LayoutEntry(name, t.shape, t.dtype, mesh, tuple(places), part=part, ahead=ahead)
+                yield LayoutEntry(name, t.shape, t.dtype, mesh, places, part=part, ahead=ahead)
 
 
 def runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -203,8 +202,11 @@ def cut(model: Any, grid: Grid, rank: int, spare: int = 0) -> Share:
     named = dict(model.named_modules())
     slots = {t.experts: named[t.experts].down_proj.shape[0] for t in tensors.values() if t.experts}
     output = model.get_output_embeddings()
-    share = Share(grid, rank, tensors, int(output.weight.shape[0]), {k: spread(n, grid.ep, spare) for k, n in slots.items()})
+    share = Share(
+        grid, rank, tensors, int(output.weight.shape[0]), {k: spread(n, grid.ep, spare) for k, n in slots.items()}
+    )
     layout = share.layout()
+    routing.detach(model)
     own, whole, embedding = layout.homes(rank), carried(model), model.get_input_embeddings().weight
     stages.split(model, grid.place(rank).pp, grid.pp)
     for name, module in model.named_modules():
@@ -225,9 +227,7 @@ def cut(model: Any, grid: Grid, rank: int, spare: int = 0) -> Share:
 def spread(count: int, parts: int, spare: int) -> tuple[int, ...]:
     """Experts one after the other over the parts, each with `spare` more places."""
     each = count // parts
-    return tuple(
-        (part * each + i) % count for part in range(parts) for i in range(each + spare)
-    )
+    return tuple((part * each + i) % count for part in range(parts) for i in range(each + spare))
 
 
 def _fill(out: Tensor, layout: Layout, name: str, rank: int, whole: Tensor) -> None:

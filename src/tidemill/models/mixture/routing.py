@@ -97,9 +97,14 @@ class Routers:
         self.load = torch.full(shape, 1.0 / max(1, self.experts), device=device)  # of the update before
         self.replayed = torch.zeros(2, device=device)  # routes replayed; of them those the router would have chosen
         self._context: list[Any] = [None] * self.layers
+        self._hooks = []
         for at, (layer, gate) in enumerate(found):
-            layer.register_forward_pre_hook(partial(self._enter, at), with_kwargs=True)
-            gate.register_forward_hook(partial(self._choose, at))
+            self._hooks.append(layer.register_forward_pre_hook(partial(self._enter, at), with_kwargs=True))
+            self._hooks.append(gate.register_forward_hook(partial(self._choose, at)))
+
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self, at: int, layer: Any, args: Any, kwargs: Any) -> None:
@@ -213,6 +218,13 @@ def of(model: Any, device: torch.device | None = None) -> Routers | None:
         model.__dict__["tide_routers"] = Routers(model, device) if has_some else None
     routers: Routers | None = model.__dict__["tide_routers"]
     return routers
+
+
+def detach(model: Any) -> None:
+    """Undo `of`, for a model that is about to be cut: then it has other routers."""
+    routers: Routers | None = model.__dict__.pop("tide_routers", None)
+    if routers is not None:
+        routers.detach()
 
 
 HARMLESS = "make_inputs_require_grads"  # transformers' hook for checkpoints of layers: it changes no number

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tidemill.models import experts
+from tidemill.models.mixture import experts
 
 
 class ExpertLink(Protocol):

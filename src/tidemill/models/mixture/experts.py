@@ -1,7 +1,7 @@
 """Experts of a mixture as grouped products: tokens sorted by expert, one product for each or one call for all.
 
-Plugged into transformers through its ExpertsInterface, so every mixture whose experts are stacked and gated runs it; the
-loop that transformers calls `eager` is the plain form it must equal.
+Plugged into transformers through its ExpertsInterface, so every mixture whose experts are stacked and gated runs it;
+the loop that transformers calls `eager` is the plain form it must equal.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def plug(model: Any) -> None:
 
 
 def is_gated(module: Any) -> bool:
-    """Stacked, gated experts, with or without bias, rows or columns first; the module's own `_apply_gate` knows how gate
-    and up lie in the first stack, and what becomes of them."""
+    """Stacked, gated experts, with or without bias, rows or columns first; the module's own `_apply_gate` knows how
+    gate and up lie in the first stack, and what becomes of them."""
     stacks = all(hasattr(module, name) for name in STACKS)
     return stacks and getattr(module, "has_gate", None) is True and hasattr(module, "_apply_gate")
 
@@ -60,8 +60,8 @@ def gated(module: Any, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def linear(module: Any, stack: str, x: Tensor, ends: Tensor) -> Tensor:
-    """Rows through each one's expert of a stack: its weight, narrow if `models.narrow` made it so, and the adapter's
-    change if `models.lora` gave it one."""
+    """Multiply each row by its expert of a stack: the weight, in 8 bits if `models.layers.narrow` made it so, and the
+    adapter's change if `models.lora` gave it one."""
     code = getattr(module, f"{stack}_code", None)
     if code is not None:
         return _narrow(x, code, getattr(module, f"{stack}_scale"), ends)
