@@ -274,31 +274,33 @@ SIZES = ("tp", "dp", "pp")
 
 
 def _beside_learner(config: Config, shape: ModelShape, learner: ranks_memory.RankMemory, have: int) -> Finding:
-    """Say whether an engine's share of the weights and of its cache fits, too. Colocated, the cache takes turns with
-    what only learning needs."""
-    at_rest, at_work = 0, 0
-    if config.cluster.placement.rollout == "colocated":
-        most_handed = "all" if config.flow.hand_over == "auto" else config.flow.hand_over
-        at_rest = turns.at_rest(learner, most_handed if turns.are_taken(config) else "never")
-        at_work = learner.total
+    """Say whether an engine's share of the weights and of its cache fits, too. Colocated, rollout takes turns with
+    learning."""
+    is_colocated = config.cluster.placement.rollout == "colocated"
+    most_handed = "all" if config.flow.hand_over == "auto" else config.flow.hand_over
+    what: turns.HandedOver = most_handed if is_colocated and turns.are_taken(config) else "never"
+    mine = learner if is_colocated else ranks_memory.RankMemory(*(0 for _ in fields(ranks_memory.RankMemory)))
     grid = Grid.of(config.rollout)
     copy, cache = ranks_memory.engine_share(config, shape, grid)
-    most = max(at_rest + cache, at_work) + copy
+    most = turns.rank_peak(mine, copy, cache, what, grid.ranks > 1)
     whose = "an engine's whole copy" if grid.ranks == 1 else f"a share of an engine of {grid}"
-    what = f"{human(most)} of {human(have)} with {whose} ({human(copy)}) and its cache ({human(cache)})"
+    text = f"{human(most)} of {human(have)} with {whose} ({human(copy)}) and its cache ({human(cache)})"
     if most <= have:
-        return Finding("recipe rollout", what)
+        return Finding("recipe rollout", text)
     grids = parallel.engine_grids(config, shape)
     for wider in grids:
         copy, cache = ranks_memory.engine_share(config, shape, wider)
         token = max(1, cache * wider.dp // estimate.cache_tokens(config))  # of one replica's ranks
-        room = (have - at_rest - copy) // token * wider.dp
-        if at_work + copy <= have and room >= estimate.longest(config) * wider.dp:
+        room = (have - turns.at_rest(mine, what) - copy) // token * wider.dp
+        if (
+            turns.rank_peak(mine, copy, 0, what, wider.ranks > 1) <= have
+            and room >= estimate.longest(config) * wider.dp
+        ):
             keys = " ".join(f"rollout.{n}={v}" for n in SIZES if (v := getattr(wider, n)) != getattr(grid, n))
             tokens = f"rollout.cache_tokens={room}" if room < estimate.cache_tokens(config) else ""
-            return Finding("recipe rollout", what, "warn", f"{keys} {tokens}".strip() + " would fit")
+            return Finding("recipe rollout", text, "warn", f"{keys} {tokens}".strip() + " would fit")
     no_more = f"larger devices; an engine of this model has at most {grids[-1].ranks} ranks here"
-    return Finding("recipe rollout", what, "warn", no_more)
+    return Finding("recipe rollout", text, "warn", no_more)
 
 
 def _rank_savings(shape: ModelShape, needed: ranks_memory.RankMemory) -> list[str]:

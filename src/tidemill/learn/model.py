@@ -246,9 +246,8 @@ class MeshModel:
         return adapters.merged(self.model, pieces_of(self.model))
 
     def held(self) -> list[Tensor]:
-        """What leaves the device while rollout has it: nothing of a model that is cut, whose weights are in use by the
-        exchange."""
-        return learner_tensors(self.model) if self.meshes.computes_alone else []
+        """What leaves the device while rollout has it."""
+        return learner_tensors(self.model)
 
     def close(self) -> None:
         self.flight.close()

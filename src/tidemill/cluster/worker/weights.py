@@ -140,6 +140,7 @@ class WeightPort:
 
     def move(self, version: int) -> MoveReport:
         """Send and receive while no work is done."""
+        self.state.publishing()
         if self._carrier is None:
             return MoveReport(0, 0, 0.0)
         if not self._has_own:

@@ -25,7 +25,7 @@ from tidemill.estimate.handover import HandedOver
 from tidemill.flow.ahead import Ahead
 from tidemill.flow.evaluate import averaged, decoder, evaluate
 from tidemill.flow.feed import Feed
-from tidemill.flow.handover import Away, Handover, LearningState, kept_tensors
+from tidemill.flow.handover import Away, Handover, Leaving, kept_tensors
 from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.reference import ReferenceKeeper
 from tidemill.flow.stages.learning import LearnWorker
@@ -34,6 +34,7 @@ from tidemill.flow.stages.scoring import AdvantageWorker, ScoreWorker
 from tidemill.flow.stages.stage import Worker
 from tidemill.flow.tally import Tally
 from tidemill.learn.model import MeshModel
+from tidemill.models.buffers import carried
 from tidemill.models.load import LoadedModel
 from tidemill.recipe.config import Config
 from tidemill.reward.score import Scorer
@@ -148,15 +149,23 @@ class WorkerState:
         """Let rollout and learning take turns with the device's memory, where the recipe says so."""
         if self.loaded is None or self.handed_over == "never":
             return
-        own = LearningState(self.device, lambda: kept_tensors(self.loaded.model, self.device, self._kept()))  # type: ignore[union-attr]
+        own = Leaving(self.device, lambda: kept_tensors(self.loaded.model, self.device, self._kept()))  # type: ignore[union-attr]
         away = self.away if self.away is not None else own
+        # Captured graphs hold the addresses of an engine's weights; engines over ranks have none.
+        leaves = self.is_cut and (self.is_shared or self.device.type == "cpu")
+        copy = Leaving(self.device, lambda: carried(self.loaded.model).values()) if leaves else None  # type: ignore[union-attr]
         device = devices.pick(str(self.device))
-        self.turns = Handover(self.engine, self.tally, device, self.handed_over, away)
+        self.turns = Handover(self.engine, self.tally, device, self.handed_over, away, copy)
 
     def rolling(self) -> None:
         """Announce that rollout works next."""
         if self.turns is not None:
             self.turns.rolling()
+
+    def publishing(self) -> None:
+        """Announce that weights go from the learner to the engine next."""
+        if self.turns is not None:
+            self.turns.publishing()
 
     def learning(self) -> None:
         """Announce that something else works next, or reads the learner's weights."""
