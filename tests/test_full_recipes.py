@@ -84,7 +84,10 @@ def shrunk(name: str) -> dict[str, Any]:
     config = recipe.load(name).config
     family = next(kind for word, kind in FAMILY.items() if name.removeprefix("full/").startswith(word))
     small = {**SMALL, "model.tiny.architecture": family, **(MIXTURE if "moe" in family or "deep" in family else {})}
-    for where, sizes in (("learn.parallel", ("replicate", "fsdp", "tp", "cp", "ep", "pp")), ("rollout", ("tp", "dp", "pp"))):
+    for where, sizes in (
+        ("learn.parallel", ("replicate", "fsdp", "tp", "cp", "ep", "pp")),
+        ("rollout", ("tp", "dp", "pp")),
+    ):
         section = config.learn.parallel if where == "learn.parallel" else config.rollout
         small |= {f"{where}.{size}": min(2, getattr(section, size)) for size in sizes}
     ranks = [small[f"learn.parallel.{size}"] for size in ("replicate", "fsdp", "tp", "cp", "pp")]

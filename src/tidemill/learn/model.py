@@ -105,6 +105,8 @@ class MeshModel:
         return context.parallel(chosen, self.links["cp"], self.meshes.parallel.cp_form, heads)
 
     def _cut(self) -> Cuts:
+        if "ep" in self.links:
+            expert.check(self.model)  # whole: of its stages some may have none
         cuts, over = self._cut_stages(cutting.whole(self.model)), self.links.get("tp")
         if "ep" in self.links:
             tp = (over.rank, over.size) if over is not None else (0, 1)

@@ -183,7 +183,9 @@ class LeadEngine:
         if self._engine is None:
             return []
         self._say(Pause())
-        return self.engine.pause()
+        self._write()  # replicas tell each other what they took out
+        with self.world.within("pausing an engine's ranks"):
+            return self.engine.pause()
 
     def resume(self, partials: Sequence[Partial]) -> None:
         if partials:

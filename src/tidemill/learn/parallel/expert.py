@@ -17,14 +17,21 @@ from tidemill.models.mixture import experts, spread
 from tidemill.reshard.layouts.layout import Shard
 
 
+def check(model: Any) -> None:
+    """Refuse a model without experts of a form that can be shared out."""
+    if not any(experts.is_known(module) for module in model.modules()):
+        raise ModelError(
+            f"{type(model).__name__} has no experts of a form that can be shared out", "set learn.parallel.ep to 1"
+        )
+
+
 def apply(model: Any, cuts: Cuts, over: MeshLink, tp_rank: int = 0, tp_size: int = 1) -> Cuts:
     """Cut the experts of `model` in place; tensor parallelism, if any, cuts what is left of them after."""
     names = {id(p): name for name, p in model.named_parameters()}
-    done, found = dict(cuts), False
+    done = dict(cuts)
     for module in model.modules():
         if not experts.is_known(module):
             continue
-        found = True
         total = module.gate_up_proj.shape[0]
         for name, old in list(module.named_parameters(recurse=False)):
             full = names[id(old)]
@@ -33,8 +40,4 @@ def apply(model: Any, cuts: Cuts, over: MeshLink, tp_rank: int = 0, tp_size: int
             done[full] = replace(done[full], is_expert=True)
         module.place = spread.ExpertPlace(over, total // over.size // tp_size, tp_rank, tp_size)
         module.forward = functools.partial(spread.forward, module, place=module.place, exchange=exchange)
-    if not found:
-        raise ModelError(
-            f"{type(model).__name__} has no experts of a form that can be shared out", "set learn.parallel.ep to 1"
-        )
     return done
