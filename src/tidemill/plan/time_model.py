@@ -137,13 +137,9 @@ class TimeModel:
 
     # Rollout
 
-    def decode_s(self, rows: int, context: float) -> float:
-        """One step of `rows` sequences with `context` tokens in the cache together, shared out by replicas."""
-        replicas = self.engine_grid.dp
-        return self.step_s(-(-rows // replicas)) + context / replicas * self.token_read_s
-
     def step_s(self, rows: int) -> float:
-        """A decoding step without what reading the cache takes."""
+        """A decoding step, its rows shared out by replicas, without what reading the cache takes."""
+        rows = -(-rows // self.engine_grid.dp)
         if rows not in self._steps:
             cost = features.decode(self.made, self.shape, rows, 0.0, self.width, self.engine_cut)
             self._steps[rows] = self.made.seconds(cost) + self._engine_exchange_s(rows)
@@ -151,10 +147,10 @@ class TimeModel:
 
     @cached_property
     def token_read_s(self) -> float:
-        """Reading one token of the cache, all layers, in every step."""
+        """Reading one token of the cache, all layers, in every step: each replica reads its share of the tokens."""
         width = 1 if self.config.rollout.cache_dtype != "auto" else self.width
         read = features.cache_bytes(self.shape, width, self.engine_cut.tp) / self.made.bytes_per_s
-        return read * self.made.coefficients.get("decode.attention", 1.3)
+        return read * self.made.coefficients.get("decode.attention", 1.3) / self.engine_grid.dp
 
     def prefill_s(self, tokens: float, pairs: float, ends: float) -> float:
         """Reading so many prompt tokens, beside what else the engine does."""
@@ -319,10 +315,6 @@ class TimeModel:
         """Samples of so many tokens, read by one team from elsewhere."""
         link = self.machines.topology.levels[-1].link
         return tokens * SAMPLE_BYTES / (link.gb_per_s * 1e9) + link.us * 1e-6
-
-    @property
-    def scores_old(self) -> bool:
-        return "old_logprobs" in [stage.name for stage in self.graph.stages]
 
     @cached_property
     def graph(self) -> Graph:
