@@ -74,7 +74,7 @@ def test_shares_are_as_their_layout_says_and_make_up_the_whole(family: str) -> N
 
 def test_experts_are_laid_out_by_their_load_and_tokens_stay() -> None:
     found = engines.balance(Skewed(Grid(dp=4), layers=2), seconds=120)
-    assert found["busiest_before"] > 2.5 and found["busiest_after"] <= 1.2
+    assert found["busiest_before"] > 2 and found["busiest_after"] <= 1.2
     assert found["tokens_unchanged"]
 
 

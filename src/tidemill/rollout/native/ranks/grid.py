@@ -8,11 +8,13 @@ Ranks are numbered stage by stage, replica by replica. Needs no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tidemill.errors import either
-from tidemill.recipe.config import Rollout
 from tidemill.recipe.ranks import divisors
+
+if TYPE_CHECKING:  # an engine alone needs no recipes
+    from tidemill.recipe.config import Rollout
 
 
 class Place(NamedTuple):
