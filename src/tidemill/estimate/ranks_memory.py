@@ -82,7 +82,7 @@ def engine_share(config: Config, shape: ModelShape, grid: Grid) -> tuple[int, in
     held = shape.experts // grid.ep + (config.rollout.experts.spare if shape.experts else 0)
     experts = moe * held * -(-each // grid.widths)
     head = 0 if shape.is_tied or grid.pp > 1 else -(-shape.embedding // grid.tp)
-    weights = shape.embedding + head + layers * (whole + -(-(shape.layer - whole) // grid.tp)) + experts
+    weights = shape.embedding + shape.hidden + head + layers * (whole + -(-(shape.layer - whole) // grid.tp)) + experts
     kept = shape.kv_rank + shape.rotary if shape.is_latent else 2 * max(1, shape.kv_heads // grid.tp) * shape.head_dim
     return weights * width, -(-cache_tokens(config) // grid.dp) * layers * kept * width
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 
 from tests.learn.parallel.models import config, gradients, model, over_all, samples
 from tidemill.algorithms.shared.aggregate import local_weights
