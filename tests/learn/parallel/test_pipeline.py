@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tidemill.algorithms.shared.registry import get
 
 from tests.learn.parallel.models import config, gradients, model, over_all, samples
 from tidemill.algorithms.shared.aggregate import local_weights
+from tidemill.algorithms.shared.registry import get
 from tidemill.errors import ModelError
 from tidemill.learn.engine import Learner, score
 from tidemill.learn.logprob.tokens import token_logprobs
