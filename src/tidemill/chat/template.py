@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -84,16 +84,23 @@ class Chat:
         return [joined, *map(dict, messages[1:])]
 
     def follow(
-        self, said: Message, new: Sequence[Message], tools: Sequence[Schema] | None, *, has_ended: bool
+        self,
+        said: Message,
+        new: Sequence[Message],
+        tools: Sequence[Schema] | None,
+        *,
+        has_ended: bool,
+        written: Callable[[str], str] | None = None,
     ) -> list[int] | None:
         """The tokens behind the model's message `said`, up to where it speaks next. `has_ended`: it closed its message
-        itself. None where the template writes a message otherwise once others follow it."""
+        itself. `written`: writes out the images that the text shows. None where the template writes a message
+        otherwise once others follow it."""
         new = [self.cleaned(message) for message in new]
         found = self._behind(said, new, tools)
         if found is None:
             return None
         own, behind = found
-        return self.encode(("" if has_ended else own) + behind)
+        return self.encode(("" if has_ended else own) + (behind if written is None else written(behind)))
 
     def _behind(self, said: Message, new: Sequence[Message], tools: Sequence[Schema] | None) -> tuple[str, str] | None:
         """The end token that closes `said`, and what the template writes behind it."""
