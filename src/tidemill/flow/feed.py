@@ -123,8 +123,9 @@ def encoder_of(config: Config, tokenizer: Any, longest_response: int | None = No
     """What turns this run's examples into tokens, and their images into tiles."""
     from tidemill.environment.registry import offered
     from tidemill.models.load import view_of
+    from tidemill.recipe.load import model_of
 
-    view = None if config.data.images is None else view_of(config.model, tokenizer)
+    view = None if config.data.images is None else view_of(model_of(config), tokenizer)
     return PromptTokens(tokenizer, config.data, longest_response, offered(config.environment), view)
 
 

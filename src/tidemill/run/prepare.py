@@ -47,7 +47,7 @@ def prepare(loaded: recipes.LoadedRecipe) -> Prepared:
     rows = survey.checked(training)
     survey.check_columns(rows, config)
     config = _check_rewards(config, [*rows, *survey.checked(held_out)], notes.append)
-    config = _with_images(config, [*rows, *survey.checked(held_out)])
+    config = survey.with_images(config, [*rows, *survey.checked(held_out)])
     lengths = _measured(config, survey.sampled(training))
     notes += [*survey.left_out(training), *survey.left_out(held_out), *lengths.sentences(config), *rules.unread(config)]
     as_one = recipes.load(config).layers  # what was chosen here is part of the recipe from now on
@@ -150,19 +150,6 @@ def _with_steps(config: Config, rows: int | None) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
 
 
-def _with_images(config: Config, examples: list[Any]) -> Config:
-    """Turn images on where rows have some, and look at each once."""
-    from tidemill.data.pictures.shown import check_rows
-    from tidemill.recipe.images import ImageSettings
-
-    if not any(example.images for example in examples):
-        return config
-    images = config.data.images or ImageSettings()
-    if config.data.on_bad_row == "fail":
-        check_rows(examples, images)
-    return config.model_copy(update={"data": config.data.model_copy(update={"images": images})})
-
-
 def _check_rewards(config: Config, examples: list[Any], note: Callable[[str], None]) -> Config:
     """Check that rows have what rewards read. An algorithm that learns without rewards is not evaluated otherwise."""
     from tidemill.data import survey
@@ -183,6 +170,5 @@ def _measured(config: Config, examples: list[Any]) -> Lengths:
     from tidemill.flow.feed import encoder_of
     from tidemill.models.load import load_tokenizer
 
-    with_model = config.model_copy(update={"model": recipes.model_of(config)})
-    encode = encoder_of(with_model, load_tokenizer(with_model.model))
+    encode = encoder_of(config, load_tokenizer(recipes.model_of(config)))
     return survey.measure(examples, encode, config)

@@ -78,7 +78,7 @@ def check(picture: Picture, most: int = MAX_PIXELS) -> None:
 
 def decoded(picture: Picture, most: int = MAX_PIXELS) -> Any:
     """A PIL image in RGB; transparency lies on white."""
-    pil = _pillow()
+    pil = pillow()
     if isinstance(picture, np.ndarray):
         return pil.Image.fromarray(picture)
     with _begun(picture, most) as image:
@@ -101,13 +101,13 @@ def _decode(image: Any) -> None:
 
 def _begun(picture: Picture, most: int) -> Any:
     """The image with its header read and found usable; a context."""
-    pil = _pillow()
+    pil = pillow()
     image = picture if hasattr(picture, "convert") else _opened(pil, picture)
     if image.width * image.height > most:
         raise NoPicture(f"has {image.width:,} × {image.height:,} pixels, over data.images.max_pixels ({most:,})")
     if image.width * image.height == 0:
         raise NoPicture("has no pixels")
-    if getattr(image, "n_frames", 1) > 1:
+    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # of a stereo photograph the first is taken
         raise NoPicture(f"is an animation of {image.n_frames} frames, not one still image")
     if image.mode not in MODES:
         raise NoPicture(f"has {image.mode} colours, which look different from program to program; convert it to RGB")
@@ -157,7 +157,7 @@ def refused(where: str, number: int, picture: Picture, why: Exception) -> DataEr
     return DataError(f"{where}: image {number + 1} ({named(picture)}) {why}", f"replace it, or {SKIP}")
 
 
-def _pillow() -> Any:
+def pillow() -> Any:
     try:
         import PIL
         import PIL.Image

@@ -144,7 +144,7 @@ def _in_part(part: Mapping[str, Any]) -> Any:
     return value.get("url") if isinstance(value, Mapping) and "url" in value else value
 
 
-def with_parts(messages: Sequence[Message], images: int, where: str) -> list[Message]:
+def with_parts(messages: Sequence[Mapping[str, Any]], images: int, where: str) -> list[Message]:
     """Messages in which every image is a part of its own: `<image>` in a text becomes one, and where nothing says where
     images stand, the first message of the user shows them."""
     made = [{**m, "content": _parts(m["content"]) if HERE in str(m["content"]) else m["content"]} for m in messages]
