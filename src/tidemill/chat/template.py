@@ -58,11 +58,18 @@ class Chat:
             why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise TemplateError(f"the chat template refuses the conversation: {why}") from error
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Schema] | None = None) -> list[int]:
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Schema] | None = None,
+        written: Callable[[str], str] | None = None,
+    ) -> list[int]:
+        """`written`: writes out the images that the text shows."""
         messages = [self.cleaned(message) for message in messages]
         if tools and not self.takes_tools(tools):
             messages, tools = self.told(messages, tools), None
-        return self.encode(self.render(messages, tools, asks=True))
+        text = self.render(messages, tools, asks=True)
+        return self.encode(text if written is None else written(text))
 
     def takes_tools(self, tools: Sequence[Schema]) -> bool:
         """Whether the template tells the model of the tools that it is given."""

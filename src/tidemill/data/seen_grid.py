@@ -60,6 +60,11 @@ class Grid:
             moves += 1
         return None
 
+    def best(self) -> str:
+        """A move that leads nearer to the goal."""
+        ways = [(moved.distance(), move) for move in MOVES if (moved := self.moved(move)).player not in self.pits]
+        return min((way, move) for way, move in ways if way is not None)[1]
+
     def meta(self) -> dict[str, Any]:
         return {
             "cells": self.cells,
@@ -78,11 +83,14 @@ class Grid:
         return Grid(int(meta["cells"]), int(meta["size"]), cell(meta["player"]), cell(meta["goal"]), pits)
 
 
-def seen_grid(rng: random.Random, cells: int = 4, pits: int = 1, size: int = 48) -> Problem:
+def seen_grid(rng: random.Random, cells: int = 4, pits: int = 1, size: int = 48, good: float = 0.5) -> Problem:
     """A picture of a grid; the player answers `up`, `down`, `left` or `right`, and sees the next one.
 
-    The given response is careless, to warm up with: any of the four moves. RL has to find out what the picture is for.
+    The given response is one move, to warm up with: in a share `good` of the problems one that leads nearer, else a
+    careless one, any of the four. RL has to find out that looking pays.
     """
+    if not 0 <= good <= 1:
+        raise DataError(f"data.args.good is a share from 0 to 1, got {good}")
     if not 3 <= cells <= 16 or not 0 <= pits <= cells:
         raise DataError(f"data.args: cells must be from 3 to 16 and pits from 0 to cells, got {cells} and {pits}")
     if not 8 * cells <= size <= 2048:
@@ -93,4 +101,5 @@ def seen_grid(rng: random.Random, cells: int = 4, pits: int = 1, size: int = 48)
         if (grid.distance() or 0) >= 2:
             break
     meta = grid.meta()
-    return Problem(ASK, "", rng.choice(list(MOVES)), meta, images=(grid.picture(),), key=str(sorted(meta.items())))
+    move = grid.best() if rng.random() < good else rng.choice(list(MOVES))
+    return Problem(ASK, "", move, meta, images=(grid.picture(),), key=str(sorted(meta.items())))

@@ -77,7 +77,9 @@ class TurnsEngine:
         return self.inner.has_work or bool(self.thinking) or bool(self.ready)
 
     def submit(self, request: Request) -> None:
-        if request.task is None or find_problem(replace(request, tiles=()), ANY):  # the engine says what is wrong with it
+        if request.task is None or find_problem(
+            replace(request, tiles=()), ANY
+        ):  # the engine says what is wrong with it
             self.inner.submit(request)
             return
         seed = turn_id(request.id, request.sampling.seed, 0)

@@ -117,16 +117,16 @@ def _times(count: int, what: str = "time") -> str:
 # Messages
 
 
-def in_messages(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
+def in_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message], list[Any]]:
     """Messages whose images are bare parts of kind `image`, and what these show, in their order."""
     found: list[Any] = []
     return [_without(message, found) for message in messages], found
 
 
-def _without(message: Message, found: list[Any]) -> Message:
+def _without(message: Mapping[str, Any], found: list[Any]) -> Message:
     content = message.get("content")
     if not isinstance(content, list):
-        return message
+        return dict(message)
     parts = []
     for part in content:
         if isinstance(part, Mapping) and part.get("type") in KINDS_OF_PARTS:
@@ -142,6 +142,21 @@ def _in_part(part: Mapping[str, Any]) -> Any:
     """What a part shows, whichever form it has; None where the row's own column has it."""
     value = next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
     return value.get("url") if isinstance(value, Mapping) and "url" in value else value
+
+
+def has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, Mapping) and part.get("type") in KINDS_OF_PARTS for part in parts)
+
+
+def text_with_places(message: Mapping[str, Any]) -> str:
+    """The text of a message, with `<image>` where it shows one."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return "" if content is None else str(content)
+    own = [part for part in content if isinstance(part, Mapping)]
+    return "".join(HERE if part.get("type") in KINDS_OF_PARTS else str(part.get("text", "")) for part in own)
 
 
 def with_parts(messages: Sequence[Mapping[str, Any]], images: int, where: str) -> list[Message]:
