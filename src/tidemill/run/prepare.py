@@ -47,7 +47,9 @@ def prepare(loaded: recipes.LoadedRecipe) -> Prepared:
     rows = survey.checked(training)
     survey.check_columns(rows, config)
     config = _check_rewards(config, [*rows, *survey.checked(held_out)], notes.append)
-    config = survey.with_images(config, [*rows, *survey.checked(held_out)])
+    shown = survey.with_images(config, [*rows, *survey.checked(held_out)])
+    if shown is not config:
+        precheck.check(config := shown)
     lengths = _measured(config, survey.sampled(training))
     notes += [*survey.left_out(training), *survey.left_out(held_out), *lengths.sentences(config), *rules.unread(config)]
     as_one = recipes.load(config).layers  # what was chosen here is part of the recipe from now on
