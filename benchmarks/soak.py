@@ -10,12 +10,12 @@ is asked what each process of the run holds. What counts is the mean of the last
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,12 @@ OPTIONS: dict[str, Any] = {
     "every": 10,  # steps between looks
     "rests": 10,  # evaluations and checkpoints in the course of the run
     "limit_s": 0.0,  # end the run then, with the steps made so far; 0: no limit
+    "prompts": 8,  # of a step
+    "samples": 8,  # of a prompt
     "keep": "",  # a file for every look, as JSON lines
 }
 GROWTH = 0.02
-SHARED = Path("/dev/shm")
+SHARED, TOUCHED = Path("/dev/shm"), "touched_mb"
 
 
 def run(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,7 +55,11 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
             **RECIPE,
             "folder": folder,
             "device": options["device"],
-            "train": {**RECIPE["train"], "steps": steps},
+            "train": {
+                "steps": steps,
+                "prompts_per_step": int(options["prompts"]),
+                "samples_per_prompt": int(options["samples"]),
+            },
             "rewards": {"functions": [{"function": "benchmarks.soak:balanced"}], "correct_above": 0.8},
             "eval": {"size": 32, "every": rest},
             "checkpoint": {"every": rest, "keep": 2},
@@ -74,8 +80,6 @@ def balanced(sample: Any) -> float:
 
 
 def watching(options: Mapping[str, Any]) -> Any:
-    import json
-
     from tidemill.device import pick
     from tidemill.run.watcher import Watcher
 
@@ -121,21 +125,20 @@ def watching(options: Mapping[str, Any]) -> Any:
 
 
 def judged(looks: list[dict[str, float]]) -> dict[str, Any]:
-    """Per quantity the mean of the second and of the last tenth of the looks, and by how much the last is more."""
+    """Per quantity the mean of the second and of the last tenth of the looks, and by how much the last is more. What of
+    shared memory a process has touched is told, not judged: all of it together is `shm_mb`."""
     tenth = max(1, len(looks) // 10)
-    early, late = looks[tenth : 2 * tenth], looks[-tenth:]
     table: dict[str, dict[str, float]] = {}
-    for key in looks[-1]:
-        if key != "step":
-            before = statistics.mean(look[key] for look in early if key in look) if any(key in x for x in early) else 0.0
-            after = statistics.mean(look[key] for look in late if key in look)
-            table[key] = {"second_tenth": before, "last_tenth": after, "growth": after / before - 1 if before else 0.0}
-    grown = [key for key, row in table.items() if row["growth"] > GROWTH or row["second_tenth"] == 0 < row["last_tenth"]]
-    worst: dict[str, float] = defaultdict(lambda: float("-inf"))
-    for key, row in table.items():
-        quantity = key.rpartition(" ")[2]
-        worst[quantity] = max(worst[quantity], row["growth"])
-    return {"is_flat": not grown, "grown": grown, "most_growth": dict(worst), "table": table, "looks": len(looks)}
+    for key in looks[-1].keys() - {"step"}:
+        before, after = mean(looks[tenth : 2 * tenth], key), mean(looks[-tenth:], key)
+        table[key] = {"second_tenth": before, "last_tenth": after, "growth": after / before - 1 if before else after}
+    table = dict(sorted(table.items()))
+    grown = [key for key, row in table.items() if row["growth"] > GROWTH and not key.endswith(TOUCHED)]
+    return {"is_flat": not grown, "grown": grown, "table": table, "looks": len(looks)}
+
+
+def mean(looks: list[dict[str, float]], key: str) -> float:
+    return statistics.fmean([look[key] for look in looks if key in look] or [0.0])
 
 
 # What the kernel knows
@@ -143,9 +146,14 @@ def judged(looks: list[dict[str, float]]) -> dict[str, Any]:
 
 def held(pid: int) -> dict[str, float]:
     status = Path(f"/proc/{pid}/status").read_text()
-    rss = int((re.search(r"^VmRSS:\s+(\d+)", status, re.MULTILINE) or ["", "0"])[1])
-    threads = int((re.search(r"^Threads:\s+(\d+)", status, re.MULTILINE) or ["", "0"])[1])
-    return {"rss_mb": rss / 1e3, "descriptors": len(os.listdir(f"/proc/{pid}/fd")), "threads": threads}
+    found = {name: float(value) for name, value in re.findall(r"^(\w+):\s+(\d+)", status, re.MULTILINE)}
+    own = found.get("VmRSS", 0.0) - found.get("RssShmem", 0.0)
+    return {
+        "own_mb": own / 1e3,  # resident, without shared memory
+        TOUCHED: found.get("RssShmem", 0.0) / 1e3,
+        "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+        "threads": found.get("Threads", 0.0),
+    }
 
 
 def shared_bytes(before: set[Path], own: Collection[int]) -> int:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tidemill.errors import ConfigError
+
 Event = dict[str, Any]
 
 
@@ -21,6 +23,7 @@ class Journal:
         self._read_bytes = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
+        refuse_foreign(path)
 
     def read(self) -> list[Event]:
         """The whole lines written since the last call."""
@@ -51,6 +54,17 @@ class Journal:
             yield handle
         finally:
             os.close(handle)
+
+
+def refuse_foreign(path: Path) -> None:
+    """The queue says what is run as this user, so another user may not have written it."""
+    for one in (path.parent, path):
+        seen = one.stat()
+        if seen.st_uid not in (os.geteuid(), 0) or seen.st_mode & 0o002:
+            raise ConfigError(
+                f"user {seen.st_uid} owns {one}, or anybody may write there: what it says would run as you",
+                f"use a folder of your own, or `chown` this one and `chmod o-w {one}`",
+            )
 
 
 def _write(handle: int, event: Mapping[str, Any]) -> None:

@@ -73,7 +73,7 @@ class ModelServer:
         links = [model.link for model in self.served]
         self.engines = EngineThread(links)
         app = App(self.service, OneKey(self.service, options.key), options.most_body)
-        self.http = HttpServer(app, links, self.listener, options.most_connections)
+        self.http = HttpServer(app, links, self.listener, options.most_connections, own_user_only=not options.key)
         self.follower = Follower(options.where, self.served[0], first.step) if options.follows else None
 
     def _served(self, name: str, trained: Trained, root: str, parent: str | None = None) -> Served:

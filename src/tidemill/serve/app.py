@@ -7,7 +7,8 @@ import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from starlette.applications import Starlette
@@ -23,7 +24,12 @@ from tidemill.serve.link import Answering
 from tidemill.serve.service import Service, Session
 
 MOST_BODY = 8 << 20  # bytes of one request
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LONG = 1 << 15  # bytes of a request, that take milliseconds
+BODY_S = 60.0  # for all of it
 CLOSED = 499  # what proxies write down where the client went away
+
+T = TypeVar("T")
 
 encode = msgspec.json.Encoder().encode
 
@@ -35,15 +41,27 @@ class Doorkeeper(Protocol):
 
 
 class OneKey:
-    """A server with one key, or with none, for everybody."""
+    """A server with one key, or with none, for everybody. Without one, a page of the web that the user's browser has
+    open may not ask: neither under a name of its own that leads here, nor blindly."""
 
     def __init__(self, service: Service, key: str) -> None:
         self.service, self.key = service, key.encode()
 
     def session(self, key: str, headers: Mapping[str, str]) -> Session | None:
-        if self.key and not hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self.key):
+        if not self.key:
+            for name in ("host", "origin"):
+                if headers.get(name) and not _is_local(headers[name]):
+                    raise Refused(f"without a key the server answers to {name} localhost alone", status=403)
+        elif not hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self.key):
             return None
         return self.service.visitor(headers.get("x-session-id"))
+
+
+def _is_local(place: str) -> bool:
+    try:
+        return urlsplit(f"//{place.rpartition('//')[2]}").hostname in LOOPBACK
+    except ValueError:
+        return False
 
 
 @dataclass(slots=True)
@@ -59,22 +77,28 @@ class App:
     # Endpoints
 
     async def chat(self, request: Request, session: Session) -> Response:
-        body: Chatting = decoded(Chatting, await self._body(request))
-        call = chatting.begin(self.service, session, body)
+        text = await self._body(request)
+        body: Chatting = decoded(Chatting, text)
+        given = await _apart(len(text), chatting.read, self.service, session, body)
+        call = chatting.begin(self.service, session, body, given)
         if body.stream:
             return Events(chatting.chunks(call), lambda: self._cancel(call.answering))
         return JSON(await self._watched(request, chatting.answer(call), [call.answering]))
 
     async def completions(self, request: Request, session: Session) -> Response:
-        body: Completing = decoded(Completing, await self._body(request))
-        call = completing.begin(self.service, session, body)
+        text = await self._body(request)
+        body: Completing = decoded(Completing, text)
+        prompts = await _apart(len(text), completing.read, self.service, body)
+        call = completing.begin(self.service, session, body, prompts)
         if body.stream:
             return Events(completing.chunks(call), lambda: self._cancel(*call.answering))
         return JSON(await self._watched(request, completing.answer(call), call.answering))
 
     async def responses(self, request: Request, session: Session) -> Response:
-        body: responding.Responding = decoded(responding.Responding, await self._body(request))
-        call = responding.ResponseCall(self.service, session, body, self.kept, _key(request))
+        text = await self._body(request)
+        body: responding.Responding = decoded(responding.Responding, text)
+        call = responding.ResponseCall(body, len(text), self.kept, _key(request))
+        call.begin(self.service, session, await _apart(len(text), chatting.read, self.service, session, call.chat))
         if body.stream:
             return Events(responding.numbered(call.events()), lambda: self._cancel(call.call.answering), has_names=True)
         return JSON(await self._watched(request, call.answer(), [call.call.answering]))
@@ -84,10 +108,12 @@ class App:
         return JSON(await completing.generate(self.service, session, body))
 
     async def tokenize(self, request: Request, session: Session) -> Response:
-        return JSON(completing.tokenize(self.service, decoded(Tokenizing, await self._body(request))))
+        text = await self._body(request)
+        return JSON(await _apart(len(text), completing.tokenize, self.service, decoded(Tokenizing, text)))
 
     async def detokenize(self, request: Request, session: Session) -> Response:
-        return JSON(completing.detokenize(self.service, decoded(Detokenizing, await self._body(request))))
+        text = await self._body(request)
+        return JSON(await _apart(len(text), completing.detokenize, self.service, decoded(Detokenizing, text)))
 
     async def models(self, request: Request, session: Session) -> Response:
         return JSON({"object": "list", "data": [_model(m) for m in self.service.models.values()]})
@@ -106,11 +132,15 @@ class App:
         if not declared.isdecimal() or int(declared) > self.most_body:
             raise Refused(f"the body is larger than {self.most_body} bytes", status=413)
         parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > self.most_body:
-                raise Refused(f"the body is larger than {self.most_body} bytes", status=413)
-            parts.append(part)
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > self.most_body:
+                        raise Refused(f"the body is larger than {self.most_body} bytes", status=413)
+                    parts.append(part)
+        except TimeoutError:
+            raise Refused(f"the body did not come within {BODY_S:g} s", status=408) from None
         return b"".join(parts)
 
     async def _watched(self, request: Request, answer: Awaitable[Any], answering: list[Answering]) -> Any:
@@ -153,7 +183,7 @@ class App:
 
     def _refusal(self, refused: Refused) -> Response:
         self.service.metrics.refused[refused.status] += 1
-        return JSON(error_of(refused), refused.status, close=refused.status == 413)
+        return JSON(error_of(refused), refused.status, close=refused.status in (408, 413))
 
 
 def application(app: App) -> Starlette:
@@ -179,6 +209,11 @@ def application(app: App) -> Starlette:
         return JSON(error_of(Refused("the server failed; its log says why", status=500)), 500)
 
     return Starlette(routes=routes, exception_handlers={HTTPException: refused, 500: failed})
+
+
+async def _apart(size: int, work: Callable[..., T], *given: Any) -> T:
+    """What a request asks for, beside the loop where it is long: others are answered in the meantime."""
+    return await asyncio.to_thread(work, *given) if size > LONG else work(*given)
 
 
 async def _health(request: Request) -> Response:

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from tidemill.serve.asking import Chatting, Refused
-from tidemill.serve.chatting import ChatCall, begin, finish_of, told
+from tidemill.serve.chatting import ChatCall, Read, begin, finish_of, told
 from tidemill.serve.service import Service, Session, new_id, news, whole
 
-MOST_KEPT = 4096  # responses that can be gone on from
+MOST_KEPT, MOST_KEPT_BYTES = 4096, 1 << 28  # responses that can be gone on from
 
 
 class Responding(msgspec.Struct, kw_only=True):
@@ -40,19 +40,23 @@ class Responding(msgspec.Struct, kw_only=True):
 
 
 class Responses:
-    """What was answered, for `previous_response_id`. Sessions do not see each other's."""
+    """What was answered, for `previous_response_id`. Sessions do not see each other's; the oldest are forgotten."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], list[dict[str, Any]]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], tuple[list[dict[str, Any]], int]] = OrderedDict()
+        self._bytes = 0
 
-    def keep(self, owner: str, id: str, messages: list[dict[str, Any]]) -> None:
-        self._kept[owner, id] = messages
-        while len(self._kept) > MOST_KEPT:
-            self._kept.popitem(last=False)
+    def keep(self, owner: str, id: str, messages: list[dict[str, Any]], size: int) -> None:
+        """`size`: bytes of the requests that the messages came in."""
+        self._kept[owner, id] = messages, size
+        self._bytes += size
+        while len(self._kept) > MOST_KEPT or self._bytes > MOST_KEPT_BYTES:
+            _, (_, oldest) = self._kept.popitem(last=False)
+            self._bytes -= oldest
 
-    def messages(self, owner: str, id: str | None) -> list[dict[str, Any]]:
+    def messages(self, owner: str, id: str | None) -> tuple[list[dict[str, Any]], int]:
         if id is None:
-            return []
+            return [], 0
         if (owner, id) not in self._kept:
             raise Refused(f"there is no response {id!r}", "previous_response_id", 404)
         return self._kept[owner, id]
@@ -61,12 +65,15 @@ class Responses:
 class ResponseCall:
     """A request on its way, and the items that it comes to."""
 
-    def __init__(self, service: Service, session: Session, body: Responding, kept: Responses, owner: str) -> None:
+    call: ChatCall
+
+    def __init__(self, body: Responding, size: int, kept: Responses, owner: str) -> None:
         self.body, self.kept, self.owner = body, kept, owner
-        before = kept.messages(owner, body.previous_response_id)
+        before, before_size = kept.messages(owner, body.previous_response_id)
+        self.size = before_size + size
         self.messages = [*before, *messages_of(body.input)]
         head = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        chat = Chatting(
+        self.chat = Chatting(
             model=body.model,
             messages=[*head, *self.messages],
             max_tokens=body.max_output_tokens,
@@ -79,8 +86,10 @@ class ResponseCall:
             top_p=body.top_p,
             seed=body.seed,
         )
-        self.call: ChatCall = begin(service, session, chat)
         self.id, self.created = new_id("resp"), int(time.time())
+
+    def begin(self, service: Service, session: Session, given: Read) -> None:
+        self.call = begin(service, session, self.chat, given)
 
     async def answer(self) -> dict[str, Any]:
         (completion,) = await whole(self.call.answering)
@@ -88,7 +97,7 @@ class ResponseCall:
         return self.finished(message, finish_of(completion, said), len(completion.tokens))
 
     def finished(self, message: dict[str, Any], finish: str, made: int) -> dict[str, Any]:
-        self.kept.keep(self.owner, self.id, [*self.messages, message])
+        self.kept.keep(self.owner, self.id, [*self.messages, message], self.size)
         is_cut = finish == "length"
         body = self.described("incomplete" if is_cut else "completed", items_of(message))
         body["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None

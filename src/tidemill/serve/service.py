@@ -19,7 +19,7 @@ from tidemill.serve.metrics import Metrics
 from tidemill.serve.talk import Memory, Talk
 
 SERVED = object()  # marks requests of the endpoint among others of the same engine
-MOST_MEMORIES = 1024  # sessions whose conversations are remembered at once
+MOST_MEMORIES, MOST_REMEMBERED = 1024, 1 << 24  # sessions whose conversations are remembered, and their tokens
 
 
 @dataclass(slots=True)
@@ -38,6 +38,15 @@ class Served:
     @property
     def version(self) -> int:
         return self.link.engine.version
+
+    def check_length(self, characters: int, field: str = "messages") -> None:
+        """Refuse a text that cannot fit before seconds are spent on it."""
+        if characters > self.window * self.talk.longest:
+            raise Refused(
+                f"the prompt has {characters} characters, and the model's window is {self.window} tokens",
+                field,
+                code="context_length_exceeded",
+            )
 
 
 class Session:
@@ -106,9 +115,13 @@ class Service:
         if name:
             session.memory = self._memories.setdefault(name, Memory(1 << 18))
             self._memories.move_to_end(name)
-            while len(self._memories) > MOST_MEMORIES:
+            while len(self._memories) > 1 and self._are_too_many():
                 self._memories.popitem(last=False)
         return session
+
+    def _are_too_many(self) -> bool:
+        remembered = sum(memory.tokens for memory in self._memories.values())
+        return len(self._memories) > MOST_MEMORIES or remembered > MOST_REMEMBERED
 
     def ask(self, session: Session, model: Served, prompt: list[int], asked: Drawing, wanted: Wanted) -> Answering:
         """Send a request on its way."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,16 +38,16 @@ class Memory:
 
     def __init__(self, most_tokens: int = 1 << 22) -> None:
         self._said: OrderedDict[bytes, Said] = OrderedDict()
-        self._tokens, self._most = 0, most_tokens
+        self.tokens, self._most = 0, most_tokens
 
     def keep(self, key: bytes, said: Said) -> None:
         if key in self._said:  # the same words twice: the first answer stays, so that no request depends on another's
             return
         self._said[key] = said
-        self._tokens += len(said.tokens)
-        while self._tokens > self._most and len(self._said) > 1:
+        self.tokens += len(said.tokens)
+        while self.tokens > self._most and len(self._said) > 1:
             _, oldest = self._said.popitem(last=False)
-            self._tokens -= len(oldest.tokens)
+            self.tokens -= len(oldest.tokens)
 
     def find(self, key: bytes) -> Said | None:
         return self._said.get(key)
@@ -66,6 +67,8 @@ class Talk:
         """`is_chat`: false for a model that reads plain text though its tokenizer has a template."""
         self.tokenizer, self.options = tokenizer, dict(options or {})
         self._variants: OrderedDict[str, Chat] = OrderedDict()
+        self._mutex = threading.Lock()  # messages are read in several threads
+        self.longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token
         self.chat = self._chat({})
         self.has_template = self.chat.has_template and is_chat
         self._has_tool_role = self.has_template and self._shows("heard", HEARD)
@@ -73,11 +76,14 @@ class Talk:
 
     def _chat(self, options: Mapping[str, Any]) -> Chat:
         key = json.dumps(options, sort_keys=True, default=str)
-        if key not in self._variants:
-            self._variants[key] = Chat(self.tokenizer, {**self.options, **options})
-            while len(self._variants) > MOST_VARIANTS:
-                self._variants.popitem(last=False)
-        return self._variants[key]
+        with self._mutex:
+            found = self._variants.get(key)
+            if found is None:
+                told = self.chat.allowed(options) if options else {}
+                found = self._variants[key] = Chat(self.tokenizer, {**self.options, **told})
+                while len(self._variants) > MOST_VARIANTS:
+                    self._variants.popitem(last=False)
+        return found
 
     # Messages to tokens
 

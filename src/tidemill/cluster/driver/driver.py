@@ -325,7 +325,7 @@ class Driver:
         if "curriculum" in self.feed_state:  # the curriculum changed with the step
             now = self.pool.call(self.feeder, request(WorkerCommands.feed_state))
             self.feed_state = self.feed_state | {"curriculum": now["curriculum"]}
-        self._history.append(measured)
+        self._history = health.shortened([*self._history, measured])
         fresh = [sign for sign in health.signs(self._history) if sign.sign not in self._warned]
         self._warned |= {sign.sign for sign in fresh}
         return [sign.sentence for sign in fresh]
