@@ -132,14 +132,15 @@ def test_a_cache_of_another_user_holds_no_code_of_ours(source: Path) -> None:
 @strangers.needs_root
 def test_jobs_that_another_user_put_into_a_queue_are_not_run(tmp_path: Path) -> None:
     queue = tmp_path / "queue"
-    Queue(queue)
+    queue.mkdir()
+    (queue / "journal.jsonl").touch()
     os.chown(queue / "journal.jsonl", strangers.NOBODY, -1)
     with pytest.raises(ConfigError, match="would run as you"):
         Queue(queue)
 
 
 def test_a_queue_that_everybody_may_write_is_refused(tmp_path: Path) -> None:
-    Queue(tmp_path / "queue")
+    (tmp_path / "queue").mkdir()
     (tmp_path / "queue").chmod(0o777)
     with pytest.raises(ConfigError, match="would run as you"):
         Queue(tmp_path / "queue")

@@ -21,12 +21,12 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._read_bytes = 0
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
         refuse_foreign(path)
 
     def read(self) -> list[Event]:
-        """The whole lines written since the last call."""
+        """Return the whole lines written since the last call."""
+        if not self.path.exists():
+            return []
         with self.path.open("rb") as file:
             file.seek(self._read_bytes)
             data = file.read()
@@ -47,7 +47,8 @@ class Journal:
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
-        handle = os.open(self.path, os.O_RDWR | os.O_APPEND)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             _cut_torn_line(handle)
@@ -59,6 +60,8 @@ class Journal:
 def refuse_foreign(path: Path) -> None:
     """The queue says what is run as this user, so another user may not have written it."""
     for one in (path.parent, path):
+        if not one.exists():
+            continue
         seen = one.stat()
         if seen.st_uid not in (os.geteuid(), 0) or seen.st_mode & 0o002:
             raise ConfigError(
