@@ -80,12 +80,13 @@ class Scan(Watcher):
 
     def __init__(self) -> None:
         self.found: set[Listener] = set()
-        # Runs of a test session share a fork server, so the run's own may be older than the run.
+        # Runs of a test session share a fork server, so the run's own, and its folder, may be older than the run.
         self.before = {x for x in listeners.of_descendants(os.getpid()) if x.process != "fork server"}
         self.answers: dict[Listener, Any] = {}
         self.lost = 0
         self.files: dict[Path, os.stat_result] = {}
-        self.files_before = listeners.opened_by_descendants(os.getpid(), PUBLIC)
+        opened = listeners.opened_by_descendants(os.getpid(), PUBLIC)
+        self.files_before = {path for path in opened if not path.name.startswith("tm-")}
 
     def started(self, workers: Any, first_step: int) -> None:
         self.workers: Driver = workers
