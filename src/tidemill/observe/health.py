@@ -9,11 +9,7 @@ Metrics = Mapping[str, float]
 
 GAP = 0.1  # nats; two correct computations in bfloat16 are 0.02 to 0.05 apart, a stale layer whole nats
 WINDOW = 5  # steps that a sign must last, so that one odd step raises no alarm
-BEGINNING, END, MOST = (
-    4 * WINDOW,
-    2 * WINDOW,
-    20 * WINDOW,
-)  # steps that a history keeps
+BEGINNING, END, MOST = 4 * WINDOW, 2 * WINDOW, 20 * WINDOW  # steps that a history keeps
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class Session:
         return {"status": status, "output": text, "seconds": time.monotonic() - began, "is_new": is_new}
 
     def _ask_for(self, data: bytes, began: float) -> str:
-        """Send a turn, and return what ended the program if it does not read: one that forged its last answer may not."""
+        """Send a turn; return what ended the program, if it does not read (it may have forged its last answer)."""
         while data:
             left = self.limits.wall_s - (time.monotonic() - began)
             if left <= 0 or not select.select([], [self._ask], [], left)[1]:
