@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import statistics
+import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ OPTIONS: dict[str, Any] = {
     "schedule": "sync",
     "learners": 1,
     "rollouts": 1,
+    "memory_mb": 8,  # of the warehouse: so little that every segment has been used, and used again, by the second tenth
     "every": 10,  # steps between looks
     "rests": 10,  # evaluations and checkpoints in the course of the run
     "limit_s": 0.0,  # end the run then, with the steps made so far; 0: no limit
@@ -49,7 +53,7 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
     cluster = {"executor": options["executor"]}
     if options["executor"] != "local":
         cluster |= {"learners": int(options["learners"]), "rollouts": int(options["rollouts"]), "rewards": 1}
-        cluster["memory_mb"] = 64
+        cluster["memory_mb"] = int(options["memory_mb"])
     with tempfile.TemporaryDirectory(prefix="tm-soak-") as folder:
         recipe = {
             **RECIPE,
@@ -74,6 +78,24 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"steps": summary.steps, "seconds": seconds, **judged(watch.looks), "lost": watch.lost}
 
 
+class Looks:
+    """What was seen, in so few bytes that looking does not show in what is seen: eight for each number."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.series: dict[str, array[float]] = {}  # a value for each look, no number where there was none
+
+    def add(self, look: Mapping[str, float]) -> None:
+        for name in look.keys() - self.series.keys():
+            self.series[sys.intern(name)] = array("d", [math.nan] * self.count)
+        for name, values in self.series.items():
+            values.append(look.get(name, math.nan))
+        self.count += 1
+
+    def mean(self, name: str, first: int, end: int) -> float:
+        return statistics.fmean([value for value in self.series[name][first:end] if not math.isnan(value)] or [0.0])
+
+
 def balanced(sample: Any) -> float:
     """A reward that never settles on one length: it goes on drawing responses of all sizes."""
     return 1.0 - abs(sum(c in "0123456789" for c in sample.response) / max(1, len(sample.response)) - 0.5)
@@ -87,11 +109,11 @@ def watching(options: Mapping[str, Any]) -> Any:
 
     class Watch(Watcher):
         def __init__(self) -> None:
-            self.looks: list[dict[str, float]] = []
+            self.looks = Looks()
             self.ends_at = time.monotonic() + float(options["limit_s"] or float("inf"))
             self.lost = 0
             self.before = descendants(os.getpid()).keys() - {os.getpid()}
-            self.shared_before = set(SHARED.iterdir())
+            self.shared: set[Path] = set()
 
         def started(self, workers: Any, first_step: int) -> None:
             self.workers = workers
@@ -100,7 +122,8 @@ def watching(options: Mapping[str, Any]) -> Any:
             if step % int(options["every"]):
                 return
             here = named(self.workers, self.before)
-            look = {"step": float(step), "shm_mb": shared_bytes(self.shared_before, here.keys()) / 1e6}
+            self.shared |= shared_by(here.keys())
+            look = {"step": float(step), "shm_mb": sum(map(held_by, self.shared)) / 1e6}
             for pid, name in here.items():
                 with contextlib.suppress(OSError):
                     look |= {f"{name} {quantity}": value for quantity, value in held(pid).items()}
@@ -111,7 +134,7 @@ def watching(options: Mapping[str, Any]) -> Any:
                 look["device_used_mb"] = (memory.total - memory.free) / 1e6
                 look["device_reserved_mb"] = memory.reserved / 1e6
                 look["device_allocated_mb"] = torch.accelerator.memory_allocated() / 1e6
-            self.looks.append(look)
+            self.looks.add(look)
             pool = getattr(self.workers, "pool", None)
             self.lost = pool.lost_total if pool is not None else 0
             if options["keep"]:
@@ -124,21 +147,18 @@ def watching(options: Mapping[str, Any]) -> Any:
     return Watch()
 
 
-def judged(looks: list[dict[str, float]]) -> dict[str, Any]:
-    """Per quantity the mean of the second and of the last tenth of the looks, and by how much the last is more. What of
-    shared memory a process has touched is told, not judged: all of it together is `shm_mb`."""
-    tenth = max(1, len(looks) // 10)
+def judged(looks: Looks) -> dict[str, Any]:
+    """Per quantity the means of the first, the second and the last tenth of the looks, and by how much the last is more
+    than the second. What of shared memory a process has touched is told, not judged: all of it together is `shm_mb`."""
+    tenth = max(1, looks.count // 10)
     table: dict[str, dict[str, float]] = {}
-    for key in looks[-1].keys() - {"step"}:
-        before, after = mean(looks[tenth : 2 * tenth], key), mean(looks[-tenth:], key)
-        table[key] = {"second_tenth": before, "last_tenth": after, "growth": after / before - 1 if before else after}
-    table = dict(sorted(table.items()))
-    grown = [key for key, row in table.items() if row["growth"] > GROWTH and not key.endswith(TOUCHED)]
-    return {"is_flat": not grown, "grown": grown, "table": table, "looks": len(looks)}
-
-
-def mean(looks: list[dict[str, float]], key: str) -> float:
-    return statistics.fmean([look[key] for look in looks if key in look] or [0.0])
+    for name in sorted(looks.series.keys() - {"step"}):
+        first, second = looks.mean(name, 0, tenth), looks.mean(name, tenth, 2 * tenth)
+        last = looks.mean(name, looks.count - tenth, looks.count)
+        growth = last / second - 1 if second else last
+        table[name] = {"first_tenth": first, "second_tenth": second, "last_tenth": last, "growth": growth}
+    grown = [name for name, row in table.items() if row["growth"] > GROWTH and not name.endswith(TOUCHED)]
+    return {"is_flat": not grown, "grown": grown, "table": table, "looks": looks.count}
 
 
 # What the kernel knows
@@ -156,19 +176,25 @@ def held(pid: int) -> dict[str, float]:
     }
 
 
-def shared_bytes(before: set[Path], own: Collection[int]) -> int:
-    """Bytes of what is new in shared memory since the run began, but for what processes of others have open."""
-    new = {path for path in SHARED.iterdir() if path not in before}
-    for pid in [int(folder.name) for folder in Path("/proc").glob("[0-9]*")] if new else []:
-        if pid not in own:
-            with contextlib.suppress(OSError):
-                maps = Path(f"/proc/{pid}/maps").read_text()
-                new -= {path for path in new if f"{path}" in maps}
-    found = 0
-    for path in [inner for entry in new for inner in (entry, *entry.rglob("*"))]:
+def shared_by(pids: Collection[int]) -> set[Path]:
+    """Entries of the folder of shared memory that these processes have open or mapped."""
+    found: set[str] = set()
+    for pid in pids:
         with contextlib.suppress(OSError):
-            found += path.stat().st_blocks * 512
-    return found
+            found |= set(re.findall(rf" {SHARED}/([^/\n]+)", Path(f"/proc/{pid}/maps").read_text()))
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    found |= set(re.findall(rf"^{SHARED}/([^/]+)", os.readlink(file)))
+    return {SHARED / name for name in found if not name.endswith(" (deleted)")}
+
+
+def held_by(entry: Path) -> int:
+    """Bytes of a file, or of all files in a folder; 0 once it is gone."""
+    size = 0
+    for path in (entry, *entry.rglob("*")):
+        with contextlib.suppress(OSError):
+            size += path.stat().st_blocks * 512
+    return size
 
 
 def named(workers: Any, before: Collection[int]) -> dict[int, str]:

@@ -6,7 +6,6 @@ template would write it. What the model sampled is never written as text and tok
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -123,23 +122,13 @@ class Chat:
         """Nobody but the template writes special tokens: a text that could would end messages or speak for others."""
         return mapped(message, self.clean)
 
-    def allowed(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """What a client may tell the template: its variables, and no special token in them. A template of the client's
-        own would be a program."""
-        asked = getattr(self.tokenizer, "apply_chat_template", None)
-        ours = {"messages", "conversation", "chat_template", "documents", "tools"}
-        ours |= {*inspect.signature(asked).parameters} if asked is not None else set()
-        for name in options:
-            if name in ours:
-                raise TemplateError(f"{name!r} is not for a request to choose; name variables of the chat template")
-        return {name: self._clean_all(value) for name, value in options.items()}
-
-    def _clean_all(self, value: Any) -> Any:
+    def clean_all(self, value: Any) -> Any:
+        """Clean every text inside a value."""
         if isinstance(value, str):
             return self.clean(value)
         if isinstance(value, Mapping):
-            return {self.clean(str(name)): self._clean_all(inner) for name, inner in value.items()}
-        return [self._clean_all(inner) for inner in value] if isinstance(value, list | tuple) else value
+            return {self.clean(str(name)): self.clean_all(inner) for name, inner in value.items()}
+        return [self.clean_all(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     def clean(self, text: str) -> str:
         if not self._words or self._any_word.search(text) is None:

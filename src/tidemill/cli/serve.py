@@ -38,7 +38,7 @@ def serve(
     try:
         from tidemill.run.serving import ModelServer, ServeOptions
         from tidemill.run.serving import serve as run
-        from tidemill.serve.app import LOOPBACK
+        from tidemill.serve.server import LOOPBACK
     except ImportError as missing:
         raise MissingExtra("tidemill serve", str(missing.name), "serve") from missing
     key = os.environ.get(KEY, "")

@@ -8,7 +8,6 @@ import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 from starlette.applications import Starlette
@@ -24,9 +23,8 @@ from tidemill.serve.link import Answering
 from tidemill.serve.service import Service, Session
 
 MOST_BODY = 8 << 20  # bytes of one request
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LONG = 1 << 15  # bytes of a request, that take milliseconds
-BODY_S = 60.0  # for all of it
+BODY_S = 60.0  # for a request's body to come
 CLOSED = 499  # what proxies write down where the client went away
 
 T = TypeVar("T")
@@ -41,27 +39,15 @@ class Doorkeeper(Protocol):
 
 
 class OneKey:
-    """A server with one key, or with none, for everybody. Without one, a page of the web that the user's browser has
-    open may not ask: neither under a name of its own that leads here, nor blindly."""
+    """A server with one key, or with none, for everybody."""
 
     def __init__(self, service: Service, key: str) -> None:
         self.service, self.key = service, key.encode()
 
     def session(self, key: str, headers: Mapping[str, str]) -> Session | None:
-        if not self.key:
-            for name in ("host", "origin"):
-                if headers.get(name) and not _is_local(headers[name]):
-                    raise Refused(f"without a key the server answers to {name} localhost alone", status=403)
-        elif not hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self.key):
+        if self.key and not hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self.key):
             return None
         return self.service.visitor(headers.get("x-session-id"))
-
-
-def _is_local(place: str) -> bool:
-    try:
-        return urlsplit(f"//{place.rpartition('//')[2]}").hostname in LOOPBACK
-    except ValueError:
-        return False
 
 
 @dataclass(slots=True)
@@ -69,6 +55,7 @@ class App:
     service: Service
     door: Doorkeeper
     most_body: int = MOST_BODY
+    hosts: tuple[str, ...] = ()  # names that it answers to; none: any
     kept: responding.Responses = None  # type: ignore[assignment]  # made below
 
     def __post_init__(self) -> None:
@@ -97,7 +84,7 @@ class App:
     async def responses(self, request: Request, session: Session) -> Response:
         text = await self._body(request)
         body: responding.Responding = decoded(responding.Responding, text)
-        call = responding.ResponseCall(body, len(text), self.kept, _key(request))
+        call = responding.ResponseCall(body, self.kept, _key(request))
         call.begin(self.service, session, await _apart(len(text), chatting.read, self.service, session, call.chat))
         if body.stream:
             return Events(responding.numbered(call.events()), lambda: self._cancel(call.call.answering), has_names=True)
@@ -170,6 +157,7 @@ class App:
 
         async def opened(request: Request) -> Response:
             try:
+                self._refuse_other_sites(request)
                 session = self.door.session(_key(request), request.headers)
                 if session is None:
                     raise Refused("the API key is not right", status=401, code="invalid_api_key")
@@ -180,6 +168,13 @@ class App:
                 return Response(status_code=CLOSED)
 
         return opened
+
+    def _refuse_other_sites(self, request: Request) -> None:
+        """Refuse a page of the web that the user's browser has open: its name may lead here, or it asks blindly."""
+        for header, status in (("host", 421), ("origin", 403)):
+            place = request.headers.get(header, "" if header == "host" else None)
+            if self.hosts and place is not None and _name(place) not in self.hosts:
+                raise Refused(f"without a key this server answers to the {header} localhost alone", status=status)
 
     def _refusal(self, refused: Refused) -> Response:
         self.service.metrics.refused[refused.status] += 1
@@ -227,6 +222,12 @@ def _model(model: Any) -> dict[str, Any]:
 
 def _key(request: Request) -> str:
     return request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+
+
+def _name(place: str) -> str:
+    """Return the host of a Host or Origin header."""
+    host = place.rpartition("//")[2]
+    return host if host.endswith("]") else host.rpartition(":")[0] or host
 
 
 def error_of(refused: Refused) -> dict[str, Any]:

@@ -14,14 +14,15 @@ import resource
 from typing import Any, Literal
 
 import uvicorn
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tidemill.serve.peer import is_foreign
 
 MOST_CONNECTIONS = 4096
 BACKLOG = 2048
 OWN_FILES = 256  # that this process may need beside its connections
-HEAD_S = 10.0  # from opening a connection to the end of its first request's head
+MOST_HEAD = 64 << 10  # bytes of a request's line and headers
+HEADERS_S = 10.0  # for them to come
 SHARE = 64  # one of so many places is made free at once, so that a flood costs little for each of its connections
 
 
@@ -54,34 +55,80 @@ def raise_file_limit(wanted: int) -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
+class Guarded(HttpToolsProtocol):
+    """uvicorn's protocol, which by itself waits for a request's head without end, however long it grows."""
+
+    _head = 0  # bytes that have come of it
+    _in_head = True
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            self._head += len(data)
+            if self._head > MOST_HEAD + len(data):  # more than one part: what came at once may hold a body too
+                self.transport.close()
+                return
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        self._wait()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._head = False, 0
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_head = True
+        super().on_message_complete()
+
+    @property
+    def is_answered(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _wait(self) -> None:
+        if self._waiting is None:
+            self._waiting = self.loop.call_later(HEADERS_S, self._give_up)
+
+    def _give_up(self) -> None:
+        self._waiting = None
+        self.transport.close()
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+
 def protocol(most: int, own_user_only: bool = False) -> type[asyncio.Protocol]:
     """What uvicorn makes of each connection. `own_user_only`: processes of other users are sent away."""
-    here: dict[asyncio.Protocol, None] = {}  # in order of arrival
+    here: dict[Guarded, None] = {}  # in order of arrival
 
-    class Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-        def connection_made(self, transport: asyncio.Transport) -> None:
+    class Connection(Guarded):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            if own_user_only and is_foreign(transport.get_extra_info("peername")[:2], self.server):
+            if own_user_only and is_foreign(transport.get_extra_info("peername")[:2], self.server):  # type: ignore[arg-type]
                 self.app = _send_away
             here[self] = None
             if len(here) > most:
                 self._make_room()
-            self.loop.call_later(HEAD_S, self._give_up)
 
         def connection_lost(self, exc: Exception | None) -> None:
             here.pop(self, None)
             super().connection_lost(exc)
 
-        @property
-        def asks(self) -> bool:
-            return self.cycle is not None and not self.cycle.response_complete
-
-        def _give_up(self) -> None:
-            if self.cycle is None:
-                self.transport.abort()
-
         def _make_room(self) -> None:
-            idle = [one for one in here if not one.asks and one is not self]  # type: ignore[attr-defined]
+            idle = [one for one in here if not one.is_answered and one is not self]
             for one in idle[: max(1, most // SHARE)]:
                 here.pop(one, None)
                 one.transport.abort()

@@ -16,7 +16,8 @@ from tidemill.serve.asking import Chatting, Refused
 from tidemill.serve.chatting import ChatCall, Read, begin, finish_of, told
 from tidemill.serve.service import Service, Session, new_id, news, whole
 
-MOST_KEPT, MOST_KEPT_BYTES = 4096, 1 << 28  # responses that can be gone on from
+MOST_KEPT = 4096  # responses that can be gone on from
+MOST_BYTES = 256 << 20  # of their messages, as JSON
 
 
 class Responding(msgspec.Struct, kw_only=True):
@@ -43,23 +44,22 @@ class Responses:
     """What was answered, for `previous_response_id`. Sessions do not see each other's; the oldest are forgotten."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], tuple[list[dict[str, Any]], int]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
         self._bytes = 0
 
-    def keep(self, owner: str, id: str, messages: list[dict[str, Any]], size: int) -> None:
-        """`size`: bytes of the requests that the messages came in."""
-        self._kept[owner, id] = messages, size
-        self._bytes += size
-        while len(self._kept) > MOST_KEPT or self._bytes > MOST_KEPT_BYTES:
-            _, (_, oldest) = self._kept.popitem(last=False)
-            self._bytes -= oldest
+    def keep(self, owner: str, id: str, messages: list[dict[str, Any]]) -> None:
+        told = msgspec.json.encode(messages)
+        self._kept[owner, id] = told
+        self._bytes += len(told)
+        while len(self._kept) > MOST_KEPT or (self._bytes > MOST_BYTES and len(self._kept) > 1):
+            self._bytes -= len(self._kept.popitem(last=False)[1])
 
-    def messages(self, owner: str, id: str | None) -> tuple[list[dict[str, Any]], int]:
+    def messages(self, owner: str, id: str | None) -> list[dict[str, Any]]:
         if id is None:
-            return [], 0
+            return []
         if (owner, id) not in self._kept:
             raise Refused(f"there is no response {id!r}", "previous_response_id", 404)
-        return self._kept[owner, id]
+        return list(msgspec.json.decode(self._kept[owner, id]))
 
 
 class ResponseCall:
@@ -67,10 +67,9 @@ class ResponseCall:
 
     call: ChatCall
 
-    def __init__(self, body: Responding, size: int, kept: Responses, owner: str) -> None:
+    def __init__(self, body: Responding, kept: Responses, owner: str) -> None:
         self.body, self.kept, self.owner = body, kept, owner
-        before, before_size = kept.messages(owner, body.previous_response_id)
-        self.size = before_size + size
+        before = kept.messages(owner, body.previous_response_id)
         self.messages = [*before, *messages_of(body.input)]
         head = [{"role": "system", "content": body.instructions}] if body.instructions else []
         self.chat = Chatting(
@@ -97,7 +96,7 @@ class ResponseCall:
         return self.finished(message, finish_of(completion, said), len(completion.tokens))
 
     def finished(self, message: dict[str, Any], finish: str, made: int) -> dict[str, Any]:
-        self.kept.keep(self.owner, self.id, [*self.messages, message], self.size)
+        self.kept.keep(self.owner, self.id, [*self.messages, message])
         is_cut = finish == "length"
         body = self.described("incomplete" if is_cut else "completed", items_of(message))
         body["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None

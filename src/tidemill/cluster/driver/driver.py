@@ -73,7 +73,7 @@ class Driver:
         self.kl_coef: float | None = None  # where it adapts: workers that start (again) get it
         self.feed_state: dict[str, Any] = {}
         self._first_feed: dict[str, Any] = {}
-        self._history: list[dict[str, float]] = []
+        self._history: list[health.Metrics] = []
         self._warned: set[str] = set()
         self._shown: dict[str, list[tuple[bool, int]]] = {}  # samples that could be shown, by the worker that has them
         self.is_up = False
