@@ -11,6 +11,7 @@ from typing import Any
 
 from tidemill.chat.answer import Answer, Schema, ToolCall
 from tidemill.chat.template import TemplateError
+from tidemill.data.pictures.shown import in_messages
 from tidemill.rollout.engine import Completion
 from tidemill.serve.asking import Chatting, Refused, grammar_of, tools_of
 from tidemill.serve.link import Answering
@@ -58,7 +59,7 @@ def read(service: Service, session: Session, body: Chatting) -> Read:
         if not isinstance(message.get("role"), str):
             raise Refused(f"messages[{i}] has no role", "messages")
     tools = tools_of(body.tools, body.tool_choice)
-    model.check_length(_characters(body.messages))
+    model.check_length(_characters(in_messages(body.messages)[0]))
     try:
         asked = model.talk.asked(body.messages, tools, body.chat_template_kwargs or {}, session.memory)
     except (TemplateError, TypeError, AttributeError, KeyError) as error:
@@ -84,7 +85,7 @@ def begin(service: Service, session: Session, body: Chatting, given: Read) -> Ch
     tops = body.top_logprobs or 0
     asked_most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     wanted = Wanted(asked_most, body.stream and not tops, grammar, tops)  # the likeliest are known at the end
-    answering = service.ask(session, model, asked.tokens, body, wanted)
+    answering = service.ask(session, model, asked.tokens, body, wanted, asked.tiles)
     stops = answering.request.sampling.stop_strings
     count = answering.request.n
     sayings = [Saying(model.talk, tools, stops, has_thoughts=asked.has_thoughts) for _ in range(count)]
