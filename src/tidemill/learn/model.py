@@ -32,9 +32,10 @@ from tidemill.learn.parallel.flight import Flight
 from tidemill.learn.parallel.mesh import Meshes
 from tidemill.learn.parallel.padding import filler, padded
 from tidemill.learn.routes import routed
-from tidemill.models import experts, lora, routing
+from tidemill.models import lora, routing
 from tidemill.models.attention.contexts import Attention, choose
 from tidemill.models.buffers import persistent
+from tidemill.models.calling import plug
 from tidemill.models.family import fuse
 from tidemill.models.vision.eyes import eyes
 from tidemill.recipe.config import Config
@@ -72,7 +73,7 @@ class MeshModel:
             self.attention = self._attention()
             return
         if meshes.made is not None:
-            experts.plug(model)
+            plug(model)
         self.routers = routing.prepare(model, config.learn.moe, self.device)
         if self.routers is not None:
             self.routers.share = 1.0 / meshes.parallel.tp  # ranks of tp route the same tokens, and add gradients up

@@ -22,6 +22,8 @@ from tidemill.errors import ModelError
 from tidemill.learn.packing import PackedBatch
 from tidemill.learn.parallel.collectives import MeshLink
 from tidemill.learn.parallel.schedule import Action, Timetable, forward_only, timetable
+from tidemill.models.calling import through
+from tidemill.models.parts import decoder_of
 
 Group = Any
 Call = Callable[[int, PackedBatch, Tensor | None], Any]
@@ -47,7 +49,7 @@ def stage_of(layer: int, layers: int, stages: int) -> int:
 
 def split(model: Any, rank: int, ranks: int, chunks: int = 1) -> None:
     """Drop what this rank does not need of a whole model."""
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     layers, stages = len(decoder.layers), ranks * chunks
     _check(model, layers, stages)
     is_first, is_last = rank == 0, rank == ranks - 1
@@ -73,7 +75,7 @@ def _check(model: Any, layers: int, stages: int) -> None:
         raise ModelError(f"{name} has {layers} layers, fewer than {stages} stages", f"at most {layers} stages would do")
     if getattr(settings, "embedding_multiplier", None) not in (None, 1.0):
         raise ModelError(f"{name} scales its inputs in the decoder itself: it cannot be cut into stages", "use pp: 1")
-    _norm_name(model.get_decoder())
+    _norm_name(decoder_of(model))
 
 
 def _norm_name(decoder: Any) -> str:
@@ -119,15 +121,12 @@ class Stages:
 
     def __init__(self, model: Any, rank: int, ranks: int, chunks: int = 1) -> None:
         self.last = ranks * chunks - 1
-        self.views = {stage: self._view(model.get_decoder(), stage) for stage in range(rank, self.last + 1, ranks)}
+        self.views = {stage: self._view(decoder_of(model), stage) for stage in range(rank, self.last + 1, ranks)}
 
     def __call__(self, stage: int, packed: PackedBatch, came: Tensor | None) -> Tensor:
         """(1, tokens, width) from the stage before, None for the first → the same after this stage."""
         start = {"input_ids": packed.tokens[None]} if came is None else {"inputs_embeds": came}
-        out: Tensor = self.views[stage](
-            **start, position_ids=packed.positions[None], use_cache=False, tide=packed.context
-        ).last_hidden_state
-        return out
+        return through(self.views[stage], packed.context, **start, position_ids=packed.positions[None])
 
     def _view(self, decoder: Any, stage: int) -> Any:
         """The decoder with one stage's layers alone; its weights and hooks are the decoder's own."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,9 @@ class SeesAhead:
             Runs(*(upload(np.stack([getattr(run, name) for run in alike]), device) for name in ("queries", "keys")))
             for alike in shapes.values()
         ]
+
+    def recur(self, call: Any) -> Any:
+        return self.inner.recur(call)  # type: ignore[attr-defined]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         out = self.inner.attend(layer, q, k, v, form)

@@ -51,18 +51,20 @@ def make_block(starts: Sequence[int], lengths: Sequence[int], device: torch.devi
     return Block(upload(tokens, device), upload(place, device), len(lengths), longest)
 
 
+def alike(lengths: Sequence[int]) -> list[list[int]]:
+    """Which sequences go together, the longest first."""
+    found: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if not found or lengths[i] < (1 - BLOCK_WASTE) * lengths[found[-1][0]]:
+            found.append([])
+        found[-1].append(i)
+    return found
+
+
 def blocks(lengths: Sequence[int], device: torch.device) -> list[Block]:
     """Packed sequences, sorted into dense blocks of like length."""
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-    made: list[Block] = []
-    current: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if current and lengths[i] < (1 - BLOCK_WASTE) * lengths[current[0]]:
-            made.append(make_block([int(starts[j]) for j in current], [lengths[j] for j in current], device))
-            current = []
-        current.append(i)
-    made.append(make_block([int(starts[j]) for j in current], [lengths[j] for j in current], device))
-    return made
+    starts = np.cumsum([0, *lengths])
+    return [make_block(starts[some].tolist(), [lengths[i] for i in some], device) for some in alike(lengths)]
 
 
 class Packed:

@@ -2,13 +2,15 @@
 
 A forward call carries an attention *context* (packed sequences to learn from, or a paged cache to decode with) as the
 keyword `tide`; transformers hands it down to `attend`, which gives it the layer's projections. So one module definition
-serves rollout and learning.
+serves rollout and learning. Models that hand no keywords down find the context by `serving`: whoever calls a model does
+so inside `serve`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -41,6 +43,30 @@ class Context(Protocol):
         """q (tokens, heads, dim), k and v (tokens, kv_heads, dim) → (tokens, heads, v_dim)."""
 
 
+_SERVING: ContextVar[Context | None] = ContextVar("tide", default=None)
+
+
+@contextmanager
+def serve(context: Context | None) -> Iterator[None]:
+    """Inside, `context` is that of the forward pass."""
+    before = _SERVING.set(context)
+    try:
+        yield
+    finally:
+        _SERVING.reset(before)
+
+
+def serving(given: Mapping[str, Any]) -> Context | None:
+    """The context of the forward pass under way: as a call was given it, or else as `serve` says. None: not ours."""
+    found: Context | None = given.get("tide")
+    return _SERVING.get() if found is None else found
+
+
+def serve_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For `torch.utils.checkpoint`: around a layer, and around the same when it is computed again."""
+    return nullcontext(), serve(_SERVING.get())
+
+
 def attend(
     module: Any,  # an attention layer of a transformers model
     query: Tensor,
@@ -56,8 +82,9 @@ def attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: q, k, v are (1, heads, tokens, dim); gives (1, tokens, heads, dim)."""
+    tide = _SERVING.get() if tide is None else tide
     if tide is None:
-        raise RuntimeError("attention 'tidemill' needs its context: call the model with tide=...")
+        raise RuntimeError("attention 'tidemill' needs its context: call the model inside `serve`")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     chunk = None
     if isinstance(attention_mask, LocalMask):
@@ -108,6 +135,28 @@ def ours(config: Any) -> Any:
     if getattr(config, "vision_config", None) is None:
         return NAME
     return {"text_config": NAME, "vision_config": TOWER}
+
+
+def plugged(config: Any, make: Callable[[Any], Any]) -> Any:
+    """The model of this config that `make` gives with the `attn_implementation` it is given: ours, or, of classes that
+    know none but their own, that."""
+    try:
+        return make(ours(config))
+    except KeyError as error:
+        if NAME not in error.args:
+            raise
+        return make("eager")
+
+
+def set_attention(model: Any, kind: str) -> None:
+    """Also of models that know of no other attention than their own: transformers leaves these as they are."""
+    model.set_attn_implementation(kind)
+    model.config._attn_implementation = kind
+
+
+def is_dense(model: Any) -> bool:
+    """Whether the model's attention is its own, so that it reads whole samples in dense batches."""
+    return str(model.config.get_text_config()._attn_implementation) != NAME
 
 
 @contextmanager

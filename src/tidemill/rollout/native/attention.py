@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,12 @@ from torch import Tensor
 from tidemill.batch import Array
 from tidemill.models.attention.packed import first_seen, seen, softmax
 from tidemill.models.attention.registry import AttentionForm
+from tidemill.models.recurrent.mixers import Call
 from tidemill.models.vision.eyes.eyes import Ahead
 from tidemill.rollout.native.cache import PageStore
 from tidemill.rollout.native.kernels import Kernels
 from tidemill.rollout.native.paged import PagedAttention, Queries
+from tidemill.rollout.native.states import PassStates
 
 warnings.filterwarnings("ignore", message=r"index_reduce\(\) is in beta")
 
@@ -80,6 +82,7 @@ class Paged:
     has_drafts: bool = False  # some rows are of the same sequence, one token after another
     library: PagedAttention | None = None  # decodes instead of walking the pages; the store is then a `TokenStore`
     ahead: Ahead = "never"  # in which layers `until` of chunks counts
+    states: PassStates | None = None  # of a model that has layers with some
     _bias: dict[tuple[int, int | None, int | None], Tensor] = field(default_factory=dict)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
@@ -96,6 +99,10 @@ class Paged:
         for rows, chunks in _by_shape(self.chunks):
             out[rows] = self._prefill(layer, q, k, v, rows, chunks, form)
         return out
+
+    def recur(self, call: Call) -> Any:
+        assert self.states is not None
+        return self.states.recur(call)
 
     def _decode_in_c(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         assert self.kernels is not None

@@ -18,6 +18,7 @@ from tidemill.batch import Array
 from tidemill.device import has_triton, mapped
 from tidemill.errors import ConfigError
 from tidemill.models.attention.registry import Context
+from tidemill.models.recurrent import mixers
 from tidemill.models.vision.eyes import eyes
 from tidemill.rollout.engine import Completion, Finish, Grammar, OnTokens, Partial, Request, load_part, run_callbacks
 from tidemill.rollout.native import paged, resuming
@@ -39,8 +40,10 @@ from tidemill.rollout.native.looking import Looking
 from tidemill.rollout.native.pending import Fetch, Pending
 from tidemill.rollout.native.resuming import completes_a_stop
 from tidemill.rollout.native.rows import RunningRows
-from tidemill.rollout.native.scheduler import Kept, Reading, Scheduler, Sequence, Trunk
+from tidemill.rollout.native.scheduler import Scheduler
+from tidemill.rollout.native.sequences import Kept, Reading, Sequence, Trunk
 from tidemill.rollout.native.speculate import When, speculator_for
+from tidemill.rollout.native.states import Hand, PassStates, StateStore, Stretch
 from tidemill.rollout.native.telling import Teller
 
 # Small pages waste little; larger ones let an accelerator's attention read longer runs. On an H200, 512 rows of 257-768
@@ -121,7 +124,11 @@ class NativeEngine:
         self.looking = Looking(self.eyes, self.device, keeps_features)
         self.limits = RequestLimits(self.vocab, max_len, pages * page_size, tokenizer is not None, self.eyes)
         step_tokens = step_tokens or (STEP_TOKENS if self.device.type == "cpu" else ACCELERATOR_STEP_TOKENS)
-        self.scheduler = Scheduler(self.pool, max_seqs, max_len, max(step_tokens, max_seqs + page_size), self.eyes)
+        self.states = StateStore(max_seqs, self.device) if mixers.has_some(model) else None
+        step_tokens = max(step_tokens, max_seqs + page_size)
+        self.scheduler = Scheduler(
+            self.pool, max_seqs, max_len, step_tokens, self.eyes, has_states=self.states is not None
+        )
         self.rows = RunningRows(self.scheduler, self.device)
         self.kernels = self._kernels(parameter) if kernels and not batch_invariant else None
         self.runner: Runner = (
@@ -134,7 +141,9 @@ class NativeEngine:
         self.decoder = self._graph_decoder(graphs)
         if self.decoder is not None:
             self.store.memory = mapped.open(self.device)
-        self.speculator = speculator_for(speculate, self.scheduler, self.decoder is not None, self.kernels is not None)
+        self.speculator = speculator_for(
+            speculate, self.scheduler, self.decoder is not None, self.kernels is not None, self.states is not None
+        )
         self.guides: Guides | None = None  # from the first request with a grammar
         self.teller = Teller(self.scheduler)
         self.inflight: list[Pending] = []
@@ -203,7 +212,7 @@ class NativeEngine:
         """Prompt tokens and one token of every running sequence in one pass, with what was drafted after it."""
         scheduler, slots = self.scheduler, self.scheduler.slots
         scheduler.grow()
-        readings = scheduler.admit()
+        readings = self.admit()
         rows = np.flatnonzero(slots.active)
         drafts = self.speculator.propose(rows) if self.speculator is not None and len(rows) else None
         if drafts is None:
@@ -238,13 +247,25 @@ class NativeEngine:
         for trunk, row in zip(ended, () if logits is None else logits):
             trunk.logits = row
         born, copies = self.scheduler.branch()
-        if copies:
-            self.store.copy(*zip(*copies))
-        for _, sequence in born:
+        self._copy(copies)
+        for trunk, sequence in born:
+            if self.states is not None:
+                self.states.put(sequence.slot, trunk.hand)
             sequence.spans = [(0, self.version)]
             if self.guides is not None:
                 self.guides.seat(sequence.slot, sequence.request.sampling.grammar, sequence.tokens)
         return born
+
+    def admit(self) -> list[Reading]:
+        """Which prompt tokens to read in this step."""
+        readings = self.scheduler.admit()
+        copies, self.scheduler.copies = self.scheduler.copies, []
+        self._copy(copies)
+        return readings
+
+    def _copy(self, pages: list[tuple[int, int]]) -> None:
+        if pages:
+            self.store.copy(*zip(*pages))
 
     def drain(self) -> None:
         """Wait for the step under way; what it ends is given by the next `step`."""
@@ -264,6 +285,9 @@ class NativeEngine:
             has_drafts = bool(ahead.any())
             context = Paged(self.store, x.page, x.offset, running, x.chunks, self.kernels, has_drafts, self.library)
             context.ahead = "never" if self.eyes is None else self.eyes.ahead
+            if self.states is not None:
+                stretches = [Stretch(c.first, c.last, r.trunk.hand) for c, r in zip(x.chunks, readings)]
+                context.states = PassStates(self.states, rows, stretches)
         seen = self.looking.seen(readings, len(rows))
         if self.routes is None:
             return self.runner.forward(x.ids, x.position, context, x.keep, seen)
@@ -322,10 +346,17 @@ class NativeEngine:
             self.speculator.ended(sequence)
         is_worth_keeping = self.reuse_prefix and finish in ("stop", "length")
         pages = sequence.pages
-        self.scheduler.leave(sequence, remember=sequence.identity()[:cached] if is_worth_keeping else None)
+        if is_worth_keeping:
+            self.scheduler.leave(sequence, remember=sequence.identity()[:cached], hand=self._hand(sequence))
+        else:
+            self.scheduler.leave(sequence)
         if finish == "error":
             self._scrub(pages)
         return sequence.as_completion(finish, error, routes)
+
+    def _hand(self, sequence: Sequence) -> Hand:
+        """The states of a running sequence, apart from its slot."""
+        return {} if self.states is None else self.states.take(sequence.slot)
 
     def _scrub(self, pages: list[int]) -> None:
         """Zero those pages that are now free: they may hold NaN, which masked positions would let through. Pages that
@@ -363,9 +394,10 @@ class NativeEngine:
         partials: list[Partial] = []
         for sequence in sorted(scheduler.running(), key=lambda s: int(scheduler.slots.arrival[s.slot])):
             cached = int(scheduler.slots.length[sequence.slot])
-            cache = scheduler.keep(sequence) if keep_cache else None
+            hand = self._hand(sequence)
+            cache = scheduler.keep(sequence, hand) if keep_cache else None
             scheduler.slots.save(sequence)
-            scheduler.leave(sequence, remember=None if keep_cache else sequence.identity()[:cached])
+            scheduler.leave(sequence, remember=None if keep_cache else sequence.identity()[:cached], hand=hand)
             partials.append(sequence.as_partial(cache))
         partials += [sequence.as_partial() for sequence in scheduler.remove(None)]
         self._scrub_abandoned()
@@ -402,7 +434,7 @@ class NativeEngine:
             self.speculator.reset()
         self.scheduler.restart_reading()
         self._scrub_abandoned()
-        self.pool.index.forget_all()
+        self.scheduler.forget()
         for sequence in self.scheduler.running():
             sequence.spans.append((int(self.scheduler.slots.made[sequence.slot]), version))
 
@@ -422,8 +454,10 @@ class NativeEngine:
         self.rebuild()
         while self.scheduler.give_up_kept():
             pass
-        self.pool.index.forget_all()
+        self.scheduler.forget()
         self.store.clear()
+        if self.states is not None:
+            self.states.clear()
         self.looking.clear()
         if self.decoder is not None and self.store.memory is None:
             self.decoder.forget_graphs()  # they hold the addresses of what was just given back

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.models.attention.registry import AttentionForm, Context, attention_window
+from tidemill.models.parts import decoder_of
 from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.rollout.native.forward import mixture
 from tidemill.rollout.native.forward.lean import add_deep, embedded, numbered, rotary_tables, turns_at
@@ -72,7 +73,7 @@ class _Layer:
 
 class FusedRunner:
     def __init__(self, model: Any, max_len: int, kernels: FusedKernels) -> None:
-        config, decoder = model.config.get_text_config(), model.get_decoder()
+        config, decoder = model.config.get_text_config(), decoder_of(model)
         self.model = model
         self.kernels = kernels
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

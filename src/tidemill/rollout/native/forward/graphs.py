@@ -26,7 +26,7 @@ from tidemill.rollout.native.forward.fused import FusedKernels
 from tidemill.rollout.native.forward.routes import RouteRecorder
 from tidemill.rollout.native.forward.runner import CapturableRunner
 from tidemill.rollout.native.pending import Fetch, Made
-from tidemill.rollout.native.scheduler import Sequence as Tenant
+from tidemill.rollout.native.sequences import Sequence as Tenant
 
 # A batch is padded to the next of these; padding rows decode a dummy token into a page of their own.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tidemill.models import families, routing, rowwise
 from tidemill.models.attention.registry import AttentionForm, Context, attention_window
+from tidemill.models.parts import decoder_of, layers_of
 from tidemill.models.vision.eyes import eyes
 from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.rollout.native.forward import mixture
@@ -30,7 +31,7 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 def supports(model: Any) -> bool:
     """Whether its layers are: norm, attention with rotary positions, norm, gated SiLU or a router and experts."""
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     if not _has_form(model, decoder):
         return False
     return (
@@ -58,13 +59,13 @@ def _linears(layer: Any) -> tuple[Any, ...]:
 
 
 def _mixtures(model: Any) -> list[Any]:
-    return [layer.mlp for layer in model.get_decoder().layers if mixture.is_mixture(layer.mlp)]
+    return [layer.mlp for layer in layers_of(model) if mixture.is_mixture(layer.mlp)]
 
 
 def numbered(model: Any) -> list[tuple[Any, int]]:
     """Every layer, and how many layers before it have experts: recorded routes count those alone."""
     number, found = 0, []
-    for layer in model.get_decoder().layers:
+    for layer in layers_of(model):
         found.append((layer, number))
         number += mixture.is_mixture(layer.mlp)
     return found
@@ -101,7 +102,7 @@ class LeanRunner:
         config = model.config.get_text_config()
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.eps = config.rms_norm_eps
-        self.scale = model.get_decoder().layers[0].self_attn.scaling
+        self.scale = layers_of(model)[0].self_attn.scaling
         self.bind()
         self.cos, self.sin = rotary_tables(model, self.dim, max_len)
 
@@ -109,7 +110,7 @@ class LeanRunner:
 
     def bind(self) -> None:
         """Look the parameters up again: only needed when they were replaced, not when they were changed in place."""
-        body = self.model.get_decoder()
+        body = decoder_of(self.model)
         self.layers = [_bind(layer, number) for layer, number in numbered(self.model)]
         self.embed = body.embed_tokens.weight
         self.norm = body.norm.weight
@@ -197,7 +198,7 @@ def _bind(layer: Any, number: int) -> _Layer:
 def rotary_tables(model: Any, dim: int, max_len: int) -> tuple[Tensor, Tensor]:
     """cos and signed sin, (max_len, 1, dim): rotated(x) = x * cos + swap_halves(x) * sin. In the model's own dtype, as
     its module would use them."""
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     like = decoder.embed_tokens.weight
     with torch.no_grad():
         positions = torch.arange(max_len, device=like.device).unsqueeze(0)
@@ -219,7 +220,7 @@ def turns_at(model: Any, tables: tuple[Tensor, Tensor], positions: Tensor) -> tu
     is made for each."""
     if positions.ndim == 1:
         return tables, positions
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     made = _signed(*decoder.rotary_emb(decoder.embed_tokens.weight[:1], positions[1:, None]))
     return made, torch.arange(positions.shape[1], device=positions.device)
 

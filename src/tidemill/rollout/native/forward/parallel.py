@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tidemill.errors import ModelError
 from tidemill.models.attention.registry import Context
 from tidemill.models.experts import STACKS
+from tidemill.models.parts import layers_of
 from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.reshard.layout import Layout, LayoutEntry, Mesh, Place, Replicate, Shape, Shard
 from tidemill.rollout.native.forward import mixture
@@ -147,7 +148,7 @@ class ParallelRunner(LeanRunner):
 
     def bind(self) -> None:
         super().bind()
-        first = self.model.get_decoder().layers[0].self_attn.q_proj
+        first = layers_of(self.model)[0].self_attn.q_proj
         if first.weight.shape[0] == first.out_features:
             self.layers = [self._share(layer) for layer in self.layers]
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from contextlib import nullcontext
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -16,9 +16,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tidemill.errors import ModelError
 from tidemill.models import families, logits
 from tidemill.models.attention.registry import Context
+from tidemill.models.calling import hidden_states
 from tidemill.models.modes import at_rest
 from tidemill.models.vision.eyes import eyes
-from tidemill.models.vision.eyes.eyes import Eyes, Seen
+from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.rollout.native.forward import latent, lean
 from tidemill.rollout.native.forward.fused import FusedKernels, FusedRunner
 from tidemill.rollout.native.kernels import Kernels
@@ -55,26 +56,11 @@ class PlainRunner:
         # Computing layers again is the learner's business.
         with at_rest(self.model.modules()) if self.first.training else nullcontext():
             if self.eyes is not None:
-                return self._looking(self.eyes, ids, positions, context, keep, seen)
-            options: dict[str, Any] = {} if keep is None else {"logits_to_keep": keep}
-            out = self.model(
-                input_ids=ids.unsqueeze(0),
-                position_ids=positions.unsqueeze(0),
-                use_cache=False,
-                tide=context,
-                **options,
-            )
-        return cast(Tensor, out.logits[0])
-
-    def _looking(
-        self, eyes: Eyes, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None, seen: Seen | None
-    ) -> Tensor:
-        """The decoder of a model that looks, called with what its own forward pass would call it with."""
-        given = eyes.inputs(ids, positions, seen)
-        hidden = self.model.get_decoder()(**given, use_cache=False, tide=context).last_hidden_state[0]
-        if keep is not None:
-            hidden = hidden.index_select(0, keep)
-        return logits.of(self.model, hidden)
+                given = self.eyes.inputs(ids, positions, seen)
+            else:
+                given = {"input_ids": ids[None], "position_ids": positions[None]}
+            hidden = hidden_states(self.model, context, **given)
+            return logits.of(self.model, hidden if keep is None else hidden.index_select(0, keep))
 
 
 def has_fused(model: Any, is_plain: bool) -> bool:
