@@ -8,10 +8,10 @@ from torch._dynamo.backends.common import aot_autograd
 from tests.learn.test_engine import CPU, config, samples
 from tidemill.algorithms.registry import get
 from tidemill.errors import ModelError
-from tidemill.learn import fp8
-from tidemill.models import parts
+from tidemill.learn import fp8, layers
 from tidemill.learn.engine import Learner, freeze, score
 from tidemill.learn.fp8 import FINE, WIDE, fp8_linear, product, quantized
+from tidemill.models import parts
 from tidemill.models.load import make_tiny
 from tidemill.recipe.config import TinyModel
 

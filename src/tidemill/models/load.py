@@ -76,12 +76,16 @@ def make_tiny(shape: settings.TinyModel, dtype: torch.dtype, seed: int, device: 
 def from_config(config: Any, **how: Any) -> Any:
     """A model with fresh weights and our attention."""
     make = auto_class(config).from_config
-    return attention.plugged(config, lambda attn: make(config, attn_implementation=attn, **how))
+    return attention.plugged(_looks(config), lambda attn: make(config, attn_implementation=attn, **how))
 
 
 def auto_class(config: Any) -> Any:
     """Which of transformers' classes opens a model of this config."""
-    return AutoModelForImageTextToText if views.looks(config.to_dict()) else AutoModelForCausalLM
+    return AutoModelForImageTextToText if _looks(config) else AutoModelForCausalLM
+
+
+def _looks(config: Any) -> bool:
+    return views.looks(config.to_dict())
 
 
 def view_of(model: settings.ModelSettings, tokenizer: Any, path: str | Path | None = None) -> View | None:
@@ -105,7 +109,7 @@ def open_folder(folder: Path, model: settings.ModelSettings, device: torch.devic
             dtype=DTYPES[model.dtype],
             trust_remote_code=model.trust_remote_code,
         )
-        module: Any = attention.plugged(config, lambda attn: make(attn_implementation=attn))
+        module: Any = attention.plugged(_looks(config), lambda attn: make(attn_implementation=attn))
     except Exception as error:
         raise ModelError(
             f"model.path={folder}: transformers cannot open it: {_first_line(error)}",

@@ -23,6 +23,7 @@ def _candidates(model: Any) -> Iterator[Any]:
     if hasattr(model, "get_decoder"):
         yield model.get_decoder()
     yield getattr(model, "base_model", None)
+    yield from model.children()
 
 
 def _embeds(decoder: Any, model: Any) -> bool:

@@ -76,7 +76,7 @@ class Routed:
     weights: Tensor | None = None  # (tokens,) how much each learns
     made: dict[int, Tensor] | None = None  # filled with what each layer chose, if a dict is given
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         return self.inner.attend(layer, q, k, v, form)
 
     def recur(self, call: Any) -> Any:

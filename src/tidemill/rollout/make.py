@@ -38,8 +38,9 @@ def make_plain(loaded: LoadedModel, config: Config, group: Any = None) -> Rollou
     match rollout.engine:
         case "native":
             from tidemill.rollout.native.engine import NativeEngine
+            from tidemill.rollout.native.trial import try_rollout
 
-            return NativeEngine(
+            engine = NativeEngine(
                 loaded.model,
                 eos_ids=loaded.eos_ids,
                 tokenizer=loaded.tokenizer,
@@ -54,6 +55,8 @@ def make_plain(loaded: LoadedModel, config: Config, group: Any = None) -> Rollou
                 cache_dtype=rollout.cache_dtype,
                 reuse_prefix=config.environment is not None,  # each turn begins with those before it
             )
+            try_rollout(engine)
+            return engine
         case "hf":
             from tidemill.rollout.hf import HFEngine
 

@@ -54,7 +54,7 @@ class SeesAhead:
     def recur(self, call: Any) -> Any:
         return self.inner.recur(call)  # type: ignore[attr-defined]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         out = self.inner.attend(layer, q, k, v, form)
         if self.windows and form.window is None:
             return out

@@ -36,11 +36,13 @@ class Context(Protocol):
     """Knows how the tokens of one forward pass may see each other.
 
     One with `is_traced` true can be part of a compiled layer: its `attend` is tensor operations alone, with nothing a
-    compiler would have to look at anew for each layer or batch, and it does not ask which layer it is in.
+    compiler would have to look at anew for each layer or batch.
     """
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
-        """q (tokens, heads, dim), k and v (tokens, kv_heads, dim) → (tokens, heads, v_dim)."""
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+        """q (tokens, heads, dim), k and v (tokens, kv_heads, dim) → (tokens, heads, v_dim). `layer` tells the calls of
+        a pass apart, of which all passes of a model have the same; None: the one after the call before. Modules cannot
+        say it, because some are called several times in a pass."""
 
 
 _SERVING: ContextVar[Context | None] = ContextVar("tide", default=None)
@@ -92,8 +94,7 @@ def attend(
     elif attention_mask is not None:
         raise ModelError(f"{type(module).__name__} has a mask of its own, which is not known", "see docs/models.md")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    layer = 0 if is_traced(tide) else module.layer_idx  # read while tracing, it would compile every layer by itself
-    out = tide.attend(layer, q, k, v, AttentionForm(scale, sliding_window, softcap, chunk, s_aux))
+    out = tide.attend(None, q, k, v, AttentionForm(scale, sliding_window, softcap, chunk, s_aux))
     return out.unsqueeze(0), None
 
 
@@ -105,8 +106,8 @@ def attention_window(attention: Any) -> int | None:
     """What the module would hand to the attention function: Llama none, Mistral the config's, Qwen by layer type."""
     if hasattr(attention, "sliding_window"):
         return cast(int | None, attention.sliding_window)
-    name = type(attention).__name__
-    return getattr(attention.config, "sliding_window", None) if name == "MistralAttention" else None
+    by_config = type(attention).__name__ in ("MistralAttention", "MixtralAttention")
+    return getattr(attention.config, "sliding_window", None) if by_config else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,28 +131,27 @@ def local_mask(*_: Any, config: Any = None, local_size: int | None = None, **__:
 TOWER = "sdpa"  # torch's own: the tiles of a tower are a dense batch, and need no context
 
 
-def ours(config: Any) -> Any:
-    """What transformers is told as `attn_implementation` of a model with this config: ours for its decoder."""
-    if getattr(config, "vision_config", None) is None:
-        return NAME
-    return {"text_config": NAME, "vision_config": TOWER}
+def ours(has_tower: bool) -> Any:
+    """What transformers is told as `attn_implementation`: ours for the decoder."""
+    return {"text_config": NAME, "vision_config": TOWER} if has_tower else NAME
 
 
-def plugged(config: Any, make: Callable[[Any], Any]) -> Any:
-    """The model of this config that `make` gives with the `attn_implementation` it is given: ours, or, of classes that
-    know none but their own, that."""
+def plugged(has_tower: bool, make: Callable[[Any], Any]) -> Any:
+    """The model that `make` gives with the `attn_implementation` it is given: ours, or, of classes that know none but
+    their own, that."""
     try:
-        return make(ours(config))
+        return make(ours(has_tower))
     except KeyError as error:
         if NAME not in error.args:
             raise
         return make("eager")
 
 
-def set_attention(model: Any, kind: str) -> None:
+def set_attention(model: Any, kind: Any) -> None:
     """Also of models that know of no other attention than their own: transformers leaves these as they are."""
     model.set_attn_implementation(kind)
-    model.config._attn_implementation = kind
+    if isinstance(kind, str):
+        model.config._attn_implementation = kind
 
 
 def is_dense(model: Any) -> bool:
@@ -168,7 +168,7 @@ def plain(model: Any) -> Iterator[None]:
         yield
     finally:
         has_tower = getattr(model.config, "vision_config", None) is not None
-        model.set_attn_implementation(ours(model.config) if has_tower else usual)
+        model.set_attn_implementation(ours(True) if has_tower else usual)
 
 
 def register() -> None:

@@ -77,7 +77,7 @@ class Dense:
     def __init__(self, wholes: Wholes) -> None:
         self.wholes = wholes
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         raise RuntimeError("a model that is computed densely has called the attention of packed rows")
 
     def through(self, decoder: Callable[..., Any], ids: Tensor) -> Tensor:

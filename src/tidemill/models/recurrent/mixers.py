@@ -156,7 +156,8 @@ def _plugged(kind: Any) -> Any:
         context = serving(kwargs)
         if context is None:  # transformers' own business
             return kind.forward(self, *args, **kwargs)
-        given = {k: v for k, v in _named(kind, self, args, kwargs).items() if k not in ("tide", *MASKS)}
+        given = {k: v for k, v in _named(kind, self, args, kwargs).items() if k != "tide"}
+        given |= {mask: None for mask in MASKS if mask in given}
         tokens = next(iter(given.values())).shape[1]
         call = Call(self, kind.forward, getattr(self, TIDE_NUMBER), given, _cache_name(kind), tokens)
         return context.recur(call)

@@ -24,6 +24,9 @@ from tidemill.models.recurrent.mixers import Call, Join, Made, joined
 from tidemill.models.recurrent.states import State
 from tidemill.models.upload import upload
 
+# Tokens behind a state. Single ones take transformers' decoding path, which changes states in place: no gradient knows.
+LEAST = 2
+
 
 class PackedStates:
     """Every sample by itself."""
@@ -87,7 +90,8 @@ class SharedStates:
         responses = []
         for some in alike([self.responses[i] for i in kept]):
             rows = [kept[i] for i in some]
-            block = make_block(begins[rows].tolist(), [self.responses[i] for i in rows], self.device)
+            lengths = [self.responses[i] for i in rows]
+            block = make_block(begins[rows].tolist(), lengths, self.device, LEAST)
             responses.append((block, upload([self.group[i] for i in rows], self.device)))
         restore = _restore([*prompts, *(block for block, _ in responses)])
         return _Plan(prompts, upload(order, self.device), responses, restore)
@@ -108,7 +112,7 @@ class Along:
         self.inner, self.states = inner, states
         self.is_traced = getattr(inner, "is_traced", False)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         return self.inner.attend(layer, q, k, v, form)
 
     def recur(self, call: Call) -> Any:

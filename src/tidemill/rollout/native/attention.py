@@ -83,10 +83,12 @@ class Paged:
     library: PagedAttention | None = None  # decodes instead of walking the pages; the store is then a `TokenStore`
     ahead: Ahead = "never"  # in which layers `until` of chunks counts
     states: PassStates | None = None  # of a model that has layers with some
+    calls: int = 0  # of `attend` so far
     _bias: dict[tuple[int, int | None, int | None], Tensor] = field(default_factory=dict)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
-        decode = self.rows.count
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+        decode, layer = self.rows.count, self.calls if layer is None else layer
+        self.calls = layer + 1
         if self.kernels is not None and decode:
             out = self._decode_in_c(layer, q, k, v, form)
         else:
@@ -184,8 +186,8 @@ class Paged:
             v = v[rows].view(n, length, *v.shape[1:]).transpose(1, 2)
         else:
             pages = torch.cat([chunk.pages for chunk in chunks])
-            k = _unpage(self.store.read_keys(layer, pages, q.dtype).transpose(2, 3), n, context + length)
-            v = _unpage(self.store.read_values(layer, pages, q.dtype), n, context + length)
+            k = unpage(self.store.read_keys(layer, pages, q.dtype).transpose(2, 3), n, context + length)
+            v = unpage(self.store.read_values(layer, pages, q.dtype), n, context + length)
         out = causal_attention(q, k, v, context, form, self._until(chunks, form.window))
         return out.transpose(1, 2).reshape(n * length, q.shape[1], -1)
 
@@ -270,7 +272,7 @@ def _rows(chunks: list[PageChunk]) -> Tensor | slice:
     return torch.cat([torch.arange(chunk.first, chunk.last) for chunk in chunks])
 
 
-def _unpage(pages: Tensor, n: int, tokens: int) -> Tensor:
+def unpage(pages: Tensor, n: int, tokens: int) -> Tensor:
     """Pages (n * each, kv_heads, page_size, dim) of n sequences → (n, kv_heads, tokens, dim)."""
     _, kv_heads, page_size, dim = pages.shape
     apart = pages.reshape(n, -1, kv_heads, page_size, dim).transpose(1, 2)

@@ -29,6 +29,7 @@ from tidemill.rollout.native.check import RequestLimits, find_problem, refused
 from tidemill.rollout.native.draw.drawing import draw_rows
 from tidemill.rollout.native.draw.guides import Grammars, Guides
 from tidemill.rollout.native.draw.sampling import Drawn
+from tidemill.rollout.native.forward.dense import DenseRunner
 from tidemill.rollout.native.forward.graphs import GraphDecoder
 from tidemill.rollout.native.forward.invariant import RowwisePaged, RowwiseRunner
 from tidemill.rollout.native.forward.routes import RouteRecorder
@@ -137,7 +138,7 @@ class NativeEngine:
             else make_runner(model, max_len, self.kernels, plain, is_fused, group)
         )
         # Inference mode saves bookkeeping, but a foreign module may keep a tensor it makes.
-        self._no_grad = torch.no_grad if isinstance(self.runner, PlainRunner) else torch.inference_mode
+        self._no_grad = torch.no_grad if isinstance(self.runner, PlainRunner | DenseRunner) else torch.inference_mode
         self.decoder = self._graph_decoder(graphs)
         if self.decoder is not None:
             self.store.memory = mapped.open(self.device)

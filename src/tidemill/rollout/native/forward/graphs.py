@@ -105,7 +105,8 @@ class _Context:
         if bucket.kind.has_drafts:  # rows of one sequence must see each other, and run at the same time
             self.place = _place(bucket, store.page_size)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+        assert layer is not None  # captured passes number their layers themselves
         keys, values = self.store.layer(layer, k, v)
         if self.place is None and self.kernels.reads_cache(k, v):
             self.place = _place(self.bucket, self.store.page_size)

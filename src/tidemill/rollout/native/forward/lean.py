@@ -46,7 +46,7 @@ def supports(model: Any) -> bool:
 def _has_form(model: Any, decoder: Any) -> bool:
     """Whether its layers are of a family that is known, with nothing between them and the output layer but a norm."""
     kind = type(model).__name__.removesuffix("ForCausalLM") if eyes.of(model) is None else None
-    form = type(decoder.layers[0]).__name__.removesuffix("DecoderLayer")
+    form = type(layers_of(model)[0]).__name__.removesuffix("DecoderLayer")
     return kind in (None, form) and form in families.llama_forms(mixtures=True).values()
 
 

@@ -15,12 +15,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tidemill.errors import ModelError
 from tidemill.models import families, logits
-from tidemill.models.attention.registry import Context
+from tidemill.models.attention.registry import Context, is_dense
 from tidemill.models.calling import hidden_states
 from tidemill.models.modes import at_rest
 from tidemill.models.vision.eyes import eyes
 from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.rollout.native.forward import latent, lean
+from tidemill.rollout.native.forward.dense import DenseRunner
 from tidemill.rollout.native.forward.fused import FusedKernels, FusedRunner
 from tidemill.rollout.native.kernels import Kernels
 
@@ -85,6 +86,8 @@ def make_runner(
         from tidemill.rollout.native.forward.parallel import ParallelRunner
 
         return ParallelRunner(model, max_len, kernels, group)
+    if is_dense(model):
+        return DenseRunner(model)
     if is_plain or not (lean.supports(model) or latent.supports(model)):
         return PlainRunner(model)
     is_latent = latent.supports(model)
