@@ -69,6 +69,7 @@ SIZES: dict[str, Any] = {
     "is_decoder": True,
 }
 
+TOWER = {"image_size": 28, "patch_size": 14, "depth": 2, "num_position_embeddings": 16, "out_hidden_size": 32}
 LATENT: dict[str, Any] = {"num_key_value_heads": 4, "qk_head_dim": 16, "head_dim": 8}
 WITH_LATENT = (
     "axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash",
@@ -107,7 +108,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "kimi_linear": {**LATENT, "q_lora_rank": None, "layer_types": MIXED},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
-    "minimax": {"layer_types": MIXED},
+    "minimax": {"layer_types": MIXED, "sliding_window": None},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
     "olmo_hybrid": {"layer_types": MIXED},
     "qwen3_next": {"layer_types": MIXED},
@@ -146,13 +147,17 @@ def config(family: str) -> Any:
     """The family's config at tiny sizes."""
     kind = CONFIG_MAPPING[family]
     changes = CHANGES.get(family, {})
-    text = kind.sub_configs.get("text_config") if hasattr(kind, "sub_configs") else None
     given = {word: size for word, size in SIZES.items() if word in _fields(kind)}
-    if text is not None and "text_config" in _fields(kind):
-        own = CHANGES.get(text.model_type, {}) | changes
-        given["text_config"] = {word: size for word, size in SIZES.items() if word in _fields(text)} | own
-        return kind(**given)
+    for part, own in kind.sub_configs.items():
+        if part in _fields(kind) and "model_type" in vars(own):
+            given[part] = _part(own)
     return kind(**{**given, **changes})
+
+
+def _part(kind: Any) -> dict[str, Any]:
+    """A config inside another one, a tower's too."""
+    sizes = {word: size for word, size in {**SIZES, **TOWER}.items() if word in _fields(kind)}
+    return sizes | CHANGES.get(kind.model_type, {})
 
 
 def models(family: str, seed: int = 0) -> tuple[Any, Any]:

@@ -40,7 +40,7 @@ def through(decoder: Any, context: Context, **inputs: Any) -> Tensor:
 
 
 @cache
-def parameters_of(kind: type[Any]) -> tuple[frozenset[str], bool]:
+def parameters_of(kind: Any) -> tuple[frozenset[str], bool]:
     """What a module's forward pass takes by name, and whether it takes more."""
     named = inspect.signature(inspect.unwrap(kind.forward)).parameters
     return frozenset(named), any(one.kind is inspect.Parameter.VAR_KEYWORD for one in named.values())

@@ -148,6 +148,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _refuse_unknown(layers: Any) -> None:
     for module in layers.modules():
+        if isinstance(module, nn.Conv1d):  # short convolutions stay as they are
+            continue
         if not is_known(module) and any(p.ndim == 3 for p in module.parameters(recurse=False)):
             raise ModelError(
                 f"{type(module).__name__} stacks its experts in a form that adapters are not known for",

@@ -49,8 +49,10 @@ class RouterKind:
 
 
 KINDS = {
-    "MixtralTopKRouter": RouterKind(sums_to_one=True),
-    **dict.fromkeys(("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "OlmoeTopKRouter"), RouterKind()),
+    **dict.fromkeys(("MixtralTopKRouter", "Qwen3_5MoeTopKRouter"), RouterKind(sums_to_one=True)),
+    **dict.fromkeys(
+        ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3NextTopKRouter", "OlmoeTopKRouter"), RouterKind()
+    ),
     **dict.fromkeys(
         (
             "DeepseekV3TopkRouter",

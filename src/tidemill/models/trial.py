@@ -20,6 +20,7 @@ from tidemill.models import logits
 from tidemill.models.attention.contexts import choose
 from tidemill.models.attention.registry import Context, is_dense, plain, set_attention
 from tidemill.models.calling import hidden_states
+from tidemill.models.parts import decoder_of
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ SHARED = 4  # tokens of the first that another one continues, with as many as it
 LOCAL = ("sliding_window", "attention_chunk_size")
 FEW = 3  # tokens in a window or chunk while a model is tried
 STRIDE = 7919  # between tried tokens, modulo the vocabulary
+MOST_OF_HEAD = 0.05  # by which logits of one head may differ, relative
 REMEDY = "docs/models.md lists models that can be"
 
 
@@ -48,7 +50,12 @@ def try_out(model: Any) -> None:
     try:
         _compare(model, samples)
     except ModelError as error:
+        is_head = not _has_known_head(model, samples[0])
         set_attention(model, usual)
+        if is_head:
+            raise ModelError(
+                f"{type(model).__name__} makes logits of hidden states in a way that is not known", REMEDY
+            ) from error
         raise refusal from error
     log.info("%s is computed densely: %s", type(model).__name__, refusal.args[0])
 
@@ -84,13 +91,24 @@ def _hold_together(kind: str, ours: Tensor, theirs: Sequence[Tensor]) -> None:
     apart = max(own, *others)
     # What leaks leaks into later samples alone; the first has rounding in it, and a scale that is not known. 16-bit
     # rounding differs from token to token, and a sound model that is refused is the worse mistake.
-    most, more = (0.01, 0.01) if ours.dtype == torch.float32 else (0.15, 0.05)
+    most, more = (1e-3, 1e-3) if ours.dtype == torch.float32 else (0.15, 0.05)
     if not (apart < most and max(others) < 4 * own + more):
         raise ModelError(
             f"{kind} gives other logits of packed samples than of each alone (by {apart:.0%}): it mixes tokens, or "
             "changes logits, in a way that is not known",
             REMEDY,
         )
+
+
+@torch.no_grad()
+def _has_known_head(model: Any, sample: Tensor) -> bool:
+    """Whether logits are the output layer's product of the decoder's states, scaled and capped as is known."""
+    with plain(model):
+        hidden = decoder_of(model)(input_ids=sample[None], use_cache=False).last_hidden_state[0]
+    try:
+        return max(_apart(logits.of(model, hidden), [_alone(model, sample)])) < MOST_OF_HEAD
+    except RuntimeError:  # of other sizes
+        return False
 
 
 def _first_line(error: Exception) -> str:
@@ -119,8 +137,8 @@ def _packed(model: Any, samples: Sequence[Tensor]) -> Tensor:
 def _shared(model: Any, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Tensor:
     """The same of prompts and responses that all continue the first."""
     device, owners = prompts[0].device, [0] * len(responses)
-    lengths = [[len(one) for one in some] for some in (prompts, responses)]
-    context = choose(model, _kind(model)).shared(*lengths, owners, device)
+    begun, behind = ([len(one) for one in some] for some in (prompts, responses))
+    context = choose(model, _kind(model)).shared(begun, behind, owners, device)
     starts = [0] * len(prompts) + [len(prompts[0])] * len(responses)
     return _logits(model, context, [*prompts, *responses], starts)
 

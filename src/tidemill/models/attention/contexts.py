@@ -63,7 +63,12 @@ def choose(model: Any, asked: str = "auto") -> Attention:
             )
         return KINDS["dense"]
     chosen = _choose(model, asked)
-    return _along(chosen) if mixers.has_some(model) else chosen
+    if not mixers.has_some(model):
+        return chosen
+    if asked == "rowwise":
+        kind = type(model).__name__
+        raise ConfigError(f"rollout.batch_invariant: {kind} has layers that it is not known for", "set it to false")
+    return _along(chosen)
 
 
 def _along(attention: Attention) -> Attention:

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from tidemill.errors import ModelError
 
 NAME = "tidemill"
+HARMLESS = frozenset({"position_ids", "cache_position"})  # tensors that models hand down, and no attention uses
 
 
 class AttentionForm(NamedTuple):
@@ -81,9 +82,13 @@ def attend(
     softcap: float | None = None,
     tide: Context | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: q, k, v are (1, heads, tokens, dim); gives (1, tokens, heads, dim)."""
+    for name, other in others.items():
+        if isinstance(other, Tensor) and name not in HARMLESS:
+            kind = type(module).__name__
+            raise ModelError(f"{kind} gives its attention {name}, which is not known", "see docs/models.md")
     tide = _SERVING.get() if tide is None else tide
     if tide is None:
         raise RuntimeError("attention 'tidemill' needs its context: call the model inside `serve`")
@@ -148,8 +153,9 @@ def plugged(has_tower: bool, make: Callable[[Any], Any]) -> Any:
 
 
 def set_attention(model: Any, kind: Any) -> None:
-    """Also of models that know of no other attention than their own: transformers leaves these as they are."""
-    model.set_attn_implementation(kind)
+    """Also of models that know of no other attention than their own, which transformers would warn of."""
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(kind)
     if isinstance(kind, str):
         model.config._attn_implementation = kind
 
@@ -163,12 +169,12 @@ def is_dense(model: Any) -> bool:
 def plain(model: Any) -> Iterator[None]:
     """Inside, the model's attention is transformers' own."""
     usual = model.config._attn_implementation
-    model.set_attn_implementation("eager")
+    set_attention(model, "eager")
     try:
         yield
     finally:
         has_tower = getattr(model.config, "vision_config", None) is not None
-        model.set_attn_implementation(ours(True) if has_tower else usual)
+        set_attention(model, ours(True) if has_tower else usual)
 
 
 def register() -> None:

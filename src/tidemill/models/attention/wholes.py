@@ -62,8 +62,12 @@ class Wholes:
                 own_tokens.append(own)
                 all_places.append(np.arange(start, end))
                 own_places.append(np.arange(first, end))
-            made = [upload(np.concatenate(x), device) for x in (all_tokens, all_places, own_tokens, own_places)]
-            parts.append(Whole(Block(*made[:2], len(some), longest), Block(*made[2:], len(some), longest)))
+            pairs = (all_tokens, all_places), (own_tokens, own_places)
+            whole, own_block = (
+                Block(upload(np.concatenate(a), device), upload(np.concatenate(b), device), len(some), longest)
+                for a, b in pairs
+            )
+            parts.append(Whole(whole, own_block))
         return Wholes(parts, torch.argsort(torch.cat([part.own.tokens for part in parts])))
 
 

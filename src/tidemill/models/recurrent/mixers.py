@@ -14,6 +14,7 @@ from functools import cache
 from types import CodeType
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -50,6 +51,12 @@ class Call:
     tokens: int
 
     @property
+    def hidden(self) -> Tensor:
+        """(tokens, width)"""
+        found: Tensor = self.given["hidden_states"][0]
+        return found
+
+    @property
     def goes_on(self) -> bool:
         """Whether the module can read several tokens behind a state."""
         return not any(FROM_NOTHING & set(code.co_names) for code in _codes(type(self.module)))
@@ -59,7 +66,8 @@ class Call:
         states = States(begins)
         given = {name: self._cut(value, cut) for name, value in self.given.items()}
         made = self.forward(self.module, **{**given, self.cache: states})
-        return made, states.now
+        held = {id(state) for state in states.now.values()}  # some give their state beside what they make of tokens
+        return pytree.tree_map(lambda x: None if id(x) in held else x, made), states.now
 
     def _cut(self, value: Any, cut: Cut) -> Any:
         return pytree.tree_map(lambda x: cut(x[0]) if self._is_of_tokens(x) else x, value)
@@ -89,6 +97,19 @@ def joined(parts: Sequence[Made], join: Join) -> Any:
     return pytree.tree_unflatten(found, flat[0][1])
 
 
+def call_of(module: Any, hidden: Tensor) -> Call:
+    """A call of a plugged mixer by whoever runs the model's layers itself: hidden (tokens, width)."""
+    kind: Any = next(one for one in type(module).__mro__ if not issubclass(one, _Plugged))
+    return Call(
+        module,
+        kind.forward,
+        getattr(module, TIDE_NUMBER),
+        {"hidden_states": hidden[None]},
+        _cache_name(kind),
+        len(hidden),
+    )
+
+
 def plug(model: Any) -> int:
     """Let the contexts of forward passes call the model's mixers; how many there are."""
     number = 0
@@ -106,15 +127,17 @@ def has_some(model: Any) -> bool:
 
 
 @cache
-def is_mixer(kind: type) -> bool:
+def is_mixer(kind: Any) -> bool:
     """Whether methods of the class itself ask a cache for states."""
+    if issubclass(kind, _Plugged):
+        return True
     if kind.forward is nn.Module.forward or not _cache_name(kind):
         return False
     return any(ASKED & set(code.co_names) for code in _codes(kind))
 
 
 @cache
-def _codes(kind: type) -> list[CodeType]:
+def _codes(kind: Any) -> list[CodeType]:
     """Of all methods, and of functions inside them."""
     own = [one for one in kind.__mro__ if issubclass(one, nn.Module) and one is not nn.Module]
     methods = [method for one in own for method in vars(one).values()]
@@ -127,17 +150,17 @@ def _codes(kind: type) -> list[CodeType]:
 
 
 @cache
-def _parameters(kind: type) -> inspect.Signature:
+def _parameters(kind: Any) -> inspect.Signature:
     return inspect.signature(inspect.unwrap(kind.forward))
 
 
 @cache
-def _cache_name(kind: type) -> str:
+def _cache_name(kind: Any) -> str:
     named = _parameters(kind).parameters
     return next((name for name in CACHES if name in named), "")
 
 
-def _named(kind: type, module: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def _named(kind: Any, module: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Arguments of a call by name, those that the signature does not name among them."""
     signature = _parameters(kind)
     _, *named = signature.bind(module, *args, **kwargs).arguments.items()
@@ -156,6 +179,10 @@ def _plugged(kind: Any) -> Any:
         context = serving(kwargs)
         if context is None:  # transformers' own business
             return kind.forward(self, *args, **kwargs)
+        return recur(context, self, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # of a compiled layer: it counts tokens on the host
+    def recur(context: Any, self: Any, args: Any, kwargs: Any) -> Any:
         given = {k: v for k, v in _named(kind, self, args, kwargs).items() if k != "tide"}
         given |= {mask: None for mask in MASKS if mask in given}
         tokens = next(iter(given.values())).shape[1]

@@ -3,7 +3,8 @@ into every response that continues it.
 
 Samples of like length are one dense batch each, padded behind their ends, where causal layers never look. Prompts whose
 last state is wanted are batched with those of their own length alone, so that it is the state after their last token.
-Layers that cannot go on from a state read the prompt once more before every response.
+Layers that cannot go on from a state read the prompt once more before every response. Layers that are computed in
+chunks (`chunked`) take the packed row as it is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch import Tensor
 from tidemill.models.attention.packed import Block, alike, blocks, make_block
 from tidemill.models.attention.registry import AttentionForm, Context
 from tidemill.models.attention.wholes import Wholes
+from tidemill.models.recurrent.chunked import layer, on_device
+from tidemill.models.recurrent.chunked.plan import RowPlan
 from tidemill.models.recurrent.mixers import Call, Join, Made, joined
 from tidemill.models.recurrent.states import State
 from tidemill.models.upload import upload
@@ -35,8 +38,14 @@ class PackedStates:
         self.lengths, self.device = [n for n in lengths if n], device
 
     def recur(self, call: Call) -> Any:
+        if on_device.is_chunked(call.module, self.device):
+            return _chunked(call, self._row)
         made = [_on(call, block)[0] for block in self._blocks]
         return joined(made, _in_order(self._restore))
+
+    @cached_property
+    def _row(self) -> RowPlan:
+        return RowPlan.packed(self.lengths, self.device)
 
     @cached_property
     def _blocks(self) -> list[Block]:
@@ -56,6 +65,8 @@ class SharedStates:
         self.prompts, self.responses, self.group, self.device = prompts, responses, group, device
 
     def recur(self, call: Call) -> Any:
+        if on_device.is_chunked(call.module, self.device):
+            return _chunked(call, self._row)
         if not call.goes_on:
             return self._again(call)
         plan = self._plan
@@ -74,6 +85,10 @@ class SharedStates:
             out, _ = call.on(whole.block.dense, None)
             made.append(Made(out, (whole.block.count, whole.block.longest), whole.own.packed))
         return joined(made, _in_order(self._wholes.restore))
+
+    @cached_property
+    def _row(self) -> RowPlan:
+        return RowPlan.shared(self.prompts, self.responses, self.group, self.device)
 
     @cached_property
     def _wholes(self) -> Wholes:
@@ -117,6 +132,10 @@ class Along:
 
     def recur(self, call: Call) -> Any:
         return self.states.recur(call)
+
+
+def _chunked(call: Call, row: RowPlan) -> Tensor:
+    return layer.forward(call.module, call.hidden, row)[0][None]
 
 
 def _on(call: Call, block: Block, begins: State | None = None) -> tuple[Made, State]:

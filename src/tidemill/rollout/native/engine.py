@@ -17,13 +17,12 @@ from torch import Tensor
 from tidemill.batch import Array
 from tidemill.device import has_triton, mapped
 from tidemill.errors import ConfigError
-from tidemill.models.attention.registry import Context
+from tidemill.models.attention.registry import is_dense
 from tidemill.models.recurrent import mixers
 from tidemill.models.vision.eyes import eyes
 from tidemill.rollout.engine import Completion, Finish, Grammar, OnTokens, Partial, Request, load_part, run_callbacks
-from tidemill.rollout.native import paged, resuming
+from tidemill.rollout.native import paged, passes, resuming
 from tidemill.rollout.native.ahead import launch
-from tidemill.rollout.native.attention import Paged
 from tidemill.rollout.native.cache import PagePool, PageStore, TokenStore
 from tidemill.rollout.native.check import RequestLimits, find_problem, refused
 from tidemill.rollout.native.draw.drawing import draw_rows
@@ -31,10 +30,9 @@ from tidemill.rollout.native.draw.guides import Grammars, Guides
 from tidemill.rollout.native.draw.sampling import Drawn
 from tidemill.rollout.native.forward.dense import DenseRunner
 from tidemill.rollout.native.forward.graphs import GraphDecoder
-from tidemill.rollout.native.forward.invariant import RowwisePaged, RowwiseRunner
+from tidemill.rollout.native.forward.invariant import RowwiseRunner
 from tidemill.rollout.native.forward.routes import RouteRecorder
 from tidemill.rollout.native.forward.runner import CapturableRunner, PlainRunner, Runner, has_fused, make_runner
-from tidemill.rollout.native.inputs import inputs_of
 from tidemill.rollout.native.kernels import LANES, Kernels
 from tidemill.rollout.native.kernels import load as load_kernels
 from tidemill.rollout.native.looking import Looking
@@ -44,7 +42,7 @@ from tidemill.rollout.native.rows import RunningRows
 from tidemill.rollout.native.scheduler import Scheduler
 from tidemill.rollout.native.sequences import Kept, Reading, Sequence, Trunk
 from tidemill.rollout.native.speculate import When, speculator_for
-from tidemill.rollout.native.states import Hand, PassStates, StateStore, Stretch
+from tidemill.rollout.native.states import Hand, StateStore
 from tidemill.rollout.native.telling import Teller
 
 # Small pages waste little; larger ones let an accelerator's attention read longer runs. On an H200, 512 rows of 257-768
@@ -105,6 +103,9 @@ class NativeEngine:
         self.is_end[[i for i in eos_ids if 0 <= i < self.vocab]] = True
         if batch_invariant and cache_dtype != "auto":
             raise ConfigError(f"cache_dtype {cache_dtype} rounds; the batch-invariant mode must not", "use auto")
+        if batch_invariant and (is_dense(model) or mixers.has_some(model)):
+            kind = type(model).__name__
+            raise ConfigError(f"rollout.batch_invariant: {kind} has layers that it is not known for", "set it to false")
         is_plain_cache = cache_dtype == "auto" and not batch_invariant
         self.library = paged.choose(model, self.device, parameter.dtype) if is_plain_cache else None
         is_fused = kernels and has_triton(self.device.type) and has_fused(model, plain) and group is None
@@ -142,6 +143,8 @@ class NativeEngine:
         self.decoder = self._graph_decoder(graphs)
         if self.decoder is not None:
             self.store.memory = mapped.open(self.device)
+            if self.states is not None:
+                self.states.memory = self.store.memory
         self.speculator = speculator_for(
             speculate, self.scheduler, self.decoder is not None, self.kernels is not None, self.states is not None
         )
@@ -160,7 +163,7 @@ class NativeEngine:
         return self._graph_decoder_of(cast(CapturableRunner, self.runner)) if wanted and is_capturable else None
 
     def _graph_decoder_of(self, runner: CapturableRunner) -> GraphDecoder:
-        return GraphDecoder(runner, self.store, self.scheduler.slots, self.vocab, self.routes)
+        return GraphDecoder(runner, self.store, self.scheduler.slots, self.vocab, self.routes, self.states)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -276,25 +279,7 @@ class NativeEngine:
                 self._refused += self._settle(pending)
 
     def forward(self, rows: Array, readings: list[Reading], newest: Array, ahead: Array) -> Tensor:
-        x = inputs_of(self.scheduler, rows, readings, newest, ahead, self.device)
-        running = self.rows.of(rows, x.seen)
-        context: Context
-        if self.batch_invariant:
-            assert isinstance(self.store, TokenStore)
-            context = RowwisePaged.of(self.store, x.page, x.offset, running, x.chunks)
-        else:
-            has_drafts = bool(ahead.any())
-            context = Paged(self.store, x.page, x.offset, running, x.chunks, self.kernels, has_drafts, self.library)
-            context.ahead = "never" if self.eyes is None else self.eyes.ahead
-            if self.states is not None:
-                stretches = [Stretch(c.first, c.last, r.trunk.hand) for c, r in zip(x.chunks, readings)]
-                context.states = PassStates(self.states, rows, stretches)
-        seen = self.looking.seen(readings, len(rows))
-        if self.routes is None:
-            return self.runner.forward(x.ids, x.position, context, x.keep, seen)
-        return self.routes.forward(
-            lambda routed: self.runner.forward(x.ids, x.position, routed, x.keep, seen), context, x.page, x.offset
-        )
+        return passes.forward(self, rows, readings, newest, ahead)
 
     def _draw(self, rows: Array, logits: Tensor, ahead: Array | int = 0) -> Drawn:
         return draw_rows(self.scheduler, rows, logits, ahead, self.kernels, self.batch_invariant, self.guides)

@@ -39,7 +39,7 @@ class Alike:
     pages: Tensor  # (sequences, pages)
 
 
-class PagedCache(Cache):
+class PagedCache(Cache):  # type: ignore[no-untyped-call]
     """transformers' cache over the engine's pages, for one batch."""
 
     def __init__(self, store: PageStore, alike: Alike, page: Tensor, offset: Tensor) -> None:
@@ -92,9 +92,9 @@ class _Layers(list[Any]):
         return super().__getitem__(0)
 
 
-class _Layer(DynamicLayer):
+class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
     def __init__(self, cache: PagedCache) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.cache = cache
 
     def get_seq_length(self) -> int:

@@ -17,6 +17,8 @@ from torch import Tensor
 from tidemill.batch import Array
 from tidemill.device.graph import CapturedGraph
 from tidemill.models.attention.registry import AttentionForm
+from tidemill.models.recurrent.chunked import layer
+from tidemill.models.recurrent.mixers import Call
 from tidemill.models.vision.eyes import eyes
 from tidemill.rollout.native.cache import PageStore
 from tidemill.rollout.native.check import MOST_TOPS
@@ -27,6 +29,7 @@ from tidemill.rollout.native.forward.routes import RouteRecorder
 from tidemill.rollout.native.forward.runner import CapturableRunner
 from tidemill.rollout.native.pending import Fetch, Made
 from tidemill.rollout.native.sequences import Sequence as Tenant
+from tidemill.rollout.native.states import StateStore
 
 # A batch is padded to the next of these; padding rows decode a dummy token into a page of their own.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -99,8 +102,10 @@ class Bucket:
 class _Context:
     """Implements `models.attention.Context` for one token per row."""
 
-    def __init__(self, store: PageStore, kernels: FusedKernels, bucket: Bucket) -> None:
-        self.store, self.kernels, self.bucket = store, kernels, bucket
+    def __init__(
+        self, store: PageStore, kernels: FusedKernels, bucket: Bucket, states: StateStore | None = None
+    ) -> None:
+        self.store, self.kernels, self.bucket, self.states = store, kernels, bucket, states
         self.place: tuple[Tensor, Tensor] | None = None
         if bucket.kind.has_drafts:  # rows of one sequence must see each other, and run at the same time
             self.place = _place(bucket, store.page_size)
@@ -115,6 +120,12 @@ class _Context:
         bucket, scales = self.bucket, self.store.scales.get(layer)
         return self.kernels.attend(q, k, v, keys, values, bucket.table, bucket.length, form, scales=scales)
 
+    def recur(self, call: Call) -> Tensor:
+        """Of a gated delta net, whose states are changed where they lie."""
+        assert self.states is not None
+        conv, delta = (self.states.held[call.number, key] for key in (layer.CONV_STATE, layer.DELTA_STATE))
+        return layer.step(call.module, call.hidden, conv, delta, self.bucket.slot)[None]
+
 
 def _place(bucket: Bucket, page_size: int) -> tuple[Tensor, Tensor]:
     """Page and offset of each row's newest token."""
@@ -125,9 +136,16 @@ def _place(bucket: Bucket, page_size: int) -> tuple[Tensor, Tensor]:
 
 class GraphDecoder:
     def __init__(
-        self, runner: CapturableRunner, store: PageStore, slots: Any, vocab: int, routes: RouteRecorder | None = None
+        self,
+        runner: CapturableRunner,
+        store: PageStore,
+        slots: Any,
+        vocab: int,
+        routes: RouteRecorder | None = None,
+        states: StateStore | None = None,
     ) -> None:
-        self.runner, self.store, self.slots, self.vocab, self.routes = runner, store, slots, vocab, routes
+        self.runner, self.store, self.slots, self.vocab = runner, store, slots, vocab
+        self.routes, self.states = routes, states
         self.kernels = cast(DrawKernels, runner.device_kernels)
         self.device = store.device
         self.most = len(slots.active)
@@ -286,7 +304,7 @@ class GraphDecoder:
     def _logits(self, bucket: Bucket) -> Tensor:
         slot = bucket.slot.long()
         ids = bucket.ids.long() if bucket.kind.has_drafts else self.state.latest[slot]
-        context = _Context(self.store, self.kernels, bucket)
+        context = _Context(self.store, self.kernels, bucket, self.states)
         positions = (bucket.length - 1).long()
         if self.has_axes:
             positions = positions + self.state.shift[slot]

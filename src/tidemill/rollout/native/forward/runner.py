@@ -20,7 +20,7 @@ from tidemill.models.calling import hidden_states
 from tidemill.models.modes import at_rest
 from tidemill.models.vision.eyes import eyes
 from tidemill.models.vision.eyes.eyes import Seen
-from tidemill.rollout.native.forward import latent, lean
+from tidemill.rollout.native.forward import hybrid, latent, lean
 from tidemill.rollout.native.forward.dense import DenseRunner
 from tidemill.rollout.native.forward.fused import FusedKernels, FusedRunner
 from tidemill.rollout.native.kernels import Kernels
@@ -68,9 +68,16 @@ def has_fused(model: Any, is_plain: bool) -> bool:
     """Whether an accelerator's own kernels can run the model."""
     return (
         not is_plain
-        and (lean.supports(model) or latent.supports(model))
+        and (lean.supports(model) or latent.supports(model) or hybrid.supports(model))
         and importlib.util.find_spec("triton") is not None
     )
+
+
+def fused_form(model: Any) -> Any:
+    """The runner that uses an accelerator's kernels."""
+    if hybrid.supports(model):
+        return hybrid.HybridRunner
+    return latent.FusedLatentRunner if latent.supports(model) else FusedRunner
 
 
 def make_runner(
@@ -88,12 +95,12 @@ def make_runner(
         return ParallelRunner(model, max_len, kernels, group)
     if is_dense(model):
         return DenseRunner(model)
-    if is_plain or not (lean.supports(model) or latent.supports(model)):
-        return PlainRunner(model)
-    is_latent = latent.supports(model)
     if fused and has_fused(model, is_plain):
         from tidemill.rollout.native.triton_kernels import TritonKernels
 
-        make = latent.FusedLatentRunner if is_latent else FusedRunner
-        return make(model, max_len, TritonKernels())
+        runner: Runner = fused_form(model)(model, max_len, TritonKernels())
+        return runner
+    if is_plain or not (lean.supports(model) or latent.supports(model)):
+        return PlainRunner(model)
+    is_latent = latent.supports(model)
     return (latent.LatentRunner if is_latent else lean.LeanRunner)(model, max_len, kernels)
