@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks._families_tiny import VOCAB
 from tidemill.batch import Batch, Column
 from tidemill.learn.forward import forward
-from tidemill.learn.packing import pack
+from tidemill.learn.rows.packing import pack
 from tidemill.models.attention.contexts import choose
 from tidemill.recipe.config import Config
 from tidemill.rollout.engine import Completion, Request, Sampling

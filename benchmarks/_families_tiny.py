@@ -16,9 +16,9 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tidemill.models import routing
 from tidemill.models.calling import plug
 from tidemill.models.load import from_config
+from tidemill.models.mixture import routing
 
 VOCAB, LAYERS, WINDOW = 97, 4, 7
 LARGEST = 5_000_000  # parameters; beyond this a size was not set

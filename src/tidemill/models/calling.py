@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tidemill.models import experts
 from tidemill.models.attention.registry import Context, serve
 from tidemill.models.attention.wholes import Dense
+from tidemill.models.mixture import experts
 from tidemill.models.parts import decoder_of
 from tidemill.models.recurrent import mixers
 
@@ -31,7 +31,7 @@ def through(decoder: Any, context: Context, **inputs: Any) -> Tensor:
     """(1, tokens, width) of this decoder."""
     if isinstance(context, Dense):
         return context.through(decoder, inputs["input_ids"][0])
-    known, takes_more = parameters_of(type(decoder))
+    known, takes_more = parameters_of(decoder)
     given = {**inputs, "use_cache": False, "tide": context}
     given = {name: value for name, value in given.items() if takes_more or name in known}
     with serve(context):
@@ -39,8 +39,13 @@ def through(decoder: Any, context: Context, **inputs: Any) -> Tensor:
     return out
 
 
-@cache
-def parameters_of(kind: Any) -> tuple[frozenset[str], bool]:
+def parameters_of(module: Any) -> tuple[frozenset[str], bool]:
     """What a module's forward pass takes by name, and whether it takes more."""
+    kind: Any = type(module)
+    return _parameters_of(kind)
+
+
+@cache
+def _parameters_of(kind: Any) -> tuple[frozenset[str], bool]:
     named = inspect.signature(inspect.unwrap(kind.forward)).parameters
     return frozenset(named), any(one.kind is inspect.Parameter.VAR_KEYWORD for one in named.values())

@@ -13,11 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import logging as hf_logging
 
 from tidemill.errors import ModelError
-from tidemill.models import lora, routing, tiny
+from tidemill.models import lora, tiny
 from tidemill.models.attention import registry as attention
 from tidemill.models.box import find
 from tidemill.models.buffers import persistent
 from tidemill.models.calling import plug
+from tidemill.models.mixture import routing
 from tidemill.models.trial import try_out
 from tidemill.models.vision import small
 from tidemill.models.vision.eyes.find import give_eyes

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tidemill.errors import ModelError, did_you_mean
 from tidemill.models.buffers import persistent
-from tidemill.models.experts import STACKS, is_known, plug
+from tidemill.models.mixture.experts import STACKS, is_known, plug
 from tidemill.models.parts import decoder_of, layers_of
 
 Json = dict[str, Any]

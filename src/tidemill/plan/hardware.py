@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from tidemill.device import npu_names
 from tidemill.errors import ConfigError, did_you_mean
 from tidemill.topology import describe, discover
 from tidemill.topology.tree import KINDS, Level, Topology
@@ -86,7 +87,9 @@ def load(path: str | Path) -> Machines:
     try:
         plain = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"cluster {path}: {error}") from error
+        said = getattr(error, "strerror", None) or str(error).replace("\n", " ")
+        remedy = "give a cluster's file (docs/launch.md), or such as 8xH100"
+        raise ConfigError(f"--cluster {path}: {said}", remedy) from error
     return parse(plain, str(path))
 
 
@@ -95,7 +98,10 @@ def parse(plain: Any, where: str = "cluster") -> Machines:
         raise ConfigError(f"{where}: a mapping is expected, not {plain!r}", f"of {', '.join(sorted(MACHINE_KEYS))}")
     for key in plain:
         if key not in MACHINE_KEYS:
-            raise ConfigError(f"{where}: there is no field {key!r}{did_you_mean(str(key), MACHINE_KEYS)}")
+            raise ConfigError(
+                f"{where}: there is no field {key!r}{did_you_mean(str(key), MACHINE_KEYS)}",
+                f"use {', '.join(sorted(MACHINE_KEYS))}",
+            )
     own = {key: value for key, value in plain.items() if key in KEYS_OF_SHEET}
     for key, value in own.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
@@ -121,6 +127,8 @@ def sheet_of(device: str, own: Mapping[str, Any], where: str) -> DeviceSheet:
 
 def find(device: str) -> str | None:
     """A device's name on file, however a driver calls it: `NVIDIA H200` is H200."""
+    if (family := npu_names.family(device)) is not None:
+        return family
     words = device.lower().replace("-", " ").split()
     return next((name for name in SHEETS if name.lower() in words or name.lower() == device.lower()), None)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tidemill.algorithms import registry
+from tidemill.algorithms.shared import registry
 from tidemill.errors import ConfigError
 from tidemill.estimate.memory import adapter_parameters, optimizer_bytes
 from tidemill.estimate.ranks_memory import engine_share, parameters_per_rank
@@ -130,10 +130,6 @@ class TimeModel:
         return self.learners + (0 if self.is_colocated else self.engines * self.engine_cut.tp)
 
     # Rollout
-
-    def decode_s(self, rows: int, context: float) -> float:
-        """One step of `rows` sequences with `context` tokens in the cache together."""
-        return self.step_s(rows) + context * self.token_read_s
 
     def step_s(self, rows: int) -> float:
         """A decoding step without what reading the cache takes."""
@@ -308,10 +304,6 @@ class TimeModel:
         """Samples of so many tokens, read by one team from elsewhere."""
         link = self.machines.topology.levels[-1].link
         return tokens * SAMPLE_BYTES / (link.gb_per_s * 1e9) + link.us * 1e-6
-
-    @property
-    def scores_old(self) -> bool:
-        return "old_logprobs" in [stage.name for stage in self.graph.stages]
 
     @cached_property
     def graph(self) -> Graph:

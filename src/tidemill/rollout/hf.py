@@ -101,7 +101,7 @@ class HFEngine:
     def _inputs(self, ids: Tensor, cache: Any, before: int) -> dict[str, Any]:
         """What the model's own generation calls it with, behind `before` tokens that are in the cache. The model makes
         the cache itself: some have one of a kind of their own."""
-        named, takes_more = parameters_of(type(self.model))
+        named, takes_more = parameters_of(self.model)
         given: dict[str, Any] = {"input_ids": ids, "use_cache": True, "logits_to_keep": 1}
         given["cache_params" if "cache_params" in named else "past_key_values"] = cache
         if self.eyes is None:  # a model that looks works positions out from what it is shown

@@ -24,10 +24,10 @@ from torch import Tensor
 from tidemill.errors import ModelError
 from tidemill.learn.parallel.collectives import MeshLink, copy_tokens, gather_tokens, keep_tokens, scatter_tokens
 from tidemill.learn.parallel.cuts import Cut, Cuts, narrow, replace_parameter
-from tidemill.models import experts
 from tidemill.models.lora import LoraLinear
+from tidemill.models.mixture import experts
 from tidemill.models.parts import decoder_of, layers_of
-from tidemill.reshard.layout import Replicate, Shard
+from tidemill.reshard.layouts.layout import Replicate, Shard
 
 COLUMNS, ROWS, WHOLE, EXPERTS = "colwise", "rowwise", "replicated_with_grad_allreduce", "moe_tp_experts"
 KNOWN = frozenset({COLUMNS, ROWS, WHOLE, EXPERTS, "packed_colwise"})

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from tidemill.errors import ConfigError, did_you_mean
-from tidemill.models import rowwise
 from tidemill.models.attention import ascend as fusion
 from tidemill.models.attention import flex, packed, short, varlen, wholes
 from tidemill.models.attention.registry import Context, is_dense
+from tidemill.models.layers import rowwise
 from tidemill.models.recurrent import mixers
 from tidemill.models.recurrent.rows import Along, PackedStates, SharedStates
 

@@ -59,7 +59,7 @@ class Call:
     @property
     def goes_on(self) -> bool:
         """Whether the module can read several tokens behind a state."""
-        return not any(FROM_NOTHING & set(code.co_names) for code in _codes(type(self.module)))
+        return not any(FROM_NOTHING & set(code.co_names) for code in _codes(_kind(self.module)))
 
     def on(self, cut: Cut, begins: State | None) -> tuple[Any, State]:
         """Call the module with some sequences; no state: from nothing."""
@@ -110,13 +110,17 @@ def call_of(module: Any, hidden: Tensor) -> Call:
     )
 
 
+def _kind(module: Any) -> Any:
+    return type(module)
+
+
 def plug(model: Any) -> int:
     """Let the contexts of forward passes call the model's mixers; how many there are."""
     number = 0
     for module in model.modules():
-        if is_mixer(type(module)):
-            if not issubclass(type(module), _Plugged):
-                module.__class__ = _plugged(type(module))
+        if is_mixer(kind := _kind(module)):
+            if not issubclass(kind, _Plugged):
+                module.__class__ = _plugged(kind)
             setattr(module, TIDE_NUMBER, number)
             number += 1
     return number

@@ -60,7 +60,7 @@ def _backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *_conv_backward(grad.contiguous(), x, weight, *rest), None, None, None, None, None
 
 
-_conv.register_autograd(_backward, setup_context=_setup)  # type: ignore[no-untyped-call]
+_conv.register_autograd(_backward, setup_context=_setup)
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:

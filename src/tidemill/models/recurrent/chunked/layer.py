@@ -64,7 +64,7 @@ def forward(module: Any, x: Tensor, plan: RowPlan, given: State | None = None) -
 
 def _heads(module: Any, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys normed, queries scaled, one for each head of values."""
-    q, k, v = mixed.split([module.key_dim, module.key_dim, module.value_dim], 1)
+    q, k, v = torch.split(mixed, [module.key_dim, module.key_dim, module.value_dim], 1)
     q, k = (_unit(part.view(len(mixed), -1, module.head_k_dim)) for part in (q, k))
     times = module.num_v_heads // module.num_k_heads
     if times > 1:

@@ -9,6 +9,8 @@ with P_ij = e^{G_i - G_j} q_i·k_j for j ≤ i, and the state after the chunk is
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -78,7 +80,8 @@ def _inverse(a: Tensor) -> Tensor:
     if (fast := kernels(a.device.type)) is not None:
         return fast.inverse_of_unit_lower(a)  # type: ignore[no-any-return]
     one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    return torch.linalg.solve_triangular(a + one, one.expand_as(a), upper=False, unitriangular=True).contiguous()
+    solved = torch.linalg.solve_triangular(a + one, one.expand_as(a), upper=False, unitriangular=True)
+    return cast(Tensor, solved.contiguous())
 
 
 @_inverse.register_fake
@@ -93,7 +96,7 @@ def _setup(ctx: object, inputs: tuple[Tensor], output: Tensor) -> None:
 def _backward(ctx: object, grad: Tensor) -> Tensor:
     (inverse,) = ctx.saved_tensors  # type: ignore[attr-defined]
     turned = inverse.transpose(-1, -2)
-    return -(turned @ grad @ turned).tril(-1)
+    return cast(Tensor, -(turned @ grad @ turned).tril(-1))
 
 
-_inverse.register_autograd(_backward, setup_context=_setup)  # type: ignore[no-untyped-call]
+_inverse.register_autograd(_backward, setup_context=_setup)

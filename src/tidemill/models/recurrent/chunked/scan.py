@@ -73,7 +73,7 @@ def _backward(ctx: object, *grads: Tensor) -> tuple[Tensor | None, ...]:
     return *found, None
 
 
-_scan.register_autograd(_backward, setup_context=_setup)  # type: ignore[no-untyped-call]
+_scan.register_autograd(_backward, setup_context=_setup)
 
 
 def _recur(

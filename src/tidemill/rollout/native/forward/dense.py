@@ -39,7 +39,7 @@ class Alike:
     pages: Tensor  # (sequences, pages)
 
 
-class PagedCache(Cache):  # type: ignore[no-untyped-call]
+class PagedCache(Cache):
     """transformers' cache over the engine's pages, for one batch."""
 
     def __init__(self, store: PageStore, alike: Alike, page: Tensor, offset: Tensor) -> None:
@@ -104,7 +104,7 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
 class DenseRunner:
     def __init__(self, model: Any) -> None:
         self.model, self.decoder = model, decoder_of(model)
-        self.named, self.takes_more = parameters_of(type(self.decoder))
+        self.named, self.takes_more = parameters_of(self.decoder)
         self.word = "cache_params" if "cache_params" in self.named else "past_key_values"
         if self.word not in self.named:
             raise ModelError(

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tidemill.models import routing
 from tidemill.models.attention.registry import AttentionForm, Context
+from tidemill.models.mixture import routing
 from tidemill.models.parts import decoder_of
 from tidemill.models.recurrent.chunked import layer as delta
 from tidemill.models.recurrent.mixers import TIDE_NUMBER, call_of
@@ -29,6 +29,8 @@ FORMS = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
 
 
 class HybridKernels(FusedKernels, Protocol):
+    def rms(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor: ...
+
     def norm_rotate(
         self, x: Tensor, stride: int, norm: Tensor, shift: float, cos: Tensor, sin: Tensor, position: Tensor, eps: float
     ) -> Tensor: ...

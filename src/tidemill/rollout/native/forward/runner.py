@@ -6,13 +6,16 @@ weights with fewer operations for the common family. A test holds the two togeth
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tidemill.device import has_triton
 from tidemill.errors import ModelError
 from tidemill.models import families, logits
 from tidemill.models.attention.registry import Context, is_dense
@@ -20,6 +23,8 @@ from tidemill.models.calling import hidden_states
 from tidemill.models.modes import at_rest
 from tidemill.models.vision.eyes import eyes
 from tidemill.models.vision.eyes.eyes import Seen
+from tidemill.rollout.native import ascend_kernels
+from tidemill.rollout.native.ascend_kernels import AscendKernels
 from tidemill.rollout.native.forward import hybrid, latent, lean
 from tidemill.rollout.native.forward.dense import DenseRunner
 from tidemill.rollout.native.forward.fused import FusedKernels, FusedRunner
@@ -64,13 +69,14 @@ class PlainRunner:
             return logits.of(self.model, hidden if keep is None else hidden.index_select(0, keep))
 
 
-def has_fused(model: Any, is_plain: bool) -> bool:
-    """Whether an accelerator's own kernels can run the model."""
-    return (
-        not is_plain
-        and (lean.supports(model) or latent.supports(model) or hybrid.supports(model))
-        and importlib.util.find_spec("triton") is not None
-    )
+def fused_kernels(model: Any, device: torch.device) -> Callable[[], FusedKernels] | None:
+    """What makes the kernels that run the model on an accelerator; None where there are none for one of the two."""
+    has_form = lean.supports(model) or latent.supports(model)
+    if has_triton(device.type) and (has_form or hybrid.supports(model)):
+        from tidemill.rollout.native.triton_kernels import TritonKernels
+
+        return TritonKernels
+    return partial(AscendKernels, device) if has_form and ascend_kernels.works_on(device) else None
 
 
 def fused_form(model: Any) -> Any:
@@ -81,9 +87,14 @@ def fused_form(model: Any) -> Any:
 
 
 def make_runner(
-    model: Any, max_len: int, kernels: Kernels | None, is_plain: bool, fused: bool, group: Any = None
+    model: Any,
+    max_len: int,
+    kernels: Kernels | None,
+    is_plain: bool,
+    fused: Callable[[], FusedKernels] | None = None,
+    group: Any = None,
 ) -> Runner:
-    """`fused`: the model is on an accelerator whose kernels may be used. `group`: ranks that share the work."""
+    """`fused`: what makes an accelerator's kernels, where they may be used. `group`: ranks that share the work."""
     if group is not None:
         if is_plain or not lean.supports(model):
             raise ModelError(
@@ -95,10 +106,8 @@ def make_runner(
         return ParallelRunner(model, max_len, kernels, group)
     if is_dense(model):
         return DenseRunner(model)
-    if fused and has_fused(model, is_plain):
-        from tidemill.rollout.native.triton_kernels import TritonKernels
-
-        runner: Runner = fused_form(model)(model, max_len, TritonKernels())
+    if fused is not None:
+        runner: Runner = fused_form(model)(model, max_len, fused())
         return runner
     if is_plain or not (lean.supports(model) or latent.supports(model)):
         return PlainRunner(model)
