@@ -76,6 +76,7 @@ WITH_LATENT = (
     "minicpm3", "youtu",
 )  # fmt: skip
 MIXED = ["linear_attention", "full_attention"] * (LAYERS // 2)
+CONVOLVED = ["conv", "full_attention"] * (LAYERS // 2)
 GEMMA_LAYERS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -97,6 +98,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "rope_parameters": ROPE,
     },
     "dots1": {"n_shared_experts": 1},
+    "gemma3_text": {"layer_types": GEMMA_LAYERS},
     "gemma3n_text": {
         "num_hidden_layers": 8, "intermediate_size": 48, "layer_types": GEMMA_LAYERS * 2, "num_kv_shared_layers": 4,
         "activation_sparsity_pattern": [0.5] * 2 + [0.0] * 6,
@@ -106,10 +108,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": MIXED},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {**LATENT, "q_lora_rank": None, "layer_types": MIXED},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2": {"layer_types": CONVOLVED},
+    "lfm2_moe": {"layer_types": CONVOLVED},
     "mamba2": {"num_heads": 8},
     "minimax": {"layer_types": MIXED, "sliding_window": None},
-    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp", "moe"]},
     "olmo_hybrid": {"layer_types": MIXED},
     "qwen3_next": {"layer_types": MIXED},
     "qwen3_5_text": {"layer_types": MIXED},
