@@ -49,6 +49,10 @@ def not_native(c: Config) -> bool:
     return c.rollout.engine != "native"
 
 
+def shows_images(c: Config) -> bool:
+    return c.data.images is not None
+
+
 def _program(c: Config) -> str | None:
     return None if c.environment is None else c.environment.program
 
@@ -62,6 +66,14 @@ ONE_PROCESS = "it shows what one process does, and here several work"
 INVARIANT = "rollout.batch_invariant"
 
 RULES = (
+    # Images
+    Rule("data.images", lambda c: shows_images(c) and c.rollout.engine == "vllm",
+         "vLLM would write out the images' places anew, so what it samples would not be what is learned",
+         "rollout.engine=native|hf"),
+    Rule("data.images", lambda c: shows_images(c) and _program(c) is not None,
+         "environment.program asks with text alone", "leave the images out with data.columns.images=none"),
+    Rule("data.images", lambda c: shows_images(c) and _players(c) > 1,
+         "games of several players are played in text alone", "leave the images out with data.columns.images=none"),
     # Rollout
     Rule("rollout.cache_dtype", lambda c: not_native(c) and c.rollout.cache_dtype != "auto", NATIVE, "auto"),
     Rule("rollout.speculate", lambda c: not_native(c) and c.rollout.speculate == "on", NATIVE, "auto"),

@@ -307,7 +307,7 @@ class TimeModel:
 
     @cached_property
     def graph(self) -> Graph:
-        return registry.of(self.config).graph(self.config)
+        return registry.graph_of(self.config)
 
 
 def calibration_for(sheet: DeviceSheet, threads: int = 1) -> Calibration:

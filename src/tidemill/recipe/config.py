@@ -8,14 +8,15 @@ from pydantic import Field, field_validator, model_validator
 
 from tidemill.recipe.algorithm import KL, AlgorithmSettings, Covariance, Critic, Overlong, Preference
 from tidemill.recipe.environment import EnvironmentSettings, LeagueSettings
+from tidemill.recipe.images import ImageSettings
 from tidemill.recipe.model import ModelSettings, TinyModel, TinyVision
 from tidemill.recipe.section import ParallelSettings, Places, Rate, Rows, Section, Temperature
 
 __all__ = [
     "KL", "VLLM", "AlgorithmSettings", "Checkpoint", "Cluster", "Config", "Covariance", "Critic",
-    "CurriculumSettings", "Data", "EnvironmentSettings", "Eval", "Flow", "LeagueSettings", "Learn", "Mixture",
-    "ModelSettings", "Observe", "Overlong", "ParallelSettings", "PlacementSettings", "Preference", "Reshard",
-    "RewardSpec", "Rewards", "Rollout", "Section", "TinyModel", "TinyVision", "Train",
+    "CurriculumSettings", "Data", "EnvironmentSettings", "Eval", "Flow", "ImageSettings", "LeagueSettings", "Learn",
+    "Mixture", "ModelSettings", "Observe", "Overlong", "ParallelSettings", "PlacementSettings", "Preference",
+    "Reshard", "RewardSpec", "Rewards", "Rollout", "Section", "TinyModel", "TinyVision", "Train",
 ]  # fmt: skip
 
 
@@ -58,6 +59,9 @@ class Data(Section):
     chat_args: dict[str, Any] = Field({}, description="arguments of the chat template, such as enable_thinking: false")
     learn_turns: Literal["last", "all"] = Field(
         "last", description="what sft learns from a conversation: the assistant's last turn, or all its turns"
+    )
+    images: ImageSettings | None = Field(
+        None, description="how prompts show images; none: set where the data's rows have some"
     )
     max_prompt_tokens: Places = Field(1024, description="a longer prompt is a bad row")
     on_bad_row: Literal["fail", "skip"] = Field("fail", description="what to do with a row that cannot be used")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.models.load import LoadedModel
+from tidemill.models.vision.eyes import eyes
 from tidemill.recipe.config import Config
 from tidemill.rollout.engine import RolloutEngine
 
@@ -17,12 +18,15 @@ def with_turns(
     `writer`: this worker's name there."""
     if config.environment is None:
         return engine
+    from tidemill.data.pictures.shown import Pictures
     from tidemill.environment.registry import offered
     from tidemill.environment.speech import Speech
     from tidemill.rollout.turns import TurnsEngine
 
     is_chat = bool(loaded.tokenizer.chat_template) and config.data.chat != "off"
-    own = (config.environment.role, config.data.chat_args, offered(config.environment))
+    looks = eyes.of(loaded.model)
+    pictures = Pictures.of(None if looks is None else looks.view, config.data.images)
+    own = (config.environment.role, config.data.chat_args, offered(config.environment), pictures)
     speech = Speech(loaded.tokenizer, is_chat, *own)
     if config.environment.players > 1:
         from tidemill.rollout.seats import SeatsEngine

@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tidemill.data.pictures.shown import Pictures
 from tidemill.errors import ConfigError, TidemillError
 from tidemill.learn import checkpoint
 from tidemill.models.load import LoadedModel
+from tidemill.models.vision.eyes import eyes
 from tidemill.observe.run_folder import RunFolder
+from tidemill.recipe.images import ImageSettings
 from tidemill.rollout.native.engine import NativeEngine
 from tidemill.run.trained import Trained, open_trained
 from tidemill.serve.app import App, OneKey
@@ -87,7 +90,9 @@ class ModelServer:
         window = min(loaded.window, self.options.window or loaded.window)
         engine = make_engine(loaded, window, self.options.concurrent, self.options.cache_tokens)
         engine.version = trained.step or 0
-        talk = Talk(loaded.tokenizer, config.data.chat_args, is_chat=config.data.chat != "off")
+        looks = eyes.of(loaded.model)
+        pictures = None if looks is None else Pictures.of(looks.view, config.data.images or ImageSettings())
+        talk = Talk(loaded.tokenizer, config.data.chat_args, config.data.chat != "off", pictures)
         return Served(name, talk, EngineLink(engine), window, frozenset(loaded.eos_ids), root, parent)
 
     def start(self) -> None:

@@ -60,7 +60,7 @@ def begin(service: Service, session: Session, body: Chatting) -> ChatCall:
     tops = body.top_logprobs or 0
     asked_most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     wanted = Wanted(asked_most, body.stream and not tops, grammar, tops)  # the likeliest are known at the end
-    answering = service.ask(session, model, asked.tokens, body, wanted)
+    answering = service.ask(session, model, asked.tokens, body, wanted, asked.tiles)
     stops = answering.request.sampling.stop_strings
     count = answering.request.n
     sayings = [Saying(model.talk, tools, stops, has_thoughts=asked.has_thoughts) for _ in range(count)]

@@ -51,9 +51,9 @@ def start(
 
 
 def _graph(config: Config) -> Graph:
-    from tidemill.algorithms.shared.registry import get
+    from tidemill.algorithms.shared.registry import graph_of
 
-    return get(config.algorithm.name).graph(config)
+    return graph_of(config)
 
 
 def fork_server() -> Forks:

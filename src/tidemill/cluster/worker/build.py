@@ -19,15 +19,13 @@ from tidemill.cluster.worker.engine_ranks import Follower, LeadEngine, Notes, en
 from tidemill.cluster.worker.kept_tally import tally_of
 from tidemill.cluster.worker.learners import World
 from tidemill.cluster.worker.worker_state import WorkerState
-from tidemill.data.prompts import PromptTokens
 from tidemill.data.survey import open_rows
 from tidemill.device import determinism
 from tidemill.device.collective import backend
 from tidemill.dock import Dock
-from tidemill.environment.registry import offered
 from tidemill.errors import ConfigError
 from tidemill.estimate import handover as turns
-from tidemill.flow.feed import FEEDS
+from tidemill.flow.feed import FEEDS, encoder_of
 from tidemill.learn import build as parts
 from tidemill.learn.checkpoint.model_folder import empty_model, materialise
 from tidemill.learn.engine import Learner, freeze
@@ -72,7 +70,7 @@ def build_worker(task: Assignment, dock: Dock) -> WorkerState:
         _make_engine(state, task)
     if post.feeds:
         training, _ = open_rows(config)
-        encode = PromptTokens(state.tokenizer, config.data, config.rollout.max_new_tokens, offered(config.environment))
+        encode = encoder_of(config, state.tokenizer, config.rollout.max_new_tokens)
         state.feed = FEEDS[state.algorithm.input_kind](training, config, encode, state.algorithm.greedy_rows)
         state.open_feed()
     if "reward" in post.stages:

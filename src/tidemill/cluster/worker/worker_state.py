@@ -17,14 +17,12 @@ from tidemill.cluster.worker.cut import Calls, Team
 from tidemill.cluster.worker.engine_ranks import Follower, LeadEngine
 from tidemill.cluster.worker.learners import World
 from tidemill.cluster.worker.stages import STAGES
-from tidemill.data.prompts import PromptTokens
 from tidemill.data.survey import open_rows
 from tidemill.dock import Dock
-from tidemill.environment.registry import offered
 from tidemill.estimate.handover import HandedOver
 from tidemill.flow.ahead import Ahead
 from tidemill.flow.evaluate import averaged, decoder, evaluate
-from tidemill.flow.feed import Feed
+from tidemill.flow.feed import Feed, encoder_of
 from tidemill.flow.handover import Away, Handover, LearningState, kept_tensors
 from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.reference import ReferenceKeeper
@@ -207,7 +205,7 @@ class WorkerState:
             engine = make_engine(self.loaded, self.config.model_copy(update={"rollout": own}))
         _, held_out = open_rows(self.config)
         encode, decode = (
-            PromptTokens(self.tokenizer, self.config.data, tools=offered(self.config.environment)),
+            encoder_of(self.config, self.tokenizer),
             decoder(self.tokenizer),
         )
         watched = cast(RolloutEngine, _EvaluatingEngine(engine, self.moved_on))
