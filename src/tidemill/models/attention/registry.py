@@ -144,8 +144,8 @@ def ours(config: Any) -> Any:
 
 
 def plugged(config: Any, make: Callable[[Any], Any]) -> Any:
-    """The model of this config that `make` gives with the `attn_implementation` it is given: ours, or, of classes that know none but
-    their own, that."""
+    """The model of this config that `make` gives with the `attn_implementation` it is given: ours, or, of classes that
+    know none but their own, that."""
     try:
         return make(ours(config))
     except KeyError as error:
