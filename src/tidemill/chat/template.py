@@ -136,6 +136,14 @@ class Chat:
         """Nobody but the template writes special tokens: a text that could would end messages or speak for others."""
         return mapped(message, self.clean)
 
+    def clean_all(self, value: Any) -> Any:
+        """Clean every text inside a value."""
+        if isinstance(value, str):
+            return self.clean(value)
+        if isinstance(value, Mapping):
+            return {self.clean(str(name)): self.clean_all(inner) for name, inner in value.items()}
+        return [self.clean_all(inner) for inner in value] if isinstance(value, list | tuple) else value
+
     def clean(self, text: str) -> str:
         if not self._words or self._any_word.search(text) is None:
             return text

@@ -24,8 +24,9 @@ from tidemill.recipe.images import ImageSettings
 from tidemill.rollout.native.engine import NativeEngine
 from tidemill.run.trained import Trained, open_trained
 from tidemill.serve.app import App, OneKey
+from tidemill.serve.connections import MOST_CONNECTIONS
 from tidemill.serve.link import EngineLink, EngineThread
-from tidemill.serve.server import LOOPBACK_NAMES, MOST_CONNECTIONS, HttpServer, listen
+from tidemill.serve.server import LOOPBACK_NAMES, HttpServer, listen
 from tidemill.serve.service import Served, Service
 from tidemill.serve.talk import Talk
 
@@ -80,7 +81,7 @@ class ModelServer:
         self.engines = EngineThread(links)
         hosts = () if options.key else LOOPBACK_NAMES
         app = App(self.service, OneKey(self.service, options.key), options.most_body, hosts)
-        self.http = HttpServer(app, links, self.listener, options.most_connections)
+        self.http = HttpServer(app, links, self.listener, options.most_connections, own_user_only=not options.key)
         self.follower = Follower(options.where, self.served[0], first.step) if options.follows else None
 
     def _served(self, name: str, trained: Trained, root: str, parent: str | None = None) -> Served:

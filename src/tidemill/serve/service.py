@@ -41,6 +41,15 @@ class Served:
     def version(self) -> int:
         return self.link.engine.version
 
+    def check_length(self, characters: int, field: str = "messages") -> None:
+        """Refuse a text that cannot fit before seconds are spent on it."""
+        if characters > self.window * self.talk.longest:
+            raise Refused(
+                f"the prompt has {characters} characters, and the model's window is {self.window} tokens",
+                field,
+                code="context_length_exceeded",
+            )
+
 
 class Session:
     """Who asks. Without more, a client whose requests are each by themselves; with `memory`, a conversation."""

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import inspect
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,8 @@ from tidemill.tiles import Tiles
 WHERE = "messages"
 HEARD = {"role": "tool", "name": "called", "tool_call_id": "call00000", "content": "heard"}
 MOST_VARIANTS = 32  # of a chat template's options, kept at once
-TAKEN = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)  # no template's options
+# No template's options: what is handed to it otherwise.
+TAKEN = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,8 @@ class Talk:
         self.pictures = pictures
         self.tokenizer, self.options = tokenizer, dict(options or {})
         self._variants: OrderedDict[str, Chat] = OrderedDict()
+        self._mutex = threading.Lock()  # messages are read in several threads
+        self.longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token
         self.chat = self._chat({})
         self.has_template = self.chat.has_template and is_chat
         self._has_tool_role = self.has_template and self._shows("heard", HEARD)
@@ -136,11 +140,14 @@ class Talk:
         if own:  # among them a template of the client's own, which is a program
             raise TemplateError(f"chat_template_kwargs are a template's own options, and {min(own)!r} is none")
         key = json.dumps(options, sort_keys=True, default=str)
-        if key not in self._variants:
-            self._variants[key] = Chat(self.tokenizer, {**self.options, **options})
-            while len(self._variants) > MOST_VARIANTS:
-                self._variants.popitem(last=False)
-        return self._variants[key]
+        with self._mutex:
+            found = self._variants.get(key)
+            if found is None:
+                told = self.chat.clean_all(options) if options else {}
+                found = self._variants[key] = Chat(self.tokenizer, {**self.options, **told})
+                while len(self._variants) > MOST_VARIANTS:
+                    self._variants.popitem(last=False)
+        return found
 
     # Messages to tokens
 
