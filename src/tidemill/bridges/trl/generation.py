@@ -118,7 +118,7 @@ def _cache_tokens(model: Any, wanted: int) -> int | None:
     if place.type == "cpu" or shape is None:
         return None
     each = 2 * shape.layers * shape.kv_heads * shape.head_dim * next(model.parameters()).element_size()
-    held = torch.accelerator.get_memory_info(place)[0] // 3 // each
+    held: int = torch.accelerator.get_memory_info(place)[0] // 3 // each
     return max(min(wanted, held), CACHE_TOKENS, _longest(model))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -44,9 +45,10 @@ def tensors(found: ShardedTensors, config: Any) -> Parts:
             f"known: {', '.join(FAMILIES)}; others are written as a Hugging Face folder by Megatron's own bridge",
         )
     cuts: dict[str, Callable[[Tensor], list[tuple[str, Tensor]]]] = {
-        f"self_attention.linear_qkv.{kind}": lambda t, kind=kind: _qkv(t, config, kind) for kind in ("weight", "bias")
+        "self_attention.linear_qkv.weight": partial(_qkv, config, "weight"),
+        "self_attention.linear_qkv.bias": partial(_qkv, config, "bias"),
+        "mlp.linear_fc1.weight": _gate_and_up,
     }
-    cuts["mlp.linear_fc1.weight"] = _gate_and_up
     for full in sorted(found.known):
         name = full.removeprefix("model.")
         if name.startswith(("optimizer.", "rng_state", "rerun_state")) or name.endswith("_extra_state"):
@@ -70,7 +72,7 @@ def _end(name: str, tensor: Tensor, config: Any) -> Parts:
     yield name, tensor if name == "model.norm.weight" else tensor[: config.vocab_size]
 
 
-def _qkv(tensor: Tensor, config: Any, kind: str) -> list[tuple[str, Tensor]]:
+def _qkv(config: Any, kind: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     groups = config.num_key_value_heads or config.num_attention_heads
     each = config.num_attention_heads // groups
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
