@@ -1,4 +1,4 @@
-"""Adapters in peft's format, such as TRL's checkpoints with LoRA: added to the weights of the model they were trained on."""
+"""Adapters in peft's format, such as TRL's checkpoints with LoRA: added to the weights of their base model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Import a checkpoint of another framework: its weights as a Hugging Face folder that `model.path` opens.
 
 Known: verl's FSDP checkpoints, Megatron-core's distributed checkpoints, torch's distributed checkpoints of a
-transformers model (accelerate, FSDP2), and adapters in peft's format. Optimizer and step stay behind: a new run begins with them."""
+transformers model (accelerate, FSDP2), and adapters in peft's format. Optimizer and step stay behind: a new run begins
+with its own."""
 
 from __future__ import annotations
 
