@@ -11,7 +11,8 @@ import torch
 if not torch.accelerator.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which what follows may do
 
-from tidemill.cluster.start import choose, owned
+from tidemill import owned
+from tidemill.cluster.start import choose
 from tidemill.cluster.start.forkserver import Forks
 from tidemill.models.box.known import cache
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import struct
 import subprocess
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.errors import ConfigError, InterpreterError, TidemillError
+from tidemill.owned import OwnedFolder
 
 Array = npt.NDArray[Any]
 HEAD = struct.Struct("<Q")
@@ -81,7 +80,8 @@ class Interpreter:
     def __init__(self, python: Path, module: str, what: str, log: Path, environment: Mapping[str, str]) -> None:
         """`what`: how messages call it. `environment`: added to this process's own."""
         self.what, self.log = what, log.absolute()
-        self.home = Path(tempfile.mkdtemp(prefix="tidemill-"))
+        self._folder = OwnedFolder()
+        self.home = self._folder.path
         (self.home / "tidemill").symlink_to(Path(__file__).resolve().parent)
         self.line, theirs = socket.socketpair()
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ class Interpreter:
                     stdin=subprocess.DEVNULL, stdout=written, stderr=written, cwd=self.home,
                 )  # fmt: skip
         except OSError as error:
-            self._forget()
+            self._folder.close()
             raise ConfigError(f"{what} cannot be started with {python}: {error}") from error
 
     def call(self, kind: str, fields: Mapping[str, Any] | None = None, **arrays: Array) -> Message:
@@ -122,10 +122,7 @@ class Interpreter:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self._forget()
-
-    def _forget(self) -> None:
-        shutil.rmtree(self.home, ignore_errors=True)
+        self._folder.close()
 
 
 Answer = tuple[Mapping[str, Any], Mapping[str, Array]]
