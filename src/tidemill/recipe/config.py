@@ -96,6 +96,13 @@ class VLLM(Section):
     )
 
 
+class EngineExperts(Section):
+    """Where the experts of an engine over several ranks lie: busy ones get copies, and all are packed by their load."""
+
+    spare: int = Field(0, ge=0, le=64, description="places on each rank for copies of busy experts")
+    every: int = Field(10, ge=0, description="steps after which experts are laid out anew by their load; 0: never")
+
+
 class Rollout(Section):
     engine: Literal["native", "hf", "vllm"] = Field("native", description="what generates the tokens")
     max_new_tokens: Places = Field(256, description="longest response")
@@ -104,8 +111,12 @@ class Rollout(Section):
     top_k: int = Field(0, ge=0, description="most likely tokens kept; 0: all")
     min_p: float = Field(0.0, ge=0, le=1, description="smallest probability kept, relative to the most likely token's")
     stop: tuple[str, ...] = Field((), description="strings that end a response")
-    tp: int = Field(1, ge=1, description="tensor parallel: ranks, one device each, per engine")
-    concurrent: Rows = Field(256, description="most sequences decoded at once")
+    tp: int = Field(1, ge=1, description="ranks of an engine, one device each, that share each layer (tensor parallel)")
+    dp: int = Field(1, ge=1, description="replicas inside an engine, each with requests of its own, that share experts")
+    pp: int = Field(1, ge=1, description="stages of an engine, each with a run of layers (pipeline parallel)")
+    ep: int | None = Field(None, ge=1, description="ranks of a stage that experts are spread over; none: all, dp × tp")
+    experts: EngineExperts = EngineExperts()
+    concurrent: Rows = Field(256, description="most sequences that an engine decodes at once")
     page_size: int | None = Field(
         None, ge=1, description="tokens per page of the key/value cache; none: what the engine measured best"
     )
@@ -123,6 +134,11 @@ class Rollout(Section):
         False, description="native engine on a CPU: rollout and learner agree bit for bit, at a third of the speed"
     )
     vllm: VLLM = VLLM()
+
+    @property
+    def ranks(self) -> int:
+        """Of one engine."""
+        return self.pp * self.dp * self.tp
 
 
 class RewardSpec(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,10 @@ from tidemill.models.mixture import routing
 from tidemill.recipe.config import Config
 from tidemill.reward.score import Scorer
 from tidemill.rollout.make import make_plain
-from tidemill.rollout.native.forward import parallel
+from tidemill.rollout.native.ranks import share
+from tidemill.rollout.native.ranks.grid import Grid
+from tidemill.rollout.native.ranks.links import Links
+from tidemill.rollout.native.ranks.replicas import Replicas
 from tidemill.serve.make import conversing, make_engine
 
 
@@ -173,11 +176,13 @@ def share_of_model(task: Assignment, device: torch.device) -> LoadedModel:
     folder = task.model_path or (find.resolve(model.path) if model.path else None)
     if folder is None:
         loaded = load(model, seed=task.config.seed, device=torch.device("cpu"))
-        parallel.cut(loaded.model, post.part, post.group.engine_ranks)
+        routing.make_room(loaded.model, task.config.learn.moe)
+        share.cut(loaded.model, Grid.of(task.config.rollout), post.part, task.config.rollout.experts.spare)
         loaded.model.to(device)
         return loaded
     module = empty_model(folder, model)
-    parallel.cut(module, post.part, post.group.engine_ranks)
+    routing.make_room(module, task.config.learn.moe)
+    share.cut(module, Grid.of(task.config.rollout), post.part, task.config.rollout.experts.spare)
     materialise(module, device)
     if (folder / "generation_config.json").exists():
         module.generation_config = GenerationConfig.from_pretrained(folder)
@@ -187,15 +192,14 @@ def share_of_model(task: Assignment, device: torch.device) -> LoadedModel:
 
 def share_engine(state: WorkerState, task: Assignment, where: StoreAddress) -> None:
     """Join the ranks' parts into one engine, once the ranks are in one world; the others follow its first rank."""
-    config, post = state.config, task.post
+    config, post, wait_s = state.config, task.post, task.config.cluster.collective_s
     assert state.loaded is not None
     kind, ranks = backend(state.device.type), post.group.engine_ranks
-    if post.group.learns:
-        state.engine_group = engine_groups(kind, post.group.ranks, ranks, config.cluster.collective_s)
-    else:
-        state.engine_group = dist.group.WORLD
-    notes = Notes(where, post.engine, ranks - 1, config.cluster.collective_s)
-    engine = make_plain(state.loaded, config, state.engine_group)
+    learns = post.group.learns
+    state.engine_group = engine_groups(kind, post.group.ranks, ranks, wait_s) if learns else dist.group.WORLD
+    links = Links(Grid.of(config.rollout), state.engine_group, wait_s)
+    notes = Notes(where, post.engine, ranks - 1, wait_s)
+    engine = state.engine_part = cast(Replicas, make_plain(state.loaded, config, links))
     if state.lead is not None:
         state.lead.join(engine, notes)
     else:

@@ -343,6 +343,10 @@ class RoleWorker:
         self.state.world.join(where, self.state.device, self.task.config.cluster.collective_s)
         share_engine(self.state, self.task, where)
 
+    def lay_out_experts(self) -> bool:
+        self._in_turn()
+        return self.weights.lay_out_experts()
+
     def describe(self, rank: int, mates: tuple[int, ...]) -> tuple[Layout, Layout]:
         return self.weights.describe(rank, mates)
 
