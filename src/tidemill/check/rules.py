@@ -80,6 +80,8 @@ RULES = (
          "environment.program asks with text alone", "leave the images out with data.columns.images=none"),
     Rule("data.images", lambda c: shows_images(c) and _players(c) > 1,
          "games of several players are played in text alone", "leave the images out with data.columns.images=none"),
+    Rule("rewards.images", lambda c: not c.rewards.images and any(r.function == "ocr" for r in c.rewards.functions),
+         "the reward ocr reads the prompt's images", "true"),
     # Rollout
     Rule("rollout.cache_dtype", lambda c: not_native(c) and c.rollout.cache_dtype != "auto", NATIVE, "auto"),
     Rule("rollout.weights", lambda c: not_native(c) and c.rollout.weights != "same", NATIVE, "same"),

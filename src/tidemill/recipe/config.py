@@ -161,6 +161,7 @@ class Rewards(Section):
         description="a reward that raises, hangs or is not finite: counts as 0, drops its group, or ends the run",
     )
     correct_above: float = Field(0.5, description="a sample counts as correct when its first reward exceeds this")
+    images: bool = Field(False, description="give the prompt's images to rewards that run in this process")
     workers: int | Literal["auto"] = Field(
         "auto", description="processes for rewards that do not run in this one; auto: one per core, at most 32"
     )

@@ -46,6 +46,7 @@ def make_plain(loaded: LoadedModel, config: Config, links: Links | None = None) 
         case "native":
             from tidemill.rollout.native.engine import NativeEngine
             from tidemill.rollout.native.ranks.replicas import Replicas
+            from tidemill.rollout.native.trial import try_rollout
 
             native = NativeEngine(
                 loaded.model,
@@ -63,7 +64,10 @@ def make_plain(loaded: LoadedModel, config: Config, links: Links | None = None) 
                 weights=rollout.weights,
                 reuse_prefix=config.environment is not None,  # each turn begins with those before it
             )
-            return native if links is None else Replicas(native, links)
+            if links is not None:
+                return Replicas(native, links)
+            try_rollout(native)
+            return native
         case "hf":
             from tidemill.rollout.hf import HFEngine
 

@@ -56,6 +56,17 @@ def test_norm_gate_and_rotation(dim: int) -> None:
     close(both, wanted)
 
 
+def test_norms_that_count_from_one_and_heads_that_turn_in_part() -> None:
+    torch.manual_seed(0)
+    x, w, at = randn(5, 3, 48), randn(24), torch.randint(0, 20, (5,), device=DEVICE)
+    cos, sin = randn(20, 8), randn(20, 8)
+    close(KERNELS.rms(x[0], randn(48) * 0, 1e-6, 1.0), F.rms_norm(x[0], (48,), None, 1e-6))
+    normed = F.rms_norm(x[..., :24], (24,), w + 1.0, 1e-6)
+    part = normed[..., :8]
+    wanted = torch.cat([part * cos[at][:, None] + part.roll(4, -1) * sin[at][:, None], normed[..., 8:]], -1)
+    close(KERNELS.norm_rotate(x, 48, w, 1.0, cos, sin, at, 1e-6), wanted)
+
+
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "v_dim", "form"),

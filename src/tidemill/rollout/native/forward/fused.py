@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tidemill.models.attention.registry import AttentionForm, Context, attention_window
 from tidemill.models.layers.eight import EightWeight, Rounded
+from tidemill.models.parts import decoder_of
 from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.rollout.native.forward import mixture
 from tidemill.rollout.native.forward.lean import (
@@ -99,7 +100,7 @@ class FusedRunner:
     """`eight`: the products of attention and dense MLPs are of this 8-bit type, by `RoundingKernels`."""
 
     def __init__(self, model: Any, max_len: int, kernels: Any, eight: torch.dtype | None = None) -> None:
-        config, decoder = model.config.get_text_config(), model.get_decoder()
+        config, decoder = model.config.get_text_config(), decoder_of(model)
         self.model = model
         self.kernels: Any = kernels  # `RoundingKernels` with 8-bit weights, else `FusedKernels`
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -202,23 +203,23 @@ def _bind(layer: Any, number: int, eight: torch.dtype | None) -> _Layer:
     shared = mixture.shared_of(m) if mixture.is_mixture(m) else None
     return _Layer(
         norm_in=layer.input_layernorm.weight,
-        qkv=_join(a.q_proj, a.k_proj, a.v_proj, eight=eight),
+        qkv=join(a.q_proj, a.k_proj, a.v_proj, eight=eight),
         out=(out, a.o_proj.bias),
         norms=(a.q_norm.weight, a.k_norm.weight) if hasattr(a, "q_norm") else None,
         norm_mlp=layer.post_attention_layernorm.weight,
-        mlp=mixture.bind(m, number) if mixture.is_mixture(m) else _bind_gated(m, eight=eight),
-        shared=None if shared is None else _bind_gated(shared, getattr(m, "shared_expert_gate", None)),
+        mlp=mixture.bind(m, number) if mixture.is_mixture(m) else bind_gated(m, eight=eight),
+        shared=None if shared is None else bind_gated(shared, getattr(m, "shared_expert_gate", None)),
         window=attention_window(a),
     )
 
 
-def _bind_gated(m: Any, scale: Any = None, eight: torch.dtype | None = None) -> Gated:
-    gate_up, _ = _join(m.gate_proj, m.up_proj, eight=eight)
+def bind_gated(m: Any, scale: Any = None, eight: torch.dtype | None = None) -> Gated:
+    gate_up, _ = join(m.gate_proj, m.up_proj, eight=eight)
     down = m.down_proj.weight if eight is None else EightWeight([m.down_proj.weight], eight)
     return Gated(gate_up, down, None if scale is None else scale.weight)
 
 
-def _join(*linears: Any, eight: torch.dtype | None = None) -> Weight:
+def join(*linears: Any, eight: torch.dtype | None = None) -> Weight:
     """One matrix (and bias) whose row blocks are the modules' own parameters from now on, or are made from them."""
     weights = [linear.weight for linear in linears]
     weight = _joined(weights) if eight is None else EightWeight(weights, eight)
