@@ -79,9 +79,15 @@ class WalkingKernels(FusedKernels, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    gate_up: Tensor | EightWeight
-    down: Tensor | EightWeight
+    gate_up: Tensor
+    down: Tensor
     scale: Tensor | None = None  # (1, width): weighs it by a sigmoid of the token
+
+
+@dataclass(frozen=True, slots=True)
+class EightGated:
+    gate_up: EightWeight
+    down: EightWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +98,7 @@ class _Layer:
     norms: tuple[Tensor, Tensor] | None
     shared: Gated | None  # the mixture's expert that every token goes through
     norm_mlp: Tensor
-    mlp: Gated | Mixture
+    mlp: Gated | EightGated | Mixture
     window: int | None
 
 
@@ -158,10 +164,14 @@ class FusedRunner:
             x.addmm_(a, weight.t())
 
     def _feed_forward(self, x: Tensor, w: _Layer, context: Context) -> None:
-        if isinstance(w.mlp, Gated):
-            self._gated(x, self._norm(x, w.norm_mlp, self.eight), w.mlp)
+        if isinstance(w.mlp, EightGated):
+            made = w.mlp.gate_up.multiply(self._norm(x, w.norm_mlp, self.eight))
+            self._add(x, self.kernels.gate_rounded(made, self.eight), w.mlp.down)
             return
         h = self._norm(x, w.norm_mlp, None)  # routers and experts stay as they are
+        if isinstance(w.mlp, Gated):
+            self._gated(x, h, w.mlp)
+            return
         if w.shared is not None:
             self._gated(x, h, w.shared)
         mix = w.mlp
@@ -169,16 +179,11 @@ class FusedRunner:
         mixture.record(mix, context, chosen)
         self.kernels.add_experts(x, h, chosen, shares, (mix.module.gate_up_proj, mix.module.down_proj))
 
-    def _gated(self, x: Tensor, h: Any, w: Gated) -> None:
-        made = _linear(h, w.gate_up, None)
-        if isinstance(w.down, EightWeight):
-            assert self.eight is not None
-            self._add(x, self.kernels.gate_rounded(made, self.eight), w.down)
-            return
-        made = self.kernels.gate(made)
+    def _gated(self, x: Tensor, h: Tensor, w: Gated) -> None:
+        made = self.kernels.gate(F.linear(h, w.gate_up))
         if w.scale is not None:
             made.mul_(F.linear(h, w.scale).sigmoid())
-        self._add(x, made, w.down)
+        x.addmm_(made, w.down.t())
 
     @property
     def device_kernels(self) -> FusedKernels:
@@ -203,26 +208,37 @@ def _bind(layer: Any, number: int, eight: torch.dtype | None) -> _Layer:
     shared = mixture.shared_of(m) if mixture.is_mixture(m) else None
     return _Layer(
         norm_in=layer.input_layernorm.weight,
-        qkv=join(a.q_proj, a.k_proj, a.v_proj, eight=eight),
+        qkv=join(a.q_proj, a.k_proj, a.v_proj) if eight is None else _join_eight(eight, a.q_proj, a.k_proj, a.v_proj),
         out=(out, a.o_proj.bias),
         norms=(a.q_norm.weight, a.k_norm.weight) if hasattr(a, "q_norm") else None,
         norm_mlp=layer.post_attention_layernorm.weight,
-        mlp=mixture.bind(m, number) if mixture.is_mixture(m) else bind_gated(m, eight=eight),
+        mlp=mixture.bind(m, number) if mixture.is_mixture(m) else _bind_mlp(m, eight),
         shared=None if shared is None else bind_gated(shared, getattr(m, "shared_expert_gate", None)),
         window=attention_window(a),
     )
 
 
-def bind_gated(m: Any, scale: Any = None, eight: torch.dtype | None = None) -> Gated:
-    gate_up, _ = join(m.gate_proj, m.up_proj, eight=eight)
-    down = m.down_proj.weight if eight is None else EightWeight([m.down_proj.weight], eight)
-    return Gated(gate_up, down, None if scale is None else scale.weight)
+def _bind_mlp(m: Any, eight: torch.dtype | None) -> Gated | EightGated:
+    if eight is None:
+        return bind_gated(m)
+    gate_up = EightWeight([m.gate_proj.weight, m.up_proj.weight], eight)
+    return EightGated(gate_up, EightWeight([m.down_proj.weight], eight))
 
 
-def join(*linears: Any, eight: torch.dtype | None = None) -> Weight:
-    """One matrix (and bias) whose row blocks are the modules' own parameters from now on, or are made from them."""
-    weights = [linear.weight for linear in linears]
-    weight = _joined(weights) if eight is None else EightWeight(weights, eight)
+def bind_gated(m: Any, scale: Any = None) -> Gated:
+    gate_up, _ = join(m.gate_proj, m.up_proj)
+    return Gated(gate_up, m.down_proj.weight, None if scale is None else scale.weight)
+
+
+def _join_eight(eight: torch.dtype, *linears: Any) -> Weight:
+    """One 8-bit matrix made from the modules' weights, and one bias that is theirs."""
+    bias = None if linears[0].bias is None else _joined([linear.bias for linear in linears])
+    return EightWeight([linear.weight for linear in linears], eight), bias
+
+
+def join(*linears: Any) -> tuple[Tensor, Tensor | None]:
+    """One matrix (and bias) whose row blocks are the modules' own parameters from now on."""
+    weight = _joined([linear.weight for linear in linears])
     bias = None if linears[0].bias is None else _joined([linear.bias for linear in linears])
     return weight, bias
 
