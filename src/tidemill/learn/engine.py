@@ -160,7 +160,7 @@ class Learner(MeshModel):
         for part in parts:
             row = self._row(part)
             with kept_activations(self.config.learn, self.model):
-                loss = self._loss(row, self.root(row.own))
+                loss = self._loss(row, self._scores(row))
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
 

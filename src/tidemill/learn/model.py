@@ -230,8 +230,12 @@ class MeshModel:
         for i, part in enumerate(parts):
             row = self._row(part)
             with lora.without(self.model):
-                keep(row, i, self.root(row.own))
+                keep(row, i, self._scores(row))
         return out
+
+    def _scores(self, row: Row) -> Scores:
+        found: Scores = self.root(row.own)
+        return found
 
     def layout(self) -> Layout:
         """Of this rank's pipeline stage; `reshard.layout.merge` joins those of all."""

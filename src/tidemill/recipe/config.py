@@ -94,6 +94,7 @@ class VLLM(Section):
     sleep_level: Literal[1, 2] = Field(
         1, description="while asleep, vLLM keeps its weights in host memory (1) or drops them until the next update (2)"
     )
+    additional_config: dict[str, Any] = Field({}, description="settings of vLLM's plug-in for the device, if any")
 
 
 class EngineExperts(Section):
@@ -204,7 +205,14 @@ class Mixture(Section):
     replay: bool = Field(False, description="route tokens in learning as in rollout (native engine)")
 
 
+class MindSpore(Section):
+    python: str = Field("", description="interpreter that has MindSpore, or its environment; empty: .venv-mindspore")
+    processes: int = Field(1, ge=1, le=64, description="processes that share out a step's samples")
+
+
 class Learn(Section):
+    backend: Literal["torch", "mindspore"] = Field("torch", description="what the policy's learner computes with")
+    mindspore: MindSpore = MindSpore()
     lr: Rate = Field(1e-6, description="learning rate")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="learning-rate schedule after warm-up"
