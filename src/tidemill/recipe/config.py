@@ -127,6 +127,9 @@ class Rollout(Section):
     cache_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto", description="type of the key/value cache: the model's own, or one byte with scales"
     )
+    weights: Literal["same", "int8", "fp8"] = Field(
+        "same", description="rollout's weights and inputs of attention and dense MLPs: the model's dtype, or 8 bits"
+    )
     speculate: Literal["auto", "on", "off"] = Field(
         "auto",
         description="speculative decoding by lookup (native engine); auto: on a CPU, where it pays",

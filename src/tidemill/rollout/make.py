@@ -61,6 +61,7 @@ def make_plain(loaded: LoadedModel, config: Config, links: Links | None = None) 
                 record_routes=config.learn.moe.replay,
                 speculate=rollout.speculate,
                 cache_dtype=rollout.cache_dtype,
+                weights=rollout.weights,
                 reuse_prefix=config.environment is not None,  # each turn begins with those before it
             )
             if links is not None:
