@@ -94,7 +94,9 @@ class VLLM(Section):
     sleep_level: Literal[1, 2] = Field(
         1, description="while asleep, vLLM keeps its weights in host memory (1) or drops them until the next update (2)"
     )
-    additional_config: dict[str, Any] = Field({}, description="settings of vLLM's plug-in for the device, if any")
+    args: dict[str, Any] = Field(
+        {}, description="further arguments of vllm.LLM, such as quantization or tensor_parallel_size"
+    )
 
 
 class EngineExperts(Section):

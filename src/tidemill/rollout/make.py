@@ -85,5 +85,5 @@ def make_plain(loaded: LoadedModel, config: Config, links: Links | None = None) 
                 sleep_level=rollout.vllm.sleep_level,
                 truncates=rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0,
                 seed=config.seed,
-                additional_config=rollout.vllm.additional_config,
+                **rollout.vllm.args,
             )
