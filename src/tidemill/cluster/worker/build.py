@@ -29,6 +29,7 @@ from tidemill.flow.feed import FEEDS, encoder_of
 from tidemill.learn import build as parts
 from tidemill.learn.checkpoint.model_folder import empty_model, materialise
 from tidemill.learn.engine import Learner, freeze
+from tidemill.learn.mindspore.learner import MindSporeLearner
 from tidemill.learn.model import MeshModel
 from tidemill.learn.parallel import mesh
 from tidemill.learn.parallel.cuts import elements
@@ -130,7 +131,10 @@ def _teach(state: WorkerState, task: Assignment) -> None:
     if algorithm.has_critic or algorithm.learns_values:
         shares_trunk = algorithm.has_critic and config.algorithm.critic.trunk == "shared"
         critic = ValueLearner(ValueModel(model, shares_trunk), config, algorithm, updates)
-    state.learner = critic if algorithm.learns_values and critic else Learner(model, config, algorithm, updates)
+    if config.learn.backend == "mindspore":
+        state.learner = MindSporeLearner(model, config, algorithm, updates, task.logs / "mindspore.log")
+    else:
+        state.learner = critic if algorithm.learns_values and critic else Learner(model, config, algorithm, updates)
     state.critic = critic if algorithm.has_critic else None  # the learner itself is the reward model
     state.teams = {role: Team(state.world.rank, state.world.size) for role in ("learn", "learn_values")}
     if task.hooks.dump is not None:
