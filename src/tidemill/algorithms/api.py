@@ -80,6 +80,9 @@ class Algorithm(Protocol):
     credits_turns: bool = False  # it knows `credit.by: turn`
     has_critic: bool = False  # a value model is learned beside the policy, with `value_loss`
     learns_values: bool = False  # the model learned is itself a value model: `loss` reads `tokens.values`
+    policies: tuple[str, ...] = ("decoder",)  # what it can teach: a decoder, a network
+    judges: Literal["states", "actions", "nothing"] = "nothing"  # of a network: what its critic gives values to
+    is_replayed: bool = False  # of a network: samples stay in the dock, and are learned from many times
     greedy_rows: int = 0  # samples of each group decoded greedily, to compare the others with
 
     def graph(self, config: Config) -> Graph: ...

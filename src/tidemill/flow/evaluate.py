@@ -75,6 +75,17 @@ def _first_failure(scorer: Scorer, before: Failures) -> str:
     return "" if found is None or before.failed else found.message
 
 
+def play(engine: Any, config: Config, size: int, tell: Tell = lambda activity: None) -> Evaluation:
+    """Evaluate a network: episodes with its likeliest actions. One counts as solved from `environment.goal` on."""
+    assert config.environment is not None
+    goal, total = config.environment.goal, max(1, size)
+    played = engine.play(total, lambda done: tell(Activity("evaluating", done, total)))
+    answers = tuple(Answered(*words, gained >= goal, gained, steps) for words, gained, steps in played)
+    rewards, lengths = [a.reward for a in answers], [a.tokens for a in answers]
+    solved = sum(a.correct for a in answers) / total
+    return Evaluation(solved, {}, sum(rewards) / total, sum(lengths) / total, answers, total)
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """An evaluation's progress: `done` answers of `total` were made before this part of it."""

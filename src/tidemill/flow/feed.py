@@ -90,6 +90,9 @@ class Feed:
             columns["greedy"] = np.tile(np.arange(n) < self.greedy_rows, prompts).astype(np.uint8)
         return Batch(columns)
 
+    def take_cut(self) -> int:
+        return self.encode.take_cut()
+
     @property
     def left_out(self) -> int:
         """Count the rows left out so far, those left out when the file was read included."""

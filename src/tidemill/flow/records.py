@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from tidemill.recipe.config import Train
+
 
 @dataclass(frozen=True, slots=True)
 class Answered:
@@ -36,6 +38,11 @@ class Evaluation:
     scored: int = 0  # answers that were scored, sampled ones included
     failed: int = 0  # answers on which a reward failed
     first_failure: str = ""
+
+    def reaches(self, train: Train) -> bool:
+        """Say whether the run may end with it."""
+        is_good = train.stop_at_reward is not None and self.reward >= train.stop_at_reward
+        return is_good or self.accuracy >= (train.stop_at_accuracy or 2.0)
 
     def metrics(self) -> dict[str, float]:
         named = {

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.models.load import LoadedModel
+from tidemill.models.policy import Policy
 from tidemill.recipe.config import Config
+from tidemill.rollout.control.engine import VectorEngine
 from tidemill.rollout.engine import RolloutEngine
 
 
@@ -17,6 +19,8 @@ def with_turns(
     `writer`: this worker's name there."""
     if config.environment is None:
         return engine
+    if isinstance(engine, VectorEngine):
+        return engine.at(run)
     from tidemill.environment.registry import offered
     from tidemill.environment.speech import Speech
     from tidemill.rollout.turns import TurnsEngine
@@ -33,6 +37,8 @@ def with_turns(
 
 def make_plain(loaded: LoadedModel, config: Config, group: Any = None) -> RolloutEngine:
     """An engine whose samples are one turn each. `group`: ranks that share the work (native engine)."""
+    if isinstance(loaded.model, Policy):
+        return VectorEngine(loaded.model, config)
     rollout = config.rollout
     max_len = min(loaded.window, config.data.max_prompt_tokens + rollout.max_new_tokens)
     match rollout.engine:

@@ -20,7 +20,7 @@ from tidemill.data.survey import open_rows
 from tidemill.dock import Dock
 from tidemill.dock.address import Address
 from tidemill.environment.registry import offered
-from tidemill.flow.evaluate import decoder, evaluate
+from tidemill.flow.evaluate import decoder, evaluate, play
 from tidemill.flow.records import Activity, Evaluation
 from tidemill.graph import Graph
 from tidemill.models.load import LoadedModel
@@ -183,6 +183,8 @@ def evaluate_trained(
     tell: Callable[[Activity], None] = lambda activity: None,
 ) -> Evaluation:
     """Evaluate a model that is not being trained."""
+    if config.model.policy is not None:
+        return play(make_engine(loaded, config), config, size, tell)
     _, held_out = open_rows(config)
     encode, decode = (
         PromptTokens(loaded.tokenizer, config.data, tools=offered(config.environment)),

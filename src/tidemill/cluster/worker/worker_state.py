@@ -23,7 +23,7 @@ from tidemill.dock import Dock
 from tidemill.environment.registry import offered
 from tidemill.estimate.handover import HandedOver
 from tidemill.flow.ahead import Ahead
-from tidemill.flow.evaluate import averaged, decoder, evaluate
+from tidemill.flow.evaluate import averaged, decoder, evaluate, play
 from tidemill.flow.feed import Feed
 from tidemill.flow.handover import Away, Handover, LearningState, kept_tensors
 from tidemill.flow.records import Activity, Evaluation
@@ -212,6 +212,9 @@ class WorkerState:
         )
         watched = cast(RolloutEngine, _EvaluatingEngine(engine, self.moved_on))
         try:
+            if self.config.model.policy is not None:
+                with averaged(self.learner, engine):
+                    return play(engine, self.config, size, lambda activity: (self.moved_on(), tell(activity))[1])
             with self._scoring() as scorer, averaged(None if self.is_cut else self.learner, engine):
                 seen = evaluate(
                     watched, held_out, encode, decode, scorer, self.config, size=size, samples=samples, tell=tell

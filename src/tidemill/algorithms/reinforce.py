@@ -1,0 +1,39 @@
+"""REINFORCE (Williams 1992): no critic, no groups, no ratio. Loss per decision −G log π.
+
+G is what came after the decision, brought to mean 0 and standard deviation 1 over the step (`advantage_scale: none`
+leaves it as it is; of a network `critic.whiten: false`). Of an episode that goes on after a fragment only what was seen
+counts: fragments should be as long as episodes, or γ small.
+"""
+
+from __future__ import annotations
+
+from tidemill.algorithms.api import Stats, TokenBatch
+from tidemill.algorithms.reinforce_pp import ReinforcePP
+from tidemill.algorithms.shared import steps
+from tidemill.algorithms.shared.losses import RATIO_SETTINGS, finish
+from tidemill.batch import Batch
+from tidemill.graph import Graph
+from tidemill.imports import torch
+from tidemill.recipe.config import Config
+
+
+class Reinforce(ReinforcePP):
+    name = "reinforce"
+    about = "plain policy gradient with what came after each decision"
+    policies = ("decoder", "network")
+
+    def unused(self, config: Config) -> dict[str, str]:
+        return dict.fromkeys(RATIO_SETTINGS, "has no ratio: its loss is −G log π")
+
+    def graph(self, config: Config) -> Graph:
+        return steps.graph(self.name, config, returns=False) if steps.is_network(config) else super().graph(config)
+
+    def advantages(self, batch: Batch, config: Config) -> Batch:
+        if not steps.is_network(config):
+            return super().advantages(batch, config)
+        to_go = steps.returns(batch, config.algorithm.critic.gamma, steps.scaled_rewards(batch))
+        return Batch({"advantages": steps.column(steps.normalised(to_go, config), batch)})
+
+    def loss(self, tokens: TokenBatch, config: Config) -> tuple[torch.Tensor, Stats]:
+        per_token = -tokens.made(tokens.advantages) * tokens.made(tokens.logprobs)
+        return finish(per_token, tokens, config.algorithm, {})

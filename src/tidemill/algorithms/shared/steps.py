@@ -1,0 +1,134 @@
+"""What algorithms share whose policy is a network: rows are fragments, so many decisions of one environment, and the
+environment itself gives the rewards. Columns are jagged over decisions unless noted.
+
+ends: 0 the episode goes on, 1 it is over, 2 it was cut off (a time limit) and would have gone on.
+values, next_values: of the state in which the decision was made, and of the one it led to; after the end of an episode
+the latter is 0, or of the last state where it was cut off.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from tidemill.algorithms.api import Algorithm, Stats, TokenBatch
+from tidemill.algorithms.shared.advantages import whitened
+from tidemill.algorithms.shared.tables import unique
+from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch, Column
+from tidemill.graph import Graph, Stage
+from tidemill.imports import torch
+from tidemill.recipe.config import Config
+
+SOURCE = (ID, GROUP)
+LIMIT = 10.0  # of a scaled reward
+Floats = npt.NDArray[np.float64]
+
+
+def is_network(config: Config) -> bool:
+    return config.model.policy is not None
+
+
+def statistics(config: Config) -> tuple[str, ...]:
+    """gains: (3,) a row: count, sum and sum of squares of discounted returns, for the scale of rewards."""
+    policy = config.model.policy
+    return ("gains",) if policy is not None and "rewards" in policy.normalise else ()
+
+
+def memory(config: Config) -> tuple[str, ...]:
+    """state: one vector a row: the policy's memory before the first decision."""
+    policy = config.model.policy
+    return ("state",) if policy is not None and policy.kind == "gru" else ()
+
+
+def rollout(config: Config, *more: str, reads: tuple[str, ...] = ()) -> Stage:
+    own = ("observations", "actions", "logprobs", "rewards", "ends", "mask", "versions", *more)
+    writes = (*own, *statistics(config), *memory(config), VERSION, LENGTH)
+    return Stage("rollout", "rollout", (*SOURCE, *reads), unique(writes), "group")
+
+
+def learn(config: Config, *more: str) -> Stage:
+    own = (ID, GROUP, LENGTH, "observations", "actions", "logprobs", "ends", "mask", "versions")
+    return Stage("learn", "actor", unique((*own, *more, *statistics(config), *memory(config))), scope="group")
+
+
+def graph(name: str, config: Config, *values: str, returns: bool = True) -> Graph:
+    """Of algorithms that learn a step's decisions once. `values`: a critic's columns, if there is one."""
+    made = ("advantages", "returns") if returns else ("advantages",)
+    scale = ("reward_scale",) if statistics(config) else ()
+    reads = (ID, GROUP, "rewards", "ends", "mask", *scale, *values)
+    judged = Stage("advantage", "reward", reads, made, "group")
+    critic = ("values",) if values else ()
+    stages = [rollout(config, *scale, *values)]
+    more: tuple[str, ...] = ()
+    if config.algorithm.old_logprobs == "recompute":
+        own = (ID, GROUP, LENGTH, "observations", "actions", "ends", *memory(config))
+        stages.append(Stage("old_logprobs", "actor", own, ("old_logprobs",)))
+        more = ("old_logprobs",)
+    return Graph(name, SOURCE, (*stages, judged, learn(config, *made, *critic, *more)))
+
+
+def scaled_rewards(batch: Batch) -> Floats:
+    """As the critic learns them: divided by the spread of returns, where rewards are normalised."""
+    rewards = batch.values("rewards").astype(np.float64)
+    if "reward_scale" not in batch:
+        return rewards
+    scale = np.repeat(batch.values("reward_scale").astype(np.float64), batch["rewards"].lengths)
+    return (rewards * scale).clip(-LIMIT, LIMIT)
+
+
+def by_time(batch: Batch, *columns: npt.NDArray[np.generic]) -> tuple[list[Floats], npt.NDArray[np.bool_]]:
+    """Flat columns as (longest, rows) arrays, with zeros behind shorter rows, and where there is something."""
+    lengths = batch["rewards"].lengths
+    is_there = np.arange(int(lengths.max(initial=0)))[:, None] < lengths
+    made = []
+    for column in columns:
+        whole = np.zeros(is_there.shape[::-1])
+        whole[is_there.T] = column
+        made.append(whole.T.copy())
+    return made, is_there
+
+
+def gae(batch: Batch, gamma: float, lam: float, rewards: Floats) -> tuple[Floats, Floats]:
+    """Generalised advantage estimation (Schulman et al. 2016) over fragments; flat advantages and returns.
+
+    δ_t = r_t + γ V'_t − V_t with V' the column `next_values`;  A_t = δ_t + γλ A_{t+1} within an episode.
+    """
+    values = batch.values("values").astype(np.float64)
+    delta = rewards + gamma * batch.values("next_values") - values
+    (delta, ends), is_there = by_time(batch, delta, batch.values("ends"))
+    goes_on = gamma * lam * (ends == 0)
+    later = np.zeros(delta.shape[1])
+    for t in range(len(delta) - 1, -1, -1):
+        later = delta[t] + goes_on[t] * later
+        delta[t] = later
+    advantages = delta.T[is_there.T]
+    return advantages, advantages + values
+
+
+def returns(batch: Batch, gamma: float, rewards: Floats) -> Floats:
+    """Discounted rewards to the end of the episode, or of the fragment."""
+    (rewards, ends), is_there = by_time(batch, rewards, batch.values("ends"))
+    goes_on, later = gamma * (ends == 0), np.zeros(rewards.shape[1])
+    for t in range(len(rewards) - 1, -1, -1):
+        later = rewards[t] + goes_on[t] * later
+        rewards[t] = later
+    return rewards.T[is_there.T]
+
+
+def column(values: Floats, batch: Batch) -> Column:
+    return Column(values.astype(np.float32), batch["rewards"].offsets)
+
+
+def normalised(advantages: Floats, config: Config) -> Floats:
+    """Mean 0 and standard deviation 1 over the step, where the recipe wants it."""
+    return whitened(advantages, np.ones(len(advantages))) if config.algorithm.critic.whiten else advantages
+
+
+def with_critic(
+    algorithm: Algorithm, loss: torch.Tensor, stats: Stats, tokens: TokenBatch, config: Config
+) -> tuple[torch.Tensor, Stats]:
+    """The policy's loss, and the critic's where one network has both."""
+    if tokens.values is None:
+        return loss, stats
+    more, judged = algorithm.value_loss(tokens, config)
+    return loss + more, stats | judged
