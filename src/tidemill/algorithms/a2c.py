@@ -6,6 +6,8 @@ made it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tidemill.algorithms.api import Stats, TokenBatch
 from tidemill.algorithms.ppo import PPO
 from tidemill.algorithms.shared import steps
@@ -21,6 +23,9 @@ class A2C(PPO):
 
     def unused(self, config: Config) -> dict[str, str]:
         return dict.fromkeys(RATIO_SETTINGS, "has no ratio: its loss is −A log π")
+
+    def closed_form(self, config: Config) -> Mapping[str, float] | None:
+        return steps.closed_form(config, is_ratio=False)
 
     def loss(self, tokens: TokenBatch, config: Config) -> tuple[torch.Tensor, Stats]:
         per_token = -tokens.made(tokens.advantages) * tokens.made(tokens.logprobs)

@@ -96,6 +96,10 @@ class Algorithm(Protocol):
 
     def loss(self, tokens: TokenBatch, config: Config) -> tuple[torch.Tensor, Stats]: ...
 
+    def closed_form(self, config: Config) -> Mapping[str, float] | None:
+        """What `loss` comes to for a network, where it is one that `models/network/network.c` computes; else None."""
+        return None
+
     def value_loss(self, tokens: TokenBatch, config: Config) -> tuple[torch.Tensor, Stats]:
         """What the critic learns from, for an algorithm that has one."""
         return 0.0 * tokens.weights.sum(), {}

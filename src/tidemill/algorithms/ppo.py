@@ -8,6 +8,8 @@ Of a decoder the critic is a model of its own, with stages of its own. A network
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from tidemill.algorithms.api import Stat, Stats, TokenBatch
@@ -88,6 +90,9 @@ class PPO(GRPO):
         loss, stats = super().loss(tokens, config)
         return steps.with_critic(self, loss, stats, tokens, config)
 
+    def closed_form(self, config: Config) -> Mapping[str, float] | None:
+        return steps.closed_form(config, is_ratio=True)
+
     def wants_whole_step(self, config: Config) -> bool:
         return config.algorithm.critic.whiten or super().wants_whole_step(config)
 
@@ -101,7 +106,8 @@ class PPO(GRPO):
         if critic.value_clip is not None:
             clipped = old + (values - old).clamp(-critic.value_clip, critic.value_clip)
             clipped_error = (clipped - returns).square()
-            stats["value_clip_share"] = mean_stat((clipped_error > error).to(error.dtype), tokens)
+            is_clipped = ((values - old).abs() > critic.value_clip) & (clipped_error > error)
+            stats["value_clip_share"] = mean_stat(is_clipped.to(error.dtype), tokens)
             error = torch.maximum(error, clipped_error)
         stats["value_loss"] = mean_stat(critic.value_coef * error, tokens)
         stats |= variance_sums(old, returns, tokens)

@@ -7,6 +7,8 @@ counts: fragments should be as long as episodes, or γ small.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tidemill.algorithms.api import Stats, TokenBatch
 from tidemill.algorithms.reinforce_pp import ReinforcePP
 from tidemill.algorithms.shared import steps
@@ -33,6 +35,9 @@ class Reinforce(ReinforcePP):
             return super().advantages(batch, config)
         to_go = steps.returns(batch, config.algorithm.critic.gamma, steps.scaled_rewards(batch))
         return Batch({"advantages": steps.column(steps.normalised(to_go, config), batch)})
+
+    def closed_form(self, config: Config) -> Mapping[str, float] | None:
+        return steps.closed_form(config, is_ratio=False)
 
     def loss(self, tokens: TokenBatch, config: Config) -> tuple[torch.Tensor, Stats]:
         per_token = -tokens.made(tokens.advantages) * tokens.made(tokens.logprobs)

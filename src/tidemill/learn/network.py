@@ -7,7 +7,7 @@ order they arrive, each minibatch is the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from tidemill.learn.critic import value_metrics
 from tidemill.learn.engine import Learner
 from tidemill.learn.optim.make import learning_rate
 from tidemill.learn.packing import Ints
+from tidemill.models.network import fused
 from tidemill.models.policy import Scores
 
 
@@ -61,6 +62,9 @@ class NetworkLearner(Learner):
     def _pass_over(self, batches: list[Batch]) -> dict[str, float]:
         steps = self.model.steps(batches)
         draw = torch.Generator().manual_seed(hash((self.config.seed, self.version)) & 0x7FFFFFFF)
+        terms = self.algorithm.closed_form(self.config)
+        if terms is not None and steps is not None and self._learns_fused():
+            return self._fused(steps, terms)
         norms = []
         for minibatch in self._minibatches(steps):
             norm = self._step_from(steps, minibatch, draw)
@@ -94,6 +98,27 @@ class NetworkLearner(Learner):
         starts = dict(zip((id for id, _ in every), (np.cumsum(units) - units).tolist()))
         mine = [np.arange(starts[id], starts[id] + (1 if is_whole else length)) for id, length in own]
         return np.concatenate(mine) if mine else np.empty(0, np.int64), lengths if is_whole else np.ones(int(lengths.sum()))
+
+    def _learns_fused(self) -> bool:
+        """Whether nobody wants to see or share what lies between two gradient steps."""
+        is_alone = self.links["dp"].size == 1 and self.ema is None and self.show is None
+        return is_alone and type(self.optimizer) is torch.optim.AdamW and self.model.learns_fused()
+
+    def _fused(self, steps: Any, terms: Mapping[str, float]) -> dict[str, float]:
+        learn, minibatches = self.config.learn, list(self._minibatches(steps))
+        order = np.concatenate([m.units for m in minibatches])
+        edges = np.cumsum([0, *(len(m.units) for m in minibatches)])
+        states = {p: adam_state(self.optimizer, p) for p in self.own.values()}
+        moments = {p: (s["exp_avg"], s["exp_avg_sq"]) for p, s in states.items()}
+        made = int(next(iter(states.values()))["step"])
+        reported = next(i for i, m in enumerate(minibatches) if m.is_reported)
+        settings = {"lr": self.optimizer.param_groups[0]["lr"], "beta1": learn.betas[0], "beta2": learn.betas[1],
+                    "eps": learn.eps, "decay": learn.weight_decay, "clip_norm": learn.clip_norm or 0.0}  # fmt: skip
+        found, after = fused.learn(self.model, steps, terms, order, edges, reported, moments, made, settings)
+        for state in states.values():
+            state["step"].fill_(after)
+        self.skipped += int(found.pop("skipped"))
+        return found
 
     def _step_from(self, steps: Any, minibatch: Minibatch, draw: torch.Generator) -> float:
         learn = self.config.learn
@@ -134,3 +159,11 @@ class NetworkLearner(Learner):
             values=scores.values,
             columns={**columns, **scores.more},
         )
+
+
+def adam_state(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> dict[str, torch.Tensor]:
+    """AdamW's own state of a parameter, made as AdamW makes it before its first step."""
+    if not optimizer.state[p]:
+        optimizer.state[p] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    found: dict[str, torch.Tensor] = optimizer.state[p]
+    return found

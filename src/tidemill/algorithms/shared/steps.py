@@ -132,3 +132,20 @@ def with_critic(
         return loss, stats
     more, judged = algorithm.value_loss(tokens, config)
     return loss + more, stats | judged
+
+
+def closed_form(config: Config, is_ratio: bool) -> dict[str, float] | None:
+    """The loss of a network's policy gradient, clipped or plain, as numbers. None where the recipe asks for more."""
+    own = config.algorithm
+    if own.kl.coef or own.dual_clip is not None or own.ratio_cap is not None or own.covariance.mode != "none":
+        return None
+    if own.rollout_correction != "none":
+        return None
+    return {
+        "is_ratio": int(is_ratio),
+        "clip_low": own.clip_low,
+        "clip_high": own.clip_high,
+        "value_coef": own.critic.value_coef,
+        "value_clip": -1.0 if own.critic.value_clip is None else own.critic.value_clip,
+        "entropy_coef": own.entropy_coef,
+    }

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tidemill.models.network import fused
 from tidemill.models.network.layers import begin_head, trunk_of
 from tidemill.models.network.network import ENDS, Network, Steps
 from tidemill.models.policy import Acted, Array, Floats, Scores
@@ -29,6 +30,7 @@ class ActorCritic(Network):
         self.out = begin_head(nn.Linear(width, self.head.width), settings, SMALL)
         self.value = begin_head(nn.Linear(width, 1), settings, 1.0) if has_critic else None
         self.state_width = width if settings.kind == "gru" else 0
+        self._served: tuple[fused.Served, fused.Served | None] | None = None
 
     # Deciding
 
@@ -43,7 +45,14 @@ class ActorCritic(Network):
         values = self._read(observations, state)[1]
         return np.zeros(len(observations), np.float32) if values is None else values
 
+    def serve(self) -> None:
+        self._served = fused.served(self) if fused.fits(self) else None
+
     def _read(self, observations: Array, state: Floats | None) -> tuple[Floats, Floats | None, Floats | None]:
+        if self._served is not None:
+            policy, critic = self._served
+            x = np.ascontiguousarray(observations, np.float32).reshape(len(observations), self.width)
+            return policy(x), None if critic is None else critic(x)[:, 0], None
         x = self.prepared(self.upload(observations))
         before = None if state is None else torch.from_numpy(state).to(self.device)
         own, judged = self._features(x, before)
@@ -56,6 +65,10 @@ class ActorCritic(Network):
         return own, own if self.critic_trunk is None else self.critic_trunk(x)
 
     # Learning
+
+    def learns_fused(self) -> bool:
+        """Whether `fused.learn` may take all gradient steps of an update."""
+        return fused.fits(self)
 
     def score(self, steps: Steps, units: Array, draw: torch.Generator) -> Scores:
         if self.state_width:

@@ -57,11 +57,11 @@ class Network(nn.Module):
         self.head: Any = head_of(settings, spaces)
         self.width = math.prod(spaces.observation)
         has = settings.normalise
-        self.seen = Running(self.width - self._mask_width) if "observations" in has and not spaces.pixels else None
+        self.seen = Running(self.width - self.mask_width) if "observations" in has and not spaces.pixels else None
         self.gained = Running(1) if "rewards" in has else None
 
     @property
-    def _mask_width(self) -> int:
+    def mask_width(self) -> int:
         """Entries of an observation that say what is legal, which no statistics change."""
         return sum(self.spaces.choices) if self.spaces.masked else 0
 
@@ -80,8 +80,8 @@ class Network(nn.Module):
         x = observations.reshape(len(observations), self.width)
         if self.seen is None:
             return x
-        cut = self.width - self._mask_width
-        return torch.cat([self.seen(x[:, :cut]), x[:, cut:]], 1) if self._mask_width else self.seen(x)
+        cut = self.width - self.mask_width
+        return torch.cat([self.seen(x[:, :cut]), x[:, cut:]], 1) if self.mask_width else self.seen(x)
 
     def upload(self, array: Array) -> Tensor:
         kind = np.uint8 if self.spaces.pixels else np.float32
@@ -128,7 +128,7 @@ class Network(nn.Module):
     def told(self, batches: Sequence[Batch]) -> Doubles:
         parts = [np.zeros(0)]
         if self.seen is not None:
-            width = self.width - self._mask_width
+            width = self.width - self.mask_width
             seen = [b.values(OBSERVATIONS).reshape(-1, self.width)[:, :width] for b in batches]
             parts.append(moments(np.concatenate(seen) if seen else np.zeros((0, width))))
         if self.gained is not None:

@@ -178,6 +178,7 @@ class VectorEngine:
 
     def play(self, size: int, tell: Callable[[int], None]) -> list[tuple[tuple[str, str, str], float, int]]:
         """So many episodes with the likeliest actions, always of the same seeds: in words, return, decisions."""
+        self.policy.serve()
         slots = make_slots(self.settings, min(size, EVALUATED_TOGETHER))
         try:
             played = self._play(slots, size, tell)
