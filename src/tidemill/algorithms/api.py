@@ -104,6 +104,10 @@ class Algorithm(Protocol):
         """What the critic learns from, for an algorithm that has one."""
         return 0.0 * tokens.weights.sum(), {}
 
+    def explores(self, config: Config, decisions: int) -> float:
+        """Share of a network's decisions that are drawn evenly, once so many were made."""
+        return 0.0
+
     def keep(self, batch: Batch, config: Config) -> Kept:
         """Which rows go on from `advantage` to `learn`; the others end there, are counted, and new prompts replace
         groups of which nothing is left."""

@@ -76,6 +76,9 @@ class NetworkLearner(Learner):
 
     def _minibatches(self, steps: Any) -> Iterator[Minibatch]:
         learn = self.config.learn
+        if self.algorithm.is_replayed:
+            yield from self._drawn(steps)
+            return
         own, sizes = self._places(steps)
         here = np.full(len(sizes), -1, np.int64)  # of every rank's units, which of this rank's it is
         here[own] = np.arange(len(own))
@@ -86,6 +89,19 @@ class NetworkLearner(Learner):
             for chosen in np.array_split(order, count) if count else ():
                 units = here[chosen]
                 yield Minibatch(units[units >= 0], int(sizes[chosen].sum()), i == learn.epochs - 1)
+
+    def _drawn(self, steps: Any) -> Iterator[Minibatch]:
+        """One decision of each sample that was drawn, as many gradient steps as the recipe asks for."""
+        count, ranks = self.config.algorithm.replay.updates, self.links["dp"].gather_plain(steps is not None)
+        if not any(ranks):
+            return  # too few were made so far
+        units = np.empty(0, np.int64)
+        if steps is not None:
+            stream = np.random.Generator(np.random.Philox([self.config.seed, self.version, self.links["dp"].rank]))
+            starts = np.cumsum(steps.lengths) - steps.lengths
+            units = stream.permutation(starts + stream.integers(0, steps.lengths))
+        for own in np.array_split(units, count):
+            yield Minibatch(own, len(own) * sum(ranks), True)
 
     def _places(self, steps: Any) -> tuple[Ints, Ints]:
         """Where this rank's units are among those of all ranks, in the order of samples' ids; how many decisions each
@@ -138,7 +154,7 @@ class NetworkLearner(Learner):
         if self.ema is not None:
             self.ema.update()
         self.gradients.clear()
-        self.model.updated()
+        self.model.updated(self.config.algorithm.replay.follow)
         return norm
 
     def _tokens(self, steps: Any, units: Ints, scores: Scores, decisions: int) -> TokenBatch:

@@ -52,8 +52,8 @@ class Policy(Protocol):
 
     # What an engine needs
 
-    def act(self, observations: Array, noise: Floats | None, state: Floats | None = None) -> Acted:
-        """Decide for a batch. Without noise: the likeliest actions."""
+    def act(self, observations: Array, noise: Floats | None, state: Floats | None = None, explore: float = 0.0) -> Acted:
+        """Decide for a batch. Without noise: the likeliest actions. `explore`: share of decisions at random."""
 
     def judge(self, observations: Array, state: Floats | None = None) -> Floats:
         """Values of observations."""
@@ -68,8 +68,8 @@ class Policy(Protocol):
 
     def score(self, steps: Any, units: Array, draw: torch.Generator) -> Scores: ...
 
-    def updated(self) -> None:
-        """A gradient step was made: target networks follow."""
+    def updated(self, follow: float) -> None:
+        """A gradient step was made: target networks go this share of the way."""
 
     def told(self, batches: list[Batch]) -> Doubles:
         """What running statistics need of samples, in a form that adds up over ranks."""

@@ -8,11 +8,14 @@ the latter is 0, or of the last state where it was cut off.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
 from tidemill.algorithms.api import Algorithm, Stats, TokenBatch
 from tidemill.algorithms.shared.advantages import whitened
+from tidemill.algorithms.shared.losses import RATIO_SETTINGS
 from tidemill.algorithms.shared.tables import unique
 from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch, Column
 from tidemill.graph import Graph, Stage
@@ -21,6 +24,7 @@ from tidemill.recipe.config import Config
 
 SOURCE = (ID, GROUP)
 LIMIT = 10.0  # of a scaled reward
+TERMINAL = 1  # of `ends`
 Floats = npt.NDArray[np.float64]
 
 
@@ -149,3 +153,32 @@ def closed_form(config: Config, is_ratio: bool) -> dict[str, float] | None:
         "value_clip": -1.0 if own.critic.value_clip is None else own.critic.value_clip,
         "entropy_coef": own.entropy_coef,
     }
+
+
+# Samples that are learned from many times
+
+
+def replayed(name: str, config: Config) -> Graph:
+    rows = max(1, config.algorithm.replay.capacity // config.rollout.max_new_tokens)
+    own = learn(config, "rewards", "next_observations")
+    made = rollout(config, "next_observations", reads=("again",))
+    return Graph(name, (*SOURCE, "again"), (made, replace(own, keeps=rows)))
+
+
+def targets(tokens: TokenBatch, config: Config) -> torch.Tensor:
+    """r + γ · what the next state is worth; nothing after the end of an episode."""
+    own = tokens.columns
+    goes_on = (own["ends"] != TERMINAL).to(own["rewards"].dtype)
+    return own["rewards"] + config.algorithm.critic.gamma * goes_on * own["q_next"]
+
+
+def entropy_aim(config: Config) -> float:
+    policy = config.model.policy
+    assert policy is not None and policy.spaces is not None
+    given = config.algorithm.replay.entropy
+    return -float(policy.spaces.dimensions) if given is None else given
+
+
+def unused_by_critics() -> dict[str, str]:
+    ratio = dict.fromkeys(RATIO_SETTINGS, "has no ratio: it follows its critics")
+    return ratio | dict.fromkeys(("entropy_coef", "old_logprobs"), "does not compare with the policy that acted")

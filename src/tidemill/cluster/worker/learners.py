@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tidemill.batch import GROUP, Batch
+from tidemill.batch import GROUP, LENGTH, Batch
 from tidemill.cluster.report import StoreAddress
 from tidemill.cluster.worker.store import KeyedStore
 from tidemill.device import plain
@@ -212,6 +212,9 @@ class RankLearnWorker(LearnWorker):
         self._end()
 
     def _learn_share(self) -> None:
+        if self.replays:
+            self._learn_drawn()
+            return
         whole = Batch.concat([held.batch for held in self.held]) if self.held else None
         place = self._place(self.groups)
         for _ in range(self.passes):
@@ -221,12 +224,23 @@ class RankLearnWorker(LearnWorker):
                     if whole is not None:
                         own = self._fresh(whole, self._place(whole.values(GROUP)) == update)
                     self._accumulate_share(own)
-                    self.my_turn()
-                    with self.tally.time(self.name, updates=1):
-                        measured = self.own.update()
-                    if self.calls.is_first:
-                        self.tally.update(self._named(measured))
+                    self._update()
                 self.accumulated = set()
+
+    def _update(self) -> None:
+        self.my_turn()
+        with self.tally.time(self.name, updates=1):
+            measured = self.own.update()
+        if self.calls.is_first:
+            self.tally.update(self._named(measured))
+
+    def _learn_drawn(self) -> None:
+        drawn = self._draw(self.world.rank, self.world.size)
+        self._accumulate_share(None if drawn is None else drawn.batch)
+        self._update()
+        self.accumulated = set()
+        if drawn is not None:
+            committed(drawn)
 
     def _place(self, groups: Any) -> Any:
         """Return which of the step's updates each group belongs to."""
@@ -239,12 +253,12 @@ class RankLearnWorker(LearnWorker):
 
     def _fills_microbatch(self) -> bool:
         early = self._early()
-        return early is not None and early["tokens"].lengths.sum() >= self.config.train.tokens_per_microbatch
+        return early is not None and early.values(LENGTH).sum() >= self.config.train.tokens_per_microbatch
 
     def _early(self) -> Batch | None:
         """Return what belongs to the first update and is not accumulated yet; None where that is not known."""
         is_known = has_fixed_places(self.config)
-        if not self.held or self.only_critic or (not is_known and self.config.train.updates_per_step > 1):
+        if not self.held or self.only_critic or self.replays or (not is_known and self.config.train.updates_per_step > 1):
             return None
         ready = Batch.concat([held.batch for held in self.held])
         return self._fresh(ready, self._update_of(ready) == 0)
@@ -263,13 +277,13 @@ class RankLearnWorker(LearnWorker):
             batch = self._counted_in(batch)
         shared = self.team.share(batch)
         self.my_turn()
-        with self.tally.time(self.name, tokens=0.0 if shared is None else float(shared["tokens"].lengths.sum())):
+        with self.tally.time(self.name, tokens=0.0 if shared is None else float(shared.values(LENGTH).sum())):
             self.own.accumulate_own(shared)
         if shared is not None:
             self.accumulated.update(int(g) for g in np.unique(shared.values(GROUP)))
 
     def _counted_in(self, batch: Batch) -> Batch:
-        self._counted += np.array([batch["tokens"].lengths.sum(), batch.rows], np.float64)
+        self._counted += np.array([batch.values(LENGTH).sum(), batch.rows], np.float64)
         return super()._counted_in(batch)
 
     # After the update, and when something was lost

@@ -68,6 +68,8 @@ class Ledger:
         self._tag_codes: dict[str, int] = {"": 0}
         self.tags = [""]
         self.leases = Leases(epoch)
+        self.keeps = max((stage.keeps for stage in stages), default=0)
+        self.kept: Ints = np.empty(0, np.int64)  # rows that all stages are through with, those with the lowest id first
         self.committed: dict[int, None] = {}
         self.serial = 0
 
@@ -133,6 +135,8 @@ class Ledger:
                 "put a column `group_size`, or give group_size to the dock or to the want",
             )
         columns = c.wanted(want)
+        if want.sampler == "replay":
+            return self._replay(c, want, columns, now, owner)
         if want.ranks > 1:
             return self._take_part(c, want, columns, now, owner)
         units = self._choose(c, want)
@@ -147,6 +151,9 @@ class Ledger:
             return
         held = self._held_lease(lease, now)
         c, slots = self.controllers[held.stage], held.slots
+        if held.is_replay:
+            self._give_back(self.leases.pop(lease))
+            return
         c.check_outputs(what)
         if what.counts is not None:
             what.counts.check(len(slots))
@@ -303,6 +310,16 @@ class Ledger:
         c.held.add(self.rows.tag[where], 1)
         return self.leases.add(HeldLease(c.index, slots, now + self.lease_s, columns, owner, now, where))
 
+    def _replay(self, c: Controller, want: Want, columns: tuple[str, ...], now: float, owner: bytes) -> Grant | None:
+        """Grant a lease on kept rows, drawn evenly and with repetition."""
+        if not len(self.kept):
+            return None
+        places = np.random.default_rng([want.seed, want.rank]).integers(0, len(self.kept), want.rows or 1)
+        slots = self.kept[places]
+        self.rows.leased[slots] |= c.bit
+        until = now + self.lease_s
+        return self._grant(self.leases.add(HeldLease(c.index, slots, until, columns, owner, now, slots, is_replay=True)))
+
     def _second(self, c: Controller, columns: tuple[str, ...], now: float, owner: bytes) -> Grant | None:
         """Grant a second lease on the rows of a straggler, if there is one."""
         limit_s = c.pace.limit_s
@@ -352,8 +369,13 @@ class Ledger:
             self.leases[lease.twin].twin = 0
             return
         c, rows, slots = self.controllers[lease.stage], self.rows, lease.slots
-        c.leased -= len(slots)
         rows.leased[slots] &= ~c.bit
+        if lease.is_replay:
+            for _, other in self.leases.at(lease.stage):
+                rows.leased[other.slots] |= c.bit
+            life.keep(self, np.empty(0, np.int64))
+            return
+        c.leased -= len(slots)
         live = rows.state[slots] == LIVE
         ending, slots = slots[~live], slots[live]
         c.held.add(rows.tag[slots], -1)

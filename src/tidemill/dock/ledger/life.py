@@ -143,13 +143,27 @@ def _let_go(ledger: Ledger, slots: Ints) -> None:
     """Free the parts that no pending stage reads, and rows that have passed all stages."""
     rows = ledger.rows
     is_through = (rows.pending[slots] | rows.leased[slots]) == 0
-    free_rows(ledger, slots[is_through])
+    if ledger.keeps:
+        keep(ledger, slots[is_through])
+    else:
+        free_rows(ledger, slots[is_through])
     rest = slots[~is_through]
     if not len(rest):
         return
     first = 1 if ledger.stale_policy == "requeue" else 0  # rows that are made again start from part 0
     for part in range(first, len(rows.chunk)):
         unref(ledger, part, rest[(rows.pending[rest] & ledger.columns.readers[part]) == 0])
+
+
+def keep(ledger: Ledger, slots: Ints) -> None:
+    """Keep rows that all stages are through with, and free the oldest beyond those that a stage reads again."""
+    kept = np.concatenate([ledger.kept, slots])
+    kept = kept[np.argsort(ledger.rows.id[kept], kind="stable")]
+    spare = kept[: max(0, len(kept) - ledger.keeps)]
+    spare = spare[ledger.rows.leased[spare] == 0]
+    ledger.kept = kept[~np.isin(kept, spare)] if len(spare) else kept
+    ledger.counts.leave(ledger.rows.id[slots])
+    free_rows(ledger, spare)
 
 
 def unref(ledger: Ledger, part: int, slots: Ints) -> None:
@@ -238,6 +252,8 @@ def free_rows(ledger: Ledger, slots: Ints) -> None:
 def clear(ledger: Ledger, slots: Ints) -> None:
     """Remove rows from the table, whatever the reason."""
     rows = ledger.rows
+    if len(ledger.kept):
+        ledger.kept = ledger.kept[~np.isin(ledger.kept, slots)]
     held = rows.chunk[:, slots]
     ledger.chunks.unref(held[held >= 0].tolist())
     for i in rows.id[slots].tolist():

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from tidemill.algorithms import registry
 from tidemill.batch import GROUP, ID, LENGTH, Batch
 from tidemill.dock import Dock, Lease, Want
+from tidemill.estimate.run import samples_per_step
 from tidemill.flow.adjust import LR, adjust_model, adjusted
 from tidemill.flow.schedule import has_fixed_places, may_lag
 from tidemill.flow.stages.stage import at_any_time
@@ -16,6 +18,8 @@ from tidemill.flow.tally import Tally
 from tidemill.learn.api import Learns
 from tidemill.learn.critic import critic_passes
 from tidemill.recipe.config import Config
+
+MINIBATCH = 256  # of samples that are drawn, where learn.minibatch is not given
 
 
 class LearnWorker:
@@ -37,6 +41,7 @@ class LearnWorker:
         self.dock, self.learner, self.config, self.tally = dock, learner, config, tally
         self.name, self.critic = name, critic  # the critic's own worker, polled before this one
         self.passes = critic_passes(config) if name == "learn_values" else config.train.passes_per_step
+        self.replays = registry.of(config).is_replayed
         self.my_turn = at_any_time  # called before the learner works
         self.held: list[Lease] = []
         self.has_begun = False  # a gradient was accumulated that an interruption would lose
@@ -84,7 +89,7 @@ class LearnWorker:
 
     def _accumulate_ready(self) -> None:
         """Accumulate what fills a micro-batch of the first update; the rest waits."""
-        if self.only_critic:
+        if self.only_critic or self.replays:
             return
         if not has_fixed_places(self.config) and self.config.train.updates_per_step > 1:
             return  # which update a group belongs to is known once the last one is in
@@ -126,7 +131,26 @@ class LearnWorker:
         self.held = []
         self.is_done = True
 
+    def _draw(self, rank: int = 0, ranks: int = 1) -> Lease | None:
+        """Draw what the update learns from, where samples are learned from many times; the step's own are kept for
+        later ones."""
+        replay, each = self.config.algorithm.replay, self.config.learn.minibatch or MINIBATCH
+        if self.learner.version * samples_per_step(self.config) * self.config.rollout.max_new_tokens < replay.begin:
+            return None
+        seed = self.config.seed % (1 << 32) << 24 | self.learner.version
+        return self.dock.take(
+            self.name, Want(rows=-(-replay.updates * each // ranks), sampler="replay", seed=seed, rank=rank, ranks=ranks)
+        )
+
     def _learn(self, whole: Batch) -> None:
+        if self.replays:
+            drawn = self._draw()
+            if drawn is not None:
+                self._accumulate(drawn.batch)
+            self._update()
+            if drawn is not None:
+                drawn.commit()
+            return
         update_of = self._update_of(whole)
         for _ in range(self.passes):
             for update in range(self.config.train.updates_per_step):
@@ -135,10 +159,13 @@ class LearnWorker:
                 if len(rows):
                     self._accumulate(whole.gather(rows))
                 if self.accumulated:
-                    self.my_turn()  # others may have worked since the last gradient
-                    with self.tally.time(self.name, updates=1):
-                        self.tally.update(self._named(self.learner.update()))
+                    self._update()
                 self.accumulated = set()
+
+    def _update(self) -> None:
+        self.my_turn()  # others may have worked since the last gradient
+        with self.tally.time(self.name, updates=1):
+            self.tally.update(self._named(self.learner.update()))
 
     def _named(self, metrics: dict[str, float]) -> dict[str, float]:
         return metrics if self.name == "learn" else {f"critic/{name}": value for name, value in metrics.items()}

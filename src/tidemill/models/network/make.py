@@ -10,9 +10,17 @@ import torch
 
 from tidemill.errors import ModelError
 from tidemill.models.network.actor_critic import ActorCritic
+from tidemill.models.network.judges import SoftActorCritic, ValuesOfChoices
 from tidemill.recipe.model import PolicySettings
 
 DEFINITION = "policy.json"
+KINDS: dict[str, Any] = {"states": ActorCritic, "soft": SoftActorCritic, "choices": ValuesOfChoices}
+
+
+def kind_of(settings: PolicySettings) -> str:
+    if settings.judges != "actions":
+        return "states"
+    return "choices" if settings.spaces is not None and settings.spaces.choices else "soft"
 
 
 def make(settings: PolicySettings, seed: int, device: torch.device) -> Any:
@@ -23,7 +31,7 @@ def make(settings: PolicySettings, seed: int, device: torch.device) -> Any:
         )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return ActorCritic(settings, settings.spaces).to(device).eval()
+        return KINDS[kind_of(settings)](settings, settings.spaces).to(device).eval()
 
 
 def save(model: Any, folder: Path) -> None:

@@ -122,7 +122,11 @@ class Network(nn.Module):
     def score(self, steps: Steps, units: Array, draw: torch.Generator) -> Scores:
         raise NotImplementedError
 
-    def updated(self) -> None:
+    def learns_fused(self) -> bool:
+        """Whether `fused.learn` may take all gradient steps of an update."""
+        return False
+
+    def updated(self, follow: float) -> None:
         """Nothing follows."""
 
     def told(self, batches: Sequence[Batch]) -> Doubles:

@@ -119,7 +119,7 @@ class VectorEngine:
             train, config = self.config.train, self.config
             count = train.prompts_per_step * train.samples_per_prompt
             workers = self.settings.workers if self.settings.workers >= 0 else host.cores() - 1
-            graph = registry.of(config).graph(config)
+            algorithm = registry.of(config)
             self._vectors = Vectors(
                 self.policy,
                 open_slots(self.settings, count, workers),
@@ -127,8 +127,9 @@ class VectorEngine:
                 config.rollout.max_new_tokens,
                 config.seed,
                 config.algorithm.critic.gamma,
-                graph.stage("rollout").writes,
+                algorithm.graph(config).stage("rollout").writes,
                 self.run,
+                lambda decisions: algorithm.explores(config, decisions),
             )
         return self._vectors
 

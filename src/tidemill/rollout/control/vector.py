@@ -6,7 +6,7 @@ one finds in the chain how the environments came there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,12 @@ class Lives:
 class Vectors:
     def __init__(
         self, policy: Any, slots: Slots, rows: int, ticks: int, seed: int, gamma: float, wanted: Sequence[str],
-        folder: Path | None,
+        folder: Path | None, explores: Callable[[int], float] = lambda decisions: 0.0,
     ) -> None:  # fmt: skip
-        """`rows`: slots of a vector. `wanted`: the columns that rollout writes. `folder`: the run's, for the chain."""
+        """`rows`: slots of a vector. `wanted`: the columns that rollout writes. `folder`: the run's, for the chain.
+        `explores`: share of random decisions, by how many were made before."""
         self.policy, self.slots, self.rows, self.ticks, self.seed = policy, slots, rows, ticks, seed
-        self.gamma, self.wanted = gamma, set(wanted)
+        self.gamma, self.wanted, self.explores = gamma, set(wanted), explores
         self.count = slots.count // rows
         self.lives = Lives.of(slots.count, self.count, policy, slots.spaces.observation)
         self.at = [-1] * self.count  # the fragment that comes next in each vector as its slots are now
@@ -193,6 +194,7 @@ class Run:
         self.next = np.empty_like(self.observations) if NEXT in vectors.wanted else None
         self.state = lives.state[self.own].copy()  # before the first decision
         self.has_values = "values" in vectors.wanted
+        self.explore = vectors.explores(max(k for _, k in asked) * ticks * vectors.slots.count)
         self.version = 0
 
     def advance(self, ticks: int, version: int) -> bool:
@@ -213,7 +215,7 @@ class Run:
         else:
             state = lives.state[self.own] if policy.state_width else None
             assert self.noise is not None
-            acted = policy.act(seen, self.noise[t], state)
+            acted = policy.act(seen, self.noise[t], state, self.explore)
             self.actions[t], self.logprobs[t] = acted.actions, acted.logprobs
             if self.has_values:
                 self.values[t] = acted.values
