@@ -20,7 +20,7 @@ def with_turns(
     if config.environment is None:
         return engine
     if isinstance(engine, VectorEngine):
-        return engine.at(run)
+        return engine.at(run, writer)
     from tidemill.environment.registry import offered
     from tidemill.environment.speech import Speech
     from tidemill.rollout.turns import TurnsEngine

@@ -55,6 +55,9 @@ class _EvaluatingEngine:
     def __init__(self, engine: RolloutEngine, moved_on: Callable[[], None]) -> None:
         self._engine, self._moved_on = engine, moved_on
 
+    def play(self, size: int, tell: Callable[[int], None]) -> Any:
+        return cast(Any, self._engine).play(size, lambda done: (self._moved_on(), tell(done)))
+
     def step(self) -> list[Completion]:
         self._moved_on()
         return self._engine.step()
@@ -196,6 +199,10 @@ class WorkerState:
 
     def evaluate(self, size: int, samples: int, tell: Callable[[Activity], None]) -> Evaluation:
         assert self.loaded is not None
+        if self.config.model.policy is not None:
+            engine = self.engine or make_engine(self.loaded, self.config)
+            with averaged(self.learner, engine):
+                return play(_EvaluatingEngine(engine, self.moved_on), self.config, size, tell)
         engine, paused = self.engine, _Paused()
         is_sole = self.lead is not None or self.config.flow.carry_over > 0  # no room for a second, for a moment's work
         if is_sole and engine is not None:
@@ -212,9 +219,6 @@ class WorkerState:
         )
         watched = cast(RolloutEngine, _EvaluatingEngine(engine, self.moved_on))
         try:
-            if self.config.model.policy is not None:
-                with averaged(self.learner, engine):
-                    return play(engine, self.config, size, lambda activity: (self.moved_on(), tell(activity))[1])
             with self._scoring() as scorer, averaged(None if self.is_cut else self.learner, engine):
                 seen = evaluate(
                     watched, held_out, encode, decode, scorer, self.config, size=size, samples=samples, tell=tell

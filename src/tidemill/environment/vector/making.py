@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from tidemill.environment.vector.duel import DuelSlots
 from tidemill.environment.vector.slots import BatchedSlots, EnvSlots, Slots, VectorSlots
 from tidemill.environment.vector.spaces import codec_of
 from tidemill.errors import ConfigError, MissingExtra, TidemillError, did_you_mean
@@ -61,6 +62,8 @@ def _of_class(maker: Any, name: str, args: Mapping[str, Any], count: int, render
     """A class of our kind takes the number of slots; one of Gymnasium's takes none, and is made once for each."""
     if "count" in inspect.signature(maker).parameters:
         made = maker(count=count, **args)
+        if hasattr(made, "to_move"):
+            return DuelSlots(made, count)
         return _of_vector(made, name) if hasattr(made, "num_envs") else BatchedSlots(made, count)
     first = maker(**_rendering(maker, args, render))
     if hasattr(first, "num_envs"):

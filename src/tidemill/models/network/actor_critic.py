@@ -30,7 +30,7 @@ class ActorCritic(Network):
         self.out = begin_head(nn.Linear(width, self.head.width), settings, SMALL)
         self.value = begin_head(nn.Linear(width, 1), settings, 1.0) if has_critic else None
         self.state_width = width if settings.kind == "gru" else 0
-        self._served: tuple[fused.Served, fused.Served | None] | None = None
+        self._served: fused.Serving | None = None
 
     # Deciding
 
@@ -46,13 +46,13 @@ class ActorCritic(Network):
         return np.zeros(len(observations), np.float32) if values is None else values
 
     def serve(self) -> None:
-        self._served = fused.served(self) if fused.fits(self) else None
+        self._served = fused.Serving(self) if fused.fits(self) else None
 
     def _read(self, observations: Array, state: Floats | None) -> tuple[Floats, Floats | None, Floats | None]:
         if self._served is not None:
-            policy, critic = self._served
             x = np.ascontiguousarray(observations, np.float32).reshape(len(observations), self.width)
-            return policy(x), None if critic is None else critic(x)[:, 0], None
+            critic = self._served.critic
+            return self._served.policy(x), None if critic is None else critic(x)[:, 0], None
         x = self.prepared(self.upload(observations))
         before = None if state is None else torch.from_numpy(state).to(self.device)
         own, judged = self._features(x, before)

@@ -117,11 +117,17 @@ class Served:
         return out
 
 
-def served(network: Any) -> tuple[Served, Served | None]:
-    policy = Served(_linears(network.trunk, network.out), network)
-    if network.value is None:
-        return policy, None
-    return policy, Served(_linears(network.critic_trunk, network.value), network)
+class Serving:
+    """Policy and critic, laid out for deciding. A copy of the network has weights of its own: it lays out its own."""
+
+    def __init__(self, network: Any) -> None:
+        self.policy = Served(_linears(network.trunk, network.out), network)
+        self.critic: Served | None = None
+        if network.value is not None:
+            self.critic = Served(_linears(network.critic_trunk, network.value), network)
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
 
 
 def _tower(layers: Sequence[nn.Linear], network: Any, moments: Mapping[Any, tuple[Tensor, Tensor]] | None = None) -> _Tower:

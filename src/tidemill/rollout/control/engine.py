@@ -17,12 +17,15 @@ import numpy as np
 from tidemill.algorithms import registry
 from tidemill.batch import Batch
 from tidemill.device import host
+from tidemill.environment.vector.duel import DuelSlots
 from tidemill.environment.vector.making import make_slots
 from tidemill.environment.vector.processes import open_slots
+from tidemill.environment.vector.random import seeds_of
 from tidemill.environment.vector.slots import GOES_ON
 from tidemill.recipe.config import Config
 from tidemill.rollout.control.fragment import Made, outputs
-from tidemill.rollout.control.vector import EVALUATION, Run, Vectors, seeds_of
+from tidemill.rollout.control.opponents import Known, Opponents, known_players
+from tidemill.rollout.control.vector import EVALUATION, Run, Vectors
 from tidemill.rollout.engine import Completion, Partial, Request, Sampling, load_part, run_callbacks
 
 SLICE_S = 0.02  # of work in one step
@@ -39,17 +42,19 @@ class VectorEngine:
         assert config.environment is not None
         self.policy, self.config, self.settings = policy, config, config.environment
         self.run: Path | None = None
+        self.writer = "0"
         self.version = 0
         self._vectors: Vectors | None = None
         self._waiting: list[tuple[Request, float]] = []  # and since when
         self._running: tuple[Run, list[Request]] | None = None
         self._ready: list[Completion] = []
         self._ticks = FIRST_TICKS
+        self.opponents: Opponents | None = None  # of a game of two players
         self._patience_s = self.settings.timeout_s if _has_peers(config) else 0.0
 
-    def at(self, run: Path | None) -> VectorEngine:
-        """`run`: the run's folder, where its environments' moves are kept."""
-        self.run = run
+    def at(self, run: Path | None, writer: str) -> VectorEngine:
+        """`run`: the run's folder, where its environments' moves are kept; `writer`: this worker's name there."""
+        self.run, self.writer = run, writer
         return self
 
     # What rollout asks
@@ -106,6 +111,8 @@ class VectorEngine:
     def _finish(self, run: Run, requests: list[Request]) -> list[Completion]:
         self._running = None
         done: list[Completion] = []
+        if self.opponents is not None:
+            self.opponents.record()
         for request, fragment in zip(requests, run.fragments()):
             rows = [Made(request, i, [], [], [], "length") for i in range(request.n)]
             rows[0].fragment = fragment
@@ -120,9 +127,13 @@ class VectorEngine:
             count = train.prompts_per_step * train.samples_per_prompt
             workers = self.settings.workers if self.settings.workers >= 0 else host.cores() - 1
             algorithm = registry.of(config)
+            slots = open_slots(self.settings, count, workers)
+            if isinstance(slots, DuelSlots):
+                self.opponents = slots.others = Opponents(self.policy, config, self.run, self.writer)
+                self.opponents.serve(self.version)
             self._vectors = Vectors(
                 self.policy,
-                open_slots(self.settings, count, workers),
+                slots,
                 train.samples_per_prompt,
                 config.rollout.max_new_tokens,
                 config.seed,
@@ -163,6 +174,8 @@ class VectorEngine:
             load_part(self.policy, weights)
         self.policy.serve()
         self.version = version
+        if self.opponents is not None:
+            self.opponents.serve(version)
 
     def sleep(self) -> None:
         """Nothing here is worth giving back."""
@@ -181,12 +194,19 @@ class VectorEngine:
         """So many episodes with the likeliest actions, always of the same seeds: in words, return, decisions."""
         self.policy.serve()
         slots = make_slots(self.settings, min(size, EVALUATED_TOGETHER))
+        game = slots.game if isinstance(slots, DuelSlots) else None
+        played: list[tuple[str, float, int]] = []
         try:
-            played = self._play(slots, size, tell)
+            for name, player in known_players(game).items() or [("", None)]:
+                if isinstance(slots, DuelSlots) and player is not None:
+                    slots.others = Known(player)
+                played += [(name, *one) for one in self._play(slots, size, lambda done: tell(len(played) + done))]
         finally:
             slots.close()
-        said = [(f"episode {i}", "", f"a return of {r:g} in {n} decisions") for i, (r, n) in enumerate(played)]
-        return [(words, gained, steps) for words, (gained, steps) in zip(said, played)]
+        return [
+            ((f"episode {i}", f"against {name}" if name else "", f"a return of {gained:g} in {steps} decisions"), gained, steps)
+            for i, (name, gained, steps) in enumerate(played)
+        ]
 
     def _play(self, slots: Any, size: int, tell: Callable[[int], None]) -> list[tuple[float, int]]:
         seeds = seeds_of(self.config.seed, np.arange(size) + EVALUATION, np.zeros(size, np.int64))

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.environment.vector.chain import FOLDER, Chain
+from tidemill.environment.vector.duel import ANSWERS, DuelSlots
+from tidemill.environment.vector.random import seeds_of
 from tidemill.environment.vector.slots import GOES_ON, TRUNCATED, Slots
 from tidemill.models.network.network import ACTIONS, ENDS, NEXT, OBSERVATIONS, STATE
 from tidemill.models.policy import Policy
@@ -23,17 +25,6 @@ from tidemill.rollout.control.fragment import Episodes, Fragment
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
 EVALUATION = 1 << 40  # slots of evaluations, whose episodes never have a training episode's seed
-
-
-def seeds_of(seed: int, slots: Ints, ticks: Ints) -> Ints:
-    """31 bits for each slot and the tick at which its episode begins (Steele et al. 2014, SplitMix64)."""
-    with np.errstate(over="ignore"):
-        x = np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15)
-        x = x + slots.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)
-        x = x + ticks.astype(np.uint64) * np.uint64(0xBF58476D1CE4E5B9) + np.uint64(1)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return ((x ^ (x >> np.uint64(31))) >> np.uint64(33)).astype(np.int64)
 
 
 @dataclass(slots=True)
@@ -70,6 +61,8 @@ class Vectors:
         self.policy, self.slots, self.rows, self.ticks, self.seed = policy, slots, rows, ticks, seed
         self.gamma, self.wanted, self.explores = gamma, set(wanted), explores
         self.count = slots.count // rows
+        self.duel = slots if isinstance(slots, DuelSlots) else None
+        self.opening = np.full((slots.count, ANSWERS), -1, np.int16)
         self.lives = Lives.of(slots.count, self.count, policy, slots.spaces.observation)
         self.at = [-1] * self.count  # the fragment that comes next in each vector as its slots are now
         self.chains = [self._chain(folder, v) for v in range(self.count)] if folder is not None else []
@@ -85,6 +78,9 @@ class Vectors:
             "shown": (np.float64, ()),
             "version": (np.int64, ()),
         }
+        if self.duel is not None:  # what the others did in each step, what they did first, and who they are
+            form |= {"answers": (np.int16, (ticks, rows, ANSWERS)), "opening": (np.int16, (rows, ANSWERS))}
+            form |= {"opponent": (np.int64, (rows,))}
         return Chain(folder / FOLDER / f"vector-{vector:04d}.bin", form)
 
     def own(self, vector: int) -> Ints:
@@ -114,8 +110,12 @@ class Vectors:
     def _read(self, vector: int, number: int) -> Any:
         return self.chains[vector].read(number) if self.chains else None
 
-    def _begin(self, own: Ints, ticks: Ints) -> None:
+    def _begin(self, own: Ints, ticks: Ints, opening: Array | None = None) -> None:
+        """`opening`: what the others did first, where this is not chance any more."""
+        self.script(own, opening)
         self.lives.observations[own] = self.slots.reset(own, seeds_of(self.seed, own, ticks))
+        if self.duel is not None:
+            self.opening[own] = self.duel.answers[own]
         for values in (self.lives.returns, self.lives.lengths, self.lives.trace, self.lives.state):
             values[own] = 0
 
@@ -136,13 +136,32 @@ class Vectors:
             first -= 1
         start = number - len(records)
         born[born < 0] = start * ticks
-        self._begin(own, born if not self.slots.is_joint else np.full(self.rows, start * ticks))
+        opening = None
+        if self.duel is not None:
+            opening = records[0]["opening"].copy()
+            for slot in np.flatnonzero(born > start * ticks).tolist():
+                i, t = divmod(int(born[slot]) - 1 - start * ticks, ticks)
+                opening[slot, 0] = records[i]["answers"][t, slot, 1]
+        self._begin(own, born if not self.slots.is_joint else np.full(self.rows, start * ticks), opening)
         for i, record in enumerate(records):
             for t in range(ticks):
                 tick = (start + i) * ticks + t
                 chosen = np.flatnonzero(born <= tick) if not self.slots.is_joint else np.arange(self.rows)
                 if len(chosen):
+                    self.script(own[chosen], record["answers"][t, chosen] if self.duel is not None else None)
                     self._step_again(own[chosen], record[ACTIONS][t, chosen], tick)
+        if self.duel is not None:
+            self.duel.opponent[own] = records[-1]["opponent"]
+            self.script(own, None)
+
+    def script(self, own: Ints, answers: Array | None) -> None:
+        """What the others will do in these slots; None: what they like."""
+        if self.duel is None:
+            return
+        self.duel.script = None
+        if answers is not None:
+            self.duel.script = np.zeros((self.slots.count, ANSWERS), np.int64)
+            self.duel.script[own] = answers
 
     def _step_again(self, own: Ints, actions: Array, tick: int) -> None:
         lives = self.lives
@@ -193,6 +212,8 @@ class Run:
         self.made = np.ones((ticks, size), np.bool_)
         self.next = np.empty_like(self.observations) if NEXT in vectors.wanted else None
         self.state = lives.state[self.own].copy()  # before the first decision
+        self.answers = None if vectors.duel is None else np.empty((ticks, size, ANSWERS), np.int16)
+        self.opening = vectors.opening[self.own].copy()
         self.has_values = "values" in vectors.wanted
         self.explore = vectors.explores(max(k for _, k in asked) * ticks * vectors.slots.count)
         self.version = 0
@@ -221,7 +242,11 @@ class Run:
                 self.values[t] = acted.values
             if acted.state is not None:
                 lives.state[self.own] = acted.state
+        if self.answers is not None:
+            vectors.script(self.own, np.concatenate([r["answers"][t] for r in self.records]) if self.again else None)
         stepped = vectors.slots.step(self.own, policy.moves(self.actions[t]), self.seeds[t])
+        if self.answers is not None and vectors.duel is not None:
+            self.answers[t] = vectors.duel.answers[self.own]
         self.rewards[t], self.ends[t] = stepped.rewards, stepped.ends
         lives.observations[self.own] = stepped.observations
         if stepped.made is not None:
@@ -337,7 +362,14 @@ class Run:
             state=self.vectors.lives.state[self.own[rows]],
             shown=shown,
             version=self.version,
+            **self._others(rows),
         )
+
+    def _others(self, rows: slice) -> dict[str, Array]:
+        if self.answers is None or self.vectors.duel is None:
+            return {}
+        opponents = self.vectors.duel.opponent[self.own[rows]]
+        return {"answers": self.answers[:, rows], "opening": self.opening[rows], "opponent": opponents}
 
 
 def _noise(seed: int, groups: Sequence[int], ticks: int, rows: int, draws: int, is_uniform: bool) -> Array:
