@@ -113,7 +113,9 @@ class NetworkLearner(Learner):
         units = np.ones(len(every), np.int64) if is_whole else lengths
         starts = dict(zip((id for id, _ in every), (np.cumsum(units) - units).tolist()))
         mine = [np.arange(starts[id], starts[id] + (1 if is_whole else length)) for id, length in own]
-        return np.concatenate(mine) if mine else np.empty(0, np.int64), lengths if is_whole else np.ones(int(lengths.sum()))
+        return np.concatenate(mine) if mine else np.empty(0, np.int64), lengths if is_whole else np.ones(
+            int(lengths.sum())
+        )
 
     def _learns_fused(self) -> bool:
         """Whether nobody wants to see or share what lies between two gradient steps."""
@@ -180,6 +182,10 @@ class NetworkLearner(Learner):
 def adam_state(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> dict[str, torch.Tensor]:
     """AdamW's own state of a parameter, made as AdamW makes it before its first step."""
     if not optimizer.state[p]:
-        optimizer.state[p] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        optimizer.state[p] = {
+            "step": torch.tensor(0.0),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }
     found: dict[str, torch.Tensor] = optimizer.state[p]
     return found

@@ -52,7 +52,9 @@ class Policy(Protocol):
 
     # What an engine needs
 
-    def act(self, observations: Array, noise: Floats | None, state: Floats | None = None, explore: float = 0.0) -> Acted:
+    def act(
+        self, observations: Array, noise: Floats | None, state: Floats | None = None, explore: float = 0.0
+    ) -> Acted:
         """Decide for a batch. Without noise: the likeliest actions. `explore`: share of decisions at random."""
 
     def judge(self, observations: Array, state: Floats | None = None) -> Floats:

@@ -126,7 +126,9 @@ class DuelSlots:
             seen, opponents = self.game.seen(slots), self.opponent[slots]
             for opponent in np.unique(opponents):
                 own = np.flatnonzero(opponents == opponent)
-                chance = uniform(self.seeds[slots[own]] * MOST_PLIES + self.ply[slots[own]], np.zeros(1, np.int64))[:, 0]
+                chance = uniform(self.seeds[slots[own]] * MOST_PLIES + self.ply[slots[own]], np.zeros(1, np.int64))[
+                    :, 0
+                ]
                 moves[own] = self.others.answer(int(opponent), seen[own], chance)
         self.answers[slots, at] = moves
         self.ply[slots] += 1

@@ -79,9 +79,7 @@ class Bell:
     def __init__(self, cells: Array, end: socket.socket, is_worker: bool) -> None:
         asked, answered, worker_sleeps, owner_sleeps = (cells[i, :1] for i in range(4))
         self.mine, self.theirs = (answered, asked) if is_worker else (asked, answered)
-        self._i_sleep, self._they_sleep = (
-            (worker_sleeps, owner_sleeps) if is_worker else (owner_sleeps, worker_sleeps)
-        )
+        self._i_sleep, self._they_sleep = (worker_sleeps, owner_sleeps) if is_worker else (owner_sleeps, worker_sleeps)
         self.end = end
         self._waiting = select.poll()  # unlike select, not limited to the first 1024 files
         self._waiting.register(end, select.POLLIN)

@@ -30,7 +30,9 @@ class Stepped:
     rewards: npt.NDArray[np.float64]
     ends: npt.NDArray[np.uint8]
     finals: Array  # of slots that ended; other rows mean nothing
-    made: npt.NDArray[np.bool_] | None = None  # False: the move was not used, for the slot only began anew; None: all were
+    made: npt.NDArray[np.bool_] | None = (
+        None  # False: the move was not used, for the slot only began anew; None: all were
+    )
 
 
 class Slots(Protocol):

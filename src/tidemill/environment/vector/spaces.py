@@ -40,7 +40,9 @@ def codec_of(observations: Any, actions: Any, name: str) -> Codec:
     if kind == "Discrete":
         first = int(getattr(actions, "start", 0))
         spaces = Spaces(**pixels, choices=(int(actions.n),))
-        return Codec(spaces, write, lambda move: int(move[0]) + first, lambda moves: moves[:, 0].astype(np.int64) + first)
+        return Codec(
+            spaces, write, lambda move: int(move[0]) + first, lambda moves: moves[:, 0].astype(np.int64) + first
+        )
     if kind in ("MultiDiscrete", "MultiBinary"):
         sizes = actions.nvec if kind == "MultiDiscrete" else np.full(actions.shape, 2)
         start = np.asarray(getattr(actions, "start", 0))

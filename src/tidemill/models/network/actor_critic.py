@@ -35,7 +35,9 @@ class ActorCritic(Network):
     # Deciding
 
     @torch.no_grad()
-    def act(self, observations: Array, noise: Floats | None, state: Floats | None = None, explore: float = 0.0) -> Acted:
+    def act(
+        self, observations: Array, noise: Floats | None, state: Floats | None = None, explore: float = 0.0
+    ) -> Acted:
         out, values, after = self._read(observations, state)
         actions, logprobs = self.head.sample(out, observations, noise)
         return Acted(actions, logprobs, values, after)

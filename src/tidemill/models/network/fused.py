@@ -130,7 +130,9 @@ class Serving:
         return None
 
 
-def _tower(layers: Sequence[nn.Linear], network: Any, moments: Mapping[Any, tuple[Tensor, Tensor]] | None = None) -> _Tower:
+def _tower(
+    layers: Sequence[nn.Linear], network: Any, moments: Mapping[Any, tuple[Tensor, Tensor]] | None = None
+) -> _Tower:
     made = _Tower(layers=len(layers), relu=network.settings.activation == "relu")
     made.sizes[0] = layers[0].in_features
     for i, layer in enumerate(layers):
@@ -187,7 +189,9 @@ def learn(
     return found, int(task.steps)
 
 
-def _metrics(sums: Mapping[str, float], is_ratio: bool, has_critic: bool, terms: Mapping[str, float]) -> dict[str, float]:
+def _metrics(
+    sums: Mapping[str, float], is_ratio: bool, has_critic: bool, terms: Mapping[str, float]
+) -> dict[str, float]:
     found = {}
     for name, value in sums.items():
         by = sums["steps"] if name in OF_STEPS else 1.0 if name in OF_ALL else sums["count"]

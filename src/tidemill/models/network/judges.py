@@ -67,7 +67,9 @@ class SoftActorCritic(Network):
         self.log_alpha = nn.Parameter(torch.zeros(()))
 
     @torch.no_grad()
-    def act(self, observations: Array, noise: Floats | None, state: Floats | None = None, explore: float = 0.0) -> Acted:
+    def act(
+        self, observations: Array, noise: Floats | None, state: Floats | None = None, explore: float = 0.0
+    ) -> Acted:
         if explore and noise is not None:  # evenly over the bounds
             even = 2.0 * torch.special.ndtr(torch.from_numpy(noise).double()) - 1.0
             actions = torch.atanh(even.clamp(-CERTAIN, CERTAIN)).float().numpy()
@@ -118,7 +120,9 @@ class ValuesOfChoices(Network):
             self.targets.follow(self.critics, 1.0)
 
     @torch.no_grad()
-    def act(self, observations: Array, noise: Floats | None, state: Floats | None = None, explore: float = 0.0) -> Acted:
+    def act(
+        self, observations: Array, noise: Floats | None, state: Floats | None = None, explore: float = 0.0
+    ) -> Acted:
         values = self._legal(self.critics(self.prepared(self.upload(observations)))[0], observations).cpu().numpy()
         chosen = values.argmax(1)
         if noise is not None:

@@ -40,7 +40,9 @@ def save(model: Any, folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / DEFINITION).write_text(json.dumps(model.settings.model_dump(mode="json"), indent=1) + "\n")
-    save_file({name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}, folder / "policy.safetensors")
+    save_file(
+        {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}, folder / "policy.safetensors"
+    )
 
 
 def open_saved(folder: Path, device: torch.device = torch.device("cpu")) -> Any:

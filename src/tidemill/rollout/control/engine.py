@@ -204,7 +204,11 @@ class VectorEngine:
         finally:
             slots.close()
         return [
-            ((f"episode {i}", f"against {name}" if name else "", f"a return of {gained:g} in {steps} decisions"), gained, steps)
+            (
+                (f"episode {i}", f"against {name}" if name else "", f"a return of {gained:g} in {steps} decisions"),
+                gained,
+                steps,
+            )
             for i, (name, gained, steps) in enumerate(played)
         ]
 

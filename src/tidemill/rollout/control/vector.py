@@ -165,7 +165,9 @@ class Vectors:
 
     def _step_again(self, own: Ints, actions: Array, tick: int) -> None:
         lives = self.lives
-        stepped = self.slots.step(own, self.policy.moves(actions), seeds_of(self.seed, own, np.full(len(own), tick + 1)))
+        stepped = self.slots.step(
+            own, self.policy.moves(actions), seeds_of(self.seed, own, np.full(len(own), tick + 1))
+        )
         lives.observations[own] = stepped.observations
         made = np.ones(len(own), np.bool_) if stepped.made is None else stepped.made
         lives.returns[own] += stepped.rewards
@@ -378,7 +380,5 @@ def _noise(seed: int, groups: Sequence[int], ticks: int, rows: int, draws: int, 
     for group in groups:
         stream = np.random.Generator(np.random.Philox(key=np.array([seed, group], np.uint64)))
         shape = (ticks, rows, draws)
-        made.append(
-            stream.random(shape, np.float32) if is_uniform else stream.standard_normal(shape, np.float32)
-        )
+        made.append(stream.random(shape, np.float32) if is_uniform else stream.standard_normal(shape, np.float32))
     return np.concatenate(made, 1)
