@@ -6,13 +6,15 @@ STAMP  := $(VENV)/.installed
 VLLM_VENV  ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 BROWSER_VENV ?= .venv-browser
+DOCS_VENV ?= .venv-docs
+LOGGERS_VENV ?= .venv-loggers
 CLIENTS_VENV ?= .venv-clients
 
 # These start eight processes that compute together: beside another worker's they would crowd two cores.
 RANKS := tests/learn/parallel
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slurm test-ray-jobs test-vllm test-browser test-clients lint layers types quick slow learning bench peers clean
+.PHONY: help install quickstart test test-slurm test-ray-jobs test-vllm test-browser test-clients test-loggers docs lint layers types quick slow learning bench peers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -38,6 +40,7 @@ layers: install ## imports point down the layers of docs/architecture.md
 lint: install layers
 	@$(BIN)/ruff check src tests benchmarks
 	@$(BIN)/ruff format --check -q src tests benchmarks
+	@$(BIN)/hadolint docker/*.Dockerfile
 
 types: install
 	@$(BIN)/mypy
@@ -76,6 +79,23 @@ $(BROWSER_VENV)/bin/playwright:
 test-browser: install $(BROWSER_VENV)/bin/playwright ## `tidemill watch` in a real browser (needs chromium; PICTURES=1 keeps pictures)
 	@TIDEMILL_PYTHON=$(abspath $(BIN)/python) $(BROWSER_VENV)/bin/python -m pytest --confcutdir tests/browser tests/browser
 
+$(LOGGERS_VENV)/.installed:
+	@test -x $(LOGGERS_VENV)/bin/python || $(PYTHON) -m venv $(LOGGERS_VENV)
+	@$(LOGGERS_VENV)/bin/python -m pip install -q --disable-pip-version-check wandb mlflow-skinny trackio swanlab pydantic pyyaml rich numpy
+	@touch $@
+
+test-loggers: install $(LOGGERS_VENV)/.installed ## W&B, MLflow, Trackio and SwanLab write offline, and their files are read back
+	@TIDEMILL_LOGGERS_PYTHON=$(abspath $(LOGGERS_VENV)/bin/python) $(BIN)/python -m pytest -rs tests/observe/test_loggers.py
+
+$(DOCS_VENV)/.installed: requirements.docs.lock
+	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install -q --disable-pip-version-check -r requirements.docs.lock
+	@touch $@
+
+docs: install $(DOCS_VENV)/.installed ## the documentation as a site in build/site, with the Python reference; every link is checked
+	@NO_MKDOCS_2_WARNING=1 TIDEMILL_PYTHON=$(abspath $(BIN)/python) $(DOCS_VENV)/bin/mkdocs build -q
+	@echo "build/site/index.html"
+
 # litellm and openai-agents want an openai package of version 2, inspect-ai one of version 3.
 $(CLIENTS_VENV)/.installed:
 	@test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
@@ -108,4 +128,4 @@ bench: install ## the benchmarks that run on this machine, as tables
 	@for name in step; do $(BIN)/tidemill bench $$name; done
 
 clean: ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) $(BROWSER_VENV) $(CLIENTS_VENV) $(CLIENTS_VENV)-3 $(RAY_DEFAULT) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(BROWSER_VENV) $(DOCS_VENV) $(LOGGERS_VENV) $(CLIENTS_VENV) $(CLIENTS_VENV)-3 $(RAY_DEFAULT) .pytest_cache .mypy_cache .ruff_cache .hypothesis

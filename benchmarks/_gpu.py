@@ -209,7 +209,7 @@ def as_loaded(model: Any) -> None:
 
 def time_update(model: Any, config: Any, batch: Any, warm: list[Any]) -> dict[str, float]:
     """Seconds and peak of one update of `batch`, after one update of each batch in `warm`."""
-    from tidemill.algorithms.registry import get
+    from tidemill.algorithms.shared.registry import get
     from tidemill.learn.engine import Learner
 
     parameters = parameters_of(model)

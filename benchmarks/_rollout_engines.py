@@ -51,7 +51,7 @@ class Shape:
         from transformers import AutoModelForCausalLM
 
         import tidemill.models.attention.registry  # noqa: F401  registers the attention
-        from tidemill.models import experts
+        from tidemill.models.mixture import experts
 
         torch.manual_seed(0)
         with torch.device(self.device):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tidemill.reshard.layout import Box, Layout, LayoutPiece, extents
+from tidemill.reshard.layouts.layout import Box, Layout, LayoutPiece, extents
 from tidemill.reshard.pack import region
 from tidemill.reshard.plan import Spot, cut
 
@@ -52,7 +52,7 @@ def _expected(layout: Layout, rank: int, tensors: dict[str, torch.Tensor]) -> It
 
 
 def _chunks(piece: LayoutPiece, number: int, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:
-    from tidemill.reshard.layout import shift, volume
+    from tidemill.reshard.layouts.layout import shift, volume
 
     for box in cut(piece.box, max(1, volume(piece.box) // CHUNK)):
         at = shift(piece.at, piece.box, box)

@@ -189,7 +189,7 @@ def time_logprobs() -> None:
 
 def check_learner() -> None:
     """Whole gradients of every variant against the plain path, in float32."""
-    from tidemill.algorithms.registry import get
+    from tidemill.algorithms.shared.registry import get
     from tidemill.learn.engine import Learner
 
     model, batch = model_of("tiny").float(), job(3, 500, 4, 37, 70)
@@ -284,7 +284,7 @@ def check_optimizers() -> None:
 
 def check_deterministic() -> None:
     """The same batch twice from the same weights: are the gradients the same bits, with and without being asked to."""
-    from tidemill.algorithms.registry import get
+    from tidemill.algorithms.shared.registry import get
     from tidemill.device import determinism
     from tidemill.learn.engine import Learner
 
@@ -310,7 +310,7 @@ def profile_job(model: Any, groups: int, micro: int, **learn: Any) -> None:
     """Where the device's time goes, by kernel."""
     from torch.profiler import ProfilerActivity, profile
 
-    from tidemill.algorithms.registry import get
+    from tidemill.algorithms.shared.registry import get
     from tidemill.learn.engine import Learner
 
     as_loaded(model)

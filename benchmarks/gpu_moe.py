@@ -27,11 +27,11 @@ from tidemill.learn.parallel.collectives import world
 from tidemill.learn.parallel.context import Shares, Ulysses
 from tidemill.learn.parallel.flight import Flight
 from tidemill.learn.parallel.ring import AttentionRing
-from tidemill.models import experts
 from tidemill.models.attention import registry as attention
 from tidemill.models.attention.contexts import KINDS
 from tidemill.models.attention.flex import Sight
 from tidemill.models.attention.registry import AttentionForm
+from tidemill.models.mixture import experts
 
 REPEATS = 5
 
@@ -149,7 +149,7 @@ def learning_step(device: torch.device, dtype: torch.dtype, small: bool) -> dict
     """GRPO's whole update of a mixture with its routers balanced and replayed, compiled layers included."""
     import numpy as np
 
-    from tidemill.algorithms.registry import get
+    from tidemill.algorithms.shared.registry import get
     from tidemill.batch import Batch, Column
     from tidemill.learn.engine import Learner
     from tidemill.recipe.config import Config

@@ -95,7 +95,7 @@ def accelerator() -> dict[str, Any]:
     from tests.learn.parallel.products import make_model, recipe, samples
 
     from tidemill import device
-    from tidemill.algorithms.registry import get
+    from tidemill.algorithms.shared.registry import get
     from tidemill.device.collective import backend
     from tidemill.learn.engine import Learner
     from tidemill.learn.parallel import mesh

@@ -43,7 +43,7 @@ def _swap(chosen: Any, name: str, repeats: int) -> dict[str, Any]:
     import torch
 
     from tidemill.estimate import weight_flow
-    from tidemill.reshard import parallel
+    from tidemill.reshard.layouts import parallel
     from tidemill.reshard.pack import checksum
     from tidemill.reshard.swap import Swap
 
@@ -122,7 +122,7 @@ def _one_iteration(held: Any, learner: list[Any], model: Any, where: Any, timeli
     """Learn, hand the weights to an engine of other (fused) tensors, swap out, roll out, come back: memory at each."""
     import torch
 
-    from tidemill.reshard import parallel
+    from tidemill.reshard.layouts import parallel
     from tidemill.reshard.move import Job, Moved, copy_local, own_copies
     from tidemill.reshard.plan import plan
 
@@ -244,10 +244,10 @@ def _moved(rank: int, name: str, token: str, repeats: int) -> dict[str, Any]:
     from benchmarks import _weights
     from tidemill import device
     from tidemill.estimate import weight_flow
-    from tidemill.reshard import parallel
+    from tidemill.reshard.layouts import parallel
     from tidemill.reshard.move import Job, move
     from tidemill.reshard.plan import Topology, plan
-    from tidemill.reshard.shared import SharedWire
+    from tidemill.reshard.wires.one_node import SharedWire
 
     where = device.pick().torch_device
     model = weight_flow.published(name)

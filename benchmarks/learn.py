@@ -103,7 +103,7 @@ def batch_of(job: Mapping[str, Any]) -> Any:
 
 
 def ours(job: Mapping[str, Any]) -> dict[str, float]:
-    from tidemill.algorithms.registry import get
+    from tidemill.algorithms.shared.registry import get
     from tidemill.learn.engine import Learner
     from tidemill.models.attention import registry as attention
     from tidemill.recipe.config import Config

@@ -23,7 +23,7 @@ SPREAD = 0.4  # of returns of 0 and 1: fewer than 80 % are alike
 
 
 def run(options: Mapping[str, Any]) -> dict[str, Any]:
-    from tidemill.algorithms.registry import names as known
+    from tidemill.algorithms.shared.registry import names as known
 
     names = list(options["only"]) or [*known(), "game", "tools", "grpo_reward_model"]
     kept = Path(str(options["kept"])) if options["kept"] else None

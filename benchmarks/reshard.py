@@ -38,7 +38,7 @@ GRID_EXPERT_ENGINES = ["ep2,tp2"]
 
 def run(options: Mapping[str, Any]) -> dict[str, Any]:
     from tidemill.bench import summary
-    from tidemill.reshard import parallel
+    from tidemill.reshard.layouts import parallel
 
     words = {**options, "token": uuid.uuid4().hex}
     ranks = max(parallel.parse(str(options[side])).size for side in ("learner", "engine"))
@@ -78,7 +78,7 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
 def _one_process(name: str) -> int:
     """Bytes moved when learner and engine are one process with one layout."""
     from tidemill.estimate import weight_flow
-    from tidemill.reshard import parallel
+    from tidemill.reshard.layouts import parallel
     from tidemill.reshard.plan import plan
 
     one = parallel.parse("dp1")
@@ -92,10 +92,10 @@ def _one_process(name: str) -> int:
 def _bench(rank: int, ranks: int, words: Mapping[str, Any]) -> dict[str, Any]:
     from benchmarks import _weights
     from tidemill.estimate import weight_flow
-    from tidemill.reshard import parallel
+    from tidemill.reshard.layouts import parallel
     from tidemill.reshard.move import BufferRing, GroupWire, Job, Moved, move
     from tidemill.reshard.plan import plan
-    from tidemill.reshard.shared import SharedWire
+    from tidemill.reshard.wires.one_node import SharedWire
 
     model = weight_flow.published(str(words["model"]), int(words["layers"]))
     dtype = str(words["dtype"])
@@ -151,7 +151,7 @@ def _gather(
     import torch.distributed as dist
 
     from benchmarks import _weights
-    from tidemill.reshard.layout import extents
+    from tidemill.reshard.layouts.layout import extents
     from tidemill.reshard.pack import region
     from tidemill.reshard.plan import Spot
 
@@ -191,7 +191,7 @@ def _gather(
 def _grid(rank: int, ranks: int, words: Mapping[str, Any]) -> dict[str, Any]:
     """Every learner with every engine, on small models: is all where it should be?"""
     from benchmarks import _weights
-    from tidemill.reshard import parallel
+    from tidemill.reshard.layouts import parallel
     from tidemill.reshard.move import BufferRing, GroupWire, Job, move
     from tidemill.reshard.plan import Topology, plan
 
@@ -261,7 +261,7 @@ def _ranks(work: Callable[..., dict[str, Any]], ranks: int, words: Mapping[str, 
     import multiprocessing
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "tidemill.reshard.shared"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "tidemill.reshard.wires.one_node"])
     queue = context.Queue()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -52,7 +52,7 @@ def gradient_gap(learn: dict[str, Any]) -> dict[str, float]:
     from tests.learn.grouped import grouped
     from tests.learn.plain import by_the_chain_rule, written_out
 
-    from tidemill.algorithms.registry import get
+    from tidemill.algorithms.shared.registry import get
     from tidemill.learn import layers
     from tidemill.learn.engine import Learner
     from tidemill.models import lora

@@ -21,10 +21,10 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
     import torch
     from tests.learn.grouped import grouped
 
-    from tidemill.algorithms.registry import get
+    from tidemill.algorithms.shared.registry import get
     from tidemill.device import host
     from tidemill.learn.engine import Learner
-    from tidemill.models import fused
+    from tidemill.models.layers import fused
     from tidemill.models.load import make_tiny
     from tidemill.recipe.config import Config, TinyModel
 

@@ -19,7 +19,7 @@ ARG TORCH=2.11.0
 RUN pip install "torch==${TORCH}" "torch-npu==${TORCH}"
 
 COPY . /opt/tidemill
-RUN pip install "/opt/tidemill[cluster,data,plot,rewards,watch]"
+RUN pip install "/opt/tidemill[all]"
 
 RUN useradd --create-home --uid 1000 --groups HwHiAiUser tidemill \
     || useradd --create-home --uid 1000 tidemill

@@ -13,9 +13,8 @@ ARG TORCH=2.13.0
 RUN pip install "torch==${TORCH}" --index-url https://download.pytorch.org/whl/cpu
 
 COPY . /opt/tidemill
-RUN pip install "/opt/tidemill[cluster,data,plot,rewards,watch]"
-
-RUN useradd --create-home --uid 1000 tidemill
+RUN pip install "/opt/tidemill[all]" \
+    && useradd --create-home --uid 1000 tidemill
 USER 1000
 WORKDIR /home/tidemill
 ENTRYPOINT ["tidemill"]

@@ -15,7 +15,7 @@ ARG TORCH=2.11.0
 RUN pip install "torch==${TORCH}" --index-url https://download.pytorch.org/whl/cu129
 
 COPY . /opt/tidemill
-RUN pip install "/opt/tidemill[cluster,data,plot,power,rewards,watch]"
+RUN pip install "/opt/tidemill[all]"
 
 RUN (userdel --remove ubuntu || true) && useradd --create-home --uid 1000 tidemill
 USER 1000

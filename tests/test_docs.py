@@ -94,4 +94,10 @@ def test_the_pages_of_a_first_hour_have_runnable_blocks() -> None:
     assert {"README.md", "quickstart.md", "recipes.md", "data.md", "rewards.md"} <= named
 
 
+def test_every_page_that_a_message_names_is_there() -> None:
+    files = [*ROOT.glob("src/**/*.py"), *ROOT.glob("recipes/**/*.yaml")]
+    named = {page for file in files for page in re.findall(r"docs/[\w/-]+\.md", file.read_text(encoding="utf-8"))}
+    assert named and not [page for page in sorted(named) if not (ROOT / page).exists()]
+
+
 CPU = torch.device("cpu")

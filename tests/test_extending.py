@@ -12,7 +12,7 @@ import torch
 
 import tidemill
 from tidemill import algorithms
-from tidemill.algorithms import registry
+from tidemill.algorithms.shared import registry
 from tidemill.check import parallel, precheck, rules
 from tidemill.estimate.memory import memory
 from tidemill.models import families

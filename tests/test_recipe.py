@@ -191,7 +191,7 @@ def test_several_errors_are_told_at_once_with_key_value_place_and_what_would_do(
         ("extends: [a, b]\n", "wants one path or recipe name"),
         ("name: !!python/object/apply:os.getcwd []\n", "is not YAML"),
         ("name: 12\n", "name is 12 (r.yaml:1), but wants text that is not empty; put it in quotes"),
-        ("train: 5\n", "train is 5 (r.yaml:1), but wants a section of settings"),
+        ("train: 5\n", "train is 5 (r.yaml:1), but wants settings of its own (train.steps, "),
         ("model: {tiny: {heads: 3}}\n", "model.tiny (r.yaml:1): heads (3) must divide"),
     ],
 )

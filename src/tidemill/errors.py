@@ -63,7 +63,10 @@ class MissingExtra(TidemillError):
 
 
 def nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:
-    return difflib.get_close_matches(name, list(known), n=n, cutoff=0.5)
+    """Return the names most like this one: the best, and others only if they are nearly as good."""
+    likeness = {word: difflib.SequenceMatcher(None, name.lower(), word.lower()).ratio() for word in known}
+    best = sorted(likeness, key=lambda word: likeness[word], reverse=True)[:n]
+    return [word for word in best if likeness[word] >= max(0.5, likeness[best[0]] - 0.15)]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

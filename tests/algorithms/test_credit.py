@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tidemill.algorithms.registry import get
 from tidemill.algorithms.shared import credit
+from tidemill.algorithms.shared.registry import get
 from tidemill.batch import GROUP, ID, Batch, Column
 from tidemill.check.rules import problems
 from tidemill.recipe.config import Config

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 from tidemill.recipe.config import Config
 
 TABLE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import tidemill
-from tidemill.algorithms.registry import every
+from tidemill.algorithms.shared.registry import every
 
 SHAPE = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 64, "window": 40}
 TINY = {**SHAPE, "alphabet": "0123456789+-= "}

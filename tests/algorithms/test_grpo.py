@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.algorithms import registry
 from tidemill.algorithms.api import TokenBatch, total
+from tidemill.algorithms.shared import registry
 from tidemill.algorithms.shared.advantages import group_advantages
 from tidemill.algorithms.shared.aggregate import local_weights, whole
 from tidemill.batch import Batch, Column

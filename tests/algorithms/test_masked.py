@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tidemill.algorithms.api import TokenBatch, total
-from tidemill.algorithms.registry import get
 from tidemill.algorithms.shared.losses import ratio_stats
+from tidemill.algorithms.shared.registry import get
 from tidemill.recipe.config import Config
 
 NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "ppo", "reinforce_pp", "rejection", "sft", "dpo", "kto")

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tidemill.algorithms.registry import every, get
+from tidemill.algorithms.shared.registry import every, get
 from tidemill.models.load import load, save_folder
 from tidemill.recipe.config import AlgorithmSettings, Config
 

@@ -138,7 +138,7 @@ def test_a_script_is_read_and_never_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("a.yaml", "- 1\n- 2", "no mapping"), ("a.json", "{", "is not JSON"), ("a.py", "def (", "is not Python"),
+        ("a.yaml", "- 1\n- 2", "holds no settings"), ("a.json", "{", "is not JSON"), ("a.py", "def (", "is not Python"),
         ("a.sh", "echo hello", "no settings that can be read"), ("a.yaml", ": : :\n\t", "is not YAML"),
     ],
 )  # fmt: skip

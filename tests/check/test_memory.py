@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.check.test_estimate import make
 
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 from tidemill.estimate.memory import (
     MemoryEstimate,
     activation_bytes,
@@ -14,9 +14,9 @@ from tidemill.estimate.memory import (
     optimizer_bytes,
     update_bytes,
 )
-from tidemill.learn.critic import ValueLearner
 from tidemill.learn.engine import Learner
-from tidemill.learn.value_model import ValueModel
+from tidemill.learn.values.critic import ValueLearner
+from tidemill.learn.values.model import ValueModel
 from tidemill.models.load import make_tiny
 from tidemill.models.shape import ModelShape, shape_of
 from tidemill.recipe import load as recipe

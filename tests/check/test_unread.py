@@ -48,9 +48,9 @@ def test_settings_that_are_read_are_not_told(override: str) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("learn.lr=inf", "a finite number of at least 0 and of at most 10 (one update at a higher rate destroys"),
+        ("learn.lr=inf", "a finite number from 0 to 10 (one update at a higher rate destroys"),
         ("learn.lr=11", "destroys any model"),
-        ("train.prompts_per_step=100000000", "of at most 1,000,000 (a step's rows are held in memory"),
+        ("train.prompts_per_step=100000000", "a whole number from 1 to 1,000,000 (a step's rows are held in memory"),
         ("train.samples_per_prompt=100000000", "held in memory"),
         ("rollout.max_new_tokens=10000000000", "32-bit numbers"),
         ("rollout.temperature=1000", "uniform over the vocabulary"),

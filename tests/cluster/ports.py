@@ -11,7 +11,7 @@ from tidemill.cluster.assignment import OneProcess, WeightLink
 from tidemill.cluster.worker.weights import WeightPort
 from tidemill.flow.tally import Tally
 from tidemill.recipe.config import Config
-from tidemill.reshard.layout import merge
+from tidemill.reshard.layouts.layout import merge
 
 AHEAD = Config.model_validate({"flow": {"schedule": "async", "max_staleness": 1}})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 from tidemill.cluster.driver.placement import PlacementError, accelerator_of, check, shortage
 from tidemill.cluster.wiring import wire
 from tidemill.recipe.config import Config

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tidemill import device
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 from tidemill.cluster.commands import Request, WorkerCommands, request
 from tidemill.cluster.driver import stall, status
 from tidemill.cluster.driver.driver import Driver

@@ -189,7 +189,7 @@ def test_a_failed_transfer_leaves_the_old_version_serving() -> None:
     from tests.cluster.ports import Copy
     from tests.rollout.tiny import tiny_model
 
-    from tidemill.reshard.one import OneProcessWire
+    from tidemill.reshard.wires.one_process import OneProcessWire
 
     learner, served = tiny_model("qwen2"), tiny_model("qwen2")
     served.load_state_dict(learner.state_dict())

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from tidemill.errors import ConfigError, TidemillError
 from tidemill.learn import checkpoint
-from tidemill.models import routing
 from tidemill.models.load import save_folder
+from tidemill.models.mixture import routing
 from tidemill.models.tiny import make_tokenizer
 from tidemill.recipe.config import TinyModel
 from tidemill.run import start as launch

@@ -18,9 +18,9 @@ import torch
 
 from tests.hostile import strangers
 from tidemill.errors import ReshardError
-from tidemill.reshard import segment
-from tidemill.reshard.handle import DeviceHandle, _from_plain
-from tidemill.reshard.shared import SharedWire
+from tidemill.reshard.wires import segment
+from tidemill.reshard.wires.handle import DeviceHandle, _from_plain
+from tidemill.reshard.wires.one_node import SharedWire
 
 SIZE = 1 << 13
 

@@ -9,10 +9,10 @@ import torch
 
 from tests.faults.test_resume import RECIPE, numbers
 from tests.learn.test_engine import CPU, SHAPE, config, samples
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 from tidemill.batch import Batch, Column
-from tidemill.learn.critic import ValueLearner
-from tidemill.learn.value_model import ValueModel
+from tidemill.learn.values.critic import ValueLearner
+from tidemill.learn.values.model import ValueModel
 from tidemill.models.load import make_tiny
 from tidemill.run import start as launch
 

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.faults.test_resume import RECIPE, KillAfter, numbers
 from tests.learn.test_engine import CPU, SHAPE, config, samples
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 from tidemill.flow.evaluate import averaged
 from tidemill.learn import checkpoint
 from tidemill.learn.checkpoint import model_folder as folder

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.learn.grouped import grouped
 from tests.learn.plain import written_out
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 from tidemill.batch import Batch, Column
 from tidemill.errors import DataError
 from tidemill.flow.feed import given_rows
@@ -20,7 +20,7 @@ from tidemill.learn.engine import Learner, score
 from tidemill.learn.logprob import chunks
 from tidemill.learn.logprob.tokens import reference_logprobs, token_logprobs
 from tidemill.learn.optim.make import learning_rate
-from tidemill.learn.packing import fill, microbatches
+from tidemill.learn.rows.packing import fill, microbatches
 from tidemill.models.load import make_tiny
 from tidemill.recipe.config import Config, TinyModel
 

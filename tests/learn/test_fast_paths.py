@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tests.learn.parallel.models import model as mixture
 from tests.learn.plain import by_the_chain_rule
 from tests.learn.test_engine import CPU, SHAPE, assert_same, config, gradients, samples
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 from tidemill.errors import ModelError
 from tidemill.learn import layers
 from tidemill.learn.engine import Learner, freeze, score

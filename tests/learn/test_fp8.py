@@ -6,7 +6,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 from tests.learn.test_engine import CPU, config, samples
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 from tidemill.errors import ModelError
 from tidemill.learn import fp8, layers
 from tidemill.learn.engine import Learner, freeze, score

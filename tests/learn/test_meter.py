@@ -13,7 +13,7 @@ import torch
 import tidemill
 from tidemill.algorithms.api import TokenBatch, total
 from tidemill.batch import Batch, Column
-from tidemill.learn.tokens import mismatch
+from tidemill.learn.rows.tokens import mismatch
 
 
 def token_batch(now: list[float], rollout: list[float], mask: list[float]) -> TokenBatch:

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from tidemill.learn.packing import Unit, fill
+from tidemill.learn.rows.packing import Unit, fill
 
 BUDGET = 16_384
 MANY = 8192

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import tidemill
-from tidemill.algorithms.registry import every
+from tidemill.algorithms.shared.registry import every
 from tidemill.recipe import load as recipe
 from tidemill.run import trained
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from tests.learn.parallel.models import gradients, model
 
-from tidemill.models import experts, rowwise
+from tidemill.models.layers import rowwise
+from tidemill.models.mixture import experts
 
 IDS = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(0))
 

@@ -23,8 +23,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from tidemill.learn.layers import recompute
-from tidemill.models import family, fused, lora
+from tidemill.models import lora
 from tidemill.models.attention.contexts import KINDS
+from tidemill.models.layers import forms as family
+from tidemill.models.layers import fused
 from tidemill.models.load import make_tiny
 from tidemill.recipe.config import TinyModel
 

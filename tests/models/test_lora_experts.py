@@ -10,12 +10,13 @@ from tests.cluster.ports import Copy
 from tests.learn.parallel.models import config, gradients, model, samples
 from transformers import AutoModelForCausalLM
 
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 from tidemill.errors import ModelError
 from tidemill.estimate.memory import adapter_parameters
 from tidemill.learn.engine import Learner, freeze, score
-from tidemill.models import experts, lora
+from tidemill.models import lora
 from tidemill.models.load import make_tiny
+from tidemill.models.mixture import experts
 from tidemill.models.shape import shape_of
 from tidemill.recipe.config import Learn, ModelSettings, TinyModel
 from tidemill.rollout.native.engine import NativeEngine

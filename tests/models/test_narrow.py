@@ -4,11 +4,11 @@ import torch
 from tests.learn.parallel import models
 from tests.learn.test_engine import CPU, SHAPE, config, samples
 
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 from tidemill.check import rules
 from tidemill.learn.engine import Learner, freeze, score
+from tidemill.models.layers.narrow import NarrowLinear, encode
 from tidemill.models.load import make_tiny
-from tidemill.models.narrow import NarrowLinear, encode
 from tidemill.recipe.config import Config
 
 

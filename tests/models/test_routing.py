@@ -9,17 +9,17 @@ from tests.cluster.ports import Copy
 from tests.environment.test_turns import Echo, Words
 from tests.learn.parallel.models import config, gradients, model, samples
 
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 from tidemill.batch import Column
 from tidemill.environment.api import Task
 from tidemill.environment.speech import Speech
 from tidemill.errors import DataError, ModelError
-from tidemill.learn.critic import ValueLearner
 from tidemill.learn.engine import Learner, freeze, score
-from tidemill.learn.packing import input_places, pack
-from tidemill.learn.value_model import ValueModel
-from tidemill.models import routing
+from tidemill.learn.rows.packing import input_places, pack
+from tidemill.learn.values.critic import ValueLearner
+from tidemill.learn.values.model import ValueModel
 from tidemill.models.attention.packed import Packed
+from tidemill.models.mixture import routing
 from tidemill.recipe.config import EnvironmentSettings
 from tidemill.rollout.engine import Request, Sampling
 from tidemill.rollout.native.engine import NativeEngine

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import arithmetic as oracle
 from cases import LONGEST, batch_of, config_of, prepared, random_samples, tokens_of
 
-from tidemill.algorithms.registry import every, get
+from tidemill.algorithms.shared.registry import every, get
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "paper": {},

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from cases import LONGEST, batch_of, config_of, prepared, random_samples, tokens_of
 
-from tidemill.algorithms.registry import get
 from tidemill.algorithms.shared.advantages import group_advantages
+from tidemill.algorithms.shared.registry import get
 from tidemill.batch import Batch
 
 

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import batch_of, config_of, leaf, prepared, random_samples, tokens_of
 
 from tidemill.algorithms.api import total
-from tidemill.algorithms.registry import every, get
 from tidemill.algorithms.shared.advantages import group_advantages
 from tidemill.algorithms.shared.aggregate import whole
+from tidemill.algorithms.shared.registry import every, get
 
 SEEDS = st.integers(0, 10_000)
 QUICK = settings(max_examples=15, deadline=None)

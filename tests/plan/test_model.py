@@ -163,7 +163,7 @@ def test_lengths_have_the_mean_that_was_asked_for_and_never_pass_the_longest() -
     drawn = lengths.of(config_of(), "100,900").draw(20_000, 5)
     assert drawn.max() <= 2048 and abs(drawn.mean() / 900 - 1) < 0.05
     assert set(lengths.of(config_of(), "full").draw(9, 1).tolist()) == {2048}
-    with pytest.raises(ConfigError, match="no samples"):
+    with pytest.raises(ConfigError, match="neither a run's folder nor lengths"):
         lengths.of(config_of(), "nowhere")
 
 

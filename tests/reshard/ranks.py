@@ -9,8 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tidemill.reshard import parallel
-from tidemill.reshard.layout import extents
+from tidemill.reshard.layouts import parallel
+from tidemill.reshard.layouts.layout import extents
 from tidemill.reshard.pack import region
 from tidemill.reshard.plan import Spot
 
@@ -74,7 +74,9 @@ def start_one(work, rank, ranks, queue, *args):
 
 def _context():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "tidemill.reshard.shared", "tests.reshard.ranks"])
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed", "tidemill.reshard.wires.one_node", "tests.reshard.ranks"]
+    )
     return context
 
 

@@ -8,9 +8,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.reshard import ranks
-from tidemill.reshard import parallel
-from tidemill.reshard.dtensor import from_tensors, local_tensors
-from tidemill.reshard.layout import merge
+from tidemill.reshard.layouts import parallel
+from tidemill.reshard.layouts.dtensor import from_tensors, local_tensors
+from tidemill.reshard.layouts.layout import merge
 from tidemill.reshard.move import BufferRing, GroupWire, Job, move
 from tidemill.reshard.plan import plan
 

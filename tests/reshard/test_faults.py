@@ -9,11 +9,11 @@ import torch.distributed as dist
 from tests.reshard import ranks
 from tests.reshard.ranks import DENSE
 from tidemill.errors import ReshardError
-from tidemill.reshard import parallel
+from tidemill.reshard.layouts import parallel
 from tidemill.reshard.move import BufferRing, GroupWire, Job
 from tidemill.reshard.plan import plan
 from tidemill.reshard.serve import TORN, Serving
-from tidemill.reshard.shared import SharedWire
+from tidemill.reshard.wires.one_node import SharedWire
 
 TIMEOUT_S = 15.0
 SOURCE = parallel.learner(DENSE, parallel.parse("fsdp2"))  # ranks 0 and 1

@@ -8,10 +8,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tidemill.errors import ReshardError
-from tidemill.reshard import parallel
-from tidemill.reshard.dtensor import from_tensors, local_tensors
-from tidemill.reshard.layout import merge
-from tidemill.reshard.parallel import decoder, engine, learner, parse
+from tidemill.reshard.layouts import parallel
+from tidemill.reshard.layouts.dtensor import from_tensors, local_tensors
+from tidemill.reshard.layouts.layout import merge
+from tidemill.reshard.layouts.parallel import decoder, engine, learner, parse
 
 
 @pytest.fixture

@@ -3,13 +3,14 @@ import torch
 
 from tests.reshard import ranks
 from tests.reshard.ranks import DENSE, MIXTURE
-from tidemill.reshard import pack, parallel
-from tidemill.reshard.layout import Layout, LayoutEntry, Replicate, Shard, mesh
+from tidemill.reshard import pack
+from tidemill.reshard.layouts import parallel
+from tidemill.reshard.layouts.layout import Layout, LayoutEntry, Replicate, Shard, mesh
 from tidemill.reshard.move import BufferRing, GroupWire, Job, move
 from tidemill.reshard.pack import BlockMerge
 from tidemill.reshard.plan import Topology, plan
 from tidemill.reshard.schedule import rounds
-from tidemill.reshard.shared import SharedWire
+from tidemill.reshard.wires.one_node import SharedWire
 
 LEARNERS = ["fsdp2", "fsdp4", "fsdp8", "tp2,fsdp2", "tp4", "pp2,tp2"]
 EXPERT_LEARNERS = ["ep2,fsdp2", "ep4,fsdp4"]

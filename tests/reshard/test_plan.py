@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.errors import ReshardError
-from tidemill.reshard import parallel
-from tidemill.reshard.layout import ITEM_BYTES, Layout, LayoutEntry, Mesh, Replicate, Shard, mesh
+from tidemill.reshard.layouts import parallel
+from tidemill.reshard.layouts.layout import ITEM_BYTES, Layout, LayoutEntry, Mesh, Replicate, Shard, mesh
 from tidemill.reshard.plan import Topology, plan
 
 SHAPES = [(7,), (12, 5), (16, 8), (3, 1, 4), (1, 1), (9, 6)]

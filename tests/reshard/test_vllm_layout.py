@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tidemill.estimate.weight_flow import published
-from tidemill.reshard.parallel import Model, ParallelSizes, decoder, engine
+from tidemill.reshard.layouts.parallel import Model, ParallelSizes, decoder, engine
 
 TINY: dict[str, Any] = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocabulary": 512}
 

@@ -11,8 +11,8 @@ from tidemill.check import precheck
 from tidemill.errors import ConfigError
 from tidemill.flow.feed import given_rows
 from tidemill.learn import checkpoint
-from tidemill.learn.packing import pack
-from tidemill.learn.value_model import ValueModel, values_at
+from tidemill.learn.rows.packing import pack
+from tidemill.learn.values.model import ValueModel, values_at
 from tidemill.models.attention.contexts import KINDS
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Rewards

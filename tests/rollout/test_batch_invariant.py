@@ -13,7 +13,7 @@ from tests.rollout.tiny import VOCAB, as_batch, roll, tiny_model
 
 from tidemill.device import compiled
 from tidemill.learn.engine import score
-from tidemill.models import rowwise
+from tidemill.models.layers import rowwise
 from tidemill.recipe.config import Config
 from tidemill.rollout.engine import Completion, Request, Sampling
 from tidemill.rollout.native.engine import NativeEngine
@@ -82,7 +82,7 @@ def test_the_product_is_the_plain_one_and_each_row_its_own(rows: int, k: int, n:
 def test_gradients_are_those_of_the_ordinary_mode() -> None:
     from tidemill.learn.forward import forward
     from tidemill.learn.model import attention_of
-    from tidemill.learn.packing import pack
+    from tidemill.learn.rows.packing import pack
     from tidemill.models.attention.contexts import choose
 
     model = tiny_model("qwen3")

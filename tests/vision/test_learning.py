@@ -12,11 +12,11 @@ import torch
 
 from tests.vision.samples import alone, grouped, transformers_own, written_out
 from tests.vision.tiny import FAMILIES, tiny_model
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 from tidemill.batch import Batch
 from tidemill.errors import DataError, ModelError
 from tidemill.learn.engine import Learner, score
-from tidemill.learn.packing import pack
+from tidemill.learn.rows.packing import pack
 from tidemill.models.vision.eyes import eyes
 from tidemill.recipe.config import Config
 

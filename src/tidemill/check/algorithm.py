@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tidemill import device
-from tidemill.algorithms import registry
+from tidemill.algorithms.shared import registry
 from tidemill.check.model_folder import folder_problems
 from tidemill.check.rules import at, said
 from tidemill.check.sizes import unfit, window_problems

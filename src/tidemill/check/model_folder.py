@@ -6,7 +6,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from tidemill.errors import did_you_mean
 from tidemill.models.box import find
+from tidemill.models.box.known import KNOWN
 from tidemill.models.shape import unknown_layers
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -21,7 +23,7 @@ def folder_problems(key: str, path: str) -> Iterator[str]:
         yield find.not_here(key, path)
         return
     if not folder.is_dir():
-        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        what = "is a file, not a folder" if folder.exists() else f"does not exist{did_you_mean(path, KNOWN)}"
         yield f"{key}={path} {what}; give a folder with config.json, *.safetensors and a tokenizer"
         return
     for what, advice in _lacking(folder):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tidemill import device
-from tidemill.algorithms import registry as algorithms
+from tidemill.algorithms.shared import registry as algorithms
 from tidemill.check import algorithm, parallel, rules
 from tidemill.check.model_folder import folder_problems
 from tidemill.check.sizes import longest_in_words, undivided, unfit, window_problems

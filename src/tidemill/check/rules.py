@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from tidemill.algorithms import registry
+from tidemill.algorithms.shared import registry
 from tidemill.estimate import handover as turns
 from tidemill.imports import is_kept_here
 from tidemill.recipe.config import AlgorithmSettings, Config

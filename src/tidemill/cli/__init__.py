@@ -2,54 +2,19 @@
 
 from __future__ import annotations
 
-from tidemill.cli import (  # each registers its commands, in the order that `tidemill --help` lists them
-    bench,  # isort: skip
-    convert,  # isort: skip
-    diff,  # isort: skip
-    dock,  # isort: skip
-    doctor,  # isort: skip
-    evaluate,  # isort: skip
-    export,  # isort: skip
-    generate,  # isort: skip
-    jobs,  # isort: skip
-    launch,  # isort: skip
-    models,  # isort: skip
-    new,  # isort: skip
-    plan,  # isort: skip
-    plot,  # isort: skip
-    recipes,  # isort: skip
-    reshard,  # isort: skip
-    serve,  # isort: skip
-    simulate,  # isort: skip
-    status,  # isort: skip
-    train,  # isort: skip
-    watch,  # isort: skip
-)
+from importlib import import_module
+
 from tidemill.cli.frame import app, explain, main
 
-__all__ = [
-    "app",
-    "bench",
-    "convert",
-    "diff",
-    "dock",
-    "doctor",
-    "evaluate",
-    "explain",
-    "export",
-    "generate",
-    "jobs",
-    "launch",
-    "main",
-    "models",
-    "new",
-    "plan",
-    "plot",
-    "recipes",
-    "reshard",
-    "serve",
-    "simulate",
-    "status",
-    "train",
-    "watch",
-]
+# Each registers its commands, in the order that `tidemill --help` lists them.
+FILES = (
+    *("train", "recipes", "new", "models", "doctor"),
+    *("watch", "status", "plot", "diff", "dock"),
+    *("generate", "evaluate", "serve", "export"),
+    *("launch", "jobs", "plan", "simulate", "reshard"),
+    *("convert", "bench"),
+)
+for _file in FILES:
+    import_module(f"tidemill.cli.{_file}")
+
+__all__ = ["app", "explain", "main"]

@@ -6,16 +6,16 @@ from typing import Annotated
 
 import typer
 
-from tidemill.cli.frame import app, console
+from tidemill.cli.frame import OTHER, app, console
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, rich_help_panel=OTHER)
 def bench(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="the benchmark; without it, a list")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object, last on standard output")] = False,
+    name: Annotated[str | None, typer.Argument(help="the benchmark; without it, they are listed")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")] = False,
 ) -> None:
-    """Measure: tidemill bench NAME [--option value …]. Peers are measured beside us, in the same run."""
+    """Run a benchmark: tidemill bench NAME --option value. Other frameworks are measured in the same run."""
     from tidemill import bench as benches
     from tidemill import show
 

@@ -7,21 +7,19 @@ from typing import Annotated
 
 import typer
 
-from tidemill.cli.frame import app, say
-from tidemill.errors import ConfigError
+from tidemill.cli.frame import OTHER, app, check_new_file, say
 
 
-@app.command("from")
+@app.command("from", rich_help_panel=OTHER)
 def convert(
     framework: Annotated[str, typer.Argument(help="trl or verl")],
     file: Annotated[Path, typer.Argument(help="YAML, JSON, a launch script (.sh) or a Python script")],
     to: Annotated[Path | None, typer.Option(help="write the recipe here; without it, it is printed")] = None,
 ) -> None:
-    """Turn a TRL or verl config into a recipe. What has no counterpart is listed with the reason."""
+    """Turn a TRL or verl config into a recipe. Settings without a counterpart are listed, each with a reason."""
     from tidemill.bridges.recipes.convert import convert as converted
 
-    if to is not None and to.exists():
-        raise ConfigError(f"{to} exists", "name a new file")
+    check_new_file("--to", to)
     made = converted(framework, file)
     if to is None:
         print(made.text, end="")

@@ -7,16 +7,16 @@ from typing import Annotated
 
 import typer
 
-from tidemill.cli.frame import app
+from tidemill.cli.frame import RUNS, app
 
 
-@app.command()
+@app.command(rich_help_panel=RUNS)
 def diff(
     one: Annotated[Path, typer.Argument(help="a run's folder")],
     other: Annotated[Path, typer.Argument(help="another run's folder")],
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
 ) -> None:
-    """Name the first step, stage and tensor in which two runs differ (observe.dump=[steps] keeps what it compares)."""
+    """Find the first step, stage and tensor in which two runs differ. Both need observe.dump, the steps to compare."""
     import json
 
     from tidemill.run import diff as differences

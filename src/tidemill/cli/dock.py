@@ -6,15 +6,15 @@ from typing import Annotated
 
 import typer
 
-from tidemill.cli.frame import Run, app
+from tidemill.cli.frame import RUNS, Run, app
 
 
-@app.command()
+@app.command(rich_help_panel=RUNS)
 def dock(
     run: Run,
-    prometheus: Annotated[bool, typer.Option("--prometheus", help="in Prometheus' text format")] = False,
+    prometheus: Annotated[bool, typer.Option("--prometheus", help="print it in the Prometheus text format")] = False,
 ) -> None:
-    """Show the dock that serves a run: rows per stage, bytes, the oldest row, who waits."""
+    """Show a run's dock: rows per stage, bytes, the oldest row, and which workers wait."""
     from tidemill.dock import view
 
     state = view.look(run)

@@ -6,15 +6,15 @@ from typing import Annotated
 
 import typer
 
-from tidemill.cli.frame import Overrides, app, console
+from tidemill.cli.frame import START, Overrides, app, console
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def doctor(
-    recipe: Annotated[str | None, typer.Option("--recipe", help="also say whether this recipe can run here")] = None,
+    recipe: Annotated[str | None, typer.Option("--recipe", help="also check whether this recipe can run here")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Check this machine: devices, versions, memory, disk; what works, what does not, and how to fix it."""
+    """Check this machine: devices, versions, memory and disk; what works, what does not, and how to fix it."""
     from tidemill import doctor as examination
     from tidemill import show
     from tidemill.recipe import load as recipe_files

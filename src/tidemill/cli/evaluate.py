@@ -6,27 +6,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tidemill.cli.frame import Best, Overrides, Raw, Step, Where, app, console, errors
+from tidemill.cli.frame import RESULTS, Best, Overrides, Raw, Step, Where, app, console, errors
 from tidemill.errors import RewardError
 
 if TYPE_CHECKING:
     from tidemill.flow.records import Activity
 
 
-@app.command("eval")
+@app.command("eval", rich_help_panel=RESULTS)
 def evaluate(
     where: Where,
-    recipe: Annotated[str | None, typer.Option(help="which problems and rewards; a run has its own")] = None,
+    recipe: Annotated[str | None, typer.Option(help="the recipe with problems and rewards; a run has its own")] = None,
     overrides: Overrides = None,
     samples: Annotated[int, typer.Option("-k", "--samples", help="sampled answers per problem, for pass@k", min=1)] = 1,
-    size: Annotated[int, typer.Option(help="held-out problems; 0: as many as the recipe says", min=0)] = 0,
+    size: Annotated[int, typer.Option(help="number of held-out problems; 0: as many as the recipe says", min=0)] = 0,
     step: Step = None,
     best: Best = False,
     raw: Raw = False,
     full: Annotated[bool, typer.Option("--full", help="show whole answers")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Measure a run or a Hugging Face folder on held-out problems: greedy accuracy, pass@1 and pass@k."""
+    """Evaluate a run or a model on held-out problems: greedy accuracy, pass@1 and pass@k."""
     import json
 
     from tidemill import show

@@ -7,32 +7,37 @@ from typing import Annotated
 
 import typer
 
-from tidemill.cli.frame import Best, Raw, Step, Where, app, say
+from tidemill.cli.frame import RESULTS, Best, Raw, Step, Where, app, say
 from tidemill.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
 MEAN = ": the running mean of the weights (learn.ema), as evaluations see it; --raw gives the weights themselves"
 
 
-@app.command()
+@app.command(rich_help_panel=RESULTS)
 def export(
     run: Where,
-    to: Annotated[Path | None, typer.Option("--to", help="the new folder")] = None,
-    push: Annotated[str | None, typer.Option("--push", help="org/name: upload it to the Hugging Face hub")] = None,
-    private: Annotated[bool, typer.Option("--private", help="a repository that --push makes is private")] = False,
-    adapter: Annotated[bool, typer.Option("--adapter", help="the low-rank adapters alone, as peft opens them")] = False,
+    to: Annotated[Path | None, typer.Option("--to", help="the folder to write")] = None,
+    push: Annotated[str | None, typer.Option("--push", help="org/name: upload to the Hugging Face hub")] = None,
+    private: Annotated[bool, typer.Option("--private", help="make the repository of --push private")] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="only the low-rank adapters, in the format of peft")
+    ] = False,
     step: Step = None,
     best: Best = False,
     dtype: Annotated[
         str | None,
-        typer.Option(help="of the weights: float32, bfloat16 or float16; none: that of the model the run started from"),
+        typer.Option(help="float32, bfloat16 or float16; none: the dtype of the model that the run started from"),
     ] = None,
     raw: Raw = False,
     without_bias: Annotated[
-        bool, typer.Option("--without-bias", help="leave out a balancing bias that the model has no place for")
+        bool,
+        typer.Option(
+            "--without-bias", help="leave out the router's balancing bias, which this model class cannot hold"
+        ),
     ] = False,
 ) -> None:
-    """Write a run's newest checkpoint as a Hugging Face folder that AutoModelForCausalLM.from_pretrained opens."""
+    """Write a run's newest checkpoint as a Hugging Face folder, for AutoModelForCausalLM.from_pretrained."""
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype} is not known", f"one of {', '.join(DTYPES)}")
     from tidemill.models.box import hub

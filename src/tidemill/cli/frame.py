@@ -4,6 +4,7 @@ errors are shown."""
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tidemill.cli import complete
-from tidemill.errors import TidemillError
+from tidemill.errors import ConfigError, TidemillError
 
 app = typer.Typer(
     help="Train language models by reinforcement learning, as distributed dataflow.",
@@ -44,11 +45,29 @@ Where = Annotated[
         help="a run's folder, a Hugging Face folder, a known model's name, or org/name", autocompletion=complete.run
     ),
 ]
-Raw = Annotated[bool, typer.Option("--raw", help="the weights themselves, where a run keeps their running mean")]
-Step = Annotated[
-    int | None, typer.Option("--step", help="of a run: the checkpoint of this step instead of the newest", min=0)
+Raw = Annotated[
+    bool, typer.Option("--raw", help="the weights of the last step instead of their running mean (learn.ema)")
 ]
-Best = Annotated[bool, typer.Option("--best", help="of a run: its best checkpoint instead of the newest")]
+Step = Annotated[int | None, typer.Option("--step", help="the checkpoint of this step instead of the newest", min=0)]
+Best = Annotated[bool, typer.Option("--best", help="the best checkpoint instead of the newest")]
+# What the system says of a path that a user gave, with a remedy. Anything else that it refuses is our bug.
+PATH_ERRORS = {
+    errno.EISDIR: "name a file",
+    errno.ENOTDIR: "name a folder",
+    errno.EEXIST: "name another",
+    errno.EACCES: "check who may read and write it",
+    errno.EPERM: "check who may read and write it",
+    errno.EROFS: "name a place that can be written",
+    errno.ENAMETOOLONG: "use a shorter name",
+}
+# The groups of `tidemill --help`, in this order.
+START, RUNS, RESULTS, SCALE, OTHER = (
+    "Start here",
+    "Follow and manage runs",
+    "Use a trained model",
+    "Larger machines",
+    "Other tools",
+)
 INTERRUPTED = 130  # what shells expect from a command that Ctrl-C ended
 
 
@@ -70,6 +89,20 @@ def _tidemill(
 def say(text: str, style: str = "") -> None:
     """Print one sentence as it is: nothing in it is markup."""
     console.print(Text(text, style=style), soft_wrap=True)
+
+
+def check_new_file(option: str, file: Path | None, may_exist: bool = False) -> None:
+    """Refuse a file that cannot be written, before the work whose result goes there."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise ConfigError(f"{option} {file}: it is a folder", f"name a file, such as {file / 'new.yaml'}")
+    if file.exists() and not may_exist:
+        raise ConfigError(f"{option} {file}: it exists", "name a new file")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"{option} {file}: there is no folder {file.parent}", "name a file in a folder that exists")
+    if not os.access(file.absolute().parent, os.W_OK):
+        raise ConfigError(f"{option} {file}: the folder cannot be written", "name a file in a folder of your own")
 
 
 def main() -> None:
@@ -99,6 +132,9 @@ def explain(error: BaseException) -> int:
         return 1
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         _print_error(f"the disk is full ({error.filename or 'while writing'})", "free some space, then resume")
+        return 1
+    if isinstance(error, OSError) and error.filename is not None and error.errno in PATH_ERRORS:
+        _print_error(f"{error.filename}: {error.strerror}", PATH_ERRORS[error.errno])
         return 1
     raise error
 

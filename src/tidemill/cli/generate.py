@@ -9,26 +9,26 @@ from typing import Annotated
 
 import typer
 
-from tidemill.cli.frame import Best, Raw, Step, Where, app, console
+from tidemill.cli.frame import RESULTS, Best, Raw, Step, Where, app, console
 
 MOST_HISTORY = 1000  # lines kept
 
 
-@app.command()
+@app.command(rich_help_panel=RESULTS)
 def generate(
     where: Where,
-    prompt: Annotated[str | None, typer.Argument(help="the prompt; without it, standard input")] = None,
-    interactive: Annotated[bool, typer.Option("-i", "--interactive", help="chat: one line in, one answer out")] = False,
-    max_tokens: Annotated[int, typer.Option(help="longest answer", min=1)] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy", min=0.0)] = 0.0,
-    top_p: Annotated[float, typer.Option(help="nucleus", min=0.01, max=1.0)] = 1.0,
-    n: Annotated[int, typer.Option("-n", help="answers", min=1)] = 1,
-    seed: Annotated[int, typer.Option(help="of sampling", min=0)] = 0,
+    prompt: Annotated[str | None, typer.Argument(help="the prompt; without it, standard input is read")] = None,
+    interactive: Annotated[bool, typer.Option("-i", "--interactive", help="chat: each line gets an answer")] = False,
+    max_tokens: Annotated[int, typer.Option(help="token limit of an answer", min=1)] = 256,
+    temperature: Annotated[float, typer.Option(help="sampling temperature; 0: greedy", min=0.0)] = 0.0,
+    top_p: Annotated[float, typer.Option(help="nucleus sampling: share of probability kept", min=0.01, max=1.0)] = 1.0,
+    n: Annotated[int, typer.Option("-n", help="number of answers", min=1)] = 1,
+    seed: Annotated[int, typer.Option(help="seed of sampling", min=0)] = 0,
     step: Step = None,
     best: Best = False,
     raw: Raw = False,
 ) -> None:
-    """Prompt in, text out. WHERE is a run, a Hugging Face folder, a known model's name, or org/name on the hub."""
+    """Answer a prompt, or chat. WHERE is a run, a Hugging Face folder, a known model's name, or org/name on the hub."""
     from tidemill.rollout.engine import Sampling
     from tidemill.run.trained import Speaker, open_trained
 

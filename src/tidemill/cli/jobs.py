@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from tidemill.cli.frame import app, console, say
+from tidemill.cli.frame import SCALE, app, console, say
 
-jobs = typer.Typer(help="A queue of runs that share one machine or one Ray cluster.", no_args_is_help=True)
-app.add_typer(jobs, name="jobs")
+jobs = typer.Typer(help="Queue runs that share one machine or one Ray cluster.", no_args_is_help=True)
+app.add_typer(jobs, name="jobs", rich_help_panel=SCALE)
 
 Folder = Annotated[Path, typer.Option("--queue", help="the queue's folder", envvar="TIDEMILL_QUEUE")]
 QUEUE = Path("runs/.queue")
@@ -22,12 +22,13 @@ QUEUE = Path("runs/.queue")
 @jobs.command(context_settings={"ignore_unknown_options": True})
 def add(
     what: Annotated[list[str], typer.Argument(help="a recipe and its overrides; with --command, a command line")],
-    priority: Annotated[int, typer.Option(help="higher runs first, and may preempt lower")] = 0,
-    slots: Annotated[int, typer.Option(help="devices, or slots of the machine, that it needs", min=1)] = 1,
+    priority: Annotated[int, typer.Option(help="jobs of higher priority run first and may preempt others")] = 0,
+    slots: Annotated[int, typer.Option(help="devices (or slots) that the job needs", min=1)] = 1,
     group: Annotated[str, typer.Option(help="a group of jobs that `run --limit NAME=K` limits together")] = "",
     is_command: Annotated[bool, typer.Option("--command", help="WHAT is a command instead of a recipe")] = False,
     resumable: Annotated[
-        bool, typer.Option(help="with --command: it continues when started again, so it may be preempted")
+        bool,
+        typer.Option(help="with --command: the command continues when it is started again, so it may be preempted"),
     ] = False,
     on_ray: Annotated[bool, typer.Option("--on-ray", help="run the recipe on the queue's Ray cluster")] = False,
     queue: Folder = QUEUE,
@@ -73,7 +74,7 @@ def listing(
 
 @jobs.command()
 def cancel(
-    number: Annotated[int, typer.Argument(help="as `tidemill jobs list` shows it")], queue: Folder = QUEUE
+    number: Annotated[int, typer.Argument(help="the job's number in `tidemill jobs list`")], queue: Folder = QUEUE
 ) -> None:
     """Remove a job from the queue; a running job is asked to save and end."""
     from tidemill.jobs.queue import Queue
@@ -98,15 +99,16 @@ def run(
     from tidemill.jobs.recipe import capacity, parse_limits
     from tidemill.jobs.runner import Processes
 
+    limits = parse_limits(limit or ())
     found, visible = capacity(slots, ray)
     env = {"RAY_ADDRESS": ray} if ray else {}
-    say(f"running {queue} with {found} slots; Ctrl-C ends the queue, not its jobs", style="dim")
+    say(f"running {queue} with {found} slot{'s' * (found > 1)}; Ctrl-C ends the queue, not its jobs", style="dim")
     held = Queue(queue)
     try:
         held.run(
             Processes(held.folder / "jobs", env, visible),
             found,
-            parse_limits(limit or ()),
+            limits,
             is_drain=drain,
             grace_s=grace_s,
         )

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from typer.core import TyperGroup
 
-from tidemill.cli.frame import Overrides, Recipe, app, console, say
+from tidemill.cli.frame import SCALE, Overrides, Recipe, app, console, say
 
 START = "start"
 
@@ -25,10 +25,10 @@ class _StartsByDefault(TyperGroup):
 
 launch = typer.Typer(
     cls=_StartsByDefault,
-    help="Start a recipe somewhere else: tidemill launch RECIPE --on WHERE. Then status, logs, stop, resume.",
+    help="Start a recipe on another machine or a cluster: tidemill launch RECIPE --on PLACE.",
     no_args_is_help=True,
 )
-app.add_typer(launch, name="launch")
+app.add_typer(launch, name="launch", rich_help_panel=SCALE)
 
 JobName = Annotated[str, typer.Argument(help="a launched job, as `tidemill launch list` shows it")]
 
@@ -37,14 +37,12 @@ JobName = Annotated[str, typer.Argument(help="a launched job, as `tidemill launc
 def start(
     recipe: Recipe,
     overrides: Overrides = None,
-    where: Annotated[str, typer.Option("--on", help="`tidemill launch places` lists them")] = "local",
+    where: Annotated[str, typer.Option("--on", help="the place; `tidemill launch places` lists them")] = "local",
     option: Annotated[
-        list[str] | None, typer.Option("-o", "--option", help="key=value: an option of the place")
+        list[str] | None, typer.Option("-o", "--option", help="KEY=VALUE: an option of the place")
     ] = None,
-    include: Annotated[list[Path] | None, typer.Option(help="further files and folders to send along")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="show exactly what would be sent, and send nothing")
-    ] = False,
+    include: Annotated[list[Path] | None, typer.Option(help="more files and folders to send")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would be sent, and send nothing")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="continue a run that exists there already")] = False,
 ) -> None:
     """Send a recipe and the code to a place and start it there."""
@@ -85,7 +83,7 @@ def listing() -> None:
 
 @launch.command()
 def status(
-    job: JobName, as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False
+    job: JobName, as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False
 ) -> None:
     """Ask the place for a job's status."""
     import json
@@ -101,7 +99,7 @@ def status(
 
 
 @launch.command()
-def logs(job: JobName, lines: Annotated[int, typer.Option("-n", help="last lines", min=1)] = 50) -> None:
+def logs(job: JobName, lines: Annotated[int, typer.Option("-n", help="number of lines", min=1)] = 50) -> None:
     """Show the last lines that a job wrote."""
     from tidemill.launch import send
 

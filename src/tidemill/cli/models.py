@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from tidemill.cli.frame import app, console, errors
+from tidemill.cli.frame import START, app, console, errors
 
-models = typer.Typer(help="Models to train: known ones, GGUF files, folders.", no_args_is_help=True)
-app.add_typer(models, name="models")
+models = typer.Typer(help="List, fetch, import and inspect models.", no_args_is_help=True)
+app.add_typer(models, name="models", rich_help_panel=START)
 
 Name = Annotated[str, typer.Argument(help="a known model's name (`tidemill models list`), or org/name on the hub")]
 
@@ -34,7 +34,7 @@ def get(name: Name) -> None:
     """Fetch a model once and print its folder. `model.path` and `tidemill generate` then accept its name."""
     from tidemill.models.box import find
 
-    if not find.look(name).exists():
+    if find.is_fetchable(name) and not find.look(name).exists():
         errors.print(f"{name} is not on this machine yet: fetching it", style="dim")
     print(find.get(name))
 
@@ -42,8 +42,8 @@ def get(name: Name) -> None:
 @models.command("import")
 def import_(
     file: Annotated[Path, typer.Argument(help="a .gguf file")],
-    to: Annotated[Path, typer.Option("--to", help="the new Hugging Face folder")],
-    dtype: Annotated[str, typer.Option(help="of the written weights: float32, bfloat16 or float16")] = "float32",
+    to: Annotated[Path, typer.Option("--to", help="the Hugging Face folder to write")],
+    dtype: Annotated[str, typer.Option(help="dtype of the written weights: float32, bfloat16 or float16")] = "float32",
     tokenizer: Annotated[
         str | None, typer.Option(help="take the tokenizer from this folder or org/name instead of the file")
     ] = None,
@@ -61,7 +61,7 @@ def import_(
 @models.command()
 def show(
     folder: Annotated[str, typer.Argument(help="a Hugging Face folder, a known name, or org/name")],
-    tokens: Annotated[int, typer.Option(help="of a sample: prompt and response", min=8)] = 1024,
+    tokens: Annotated[int, typer.Option(help="tokens of a sample: prompt and response", min=8)] = 1024,
     samples: Annotated[int, typer.Option(help="sequences rolled out at once", min=1)] = 16,
 ) -> None:
     """Show a model's architecture, its parameters, and the memory that rollout and training need."""

@@ -7,17 +7,17 @@ from typing import Annotated
 
 import typer
 
-from tidemill.cli.frame import app, say
+from tidemill.cli.frame import START, app, say
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def new(
-    folder: Annotated[Path, typer.Argument(help="the project's folder, which is made; its name is the run's")],
+    folder: Annotated[Path, typer.Argument(help="the project's folder; the run gets its name")],
     model: Annotated[
         str | None, typer.Option(help="a model's folder, name or org/name; none: a small one made on the spot")
     ] = None,
 ) -> None:
-    """Write a new project: a recipe, a reward, data and tests, all of which work."""
+    """Write a new project that works as it is: a recipe, a reward, data and tests."""
     from tidemill.scaffold.make import make
 
     for file in make(folder, model):

@@ -8,36 +8,44 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tidemill.cli.frame import Overrides, Recipe, app, say
+from tidemill.cli.frame import SCALE, Overrides, Recipe, app, check_new_file, say
 
 if TYPE_CHECKING:
     from tidemill.plan.search import Found
     from tidemill.plan.time_model import TimeModel
 
 Cluster = Annotated[
-    str, typer.Option("--cluster", help="a cluster's file, 8xH100, or 24x16x910C (nodes × devices); none: this machine")
+    str,
+    typer.Option(
+        "--cluster", help="a cluster's file, or such as 8xH100 or 24x16x910C (nodes × devices); none: this machine"
+    ),
 ]
 Lengths = Annotated[
-    str | None, typer.Option("--lengths", help="a run's folder, RESPONSE or PROMPT,RESPONSE in tokens, or full")
+    str | None,
+    typer.Option("--lengths", help="mean lengths in tokens (RESPONSE or PROMPT,RESPONSE), a run's folder, or full"),
 ]
-Json = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
-Measured = Annotated[str | None, typer.Option("--calibration", help="a calibration's file; none: the device's own")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+Measured = Annotated[
+    str | None, typer.Option("--calibration", help="file that `tidemill calibrate` wrote; none: the device's own")
+]
 
 
-@app.command()
+@app.command(rich_help_panel=SCALE)
 def plan(
     recipe: Recipe,
     overrides: Overrides = None,
     cluster: Cluster = "",
-    goal: Annotated[str, typer.Option(help="throughput, cost or deadline")] = "throughput",
-    hours: Annotated[float | None, typer.Option(help="of the goal deadline: how long the run may take")] = None,
+    goal: Annotated[str, typer.Option(help="what to optimise: throughput, cost or deadline")] = "throughput",
+    hours: Annotated[
+        float | None, typer.Option(help="with --goal deadline: hours that the run may take", min=0.001)
+    ] = None,
     lengths: Lengths = None,
     keep: Annotated[int, typer.Option(help="how many layouts to show", min=1)] = 4,
-    write: Annotated[Path | None, typer.Option("--write", help="write the best layout as a recipe")] = None,
+    write: Annotated[Path | None, typer.Option("--write", help="write a recipe with the best layout")] = None,
     calibration: Measured = None,
     as_json: Json = False,
 ) -> None:
-    """Find the layout for a recipe on a cluster, and what a run takes there: seconds, memory, dollars, kWh."""
+    """Find the best layout for a recipe on a cluster, with its time, memory, cost and energy."""
     from tidemill.errors import ConfigError, did_you_mean
     from tidemill.plan import words
     from tidemill.plan.ask import asked
@@ -48,6 +56,9 @@ def plan(
     goals = ("throughput", "cost", "deadline")
     if goal not in goals:
         raise ConfigError(f"there is no goal {goal!r}{did_you_mean(goal, goals)}", "use throughput, cost or deadline")
+    if goal == "deadline" and hours is None:
+        raise ConfigError("--goal deadline needs --hours, the time that the run may take", "for example --hours 8")
+    check_new_file("--write", write)
     question = asked(recipe, overrides or (), cluster, lengths, calibration)
     found = Search(question.model, question.lengths).run(goal, keep, hours)  # type: ignore[arg-type]
     if not found.best:
@@ -89,17 +100,20 @@ def _show(found: Found, model: TimeModel, said: str) -> None:
     say(f"Rests on {said}", style="dim")
 
 
-@app.command()
+@app.command(rich_help_panel=SCALE)
 def calibrate(
     out: Annotated[
-        Path | None, typer.Option(help="the file to write; none: where plans look for this device's")
+        Path | None, typer.Option(help="the file to write; none: where `tidemill plan` looks for it")
     ] = None,
-    limit: Annotated[float, typer.Option(help="seconds; what is not reached keeps its usual value", min=20)] = 170.0,
+    limit: Annotated[
+        float, typer.Option(help="time limit in seconds; what is not measured in time keeps its default", min=20)
+    ] = 170.0,
 ) -> None:
-    """Measure this device for plans, in less than three minutes: products, the engine's steps, the learner's passes."""
+    """Measure this device for `tidemill plan`: matrix products, engine steps, learner passes. Takes three minutes."""
     from tidemill.plan import calibration, hardware
     from tidemill.plan.calibrate import calibrate as measure
 
+    check_new_file("--out", out, may_exist=True)
     made = measure(lambda text: say(text, style="dim"), limit_s=limit)
     name = "cpu" if made.device == "cpu" else hardware.find(made.device) or made.device
     file = out or calibration.own_folder() / calibration.file_name(name, made.threads)
@@ -110,22 +124,23 @@ def calibrate(
     say(f"written: {file}")
 
 
-@app.command()
+@app.command(rich_help_panel=SCALE)
 def tune(
     recipe: Recipe,
     overrides: Overrides = None,
     keep: Annotated[int, typer.Option(help="how many layouts to measure", min=1)] = 4,
-    steps: Annotated[int, typer.Option(help="steps of each that are timed, after one that is not", min=1)] = 2,
+    steps: Annotated[int, typer.Option(help="timed steps of each layout, after one that is not timed", min=1)] = 2,
     lengths: Lengths = None,
-    write: Annotated[Path | None, typer.Option("--write", help="write the fastest as a recipe")] = None,
+    write: Annotated[Path | None, typer.Option("--write", help="write a recipe with the fastest layout")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the few best layouts on this machine: each runs a few steps of the recipe."""
+    """Run a few steps of the recipe with each of the best layouts on this machine, and compare."""
     from tidemill.plan.ask import asked
     from tidemill.plan.search import overrides as settings_of
     from tidemill.recipe import load as recipes
     from tidemill.run import tune as tuning
 
+    check_new_file("--write", write)
     question = asked(recipe, overrides or (), "", lengths)
     tried = tuning.tune(question.model, question.lengths, keep, steps, lambda text: None if as_json else say(text))
     if write is not None:

@@ -7,15 +7,17 @@ from typing import Annotated
 
 import typer
 
-from tidemill.cli.frame import app, say
+from tidemill.cli.frame import RUNS, app, say
 
 
-@app.command()
+@app.command(rich_help_panel=RUNS)
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="folders of runs")],
-    to: Annotated[Path | None, typer.Option("--to", help="the PNG; without it, RUN/curve.png or curves.png")] = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", help="the PNG to write; without it, RUN/curve.png or curves.png")
+    ] = None,
 ) -> None:
-    """Draw reward (or loss) and accuracy of runs, with held-out points, into one PNG."""
+    """Draw the reward (or loss) and accuracy of one or more runs as a PNG."""
     from tidemill import show
     from tidemill.errors import ConfigError
     from tidemill.observe.run_folder import RunFolder

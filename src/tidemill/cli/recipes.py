@@ -7,25 +7,25 @@ from typing import Annotated
 
 import typer
 
-from tidemill.cli.frame import Overrides, app, console, say
+from tidemill.cli.frame import START, Overrides, app, console, say
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def recipes() -> None:
-    """List the recipes that can be run by name, the ones to start with first."""
+    """List the recipes that can be run by name; the ones to start with come first."""
     from tidemill import show
 
     console.print(show.recipes_table())
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def config(
     recipe: Annotated[str | None, typer.Argument(help="a recipe's name or path; without it, the defaults")] = None,
     overrides: Overrides = None,
-    as_yaml: Annotated[bool, typer.Option("--yaml", help="as YAML, itself a recipe")] = False,
-    changed: Annotated[bool, typer.Option("--changed", help="only settings that are not defaults")] = False,
+    as_yaml: Annotated[bool, typer.Option("--yaml", help="print YAML, which is a recipe itself")] = False,
+    changed: Annotated[bool, typer.Option("--changed", help="only settings that differ from the defaults")] = False,
 ) -> None:
-    """Show every setting: key, value, where it came from, help. The recipe is checked, too."""
+    """Show every setting of a recipe: its value, where it came from, and what it does. Also checks the recipe."""
     from tidemill import show
     from tidemill.check import precheck, rules
     from tidemill.recipe import load as recipe_files

@@ -6,27 +6,29 @@ from typing import Annotated
 
 import typer
 
-from tidemill.cli.frame import Overrides, app
+from tidemill.cli.frame import SCALE, Overrides, app
 from tidemill.errors import ReshardError
 
-reshard = typer.Typer(help="The weight flow, from the learner's layout to the rollout's.", no_args_is_help=True)
-app.add_typer(reshard, name="reshard")
+reshard = typer.Typer(help="Work out how weights move from the learner to the rollout engines.", no_args_is_help=True)
+app.add_typer(reshard, name="reshard", rich_help_panel=SCALE)
 
 
 @reshard.command()
 def plan(
-    recipe: Annotated[str | None, typer.Argument(help="a recipe: its model, learn.parallel and cluster")] = None,
+    recipe: Annotated[
+        str | None, typer.Argument(help="take model, learn.parallel and cluster from this recipe")
+    ] = None,
     overrides: Overrides = None,
     model: Annotated[str | None, typer.Option(help="a published model's name, such as qwen2.5-32b")] = None,
     source: Annotated[str | None, typer.Option("--from", help="the learner's layout, such as tp8,dp2")] = None,
     target: Annotated[str | None, typer.Option("--to", help="the rollout's layout, such as tp4,dp4")] = None,
     devices: Annotated[int, typer.Option(help="number of devices; 0: as many as the layouts need", min=0)] = 0,
     per_node: Annotated[int, typer.Option(help="devices in a node", min=1)] = 8,
-    apart: Annotated[bool, typer.Option(help="rollout has devices of its own")] = False,
+    apart: Annotated[bool, typer.Option(help="rollout has its own devices")] = False,
     dry: Annotated[
-        bool, typer.Option("--dry", help="the cases of docs/weights.md, without a recipe or a model")
+        bool, typer.Option("--dry", help="show the cases of docs/weights.md; needs no recipe and no model")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Work out what moving a model's weights would cost: bytes, memory, seconds, who sends to whom. Needs no
     devices."""
@@ -35,7 +37,7 @@ def plan(
     from tidemill.estimate import weight_flow
     from tidemill.recipe import load as recipe_files
     from tidemill.reshard import show as reshard_show
-    from tidemill.reshard.parallel import parse
+    from tidemill.reshard.layouts.parallel import parse
 
     if recipe is not None:
         config = recipe_files.load(recipe, overrides or ()).config

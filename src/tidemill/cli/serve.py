@@ -7,28 +7,32 @@ from typing import Annotated
 
 import typer
 
-from tidemill.cli.frame import app
+from tidemill.cli.frame import RESULTS, app
 
 KEY = "TIDEMILL_API_KEY"
 
 
-@app.command()
+@app.command(rich_help_panel=RESULTS)
 def serve(
-    where: Annotated[str, typer.Argument(help="a run, a Hugging Face folder, a known model's name, or org/name")],
+    where: Annotated[
+        str, typer.Argument(help="a run's folder, a Hugging Face folder, a known model's name, or org/name")
+    ],
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port; 0: any free one", min=0, max=65535)] = 8000,
-    name: Annotated[str | None, typer.Option(help="what clients call the model; none: WHERE's last part")] = None,
-    model: Annotated[list[str] | None, typer.Option(help="one more model: NAME=WHERE")] = None,
-    adapter: Annotated[list[str] | None, typer.Option(help="the model with a LoRA adapter: NAME=FOLDER")] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="take up new checkpoints of a run that is learning")] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda, npu …; auto: what there is")] = "auto",
-    concurrent: Annotated[int, typer.Option(help="sequences that run at once; others wait", min=1)] = 256,
-    window: Annotated[int | None, typer.Option(help="longest sequence; none: the model's own", min=2)] = None,
-    cache_tokens: Annotated[int | None, typer.Option(help="room for keys and values, in tokens", min=16)] = None,
-    max_body: Annotated[int, typer.Option(help="largest request in bytes", min=1024)] = 8 << 20,
-    max_connections: Annotated[int, typer.Option(help="connections at once", min=1)] = 4096,
+    name: Annotated[str | None, typer.Option(help="the model's name for clients; none: WHERE's last part")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="serve one more model: NAME=WHERE")] = None,
+    adapter: Annotated[list[str] | None, typer.Option(help="serve the model with a LoRA adapter: NAME=FOLDER")] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="switch to new checkpoints while the run goes on")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda or npu; auto: the best there is")] = "auto",
+    concurrent: Annotated[int, typer.Option(help="limit of sequences at once; others wait", min=1)] = 256,
+    window: Annotated[int | None, typer.Option(help="longest sequence in tokens; none: the model's own", min=2)] = None,
+    cache_tokens: Annotated[
+        int | None, typer.Option(help="size of the KV cache in tokens; none: by the two above", min=16)
+    ] = None,
+    max_body: Annotated[int, typer.Option(help="largest request body in bytes", min=1024)] = 8 << 20,
+    max_connections: Annotated[int, typer.Option(help="limit of connections at once", min=1)] = 4096,
 ) -> None:
-    """Serve a model to OpenAI clients. The key is read from TIDEMILL_API_KEY; without one only loopback is served."""
+    """Serve a model to OpenAI clients. TIDEMILL_API_KEY holds the key; without one, only this machine is served."""
     from tidemill.errors import ConfigError, MissingExtra
 
     try:

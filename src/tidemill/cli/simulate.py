@@ -8,42 +8,47 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tidemill.cli.frame import Overrides, app, say
+from tidemill.cli.frame import SCALE, Overrides, app, say
 from tidemill.cli.plan import Cluster, Json, Lengths, Measured
 
 if TYPE_CHECKING:
     from tidemill.plan.simulate.run import Simulation
 
 
-@app.command()
+@app.command(rich_help_panel=SCALE)
 def simulate(
-    recipe: Annotated[str, typer.Argument(help="a recipe's name or path; with --replay a run's folder")],
+    recipe: Annotated[str, typer.Argument(help="a recipe's name or path; with --replay, a run's folder")],
     overrides: Overrides = None,
     cluster: Cluster = "",
     steps: Annotated[int, typer.Option(help="steps to simulate", min=1)] = 20,
     lengths: Lengths = None,
     replay: Annotated[
-        bool, typer.Option("--replay", help="a run that was made with observe.timeline=work, from its own traces")
+        bool, typer.Option("--replay", help="replay a run that was made with observe.timeline=work from its traces")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="folder for timeline, metrics and picture; watch opens it")] = None,
-    mtbf_hours: Annotated[float, typer.Option(help="mean time between failures of one device; 0: none", min=0)] = 0.0,
-    restart_s: Annotated[float, typer.Option(help="until a lost worker is back", min=0)] = 60.0,
+    out: Annotated[Path | None, typer.Option(help="folder to write; `tidemill watch` opens it")] = None,
+    mtbf_hours: Annotated[
+        float, typer.Option(help="mean hours between failures of one device; 0: no failures", min=0)
+    ] = 0.0,
+    restart_s: Annotated[float, typer.Option(help="seconds until a lost worker is back", min=0)] = 60.0,
     save_every: Annotated[int, typer.Option(help="steps between checkpoints; 0: the recipe's", min=0)] = 0,
     slow_share: Annotated[float, typer.Option(help="share of devices that are slower", min=0, max=1)] = 0.0,
-    slow_factor: Annotated[float, typer.Option(help="how much slower", min=1)] = 2.0,
-    spread: Annotated[float, typer.Option(help="of the devices' speeds: standard deviation of their log", min=0)] = 0.0,
-    contention: Annotated[float, typer.Option(help="moving weights takes up to this much longer", min=0)] = 0.0,
-    seed: Annotated[int, typer.Option(help="of lengths, speeds and failures")] = 0,
+    slow_factor: Annotated[float, typer.Option(help="how many times slower they are", min=1)] = 2.0,
+    spread: Annotated[float, typer.Option(help="standard deviation of the log of the devices' speeds", min=0)] = 0.0,
+    contention: Annotated[float, typer.Option(help="share by which moving weights may take longer", min=0)] = 0.0,
+    seed: Annotated[int, typer.Option(help="seed of lengths, speeds and failures")] = 0,
     calibration: Measured = None,
     as_json: Json = False,
 ) -> None:
-    """Simulate a run: the real driver, ledger and schedules in virtual time; a model of time replaces the work."""
+    """Simulate a run on a cluster in virtual time, with the real driver, ledger and schedules."""
+    from tidemill.errors import ConfigError
     from tidemill.plan.ask import asked
     from tidemill.plan.simulate import written
     from tidemill.plan.simulate.failures import Faults
     from tidemill.plan.simulate.replay import replay as replayed
     from tidemill.plan.simulate.run import simulate as simulated
 
+    if out is not None and out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out}: it is a file", "name a folder")
     more: dict[str, Any] = {}
     if replay:
         again = replayed(recipe)

@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
-from tidemill.cli.frame import Run, app, say
+from tidemill.cli.frame import RUNS, Run, app, say
 
 
-@app.command()
+@app.command(rich_help_panel=RUNS)
 def status(
     run: Run,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Show what a run on a cluster is doing: every worker, every stage, who waits for whom and since when."""
+    """Show what a run on worker processes or Ray is doing: every worker and stage, and which waits for which."""
     import json
 
     from tidemill.cluster.driver import status as statuses
@@ -24,9 +24,9 @@ def status(
     print(json.dumps(statuses.as_plain(found)) if as_json else statuses.render(found))
 
 
-@app.command()
+@app.command(rich_help_panel=RUNS)
 def stacks(run: Run) -> None:
-    """Show the stacks of every worker of a run on a cluster, through py-spy where it is installed."""
+    """Show the stack of every worker of a run on worker processes or Ray; uses py-spy if it is installed."""
     from tidemill.cluster.driver import status as statuses
 
     folder = _folder_of(run)
@@ -34,11 +34,11 @@ def stacks(run: Run) -> None:
         print(f"== {who}\n{text}\n")
 
 
-@app.command()
+@app.command(rich_help_panel=RUNS)
 def scale(
     run: Run, rollouts: Annotated[int, typer.Option(help="number of rollout workers from now on", min=1)]
 ) -> None:
-    """Add rollout workers to a run on a cluster, or remove some, while it continues."""
+    """Add rollout workers to a run on worker processes or Ray, or remove some, while it goes on."""
     from tidemill.cluster.driver import status as statuses
 
     statuses.want_rollouts(_folder_of(run), rollouts)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import typer
 
-from tidemill.cli.frame import INTERRUPTED, Overrides, Recipe, Run, app, console
+from tidemill.cli.frame import INTERRUPTED, RUNS, START, Overrides, Recipe, Run, app, console
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Run a recipe: train a model by the recipe's algorithm. Everything is written to runs/NAME."""
+    """Train a model as the recipe says. Everything is written to runs/NAME."""
     from tidemill import show
     from tidemill.recipe import load as recipe_files
     from tidemill.trainer import Trainer
@@ -24,13 +24,13 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
         raise typer.Exit(INTERRUPTED)
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def sft(recipe: Recipe = "quickstart-sft", overrides: Overrides = None) -> None:
-    """Fine-tune on prompts with given responses (a recipe whose algorithm is sft)."""
+    """Fine-tune on given responses, with a recipe whose algorithm is sft."""
     train(recipe, [*(overrides or []), "algorithm.name=sft"])
 
 
-@app.command()
+@app.command(rich_help_panel=RUNS)
 def resume(run: Run, overrides: Overrides = None) -> None:
     """Continue a run that was stopped, killed or finished, from its newest good checkpoint.
 

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from tidemill.cli import complete
-from tidemill.cli.frame import app
+from tidemill.cli.frame import RUNS, app
 
 
-@app.command()
+@app.command(rich_help_panel=RUNS)
 def watch(
     where: Annotated[
         Path, typer.Argument(help="a run's folder, or a folder of runs", autocompletion=complete.run)
@@ -21,12 +21,12 @@ def watch(
     ] = False,
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="first port to try; 0: any free one", min=0, max=65535)] = 8640,
-    token: Annotated[str | None, typer.Option(help="the token that the page asks for; none: a random one")] = None,
+    token: Annotated[str | None, typer.Option(help="the token that the page asks for; none: a random token")] = None,
     no_token: Annotated[
         bool, typer.Option("--no-token", help="ask for no token; only on the loopback address")
     ] = False,
 ) -> None:
-    """Open a local page with curves, samples, flow, machines and weights. It only reads, unless --control is given."""
+    """Serve a local page about runs: curves, samples, flow, machines, weights. It changes nothing without --control."""
     from tidemill.watch.serve import serve
 
     def told(address: str) -> None:

@@ -14,7 +14,7 @@ from tidemill.dock import Dock
 from tidemill.dock.address import Address
 from tidemill.flow.records import Activity
 from tidemill.recipe.config import Config
-from tidemill.reshard.layout import Layout
+from tidemill.reshard.layouts.layout import Layout
 from tidemill.reshard.move import Verify
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tidemill.cluster.assignment import Assignment, DockPlace, WeightLink
     from tidemill.flow.records import Evaluation
     from tidemill.flow.tally import Counted
-    from tidemill.reshard.layout import Layout
+    from tidemill.reshard.layouts.layout import Layout
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -46,4 +46,5 @@ def _check_call(key: str, path: str, given: int, args: dict[str, object]) -> Non
         inspect.signature(function).bind(*range(given), **args)
     except TypeError as error:
         wanted = "(base_url, api_key, task, **args)" if given == 3 else "(task, value)"
-        raise ConfigError(f"{key}: {path} cannot be called with {wanted}: {error}", "see docs/agents.md") from None
+        said = f"{key}: {path} cannot be called with {wanted}: {error}"
+        raise ConfigError(said, "write it as docs/agents.md shows") from None

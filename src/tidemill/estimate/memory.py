@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from tidemill.algorithms import registry
+from tidemill.algorithms.shared import registry
 from tidemill.estimate.run import BYTES, cache_tokens, microbatch_tokens, tokens_computed
 from tidemill.learn.logprob.chunks import words_at_once
 from tidemill.models.shape import ModelShape, shape_of

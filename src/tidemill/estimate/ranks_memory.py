@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from tidemill.algorithms import registry
+from tidemill.algorithms.shared import registry
 from tidemill.estimate.memory import PLAIN_LOGITS, adapter_parameters, optimizer_bytes
 from tidemill.estimate.run import BYTES, microbatch_tokens
 from tidemill.models.shape import ModelShape

@@ -12,7 +12,7 @@ from tidemill.models import published as files
 from tidemill.models.box import find
 from tidemill.models.shape import ModelShape, header_shapes, shape_of
 from tidemill.recipe.config import Config, ModelSettings
-from tidemill.reshard.parallel import LAYER, Model, ParallelSizes, decoder
+from tidemill.reshard.layouts.parallel import LAYER, Model, ParallelSizes, decoder
 from tidemill.reshard.show import PlanReport, dry_plan
 
 # What docs/weights.md shows: model, learner, engine, devices.

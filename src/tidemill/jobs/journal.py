@@ -19,11 +19,11 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._read_bytes = 0
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
 
     def read(self) -> list[Event]:
-        """The whole lines written since the last call."""
+        """Return the whole lines written since the last call."""
+        if not self.path.exists():
+            return []
         with self.path.open("rb") as file:
             file.seek(self._read_bytes)
             data = file.read()
@@ -44,7 +44,8 @@ class Journal:
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
-        handle = os.open(self.path, os.O_RDWR | os.O_APPEND)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             _cut_torn_line(handle)

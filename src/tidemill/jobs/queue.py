@@ -25,6 +25,8 @@ GRACE_S = 300.0  # from being asked to save until being killed
 class Queue:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.expanduser().resolve()
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ConfigError(f"--queue {folder} is a file", "name the queue's folder; a new one is made")
         self._journal = Journal(self.folder / "journal.jsonl")
         self.jobs: Jobs = {}
         self.refresh()

@@ -38,6 +38,8 @@ def prepare(
     nodes = len(chosen(options)) if isinstance(options, SshOptions) else options.nodes
     on_ray = ON_RAY if nodes > 1 or target.is_cluster else ()
     config = recipes.load(recipe, [*overrides, *on_ray]).config
+    if not is_dry:
+        steps.require(target.programs)
     config = config.model_copy(update={"folder": target.run_folder(options, config.folder)})
     if target.shares_files:
         precheck.check(config)

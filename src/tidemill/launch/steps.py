@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import shlex
+import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,9 +77,7 @@ class Command:
         try:
             done = subprocess.run(self.argv, input=given, capture_output=True, timeout=COMMAND_S)
         except FileNotFoundError as error:
-            raise LaunchError(
-                f"{self.argv[0]} is not installed here", "install it, or --dry-run and send the files"
-            ) from error
+            raise _missing(self.argv[0]) from error
         except subprocess.TimeoutExpired as error:
             raise LaunchError(f"no answer within {COMMAND_S:g} s from: {shlex.join(self.argv)[:200]}") from error
         if done.returncode:
@@ -103,6 +102,17 @@ class Request:
 
 
 Step = File | Token | Command | Request
+
+
+def require(programs: Sequence[str]) -> None:
+    """Refuse to begin where a program that sends the job is missing."""
+    for program in programs:
+        if shutil.which(program) is None:
+            raise _missing(program)
+
+
+def _missing(program: str) -> LaunchError:
+    return LaunchError(f"{program} is not installed here", "install it, or add --dry-run and send the files yourself")
 
 
 def show(steps: Sequence[Step]) -> str:

@@ -14,6 +14,7 @@ class Target(Protocol):
     options: ClassVar[type[Options]]
     shares_files: ClassVar[bool]  # a path means the same here and there
     is_cluster: ClassVar[bool]  # a Ray cluster is there already
+    programs: ClassVar[tuple[str, ...]]  # what must be installed here to send a job
 
     def run_folder(self, options: Options, folder: str) -> str:
         """Where runs are kept there, given the recipe's own `folder`."""

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from tidemill.algorithms.api import Algorithm
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 from tidemill.learn.checkpoint.model_folder import empty_model
 from tidemill.learn.checkpoint.stored import HuggingFace
-from tidemill.learn.critic import ValueLearner
 from tidemill.learn.engine import Learner
 from tidemill.learn.model import MeshModel
 from tidemill.learn.parallel import mesh
-from tidemill.learn.value_model import ValueModel
+from tidemill.learn.values.critic import ValueLearner
+from tidemill.learn.values.model import ValueModel
 from tidemill.models.box import find
 from tidemill.models.load import DTYPES, make_tiny
 from tidemill.recipe.config import Config, ParallelSettings, TinyModel

@@ -37,18 +37,18 @@ from tidemill.learn.model import ALONE, MeshModel, Row, nothing, pieces_of
 from tidemill.learn.notes import Noted, Notes
 from tidemill.learn.optim.make import learning_rate, optimizer_of, plain_state, restored
 from tidemill.learn.optim.muon import MatrixRanks
-from tidemill.learn.packing import Ints, PackedBatch
 from tidemill.learn.parallel import adapters
 from tidemill.learn.parallel.collectives import make_links
 from tidemill.learn.parallel.cuts import local, renamed
 from tidemill.learn.parallel.flight import Flight
 from tidemill.learn.parallel.mesh import Meshes
 from tidemill.learn.parallel.pace import RankPace
-from tidemill.learn.tokens import mismatch, on_host, stats_from_plain, stats_to_plain, token_batch
+from tidemill.learn.rows.packing import Ints, PackedBatch
+from tidemill.learn.rows.tokens import mismatch, on_host, stats_from_plain, stats_to_plain, token_batch
 from tidemill.models import lora
-from tidemill.models.narrow import narrow
+from tidemill.models.layers.narrow import narrow
 from tidemill.recipe.config import Config
-from tidemill.reshard.layout import merge
+from tidemill.reshard.layouts.layout import merge
 from tidemill.reshard.swap import learner_tensors
 
 Show = Callable[[str, Mapping[str, Tensor]], None]

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from tidemill.learn.logprob.tokens import token_logprobs
 from tidemill.learn.logprob.vocabulary import vocabulary_logprobs
-from tidemill.learn.packing import PackedBatch
 from tidemill.learn.parallel.collectives import MeshLink, gather_tokens
 from tidemill.learn.parallel.cuts import Cuts
 from tidemill.learn.parallel.pipeline import Stages
 from tidemill.learn.parallel.tensor import first_word
-from tidemill.learn.value_model import decoded, values_at
-from tidemill.models import logits, rowwise
+from tidemill.learn.rows.packing import PackedBatch
+from tidemill.learn.values.model import decoded, values_at
+from tidemill.models import logits
+from tidemill.models.layers import rowwise
 from tidemill.recipe.config import Config
 
 Scores = tuple[Tensor, Tensor]  # log-probability and entropy of every target; or values, and zeros

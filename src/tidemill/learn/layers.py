@@ -19,7 +19,7 @@ from tidemill.errors import ModelError
 from tidemill.learn import fp8
 from tidemill.learn.logprob.tokens import can_fuse
 from tidemill.models.attention import registry as attention
-from tidemill.models.family import fuse
+from tidemill.models.layers.forms import fuse
 
 if TYPE_CHECKING:
     from tidemill.recipe.config import Learn

@@ -23,7 +23,6 @@ from tidemill.learn.checkpoint.reading import held_box, read_own
 from tidemill.learn.checkpoint.stored import StoredSource
 from tidemill.learn.forward import ForwardRoot, Scores
 from tidemill.learn.layers import kept_activations, prepare
-from tidemill.learn.packing import Ints, PackedBatch, microbatches, pack, response_column, shares
 from tidemill.learn.parallel import adapters, context, expert, pipeline, shard, tensor
 from tidemill.learn.parallel import cuts as cutting
 from tidemill.learn.parallel.collectives import MeshLink, make_links
@@ -31,15 +30,17 @@ from tidemill.learn.parallel.cuts import Cuts, local
 from tidemill.learn.parallel.flight import Flight
 from tidemill.learn.parallel.mesh import Meshes
 from tidemill.learn.parallel.padding import filler, padded
-from tidemill.learn.routes import routed
-from tidemill.models import experts, lora, routing
+from tidemill.learn.rows.packing import Ints, PackedBatch, microbatches, pack, response_column, shares
+from tidemill.learn.rows.routes import routed
+from tidemill.models import lora
 from tidemill.models.attention.contexts import Attention, choose
 from tidemill.models.buffers import persistent
-from tidemill.models.family import fuse
+from tidemill.models.layers.forms import fuse
+from tidemill.models.mixture import experts, routing
 from tidemill.models.policy import Policy
 from tidemill.models.vision.eyes import eyes
 from tidemill.recipe.config import Config
-from tidemill.reshard.layout import Layout
+from tidemill.reshard.layouts.layout import Layout
 from tidemill.reshard.swap import learner_tensors
 
 ALONE = Meshes()
@@ -236,7 +237,7 @@ class MeshModel:
         return out
 
     def layout(self) -> Layout:
-        """Of this rank's pipeline stage; `reshard.layout.merge` joins those of all."""
+        """Of this rank's pipeline stage; `reshard.layouts.layout.merge` joins those of all."""
         return self._layout
 
     @cached_property

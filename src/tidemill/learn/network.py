@@ -16,10 +16,10 @@ import torch
 
 from tidemill.algorithms.api import Stat, TokenBatch, total
 from tidemill.batch import Batch
-from tidemill.learn.critic import value_metrics
+from tidemill.learn.values.critic import value_metrics
 from tidemill.learn.engine import Learner
 from tidemill.learn.optim.make import learning_rate
-from tidemill.learn.packing import Ints
+from tidemill.learn.rows.packing import Ints
 from tidemill.models.network import fused
 from tidemill.models.policy import Scores
 

@@ -12,10 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import logging as hf_logging
 
 from tidemill.errors import ModelError
-from tidemill.models import experts, lora, routing, tiny
+from tidemill.models import lora, tiny
 from tidemill.models.attention import registry as attention
 from tidemill.models.box import find
 from tidemill.models.buffers import persistent
+from tidemill.models.mixture import experts, routing
 from tidemill.models.network import make as network
 from tidemill.models.policy import Policy
 from tidemill.models.trial import try_out

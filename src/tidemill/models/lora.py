@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tidemill.errors import ModelError, did_you_mean
 from tidemill.models.buffers import persistent
-from tidemill.models.experts import STACKS, is_known, plug
+from tidemill.models.mixture.experts import STACKS, is_known, plug
 
 Json = dict[str, Any]
 SUFFIXES = ("lora_a", "lora_b", "lora_m")

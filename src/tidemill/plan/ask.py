@@ -60,8 +60,10 @@ def machines_of(cluster: str) -> Machines:
     if name.lower() not in known:
         raise ConfigError(
             f"the device {name!r} is not on file{did_you_mean(name, SHEETS)}",
-            f"on file are {', '.join(SHEETS)}; describe others in a cluster file (docs/plan.md)",
+            f"on file are {', '.join(SHEETS)}; describe others in a cluster file (docs/launch.md)",
         )
+    if not int(devices) or not int(nodes or 1):
+        raise ConfigError(f"--cluster {cluster} has no devices", "for example 8xH100, or 2x8xH100 for two nodes")
     per_node = int(devices) if nodes or int(devices) < 8 or int(devices) % 8 else 8
     count = int(nodes) if nodes else int(devices) // per_node
     return hardware.cluster_of(known[name.lower()], count, per_node)

@@ -263,7 +263,7 @@ class _Meter:
             found["prefill"].append((read, read_s))
 
     def _learner(self, base: Calibration, model: TrialModel, trial: LearnTrial, found: dict[str, list[Point]]) -> None:
-        from tidemill.algorithms.registry import get
+        from tidemill.algorithms.shared.registry import get
         from tidemill.learn.engine import Learner
 
         module, shape = self._model(model, trial.prompt + trial.response + 8)

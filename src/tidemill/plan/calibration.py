@@ -107,14 +107,18 @@ def parse(text: str, where: str) -> Calibration:
         share = tuple(tuple(map(float, row)) for row in grid["share"])
         return Calibration(matmul=Grid(tuple(grid["rows"]), tuple(grid["elements"]), share), **plain)
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{where} is no calibration: {error}", "make it again with `tidemill calibrate`") from error
+        raise ConfigError(
+            f"{where} is no calibration ({type(error).__name__}: {error})", "make it again with `tidemill calibrate`"
+        ) from error
 
 
 def load(path: str | Path) -> Calibration:
     try:
         return parse(Path(path).read_text(encoding="utf-8"), str(path))
     except OSError as error:
-        raise ConfigError(f"calibration {path}: {error}") from error
+        raise ConfigError(
+            f"--calibration {path}: {error.strerror}", "`tidemill calibrate --out FILE` makes one"
+        ) from error
 
 
 def own_folder() -> Path:

@@ -86,7 +86,9 @@ def load(path: str | Path) -> Machines:
     try:
         plain = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"cluster {path}: {error}") from error
+        said = getattr(error, "strerror", None) or str(error).replace("\n", " ")
+        remedy = "give a cluster's file (docs/launch.md), or such as 8xH100"
+        raise ConfigError(f"--cluster {path}: {said}", remedy) from error
     return parse(plain, str(path))
 
 
@@ -95,7 +97,10 @@ def parse(plain: Any, where: str = "cluster") -> Machines:
         raise ConfigError(f"{where}: a mapping is expected, not {plain!r}", f"of {', '.join(sorted(MACHINE_KEYS))}")
     for key in plain:
         if key not in MACHINE_KEYS:
-            raise ConfigError(f"{where}: there is no field {key!r}{did_you_mean(str(key), MACHINE_KEYS)}")
+            raise ConfigError(
+                f"{where}: there is no field {key!r}{did_you_mean(str(key), MACHINE_KEYS)}",
+                f"use {', '.join(sorted(MACHINE_KEYS))}",
+            )
     own = {key: value for key, value in plain.items() if key in KEYS_OF_SHEET}
     for key, value in own.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,9 +67,13 @@ def of(config: Config, asked: str | None = None) -> Lengths:
     if asked == FULL:
         return Lengths(config.data.max_prompt_tokens, longest, longest, 0.0, said="every sample as long as it may be")
     parts = asked.split(",")
-    if all(part.replace(".", "", 1).isdigit() for part in parts) and len(parts) <= 2:
+    if all(re.fullmatch(r"\d+(\.\d+)?", part) for part in parts) and len(parts) <= 2:
         given = [float(part) for part in parts]
         return Lengths(given[0] if len(given) == 2 else prompt, given[-1], longest, said=f"given: {asked}")
+    if not Path(asked).is_dir():
+        raise ConfigError(
+            f"--lengths {asked}: it is neither a run's folder nor lengths in tokens", "for example 300,800"
+        )
     return of_run(Path(asked), config)
 
 

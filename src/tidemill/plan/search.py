@@ -343,7 +343,7 @@ def _ordered(found: list[Candidate], goal: Goal, hours: float | None) -> list[Ca
     """The best first; of those that come to nearly the same, the one that asks for less."""
     if goal == "deadline":
         if hours is None:
-            raise ConfigError("the goal deadline needs the hours", "say --hours 8")
+            raise ConfigError("the goal deadline needs the hours that a run may take", "for example 8")
         late = [c for c in found if c.hours > hours]
         found = [c for c in found if c.hours <= hours] or sorted(late, key=lambda c: c.hours)[:5]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tidemill.algorithms import registry
+from tidemill.algorithms.shared import registry
 from tidemill.errors import ConfigError
 from tidemill.estimate.memory import adapter_parameters, optimizer_bytes
 from tidemill.estimate.ranks_memory import engine_share, parameters_per_rank

@@ -10,7 +10,7 @@ import yaml
 
 from tidemill.errors import did_you_mean
 from tidemill.recipe import dialect, schema
-from tidemill.recipe.config import AlgorithmSettings, Config, Rewards, Section
+from tidemill.recipe.config import AlgorithmSettings, Config, EnvironmentSettings, Rewards, Section
 
 COMMAND_LINE = "command line"
 Where = Callable[[str], str]  # dotted key → the place that wrote it
@@ -62,7 +62,7 @@ def flatten(tree: Mapping[str, Any], where: Where, section: type[Section] = Conf
 def _long_form(section: type[Section], value: Any) -> Any:
     """Expand `algorithm: grpo` to `{name: grpo}`, so that a short form changes only what it names. The sections' own
     validators are not used: they fill in an algorithm's defaults, which must lie under every layer."""
-    if section is AlgorithmSettings and isinstance(value, str):
+    if section in (AlgorithmSettings, EnvironmentSettings) and isinstance(value, str) and value != "none":
         return {"name": value}
     if section is Rewards and isinstance(value, str | list | tuple):
         value = {"functions": value}

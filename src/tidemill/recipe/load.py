@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
+from pydantic_core.core_schema import ErrorType
 
 from tidemill.errors import ConfigError, did_you_mean
 from tidemill.recipe import dialect, schema
@@ -21,6 +22,7 @@ from tidemill.recipe.layer import Given, Layer, flatten, from_one, lay_over, par
 
 DEFAULT, PYTHON = "default", "python"  # beside "file:line" and "command line"
 ENV_FOLDERS = "TIDEMILL_RECIPES"  # more folders of recipes, separated like PATH
+PYDANTICS_OWN = {*get_args(ErrorType), "not_a_number"}  # other errors say in words of their own what is wrong
 SEE_KEYS = "`tidemill config` lists every key with its help"
 
 
@@ -119,9 +121,10 @@ def locate(name: str, beside: Path | None = None) -> Path:
     if len(ends := [name for name in known if name.endswith(f"/{bare}")]) == 1:
         return known[ends[0]]
     asker = f" (extended by {beside})" if beside else ""
-    close = did_you_mean(Path(bare).name, known)
-    hint = f"give a path to a .yaml file, or one of: {', '.join(known)}" if known else "give a path to a .yaml file"
-    raise ConfigError(f"there is no recipe {name!r}{asker}{close}", hint)
+    close = did_you_mean(bare, names()) or did_you_mean(Path(bare).name, names())
+    raise ConfigError(
+        f"there is no recipe {name!r}{asker}{close}", "`tidemill recipes` lists names; a path ends in .yaml"
+    )
 
 
 def names() -> dict[str, Path]:
@@ -168,6 +171,7 @@ def _read_with_bases(path: Path, children: tuple[Path, ...] = ()) -> Iterator[La
 def _explain(error: Mapping[str, Any], given: Mapping[str, Given]) -> str:
     """Describe a pydantic error by the key, the value, where it came from, and what is accepted."""
     names = [part for part in error["loc"] if isinstance(part, str)]
+    is_element = bool(error["loc"]) and isinstance(error["loc"][-1], int)
     dotted = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in error["loc"]).lstrip(".")
     where = _where(".".join(names), given)
     key = schema.tree().get(".".join(names)) or _element_key(names)
@@ -176,11 +180,13 @@ def _explain(error: Mapping[str, Any], given: Mapping[str, Given]) -> str:
     if error["type"] == "missing":
         return f"{dotted} is missing ({where}); it wants {key.wants if key else 'a value'}"
     got = error["input"]
-    close = did_you_mean(str(got), key.choices) if key and key.choices and isinstance(got, str) else ""
-    quoting = "; put it in quotes" if key and key.is_text and isinstance(got, int | float) else ""
     if error["type"] == "huge_number":
         return f"{dotted} is {_shown(got)} ({where}), but wants a number of at most {error['ctx']['most']:,}"
-    wants = key.wants if key else error["msg"]
+    if error["type"] not in PYDANTICS_OWN:
+        return f"{dotted} ({where}): {error['msg']}"
+    close = did_you_mean(got, key.choices) if key and isinstance(got, str) else ""
+    quoting = "; put it in quotes" if key and key.is_text and isinstance(got, int | float) else ""
+    wants = (key.element_wants if is_element else key.wants) if key else error["msg"]
     wants = wants.replace("a number", "a finite number", 1) if error["type"] == "finite_number" else wants
     return f"{dotted} is {_shown(got)} ({where}), but wants {wants}{close}{quoting}"
 

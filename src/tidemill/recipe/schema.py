@@ -68,10 +68,7 @@ class Key:
     @property
     def element(self) -> type[Section] | None:
         """Return the section that a list holds, as in `rewards.functions`."""
-        for member in _members(self.field.annotation):
-            if get_origin(member) in (tuple, list):
-                return _section_among(get_args(member))
-        return None
+        return next((_section_among(_elements(m)) for m in _members(self.field.annotation) if _elements(m)), None)
 
     @property
     def is_mapping(self) -> bool:
@@ -87,7 +84,9 @@ class Key:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        return tuple(c for m in _members(self.field.annotation) if get_origin(m) is Literal for c in get_args(m))
+        """Return the words that the setting, or each element of its list, may be."""
+        members = [m for member in _members(self.field.annotation) for m in (member, *_elements(member))]
+        return tuple(c for m in members if get_origin(m) is Literal for c in get_args(m))
 
     @property
     def help(self) -> str:
@@ -98,9 +97,18 @@ class Key:
         """Say what is accepted: 'a whole number of at least 1, or none'."""
         kinds = [_in_words(m) for m in _members(self.field.annotation) if m is not type(None)]
         text = " or ".join(kinds) + _bounds(self.field.metadata)
+        if self.section is not None:
+            first = [f"{self.name}.{name}" for name in self.section.model_fields][:3]
+            text = f"settings of its own ({', '.join(first)}, …)"
         text = f"{text}, or none" if self.allows_none else text
         extra = self.field.json_schema_extra
         return f"{text} ({extra['reason']})" if isinstance(extra, dict) and "reason" in extra else text
+
+    @property
+    def element_wants(self) -> str:
+        """Say what one element of a list may be."""
+        kinds = [_in_words(_elements(m)[0]) for m in _members(self.field.annotation) if _elements(m)]
+        return " or ".join(kinds) or self.wants
 
 
 def fields(section: type[Section], prefix: str = "") -> dict[str, Key]:
@@ -157,6 +165,10 @@ def _members(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
+def _elements(member: Any) -> tuple[Any, ...]:
+    return get_args(member) if get_origin(member) in (tuple, list) else ()
+
+
 def _section_among(members: tuple[Any, ...]) -> type[Section] | None:
     for member in members:
         if isinstance(member, type) and issubclass(member, Section):
@@ -185,6 +197,10 @@ def _plain(bound: Any) -> str:
 
 
 def _bounds(metadata: list[Any]) -> str:
+    lowest = next((rule.ge for rule in metadata if isinstance(rule, Ge)), None)
+    highest = next((rule.le for rule in metadata if isinstance(rule, Le)), None)
+    if lowest is not None and highest is not None:
+        return f" from {_plain(lowest)} to {_plain(highest)}"
     parts = []
     for rule in metadata:
         match rule:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tidemill.errors import ReshardError
 from tidemill.reshard import pack
-from tidemill.reshard.layout import extents
+from tidemill.reshard.layouts.layout import extents
 from tidemill.reshard.pack import CHECK_BYTES, Changes, Tensors
 from tidemill.reshard.plan import Plan, Transfer
 from tidemill.reshard.schedule import Round, RoundMessage, rounds

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tidemill.errors import ReshardError
-from tidemill.reshard.layout import Shape, extents, fit
+from tidemill.reshard.layouts.layout import Shape, extents, fit
 from tidemill.reshard.plan import Spot, Transfer, cut
 
 Tensors = Mapping[str, torch.Tensor]

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from tidemill.errors import ReshardError, did_you_mean
-from tidemill.reshard.layout import (
+from tidemill.reshard.layouts.layout import (
     ITEM_BYTES,
     Box,
     Layout,

@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from tidemill.device import plain
 from tidemill.errors import ReshardError
-from tidemill.reshard.dtensor import from_tensors, local_tensors
-from tidemill.reshard.layout import Layout, merge
+from tidemill.reshard.layouts.dtensor import from_tensors, local_tensors
+from tidemill.reshard.layouts.layout import Layout, merge
+from tidemill.reshard.layouts.record import from_plain, to_plain
 from tidemill.reshard.move import BUCKET_BYTES, BufferRing, GroupWire, Job, Moved, Verify, move
-from tidemill.reshard.one import OneProcessWire
 from tidemill.reshard.pack import Tensors
 from tidemill.reshard.plan import Plan, plan
-from tidemill.reshard.record import from_plain, to_plain
+from tidemill.reshard.wires.one_process import OneProcessWire
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "base_model.model.")
 
@@ -45,7 +45,7 @@ class Publisher:
     """The planned way from one set of tensors to another; call it whenever the source has new weights.
 
     A source or target may also be a pair of a `Layout` and local tensors, for cuts that tensors cannot tell of
-    themselves: `reshard.parallel.learner` and `engine` make those of Megatron and of vLLM."""
+    themselves: `reshard.layouts.parallel.learner` and `engine` make those of Megatron and of vLLM."""
 
     def __init__(
         self,

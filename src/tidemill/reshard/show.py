@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from tidemill.errors import ReshardError
+from tidemill.reshard.layouts.parallel import Model, ParallelSizes, count, engine, learner, parse
 from tidemill.reshard.move import BUCKET_BYTES, DEPTH
-from tidemill.reshard.parallel import Model, ParallelSizes, count, engine, learner, parse
 from tidemill.reshard.plan import Plan, Topology, plan
 
 LINKS_GB_PER_S = (25.0, 50.0)
@@ -126,7 +126,7 @@ def report(made: Plan, title: str, parameters: int, *, ring_bytes: int, bucket_b
 
 def _held_bytes(made: Plan) -> dict[int, int]:
     """What each source rank holds of the model, at the target's dtype."""
-    from tidemill.reshard.layout import ITEM_BYTES, volume
+    from tidemill.reshard.layouts.layout import ITEM_BYTES, volume
 
     found = dict.fromkeys(made.ranks, 0)
     for name, entries in made.source.by_name.items():

@@ -24,8 +24,8 @@ import torch
 from tidemill.chat.answer import Schema
 from tidemill.environment.api import Task
 from tidemill.errors import ConfigError, ModelError, did_you_mean
-from tidemill.models import experts
 from tidemill.models.attention import registry as attention
+from tidemill.models.mixture import experts
 from tidemill.models.modes import at_rest
 from tidemill.rollout.engine import Completion, Fresh, Request, RolloutEngine, Sampling
 from tidemill.rollout.native.engine import NativeEngine

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from tidemill.errors import ModelError
-from tidemill.models import lora, routing
+from tidemill.models import lora
 from tidemill.models.buffers import persistent
+from tidemill.models.mixture import routing
 from tidemill.rollout.engine import (
     Completion,
     Finish,

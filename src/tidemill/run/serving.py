@@ -55,11 +55,13 @@ class ModelServer:
         self.options = options
         self.listener = listen(options.host, options.port)  # first: a taken port is no reason to load a model
         try:
+            models = [_named("--model", given) for given in options.models]
+            adapters = [_named("--adapter", given) for given in options.adapters]
             first = open_trained(options.where, options.device)
             self.served = [self._served(options.name or _name_of(options.where), first, options.where)]
-            for name, where in map(_named, options.models):
+            for name, where in models:
                 self.served.append(self._served(name, open_trained(where, options.device), where))
-            for name, folder in map(_named, options.adapters):
+            for name, folder in adapters:
                 adapted = open_trained(options.where, options.device)
                 merge(adapted.loaded.model, Path(folder))
                 self.served.append(self._served(name, adapted, folder, parent=self.served[0].name))
@@ -123,10 +125,10 @@ def _name_of(where: str) -> str:
     return Path(where).name or where
 
 
-def _named(given: str) -> tuple[str, str]:
+def _named(option: str, given: str) -> tuple[str, str]:
     name, equals, where = given.partition("=")
     if not equals or not name or not where:
-        raise ConfigError(f"{given!r} names no model", "write NAME=WHERE")
+        raise ConfigError(f"{option} {given}: the name that clients use is missing", f"{option} NAME={given}")
     return name, where
 
 

@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tidemill import device as devices
-from tidemill.errors import CheckpointError, ConfigError, ModelError
+from tidemill.errors import CheckpointError, ConfigError, ModelError, did_you_mean
 from tidemill.learn import checkpoint
 from tidemill.learn.ema import adapters_of, weights_of
-from tidemill.models import lora, routing
+from tidemill.models import lora
 from tidemill.models.attention import registry as attention
 from tidemill.models.box import find
-from tidemill.models.box.known import cache
+from tidemill.models.box.known import KNOWN, cache
 from tidemill.models.load import (
     BASE,
     DEFINITION,
@@ -32,6 +32,7 @@ from tidemill.models.load import (
     save_folder,
     wrap,
 )
+from tidemill.models.mixture import routing
 from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe import config as settings
 from tidemill.recipe.config import Config
@@ -70,7 +71,9 @@ def open_trained(
         run = RunFolder.open(where, exclusive=False)
     except ConfigError as error:
         raise ModelError(
-            f"{where} is neither a run nor a Hugging Face folder (no config.yaml, no config.json)", error.remedy
+            f"{where} is neither a run nor a Hugging Face folder (no config.yaml, no config.json)"
+            f"{did_you_mean(str(where), KNOWN)}",
+            "give a run's folder, a model's folder, or a name: `tidemill models list`",
         ) from error
     return _from_run(run, on, raw, step, best)
 
@@ -260,7 +263,7 @@ def export_adapter(
     own, is_mean = adapters_of(tensors, raw)
     if not own:
         raise ConfigError(f"{run.path} trained all weights: it has no adapters", "export without --adapter")
-    if any(name.startswith("decoder.") for name in own):  # of `learn.critic.ValueModel`
+    if any(name.startswith("decoder.") for name in own):  # of `learn.values.model.ValueModel`
         raise ConfigError(
             f"{run.path} trained a reward model, whose head a peft folder would lack",
             "export without --adapter",

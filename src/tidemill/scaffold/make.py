@@ -7,7 +7,8 @@ import re
 from importlib import resources
 from pathlib import Path
 
-from tidemill.errors import ConfigError
+from tidemill.errors import ConfigError, did_you_mean
+from tidemill.models.box import find, known
 
 FILES = ("recipe.yaml", "rewards.py", "test_project.py", "README.md")
 TINY = "tiny: {hidden: 64, layers: 2, heads: 4, kv_heads: 2, intermediate: 128, window: 32}   # or path: FOLDER"
@@ -19,8 +20,15 @@ def make(folder: Path, model: str | None = None) -> list[Path]:
     name = folder.resolve().name
     if not re.fullmatch(r"[\w][\w.-]*", name):
         raise ConfigError(f"{name!r} cannot name a run", "use letters, digits, - and _")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file", "name a new folder")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty", "name a new folder")
+    if model is not None and not find.look(model).exists() and not find.is_fetchable(model):
+        raise ConfigError(
+            f"--model {model} is neither a folder nor a model's name{did_you_mean(model, known.KNOWN)}",
+            "`tidemill models list` shows names; org/name is fetched from the Hugging Face hub",
+        )
     folder.mkdir(parents=True, exist_ok=True)
     words = {
         "name": name,

@@ -66,7 +66,8 @@ def _fields(plain: Any, known: set[str], where: str) -> Mapping[str, Any]:
         raise ConfigError(f"{where}: fields are expected, not {plain!r}", f"of {', '.join(sorted(known))}")
     for key in plain:
         if key not in known:
-            raise ConfigError(f"{where}: there is no field {key!r}{did_you_mean(str(key), known)}")
+            fields = ", ".join(sorted(known))
+            raise ConfigError(f"{where}: there is no field {key!r}{did_you_mean(str(key), known)}", f"use {fields}")
     return plain
 
 

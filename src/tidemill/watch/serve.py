@@ -34,7 +34,7 @@ def serve(
         raise ConfigError(f"the page needs {missing.name}, which is not installed", remedy) from missing
     if token == "" and host not in LOOPBACK:
         raise ConfigError(f"--no-token on {host} would show the runs to everybody", "leave --no-token out")
-    if not where.exists():
+    if not where.is_dir():
         raise ConfigError(f"there is no folder {where}", "`tidemill train RECIPE` makes runs/NAME")
     token = secrets.token_urlsafe(24) if token is None else token
     hosts = guard.LOOPBACK if host in LOOPBACK else ()

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from tests.learn.grouped import grouped
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 from tidemill.batch import Batch, Column
 from tidemill.learn.engine import Learner
 from tidemill.models import lora

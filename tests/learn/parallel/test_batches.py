@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.learn.parallel.products import samples
 from tidemill.batch import Batch
-from tidemill.learn.packing import Ints, shares
+from tidemill.learn.rows.packing import Ints, shares
 
 
 @settings(max_examples=60, deadline=None)

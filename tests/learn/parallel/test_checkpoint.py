@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from tests.learn.parallel.products import gathered, make_model, recipe, samples
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 from tidemill.cluster.start.ranks import RankError, Ranks
 from tidemill.errors import CheckpointError
 from tidemill.learn import checkpoint as plain

@@ -6,15 +6,15 @@ import torch
 import torch.distributed as dist
 
 from tests.learn.parallel.models import config, gradients, model, over_all, samples
-from tidemill.algorithms.registry import get
 from tidemill.algorithms.shared.aggregate import local_weights
+from tidemill.algorithms.shared.registry import get
 from tidemill.errors import ConfigError
 from tidemill.learn.forward import forward
-from tidemill.learn.packing import pack
 from tidemill.learn.parallel import context
 from tidemill.learn.parallel.context import Shares, check, cut, key_heads, parallel
 from tidemill.learn.parallel.ring import AttentionRing, make_plan, within
-from tidemill.learn.tokens import token_batch
+from tidemill.learn.rows.packing import pack
+from tidemill.learn.rows.tokens import token_batch
 from tidemill.models.attention.contexts import KINDS
 from tidemill.models.attention.flex import Sight
 from tidemill.models.attention.registry import AttentionForm

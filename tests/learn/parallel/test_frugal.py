@@ -11,7 +11,7 @@ import pytest
 from tests.learn.parallel.products import Case, make_model, product, recipe, samples
 from tests.learn.parallel.test_checkpoint import learner_of
 from tests.learn.parallel.test_products import CLOSE
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 from tidemill.cluster.start.ranks import Ranks
 from tidemill.learn import checkpoint as plain
 from tidemill.learn.engine import Learner

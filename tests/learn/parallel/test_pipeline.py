@@ -6,15 +6,15 @@ import torch
 import torch.distributed as dist
 
 from tests.learn.parallel.models import config, gradients, model, over_all, samples
-from tidemill.algorithms.registry import get
 from tidemill.algorithms.shared.aggregate import local_weights
+from tidemill.algorithms.shared.registry import get
 from tidemill.errors import ModelError
 from tidemill.learn.engine import Learner, score
 from tidemill.learn.logprob.tokens import token_logprobs
-from tidemill.learn.packing import microbatches, pack
 from tidemill.learn.parallel.pipeline import Pipeline, Stages, ends, split
 from tidemill.learn.parallel.schedule import Action, forward_only, kept, play, timetable
-from tidemill.learn.tokens import token_batch
+from tidemill.learn.rows.packing import microbatches, pack
+from tidemill.learn.rows.tokens import token_batch
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.learn.parallel.products import Case, make_model, product, recipe, samples
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 from tidemill.cluster.start.ranks import Ranks
 from tidemill.learn.engine import Learner
 

@@ -11,12 +11,12 @@ import pytest
 import torch.distributed as dist
 
 from tests.learn.parallel.products import make_model, recipe, samples
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 from tidemill.batch import Batch, Column
 from tidemill.cluster.start.ranks import Ranks
-from tidemill.learn.critic import ValueLearner
 from tidemill.learn.engine import score
-from tidemill.learn.value_model import ValueModel
+from tidemill.learn.values.critic import ValueLearner
+from tidemill.learn.values.model import ValueModel
 
 pytestmark = pytest.mark.slow
 
@@ -30,9 +30,9 @@ def with_values(batch: Batch) -> Batch:
 
 def criticise(parallel: dict[str, Any]) -> Any:
     """A critic on a mesh of its own, beside an actor on another, and the critic of one rank."""
-    from tidemill.learn.critic import ValueLearner
     from tidemill.learn.engine import Learner
     from tidemill.learn.parallel import mesh
+    from tidemill.learn.values.critic import ValueLearner
 
     settings = {"algorithm": {"name": "ppo"}}
     model = make_model("dense")

@@ -35,7 +35,7 @@ def by_words(softcap: float | None, temperature: float, chunk: int) -> list[Any]
     from tidemill.learn.logprob.vocabulary import vocabulary_logprobs
     from tidemill.learn.parallel.collectives import world
     from tidemill.learn.parallel.flight import Flight
-    from tidemill.reshard.layout import Shard
+    from tidemill.reshard.layouts.layout import Shard
 
     flight = Flight(dist.distributed_c10d._get_default_store(), dist.get_rank(), 60.0)
     over = world(flight)

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.learn.parallel.products import make_model, recipe, samples
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 from tidemill.cluster.start.ranks import RankError, Ranks
 from tidemill.learn.parallel.flight import CollectiveError
 

@@ -53,9 +53,12 @@ def of_tree(text: str, path: Path) -> Given:
     try:
         tree = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} is not {path.suffix[1:].upper()}: {str(error).splitlines()[0]}") from None
+        kind, mark = path.suffix[1:].upper(), getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark is not None else getattr(error, "lineno", 1)
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{path}:{line} is not {kind}: {problem}", "fix the file, or give another") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} is no mapping of settings")
+        raise ConfigError(f"{path} holds no settings, but {type(tree).__name__}", "give a file of the form key: value")
     return {key: value for key, value in _flat(tree) if not key.startswith(("defaults", "hydra"))}
 
 
@@ -156,7 +159,9 @@ def of_python(text: str, path: Path) -> Given:
     try:
         module = ast.parse(text)
     except SyntaxError as error:
-        raise ConfigError(f"{path}:{error.lineno} is not Python: {error.msg}") from None
+        raise ConfigError(
+            f"{path}:{error.lineno} is not Python: {error.msg}", "fix the file, or give another"
+        ) from None
     docstring = re.sub(r"```\w*", "", ast.get_docstring(module) or "")
     commands = [part for part in re.split(r"\n\s*\n", docstring) if "--" in part]
     found: Given = of_shell(commands[0]) if commands else {}

@@ -124,7 +124,7 @@ class Publisher:
 
     def _link(self, members: Sequence[Member]) -> None:
         from tidemill.cluster.assignment import OneProcess, WeightLink
-        from tidemill.reshard.layout import merge
+        from tidemill.reshard.layouts.layout import merge
 
         now = tuple((m.name, m.incarnation) for m in members)
         if now == self._linked:

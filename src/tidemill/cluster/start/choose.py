@@ -51,7 +51,7 @@ def start(
 
 
 def _graph(config: Config) -> Graph:
-    from tidemill.algorithms.registry import get
+    from tidemill.algorithms.shared.registry import get
 
     return get(config.algorithm.name).graph(config)
 

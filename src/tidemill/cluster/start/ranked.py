@@ -20,8 +20,8 @@ from tidemill.errors import ConfigError
 from tidemill.flow.handover import LearningState
 from tidemill.learn import build
 from tidemill.learn.notes import Noted
-from tidemill.models import routing
 from tidemill.models.buffers import carried
+from tidemill.models.mixture import routing
 from tidemill.recipe.config import Config
 
 PATIENCE_S = 86_400.0  # a step may take long: ranks watch each other, and a dead one is noticed at once

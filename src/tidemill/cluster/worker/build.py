@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import GenerationConfig
 
 from tidemill import device as devices
-from tidemill.algorithms.registry import get as get_algorithm
+from tidemill.algorithms.shared.registry import get as get_algorithm
 from tidemill.cluster.assignment import Assignment
 from tidemill.cluster.report import StoreAddress
 from tidemill.cluster.start.ranked import RankedLearner
@@ -31,16 +31,16 @@ from tidemill.estimate import handover as turns
 from tidemill.flow.feed import FEEDS
 from tidemill.learn import build as parts
 from tidemill.learn.checkpoint.model_folder import empty_model, materialise
-from tidemill.learn.critic import ValueLearner
 from tidemill.learn.engine import Learner, freeze
 from tidemill.learn.model import MeshModel
 from tidemill.learn.network import NetworkLearner
 from tidemill.learn.parallel import mesh
 from tidemill.learn.parallel.cuts import elements
-from tidemill.learn.value_model import ValueModel
-from tidemill.models import routing
+from tidemill.learn.values.critic import ValueLearner
+from tidemill.learn.values.model import ValueModel
 from tidemill.models.box import find
 from tidemill.models.load import LoadedModel, load, load_tokenizer, wrap
+from tidemill.models.mixture import routing
 from tidemill.recipe.config import Config
 from tidemill.reward.score import Scorer
 from tidemill.rollout.make import make_plain

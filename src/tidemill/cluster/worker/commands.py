@@ -29,7 +29,7 @@ from tidemill.flow.workers import Stopped
 from tidemill.models.load import keep_definition, save_folder
 from tidemill.observe import pictures
 from tidemill.observe.run_folder import NOTES
-from tidemill.reshard.layout import Layout
+from tidemill.reshard.layouts.layout import Layout
 
 PAUSE_S = 0.001  # between polls of the first rank's calls
 

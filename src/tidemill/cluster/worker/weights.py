@@ -24,8 +24,9 @@ from tidemill.learn.engine import Learner
 from tidemill.learn.model import MeshModel, pieces_of
 from tidemill.models import lora
 from tidemill.models.buffers import carried, persistent
-from tidemill.reshard.dtensor import from_tensors, local_tensors
-from tidemill.reshard.layout import Layout, merge
+from tidemill.reshard.layouts.dtensor import from_tensors, local_tensors
+from tidemill.reshard.layouts.layout import Layout, merge
+from tidemill.reshard.layouts.record import from_plain, to_plain
 from tidemill.reshard.move import (
     BUCKET_BYTES,
     BufferRing,
@@ -38,13 +39,12 @@ from tidemill.reshard.move import (
     _laid_out,
     move,
 )
-from tidemill.reshard.one import OneProcessWire
 from tidemill.reshard.pack import BlockMerge, Changes, Tensors
 from tidemill.reshard.plan import Plan, Topology, plan
-from tidemill.reshard.record import from_plain, to_plain
 from tidemill.reshard.schedule import Round
 from tidemill.reshard.serve import Aside, Serving
-from tidemill.reshard.shared import SharedWire
+from tidemill.reshard.wires.one_node import SharedWire
+from tidemill.reshard.wires.one_process import OneProcessWire
 from tidemill.rollout.native.forward import parallel
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from tidemill.flow.schedule import has_fixed_places, may_lag
 from tidemill.flow.stages.stage import at_any_time
 from tidemill.flow.tally import Tally
 from tidemill.learn.api import Learns
-from tidemill.learn.critic import critic_passes
+from tidemill.learn.values.critic import critic_passes
 from tidemill.recipe.config import Config
 
 MINIBATCH = 256  # of samples that are drawn, where learn.minibatch is not given

@@ -42,6 +42,7 @@ class Dstack:
     options: ClassVar[type[Options]] = DstackOptions
     shares_files: ClassVar[bool] = False
     is_cluster: ClassVar[bool] = False
+    programs: ClassVar[tuple[str, ...]] = ("dstack",)
 
     def run_folder(self, options: Options, folder: str) -> str:
         return folder if folder.startswith("/") else RUNS

@@ -53,6 +53,7 @@ class KubeRay:
     options: ClassVar[type[Options]] = KubeRayOptions
     shares_files: ClassVar[bool] = False
     is_cluster: ClassVar[bool] = True
+    programs: ClassVar[tuple[str, ...]] = ()
 
     def run_folder(self, options: Options, folder: str) -> str:
         return folder if folder.startswith("/") else RUNS

@@ -18,6 +18,7 @@ class Local:
     options: ClassVar[type[Options]] = Options
     shares_files: ClassVar[bool] = True
     is_cluster: ClassVar[bool] = False
+    programs: ClassVar[tuple[str, ...]] = ()
 
     def run_folder(self, options: Options, folder: str) -> str:
         if options.nodes > 1:

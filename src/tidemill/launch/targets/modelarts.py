@@ -50,6 +50,7 @@ class ModelArts:
     options: ClassVar[type[Options]] = ModelArtsOptions
     shares_files: ClassVar[bool] = False
     is_cluster: ClassVar[bool] = False
+    programs: ClassVar[tuple[str, ...]] = ("obsutil",)
 
     def run_folder(self, options: Options, folder: str) -> str:
         return RUNS

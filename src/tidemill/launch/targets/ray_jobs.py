@@ -34,6 +34,7 @@ class RayJobs:
     options: ClassVar[type[Options]] = RayOptions
     shares_files: ClassVar[bool] = True
     is_cluster: ClassVar[bool] = True
+    programs: ClassVar[tuple[str, ...]] = ()
 
     def run_folder(self, options: Options, folder: str) -> str:
         """Must be storage that every node of the cluster sees, or the head's own disk."""

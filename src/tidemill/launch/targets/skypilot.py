@@ -40,6 +40,7 @@ class SkyPilot:
     options: ClassVar[type[Options]] = SkyOptions
     shares_files: ClassVar[bool] = False
     is_cluster: ClassVar[bool] = False
+    programs: ClassVar[tuple[str, ...]] = ("sky",)
 
     def run_folder(self, options: Options, folder: str) -> str:
         return folder if folder.startswith("/") else RUNS

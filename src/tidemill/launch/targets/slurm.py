@@ -52,6 +52,7 @@ class Slurm:
     options: ClassVar[type[Options]] = SlurmOptions
     shares_files: ClassVar[bool] = True
     is_cluster: ClassVar[bool] = False
+    programs: ClassVar[tuple[str, ...]] = ("sbatch",)
 
     def run_folder(self, options: Options, folder: str) -> str:
         return str(Path(folder).expanduser().resolve())

@@ -40,6 +40,7 @@ class Ssh:
     options: ClassVar[type[Options]] = SshOptions
     shares_files: ClassVar[bool] = False
     is_cluster: ClassVar[bool] = False
+    programs: ClassVar[tuple[str, ...]] = ("ssh",)
 
     def run_folder(self, options: Options, folder: str) -> str:
         return folder if folder.startswith("/") else "../runs"  # beside the unpacked code, in the job's folder
@@ -76,7 +77,9 @@ def read_hosts(file: Path) -> list[Host]:
     try:
         lines = file.expanduser().read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise ConfigError(f"hosts file {file}: {error.strerror}", "-o hosts=FILE, one machine a line") from error
+        raise ConfigError(
+            f"the file of hosts, {file}: {error.strerror}", "-o hosts=FILE, with one machine per line"
+        ) from error
     hosts = [_host(line.split("#")[0].split(), f"{file}:{n}") for n, line in enumerate(lines, 1) if _is_host(line)]
     if not hosts:
         raise ConfigError(f"hosts file {file} names no machine", "one a line: HOST [address=IP]")

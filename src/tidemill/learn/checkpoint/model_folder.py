@@ -20,7 +20,7 @@ from tidemill.learn.checkpoint.reading import open_checkpoint
 from tidemill.learn.checkpoint.stored import INDEX, SINGLE, StoredSource
 from tidemill.learn.checkpoint.tensor_file import Form, head, raw
 from tidemill.learn.ema import MEAN
-from tidemill.models.routing import GIVEN
+from tidemill.models.mixture.routing import GIVEN
 from tidemill.recipe import config as settings
 
 FILE_BYTES = 4_000_000_000

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tidemill.learn.checkpoint.folders import Saving, explain, write_file
 from tidemill.learn.checkpoint.tensor_file import Form, form, head, in_order, raw
-from tidemill.reshard.layout import Box, Layout, LayoutEntry, volume
+from tidemill.reshard.layouts.layout import Box, Layout, LayoutEntry, volume
 
 SHARD_BYTES = 2_000_000_000
 OF = re.compile(r"^(?P<role>critic\.)?(?P<kind>model|adapter|ema|averaged|optimizer)\.(?P<name>.+)$")

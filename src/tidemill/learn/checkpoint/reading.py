@@ -20,7 +20,7 @@ from tidemill.learn.checkpoint.folders import STATE, read_manifest
 from tidemill.learn.checkpoint.pieces import entry_of
 from tidemill.learn.checkpoint.stored import StoredSource, from_manifest
 from tidemill.learn.optim.adam import SCALE, decode
-from tidemill.reshard.layout import Box, Layout
+from tidemill.reshard.layouts.layout import Box, Layout
 
 
 def load_whole(path: Path, prefixes: Sequence[str] = ()) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from tidemill.errors import CheckpointError
 from tidemill.learn.checkpoint.folders import Saving
 from tidemill.learn.checkpoint.pieces import Snapshot, forms_of, write_pieces
-from tidemill.reshard.layout import Layout
+from tidemill.reshard.layouts.layout import Layout
 
 
 class Saver:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tidemill.errors import CheckpointError, ModelError
 from tidemill.learn.checkpoint.tensor_file import DTYPES
-from tidemill.reshard.layout import Box, Shape, extents, intersect, volume
+from tidemill.reshard.layouts.layout import Box, Shape, extents, intersect, volume
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EXPERT = re.compile(r"^(?P<before>.*\.experts)\.(?P<index>\d+)\.(?P<kind>gate|up|down)_proj\.weight$")

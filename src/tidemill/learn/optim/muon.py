@@ -28,7 +28,7 @@ from tidemill.learn.optim.adam import Adam, stochastic_bfloat16
 from tidemill.learn.parallel.collectives import MeshLink
 from tidemill.learn.parallel.flight import Flight
 from tidemill.learn.parallel.mesh import Meshes
-from tidemill.reshard.layout import Box, Layout, Shape, extents, volume
+from tidemill.reshard.layouts.layout import Box, Layout, Shape, extents, volume
 
 MOMENTUM = 0.95
 STEPS = 5

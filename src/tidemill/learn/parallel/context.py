@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.errors import ConfigError
-from tidemill.learn.packing import PackedBatch
 from tidemill.learn.parallel.collectives import MeshLink
 from tidemill.learn.parallel.ring import AttentionRing
+from tidemill.learn.rows.packing import PackedBatch
 from tidemill.models.attention.contexts import Attention
 from tidemill.models.attention.flex import Sight
 from tidemill.models.attention.registry import AttentionForm, Context

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from tidemill.learn.parallel.mesh import Meshes
 from tidemill.models.buffers import persistent
-from tidemill.reshard.layout import Layout, LayoutEntry, Mesh, Place, Replicate, Shape, Shard
+from tidemill.reshard.layouts.layout import Layout, LayoutEntry, Mesh, Place, Replicate, Shape, Shard
 
 Adds = Literal["", "tp", "kv", "ends"]
 WHOLE = Replicate()

@@ -21,8 +21,8 @@ from tidemill.errors import ModelError
 from tidemill.learn.parallel.collectives import MeshLink
 from tidemill.learn.parallel.context import exchange
 from tidemill.learn.parallel.cuts import Cuts, narrow, replace_parameter
-from tidemill.models import experts
-from tidemill.reshard.layout import Shard
+from tidemill.models.mixture import experts
+from tidemill.reshard.layouts.layout import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,8 @@ def apply(model: Any, cuts: Cuts, over: MeshLink, tp_rank: int = 0, tp_size: int
 
 
 def forward(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """As `models.experts.forward`, with this rank's tokens and experts that lie on all ranks of the module's place."""
+    """Do what `models.mixture.experts.forward` does, with this rank's tokens and experts spread over the ranks of the
+    module's place."""
     place: ExpertPlace = module.place
     k = index.shape[1]
     chosen = index.reshape(-1)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tidemill.learn.packing import PackedBatch
+from tidemill.learn.rows.packing import PackedBatch
 from tidemill.models.attention.registry import AttentionForm, Context
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from tidemill.errors import ModelError
-from tidemill.learn.packing import PackedBatch
 from tidemill.learn.parallel.collectives import MeshLink
 from tidemill.learn.parallel.schedule import Action, Timetable, forward_only, timetable
+from tidemill.learn.rows.packing import PackedBatch
 
 Group = Any
 Call = Callable[[int, PackedBatch, Tensor | None], Any]

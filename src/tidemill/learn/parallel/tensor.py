@@ -25,9 +25,9 @@ from tidemill.errors import ModelError
 from tidemill.learn.layers import layers_of
 from tidemill.learn.parallel.collectives import MeshLink, copy_tokens, gather_tokens, keep_tokens, scatter_tokens
 from tidemill.learn.parallel.cuts import Cut, Cuts, narrow, replace_parameter
-from tidemill.models import experts
 from tidemill.models.lora import LoraLinear
-from tidemill.reshard.layout import Replicate, Shard
+from tidemill.models.mixture import experts
+from tidemill.reshard.layouts.layout import Replicate, Shard
 
 COLUMNS, ROWS, WHOLE, EXPERTS = "colwise", "rowwise", "replicated_with_grad_allreduce", "moe_tp_experts"
 KNOWN = frozenset({COLUMNS, ROWS, WHOLE, EXPERTS, "packed_colwise"})

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from tidemill.errors import ConfigError, did_you_mean
-from tidemill.models import rowwise
 from tidemill.models.attention import ascend as fusion
 from tidemill.models.attention import flex, packed, short, varlen
 from tidemill.models.attention.registry import Context
+from tidemill.models.layers import rowwise
 
 MakePacked = Callable[[Sequence[int], torch.device], Context]
 MakeShared = Callable[[Sequence[int], Sequence[int], Sequence[int], torch.device], Context]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tidemill.algorithms import registry
+from tidemill.algorithms.shared import registry
 from tidemill.cluster.assignment import DockDoor
 from tidemill.cluster.driver.worker_pool import Member
 from tidemill.cluster.report import Answer, MoveReport

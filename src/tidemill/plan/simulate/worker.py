@@ -29,7 +29,7 @@ from tidemill.plan.simulate.parts import (
     made_columns,
 )
 from tidemill.plan.simulate.promise import NOTHING, Promise
-from tidemill.reshard.layout import Layout
+from tidemill.reshard.layouts.layout import Layout
 
 if TYPE_CHECKING:
     from tidemill.plan.simulate.starter import World

@@ -1,5 +1,6 @@
-"""The batch-invariant mode of the native engine: the module itself under `models.rowwise`, and a cache whose tokens lie
-one after another. The learner in the same mode gets the same bits; `tests/rollout/test_batch_invariant.py` holds it."""
+"""The batch-invariant mode of the native engine: the module itself under `models.layers.rowwise`, and a cache whose
+tokens lie one after another. The learner in the same mode gets the same bits:
+`tests/rollout/test_batch_invariant.py` checks it."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from tidemill.models import rowwise
 from tidemill.models.attention.registry import AttentionForm, Context
+from tidemill.models.layers import rowwise
 from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.rollout.native.attention import DecodeRows, PageChunk
 from tidemill.rollout.native.cache import TokenStore

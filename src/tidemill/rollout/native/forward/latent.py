@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tidemill.models import routing
 from tidemill.models.attention.registry import AttentionForm, Context
+from tidemill.models.mixture import routing
 from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.rollout.native.forward import lean, mixture
 from tidemill.rollout.native.forward.fused import FusedKernels, float_logits

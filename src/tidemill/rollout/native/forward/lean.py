@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tidemill.models import families, routing, rowwise
+from tidemill.models import families
 from tidemill.models.attention.registry import AttentionForm, Context, attention_window
+from tidemill.models.layers import rowwise
+from tidemill.models.mixture import routing
 from tidemill.models.vision.eyes import eyes
 from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.rollout.native.forward import mixture

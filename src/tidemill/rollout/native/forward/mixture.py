@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidemill.models import experts, routing
 from tidemill.models.attention.registry import Context
+from tidemill.models.mixture import experts, routing
 
 
 @dataclass(frozen=True, slots=True)

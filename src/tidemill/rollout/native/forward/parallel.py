@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from tidemill.errors import ModelError
 from tidemill.models.attention.registry import Context
-from tidemill.models.experts import STACKS
+from tidemill.models.mixture.experts import STACKS
 from tidemill.models.vision.eyes.eyes import Seen
-from tidemill.reshard.layout import Layout, LayoutEntry, Mesh, Place, Replicate, Shape, Shard
+from tidemill.reshard.layouts.layout import Layout, LayoutEntry, Mesh, Place, Replicate, Shape, Shard
 from tidemill.rollout.native.forward import mixture
 from tidemill.rollout.native.forward.lean import Gated, LeanRunner, Weight, _Layer
 from tidemill.rollout.native.forward.mixture import Mixture

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tidemill.batch import Array
 from tidemill.errors import ModelError
-from tidemill.models import routing
 from tidemill.models.attention.registry import Context
+from tidemill.models.mixture import routing
 from tidemill.rollout.native.cache import PageStore
 
 KEY = -1  # no layer has this number

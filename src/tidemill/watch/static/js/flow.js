@@ -66,7 +66,7 @@ export async function open(body, { runs, infos }) {
   const top = h("div", {}), below = h("div", {}), lanes = h("div", { class: "scroll" });
   const step = h("input", { type: "number", min: "1", "aria-label": "step", placeholder: "newest" });
   const count = h("select", { "aria-label": "steps shown" }, [1, 3, 10].map((n) => h("option", { value: n, selected: n === 3 }, `${n} step${n > 1 ? "s" : ""}`)));
-  const draw = async () => replace(lanes, gantt((await get("timeline", { run: runs[0], step: step.value, n: count.value })));
+  const draw = async () => replace(lanes, gantt(await get("timeline", { run: runs[0], step: step.value, n: count.value })));
   step.addEventListener("change", draw);
   count.addEventListener("change", draw);
   const write = async () => {

@@ -9,7 +9,7 @@ import torch
 
 from tidemill.errors import ReshardError
 from tidemill.reshard import pack
-from tidemill.reshard.layout import extents
+from tidemill.reshard.layouts.layout import extents
 from tidemill.reshard.move import BUCKET_BYTES, CHECK_EVERY, Checks, Job, Moved, confirm, copy_local, own_copies
 from tidemill.reshard.plan import Transfer
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from tidemill.device import host
-from tidemill.models import families, fused
+from tidemill.models import families
 from tidemill.models.attention.registry import NAME, AttentionForm, Context, attention_window
-from tidemill.models.fused import Fork, Placed, added, gated, has_hooks, is_plain, through
+from tidemill.models.layers import fused
+from tidemill.models.layers.fused import Fork, Placed, added, gated, has_hooks, is_plain, through
 
 CLOSE = 1e-5  # how far a fused module may be from the plain one
 Positions = tuple[Tensor, Tensor]  # cos and sin, (1, tokens, dim)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 from tidemill.errors import ReshardError
-from tidemill.reshard.layout import Layout, LayoutEntry, Mesh, Part, Place, Replicate, Shard
+from tidemill.reshard.layouts.layout import Layout, LayoutEntry, Mesh, Part, Place, Replicate, Shard
 
 EXPERT = re.compile(r"^(?P<before>.*\.experts)\.(?P<index>\d+)\.(?P<after>.+)$")
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tidemill.models import experts
+from tidemill.models.mixture import experts
 
 Weights = Literal["int8", "fp8"]
 FP8 = torch.float8_e4m3fn

@@ -13,7 +13,7 @@ from tidemill.algorithms.api import Stat, Stats, TokenBatch
 from tidemill.algorithms.shared.losses import extreme, mean_stat
 from tidemill.batch import Batch
 from tidemill.learn.forward import Scores
-from tidemill.learn.packing import PackedBatch
+from tidemill.learn.rows.packing import PackedBatch
 from tidemill.models.upload import upload
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tidemill.errors import ReshardError, did_you_mean
-from tidemill.reshard.layout import Layout, LayoutEntry, Mesh, Place, Replicate, Shape, Shard
+from tidemill.reshard.layouts.layout import Layout, LayoutEntry, Mesh, Place, Replicate, Shape, Shard
 
 AXES = ("pp", "dp", "fsdp", "tp", "ep")
 VOCABULARY_STEP = 64  # engines pad the vocabulary to a multiple of this before cutting it

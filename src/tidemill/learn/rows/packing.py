@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tidemill.batch import Batch, Column
 from tidemill.errors import DataError
-from tidemill.learn.look import Look, Part, Shown
+from tidemill.learn.rows.images import Look, Part, Shown
 from tidemill.models.attention.contexts import KINDS, Attention
 from tidemill.models.attention.registry import Context
 from tidemill.models.upload import upload

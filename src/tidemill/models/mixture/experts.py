@@ -53,8 +53,8 @@ def gated(module: Any, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def linear(module: Any, stack: str, x: Tensor, ends: Tensor) -> Tensor:
-    """Rows through each one's expert of a stack: its weight, narrow if `models.narrow` made it so, and the adapter's
-    change if `models.lora` gave it one."""
+    """Multiply each row by its expert of a stack: the weight, in 8 bits if `models.layers.narrow` made it so, and the
+    adapter's change if `models.lora` gave it one."""
     code = getattr(module, f"{stack}_code", None)
     if code is not None:
         return _narrow(x, code, getattr(module, f"{stack}_scale"), ends)

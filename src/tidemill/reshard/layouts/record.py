@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from tidemill.reshard.layout import Layout, LayoutEntry, Mesh, Part, Place, Replicate, Shape, Shard
+from tidemill.reshard.layouts.layout import Layout, LayoutEntry, Mesh, Part, Place, Replicate, Shape, Shard
 
 
 def to_plain(layout: Layout) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from tidemill.learn.checkpoint.stored import StoredSource
 from tidemill.learn.engine import Learner
 from tidemill.learn.forward import Scores
 from tidemill.learn.model import ALONE
-from tidemill.learn.packing import PackedBatch
 from tidemill.learn.parallel.mesh import Meshes
-from tidemill.learn.tokens import token_batch
-from tidemill.learn.value_model import ValueModel
+from tidemill.learn.rows.packing import PackedBatch
+from tidemill.learn.rows.tokens import token_batch
+from tidemill.learn.values.model import ValueModel
 from tidemill.recipe.config import Config, Mixture
 
 SUMS = ("return_square", "value_error_mean", "value_error_square", "value_tokens")  # only to work others out

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tidemill.learn.packing import PackedBatch
 from tidemill.learn.parallel.collectives import MeshLink, copy_tokens
+from tidemill.learn.rows.packing import PackedBatch
 from tidemill.models.vision.eyes import eyes
 
 

@@ -19,8 +19,6 @@ import numpy.typing as npt
 import torch
 
 from tidemill.errors import ReshardError
-from tidemill.reshard import segment
-from tidemill.reshard.handle import DeviceHandle
 from tidemill.reshard.move import (
     BUCKET_BYTES,
     CHECK_EVERY,
@@ -38,6 +36,8 @@ from tidemill.reshard.move import (
 )
 from tidemill.reshard.plan import Plan
 from tidemill.reshard.schedule import Page, pages
+from tidemill.reshard.wires import segment
+from tidemill.reshard.wires.handle import DeviceHandle
 
 Board = npt.NDArray[np.int64]
 POLL_S = 0.0002

@@ -1,4 +1,4 @@
-"""Every algorithm by name: the files of this folder, found by themselves."""
+"""Find every algorithm by name: the files of the folder above."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tidemill.imports import files_of, is_import_path, load, named
 from tidemill.recipe.config import Config
 
 PACKAGE = "tidemill.algorithms"
-BESIDE = ("api", "registry")  # files that are no algorithm
+BESIDE = ("api",)  # what an algorithm file states is no algorithm
 
 
 def names() -> list[str]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tidemill.batch import Batch
 from tidemill.errors import DataError
-from tidemill.learn.packing import PackedBatch, input_places
-from tidemill.models.routing import Routed, Routers
+from tidemill.learn.rows.packing import PackedBatch, input_places
+from tidemill.models.mixture.routing import Routed, Routers
 from tidemill.models.upload import upload
 
 

@@ -3,7 +3,7 @@ CPU (`fused.c`); matrix products by the library that is faster on this processor
 
 A small model spends a fifth of a learning step between its matrix products. A module is replaced only if the fused form
 gives what the module gives, tried at once (`fuse`); where there is no compiler, or a tensor is of another kind, modules
-do as they always did. The form of whole decoder layers is in `tidemill.models.family`.
+do as they always did. The form of whole decoder layers is in `tidemill.models.layers.forms`.
 """
 
 from __future__ import annotations

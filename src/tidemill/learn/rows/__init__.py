@@ -1,0 +1,1 @@
+"""From samples to packed rows: their tokens, images and routes."""

@@ -1,0 +1,1 @@
+"""Value models and how they are learned: a critic of PPO, or a reward model."""

@@ -1,0 +1,1 @@
+"""A decoder's layers in other arithmetic: fused, batch-invariant, with 8-bit weights."""

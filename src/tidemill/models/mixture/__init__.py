@@ -1,0 +1,1 @@
+"""Mixtures of experts: grouped products, and which token goes to which expert."""
