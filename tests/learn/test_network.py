@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.algorithms.registry import get
+from tidemill.algorithms.shared.registry import get
 from tidemill.batch import Batch, Column
 from tidemill.learn.network import NetworkLearner
 from tidemill.models.network import fused
 from tidemill.models.network.make import make
 from tidemill.models.network.running import Running, moments
 from tidemill.recipe.config import Config
-from tidemill.recipe.model import Spaces
+from tidemill.models.spaces import Spaces
 
 CPU = torch.device("cpu")
 SPACES = {
@@ -28,7 +28,7 @@ SPACES = {
 
 
 def config(spaces: Spaces, name: str = "ppo", **over: Any) -> Config:
-    policy = {"kind": "mlp", "hidden": [32, 16], "spaces": spaces, "judges": get(name).judges}
+    policy = {"kind": "mlp", "hidden": [32, 16], "spaces": spaces.plain(), "judges": get(name).judges}
     plain: dict[str, Any] = {
         "model": {"policy": {**policy, **over.pop("policy", {})}},
         "algorithm": {"name": name, "entropy_coef": 0.01, **over.pop("algorithm", {})},
@@ -41,7 +41,7 @@ def config(spaces: Spaces, name: str = "ppo", **over: Any) -> Config:
 def samples(cfg: Config, rows: int = 6, seed: int = 0, memory: int = 0) -> Batch:
     """Fragments of unequal lengths, made by a policy that differs a little from the one that learns."""
     rng = np.random.default_rng(seed)
-    spaces = cfg.model.policy.spaces
+    spaces = Spaces.of(cfg.model.policy.spaces)
     lengths = rng.integers(5, 15, rows)
     count = int(lengths.sum())
     offsets = np.concatenate([[0], np.cumsum(lengths)])

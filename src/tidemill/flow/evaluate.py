@@ -76,20 +76,10 @@ def _first_failure(scorer: Scorer, before: Failures) -> str:
 
 
 def play(engine: Any, config: Config, size: int, tell: Tell = lambda activity: None) -> Evaluation:
-    """Evaluate a network: episodes with its likeliest actions. One counts as solved from `environment.goal` on."""
-    assert config.environment is not None
-    goal = config.environment.goal
-    played = engine.play(max(1, size), lambda done: tell(Activity("evaluating", done, max(done, size))))
-    answers = tuple(Answered(*words, gained >= goal, gained, steps) for words, gained, steps in played)
-    kinds = {a.answer: [b.correct for b in answers if b.answer == a.answer] for a in answers if a.answer}
-    return Evaluation(
-        accuracy=sum(a.correct for a in answers) / len(answers),
-        reward=sum(a.reward for a in answers) / len(answers),
-        response_tokens=sum(a.tokens for a in answers) / len(answers),
-        answers=answers,
-        scored=len(answers),
-        shares={kind: sum(solved) / len(solved) for kind, solved in kinds.items()},
-    )
+    """Evaluate a network: episodes with its likeliest actions."""
+    found = engine.evaluated(size, lambda done: tell(Activity("evaluating", done, max(done, size))))
+    answers = tuple(Answered(*one) for one in found.pop("answers"))
+    return Evaluation(**found, answers=answers, scored=len(answers))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,6 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidemill.recipe.config import Train
-
 
 @dataclass(frozen=True, slots=True)
 class Answered:
@@ -39,11 +37,6 @@ class Evaluation:
     failed: int = 0  # answers on which a reward failed
     first_failure: str = ""
     shares: dict[str, float] = field(default_factory=dict)  # solved of each kind of problem, where there are several
-
-    def reaches(self, train: Train) -> bool:
-        """Say whether the run may end with it."""
-        is_good = train.stop_at_reward is not None and self.reward >= train.stop_at_reward
-        return is_good or self.accuracy >= (train.stop_at_accuracy or 2.0)
 
     def metrics(self) -> dict[str, float]:
         named = {

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tidemill.batch import Batch, Column
-from tidemill.recipe.model import Spaces
+from tidemill.models.spaces import Spaces
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]

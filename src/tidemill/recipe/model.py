@@ -61,18 +61,6 @@ class TinyModel(Section):
         return self
 
 
-class Spaces(Section):
-    """What goes into a network policy, and what comes out."""
-
-    observation: tuple[int, ...] = Field(min_length=1, description="shape of one observation")
-    pixels: bool = Field(False, description="observations are bytes from 0 to 255")
-    choices: tuple[int, ...] = Field((), description="of each part of an action; none: actions are real numbers")
-    low: tuple[float, ...] = Field((), description="of real actions: the smallest of each, where they are bounded")
-    high: tuple[float, ...] = Field((), description="of real actions: the largest of each")
-    dimensions: int = Field(0, ge=0, description="of real actions")
-    masked: bool = Field(False, description="an observation's last entries say which choices are legal")
-
-
 class PolicySettings(Section):
     """A small network in place of a decoder: an observation goes in, the distribution of an action comes out."""
 
@@ -87,10 +75,10 @@ class PolicySettings(Section):
     normalise: tuple[Literal["observations", "rewards"], ...] = Field(
         (), description="what is brought to a variance of 1 by running statistics, which checkpoints keep"
     )
+    spaces: dict[str, Any] | None = Field(None, description="of observations and actions; none: the environment's")
     judges: Literal["states", "actions", "nothing"] | None = Field(
         None, description="what its critic gives values to; none: what the algorithm needs"
     )
-    spaces: Spaces | None = Field(None, description="of observations and actions; none: the environment's")
 
 
 class ModelSettings(Section):
@@ -101,9 +89,7 @@ class ModelSettings(Section):
     tiny: TinyModel | None = Field(
         None, description="a small model made on the spot, when neither path nor warm_start is given"
     )
-    policy: PolicySettings | None = Field(
-        None, description="in place of a language model: a small network that decides (docs/control.md)"
-    )
+    policy: PolicySettings | None = Field(None, description="in place of a language model: a small network")
     dtype: DType = Field("float32", description="of the weights")
     trust_remote_code: bool = Field(False, description="run Python code found in the model folder")
 

@@ -107,7 +107,8 @@ def train_loop(
             if config.eval.size and config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
                 seen = look(workers, config, summary, metrics, watch, stop)
                 summary.is_look_due = seen is None
-                if seen is not None and seen.reaches(config.train):
+                goals = config.train.stop_at_accuracy or 2.0, config.train.stop_at_reward
+                if seen is not None and (seen.accuracy >= goals[0] or (goals[1] is not None and seen.reward >= goals[1])):
                     summary.is_early, summary.after = True, seen
             is_last = step == config.train.steps or summary.is_early or stop()
             if config.checkpoint.every and step % config.checkpoint.every == 0 and not is_last:

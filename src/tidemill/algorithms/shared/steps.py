@@ -8,7 +8,9 @@ the latter is 0, or of the last state where it was cut off.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -128,6 +130,25 @@ def normalised(advantages: Floats, config: Config) -> Floats:
     return whitened(advantages, np.ones(len(advantages))) if config.algorithm.critic.whiten else advantages
 
 
+def tokens(scores: Any, columns: Mapping[str, torch.Tensor], decisions: int) -> TokenBatch:
+    """Decisions as a loss sees them. `scores`: of a network (`models.policy.Scores`); `decisions`: of the minibatch."""
+    now = scores.logprobs
+    return TokenBatch(
+        logprobs=now,
+        old_logprobs=columns.get("old_logprobs", columns["logprobs"]),
+        rollout_logprobs=columns["logprobs"],
+        ref_logprobs=columns.get("ref_logprobs"),
+        advantages=columns.get("advantages", torch.zeros_like(now)),
+        weights=torch.full_like(now, 1.0 / decisions),
+        mask=torch.ones_like(now),
+        row=torch.zeros(len(now), dtype=torch.int64, device=now.device),
+        rows=1,
+        entropy=scores.entropy,
+        values=scores.values,
+        columns={**columns, **scores.more},
+    )
+
+
 def with_critic(
     algorithm: Algorithm, loss: torch.Tensor, stats: Stats, tokens: TokenBatch, config: Config
 ) -> tuple[torch.Tensor, Stats]:
@@ -176,7 +197,7 @@ def entropy_aim(config: Config) -> float:
     policy = config.model.policy
     assert policy is not None and policy.spaces is not None
     given = config.algorithm.replay.entropy
-    return -float(policy.spaces.dimensions) if given is None else given
+    return -float(policy.spaces["dimensions"]) if given is None else given
 
 
 def unused_by_critics() -> dict[str, str]:

@@ -212,10 +212,8 @@ class RankLearnWorker(LearnWorker):
         self._end()
 
     def _learn_share(self) -> None:
-        if self.replays:
-            self._learn_drawn()
-            return
         whole = Batch.concat([held.batch for held in self.held]) if self.held else None
+        whole = self._drawn(whole, self.world.rank, self.world.size)
         place = self._place(self.groups)
         for _ in range(self.passes):
             for update in range(self.config.train.updates_per_step):
@@ -224,23 +222,12 @@ class RankLearnWorker(LearnWorker):
                     if whole is not None:
                         own = self._fresh(whole, self._place(whole.values(GROUP)) == update)
                     self._accumulate_share(own)
-                    self._update()
+                    self.my_turn()
+                    with self.tally.time(self.name, updates=1):
+                        measured = self.own.update()
+                    if self.calls.is_first:
+                        self.tally.update(self._named(measured))
                 self.accumulated = set()
-
-    def _update(self) -> None:
-        self.my_turn()
-        with self.tally.time(self.name, updates=1):
-            measured = self.own.update()
-        if self.calls.is_first:
-            self.tally.update(self._named(measured))
-
-    def _learn_drawn(self) -> None:
-        drawn = self._draw(self.world.rank, self.world.size)
-        self._accumulate_share(None if drawn is None else drawn.batch)
-        self._update()
-        self.accumulated = set()
-        if drawn is not None:
-            committed(drawn)
 
     def _place(self, groups: Any) -> Any:
         """Return which of the step's updates each group belongs to."""

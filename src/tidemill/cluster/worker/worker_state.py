@@ -55,8 +55,9 @@ class _EvaluatingEngine:
     def __init__(self, engine: RolloutEngine, moved_on: Callable[[], None]) -> None:
         self._engine, self._moved_on = engine, moved_on
 
-    def play(self, size: int, tell: Callable[[int], None]) -> Any:
-        return cast(Any, self._engine).play(size, lambda done: (self._moved_on(), tell(done)))
+    def evaluated(self, size: int, tell: Callable[[int], None]) -> Any:
+        self._moved_on()
+        return cast(Any, self._engine).evaluated(size, lambda done: tell(done) or self._moved_on())
 
     def step(self) -> list[Completion]:
         self._moved_on()

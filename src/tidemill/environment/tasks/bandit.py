@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.environment.vector.random import normal, uniform
-from tidemill.recipe.model import Spaces
+from tidemill.models.spaces import Spaces
 
 Array = npt.NDArray[Any]
 

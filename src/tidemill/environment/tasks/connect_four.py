@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tidemill.device.compiled import library
 from tidemill.errors import ConfigError
-from tidemill.recipe.model import Spaces
+from tidemill.models.spaces import Spaces
 
 Array = npt.NDArray[Any]
 Boards = npt.NDArray[np.uint64]

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.environment.vector.random import uniform
-from tidemill.recipe.model import Spaces
+from tidemill.models.spaces import Spaces
 
 Array = npt.NDArray[Any]
 SCALE = 10.0  # units of stock to one unit of an observation, and of cost to one of reward

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tidemill.environment.vector.random import uniform
 from tidemill.environment.vector.slots import GOES_ON, TERMINAL, Ints, Stepped
-from tidemill.recipe.model import Spaces
+from tidemill.models.spaces import Spaces
 
 Array = npt.NDArray[Any]
 MOST_PLIES = 1 << 12  # of one game, each with chance of its own

@@ -13,7 +13,7 @@ from tidemill.environment.vector.spaces import codec_of
 from tidemill.errors import ConfigError, MissingExtra, TidemillError, did_you_mean
 from tidemill.imports import built_in, is_import_path, load
 from tidemill.recipe.environment import EnvironmentSettings
-from tidemill.recipe.model import Spaces
+from tidemill.models.spaces import Spaces
 
 BUILT_IN = {
     "bandit": "tidemill.environment.tasks.bandit:Bandit",

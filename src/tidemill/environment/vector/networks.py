@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tidemill.algorithms import registry
+from tidemill.algorithms.shared import registry
 from tidemill.environment.vector.making import spaces_of
 from tidemill.errors import ConfigError, TidemillError
+from tidemill.models.spaces import Spaces
 from tidemill.recipe.config import Config
 
 # Settings of decoders: section, name.
@@ -30,7 +31,7 @@ def fitted(config: Config) -> Config:
     assert policy is not None
     changes: dict[str, Any] = {}
     if policy.spaces is None and config.environment is not None and config.environment.program is None:
-        changes["spaces"] = spaces_of(config.environment)
+        changes["spaces"] = spaces_of(config.environment).plain()
     if policy.judges is None:
         try:
             changes["judges"] = registry.of(config).judges
@@ -57,7 +58,7 @@ def problems(config: Config) -> Iterator[str]:
             "cluster.learners with cluster.executor=processes makes several learners"
         )
     try:
-        spaces = policy.spaces or spaces_of(config.environment)
+        spaces = Spaces.of(policy.spaces) if policy.spaces else spaces_of(config.environment)
     except ConfigError as error:
         yield f"{error.message}; {error.remedy}" if error.remedy else error.message
         return

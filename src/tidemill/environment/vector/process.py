@@ -18,7 +18,7 @@ import numpy as np
 from tidemill.environment.vector.making import make_slots
 from tidemill.environment.vector.room import Bell, Room, fields
 from tidemill.recipe.environment import EnvironmentSettings
-from tidemill.recipe.model import Spaces
+from tidemill.models.spaces import Spaces
 from tidemill.reward.workers.wire import JsonSocket
 
 STEP, RESET, END = 1, 2, 3  # what is asked
@@ -26,7 +26,7 @@ STEP, RESET, END = 1, 2, 3  # what is asked
 
 def run(wire: JsonSocket, rung: socket.socket, handle: int) -> None:
     told: dict[str, Any] = wire.receive()
-    spaces = Spaces.model_validate_json(json.dumps(told["spaces"]))
+    spaces = Spaces.of(told["spaces"])
     room = Room(fields(told["count"], told["workers"], spaces), handle)
     bell = Bell(room["bells"][told["worker"]], rung, is_worker=True)
     first, last = told["first"], told["last"]

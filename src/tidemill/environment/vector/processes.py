@@ -103,7 +103,7 @@ class ProcessSlots:
         JsonSocket(wire).send(
             {
                 "settings": self.settings.model_dump(mode="json"),
-                "spaces": self.spaces.model_dump(mode="json"),
+                "spaces": self.spaces.plain(),
                 "count": self.count,
                 "workers": len(self.room["bells"]),
                 "worker": number,

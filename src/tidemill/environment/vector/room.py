@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.recipe.model import Spaces
+from tidemill.models.spaces import Spaces
 
 Array = npt.NDArray[Any]
 LOOK_NS = 150_000  # a waiter looks this long before it sleeps: waking it costs about a third of it

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.environment.vector.spaces import Codec
-from tidemill.recipe.model import Spaces
+from tidemill.models.spaces import Spaces
 
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.errors import ConfigError
-from tidemill.recipe.model import Spaces
+from tidemill.models.spaces import Spaces
 
 Array = npt.NDArray[Any]
 MASK = "action_mask"  # beside "observation", as PettingZoo has it

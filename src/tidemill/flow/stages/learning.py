@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.algorithms import registry
+from tidemill.algorithms.shared import registry
 from tidemill.batch import GROUP, ID, LENGTH, Batch
 from tidemill.dock import Dock, Lease, Want
-from tidemill.estimate.run import samples_per_step
 from tidemill.flow.adjust import LR, adjust_model, adjusted
 from tidemill.flow.schedule import has_fixed_places, may_lag
 from tidemill.flow.stages.stage import at_any_time
@@ -18,8 +17,6 @@ from tidemill.flow.tally import Tally
 from tidemill.learn.api import Learns
 from tidemill.learn.values.critic import critic_passes
 from tidemill.recipe.config import Config
-
-MINIBATCH = 256  # of samples that are drawn, where learn.minibatch is not given
 
 
 class LearnWorker:
@@ -131,25 +128,21 @@ class LearnWorker:
         self.held = []
         self.is_done = True
 
-    def _draw(self, rank: int = 0, ranks: int = 1) -> Lease | None:
-        """Draw what the update learns from, where samples are learned from many times; the step's own are kept for
-        later ones."""
-        replay, each = self.config.algorithm.replay, self.config.learn.minibatch or MINIBATCH
-        if self.learner.version * samples_per_step(self.config) * self.config.rollout.max_new_tokens < replay.begin:
-            return None
+    def _drawn(self, whole: Batch | None, rank: int = 0, ranks: int = 1) -> Batch | None:
+        """Return what this rank learns from: the step's samples, or, where these stay to be learned from many times, some
+        of all that the dock keeps."""
+        replay, each = self.config.algorithm.replay, self.config.learn.minibatch or 256
         seed = self.config.seed % (1 << 32) << 24 | self.learner.version
-        return self.dock.take(
-            self.name, Want(rows=-(-replay.updates * each // ranks), sampler="replay", seed=seed, rank=rank, ranks=ranks)
-        )
+        want = Want(rows=-(-replay.updates * each // ranks), sampler="replay", seed=seed, rank=rank, ranks=ranks)
+        made = self.first_group * self.config.train.samples_per_prompt * self.config.rollout.max_new_tokens
+        lease = self.dock.take(self.name, want) if self.replays and made >= replay.begin else None
+        if lease is None:
+            return None if self.replays else whole
+        self.held.append(lease)  # its bytes stay until the update is made
+        return lease.batch.merge({GROUP: np.full(lease.batch.rows, self.first_group)})
 
-    def _learn(self, whole: Batch) -> None:
-        if self.replays:
-            drawn = self._draw()
-            if drawn is not None:
-                self._accumulate(drawn.batch)
-            self._update()
-            if drawn is not None:
-                drawn.commit()
+    def _learn(self, drawn: Batch | None) -> None:
+        if (whole := self._drawn(drawn)) is None:
             return
         update_of = self._update_of(whole)
         for _ in range(self.passes):
@@ -159,13 +152,10 @@ class LearnWorker:
                 if len(rows):
                     self._accumulate(whole.gather(rows))
                 if self.accumulated:
-                    self._update()
+                    self.my_turn()  # others may have worked since the last gradient
+                    with self.tally.time(self.name, updates=1):
+                        self.tally.update(self._named(self.learner.update()))
                 self.accumulated = set()
-
-    def _update(self) -> None:
-        self.my_turn()  # others may have worked since the last gradient
-        with self.tally.time(self.name, updates=1):
-            self.tally.update(self._named(self.learner.update()))
 
     def _named(self, metrics: dict[str, float]) -> dict[str, float]:
         return metrics if self.name == "learn" else {f"critic/{name}": value for name, value in metrics.items()}

@@ -12,7 +12,8 @@ from tidemill.models.network import fused
 from tidemill.models.network.layers import begin_head, trunk_of
 from tidemill.models.network.network import ENDS, Network, Steps
 from tidemill.models.policy import Acted, Array, Floats, Scores
-from tidemill.recipe.model import PolicySettings, Spaces
+from tidemill.models.spaces import Spaces
+from tidemill.recipe.model import PolicySettings
 
 SMALL = 0.01  # gain of the policy's last layer
 
@@ -69,7 +70,6 @@ class ActorCritic(Network):
     # Learning
 
     def learns_fused(self) -> bool:
-        """Whether `fused.learn` may take all gradient steps of an update."""
         return fused.fits(self)
 
     def score(self, steps: Steps, units: Array, draw: torch.Generator) -> Scores:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tidemill.device.compiled import library
 from tidemill.models.network.heads import Categorical, Gaussian
+from tidemill.models.network.minibatches import Minibatch
 from tidemill.models.network.running import LIMIT
 
 SOURCE = Path(__file__).with_name("network.c")
@@ -145,13 +146,41 @@ def _tower(
     return made
 
 
-def learn(
+def update(
+    network: Any, steps: Any, terms: Mapping[str, float], parts: Sequence[Minibatch], optimizer: torch.optim.AdamW,
+    clip_norm: float,
+) -> dict[str, float]:  # fmt: skip
+    """All gradient steps of an update, as the optimizer would make them; metrics of the last pass. `terms`: the loss, as
+    the algorithm tells it."""
+    order = np.concatenate([part.units for part in parts])
+    edges = np.cumsum([0, *(len(part.units) for part in parts)])
+    states = {p: adam_state(optimizer, p) for p in network.parameters() if p.requires_grad}
+    own, reported = optimizer.param_groups[0], next(i for i, part in enumerate(parts) if part.is_reported)
+    (beta1, beta2), decay = own["betas"], max(group["weight_decay"] for group in optimizer.param_groups)
+    settings = {"lr": own["lr"], "beta1": beta1, "beta2": beta2, "eps": own["eps"], "decay": decay, "clip_norm": clip_norm}
+    moments = {p: (state["exp_avg"], state["exp_avg_sq"]) for p, state in states.items()}
+    made = int(next(iter(states.values()))["step"])
+    found, after = _learn(network, steps, terms, order, edges, reported, moments, made, settings)
+    for state in states.values():
+        state["step"].fill_(after)
+    return found
+
+
+def adam_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
+    """AdamW's own state of a parameter, made as AdamW makes it before its first step."""
+    if not optimizer.state[p]:
+        moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[p] = {"step": torch.tensor(0.0), **moments}
+    found: dict[str, Tensor] = optimizer.state[p]
+    return found
+
+
+def _learn(
     network: Any, steps: Any, terms: Mapping[str, float], order: Ints, edges: Ints, reported: int,
     moments: Mapping[Any, tuple[Tensor, Tensor]], made: int, settings: Mapping[str, float],
 ) -> tuple[dict[str, float], int]:  # fmt: skip
-    """All gradient steps of an update: minibatch b is `order[edges[b]:edges[b + 1]]`. `terms`: the loss, as the algorithm
-    tells it; `moments`: Adam's, of each parameter; `made`: steps so far. Gives metrics from minibatch `reported` on,
-    and steps made."""
+    """Minibatch b is `order[edges[b]:edges[b + 1]]`. `moments`: Adam's, of each parameter; `made`: steps so far. Gives
+    metrics from minibatch `reported` on, and steps made."""
     code = _code()
     assert code is not None
     columns = {name: np.ascontiguousarray(c.numpy()) for name, c in steps.columns.items()}

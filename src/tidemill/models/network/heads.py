@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tidemill.recipe.model import PolicySettings, Spaces
+from tidemill.models.spaces import Spaces
+from tidemill.recipe.model import PolicySettings
 
 Floats = npt.NDArray[np.float32]
 Drawn = tuple[npt.NDArray[Any], Floats]  # actions and their log-probabilities

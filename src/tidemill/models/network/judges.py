@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from tidemill.models.network.layers import ACTIVATIONS, begin_orthogonal, dense
 from tidemill.models.network.network import Network, Steps
 from tidemill.models.policy import Acted, Array, Floats, Scores
-from tidemill.recipe.model import PolicySettings, Spaces
+from tidemill.models.spaces import Spaces
+from tidemill.recipe.model import PolicySettings
 
 CERTAIN = 1.0 - 1e-6  # an action that is drawn evenly stays inside its bounds
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tidemill.recipe.model import PolicySettings, Spaces
+from tidemill.models.spaces import Spaces
+from tidemill.recipe.model import PolicySettings
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
 LARGE = 36  # pixels of a side from which the convolutions of Mnih et al. 2015 fit

@@ -11,27 +11,29 @@ import torch
 from tidemill.errors import ModelError
 from tidemill.models.network.actor_critic import ActorCritic
 from tidemill.models.network.judges import SoftActorCritic, ValuesOfChoices
+from tidemill.models.spaces import Spaces
 from tidemill.recipe.model import PolicySettings
 
 DEFINITION = "policy.json"
 KINDS: dict[str, Any] = {"states": ActorCritic, "soft": SoftActorCritic, "choices": ValuesOfChoices}
 
 
-def kind_of(settings: PolicySettings) -> str:
+def kind_of(settings: PolicySettings, spaces: Spaces) -> str:
     if settings.judges != "actions":
         return "states"
-    return "choices" if settings.spaces is not None and settings.spaces.choices else "soft"
+    return "choices" if spaces.choices else "soft"
 
 
 def make(settings: PolicySettings, seed: int, device: torch.device) -> Any:
-    if settings.spaces is None:
+    if not settings.spaces:
         raise ModelError(
             "model.policy has no spaces: it is not known what it sees and does",
             "name an environment in the recipe, whose spaces are taken",
         )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return KINDS[kind_of(settings)](settings, settings.spaces).to(device).eval()
+        spaces = Spaces.of(settings.spaces)
+        return KINDS[kind_of(settings, spaces)](settings, spaces).to(device).eval()
 
 
 def save(model: Any, folder: Path) -> None:

@@ -16,7 +16,8 @@ from tidemill.batch import ID, Batch, Column
 from tidemill.models.network.heads import head_of
 from tidemill.models.network.running import Running, moments
 from tidemill.models.policy import Array, Doubles, Scores
-from tidemill.recipe.model import PolicySettings, Spaces
+from tidemill.models.spaces import Spaces
+from tidemill.recipe.model import PolicySettings
 
 OBSERVATIONS, ACTIONS, NEXT, STATE, ENDS = "observations", "actions", "next_observations", "state", "ends"
 NOT_FLAT = (OBSERVATIONS, NEXT, STATE)
@@ -119,11 +120,16 @@ class Network(nn.Module):
     def _column(self, values: Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, np.float32)).to(self.device)
 
+    def columns(self, steps: Steps, units: Array) -> dict[str, Tensor]:
+        """Of some units' decisions, in the order of their scores."""
+        chosen = self.places(steps.decisions(units, bool(self.state_width)))
+        return {name: column.index_select(0, chosen) for name, column in steps.columns.items()}
+
     def score(self, steps: Steps, units: Array, draw: torch.Generator) -> Scores:
         raise NotImplementedError
 
     def learns_fused(self) -> bool:
-        """Whether `fused.learn` may take all gradient steps of an update."""
+        """Whether `fused.update` may take all gradient steps of an update."""
         return False
 
     def updated(self, follow: float) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.algorithms import registry
+from tidemill.algorithms.shared import registry
 from tidemill.batch import Batch
 from tidemill.device import host
 from tidemill.environment.vector.duel import DuelSlots
@@ -190,27 +190,31 @@ class VectorEngine:
 
     # Evaluating
 
-    def play(self, size: int, tell: Callable[[int], None]) -> list[tuple[tuple[str, str, str], float, int]]:
-        """So many episodes with the likeliest actions, always of the same seeds: in words, return, decisions."""
+    def evaluated(self, size: int, tell: Callable[[int], None]) -> dict[str, Any]:
+        """Of so many episodes with the likeliest actions, always of the same seeds: what `flow.records.Evaluation` holds.
+        An episode counts as solved from `environment.goal` on. Of a game so many against each known player."""
         self.policy.serve()
+        size, goal = max(1, size), self.settings.goal
         slots = make_slots(self.settings, min(size, EVALUATED_TOGETHER))
         game = slots.game if isinstance(slots, DuelSlots) else None
-        played: list[tuple[str, float, int]] = []
+        answers: list[tuple[str, str, str, bool, float, int]] = []
         try:
             for name, player in known_players(game).items() or [("", None)]:
                 if isinstance(slots, DuelSlots) and player is not None:
                     slots.others = Known(player)
-                played += [(name, *one) for one in self._play(slots, size, lambda done: tell(len(played) + done))]
+                for i, (gained, steps) in enumerate(self._play(slots, size, lambda done: tell(len(answers) + done))):
+                    said = f"a return of {gained:g} in {steps} decisions"
+                    answers.append((f"episode {i}", name, said, gained >= goal, gained, steps))
         finally:
             slots.close()
-        return [
-            (
-                (f"episode {i}", f"against {name}" if name else "", f"a return of {gained:g} in {steps} decisions"),
-                gained,
-                steps,
-            )
-            for i, (name, gained, steps) in enumerate(played)
-        ]
+        kinds = {name: [a[3] for a in answers if a[1] == name] for _, name, *_ in answers if name}
+        return {
+            "answers": answers,
+            "accuracy": sum(a[3] for a in answers) / len(answers),
+            "reward": sum(a[4] for a in answers) / len(answers),
+            "response_tokens": sum(a[5] for a in answers) / len(answers),
+            "shares": {f"against {name}": sum(solved) / len(solved) for name, solved in kinds.items()},
+        }
 
     def _play(self, slots: Any, size: int, tell: Callable[[int], None]) -> list[tuple[float, int]]:
         seeds = seeds_of(self.config.seed, np.arange(size) + EVALUATION, np.zeros(size, np.int64))
