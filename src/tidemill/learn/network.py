@@ -59,9 +59,9 @@ class NetworkLearner(Learner):
             self.skipped += int(found.pop("skipped"))
             return found
         draw = torch.Generator().manual_seed(hash(tuple(seed)) & 0x7FFFFFFF)
-        norms = [self._step_from(steps, part, draw) for part in parts]
+        norms = [(self._step_from(steps, part, draw), part.is_reported) for part in parts]
         metrics, self._stats = total(self._stats_of_all()), []
-        return {**metrics, "grad_norm": float(np.mean(norms)) if norms else 0.0}
+        return {**metrics, "grad_norm": float(np.mean([norm for norm, is_reported in norms if is_reported] or [0.0]))}
 
     def _step_from(self, steps: Any, part: Minibatch, draw: torch.Generator) -> float:
         pieces = max(1, -(-len(part.units) // self.config.train.tokens_per_microbatch))

@@ -65,6 +65,7 @@ class EnvironmentSettings(Section):
         None, description="with several players: past versions of the policy as opponents, with Elo ratings"
     )
     goal: float = Field(0.0, description="of a network policy: return from which an episode counts as solved")
+    film: bool = Field(True, description="of a network policy: show an episode of each evaluation as a moving picture")
     on_error: Literal["end", "fail"] = Field(
         "end", description="what an environment that raises or takes too long ends: the conversation, or the run"
     )

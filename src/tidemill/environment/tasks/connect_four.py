@@ -28,6 +28,7 @@ TOP = np.array([1 << (STRIDE * c + ROWS - 1) for c in range(COLUMNS)], U)
 FULL = U(sum(((1 << ROWS) - 1) << (STRIDE * c) for c in range(COLUMNS)))
 CELLS = np.array([1 << (STRIDE * c + r) for r in range(ROWS) for c in range(COLUMNS)], U)
 SOURCE = Path(__file__).with_name("connect_four.c")
+CELL = 24  # pixels of a picture
 DEPTH = 8  # moves that the strong player looks ahead
 
 
@@ -77,6 +78,20 @@ class ConnectFour:
         self.own[slots], self.taken[slots] = taken ^ own, taken  # the other is to move
         over = won | (taken == FULL) | ~is_legal
         return over, np.where(won, 1.0, np.where(is_legal, 0.0, -1.0))
+
+    def picture(self, slot: int) -> Array:
+        """Red is the player who began."""
+        own, taken = self.own[slot], self.taken[slot]
+        first = own if not np.bitwise_count(taken) & 1 else taken ^ own
+        y, x = np.mgrid[0:CELL, 0:CELL]
+        disc = (y - CELL / 2 + 0.5) ** 2 + (x - CELL / 2 + 0.5) ** 2 < (0.4 * CELL) ** 2
+        board = np.full((ROWS * CELL, COLUMNS * CELL, 3), (30, 60, 160), np.uint8)
+        for i, bit in enumerate(CELLS):
+            row, column = divmod(i, COLUMNS)
+            colour = (235, 235, 235) if not taken & bit else (210, 40, 40) if first & bit else (240, 200, 30)
+            top = (ROWS - 1 - row) * CELL
+            board[top : top + CELL, column * CELL : (column + 1) * CELL][disc] = colour
+        return board
 
     # Players of known strength: what is seen and a number from 0 to 1 for each board, to columns
 

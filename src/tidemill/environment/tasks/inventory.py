@@ -55,6 +55,15 @@ class Inventory:
     def _seen(self, slots: Array) -> Array:
         return (self.stock[slots] / SCALE).astype(np.float32)
 
+    def picture(self, slot: int) -> Array:
+        """Stock on hand in blue, what is on its way in grey, a unit a line."""
+        high, wide = 120, 40
+        drawn = np.full((high, wide * self.lead, 3), 255, np.uint8)
+        for i, units in enumerate(self.stock[slot].tolist()):
+            colour = (40, 90, 200) if i == 0 else (160, 160, 160)
+            drawn[high - min(high, 4 * units) :, i * wide + 4 : (i + 1) * wide - 4] = colour
+        return drawn
+
     # What is known
 
     def model(self, most_stock: int = 40) -> Model:

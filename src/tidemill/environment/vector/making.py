@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from tidemill.environment.vector.agents import make_agents, of_parallel
 from tidemill.environment.vector.duel import DuelSlots
 from tidemill.environment.vector.slots import BatchedSlots, EnvSlots, Slots, VectorSlots
 from tidemill.environment.vector.spaces import codec_of
@@ -20,6 +21,7 @@ BUILT_IN = {
     "connect_four": "tidemill.environment.tasks.connect_four:ConnectFour",
     "inventory": "tidemill.environment.tasks.inventory:Inventory",
 }
+PICTURE = 240  # pixels of a side
 GYMNASIUM, VECTOR, PETTINGZOO = "gymnasium", "gymnasium_vector", "pettingzoo"
 
 
@@ -34,8 +36,6 @@ def make_slots(settings: EnvironmentSettings, count: int, render: bool = False) 
             gymnasium = _package()
             return _of_vector(gymnasium.make_vec(game, num_envs=count, **args), name)
         if package == PETTINGZOO and game:
-            from tidemill.environment.vector.agents import make_agents
-
             return make_agents(game, args, count, render)
         return _of_class(_find(name), name, args, count, render)
     except TidemillError:
@@ -68,6 +68,9 @@ def _of_class(maker: Any, name: str, args: Mapping[str, Any], count: int, render
     first = maker(**_rendering(maker, args, render))
     if hasattr(first, "num_envs"):
         return _of_vector(first, name)
+    if hasattr(first, "possible_agents"):
+        first.close()
+        return of_parallel(lambda: maker(**_rendering(maker, args, render)), count, name)
     return _of_envs([first, *(maker(**_rendering(maker, args, render)) for _ in range(count - 1))], name)
 
 
@@ -86,7 +89,9 @@ def _of_vector(env: Any, name: str) -> Slots:
 
 def _gymnasium(game: str, args: Mapping[str, Any], render: bool) -> Any:
     gymnasium = _package()
-    mode = {"render_mode": "rgb_array"} if render else {}
+    mode: dict[str, Any] = {"render_mode": "rgb_array"} if render else {}
+    if render and "mujoco" in str(getattr(gymnasium.registry.get(game), "entry_point", "")):
+        mode |= {"width": PICTURE, "height": PICTURE}  # drawn in software, the usual size takes four times as long
     try:
         made = gymnasium.make(game, disable_env_checker=True, **mode, **args)
     except gymnasium.error.DependencyNotInstalled as error:

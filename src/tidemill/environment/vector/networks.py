@@ -38,7 +38,8 @@ def fitted(config: Config) -> Config:
         except TidemillError:
             return config  # said by the checks
     own = policy.model_copy(update=changes)
-    return config.model_copy(update={"model": config.model.model_copy(update={"policy": own})})
+    threads = config.threads or (1 if policy.kind == "mlp" else None)  # of small products several cost more than they save
+    return config.model_copy(update={"model": config.model.model_copy(update={"policy": own}), "threads": threads})
 
 
 def problems(config: Config) -> Iterator[str]:

@@ -54,7 +54,7 @@ def codec_of(observations: Any, actions: Any, name: str) -> Codec:
 
         return Codec(spaces, write, lambda move: chosen(np.asarray(move))[0], chosen)
     if kind == "Box" and np.issubdtype(actions.dtype, np.floating):
-        low, high = np.ravel(actions.low).astype(float), np.ravel(actions.high).astype(float)
+        low, high = (np.ravel(edge).astype(float).tolist() for edge in (actions.low, actions.high))
         is_bounded = bool(np.isfinite(low).all() and np.isfinite(high).all())
         bounds = {"low": tuple(low), "high": tuple(high)} if is_bounded else {}
         spaces = Spaces(**pixels, dimensions=len(low), **bounds)

@@ -7,6 +7,7 @@ seed, the group's number and the fragments before it: which process makes it, an
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from tidemill.environment.vector.processes import open_slots
 from tidemill.environment.vector.random import seeds_of
 from tidemill.environment.vector.slots import GOES_ON
 from tidemill.recipe.config import Config
+from tidemill.rollout.control.film import film
 from tidemill.rollout.control.fragment import Made, outputs
 from tidemill.rollout.control.opponents import Known, Opponents, known_players
 from tidemill.rollout.control.vector import EVALUATION, Run, Vectors
@@ -49,6 +51,7 @@ class VectorEngine:
         self._running: tuple[Run, list[Request]] | None = None
         self._ready: list[Completion] = []
         self._ticks = FIRST_TICKS
+        self._film_at, self._filmed = 0.0, -1  # not before; of which version the last one is
         self.opponents: Opponents | None = None  # of a game of two players
         self._patience_s = self.settings.timeout_s if _has_peers(config) else 0.0
 
@@ -184,6 +187,9 @@ class VectorEngine:
         """Nothing was given back."""
 
     def close(self) -> None:
+        if self._filmed >= 0 and self._film_at < float("inf"):
+            self.policy.serve()
+            self._film()
         if self._vectors is not None:
             self._vectors.close()
             self._vectors = None
@@ -207,6 +213,8 @@ class VectorEngine:
                     answers.append((f"episode {i}", name, said, gained >= goal, gained, steps))
         finally:
             slots.close()
+        if time.monotonic() > self._film_at:
+            self._film()
         kinds = {name: [a[3] for a in answers if a[1] == name] for _, name, *_ in answers if name}
         return {
             "answers": answers,
@@ -216,8 +224,21 @@ class VectorEngine:
             "shares": {f"against {name}": sum(solved) / len(solved) for name, solved in kinds.items()},
         }
 
+    def _film(self) -> None:
+        """Keep a picture of an episode, which takes a twentieth of the run's time at most."""
+        if self.run is None or not self.settings.film or self._filmed == self.version:
+            return
+        began, self._filmed = time.monotonic(), self.version
+        fault = film(self.settings, self.policy, int(self._evaluation_seeds(1)[0]), self.run, self.version)
+        self._film_at = float("inf") if fault else time.monotonic() + 20 * (time.monotonic() - began)
+        if fault:
+            print(fault, file=sys.stderr)  # into the worker's log
+
+    def _evaluation_seeds(self, size: int) -> Any:
+        return seeds_of(self.config.seed, np.arange(size) + EVALUATION, np.zeros(size, np.int64))
+
     def _play(self, slots: Any, size: int, tell: Callable[[int], None]) -> list[tuple[float, int]]:
-        seeds = seeds_of(self.config.seed, np.arange(size) + EVALUATION, np.zeros(size, np.int64))
+        seeds = self._evaluation_seeds(size)
         count, policy = slots.count, self.policy
         playing = np.arange(count)  # which episode each slot plays; `size` and above: none that counts
         begun = count
