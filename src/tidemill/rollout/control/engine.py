@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tidemill.environment.vector.making import make_slots
 from tidemill.environment.vector.processes import open_slots
 from tidemill.environment.vector.random import seeds_of
 from tidemill.environment.vector.slots import GOES_ON
+from tidemill.errors import PlayError, TidemillError
 from tidemill.recipe.config import Config
 from tidemill.rollout.control.film import film
 from tidemill.rollout.control.fragment import Made, outputs
@@ -81,8 +83,9 @@ class VectorEngine:
         if self._running is not None:
             run, requests = self._running
             began, before = time.perf_counter(), run.t
-            if run.advance(self._ticks, self.version):
-                done += self._finish(run, requests)
+            with self._environments():
+                is_done = run.advance(self._ticks, self.version)
+            done += self._finish(run, requests) if is_done else []
             spent = (time.perf_counter() - began) / max(1, run.t - before)
             self._ticks = max(1, int(SLICE_S / max(spent, 1e-6)))
         return run_callbacks(done, self._ready)
@@ -105,7 +108,19 @@ class VectorEngine:
         requests = [chosen[v] for v in sorted(chosen)]
         self._waiting = [(r, since) for r, since in self._waiting if not any(r is one for one in requests)]
         places = [self._place(r) for r in requests]
-        self._running = vectors.begin(places, [r.id for r in requests], bool(is_again)), requests
+        with self._environments():
+            self._running = vectors.begin(places, [r.id for r in requests], bool(is_again)), requests
+
+    @contextmanager
+    def _environments(self) -> Iterator[None]:
+        """Within the context, whatever an environment raises ends the run and is told with its name."""
+        try:
+            yield
+        except TidemillError:
+            raise
+        except Exception as error:
+            said = f"environment {self.settings.name!r} raised {type(error).__name__}: {error}"
+            raise PlayError(said, "mend the environment") from error
 
     def _place(self, request: Request) -> tuple[int, int]:
         """Vector, and number of its fragment."""

@@ -346,11 +346,11 @@ class Run:
         for i, slot in enumerate(own.tolist()):
             start = 0
             for t in np.flatnonzero(ends[:, i]).tolist():
-                found.returns.append(float(lives.returns[slot] + rewards[start : t + 1, i].sum()))
+                found.returns.append(_one_by_one(lives.returns[slot], rewards[start : t + 1, i]))
                 found.lengths.append(int(lives.lengths[slot] + made[start : t + 1, i].sum()))
                 lives.returns[slot] = lives.lengths[slot] = 0
                 start = t + 1
-            lives.returns[slot] += rewards[start:, i].sum()
+            lives.returns[slot] = _one_by_one(lives.returns[slot], rewards[start:, i])
             lives.lengths[slot] += made[start:, i].sum()
         return found
 
@@ -372,6 +372,11 @@ class Run:
             return {}
         opponents = self.vectors.duel.opponent[self.own[rows]]
         return {"answers": self.answers[:, rows], "opening": self.opening[rows], "opponent": opponents}
+
+
+def _one_by_one(before: float, rewards: Array) -> float:
+    """The sum in the order of time, so that it does not tell where fragments were cut."""
+    return float(np.cumsum(np.concatenate([[before], rewards]))[-1])
 
 
 def _noise(seed: int, groups: Sequence[int], ticks: int, rows: int, draws: int, is_uniform: bool) -> Array:
