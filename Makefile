@@ -14,7 +14,7 @@ CLIENTS_VENV ?= .venv-clients
 RANKS := tests/learn/parallel
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slurm test-ray-jobs test-vllm test-browser test-clients test-loggers docs lint layers types quick slow learning bench peers clean
+.PHONY: help install quickstart test test-npu test-slurm test-ray-jobs test-vllm test-browser test-clients test-loggers docs lint layers types quick slow learning bench peers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -32,7 +32,7 @@ $(STAMP): requirements.lock pyproject.toml
 quickstart: install ## a small model learns by reinforcement learning, in five minutes
 	@$(BIN)/tidemill train quickstart
 
-test: install lint types quick slow ## everything that must pass
+test: install lint types quick slow test-npu ## everything that must pass
 
 layers: install ## imports point down the layers of docs/architecture.md
 	@$(BIN)/lint-imports --no-cache
@@ -46,12 +46,16 @@ types: install
 	@$(BIN)/mypy
 
 quick: install ## the quick tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu" --ignore $(RANKS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu" --ignore $(RANKS) --ignore tests/npu
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" $(RANKS)
 
 slow: install ## the slow tests: learning, faults, peers
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu and not learning" --ignore $(RANKS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu and not learning" --ignore $(RANKS) --ignore tests/npu
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" $(RANKS)
+
+test-npu: install ## tests on NPUs: this machine's, or a stand-in where there are none (it says which)
+	@PYTHONPATH="$$($(BIN)/python tests/npu/which.py)$${PYTHONPATH:+:$$PYTHONPATH}" OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -rs tests/npu
 
 learning: install ## train every algorithm on a small task and check that it learns (ten minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m learning tests/learning

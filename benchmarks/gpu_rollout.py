@@ -160,7 +160,7 @@ def time_kernels() -> None:
     half = wide[:, :inside].contiguous()
     parts = {
         "rms": lambda: kernels.rms(x, weight, 1e-6),
-        "rotate": lambda: kernels.rotate(qkv, (heads, kv_heads), None, table_, table_, at, 1e-6),
+        "rotate": lambda: kernels.rotate(qkv, (heads, kv_heads), None, (table_, table_, at), 1e-6),
         "gate": lambda: kernels.gate(wide),
         "draw": lambda: kernels.draw(logits, index, index, index, state),
         "linear qkv": lambda: torch.nn.functional.linear(x, wqkv),

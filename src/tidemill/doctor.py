@@ -15,7 +15,7 @@ from typing import Literal
 
 from tidemill import device
 from tidemill.check import parallel, precheck, rules
-from tidemill.device import hints, host
+from tidemill.device import hints, host, npu_settings, npu_smi
 from tidemill.errors import TidemillError, human
 from tidemill.estimate import handover as turns
 from tidemill.estimate import ranks_memory
@@ -130,6 +130,29 @@ def _devices() -> Iterator[Finding]:
         yield Finding(kind, f"{one.name}; {human(memory.free)} free of {human(memory.total)}; {narrow}")
     for seen, remedy in hints.unused({one.kind for one in usable}):
         yield Finding("device", f"{seen}, but torch does not use it", "warn", remedy)
+    if any(one.kind == "npu" for one in usable) or npu_smi.versions():
+        yield from _ascend()
+
+
+def _ascend() -> Iterator[Finding]:
+    """From the driver up: what an NPU's software is made of, and what of the environment is not as it should be."""
+    found = npu_smi.versions()
+    for part in npu_smi.VERSION_FILES:
+        if part in found:
+            yield Finding(part, found[part])
+        else:
+            remedy = "source the CANN set_env.sh" if part in ("CANN", "HCCL") else "install it (docs/ascend.md)"
+            yield Finding(part, "not found", "warn", remedy)
+    try:
+        package = metadata.version("torch_npu")
+    except metadata.PackageNotFoundError:
+        yield Finding("torch_npu", "not installed", "warn", "pip install it in the version that goes with this torch")
+        return
+    fits = _parts(package)[:2] == _parts(metadata.version("torch"))[:2]
+    remedy = "" if fits else f"pip install torch_npu=={metadata.version('torch').split('+')[0]}, or that torch"
+    yield Finding("torch_npu", package + ("" if fits else ", made for another torch"), "ok" if fits else "bad", remedy)
+    for name, given, wanted in npu_settings.unlike_wanted():
+        yield Finding("environment", f"{name}={given}; Tidemill would set {wanted}", "note", "see docs/ascend.md")
 
 
 def _extras() -> Iterator[Finding]:

@@ -8,7 +8,7 @@ pixels and one of places, both shared by a group's rows; those that came in late
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,13 +66,6 @@ def columns(rows: Sequence[Sequence[Tile]], names: tuple[str, str] = PROMPT_COLU
 
 def _joined(parts: list[Array]) -> Array:
     return np.concatenate(parts) if parts else np.zeros(0, np.uint8)
-
-
-def of_row(row: Mapping[str, Any], names: tuple[str, str] = PROMPT_COLUMNS) -> Tiles:
-    """What `columns` was given, as views; none where the row has no such columns."""
-    if names[1] not in row:
-        return ()
-    return tuple(_cut(row[names[0]], row[names[1]]))
 
 
 def _cut(pixels: Array, places: Array) -> Iterator[Tile]:

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import types
@@ -6,9 +7,11 @@ import pytest
 import torch
 
 from tidemill import device
-from tidemill.device import accelerator, cuda, host, npu
+from tidemill.device import accelerator, cuda, host, npu, npu_settings, npu_smi
 from tidemill.device.api import Device
 from tidemill.errors import ConfigError
+from tidemill.imports import WORKER
+from tidemill.plan import hardware
 
 GB = 10**9
 
@@ -155,7 +158,7 @@ def test_an_index_past_the_last_device_is_refused(ascend, monkeypatch):
 def test_the_first_matching_data_sheet_is_used():
     def peak(name: str):
         backend = types.SimpleNamespace(get_device_name=lambda index: name)
-        return accelerator.Accelerator("cuda", 0, backend, cuda.PEAKS, ("x",), "").peak()
+        return accelerator.Accelerator("cuda", 0, backend, cuda.PEAKS, lambda _: None).peak()
 
     assert peak("NVIDIA H200").bytes_per_s == pytest.approx(4.8e12)
     assert peak("NVIDIA GH200 480GB").bytes_per_s == pytest.approx(4.0e12)
@@ -165,16 +168,85 @@ def test_the_first_matching_data_sheet_is_used():
     assert peak("Some Toy") is None
 
 
-def test_power_is_read_from_the_vendors_tool(tmp_path, monkeypatch):
+MAPPING = """
+	NPU ID                         Chip ID                        Chip Logic ID                  Chip Name
+	0                              0                              0                              Ascend 910_9391
+	0                              1                              1                              Ascend 910_9391
+	0                              2                              -                              Mcu
+	4                              0                              2                              Ascend 910_9391
+	4                              1                              3                              Ascend 910_9391
+"""
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """`npu-smi` of a machine whose cards have two chips each; it says which one it was asked for."""
     tool = tmp_path / "npu-smi"
-    tool.write_text('#!/bin/sh\n[ "$5" = 1 ] && printf "NPU ID : 1\\n  NPU Real-time Power(W) : 93.5\\n"\n')
+    power = 'printf "NPU Real-time Power(W) : %d.5\\n" $(( 100 + $5 * 10 + $7 ))'
+    tool.write_text(f"#!/bin/sh\nif [ \"$2\" = -m ]; then cat <<'END'\n{MAPPING}END\nelse {power}; fi\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    settings = ("npu-smi", "info", "-t", "power", "-i", "{index}"), r"(?i)power[^:\n]*:\s*([\d.]+)"
-    assert accelerator.Accelerator("npu", 1, None, (), *settings).power_w() == 93.5
-    assert accelerator.Accelerator("npu", 0, None, (), *settings).power_w() is None  # the tool fails
+    npu_smi.places.cache_clear()
+    yield
+    npu_smi.places.cache_clear()
+
+
+def test_power_is_asked_for_by_card_and_chip_of_the_device_that_the_process_sees(smi, monkeypatch):
+    subject = accelerator.Accelerator("npu", 1, None, (), npu_smi.power_w)
+    assert subject.power_w() == 101.5  # card 0, chip 1
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,3")
+    assert subject.power_w() == 141.5  # the second that it sees: card 4, chip 1
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,9")
+    assert subject.power_w() is None
+
+
+def test_power_is_unknown_without_the_vendors_tool(monkeypatch):
+    npu_smi.places.cache_clear()
     monkeypatch.setenv("PATH", "")
-    assert accelerator.Accelerator("npu", 1, None, (), *settings).power_w() is None
+    assert accelerator.Accelerator("npu", 1, None, (), npu_smi.power_w).power_w() is None
+    npu_smi.places.cache_clear()
+
+
+# torch_npu/csrc/core/npu/NpuVariables.cpp, version 2.13.0
+A2 = ("910B1", "910B2", "910B2C", "910B3", "910B4", "910B4-1")
+A3 = ("910_9391", "910_9392", "910_9381", "910_9382", "910_9372", "910_9362", "910_9363")
+
+
+@pytest.mark.parametrize("name", [*A2, *A3])
+def test_every_chip_of_an_a2_or_a3_is_on_file(name):
+    backend = types.SimpleNamespace(get_device_name=lambda index: f"Ascend{name}")
+    peak = accelerator.Accelerator("npu", 0, backend, npu.PEAKS, lambda _: None).peak()
+    assert 250e12 < peak.flops < 400e12 and peak.bytes_per_s >= 0.8e12
+    assert hardware.find(f"Ascend{name}") == ("910C" if name in A3 else "910B")
+
+
+def test_a_process_is_told_what_suits_its_role_and_what_the_user_set_stands(monkeypatch):
+    for name in {setting.name for setting in npu_settings.TABLE}:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "77")
+    monkeypatch.setenv(WORKER, "learner-3")
+    npu_settings.apply()
+    learner = dict(os.environ)
+    assert learner["TASK_QUEUE_ENABLE"] == "2" and learner["HCCL_CONNECT_TIMEOUT"] == "77"
+    assert "HCCL_OP_EXPANSION_MODE" not in learner and "HCCL_DETERMINISTIC" not in learner
+    assert list(npu_settings.unlike_wanted()) == [("HCCL_CONNECT_TIMEOUT", "77", "1200")]
+    # One process that does all captures graphs, too.
+    assert npu_settings.environment(npu_settings.EVERY)["TASK_QUEUE_ENABLE"] == "1"
+    assert npu_settings.environment(["rollout"], is_deterministic=True)["HCCL_DETERMINISTIC"] == "true"
+    assert all(setting.reason and set(setting.roles) <= set(npu_settings.EVERY) for setting in npu_settings.TABLE)
+
+
+def test_installed_versions_are_read_from_the_driver_up(tmp_path, monkeypatch):
+    (tmp_path / "compiler").mkdir()
+    (tmp_path / "compiler" / "version.info").write_text("Version=8.5.0\nversion_dir=8.5.0\n")
+    (tmp_path / "driver.info").write_text("Version=25.5.0\nascendhal_version=7.35.23\n")
+    files = {
+        "driver": (str(tmp_path / "driver.info"),),
+        "CANN": ("{toolkit}/compiler/version.info",),
+        "HCCL": ("none",),
+    }
+    monkeypatch.setattr(npu_smi, "VERSION_FILES", files)
+    assert npu_smi.versions(str(tmp_path)) == {"driver": "25.5.0", "CANN": "8.5.0"}
 
 
 def test_a_containers_limits_count(tmp_path, monkeypatch):

@@ -385,7 +385,7 @@ def test_a_listener_out_of_files_for_a_moment_goes_on_listening(arena, monkeypat
         return accept(listener)
 
     monkeypatch.setattr(socket.socket, "accept", scarce)
-    server = stream.StreamServer(arena.folder, 1, "token", "127.0.0.1", Views())
+    server = stream.StreamServer(arena.folder, "token", "127.0.0.1", Views())
     host, _, port = server.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=10) as peer:
         assert stream.greet(peer, "token", b"client")
@@ -415,7 +415,7 @@ def test_a_pull_brings_every_byte_over_however_many_streams(arena, monkeypatch, 
     views = Views()
     held, body = views.hold_for_writing(arena.folder, segment.number, segment.generation)
     body[128 : 128 + len(sent)] = sent
-    server = stream.StreamServer(arena.folder, 1, "token", "127.0.0.1", Views())
+    server = stream.StreamServer(arena.folder, "token", "127.0.0.1", Views())
     puller = stream.Puller("token", streams)
     came = np.zeros(len(sent), np.uint8)
     copy = Copy(1, segment.number, segment.generation, 128)

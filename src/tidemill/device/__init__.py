@@ -5,22 +5,25 @@ Importing it is cheap: torch, and a vendor's package, load when a device is pick
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import importlib.util
 
-from tidemill.device.api import Device, DeviceMemory
+from tidemill.device.api import VISIBLE, Device, DeviceMemory
 from tidemill.errors import ConfigError, did_you_mean
 
 KINDS = ("cpu", "cuda", "npu")
 RESOURCES = {"cuda": "GPU", "npu": "NPU"}  # what a cluster calls one device of a kind
-VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}  # which of them a process may see
 TRITON = ("cuda",)  # kinds that Triton compiles our kernels for
-# Of a process that others are forked from: looking for devices must not open a driver, which survives no fork.
-BEFORE_FORK = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+VENDORS = {"npu": "torch_npu"}  # packages that bring a kind of device to torch
+# Of a process that others are forked from: looking for devices must not open a driver, which survives no fork. Vendors'
+# packages load in the children (`after_fork`).
+BEFORE_FORK = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 __all__ = [
-    "BEFORE_FORK", "KINDS", "RESOURCES", "VISIBLE", "Device", "DeviceMemory", "available", "count", "has_triton",
-    "pick",
+    "BEFORE_FORK", "KINDS", "RESOURCES", "VISIBLE", "Device", "DeviceMemory", "after_fork", "available", "count",
+    "has_triton", "pick",
 ]  # fmt: skip
 
 
@@ -58,6 +61,16 @@ def count() -> tuple[str, int]:
 def has_triton(kind: str) -> bool:
     """Whether our Triton kernels can run on devices of a kind."""
     return kind in TRITON and importlib.util.find_spec("triton") is not None
+
+
+def after_fork() -> None:
+    """Load a vendor's package that the process this one was forked from had to leave alone."""
+    import torch
+
+    for kind, package in VENDORS.items():
+        if not hasattr(torch, kind) and importlib.util.find_spec(package) is not None:
+            with contextlib.suppress(ImportError, OSError, RuntimeError):  # without its driver it cannot load
+                importlib.import_module(package)
 
 
 def _best_kind() -> str:

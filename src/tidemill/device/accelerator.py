@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tidemill.device.api import DeviceMemory, Peak
+from tidemill.device.api import VISIBLE, DeviceMemory, Peak
 
 POWER_TIMEOUT_S = 10.0
 
@@ -21,8 +23,7 @@ class Accelerator:
     index: int
     backend: Any  # torch.cuda, torch.npu
     peaks: tuple[tuple[str, Peak], ...]  # first whose words occur in the name
-    power_command: tuple[str, ...]
-    power_pattern: str  # its first group is watts
+    power: Callable[[int], float | None]  # of a device as the machine counts it, where torch cannot tell
 
     @property
     def torch_device(self) -> torch.device:
@@ -54,15 +55,22 @@ class Accelerator:
         try:
             return float(self.backend.power_draw(self.index)) / 1000  # asked of the driver: no process is started
         except (AttributeError, ImportError, RuntimeError):
-            return self._power_by_command()
+            return self.power(physical(self.kind, self.index))
 
-    def _power_by_command(self) -> float | None:
-        if shutil.which(self.power_command[0]) is None:
-            return None
-        command = [part.format(index=self.index) for part in self.power_command]
-        try:
-            out = subprocess.run(command, capture_output=True, text=True, timeout=POWER_TIMEOUT_S, check=True).stdout
-        except (subprocess.SubprocessError, OSError):
-            return None
-        found = re.search(self.power_pattern, out)
-        return float(found[1]) if found else None
+
+def physical(kind: str, index: int) -> int:
+    """How the machine counts a device which this process, that may see only some, counts as `index`."""
+    names = [name.strip() for name in os.environ.get(VISIBLE[kind], "").split(",") if name.strip()]
+    return int(names[index]) if index < len(names) and names[index].isdigit() else index
+
+
+def watts(command: tuple[str, ...], pattern: str) -> float | None:
+    """What a vendor's tool prints, by a pattern whose first group is watts."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        out = subprocess.run(command, capture_output=True, text=True, timeout=POWER_TIMEOUT_S, check=True).stdout
+    except (subprocess.SubprocessError, OSError):
+        return None
+    found = re.search(pattern, out)
+    return float(found[1]) if found else None

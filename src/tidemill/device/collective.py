@@ -12,7 +12,8 @@ SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 
 
-LISTENERS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # where collectives listen, unless the user has said
+# Where collectives listen, unless the user has said.
+LISTENERS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 
 
 def backend(kind: str) -> str:

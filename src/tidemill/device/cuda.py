@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tidemill.device.accelerator import Accelerator
+from tidemill.device.accelerator import Accelerator, watts
 from tidemill.device.api import Peak
 from tidemill.errors import ConfigError
 
@@ -52,6 +52,10 @@ def open(index: int) -> Accelerator:
         index=index,
         backend=torch.cuda,
         peaks=PEAKS,
-        power_command=("nvidia-smi", "-i", "{index}", "--query-gpu=power.draw", "--format=csv,noheader,nounits"),
-        power_pattern=r"([\d.]+)",
+        power=_power_w,
     )
+
+
+def _power_w(index: int) -> float | None:
+    query = ("--query-gpu=power.draw", "--format=csv,noheader,nounits")
+    return watts(("nvidia-smi", "-i", str(index), *query), r"([\d.]+)")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+
+from tidemill.device import npu_settings
 
 
 def demand() -> None:
@@ -10,6 +13,8 @@ def demand() -> None:
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the library is first used
+    if importlib.util.find_spec("torch_npu") is not None:
+        npu_settings.apply(is_deterministic=True)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

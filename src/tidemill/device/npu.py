@@ -7,21 +7,28 @@ from typing import Any
 
 import torch
 
+from tidemill.device import npu_settings, npu_smi
 from tidemill.device.accelerator import Accelerator
 from tidemill.device.api import Peak
 from tidemill.errors import ConfigError
 
 T = 1e12
-# Cube cores × 8192 operations a cycle × clock: dense float16/bfloat16.
+# Dense float16 and bfloat16: cube cores × 8192 operations a cycle × clock. An Atlas A3's device is one of the two dies
+# of a 910C: 376 T by Huawei's paper on CloudMatrix384, with the 24 cores of the 938x and 939x; 20 cores in proportion.
 PEAKS = (
     ("910B1", Peak(378.9 * T, 1.6 * T)),
     ("910B2", Peak(353.9 * T, 1.6 * T)),
     ("910B3", Peak(294.9 * T, 1.6 * T)),
     ("910B4", Peak(270.3 * T, 0.8 * T)),
+    ("910_939", Peak(376.0 * T, 1.6 * T)),
+    ("910_938", Peak(376.0 * T, 1.6 * T)),
+    ("910_937", Peak(313.3 * T, 1.6 * T)),
+    ("910_936", Peak(313.3 * T, 1.6 * T)),
 )
 
 
 def open(index: int) -> Accelerator:
+    npu_settings.apply()
     backend = _backend(index)
     count = backend.device_count()
     if not backend.is_available() or not count:
@@ -37,8 +44,7 @@ def open(index: int) -> Accelerator:
         index=index,
         backend=backend,
         peaks=PEAKS,
-        power_command=("npu-smi", "info", "-t", "power", "-i", "{index}"),
-        power_pattern=r"(?i)power[^:\n]*:\s*([\d.]+)",
+        power=npu_smi.power_w,
     )
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from tidemill.device.vendor import widest
 from tidemill.learn.parallel.collectives import MeshLink
 from tidemill.learn.parallel.cuts import Cut, copies, local
 from tidemill.learn.parallel.mesh import Meshes
@@ -94,7 +95,7 @@ class Gradients:
     def _sum_replicas(self, over: MeshLink) -> None:
         """A rank without samples of a parameter adds zero, if another has some."""
         given = torch.tensor([self.of(p) is not None for p in self.parameters], dtype=torch.int32)
-        given = over.all_reduce(given.to(self.parameters[0].device), dist.ReduceOp.MAX)
+        given = over.all_reduce(given, dist.ReduceOp.MAX)
         for p, is_given in zip(self.parameters, given.tolist()):
             if is_given:
                 over.all_reduce(self.ensure(p))
@@ -121,9 +122,10 @@ class Gradients:
     def _over_ranks(self, norms: list[Tensor], learned: list[Parameter]) -> Tensor:
         """Elements that several ranks hold are counted once in all."""
         held = dict(zip(self.parameters, self.copies))
-        squares = [n.double() ** 2 / held[p] for p, n in zip(learned, norms)]
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+        wide = widest(device)
+        squares = [n.to(wide) ** 2 / held[p] for p, n in zip(learned, norms)]
+        square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=wide, device=device)
         return self.links["world"].all_reduce(square).sqrt()
 
     def not_finite(self) -> list[str]:

@@ -210,8 +210,7 @@ class MeshModel:
         rows = microbatches(batch, budget, share, whole_groups) if batch is not None else []
         if self.meshes.computes_alone:
             return rows
-        count = torch.tensor(len(rows), device=self.device)
-        most = int(self.links["dp"].all_reduce(count, dist.ReduceOp.MAX))
+        most = int(self.links["dp"].all_reduce(torch.tensor(len(rows)), dist.ReduceOp.MAX))
         return [*rows, *[np.empty(0, np.int64)] * (most - len(rows))]
 
     def _score(self, batch: Batch | None, dealt: list[Ints]) -> Column | None:

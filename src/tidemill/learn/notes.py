@@ -4,11 +4,12 @@ as the loss saw them last, and the images that the sample shows."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from tidemill import tiles
@@ -65,12 +66,17 @@ class Notes:
             del self._kept[id]
 
     def drain(self) -> list[Noted]:
-        """Return what is kept, and forget it."""
-        kept, self._kept = self._kept, {}
-        return [(_record(id, *found[:3]), found[3]) for id, found in sorted(kept.items())]
+        """Return what is kept, and forget it. All numbers come in one copy: each would wait for the device."""
+        kept, self._kept = sorted(self._kept.items()), {}
+        if not kept:
+            return []
+        columns = []
+        for _, (now, old, advantages, _) in kept:
+            columns += [now.float(), (now.float() - old.float()).exp(), advantages.float()]
+        numbers = iter(torch.split(torch.cat(columns).cpu(), [len(column) for column in columns]))
+        return [({"id": id, **_record(numbers)}, images) for id, (*_, images) in kept]
 
 
-def _record(id: int, now: Tensor, old: Tensor, advantages: Tensor) -> dict[str, Any]:
-    ratio = (now.float() - old.float()).exp()
-    columns = {"logprobs": now, "ratio": ratio, "advantages": advantages}
-    return {"id": id} | {name: [round(x, DIGITS) for x in column.float().tolist()] for name, column in columns.items()}
+def _record(numbers: Iterator[Tensor]) -> dict[str, list[float]]:
+    names = ("logprobs", "ratio", "advantages")
+    return {name: [round(x, DIGITS) for x in next(numbers).tolist()] for name in names}

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from tidemill.device import npu_names
 from tidemill.errors import ConfigError, did_you_mean
 from tidemill.topology import describe, discover
 from tidemill.topology.tree import KINDS, Level, Topology
@@ -126,6 +127,8 @@ def sheet_of(device: str, own: Mapping[str, Any], where: str) -> DeviceSheet:
 
 def find(device: str) -> str | None:
     """A device's name on file, however a driver calls it: `NVIDIA H200` is H200."""
+    if (family := npu_names.family(device)) is not None:
+        return family
     words = device.lower().replace("-", " ").split()
     return next((name for name in SHEETS if name.lower() in words or name.lower() == device.lower()), None)
 

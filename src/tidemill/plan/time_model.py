@@ -131,10 +131,6 @@ class TimeModel:
 
     # Rollout
 
-    def decode_s(self, rows: int, context: float) -> float:
-        """One step of `rows` sequences with `context` tokens in the cache together."""
-        return self.step_s(rows) + context * self.token_read_s
-
     def step_s(self, rows: int) -> float:
         """A decoding step without what reading the cache takes."""
         if rows not in self._steps:
@@ -308,10 +304,6 @@ class TimeModel:
         """Samples of so many tokens, read by one team from elsewhere."""
         link = self.machines.topology.levels[-1].link
         return tokens * SAMPLE_BYTES / (link.gb_per_s * 1e9) + link.us * 1e-6
-
-    @property
-    def scores_old(self) -> bool:
-        return "old_logprobs" in [stage.name for stage in self.graph.stages]
 
     @cached_property
     def graph(self) -> Graph:

@@ -35,7 +35,6 @@ class Swapped:
 
     copied_bytes: int = 0
     skipped_bytes: int = 0  # freed without a copy: the host has them as they are
-    storages: int = 0
     seconds: float = 0.0
     free_seconds: float = 0.0  # of them, giving memory back to the device
 
@@ -134,7 +133,7 @@ class Swap:
             torch.accelerator.empty_cache()
         self._out = held
         now = time.perf_counter()
-        return Swapped(copied, sum(h.nbytes for h in held) - copied, len(held), now - started, now - freeing)
+        return Swapped(copied, sum(h.nbytes for h in held) - copied, now - started, now - freeing)
 
     def back(self, *, wait: bool = True) -> Swapped:
         """Bring everything back. Without `wait` the copies run on while the caller does something else (prefetch)."""

@@ -153,7 +153,8 @@ def test_a_name_nobody_knows_is_refused_with_the_nearest() -> None:
     with pytest.raises(ModelError, match=r"no model called 'smollm2'; did you mean smollm2-135m\?"):
         find.get("smollm2")
     assert list(folder_problems("model.path", "smollm2")) == [
-        "model.path=smollm2 does not exist; give a folder with config.json, *.safetensors and a tokenizer"
+        "model.path=smollm2 does not exist; did you mean smollm2-135m?; give a folder with "
+        "config.json, *.safetensors and a tokenizer"
     ]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tidemill.device.mapped import MappedMemory
 from tidemill.rollout.engine import Completion, Request, Sampling
 from tidemill.rollout.native.attention import causal_attention
-from tidemill.rollout.native.draw.sampling import Draw, draw
+from tidemill.rollout.native.draw import device_draw
 from tidemill.rollout.native.engine import NativeEngine
 from tidemill.rollout.native.forward import graphs, latent
 from tidemill.rollout.native.forward.fused import FusedRunner
@@ -29,14 +29,19 @@ DEVICE = torch.accelerator.current_accelerator() if HAS_DEVICE else torch.device
 
 
 class TorchKernels:
-    """Implements `fused.FusedKernels`, row by row."""
+    """Implements `fused.WalkingKernels`, row by row."""
+
+    draw, draw_truncated = staticmethod(device_draw.draw), staticmethod(device_draw.draw_truncated)
+    draw_steered = staticmethod(device_draw.draw_steered)
 
     def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
 
-    def rotate(
-        self, x: Tensor, heads: tuple[int, int], norms: Any, cos: Tensor, sin: Tensor, position: Tensor, eps: float
-    ) -> None:
+    def turns(self, cos: Tensor, sin: Tensor, position: Tensor) -> tuple[Tensor, ...]:
+        return cos, sin, position
+
+    def rotate(self, x: Tensor, heads: tuple[int, int], norms: Any, turns: tuple[Tensor, ...], eps: float) -> None:
+        cos, sin, position = turns
         dim = cos.shape[-1]
         split = x.view(len(x), -1, dim)
         for i, part in enumerate(split.split((*heads, split.shape[1] - sum(heads)), 1)[:2]):
@@ -79,48 +84,13 @@ class TorchKernels:
             out[row] = seen[0, :, 0]
         return out
 
-    def draw(self, logits: Tensor, source: Tensor, slot: Tensor, position: Tensor, state: Any) -> tuple[Tensor, Tensor]:
-        at = slot.long()
-        how = Draw(state.key[at], position.long(), state.temperature[at], state.greedy[at].bool())
-        drawn = draw(logits[source.long()], how)
-        state.latest[at] = drawn.tokens
-        return drawn.tokens.int(), drawn.logprobs
-
-    def draw_truncated(
-        self, logits: Tensor, source: Tensor, slot: Tensor, position: Tensor, state: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        at = slot.long()
-        cut = {"top_k": state.top_k[at].long(), "top_p": state.top_p[at], "min_p": state.min_p[at]}
-        how = Draw(
-            state.key[at], position.long(), state.temperature[at], state.greedy[at].bool(),
-            truncated=torch.arange(len(at), device=at.device), **cut,
-        )  # fmt: skip
-        drawn = draw(logits[source.long()], how)
-        state.latest[at] = drawn.tokens
-        assert drawn.kept is not None
-        return drawn.tokens.int(), drawn.logprobs, drawn.kept
-
-    def draw_steered(
-        self, logits: Tensor, steered: Tensor, source: Tensor, slot: Tensor, position: Tensor, state: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        at = slot.long()
-        how = Draw(
-            state.key[at], position.long(), state.temperature[at], state.greedy[at].bool(), steered=steered,
-            truncated=torch.arange(len(at), device=at.device),
-            top_k=state.top_k[at].long(), top_p=state.top_p[at], min_p=state.min_p[at],
-        )  # fmt: skip
-        drawn = draw(logits[source.long()], how)
-        state.latest[at] = drawn.tokens
-        assert drawn.kept is not None
-        return drawn.tokens.int(), drawn.logprobs, drawn.kept
-
 
 class AgainEachTime:
     """Stands for a graph where there is no device: the result's tensors are filled anew by every replay."""
 
     pool = None
 
-    def __init__(self, work: Callable[[], Any], pool: Any = None) -> None:
+    def __init__(self, work: Callable[[], Any], pool: Any = None, has_updates: bool = False) -> None:
         self.work = work
         self.result = work()
 
@@ -182,8 +152,9 @@ def test_a_mixture_decodes_ahead_as_it_does_in_step(
 
 def test_routes_are_recorded_inside_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("qwen3-moe-mixed").to(DEVICE)
-    wanted = roll(NativeEngine(model, eos_ids=[], max_len=64, plain=True, record_routes=True), asked(4))
-    made = roll(ahead(monkeypatch, model, eos_ids=[], record_routes=True), asked(4))
+    ends = range(2, 12)  # a sequence that stops has been decoded one token too far
+    wanted = roll(NativeEngine(model, eos_ids=ends, max_len=64, plain=True, record_routes=True), asked(4))
+    made = roll(ahead(monkeypatch, model, eos_ids=ends, record_routes=True), asked(4))
     for key, completion in made.items():
         np.testing.assert_array_equal(completion.routes, wanted[key].routes)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tidemill.models.attention.registry import AttentionForm
 from tidemill.rollout.engine import Request, Sampling
-from tidemill.rollout.native import paged
+from tidemill.rollout.native import gathered, paged
 from tidemill.rollout.native.attention import causal_attention
 from tidemill.rollout.native.cache import TokenStore
 from tidemill.rollout.native.engine import NativeEngine
@@ -67,12 +67,12 @@ def fused_infer(
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The library as if it were here, for float32 too, so that tokens can be compared exactly."""
     chosen = paged.KINDS[request.param]
-    here = paged.PagedAttention(chosen.decode, lambda _: True, 16, chosen.most_dim, chosen.has_window, chosen.is_first)
+    here = paged.PagedAttention(chosen.decode, lambda _: True, 16, chosen.most_dim, chosen.has_window)
     monkeypatch.setattr(paged, "KINDS", {request.param: here})
     monkeypatch.setattr(paged, "SIXTEEN_BITS", (torch.float32,))
     monkeypatch.setattr(paged, "_varlen_attn", lambda: varlen_attn)
     vendor = SimpleNamespace(npu_fused_infer_attention_score=fused_infer)
-    monkeypatch.setattr(paged, "_vendor_ops", lambda _: vendor)
+    monkeypatch.setattr(paged.vendor, "operators", lambda _: vendor)
     yield request.param
 
 
@@ -95,6 +95,22 @@ def test_tokens_are_those_of_the_plain_walk(kind: str, name: str) -> None:
     for key, completion in wanted.items():
         np.testing.assert_allclose(found[key].logprobs, completion.logprobs, atol=1e-4)
     assert engine.pool.used == 0
+
+
+@pytest.mark.parametrize("cache", ["auto", "int8"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "deepseek-v3", "gpt-oss"])
+def test_gathered_pages_give_the_tokens_of_the_walk(name: str, cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(name)
+    rng = np.random.default_rng(2)
+    asked = [Request(i, rng.integers(3, VOCAB, 2 + 8 * i).tolist(), Sampling(max_tokens=20), n=3) for i in range(4)]
+    options: dict[str, Any] = {"eos_ids": [2], "max_seqs": 6, "max_len": 64, "cache_tokens": 256, "kernels": False}
+    wanted = roll(NativeEngine(model, cache_dtype=cache, **options), asked)
+    monkeypatch.setattr(paged, "can_walk", lambda _: False)
+    monkeypatch.setattr(gathered, "GATHERED_BYTES", 1)  # a page at a time
+    found = roll(NativeEngine(model, cache_dtype=cache, **options), asked)
+    assert {key: c.tokens for key, c in found.items()} == {key: c.tokens for key, c in wanted.items()}
+    for key, completion in wanted.items():
+        np.testing.assert_allclose(found[key].logprobs, completion.logprobs, atol=1e-4)
 
 
 def test_the_stand_in_has_the_signature_of_torchs_own() -> None:

@@ -51,7 +51,7 @@ def test_norm_gate_and_rotation(dim: int) -> None:
         return x * cos[at].unsqueeze(1) + x.roll(dim // 2, -1) * sin[at].unsqueeze(1)
 
     wanted = torch.cat([turned(q, norms[0]).flatten(1), turned(k, norms[1]).flatten(1), kept], 1)
-    KERNELS.rotate(both, (3, 2), norms, cos, sin, at, 1e-6)
+    KERNELS.rotate(both, (3, 2), norms, KERNELS.turns(cos, sin, at), 1e-6)
     close(both, wanted)
 
 

@@ -33,7 +33,7 @@ from tidemill.cluster.report import Answer, Numbers
 from tidemill.cluster.start import owned
 from tidemill.cluster.start.handle import WorkerLost
 from tidemill.cluster.worker.host import own_process
-from tidemill.device import BEFORE_FORK
+from tidemill.device import BEFORE_FORK, after_fork
 from tidemill.errors import TidemillError
 
 PRELOAD = ("tidemill.cluster.worker.commands",)  # imports torch, transformers and everything that works
@@ -339,6 +339,7 @@ def _become_worker(connection: Connection, name: str, logs: str, variables: dict
     os.dup2(nothing, 0)
     os.environ.clear()
     os.environ.update(variables)
+    after_fork()
     connection.send(os.getpid())
     multiprocessing.current_process().name = name  # the name that the worker's own code and logs see
     serve(name, logs, connection)

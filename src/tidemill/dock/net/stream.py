@@ -38,8 +38,8 @@ class StreamServer:
     """Serves this warehouse's bytes to others. One thread per connection: sending blocks without holding the
     interpreter."""
 
-    def __init__(self, arena: Path, warehouse: int, token: str, host: str, views: seg.Views) -> None:
-        self._arena, self._warehouse, self._token, self._views = arena, warehouse, token, views
+    def __init__(self, arena: Path, token: str, host: str, views: seg.Views) -> None:
+        self._arena, self._token, self._views = arena, token, views
         self._listener = socket.create_server((check_host(host), 0), backlog=64)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self.refused = 0

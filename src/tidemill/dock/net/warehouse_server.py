@@ -73,7 +73,7 @@ class WarehouseServer:
         self._spill_bytes = setup.spill_bytes or memory_bytes
         self._views = Views()
         self._writer = Writer(place, self.key, self._views, self._lend_to_self, self._arena.close)
-        self._stream = StreamServer(place, self.key, token, host, self._views)
+        self._stream = StreamServer(place, token, host, self._views)
         self._puller = Puller(token)
         self._pulls: dict[int, Pull] = {}
         self._pulled: dict[int, m.Copy] = {}  # chunk -> the copy pulled here

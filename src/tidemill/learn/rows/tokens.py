@@ -12,6 +12,7 @@ from torch import Tensor
 from tidemill.algorithms.api import Stat, Stats, TokenBatch
 from tidemill.algorithms.shared.losses import extreme, mean_stat
 from tidemill.batch import Batch
+from tidemill.device.vendor import widest
 from tidemill.learn.forward import Scores
 from tidemill.learn.rows.packing import PackedBatch
 from tidemill.models.upload import upload
@@ -57,7 +58,8 @@ def on_host(stats: list[Stats]) -> list[Stats]:
     found = [x for s in stats for stat in s.values() for x in (stat.value, stat.count) if isinstance(x, Tensor)]
     if not found:
         return stats
-    numbers = iter(torch.stack([x.detach().double() for x in found]).tolist())
+    wide = widest(found[0].device)
+    numbers = iter(torch.stack([x.detach().to(wide) for x in found]).tolist())
 
     def plain(x: Tensor | float) -> float:
         return next(numbers) if isinstance(x, Tensor) else x

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tidemill.device import vendor
 from tidemill.errors import ModelError
 from tidemill.models.attention.registry import AttentionForm
 from tidemill.models.attention.varlen import Spans
@@ -27,11 +28,7 @@ def works_on(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the vendor's package brought the operator for this device, and the operator takes this dtype."""
     if dtype not in (torch.bfloat16, torch.float16):
         return False
-    try:
-        key = torch._C._dispatch_key_for_device(device.type)
-        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(OPERATOR, key))
-    except RuntimeError:
-        return False  # no such operator here
+    return vendor.implements(device.type, OPERATOR)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, queries: Spans, keys: Spans, form: AttentionForm) -> Tensor:

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.moe import ExpertsInterface
 
+from tidemill.models import ascend
+
 NAME = "tidemill"
 STACKS = ("gate_up_proj", "down_proj")
 ALIGNED = 16  # bytes: rows of the fused call's operands begin at multiples of this
@@ -99,6 +101,8 @@ def ends_of(chosen: Tensor, experts: int) -> Tensor:
 
 def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Rows x (rows, in), sorted into groups that end at `ends`, each through its own weight (groups, out, in)."""
+    if ascend.has_grouped(x):
+        return ascend.grouped(x, weights, ends)
     if _fused(x, weights):
         out: Tensor = _grouped_mm()(x, weights.transpose(-2, -1), offs=ends)
         return out

@@ -145,22 +145,22 @@ class Routers:
         return [self.counts, self.chances, self.replayed]
 
     def finish(self) -> dict[str, float]:
-        """After an update: what it says of the experts' loads; the bias moves."""
-        if not float(self.counts.sum()):
-            return {}
+        """After an update: what it says of the experts' loads; the bias moves. All numbers come in one copy, because
+        each would wait for the device."""
         load = self.counts / self.counts.sum(-1, keepdim=True).clamp(min=1.0)
         chance = self.chances / self.chances.sum(-1, keepdim=True).clamp(min=1e-9)
-        if self.settings.balance == "bias":
+        if self.settings.balance == "bias":  # of no tokens it moves nowhere
             self._move(self.settings.bias_rate * torch.sign(load.mean(-1, keepdim=True) - load))
-        busiest = load.amax(-1) * self.experts
-        found = {
-            "moe_busiest": float(busiest.mean()),  # 1: even
-            "moe_busiest_layer": float(busiest.amax()),
-            "moe_idle_share": float((self.counts == 0).float().mean()),
-            "moe_balance_loss": float((load * chance).sum(-1).mean() * self.experts),
-        }
-        if float(self.replayed[0]):
-            found["moe_replay_agreement"] = float(self.replayed[1] / self.replayed[0])
+        busiest, idle = load.amax(-1) * self.experts, (self.counts == 0).float().mean()
+        loss = (load * chance).sum(-1).mean() * self.experts
+        numbers = [self.counts.sum(), busiest.mean(), busiest.amax(), idle, loss, *self.replayed.unbind()]
+        tokens, mean, most, idle_share, balance, replayed, agreed = torch.stack(numbers).tolist()
+        if not tokens:
+            return {}
+        found = {"moe_busiest": mean, "moe_busiest_layer": most, "moe_idle_share": idle_share}  # busiest 1: even
+        found["moe_balance_loss"] = balance
+        if replayed:
+            found["moe_replay_agreement"] = agreed / replayed
         self.load = load
         self.forget()
         return found

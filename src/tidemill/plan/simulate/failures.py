@@ -23,7 +23,6 @@ class Faults:
     restart_s: float = 60.0  # until a worker is back: its process, its model
     contention: float = 0.0  # how much longer moving weights takes at most, because others use the links
     seed: int = 0
-    killed: int = 0
     _rng: random.Random = field(default_factory=random.Random)
 
     def __post_init__(self) -> None:
@@ -36,7 +35,6 @@ class Faults:
 
     def _die(self, world: World, host: SimulatedWorker | Mirror) -> None:
         if world.hosts.get(host.post.name) is host:
-            self.killed += 1
             host.kill()
             world.heard()
 

@@ -27,7 +27,6 @@ class Share:
         self._active = 0
         self._number = itertools.count()
         self._next: Event | None = None
-        self.busy_s = 0.0  # parts × seconds
 
     def work(self, task: Task, amount: float, is_interruptible: bool = False) -> float:
         """Until so many seconds of work are done; gives what is left when somebody wakes the task."""
@@ -60,7 +59,6 @@ class Share:
         passed = self.kernel.time - self._seen
         self._seen = self.kernel.time
         self._worked += passed * self._speed()
-        self.busy_s += passed * min(self.count, self._active)
 
     def _plan(self) -> None:
         if self._next is not None:
@@ -85,8 +83,6 @@ class Share:
 
 class Unshared:
     """Devices of their own: work takes what it takes."""
-
-    busy_s = 0.0
 
     def work(self, task: Task, amount: float, is_interruptible: bool = False) -> float:
         if amount <= 0:

@@ -59,6 +59,7 @@ class World:
         self.peers = max(1, model.engines)
         self.saved: dict[str, dict[str, Any]] = {}
         self.hosts: dict[str, SimulatedWorker | Mirror] = {}
+        self.workers: dict[str, SimulatedWorker] = {}  # those of the hosts that decide
         self.groups_only = model.devices >= MANY if groups_only is None else groups_only
         self.done, self.nothing_counted = DONE, Promise(Answer((Counted({}, {}, []), [])))
         self.has_heard = False
@@ -99,8 +100,7 @@ class World:
 
     @property
     def first_learner(self) -> SimulatedWorker | None:
-        found = self.hosts.get("learner-0")
-        return found if isinstance(found, SimulatedWorker) else None
+        return self.workers.get("learner-0")
 
     @property
     def version(self) -> int:
@@ -176,11 +176,14 @@ class World:
             self.kernel.after(after, lambda: dock.expire_leases(leases))
 
     def gone(self, host: SimulatedWorker | Mirror) -> None:
-        if isinstance(host, SimulatedWorker):
+        name = host.post.name
+        worker = self.workers.get(name)
+        if worker is not None and worker is host:
+            del self.workers[name]
             for resting in self._resting.values():
-                resting.pop(host, None)
-        if self.hosts.get(host.post.name) is host:
-            del self.hosts[host.post.name]
+                resting.pop(worker, None)
+        if self.hosts.get(name) is host:
+            del self.hosts[name]
 
 
 class SimulatedDock(LocalDock):
@@ -295,7 +298,11 @@ class SimulatedStarter:
         rolls_out = post.group.has_engine and post.leads
         decides = post.rank == 0 if post.group.learns else post.leads and bool(post.stages)
         is_first = decides or rolls_out or post.feeds
-        made = SimulatedWorker(self.world, post) if is_first else Mirror(self.world, post)
+        made: SimulatedWorker | Mirror
+        if is_first:
+            made = self.world.workers[post.name] = SimulatedWorker(self.world, post)
+        else:
+            made = Mirror(self.world, post)
         self.world.hosts[post.name] = made
         self.world.faults.born(self.world, made)
         return made

@@ -22,7 +22,7 @@ def launch(engine: NativeEngine, decoder: GraphDecoder) -> list[Pending]:
     scheduler, slots = engine.scheduler, engine.scheduler.slots
     may_draft = _may_draft(engine)
     guided = np.flatnonzero(slots.active & slots.guided) if engine.guides is not None else ()
-    if may_draft or len(guided):
+    if may_draft or len(guided) or decoder.follows_results:
         engine.drain()  # drafts and grammars follow tokens that the host must have seen
     launched: list[Pending] = []
     scheduler.grow()

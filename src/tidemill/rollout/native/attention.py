@@ -20,6 +20,7 @@ from tidemill.batch import Array
 from tidemill.models.attention.packed import first_seen, seen, softmax
 from tidemill.models.attention.registry import AttentionForm
 from tidemill.models.vision.eyes.eyes import Ahead
+from tidemill.rollout.native import paged
 from tidemill.rollout.native.cache import PageStore
 from tidemill.rollout.native.kernels import Kernels
 from tidemill.rollout.native.paged import PagedAttention, Queries
@@ -63,8 +64,8 @@ class DecodeRows(Protocol):
     def walks(self) -> list[Walk]: ...
 
     @property
-    def whole_tables(self) -> tuple[Tensor, Tensor, int]:
-        """Pages (rows, pages) and lengths (rows,) on the device as int32, and the longest."""
+    def whole_tables(self) -> tuple[Tensor, Tensor]:
+        """Pages (rows, pages) and lengths (rows,) on the device as int32."""
 
 
 @dataclass(slots=True)
@@ -111,15 +112,10 @@ class Paged:
             self.store.write(layer, k[decode:], v[decode:], self.page[decode:], self.offset[decode:])
         return out
 
-    def _decode_by_library(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
-        assert self.library is not None
-        table, length, longest = self.rows.whole_tables
-        keys, values = self.store.keys[layer], self.store.values[layer]
-        return self.library.decode(q.contiguous(), keys, values, Queries(table, length, longest, scale, window))
-
     def _decode(self, layer: int, q: Tensor, form: AttentionForm) -> Tensor:
-        if self.library is not None and form.softcap is None and form.chunk is None and form.sinks is None:
-            return self._decode_by_library(layer, q, form.scale, form.window)
+        if paged.takes(self.library, form) or not paged.can_walk(q.device):
+            queries = Queries(*self.rows.whole_tables, self.rows.length.tolist(), form.scale, form.window)
+            return paged.attend(self.store, layer, q, queries, form, self.library)
         store = self.store
         kv_heads, dim = store.heads(layer)
         rows, heads = q.shape[:2]

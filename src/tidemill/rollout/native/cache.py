@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tidemill.batch import Array
 from tidemill.device.mapped import MappedMemory
+from tidemill.models.upload import upload
 
 
 class PagePool:
@@ -205,13 +206,13 @@ class PageStore:
         return [_bytes(held) for held in (*self.keys.values(), *self.values.values(), *scales)]
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
-        src, dst = torch.as_tensor(source, device=self.device), torch.as_tensor(target, device=self.device)
+        src, dst = upload(source, self.device), upload(target, self.device)
         for pages in self._all():
             pages[dst] = pages[src]
 
     def scrub(self, pages: Sequence[int]) -> None:
         """Zero pages that may hold NaN, before someone else gets them."""
-        index = torch.as_tensor(pages, device=self.device)
+        index = upload(pages, self.device)
         for held in self._all():
             held[index] = 0
 

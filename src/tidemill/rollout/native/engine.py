@@ -31,7 +31,7 @@ from tidemill.rollout.native.draw.sampling import Drawn
 from tidemill.rollout.native.forward.graphs import GraphDecoder
 from tidemill.rollout.native.forward.invariant import RowwisePaged, RowwiseRunner
 from tidemill.rollout.native.forward.routes import RouteRecorder
-from tidemill.rollout.native.forward.runner import CapturableRunner, PlainRunner, Runner, has_fused, make_runner
+from tidemill.rollout.native.forward.runner import CapturableRunner, PlainRunner, Runner, fused_kernels, make_runner
 from tidemill.rollout.native.inputs import inputs_of
 from tidemill.rollout.native.kernels import LANES, Kernels
 from tidemill.rollout.native.kernels import load as load_kernels
@@ -103,10 +103,10 @@ class NativeEngine:
             raise ConfigError(f"cache_dtype {cache_dtype} rounds; the batch-invariant mode must not", "use auto")
         is_plain_cache = cache_dtype == "auto" and not batch_invariant
         self.library = paged.choose(model, self.device, parameter.dtype) if is_plain_cache else None
-        is_fused = kernels and has_triton(self.device.type) and has_fused(model, plain) and group is None
-        if is_fused and self.library is not None:  # one of them decodes
-            is_fused = not self.library.is_first
-            self.library = None if is_fused else self.library
+        may_fuse = kernels and not plain and group is None and self.device.type != "cpu"
+        fused = fused_kernels(model, self.device) if may_fuse else None
+        if fused is not None and has_triton(self.device.type):
+            self.library = None  # these kernels walk pages themselves
         usual = PAGE_SIZE if self.device.type == "cpu" else ACCELERATOR_PAGE_SIZE
         page_size = page_size or (usual if self.library is None else self.library.page_size)
         pages = -(-cache_tokens // page_size) if cache_tokens else max_seqs * -(-max_len // page_size)
@@ -125,9 +125,7 @@ class NativeEngine:
         self.rows = RunningRows(self.scheduler, self.device)
         self.kernels = self._kernels(parameter) if kernels and not batch_invariant else None
         self.runner: Runner = (
-            RowwiseRunner(model)
-            if batch_invariant
-            else make_runner(model, max_len, self.kernels, plain, is_fused, group)
+            RowwiseRunner(model) if batch_invariant else make_runner(model, max_len, self.kernels, plain, fused, group)
         )
         # Inference mode saves bookkeeping, but a foreign module may keep a tensor it makes.
         self._no_grad = torch.no_grad if isinstance(self.runner, PlainRunner) else torch.inference_mode
@@ -150,7 +148,7 @@ class NativeEngine:
         return self._graph_decoder_of(cast(CapturableRunner, self.runner)) if wanted and is_capturable else None
 
     def _graph_decoder_of(self, runner: CapturableRunner) -> GraphDecoder:
-        return GraphDecoder(runner, self.store, self.scheduler.slots, self.vocab, self.routes)
+        return GraphDecoder(runner, self.store, self.scheduler.slots, self.vocab, self.routes, self.library)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -317,7 +315,9 @@ class NativeEngine:
             error = "the model gave logits that are not numbers"
             for made in (sequence.tokens, sequence.logprobs, sequence.versions, sequence.kept or [0.0]):
                 made.pop()
-        routes = None if self.routes is None else self.routes.of(sequence.pages, cached)
+        # Decoding ahead of the host may have read the last token too; only those before it are inputs.
+        inputs = min(cached, len(sequence.identity()) - 1)
+        routes = None if self.routes is None else self.routes.of(sequence.pages, inputs)
         if self.speculator is not None:
             self.speculator.ended(sequence)
         is_worth_keeping = self.reuse_prefix and finish in ("stop", "length")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tidemill.batch import Array
+from tidemill.models.upload import upload
 from tidemill.models.vision.eyes.eyes import AXES
 from tidemill.rollout.native.attention import PageChunk
 from tidemill.rollout.native.scheduler import Reading, Scheduler
@@ -33,7 +34,7 @@ def inputs_of(
     slots, size = scheduler.slots, scheduler.pool.page_size
 
     def tensor(array: Array) -> Tensor:
-        return torch.from_numpy(array).to(device)
+        return upload(array, device, array.dtype)
 
     at = slots.length[rows] + ahead
     ids, places = [newest], [at]
@@ -60,7 +61,7 @@ def inputs_of(
         first = last
     if any(one.ndim > 1 for one in positions):
         positions = [one if one.ndim > 1 else np.broadcast_to(one, (AXES, len(one))) for one in positions]
-    wanted = torch.tensor(keep, dtype=torch.int64, device=device) if readings else None
+    wanted = upload(keep, device) if readings else None
     return Inputs(
         ids=tensor(np.concatenate(ids)),
         position=tensor(np.concatenate(positions, -1)),

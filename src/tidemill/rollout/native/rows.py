@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tidemill.batch import Array
+from tidemill.models.upload import upload
 from tidemill.rollout.native.attention import Walk
 from tidemill.rollout.native.scheduler import Scheduler
 
@@ -30,7 +31,7 @@ class RunningRows:
         self.slot = self.length = np.zeros(0, np.int64)
         self._walks: list[Walk] | None = None
         self._lengths: Tensor | None = None
-        self._tables: tuple[Tensor, Tensor, int] | None = None
+        self._tables: tuple[Tensor, Tensor] | None = None
         self._shared: Walk | None = None
 
     def of(self, slot: Array, length: Array) -> RunningRows:
@@ -54,12 +55,11 @@ class RunningRows:
         return self._walks
 
     @property
-    def whole_tables(self) -> tuple[Tensor, Tensor, int]:
+    def whole_tables(self) -> tuple[Tensor, Tensor]:
         if self._tables is None:
-            longest = int(self.length.max())
-            pages = -(-longest // self.scheduler.pool.page_size)
+            pages = -(-int(self.length.max()) // self.scheduler.pool.page_size)
             table = np.ascontiguousarray(self.table[self.slot, :pages], np.int32)
-            self._tables = self._tensor(table), self._tensor(self.length.astype(np.int32)), longest
+            self._tables = self._tensor(table), self._tensor(self.length.astype(np.int32))
         return self._tables
 
     def _own_pages(self) -> list[Walk]:
@@ -91,7 +91,7 @@ class RunningRows:
         return [self._shared]
 
     def _tensor(self, array: Array) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return upload(array, self.device, array.dtype)
 
 
 def pack_owners(pages: Array, rows: Array, start: Array, device: torch.device) -> Walk:
@@ -108,7 +108,4 @@ def pack_owners(pages: Array, rows: Array, start: Array, device: torch.device) -
     begin = np.full(owners.shape, NOWHERE, np.int64)
     owners[entry, rank % width] = rows
     begin[entry, rank % width] = start
-    as_tensor = torch.as_tensor
-    return Walk(
-        as_tensor(pages[new_entry], device=device), as_tensor(owners, device=device), as_tensor(begin, device=device)
-    )
+    return Walk(*(upload(array, device) for array in (pages[new_entry], owners, begin)))

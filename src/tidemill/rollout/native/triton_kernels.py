@@ -141,6 +141,27 @@ def _narrow(x, most, ROUND: tl.constexpr):
 
 
 @triton.jit
+def _append(
+    base, place, d, e, new_k, new_v, keys, values, k_scale, v_scale, most, NARROW: tl.constexpr, ROUND: tl.constexpr,
+    DIM: tl.constexpr, V_DIM: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Write one head's new key and value at a place of the page that begins at `base`."""
+    cell = base * PAGE + place
+    slot = base * (DIM * PAGE) + d * PAGE + place
+    in_d, in_e = d < DIM, e < V_DIM
+    if NARROW:
+        thin_k, k_factor = _narrow(new_k, most, ROUND)
+        thin_v, v_factor = _narrow(new_v, most, ROUND)
+        tl.store(k_scale + cell, k_factor)
+        tl.store(v_scale + cell, v_factor)
+        tl.store(keys + slot, thin_k.to(keys.dtype.element_ty), mask=in_d)
+        tl.store(values + cell * V_DIM + e, thin_v.to(values.dtype.element_ty), mask=in_e)
+    else:
+        tl.store(keys + slot, new_k.to(keys.dtype.element_ty), mask=in_d)
+        tl.store(values + cell * V_DIM + e, new_v.to(values.dtype.element_ty), mask=in_e)
+
+
+@triton.jit
 def _attend(
     q, k, v, keys, values, k_scale, v_scale, table, length, out, part, stats, sinks, scale, softcap, most,
     q_stride, k_stride, v_stride, table_stride, NARROW: tl.constexpr, ROUND: tl.constexpr,
@@ -202,19 +223,10 @@ def _attend(
 
     if (start < n) & (stop == n):
         page = tl.load(table + row * table_stride + (n - 1) // PAGE).to(tl.int64)
-        base = page * KV_HEADS + head
-        cell = base * PAGE + (n - 1) % PAGE
-        slot = base * (DIM * PAGE) + d * PAGE + (n - 1) % PAGE
-        if NARROW:
-            thin_k, k_factor = _narrow(new_k, most, ROUND)
-            thin_v, v_factor = _narrow(new_v, most, ROUND)
-            tl.store(k_scale + cell, k_factor)
-            tl.store(v_scale + cell, v_factor)
-            tl.store(keys + slot, thin_k.to(keys.dtype.element_ty), mask=in_d)
-            tl.store(values + cell * V_DIM + e, thin_v.to(values.dtype.element_ty), mask=in_e)
-        else:
-            tl.store(keys + slot, new_k.to(keys.dtype.element_ty), mask=in_d)
-            tl.store(values + cell * V_DIM + e, new_v.to(values.dtype.element_ty), mask=in_e)
+        _append(
+            page * KV_HEADS + head, (n - 1) % PAGE, d, e, new_k, new_v, keys, values, k_scale, v_scale, most,
+            NARROW, ROUND, DIM, V_DIM, PAGE,
+        )  # fmt: skip
 
     inside = (g < GROUP)[:, None] & in_e[None, :]
     if SPLITS == 1:
@@ -264,11 +276,16 @@ class TritonKernels:
         _rms[(x.numel() // dim,)](x, weight, out, eps, dim, block, num_warps=4 if block <= 4096 else 8)
         return out
 
+    def turns(self, cos: Tensor, sin: Tensor, position: Tensor) -> tuple[Tensor, ...]:
+        """What `rotate` needs to know of a pass: whole tables, and each token's row in them."""
+        return cos, sin, position
+
     def rotate(
-        self, x: Tensor, heads: tuple[int, int], norms: tuple[Tensor, Tensor] | None, cos: Tensor, sin: Tensor,
-        position: Tensor, eps: float,
+        self, x: Tensor, heads: tuple[int, int], norms: tuple[Tensor, Tensor] | None, turns: tuple[Tensor, ...],
+        eps: float,
     ) -> None:  # fmt: skip
         """x (tokens, width) in place: its first `heads` = (queries, keys) heads are normed and turned."""
+        cos, sin, position = turns
         dim, both = cos.shape[-1], sum(heads)
         block = min(triton.next_power_of_2(both), 16)
         grid = (x.shape[0], triton.cdiv(both, block))

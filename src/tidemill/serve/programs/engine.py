@@ -21,7 +21,7 @@ from typing import Any
 from tidemill.environment.api import Played
 from tidemill.errors import PlayError
 from tidemill.models.load import LoadedModel
-from tidemill.recipe.config import Config, EnvironmentSettings
+from tidemill.recipe.config import Config
 from tidemill.rollout.engine import Completion, Finish, Partial, Request, RolloutEngine, run_callbacks
 from tidemill.serve.app import App
 from tidemill.serve.link import EngineLink
@@ -217,7 +217,3 @@ class ProgramsEngine:
         if self._http is not None:
             self._http.end()
             self._http = None
-
-
-def is_program(settings: EnvironmentSettings | None) -> bool:
-    return settings is not None and settings.program is not None

@@ -89,10 +89,6 @@ class Eyes(Protocol):
         """Tower and projector."""
 
     @abstractmethod
-    def projectors(self) -> list[nn.Module]:
-        """Of these, what joins the tower to the decoder."""
-
-    @abstractmethod
     def layers(self) -> list[nn.Module]:
         """Of the tower."""
 

@@ -38,9 +38,6 @@ class IdeficsEyes(FixedEyes):
     def parts(self) -> list[nn.Module]:
         return [self.model.model.vision_model, self.model.model.connector]
 
-    def projectors(self) -> list[nn.Module]:
-        return [self.model.model.connector]
-
     def layers(self) -> list[nn.Module]:
         return list(self.model.model.vision_model.encoder.layers)
 
@@ -53,16 +50,17 @@ class IdeficsEyes(FixedEyes):
         return {"pixel_values": super().foreign(tiles, ids)["pixel_values"][None]}
 
 
-class LlavaEyes(FixedEyes):
+class ProjectedEyes(FixedEyes):
+    """A tower and a projector, under the names that LLaVA gave them."""
+
     def parts(self) -> list[nn.Module]:
         return [self.model.model.vision_tower, self.model.model.multi_modal_projector]
-
-    def projectors(self) -> list[nn.Module]:
-        return [self.model.model.multi_modal_projector]
 
     def layers(self) -> list[nn.Module]:
         return list(self.model.model.vision_tower.encoder.layers)
 
+
+class LlavaEyes(ProjectedEyes):
     def look(self, pixels: Tensor) -> Tensor:
         config = self.model.config
         made = self.model.model.get_image_features(
@@ -74,17 +72,8 @@ class LlavaEyes(FixedEyes):
         return torch.stack(list(made))
 
 
-class Gemma3Eyes(FixedEyes):
+class Gemma3Eyes(ProjectedEyes):
     ahead: Ahead = "always"
-
-    def parts(self) -> list[nn.Module]:
-        return [self.model.model.vision_tower, self.model.model.multi_modal_projector]
-
-    def projectors(self) -> list[nn.Module]:
-        return [self.model.model.multi_modal_projector]
-
-    def layers(self) -> list[nn.Module]:
-        return list(self.model.model.vision_tower.encoder.layers)
 
     def look(self, pixels: Tensor) -> Tensor:
         made: Tensor = self.model.model.get_image_features(pixel_values=pixels, return_dict=True).pooler_output

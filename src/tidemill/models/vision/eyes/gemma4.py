@@ -24,9 +24,6 @@ class Gemma4Eyes(Eyes):
     def parts(self) -> list[nn.Module]:
         return [self.model.model.vision_tower, self.model.model.embed_vision]
 
-    def projectors(self) -> list[nn.Module]:
-        return [self.model.model.embed_vision]
-
     def layers(self) -> list[nn.Module]:
         return list(self.model.model.vision_tower.encoder.layers)
 

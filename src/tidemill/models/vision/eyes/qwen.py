@@ -44,9 +44,6 @@ class QwenEyes(Eyes):
     def parts(self) -> list[nn.Module]:
         return [self.tower]
 
-    def projectors(self) -> list[nn.Module]:
-        return [self.tower.merger, *getattr(self.tower, "deepstack_merger_list", ())]
-
     def layers(self) -> list[nn.Module]:
         return list(self.tower.blocks)
 

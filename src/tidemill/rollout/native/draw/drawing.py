@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tidemill.batch import Array
+from tidemill.models.upload import upload
 from tidemill.rollout.native.draw.guides import Guides
 from tidemill.rollout.native.draw.sampling import Draw, Drawn, draw, steer, uniform_array
 from tidemill.rollout.native.forward.invariant import draw_rowwise
@@ -36,7 +37,7 @@ def draw_rows(
         return Drawn(torch.from_numpy(tokens), torch.from_numpy(logprobs), None)
 
     def tensor(array: Array) -> Tensor:
-        return torch.from_numpy(array).to(logits.device)
+        return upload(array, logits.device, array.dtype)
 
     cut = rows[truncated]
     has_cut = len(cut) > 0
@@ -67,7 +68,6 @@ def _steered(scheduler: Scheduler, rows: Array, which: Array, logits: Tensor, gu
         out[i] = steer(logits[i], sequence.request.sampling, [*sequence.request.prompt, *made], made)
     guided = which[slots.guided[rows[which]]]
     if guides is not None and len(guided):
-        place = torch.from_numpy(guided).to(out.device)
-        allowed = torch.from_numpy(guides.allowed(rows[guided])).to(out.device)
+        place, allowed = upload(guided, out.device), upload(guides.allowed(rows[guided]), out.device, np.bool_)
         out[place] = out[place].masked_fill_(~allowed, -float("inf"))
     return out

@@ -123,10 +123,11 @@ def _heated(logits: Tensor, temperature: Tensor | None) -> Tensor:
 def _invert(weights: Tensor, u: Tensor) -> Tensor:
     """The first index whose cumulative weight exceeds u of the total."""
     cumulative = weights.cumsum(-1)
-    target = u.unsqueeze(1) * cumulative[:, -1:]
+    total = cumulative[:, -1:]
+    found = torch.searchsorted(cumulative, u.unsqueeze(1) * total, right=True)
     # u * total can round up to the total; the last index with weight is then the right one.
-    target = torch.minimum(target, torch.nextafter(cumulative[:, -1:], target.new_tensor(0.0)))
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=weights.shape[1] - 1)
+    last = torch.searchsorted(cumulative, total.contiguous())
+    return torch.minimum(found, last).squeeze(1).clamp_(max=weights.shape[1] - 1)
 
 
 def _truncate(logprobs: Tensor, drawn_from: Tensor, weights: Tensor, rows: Tensor, how: Draw) -> Tensor:

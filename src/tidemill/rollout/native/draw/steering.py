@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tidemill.batch import Array
+from tidemill.models.upload import upload
 from tidemill.rollout.engine import Sampling
 
 # Of a token that is not allowed. Not infinite: a block of such logits still has a maximum to subtract.
@@ -80,7 +81,7 @@ class Steering:
         self.allowed[self._tensor(slots)] = self._tensor(allowed)
 
     def _tensor(self, array: Array) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        return upload(array, self.device, array.dtype)
 
     def steer(self, logits: Tensor, slot: Tensor) -> Tensor:
         """Logits (rows, vocab) of slots to draw from."""

@@ -25,20 +25,14 @@ class FusedKernels(Protocol):
 
     def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
+    def turns(self, cos: Tensor, sin: Tensor, position: Tensor) -> tuple[Tensor, ...]: ...
+
     def rotate(
-        self, x: Tensor, heads: tuple[int, int], norms: tuple[Tensor, Tensor] | None, cos: Tensor, sin: Tensor,
-        position: Tensor, eps: float,
+        self, x: Tensor, heads: tuple[int, int], norms: tuple[Tensor, Tensor] | None, turns: tuple[Tensor, ...],
+        eps: float,
     ) -> None: ...  # fmt: skip
 
     def gate(self, x: Tensor) -> Tensor: ...
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: Tensor,
-        form: AttentionForm, *, scales: tuple[Tensor, Tensor] | None,
-    ) -> Tensor: ...  # fmt: skip
-
-    def reads_cache(self, k: Tensor, v: Tensor) -> bool:
-        """Whether `attend` wants the new keys and values written before it is called."""
 
     def route(self, logits: Tensor, bias: Tensor | None, k: int, sums_to_one: bool) -> tuple[Tensor, Tensor]: ...
 
@@ -49,6 +43,18 @@ class FusedKernels(Protocol):
     def draw(
         self, logits: Tensor, source: Tensor, slot: Tensor, position: Tensor, state: Any
     ) -> tuple[Tensor, Tensor]: ...
+
+
+class WalkingKernels(FusedKernels, Protocol):
+    """Those that attend over pages themselves; for others `paged.attend` does."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: Tensor,
+        form: AttentionForm, *, scales: tuple[Tensor, Tensor] | None,
+    ) -> Tensor: ...  # fmt: skip
+
+    def reads_cache(self, k: Tensor, v: Tensor) -> bool:
+        """Whether `attend` wants the new keys and values written before it is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,26 +90,26 @@ class FusedRunner:
         self.norm = decoder.norm.weight
         self.head = model.lm_head.weight
         self.cos, self.sin = rotary_tables(model, self.dim, max_len)
-        self.turns = self.cos, self.sin
 
     def forward(
         self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None, seen: Seen | None = None
     ) -> Tensor:
         x = embedded(ids, self.embed, seen)
-        self.turns, positions = turns_at(self.model, (self.cos, self.sin), positions)
+        tables, positions = turns_at(self.model, (self.cos, self.sin), positions)
+        turns = self.kernels.turns(*tables, positions)
         for i, layer in enumerate(self.layers):
-            self._layer(i, layer, x, positions, context)
+            self._layer(i, layer, x, turns, context)
             add_deep(x, i, seen)
         if keep is not None:
             x = x.index_select(0, keep)
         return float_logits(self.kernels.rms(x, self.norm, self.eps), self.head)
 
-    def _layer(self, i: int, w: _Layer, x: Tensor, positions: Tensor, context: Context) -> None:
+    def _layer(self, i: int, w: _Layer, x: Tensor, turns: tuple[Tensor, ...], context: Context) -> None:
         """Adds the layer's two branches to x, each in the product that ends it."""
         tokens, dim = x.shape[0], self.dim
         kernels = self.kernels
         qkv = F.linear(kernels.rms(x, w.norm_in, self.eps), *w.qkv)
-        kernels.rotate(qkv, (self.heads, self.kv_heads), w.norms, *self.turns, positions, self.eps)
+        kernels.rotate(qkv, (self.heads, self.kv_heads), w.norms, turns, self.eps)
         q, k, v = torch.split(qkv.view(tokens, -1, dim), [self.heads, self.kv_heads, self.kv_heads], 1)
         a = context.attend(i, q, k, v, AttentionForm(self.scale, w.window)).reshape(tokens, -1)
         x.addmm_(a, w.out[0].t())

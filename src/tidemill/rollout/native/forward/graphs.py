@@ -17,14 +17,17 @@ from torch import Tensor
 from tidemill.batch import Array
 from tidemill.device.graph import CapturedGraph
 from tidemill.models.attention.registry import AttentionForm
+from tidemill.models.upload import upload
 from tidemill.models.vision.eyes import eyes
+from tidemill.rollout.native import paged
 from tidemill.rollout.native.cache import PageStore
 from tidemill.rollout.native.check import MOST_TOPS
 from tidemill.rollout.native.draw.sampling import Drawn, likeliest
 from tidemill.rollout.native.draw.steering import Steering
-from tidemill.rollout.native.forward.fused import FusedKernels
+from tidemill.rollout.native.forward.fused import FusedKernels, WalkingKernels
 from tidemill.rollout.native.forward.routes import RouteRecorder
 from tidemill.rollout.native.forward.runner import CapturableRunner
+from tidemill.rollout.native.paged import PagedAttention, Queries
 from tidemill.rollout.native.pending import Fetch, Made
 from tidemill.rollout.native.scheduler import Sequence as Tenant
 
@@ -97,22 +100,27 @@ class Bucket:
 
 
 class _Context:
-    """Implements `models.attention.Context` for one token per row."""
+    """Implements `models.attention.Context` for one token per row, by kernels that walk pages or by a library."""
 
-    def __init__(self, store: PageStore, kernels: FusedKernels, bucket: Bucket) -> None:
-        self.store, self.kernels, self.bucket = store, kernels, bucket
+    def __init__(
+        self, store: PageStore, walking: WalkingKernels | None, library: PagedAttention | None, bucket: Bucket
+    ) -> None:
+        self.store, self.walking, self.library, self.bucket = store, walking, library, bucket
         self.place: tuple[Tensor, Tensor] | None = None
-        if bucket.kind.has_drafts:  # rows of one sequence must see each other, and run at the same time
+        if walking is None or bucket.kind.has_drafts:  # rows of one sequence must see each other, and run together
             self.place = _place(bucket, store.page_size)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         keys, values = self.store.layer(layer, k, v)
-        if self.place is None and self.kernels.reads_cache(k, v):
+        if self.place is None and self.walking is not None and self.walking.reads_cache(k, v):
             self.place = _place(self.bucket, self.store.page_size)
         if self.place is not None:
             self.store.write(layer, k, v, *self.place)
         bucket, scales = self.bucket, self.store.scales.get(layer)
-        return self.kernels.attend(q, k, v, keys, values, bucket.table, bucket.length, form, scales=scales)
+        if self.walking is not None:
+            return self.walking.attend(q, k, v, keys, values, bucket.table, bucket.length, form, scales=scales)
+        queries = Queries(bucket.table, bucket.length, [1] * len(q), form.scale, form.window)  # told before each replay
+        return paged.attend(self.store, layer, q, queries, form, self.library)
 
 
 def _place(bucket: Bucket, page_size: int) -> tuple[Tensor, Tensor]:
@@ -124,10 +132,20 @@ def _place(bucket: Bucket, page_size: int) -> tuple[Tensor, Tensor]:
 
 class GraphDecoder:
     def __init__(
-        self, runner: CapturableRunner, store: PageStore, slots: Any, vocab: int, routes: RouteRecorder | None = None
+        self,
+        runner: CapturableRunner,
+        store: PageStore,
+        slots: Any,
+        vocab: int,
+        routes: RouteRecorder | None = None,
+        library: PagedAttention | None = None,
     ) -> None:
         self.runner, self.store, self.slots, self.vocab, self.routes = runner, store, slots, vocab, routes
         self.kernels = cast(DrawKernels, runner.device_kernels)
+        self.walking = cast(WalkingKernels, self.kernels) if hasattr(self.kernels, "attend") else None
+        self.library = library
+        # What a graph is told of each replay must not change while the one before may still read it.
+        self.follows_results = library is not None and bool(library.host_argument)
         self.device = store.device
         self.most = len(slots.active)
         self.state = SlotState(self.most, self.device)
@@ -189,10 +207,19 @@ class GraphDecoder:
     def decode(self, rows: Array, length: Array, position: Array) -> Fetch:
         """One token more for each slot of `rows`, of which each will then see `length` tokens."""
         bucket = self._bucket(self._kind(self._size(len(rows)), rows))
-        self._stage(bucket, rows, length, position)
+        return self._fetch(bucket.kind, self._replay(bucket, rows, length, position), len(rows))
+
+    def _replay(self, bucket: Bucket, rows: Array, length: Array, position: Array, ids: Array | None = None) -> Any:
+        self._stage(bucket, rows, length, position, ids)
         assert bucket.graph is not None
+        self._tell(bucket.graph, [*length.tolist(), *[1] * (bucket.kind.rows - len(rows))])
         bucket.graph.replay()
-        return self._fetch(bucket.kind, bucket.graph.result, len(rows))
+        return bucket.graph.result
+
+    def _tell(self, graph: CapturedGraph, length: list[int]) -> None:
+        """Tell an attention operator that wants to know it on the host what each row sees."""
+        if self.library is not None and self.library.host_argument:
+            graph.update(self.library.host_argument, length)
 
     def _kind(self, size: int, rows: Array, has_drafts: bool = False) -> GraphKey:
         is_steered, has_tops = bool(self.slots.steered[rows].any()), bool(self.slots.tops[rows].any())
@@ -208,10 +235,8 @@ class GraphDecoder:
         """One token after each of `ids`, some of which are drafts: rows of one slot lie one after another. Waits."""
         size = next(b for b in DRAFT_BUCKETS if b >= len(rows))
         bucket = self._bucket(self._kind(size, rows, has_drafts=True))
-        self._stage(bucket, rows, length, position, ids)
-        assert bucket.graph is not None
-        bucket.graph.replay()
-        tokens, logprobs, *kept = (x[: len(rows)].cpu() for x in bucket.graph.result)
+        result = self._replay(bucket, rows, length, position, ids)
+        tokens, logprobs, *kept = (x[: len(rows)].cpu() for x in result)
         return Drawn(tokens.long(), logprobs, kept[0] if kept else None)
 
     def remember(self, rows: Array, latest: Array) -> None:
@@ -268,7 +293,7 @@ class GraphDecoder:
         return fetch
 
     def _upload(self, array: Array) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+        return upload(array, self.device, array.dtype)
 
     # -- capture -------------------------------------------------------------------------------------------------
 
@@ -278,14 +303,14 @@ class GraphDecoder:
             bucket = self.buckets[kind] = Bucket(kind, self.slots.table.shape[1], self.device)
             none = np.zeros(0, np.int64)
             self._stage(bucket, none, none, none, none)  # all padding
-            bucket.graph = CapturedGraph(lambda: self._step(bucket), self._pool)
+            bucket.graph = CapturedGraph(lambda: self._step(bucket), self._pool, has_updates=self.follows_results)
             self._pool = bucket.graph.pool
         return bucket
 
     def _logits(self, bucket: Bucket) -> Tensor:
         slot = bucket.slot.long()
         ids = bucket.ids.long() if bucket.kind.has_drafts else self.state.latest[slot]
-        context = _Context(self.store, self.kernels, bucket)
+        context = _Context(self.store, self.walking, self.library, bucket)
         positions = (bucket.length - 1).long()
         if self.has_axes:
             positions = positions + self.state.shift[slot]

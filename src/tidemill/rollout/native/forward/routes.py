@@ -17,6 +17,7 @@ from tidemill.batch import Array
 from tidemill.errors import ModelError
 from tidemill.models.attention.registry import Context
 from tidemill.models.mixture import routing
+from tidemill.models.upload import upload
 from tidemill.rollout.native.cache import PageStore
 
 KEY = -1  # no layer has this number
@@ -46,7 +47,7 @@ class RouteRecorder:
         """(tokens · layers · k,) of a sequence that lies in `pages`."""
         at = np.arange(tokens)
         size = self.store.page_size
-        page = torch.from_numpy(np.asarray(pages, np.int64)[at // size]).to(self.store.device)
-        offset = torch.from_numpy(at % size).to(self.store.device)
+        page = upload(np.asarray(pages, np.int64)[at // size], self.store.device)
+        offset = upload(at % size, self.store.device)
         routes: Array = self.store.values[KEY][page, offset].cpu().numpy().reshape(-1)
         return routes

@@ -6,19 +6,24 @@ weights with fewer operations for the common family. A test holds the two togeth
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tidemill.device import has_triton
 from tidemill.errors import ModelError
 from tidemill.models import families, logits
 from tidemill.models.attention.registry import Context
 from tidemill.models.modes import at_rest
 from tidemill.models.vision.eyes import eyes
 from tidemill.models.vision.eyes.eyes import Eyes, Seen
+from tidemill.rollout.native import ascend_kernels
+from tidemill.rollout.native.ascend_kernels import AscendKernels
 from tidemill.rollout.native.forward import latent, lean
 from tidemill.rollout.native.forward.fused import FusedKernels, FusedRunner
 from tidemill.rollout.native.kernels import Kernels
@@ -77,19 +82,26 @@ class PlainRunner:
         return logits.of(self.model, hidden)
 
 
-def has_fused(model: Any, is_plain: bool) -> bool:
-    """Whether an accelerator's own kernels can run the model."""
-    return (
-        not is_plain
-        and (lean.supports(model) or latent.supports(model))
-        and importlib.util.find_spec("triton") is not None
-    )
+def fused_kernels(model: Any, device: torch.device) -> Callable[[], FusedKernels] | None:
+    """What makes the kernels that run the model on an accelerator; None where there are none for one of the two."""
+    if not (lean.supports(model) or latent.supports(model)):
+        return None
+    if has_triton(device.type):
+        from tidemill.rollout.native.triton_kernels import TritonKernels
+
+        return TritonKernels
+    return partial(AscendKernels, device) if ascend_kernels.works_on(device) else None
 
 
 def make_runner(
-    model: Any, max_len: int, kernels: Kernels | None, is_plain: bool, fused: bool, group: Any = None
+    model: Any,
+    max_len: int,
+    kernels: Kernels | None,
+    is_plain: bool,
+    fused: Callable[[], FusedKernels] | None = None,
+    group: Any = None,
 ) -> Runner:
-    """`fused`: the model is on an accelerator whose kernels may be used. `group`: ranks that share the work."""
+    """`fused`: what makes an accelerator's kernels, where they may be used. `group`: ranks that share the work."""
     if group is not None:
         if is_plain or not lean.supports(model):
             raise ModelError(
@@ -102,9 +114,7 @@ def make_runner(
     if is_plain or not (lean.supports(model) or latent.supports(model)):
         return PlainRunner(model)
     is_latent = latent.supports(model)
-    if fused and has_fused(model, is_plain):
-        from tidemill.rollout.native.triton_kernels import TritonKernels
-
+    if fused is not None:
         make = latent.FusedLatentRunner if is_latent else FusedRunner
-        return make(model, max_len, TritonKernels())
+        return make(model, max_len, fused())
     return (latent.LatentRunner if is_latent else lean.LeanRunner)(model, max_len, kernels)
