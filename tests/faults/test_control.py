@@ -59,6 +59,7 @@ KINDS = {
     "duel": changed(
         model={"policy": {"kind": "mlp", "hidden": [16, 16]}},
         environment={"name": "connect_four", "players": 2, "goal": 1, "league": {"every": 2, "share": 0.6}},
+        train={"samples_per_prompt": 4},
         eval={"size": 0},
     ),
 }

@@ -14,8 +14,8 @@ from tidemill.learn.network import NetworkLearner
 from tidemill.models.network import fused
 from tidemill.models.network.make import make
 from tidemill.models.network.running import Running, moments
-from tidemill.recipe.config import Config
 from tidemill.models.spaces import Spaces
+from tidemill.recipe.config import Config
 
 CPU = torch.device("cpu")
 SPACES = {

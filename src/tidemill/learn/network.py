@@ -1,4 +1,4 @@
-"""Learning a network: one update is all passes over a step's decisions, in minibatches that are drawn anew each pass."""
+"""Learning a network: one update is all passes over a step's decisions, in minibatches drawn anew each pass."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ class NetworkLearner(Learner):
             count = self.config.algorithm.replay.updates
             parts = minibatches.drawn(steps, count, [*seed, self.links["dp"].rank], gather)
         else:
-            parts = minibatches.shuffled(steps, bool(self.model.state_width), learn.epochs, learn.minibatch, seed, gather)
+            parts = minibatches.shuffled(
+                steps, bool(self.model.state_width), learn.epochs, learn.minibatch, seed, gather
+            )
         terms = self.algorithm.closed_form(self.config)
         is_alone = self.links["dp"].size == 1 and self.ema is None and self.show is None  # nobody looks in between
         if terms is not None and is_alone and steps is not None and self.model.learns_fused():

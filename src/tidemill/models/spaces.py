@@ -22,7 +22,8 @@ class Spaces:
 
     @staticmethod
     def of(plain: Mapping[str, Any]) -> Spaces:
-        return Spaces(**{k: tuple(v) if isinstance(v, list | tuple) else v for k, v in plain.items()})
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list | tuple) else v for k, v in plain.items()}
+        return Spaces(**fields)
 
     def plain(self) -> dict[str, Any]:
         """For a recipe, or a message."""

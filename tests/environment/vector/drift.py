@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
 
 
 class Drift(gym.Env):
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 20}
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 20}
 
     def __init__(
         self, limit: int = 23, edge: float = 2.0, real: bool = True, fails_at: int = 0, sleeps_at: int = 0,

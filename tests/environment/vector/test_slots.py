@@ -10,8 +10,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-
 from tests.environment.vector.drift import Drift
+
 from tidemill.environment.vector import processes
 from tidemill.environment.vector.making import make_slots
 from tidemill.environment.vector.processes import ProcessSlots, open_slots
@@ -38,7 +38,12 @@ def played(slots: Any, ticks: int = 60, kills: tuple[int, ...] = (), some: bool 
             os.kill(slots.processes[0], signal.SIGKILL)
         stepped = slots.step(chosen, moves, SEEDS[chosen] + 7 * tick + 1)
         ended = stepped.ends != GOES_ON
-        found += [stepped.observations.copy(), stepped.rewards.copy(), stepped.ends.copy(), stepped.finals[ended].copy()]
+        found += [
+            stepped.observations.copy(),
+            stepped.rewards.copy(),
+            stepped.ends.copy(),
+            stepped.finals[ended].copy(),
+        ]
     slots.close()
     return found
 
@@ -87,9 +92,10 @@ def test_an_environment_that_cannot_begin_in_a_process_says_why(tmp_path: Any) -
     file = tmp_path / "other.py"
     file.write_text(
         "import os\nfrom tests.environment.vector.drift import Drift\n"
-        f"class Here(Drift):\n    def __init__(self):\n        super().__init__()\n        assert os.getpid() == {os.getpid()}\n"
+        f"class Here(Drift):\n    def __init__(self):\n        super().__init__()\n"
+        f"        assert os.getpid() == {os.getpid()}\n"
     )
-    with pytest.raises(PlayError, match="could not begin in a process of its own: .*AssertionError"):
+    with pytest.raises(PlayError, match=r"could not begin in a process of its own: .*AssertionError"):
         ProcessSlots(settings(f"{file}:Here"), 4, 1)
 
 

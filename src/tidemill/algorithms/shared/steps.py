@@ -75,11 +75,11 @@ def graph(name: str, config: Config, *values: str, returns: bool = True) -> Grap
 
 def scaled_rewards(batch: Batch) -> Floats:
     """As the critic learns them: divided by the spread of returns, where rewards are normalised."""
-    rewards = batch.values("rewards").astype(np.float64)
+    rewards: Floats = batch.values("rewards").astype(np.float64)
     if "reward_scale" not in batch:
         return rewards
     scale = np.repeat(batch.values("reward_scale").astype(np.float64), batch["rewards"].lengths)
-    return (rewards * scale).clip(-LIMIT, LIMIT)
+    return np.asarray((rewards * scale).clip(-LIMIT, LIMIT))
 
 
 def by_time(batch: Batch, *columns: npt.NDArray[np.generic]) -> tuple[list[Floats], npt.NDArray[np.bool_]]:

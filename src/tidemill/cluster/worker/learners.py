@@ -245,7 +245,9 @@ class RankLearnWorker(LearnWorker):
     def _early(self) -> Batch | None:
         """Return what belongs to the first update and is not accumulated yet; None where that is not known."""
         is_known = has_fixed_places(self.config)
-        if not self.held or self.only_critic or self.replays or (not is_known and self.config.train.updates_per_step > 1):
+        if not self.held or self.only_critic or self.replays:
+            return None
+        if not is_known and self.config.train.updates_per_step > 1:
             return None
         ready = Batch.concat([held.batch for held in self.held])
         return self._fresh(ready, self._update_of(ready) == 0)

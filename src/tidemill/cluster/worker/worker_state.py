@@ -57,7 +57,12 @@ class _EvaluatingEngine:
 
     def evaluated(self, size: int, tell: Callable[[int], None]) -> Any:
         self._moved_on()
-        return cast(Any, self._engine).evaluated(size, lambda done: tell(done) or self._moved_on())
+
+        def told(done: int) -> None:
+            tell(done)
+            self._moved_on()
+
+        return cast(Any, self._engine).evaluated(size, told)
 
     def step(self) -> list[Completion]:
         self._moved_on()
@@ -201,9 +206,9 @@ class WorkerState:
     def evaluate(self, size: int, samples: int, tell: Callable[[Activity], None]) -> Evaluation:
         assert self.loaded is not None
         if self.config.model.policy is not None:
-            engine = self.engine or make_engine(self.loaded, self.config)
-            with averaged(self.learner, engine):
-                return play(_EvaluatingEngine(engine, self.moved_on), self.config, size, tell)
+            player = self.engine or make_engine(self.loaded, self.config)
+            with averaged(self.learner, player):
+                return play(_EvaluatingEngine(player, self.moved_on), self.config, size, tell)
         engine, paused = self.engine, _Paused()
         is_sole = self.lead is not None or self.config.flow.carry_over > 0  # no room for a second, for a moment's work
         if is_sole and engine is not None:

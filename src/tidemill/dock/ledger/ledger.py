@@ -312,13 +312,13 @@ class Ledger:
 
     def _replay(self, c: Controller, want: Want, columns: tuple[str, ...], now: float, owner: bytes) -> Grant | None:
         """Grant a lease on kept rows, drawn evenly and with repetition."""
-        if not len(self.kept):
+        pool = life.replayed(self, c)
+        if not len(pool):
             return None
-        places = np.random.default_rng([want.seed, want.rank]).integers(0, len(self.kept), want.rows or 1)
-        slots = self.kept[places]
-        self.rows.leased[slots] |= c.bit
-        until = now + self.lease_s
-        return self._grant(self.leases.add(HeldLease(c.index, slots, until, columns, owner, now, slots, is_replay=True)))
+        places = np.random.default_rng([want.seed, want.rank]).integers(0, len(pool), want.rows or 1)
+        slots = pool[places]
+        lease = HeldLease(c.index, slots, now + self.lease_s, columns, owner, now, slots, is_replay=True)
+        return self._grant(self.leases.add(lease))
 
     def _second(self, c: Controller, columns: tuple[str, ...], now: float, owner: bytes) -> Grant | None:
         """Grant a second lease on the rows of a straggler, if there is one."""
@@ -368,13 +368,11 @@ class Ledger:
         if lease.twin:  # another lease holds the rows, too
             self.leases[lease.twin].twin = 0
             return
-        c, rows, slots = self.controllers[lease.stage], self.rows, lease.slots
-        rows.leased[slots] &= ~c.bit
         if lease.is_replay:
-            for _, other in self.leases.at(lease.stage):
-                rows.leased[other.slots] |= c.bit
             life.keep(self, np.empty(0, np.int64))
             return
+        c, rows, slots = self.controllers[lease.stage], self.rows, lease.slots
+        rows.leased[slots] &= ~c.bit
         c.leased -= len(slots)
         live = rows.state[slots] == LIVE
         ending, slots = slots[~live], slots[live]

@@ -160,10 +160,19 @@ def keep(ledger: Ledger, slots: Ints) -> None:
     kept = np.concatenate([ledger.kept, slots])
     kept = kept[np.argsort(ledger.rows.id[kept], kind="stable")]
     spare = kept[: max(0, len(kept) - ledger.keeps)]
-    spare = spare[ledger.rows.leased[spare] == 0]
+    spare = spare[~np.isin(spare, ledger.leases.replayed())]
     ledger.kept = kept[~np.isin(kept, spare)] if len(spare) else kept
     ledger.counts.leave(ledger.rows.id[slots])
     free_rows(ledger, spare)
+
+
+def replayed(ledger: Ledger, c: Controller) -> Ints:
+    """Return the newest rows that all other stages are through with, those that the stage itself holds included: so
+    what is drawn does not tell when it commits."""
+    own = [lease.slots for _, lease in ledger.leases.at(c.index) if not lease.is_replay]
+    held = np.unique(np.concatenate([np.empty(0, np.int64), *own]))
+    pool = np.concatenate([ledger.kept, held[ledger.rows.pending[held] == c.bit]])
+    return pool[np.argsort(ledger.rows.id[pool])][-ledger.keeps :]
 
 
 def unref(ledger: Ledger, part: int, slots: Ints) -> None:

@@ -38,7 +38,7 @@ class Bandit:
 
     def chances(self, contexts: Array) -> Array:
         """(contexts, arms) what each arm pays on average."""
-        return 1.0 / (1.0 + np.exp(-contexts.astype(np.float64) @ self.weights))
+        return np.asarray(1.0 / (1.0 + np.exp(-contexts.astype(np.float64) @ self.weights)))
 
     def regret(self, contexts: Array, chosen: Array) -> float:
         """Mean of what is lost against the best arm, as a share of what the best arm pays."""

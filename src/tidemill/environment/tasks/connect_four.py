@@ -42,7 +42,7 @@ def has_four(stones: Boards) -> Array:
 
 def legal(taken: Boards) -> Array:
     """(boards, columns)"""
-    return (taken[..., None] & TOP) == 0
+    return np.asarray((taken[..., None] & TOP) == 0)
 
 
 def dropped(taken: Boards, column: Array) -> Boards:
@@ -108,7 +108,7 @@ def read(seen: Array) -> tuple[Boards, Boards]:
 def any_of(allowed: Array, chance: Array) -> Array:
     """One of each board's allowed columns, each as likely."""
     place = (chance * allowed.sum(1)).astype(np.int64)
-    return (allowed.cumsum(1) > place[:, None]).argmax(1)
+    return np.asarray((allowed.cumsum(1) > place[:, None]).argmax(1))
 
 
 def random_player(seen: Array, chance: Array) -> Array:
@@ -119,7 +119,7 @@ def winning(own: Boards, taken: Boards) -> Array:
     """(boards, columns) moves that make four."""
     columns = np.arange(COLUMNS)
     stones = dropped(taken[:, None], columns[None])
-    return has_four(own[:, None] | stones) & (stones != 0)
+    return np.asarray(has_four(own[:, None] | stones) & (stones != 0))
 
 
 def two_ply(seen: Array, chance: Array) -> Array:

@@ -1,8 +1,9 @@
 """Inventory control with lost sales and a lead time, whose best average cost is known by dynamic programming.
 
-Each period: an order is placed and arrives `lead` periods later; demand is drawn, what the stock does not cover is lost.
-A unit left costs `holding`, a unit of lost demand `penalty`. The classical instances (Zipkin 2008, Operations Research
-56(5)) have Poisson demand with mean 5, holding 1 and penalties from 4 to 39; base-stock rules are not optimal there.
+Each period an order is placed, which arrives `lead` periods later, and demand is drawn; demand beyond the stock is
+lost. A unit left costs `holding`, a unit of lost demand `penalty`. The classical instances (Zipkin 2008, Operations
+Research 56(5)) have Poisson demand with mean 5, holding 1 and penalties from 4 to 39; base-stock rules are not optimal
+there.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Environments of several agents with PettingZoo's API: those that act at once share one policy, a slot each; games of two
-who act in turn are duels."""
+"""Environments of several agents with PettingZoo's API: agents that act at once share one policy, a slot each; games of
+two players who act in turn are duels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def make_agents(game: str, args: Mapping[str, Any], count: int, render: bool) ->
     except ImportError as error:
         if error.name == "pettingzoo":
             raise MissingExtra(f"environment pettingzoo:{game}", "pettingzoo", "control") from None
-        raise ConfigError(f"environment pettingzoo:{game}: {error}", "name one of its modules, and install it") from error
+        raise ConfigError(
+            f"environment pettingzoo:{game}: {error}", "name one of its modules, and install it"
+        ) from error
     mode = {"render_mode": "rgb_array"} if render else {}
     if hasattr(module, "parallel_env"):
         return of_parallel(lambda: module.parallel_env(**mode, **args), count, f"pettingzoo:{game}")
@@ -139,5 +141,3 @@ class AgentGame:
             over[i] = all(env.terminations[a] or env.truncations[a] for a in env.agents) or not env.agents
             gained[i] = env.rewards.get(agent, 0.0)
         return over, gained
-
-

@@ -1,9 +1,9 @@
-"""What became of a vector's environments, fragment after fragment: their moves, so that any process can bring them back.
+"""What became of a vector's environments, fragment after fragment: their moves, so that any process can restore them.
 
 A fragment ends wherever its environments are, mostly in the middle of an episode, and the next one goes on from there.
-An environment's state is rarely something that can be kept. But its episode began with a seed, and everything since is
-its moves: played again they lead to the same state. So a vector's file has a record of each fragment, all of one size, and
-a fragment that is made again overwrites its own.
+An environment's state can rarely be saved. But its episode began with a seed, and everything since is its moves: played
+again they lead to the same state. So a vector's file has a record of each fragment, all of one size, and a fragment
+that is made again overwrites its own.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Anyone:
     def answer(self, opponent: int, seen: Array, chance: Array) -> Array:
         allowed = seen[:, -self.width :] > 0.5 if self.is_masked else np.ones((len(seen), self.width), np.bool_)
         place = (chance * allowed.sum(1)).astype(np.int64)
-        return (allowed.cumsum(1) > place[:, None]).argmax(1)
+        return np.asarray((allowed.cumsum(1) > place[:, None]).argmax(1))
 
     def ended(self, opponents: Ints, seeds: Ints, seats: Ints, scores: Array) -> None:
         """Nobody keeps scores."""

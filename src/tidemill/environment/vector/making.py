@@ -13,8 +13,8 @@ from tidemill.environment.vector.slots import BatchedSlots, EnvSlots, Slots, Vec
 from tidemill.environment.vector.spaces import codec_of
 from tidemill.errors import ConfigError, MissingExtra, TidemillError, did_you_mean
 from tidemill.imports import built_in, is_import_path, load
-from tidemill.recipe.environment import EnvironmentSettings
 from tidemill.models.spaces import Spaces
+from tidemill.recipe.environment import EnvironmentSettings
 
 BUILT_IN = {
     "bandit": "tidemill.environment.tasks.bandit:Bandit",

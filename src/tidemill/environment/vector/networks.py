@@ -1,4 +1,4 @@
-"""What a recipe with a network policy needs from its environment, and what it cannot have: known before anything runs."""
+"""What a recipe with a network policy needs from its environment, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def fitted(config: Config) -> Config:
         except TidemillError:
             return config  # said by the checks
     own = policy.model_copy(update=changes)
-    threads = config.threads or (1 if policy.kind == "mlp" else None)  # of small products several cost more than they save
+    usual = 1 if policy.kind == "mlp" else None  # several threads cost more than they save in small products
+    threads = config.threads or usual
     return config.model_copy(update={"model": config.model.model_copy(update={"policy": own}), "threads": threads})
 
 
@@ -64,11 +65,11 @@ def problems(config: Config) -> Iterator[str]:
         yield f"{error.message}; {error.remedy}" if error.remedy else error.message
         return
     if policy.kind == "cnn" and not spaces.pixels:
-        yield f"model.policy.kind is cnn, but observations are numbers of shape {list(spaces.observation)}; mlp would do"
+        yield f"model.policy.kind is cnn, but observations are numbers, {list(spaces.observation)}; mlp would do"
     if policy.kind != "cnn" and spaces.pixels:
-        yield f"model.policy.kind is {policy.kind}, but observations are images {list(spaces.observation)}; cnn would do"
+        yield f"model.policy.kind is {policy.kind}, but observations are images, {list(spaces.observation)}: use cnn"
     if policy.head == "squashed_gaussian" and not spaces.low:
-        yield "model.policy.head is squashed_gaussian, but actions have no bounds to be squashed into; gaussian would do"
+        yield "model.policy.head is squashed_gaussian, but actions have no bounds to squash into; gaussian would do"
     if policy.head not in ("auto", "categorical") and spaces.choices:
         yield f"model.policy.head is {policy.head}, but actions are choices; categorical would do"
     if policy.head == "categorical" and not spaces.choices:

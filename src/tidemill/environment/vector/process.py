@@ -1,10 +1,11 @@
-"""A process that steps some of a vector's environments: `python -m tidemill.environment.vector.process WIRE BELL MEMORY`.
+"""A process that steps some of a vector's environments: python -m tidemill.environment.vector.process WIRE BELL MEMORY.
 
 It ends when its owner does. What an environment prints goes where its owner's output goes; what it raises is told.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,8 +18,8 @@ import numpy as np
 
 from tidemill.environment.vector.making import make_slots
 from tidemill.environment.vector.room import Bell, Room, fields
-from tidemill.recipe.environment import EnvironmentSettings
 from tidemill.models.spaces import Spaces
+from tidemill.recipe.environment import EnvironmentSettings
 from tidemill.reward.workers.wire import JsonSocket
 
 STEP, RESET, END = 1, 2, 3  # what is asked
@@ -74,7 +75,5 @@ def _words(error: BaseException) -> str:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is its owner's business
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    try:
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         run(JsonSocket.at(int(sys.argv[1])), socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass

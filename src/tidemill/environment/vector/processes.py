@@ -1,5 +1,8 @@
-"""Environments in several processes: each has a run of slots, this process has the first. A process that dies is started
-again, and its environments are brought back by their seeds and moves: who steps them notices nothing."""
+"""Environments in several processes: each has a run of slots, this process has the first.
+
+A process that dies is started again, and its environments are restored from their seeds and moves: their caller notices
+nothing.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def mixed(x: Array) -> Array:
         x = x + U(0x9E3779B97F4A7C15)
         x = (x ^ (x >> U(30))) * U(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> U(27))) * U(0x94D049BB133111EB)
-        return x ^ (x >> U(31))
+        return np.asarray(x ^ (x >> U(31)))
 
 
 def uniform(seeds: Array, counters: Array) -> Array:

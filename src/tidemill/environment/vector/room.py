@@ -1,7 +1,7 @@
-"""The memory that environments in other processes share with whoever steps them, and the bells by which they take turns.
+"""The memory that environments in other processes share with their caller, and the bells by which they take turns.
 
-Observations, rewards and moves lie in one mapping; nothing is sent. A bell is a counter: who waits for it looks at it for
-a moment, since the other is mostly just about to ring it, and then sleeps at a socket until a byte comes.
+Observations, rewards and moves lie in one mapping; nothing is sent. A bell is a counter: its waiter looks at it for a
+moment, because the other side is mostly just about to ring it, and then sleeps at a socket until a byte comes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Environments that step together, each in a slot of its own.
 
-A slot whose episode ends begins the next one at once, with the seed that it is given for it: `Stepped.observations` then
-show the new episode, and `finals` the last look at the old one. So whoever steps knows at every moment what state a slot
-is in: the seed of its episode and the moves since.
+A slot whose episode ends begins the next one at once, with the seed that it is given for it: `Stepped.observations`
+then show the new episode, and `finals` the last observation of the old one. So the caller knows at every moment what
+state a slot is in: the seed of its episode and the moves since.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class EnvSlots:
     def __init__(self, envs: Sequence[Any], codec: Codec) -> None:
         self.envs, self.codec, self.count, self.spaces = list(envs), codec, len(envs), codec.spaces
         shape = (self.count, *codec.spaces.observation)
-        self._observations, self._finals = np.zeros(shape, codec.dtype), np.zeros(shape, codec.dtype)
+        self._observations: Array = np.zeros(shape, codec.dtype)
+        self._finals: Array = np.zeros(shape, codec.dtype)
         self._rewards, self._ends = np.zeros(self.count), np.zeros(self.count, np.uint8)
 
     def reset(self, slots: Ints, seeds: Ints) -> Array:
@@ -135,7 +136,8 @@ class VectorSlots:
         mode = (env.metadata or {}).get("autoreset_mode")
         self.mode = str(getattr(mode, "value", mode) or "NextStep")
         shape = (self.count, *codec.spaces.observation)
-        self._observations, self._finals = np.zeros(shape, codec.dtype), np.zeros(shape, codec.dtype)
+        self._observations: Array = np.zeros(shape, codec.dtype)
+        self._finals: Array = np.zeros(shape, codec.dtype)
         self._begins = np.zeros(self.count, np.bool_)  # with NextStep: ended in the step before
 
     def reset(self, slots: Ints, seeds: Ints) -> Array:

@@ -35,7 +35,7 @@ def codec_of(observations: Any, actions: Any, name: str) -> Codec:
     """`observations` and `actions` are spaces of Gymnasium, or have their attributes."""
     shape, write, is_masked = _reader(observations, name)
     is_bytes = getattr(observations, "dtype", None) == np.uint8 and len(shape) > 1
-    pixels = {"observation": shape, "pixels": is_bytes, "masked": is_masked}
+    pixels: dict[str, Any] = {"observation": shape, "pixels": is_bytes, "masked": is_masked}
     kind = type(actions).__name__
     if kind == "Discrete":
         first = int(getattr(actions, "start", 0))
@@ -50,13 +50,13 @@ def codec_of(observations: Any, actions: Any, name: str) -> Codec:
         form = np.shape(sizes)
 
         def chosen(moves: Array) -> Array:
-            return (moves.reshape(-1, *form) + start).astype(np.int64)
+            return np.asarray(moves.reshape(-1, *form) + start, np.int64)
 
         return Codec(spaces, write, lambda move: chosen(np.asarray(move))[0], chosen)
     if kind == "Box" and np.issubdtype(actions.dtype, np.floating):
         low, high = (np.ravel(edge).astype(float).tolist() for edge in (actions.low, actions.high))
         is_bounded = bool(np.isfinite(low).all() and np.isfinite(high).all())
-        bounds = {"low": tuple(low), "high": tuple(high)} if is_bounded else {}
+        bounds: dict[str, Any] = {"low": tuple(low), "high": tuple(high)} if is_bounded else {}
         spaces = Spaces(**pixels, dimensions=len(low), **bounds)
         dtype, form = actions.dtype, actions.shape
 

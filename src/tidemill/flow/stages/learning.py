@@ -129,8 +129,8 @@ class LearnWorker:
         self.is_done = True
 
     def _drawn(self, whole: Batch | None, rank: int = 0, ranks: int = 1) -> Batch | None:
-        """Return what this rank learns from: the step's samples, or, where these stay to be learned from many times, some
-        of all that the dock keeps."""
+        """Return what this rank learns from: the step's samples, or, where samples are learned from many times, some of
+        all that the dock keeps."""
         replay, each = self.config.algorithm.replay, self.config.learn.minibatch or 256
         seed = self.config.seed % (1 << 32) << 24 | self.learner.version
         want = Want(rows=-(-replay.updates * each // ranks), sampler="replay", seed=seed, rank=rank, ranks=ranks)

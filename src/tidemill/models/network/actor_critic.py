@@ -53,9 +53,9 @@ class ActorCritic(Network):
 
     def _read(self, observations: Array, state: Floats | None) -> tuple[Floats, Floats | None, Floats | None]:
         if self._served is not None:
-            x = np.ascontiguousarray(observations, np.float32).reshape(len(observations), self.width)
+            rows = np.ascontiguousarray(observations, np.float32).reshape(len(observations), self.width)
             critic = self._served.critic
-            return self._served.policy(x), None if critic is None else critic(x)[:, 0], None
+            return self._served.policy(rows), None if critic is None else critic(rows)[:, 0], None
         x = self.prepared(self.upload(observations))
         before = None if state is None else torch.from_numpy(state).to(self.device)
         own, judged = self._features(x, before)

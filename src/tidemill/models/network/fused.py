@@ -47,7 +47,7 @@ class _Tower(ctypes.Structure):
 
 class _Learning(ctypes.Structure):
     _fields_ = (
-        [("policy", _Tower), ("critic", _Tower)]
+        [("policy", _Tower), ("critic", _Tower)]  # type: ignore[assignment]  # lists of several types
         + [(n, _int) for n in ("has_critic", "is_gaussian", "parts", "is_masked", "is_ratio")]
         + [("choices", _pointer), ("log_std", _pointer), ("std_moments", _pointer * 2)]
         + [(n, _pointer) for n in ("x", "legal", "actions", "old", "advantages", "returns", "values", "chosen")]
@@ -147,17 +147,24 @@ def _tower(
 
 
 def update(
-    network: Any, steps: Any, terms: Mapping[str, float], parts: Sequence[Minibatch], optimizer: torch.optim.AdamW,
+    network: Any, steps: Any, terms: Mapping[str, float], parts: Sequence[Minibatch], optimizer: torch.optim.Optimizer,
     clip_norm: float,
 ) -> dict[str, float]:  # fmt: skip
-    """All gradient steps of an update, as the optimizer would make them; metrics of the last pass. `terms`: the loss, as
-    the algorithm tells it."""
+    """Make all gradient steps of an update, as the optimizer would; return metrics of the last pass. `terms`: the loss,
+    as the algorithm gives it."""
     order = np.concatenate([part.units for part in parts])
     edges = np.cumsum([0, *(len(part.units) for part in parts)])
     states = {p: adam_state(optimizer, p) for p in network.parameters() if p.requires_grad}
     own, reported = optimizer.param_groups[0], next(i for i, part in enumerate(parts) if part.is_reported)
     (beta1, beta2), decay = own["betas"], max(group["weight_decay"] for group in optimizer.param_groups)
-    settings = {"lr": own["lr"], "beta1": beta1, "beta2": beta2, "eps": own["eps"], "decay": decay, "clip_norm": clip_norm}
+    settings = {
+        "lr": own["lr"],
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": own["eps"],
+        "decay": decay,
+        "clip_norm": clip_norm,
+    }
     moments = {p: (state["exp_avg"], state["exp_avg_sq"]) for p, state in states.items()}
     made = int(next(iter(states.values()))["step"])
     found, after = _learn(network, steps, terms, order, edges, reported, moments, made, settings)
@@ -202,7 +209,7 @@ def _learn(
         x=_at(rows), legal=None if legal is None else _at(legal), old=_at(old), advantages=_at(columns["advantages"]),
         actions=_at(chosen) if is_gaussian else None, chosen=None if is_gaussian else _at(chosen),
         order=_at(order), edges=_at(edges), minibatches=len(edges) - 1, reported=reported, ldx=ldx, steps=made,
-        stats=_at(stats), threads=torch.get_num_threads(), **{k: v for k, v in (*terms.items(), *settings.items())},
+        stats=_at(stats), threads=torch.get_num_threads(), **terms, **settings,
     )  # fmt: skip
     if network.value is not None:
         task.critic = _tower(_linears(network.critic_trunk, network.value), network, moments)

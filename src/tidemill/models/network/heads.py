@@ -1,5 +1,5 @@
-"""What an action is drawn from. Each head draws in numpy, for rollout, and scores in torch, for learning: the tests hold
-the two together.
+"""What an action is drawn from. Each head draws in numpy, for rollout, and scores in torch, for learning; the tests
+compare the two.
 
 Actions are kept as they were drawn; `moves` makes of them what an environment is given. Noise comes from outside, so
 that an action depends on its own place in the run alone.
@@ -115,7 +115,8 @@ class Gaussian(torch.nn.Module):
 
 
 class SquashedGaussian(torch.nn.Module):
-    """tanh of normal numbers, stretched over the bounds; mean and width depend on the observation (Haarnoja et al. 2018).
+    """tanh of normal numbers, stretched over the bounds; mean and width depend on the observation (Haarnoja et al.
+    2018).
 
     An action is kept as it was before the tanh, where its log-probability is exact. The entropy is one sample's −log π.
     """
@@ -126,8 +127,7 @@ class SquashedGaussian(torch.nn.Module):
         super().__init__()
         self.draws, self.width = spaces.dimensions, 2 * spaces.dimensions
         self.low, self.high = _bounds(spaces)
-        middle, half = (self.high + self.low) / 2, (self.high - self.low) / 2
-        self.middle, self.half = middle, half
+        self.middle, self.reach = (self.high + self.low) / 2, (self.high - self.low) / 2
 
     def sample(self, out: Floats, observations: npt.NDArray[Any], noise: Floats | None) -> Drawn:
         with torch.no_grad():
@@ -161,7 +161,7 @@ class SquashedGaussian(torch.nn.Module):
         return actions.tanh()
 
     def moves(self, actions: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return self.middle + self.half * np.tanh(actions)
+        return np.asarray(self.middle + self.reach * np.tanh(actions))
 
 
 def _bounds(spaces: Spaces) -> tuple[Floats, Floats]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,10 @@ class Critics(nn.Module):
 
     def __init__(self, count: int, sizes: Iterable[int], activation: str, is_target: bool = False) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[activation]()
+        self.count, self.activation = count, ACTIVATIONS[activation]()
         widths = list(sizes)
         self.layers = len(widths) - 1
-        for i, (wide, out) in enumerate(zip(widths, widths[1:])):
+        for i, (wide, out) in enumerate(pairwise(widths)):
             bound = 1.0 / math.sqrt(wide)
             for name, shape in ((f"weight{i}", (count, wide, out)), (f"bias{i}", (count, 1, out))):
                 begun = torch.empty(shape).uniform_(-bound, bound)
@@ -38,7 +39,7 @@ class Critics(nn.Module):
 
     def forward(self, x: Tensor, is_fixed: bool = False) -> Tensor:
         """`is_fixed`: a gradient goes through to the input, none to the weights."""
-        x = x.expand(getattr(self, "weight0").shape[0], -1, -1)
+        x = x.expand(self.count, -1, -1)
         for i in range(self.layers):
             weight, bias = getattr(self, f"weight{i}"), getattr(self, f"bias{i}")
             x = torch.baddbmm(bias.detach() if is_fixed else bias, x, weight.detach() if is_fixed else weight)
@@ -52,7 +53,7 @@ class Critics(nn.Module):
 
 
 class SoftActorCritic(Network):
-    """A squashed Gaussian policy, two critics of its actions, their targets, and a temperature (Haarnoja et al. 2018)."""
+    """A squashed Gaussian policy, two critics of its actions, their targets, a temperature (Haarnoja et al. 2018)."""
 
     def __init__(self, settings: PolicySettings, spaces: Spaces) -> None:
         super().__init__(settings.model_copy(update={"head": "squashed_gaussian"}), spaces)
@@ -146,8 +147,8 @@ class ValuesOfChoices(Network):
         return best
 
     def score(self, steps: Steps, units: Array, draw: torch.Generator) -> Scores:
-        """`q` of the choices that were made; `q_next` of the best ones after them: chosen by these values, judged by the
-        targets (van Hasselt et al. 2016)."""
+        """`q` of the choices that were made; `q_next` of the best ones after them: chosen by these values, judged
+        by the targets (van Hasselt et al. 2016)."""
         at = self.places(units)
         values = self.critics(self.prepared(steps.observations.index_select(0, at)))[0]
         q = values.gather(1, steps.actions.index_select(0, at)[:, :1].long())[:, 0]

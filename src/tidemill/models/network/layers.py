@@ -31,6 +31,7 @@ class Pixels(nn.Module):
         super().__init__()
         self.is_last = shape[-1] == min(shape)
         channels, *sides = (shape[-1], *shape[:-1]) if self.is_last else shape
+        plan: tuple[tuple[int, int, int], ...]
         if min(sides) >= LARGE:
             plan = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
         else:

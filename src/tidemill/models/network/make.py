@@ -17,6 +17,8 @@ from tidemill.recipe.model import PolicySettings
 DEFINITION = "policy.json"
 KINDS: dict[str, Any] = {"states": ActorCritic, "soft": SoftActorCritic, "choices": ValuesOfChoices}
 
+CPU = torch.device("cpu")
+
 
 def kind_of(settings: PolicySettings, spaces: Spaces) -> str:
     if settings.judges != "actions":
@@ -47,7 +49,7 @@ def save(model: Any, folder: Path) -> None:
     )
 
 
-def open_saved(folder: Path, device: torch.device = torch.device("cpu")) -> Any:
+def open_saved(folder: Path, device: torch.device = CPU) -> Any:
     from safetensors.torch import load_file
 
     settings = PolicySettings.model_validate_json((folder / DEFINITION).read_text())

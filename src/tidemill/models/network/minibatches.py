@@ -1,7 +1,7 @@
 """Which decisions each gradient step of an update learns from.
 
-They are drawn from the decisions of all ranks, by the samples' ids: however samples are dealt out, and in whatever order
-they arrive, each minibatch is the same.
+They are drawn from the decisions of all ranks, by the samples' ids: however samples are dealt out, and in whatever
+order they arrive, each minibatch is the same.
 """
 
 from __future__ import annotations

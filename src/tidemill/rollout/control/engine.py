@@ -1,8 +1,8 @@
 """A rollout engine for networks: environments that step together, and one call of the policy for all of them.
 
 A request is a group: the next fragment of a vector's environments, `rollout.max_new_tokens` decisions of each. All
-vectors that are asked for at once are stepped side by side. What a fragment comes to is decided by the weights, the run's
-seed, the group's number and the fragments before it: which process makes it, and how often, changes nothing.
+vectors that are asked for at once are stepped side by side. A fragment depends on the weights, the run's seed, the
+group's number and the fragments before it alone: which process makes it, and how often, changes nothing.
 """
 
 from __future__ import annotations
@@ -212,8 +212,9 @@ class VectorEngine:
     # Evaluating
 
     def evaluated(self, size: int, tell: Callable[[int], None]) -> dict[str, Any]:
-        """Of so many episodes with the likeliest actions, always of the same seeds: what `flow.records.Evaluation` holds.
-        An episode counts as solved from `environment.goal` on. Of a game so many against each known player."""
+        """Play `size` episodes with the likeliest actions, always of the same seeds; return the fields of
+        `flow.records.Evaluation`. An episode counts as solved from `environment.goal` on. In a game, `size` episodes
+        are played against each known player."""
         self.policy.serve()
         size, goal = max(1, size), self.settings.goal
         slots = make_slots(self.settings, min(size, EVALUATED_TOGETHER))

@@ -27,7 +27,7 @@ Pixels = npt.NDArray[np.uint8]
 
 
 def film(settings: EnvironmentSettings, policy: Any, seed: int, run: Path, version: int) -> str:
-    """Show the first episode of an evaluation; says what is missing, or nothing. Of long ones every so manieth frame."""
+    """Show the first episode of an evaluation, thinned if it is long; return what is missing, or an empty string."""
     if "DISPLAY" not in os.environ:
         os.environ.setdefault("MUJOCO_GL", "egl")  # read when MuJoCo first draws
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
@@ -36,7 +36,8 @@ def film(settings: EnvironmentSettings, policy: Any, seed: int, run: Path, versi
 
         frames = [Image.fromarray(smaller(frame, WIDE)) for frame in _played(settings, policy, seed)]
     except Exception as error:  # a renderer that is not installed must not end a run
-        return f"no picture of an episode: {type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+        first = (str(error).splitlines() or [""])[0][:160]
+        return f"no picture of an episode: {type(error).__name__}: {first}"
     if not frames:
         return "no picture of an episode: the environment draws none"
     file = run / FOLDER / f"episode-{version:08d}.gif"

@@ -1,7 +1,7 @@
 """The environments of a run's vectors, and one fragment of some of them.
 
-Vector v has slots v·n to v·n + n − 1. Its fragment k begins where fragment k − 1 ended. A process that has not made that
-one finds in the chain how the environments came there.
+Vector v has slots v·n to v·n + n − 1. Its fragment k begins where fragment k − 1 ended. A process that has not made
+that one finds in the chain how the environments came there.
 """
 
 from __future__ import annotations
