@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,8 +91,10 @@ def _of_vector(env: Any, name: str) -> Slots:
 def _gymnasium(game: str, args: Mapping[str, Any], render: bool) -> Any:
     gymnasium = _package()
     mode: dict[str, Any] = {"render_mode": "rgb_array"} if render else {}
-    if render and "mujoco" in str(getattr(gymnasium.registry.get(game), "entry_point", "")):
-        mode |= {"width": PICTURE, "height": PICTURE}  # drawn in software, the usual size takes four times as long
+    if "mujoco" in str(getattr(gymnasium.registry.get(game), "entry_point", "")):
+        _tell_warnings_of_mujoco()
+        if render:
+            mode |= {"width": PICTURE, "height": PICTURE}  # drawn in software, the usual size takes four times as long
     try:
         made = gymnasium.make(game, disable_env_checker=True, **mode, **args)
     except gymnasium.error.DependencyNotInstalled as error:
@@ -99,6 +102,22 @@ def _gymnasium(game: str, args: Mapping[str, Any], render: bool) -> Any:
     except gymnasium.error.Error as error:
         raise ConfigError(f"environment gymnasium:{game}: {error}") from error
     return made
+
+
+def _tell_warnings_of_mujoco() -> None:
+    """Print MuJoCo's warnings once each, into the worker's log: else it writes MUJOCO_LOG.TXT in the current folder."""
+    try:
+        import mujoco
+    except ImportError:
+        return  # said when the environment is made
+    told = set[str]()
+
+    def tell(warning: str) -> None:
+        if warning not in told and "deprecated" not in warning:  # of the environments' own models
+            told.add(warning)
+            print(f"MuJoCo: {warning}", file=sys.stderr)
+
+    mujoco.set_mju_user_warning(tell)
 
 
 def _package() -> Any:
