@@ -100,20 +100,23 @@ docs: install $(DOCS_VENV)/.installed ## the documentation as a site in build/si
 	@NO_MKDOCS_2_WARNING=1 TIDEMILL_PYTHON=$(abspath $(BIN)/python) $(DOCS_VENV)/bin/mkdocs build -q
 	@echo "build/site/index.html"
 
-# litellm and openai-agents want an openai package of version 2, inspect-ai one of version 3.
-$(CLIENTS_VENV)/.installed:
-	@test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
-	@$(CLIENTS_VENV)/bin/python -m pip install -q --disable-pip-version-check pytest pytest-timeout \
-		"openai>=2,<3" litellm langchain-openai openai-agents openenv==0.10.0 "mcp<2"
-	@test -x $(CLIENTS_VENV)-3/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)-3
-	@$(CLIENTS_VENV)-3/bin/python -m pip install -q --disable-pip-version-check pytest pytest-timeout "openai>=3" inspect-ai
-	@mkdir -p $(CLIENTS_VENV)/node && cd $(CLIENTS_VENV)/node && { npm --version > /dev/null 2>&1 && npm install --silent openai || true; }
+# Their pins conflict with each other's, so each group has an environment of its own.
+CLIENTS := agents openai3 openenv verifiers gyms
+$(CLIENTS_VENV)-%/.installed: tests/clients/requirements/%.txt
+	@echo "Installing other people's clients into $(@D) …"
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install -q --disable-pip-version-check -r $<
 	@touch $@
 
-test-clients: install $(CLIENTS_VENV)/.installed ## other people's clients against `tidemill serve`: openai, litellm, LangChain, agents, Inspect
-	@TIDEMILL_PYTHON=$(abspath $(BIN)/python) CLIENTS_NODE=$(abspath $(CLIENTS_VENV)/node) \
-		$(CLIENTS_VENV)/bin/python -m pytest -rs --confcutdir tests/clients tests/clients
-	@TIDEMILL_PYTHON=$(abspath $(BIN)/python) $(CLIENTS_VENV)-3/bin/python -m pytest -rs --confcutdir tests/clients tests/clients
+$(CLIENTS_VENV)-node/.installed:
+	@mkdir -p $(@D) && cd $(@D) && { npm --version > /dev/null 2>&1 && npm install --silent openai || true; }
+	@touch $@
+
+# our code reaches them by its source alone: their interpreters have none of our packages
+test-clients: install $(CLIENTS:%=$(CLIENTS_VENV)-%/.installed) $(CLIENTS_VENV)-node/.installed ## other people's clients against `tidemill serve`, and other people's environments
+	@for name in $(CLIENTS); do echo "with $$name:"; \
+		PYTHONPATH=$(abspath src) TIDEMILL_PYTHON=$(abspath $(BIN)/python) CLIENTS_NODE=$(abspath $(CLIENTS_VENV)-node) \
+		$(CLIENTS_VENV)-$$name/bin/python -m pytest -rs --confcutdir tests/clients tests/clients || exit 1; done
 
 test-slurm: install ## a recipe on a real Slurm with two nodes (apt-get install slurm-wlm munge; as root)
 	@TIDEMILL_TEST_SLURM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/launch/test_slurm_itself.py
@@ -132,4 +135,4 @@ bench: install ## the benchmarks that run on this machine, as tables
 	@for name in step; do $(BIN)/tidemill bench $$name; done
 
 clean: ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) $(BROWSER_VENV) $(DOCS_VENV) $(LOGGERS_VENV) $(CLIENTS_VENV) $(CLIENTS_VENV)-3 $(RAY_DEFAULT) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(BROWSER_VENV) $(DOCS_VENV) $(LOGGERS_VENV) $(CLIENTS:%=$(CLIENTS_VENV)-%) $(CLIENTS_VENV)-node $(RAY_DEFAULT) .pytest_cache .mypy_cache .ruff_cache .hypothesis

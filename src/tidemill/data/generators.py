@@ -19,8 +19,11 @@ from tidemill.imports import built_in, check_arguments, is_import_path, load
 HELD_OUT_SHARE = 8  # one problem in this many belongs to the held-out side
 PACKAGES = {  # PREFIX:TASK
     "reasoning_gym": "tidemill.data.gym:generator",
+    "gem": "tidemill.environment.gem:generator",
     "gymnasium": "tidemill.environment.gymnasium:generator",
+    "openenv": "tidemill.environment.openenv:generator",
     "textarena": "tidemill.environment.textarena:generator",
+    "verifiers": "tidemill.environment.verifiers:generator",
 }
 PATIENCE = 400  # draws in a row that land on the wrong side (or repeat) before the generator counts as exhausted
 

@@ -18,7 +18,10 @@ BUILT_IN = {
     "tools": "tidemill.environment.tools.environment:Tools",
 }
 PACKAGES = {  # PREFIX:GAME
+    "gem": "tidemill.environment.gem:maker",
     "gymnasium": "tidemill.environment.gymnasium:maker",
+    "openenv": "tidemill.environment.openenv:maker",
+    "skyrl": "tidemill.environment.skyrl:maker",
     "textarena": "tidemill.environment.textarena:maker",
 }
 

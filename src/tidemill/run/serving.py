@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import threading
@@ -21,7 +22,7 @@ from tidemill.rollout.native.engine import NativeEngine
 from tidemill.run.trained import Trained, open_trained
 from tidemill.serve.app import App, OneKey
 from tidemill.serve.link import EngineLink, EngineThread
-from tidemill.serve.server import MOST_CONNECTIONS, HttpServer, listen
+from tidemill.serve.server import LOOPBACK_NAMES, MOST_CONNECTIONS, HttpServer, listen
 from tidemill.serve.service import Served, Service
 from tidemill.serve.talk import Talk
 
@@ -74,7 +75,8 @@ class ModelServer:
         self.service = Service(self.served, most_open=options.most_open)
         links = [model.link for model in self.served]
         self.engines = EngineThread(links)
-        app = App(self.service, OneKey(self.service, options.key), options.most_body)
+        hosts = () if options.key else LOOPBACK_NAMES
+        app = App(self.service, OneKey(self.service, options.key), options.most_body, hosts)
         self.http = HttpServer(app, links, self.listener, options.most_connections)
         self.follower = Follower(options.where, self.served[0], first.step) if options.follows else None
 
@@ -99,6 +101,10 @@ class ModelServer:
         self.engines.start()
         if self.follower is not None:
             self.follower.start()
+        # A million objects of imported packages live as long as the server: looking through them for garbage again and
+        # again takes about a tenth of the tokens per second.
+        gc.collect()
+        gc.freeze()
         self.http.run(told)
 
     def end(self) -> None:

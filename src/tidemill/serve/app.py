@@ -23,6 +23,7 @@ from tidemill.serve.link import Answering
 from tidemill.serve.service import Service, Session
 
 MOST_BODY = 8 << 20  # bytes of one request
+BODY_S = 60.0  # for a request's body to come
 CLOSED = 499  # what proxies write down where the client went away
 
 encode = msgspec.json.Encoder().encode
@@ -51,6 +52,7 @@ class App:
     service: Service
     door: Doorkeeper
     most_body: int = MOST_BODY
+    hosts: tuple[str, ...] = ()  # names that it answers to; none: any
     kept: responding.Responses = None  # type: ignore[assignment]  # made below
 
     def __post_init__(self) -> None:
@@ -106,11 +108,15 @@ class App:
         if not declared.isdecimal() or int(declared) > self.most_body:
             raise Refused(f"the body is larger than {self.most_body} bytes", status=413)
         parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > self.most_body:
-                raise Refused(f"the body is larger than {self.most_body} bytes", status=413)
-            parts.append(part)
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > self.most_body:
+                        raise Refused(f"the body is larger than {self.most_body} bytes", status=413)
+                    parts.append(part)
+        except TimeoutError:
+            raise Refused(f"the body did not come within {BODY_S:g} s", status=408) from None
         return b"".join(parts)
 
     async def _watched(self, request: Request, answer: Awaitable[Any], answering: list[Answering]) -> Any:
@@ -140,6 +146,8 @@ class App:
 
         async def opened(request: Request) -> Response:
             try:
+                if self.hosts and _host(request) not in self.hosts:  # a page of another site, whose name leads here
+                    raise Refused("without a key this server answers to localhost alone", status=421)
                 session = self.door.session(_key(request), request.headers)
                 if session is None:
                     raise Refused("the API key is not right", status=401, code="invalid_api_key")
@@ -153,7 +161,7 @@ class App:
 
     def _refusal(self, refused: Refused) -> Response:
         self.service.metrics.refused[refused.status] += 1
-        return JSON(error_of(refused), refused.status, close=refused.status == 413)
+        return JSON(error_of(refused), refused.status, close=refused.status in (408, 413))
 
 
 def application(app: App) -> Starlette:
@@ -192,6 +200,11 @@ def _model(model: Any) -> dict[str, Any]:
 
 def _key(request: Request) -> str:
     return request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+
+
+def _host(request: Request) -> str:
+    host = request.headers.get("host", "")
+    return host if host.endswith("]") else host.rpartition(":")[0] or host
 
 
 def error_of(refused: Refused) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from tidemill.serve.chatting import ChatCall, begin, finish_of, told
 from tidemill.serve.service import Service, Session, new_id, news, whole
 
 MOST_KEPT = 4096  # responses that can be gone on from
+MOST_BYTES = 256 << 20  # of their messages, as JSON
 
 
 class Responding(msgspec.Struct, kw_only=True):
@@ -43,19 +44,22 @@ class Responses:
     """What was answered, for `previous_response_id`. Sessions do not see each other's."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], list[dict[str, Any]]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        self._bytes = 0
 
     def keep(self, owner: str, id: str, messages: list[dict[str, Any]]) -> None:
-        self._kept[owner, id] = messages
-        while len(self._kept) > MOST_KEPT:
-            self._kept.popitem(last=False)
+        told = msgspec.json.encode(messages)
+        self._kept[owner, id] = told
+        self._bytes += len(told)
+        while len(self._kept) > MOST_KEPT or (self._bytes > MOST_BYTES and len(self._kept) > 1):
+            self._bytes -= len(self._kept.popitem(last=False)[1])
 
     def messages(self, owner: str, id: str | None) -> list[dict[str, Any]]:
         if id is None:
             return []
         if (owner, id) not in self._kept:
             raise Refused(f"there is no response {id!r}", "previous_response_id", 404)
-        return self._kept[owner, id]
+        return list(msgspec.json.decode(self._kept[owner, id]))
 
 
 class ResponseCall:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from tidemill.batch import Array
 from tidemill.chat.answer import Answer, Schema
 from tidemill.chat.formats.api import THINK, without_thoughts
 from tidemill.chat.messages import Message, plain, text_of
@@ -21,13 +26,14 @@ from tidemill.chat.template import Chat, TemplateError
 
 HEARD = {"role": "tool", "name": "called", "tool_call_id": "call00000", "content": "heard"}
 MOST_VARIANTS = 32  # of a chat template's options, kept at once
+TAKEN = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)  # no template's options
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
     """An answer that the server gave: the tokens up to its end, and what the client was told it says."""
 
-    tokens: tuple[int, ...]  # prompt and answer
+    tokens: Array  # int32, of prompt and answer
     message: Mapping[str, Any]
     has_ended: bool  # the model closed its message itself
 
@@ -37,16 +43,16 @@ class Memory:
 
     def __init__(self, most_tokens: int = 1 << 22) -> None:
         self._said: OrderedDict[bytes, Said] = OrderedDict()
-        self._tokens, self._most = 0, most_tokens
+        self.size, self._most = 0, most_tokens  # in tokens
 
     def keep(self, key: bytes, said: Said) -> None:
         if key in self._said:  # the same words twice: the first answer stays, so that no request depends on another's
             return
         self._said[key] = said
-        self._tokens += len(said.tokens)
-        while self._tokens > self._most and len(self._said) > 1:
+        self.size += len(said.tokens)
+        while self.size > self._most and len(self._said) > 1:
             _, oldest = self._said.popitem(last=False)
-            self._tokens -= len(oldest.tokens)
+            self.size -= len(oldest.tokens)
 
     def find(self, key: bytes) -> Said | None:
         return self._said.get(key)
@@ -72,6 +78,9 @@ class Talk:
         self._has_calls = self.has_template and self._shows("called")
 
     def _chat(self, options: Mapping[str, Any]) -> Chat:
+        own = TAKEN & options.keys()
+        if own:  # among them a template of the client's own, which is a program
+            raise TemplateError(f"chat_template_kwargs are a template's own options, and {min(own)!r} is none")
         key = json.dumps(options, sort_keys=True, default=str)
         if key not in self._variants:
             self._variants[key] = Chat(self.tokenizer, {**self.options, **options})
@@ -96,7 +105,7 @@ class Talk:
             if said is not None and messages[count - 1].get("role") == "assistant":
                 behind = self._behind(chat, said, messages[count:], tools)
                 if behind is not None:
-                    return self._asked([*said.tokens, *behind], keys[-1], chat)
+                    return self._asked([*said.tokens.tolist(), *behind], keys[-1], chat)
         return self._asked(self._prompt(chat, messages, tools), keys[-1], chat)
 
     def _asked(self, tokens: list[int], key: bytes, chat: Chat) -> Asked:
@@ -167,7 +176,8 @@ class Talk:
     def keep(
         self, memory: Memory, asked: Asked, tokens: Sequence[int], message: Mapping[str, Any], has_ended: bool
     ) -> None:
-        memory.keep(_next(asked.key, message), Said((*asked.tokens, *tokens), message, has_ended))
+        whole = np.array([*asked.tokens, *tokens], np.int32)
+        memory.keep(_next(asked.key, message), Said(whole, message, has_ended))
 
 
 def _keys(messages: Sequence[Message], tools: Sequence[Schema], options: Mapping[str, Any]) -> list[bytes]:

@@ -71,6 +71,18 @@ class Sandbox:
         is_new = bool(message.pop("is_new"))
         return Result(**message), is_new
 
+    def forget(self) -> None:
+        """End the program that is told turn by turn; nothing of it is left for the next one."""
+        if self._wire is None:
+            return
+        try:
+            self._wire.send({"forget": True})
+            message = self._wire.receive(GRACE_S)
+        except (EOFError, OSError):
+            message = None
+        if message is None or not message["is_clean"]:
+            self.close()
+
     def _start(self) -> JsonSocket:
         if sys.platform != "linux":
             raise SandboxError("code can be run safely only on Linux", "use another reward here")

@@ -67,6 +67,10 @@ def serve(libc: ctypes.CDLL, wire: JsonSocket, folder: str, own_path: str) -> No
         if "turn" in message:
             wire.send(talk.turn(message["turn"]))
             continue
+        if "forget" in message:
+            talk.end()
+            wire.send({"is_clean": is_cleared(place)})
+            continue
         result = run(libc, wire, place, message, limits)
         wire.send({**result, "is_clean": is_cleared(place)})
 

@@ -76,7 +76,7 @@ class _Rollout:
 
     def _engine_of(self, trainer: Any) -> Engine:
         if self.engine is None:
-            model = _whole(trainer.accelerator.unwrap_model(trainer.model))
+            model = whole(trainer.accelerator.unwrap_model(trainer.model))
             tokenizer = _tokenizer_of(trainer.processing_class)
             # Prompts are as long as the data's, so the limit is the model's own.
             options = {"reuse_prefix": self.environment is not None} | self.options
@@ -110,7 +110,7 @@ def take_over(model: Any, tokenizer: Any = None, **engine: Any) -> Engine:
     trainer that generates with the model it trains, such as TRL's RLOO and online DPO. `give_back(model)` undoes it.
 
     What the engine cannot do (beams, processors of logits, streamers) is refused by name."""
-    made = Engine(model, tokenizer, **{"max_length": _longest(_whole(model)), "reuse_prefix": False, **engine})
+    made = Engine(model, tokenizer, **{"max_length": _longest(whole(model)), "reuse_prefix": False, **engine})
     model.__dict__["generate"] = _Generate(model, made)
     return made
 
@@ -120,6 +120,11 @@ def give_back(model: Any) -> None:
     taken = model.__dict__.pop("generate", None)
     if isinstance(taken, _Generate):
         taken.engine.close()
+
+
+def is_taken_over(model: Any) -> bool:
+    """Say whether `model.generate` runs the native engine."""
+    return isinstance(model.__dict__.get("generate"), _Generate)
 
 
 class _Generate:
@@ -226,7 +231,7 @@ def _refuse_foreign(settings: Mapping[str, Any]) -> None:
             )
 
 
-def _whole(model: Any) -> Any:
+def whole(model: Any) -> Any:
     """The model whose tensors the engine reads. Parameters cut over processes cannot be read in place."""
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id") or type(parameter).__name__ == "DTensor":
