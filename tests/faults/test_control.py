@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.runs import Disturb, assert_same_learning, measured, worker
 from tests.faults.test_resume import KillAfter, in_child, numbers, resume_until_done
 from tidemill.run import start as launch
 from tidemill.run.watcher import Watcher
@@ -114,3 +115,16 @@ def test_every_decision_is_learned_once(tmp_path: Path) -> None:
     steps = [line for line in lines if "learned_tokens" in line]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     assert all(line["learned_tokens"] == line["made_tokens"] == 60.0 for line in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["learner-0", "rollout-0"])
+@pytest.mark.parametrize("kind", ["ppo", "sac"])
+def test_a_killed_worker_changes_no_number(tmp_path: Path, kind: str, victim: str) -> None:
+    """Roles in processes; the learner, or the worker that steps environments, dies in the middle of a step."""
+    cluster = {"executor": "processes", "lease_s": 1.5, "collective_s": 20.0, "stall_s": 60.0, "memory_mb": 256}
+    train(kind, tmp_path / "whole")
+    watch = Disturb(worker(victim), at_step=3)
+    train(kind, tmp_path / "killed", watch, cluster=cluster)
+    assert watch.killed
+    assert_same_learning(*(measured(tmp_path / folder) for folder in ("whole", "killed")))

@@ -214,6 +214,8 @@ class RankLearnWorker(LearnWorker):
     def _learn_share(self) -> None:
         whole = Batch.concat([held.batch for held in self.held]) if self.held else None
         whole = self._drawn(whole, self.world.rank, self.world.size)
+        if self.replays and whole is None:
+            return  # too few decisions for learning to begin, which all ranks know
         place = self._place(self.groups)
         for _ in range(self.passes):
             for update in range(self.config.train.updates_per_step):
