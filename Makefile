@@ -11,7 +11,7 @@ LOGGERS_VENV ?= .venv-loggers
 CLIENTS_VENV ?= .venv-clients
 
 # These start eight processes that compute together: beside another worker's they would crowd two cores.
-RANKS := tests/learn/parallel
+RANKS := tests/learn/parallel tests/rollout/ranks
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-npu test-slurm test-ray-jobs test-vllm test-browser test-clients test-loggers docs lint layers types quick slow learning bench peers clean
@@ -46,11 +46,11 @@ types: install
 	@$(BIN)/mypy
 
 quick: install ## the quick tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu" --ignore $(RANKS) --ignore tests/npu
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(addprefix --ignore=,$(RANKS) tests/npu)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" $(RANKS)
 
 slow: install ## the slow tests: learning, faults, peers
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu and not learning" --ignore $(RANKS) --ignore tests/npu
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu and not learning" $(addprefix --ignore=,$(RANKS) tests/npu)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" $(RANKS)
 
 test-npu: install ## tests on NPUs: this machine's, or a stand-in where there are none (it says which)

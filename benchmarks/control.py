@@ -150,7 +150,8 @@ def of_peer(python: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tidemill-control-") as folder:
         done = subprocess.run(
             [python, str(PEER), json.dumps(asked)],
-            stdout=subprocess.PIPE, text=True, check=True, cwd=folder, env={**bench.peer_environment(), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, text=True, check=True, cwd=folder,
+            env={**bench.peer_environment(), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -209,13 +210,23 @@ def peer_rate(task: str, options: Mapping[str, Any], learns: bool) -> float:
 # Tasks whose best players and rules are known
 
 
+AGAINST = "eval/against_"
+AT_THE_END = (*QUIET[:4], "eval.size=500", "eval.every=1000000", "environment.film=false")
+
+
 def connect_four(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     shares: dict[str, dict[str, float]] = {}
     for seed in options["seeds"]:
         began = time.perf_counter()
-        metrics, _ = trained("control/connect-four", (f"seed={seed}", *QUIET[:3], "eval.before=false", "eval.size=500", "eval.every=1000000"), 3600.0)
+        metrics, _ = trained(
+            "control/connect-four",
+            (f"seed={seed}", *AT_THE_END),
+            3600.0,
+        )
         last = next(m for m in reversed(metrics) if "eval/against_random" in m)
-        found = {key.removeprefix("eval/against_"): value for key, value in last.items() if key.startswith("eval/against_")}
+        found = {
+            key.removeprefix("eval/against_"): value for key, value in last.items() if key.startswith("eval/against_")
+        }
         shares[str(seed)] = {**found, "wall_s": time.perf_counter() - began}
         said("connect_four", seed, "tidemill", shares[str(seed)])
     return {"connect_four": shares}, {}
@@ -231,8 +242,9 @@ def inventory(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     costs = {}
     for seed in options["seeds"]:
         with tempfile.TemporaryDirectory(prefix="tidemill-inventory-") as folder:
+            settings = (f"seed={seed}", *QUIET[:2], "eval.size=0", "environment.film=false")
             began = time.perf_counter()
-            trained("control/inventory", (f"seed={seed}", *QUIET[:2], "eval.size=0", "environment.film=false"), 3600.0, Path(folder))
+            trained("control/inventory", settings, 3600.0, Path(folder))
             seconds = time.perf_counter() - began
             cost = model.cost(model.orders_of(open_trained(Path(folder) / "run").loaded.model))
         costs[str(seed)] = {"cost": cost, "above_best": cost / best - 1.0, "wall_s": seconds}

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tidemill.cluster.start import choose, owned
+from tidemill import owned
+from tidemill.cluster.start import choose
 from tidemill.cluster.start.forkserver import Forks
 from tidemill.models.box.known import cache
 

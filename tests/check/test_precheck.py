@@ -44,9 +44,8 @@ def test_settings_that_work_pass():
         ("rollout.cache_tokens=100", "rollout.cache_tokens is 100, but one sample needs"),
         (
             "learn.moe.balance=bias & rollout.engine=vllm",
-            "rollout.engine=native with rollout.tp=1 would do, or learn.moe.balance=aux_loss",
+            "rollout.engine=native would do, or learn.moe.balance=aux_loss",
         ),
-        ("learn.moe.balance=bias & rollout.tp=2 & cluster.executor=processes", "with rollout.tp=1 would do"),
         ("algorithm.rollout_correction=token", "algorithm.old_logprobs=recompute would do"),
         ("algorithm.name=rejection & algorithm.clip_high=0.3", "without a ratio; 0.2 would do, or algorithm=grpo"),
         ("algorithm.name=rejection & algorithm.baseline=none", "there are no advantages; mean would do"),

@@ -1,4 +1,4 @@
-"""Rows that a stage keeps are read again and again, and end when newer ones take their place; in one process and served."""
+"""Rows that a stage keeps are read again and again, and end when newer ones take their place."""
 
 from __future__ import annotations
 

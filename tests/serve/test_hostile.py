@@ -197,7 +197,7 @@ def test_headers_without_end_are_not_kept(folder):
 
 
 def test_a_client_that_never_finishes_its_question_loses_its_place(folder, monkeypatch):
-    monkeypatch.setattr("tidemill.serve.server.HEADERS_S", 0.5)
+    monkeypatch.setattr("tidemill.serve.connections.HEADERS_S", 0.5)
     monkeypatch.setattr("tidemill.serve.app.BODY_S", 0.5)
     with served(folder, most_connections=8) as server, client(server) as ask:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"

@@ -49,6 +49,10 @@ def not_native(c: Config) -> bool:
     return c.rollout.engine != "native"
 
 
+def shows_images(c: Config) -> bool:
+    return c.data.images is not None
+
+
 def _program(c: Config) -> str | None:
     return None if c.environment is None else c.environment.program
 
@@ -57,11 +61,25 @@ def _players(c: Config) -> int:
     return 1 if c.environment is None else c.environment.players
 
 
+def engine_over(size: str, when: When) -> When:
+    """An engine with that many replicas, stages or ranks of a layer, where `when` holds too."""
+    return lambda c: getattr(c.rollout, size) > 1 and when(c)
+
+
 NATIVE = "{c.rollout.engine} does not have this setting of the native engine"
 ONE_PROCESS = "it shows what one process does, and here several work"
 INVARIANT = "rollout.batch_invariant"
+ENGINE_SIZES = ("tp", "dp", "pp")
 
 RULES = (
+    # Images
+    Rule("data.images", lambda c: shows_images(c) and c.rollout.engine == "vllm",
+         "vLLM would write out the images' places anew, so what it samples would not be what is learned",
+         "rollout.engine=native|hf"),
+    Rule("data.images", lambda c: shows_images(c) and _program(c) is not None,
+         "environment.program asks with text alone", "leave the images out with data.columns.images=none"),
+    Rule("data.images", lambda c: shows_images(c) and _players(c) > 1,
+         "games of several players are played in text alone", "leave the images out with data.columns.images=none"),
     # Rollout
     Rule("rollout.cache_dtype", lambda c: not_native(c) and c.rollout.cache_dtype != "auto", NATIVE, "auto"),
     Rule("rollout.speculate", lambda c: not_native(c) and c.rollout.speculate == "on", NATIVE, "auto"),
@@ -77,21 +95,25 @@ RULES = (
          "it rounds, which rollout.batch_invariant must not", "auto"),
     Rule("learn.recompute", lambda c: c.rollout.batch_invariant and c.learn.recompute != "none",
          "layers would be recomputed outside rollout.batch_invariant", "none"),
-    Rule(INVARIANT, lambda c: c.rollout.batch_invariant and (is_cut(c) or c.rollout.tp > 1),
-         "only a single rank can promise it, and learn.parallel or rollout.tp asks for several", "false"),
-    Rule("rollout.tp", lambda c: c.rollout.tp > 1 and is_local(c),
-         "one process has one rank", "cluster.executor=processes or ray|1"),
-    Rule("rollout.tp", lambda c: c.rollout.tp > 1 and not_native(c), "{c.rollout.engine} has one rank for each", "1"),
-    Rule("cluster.spread", lambda c: c.cluster.spread and c.cluster.executor == "ray" and c.rollout.tp > 1,
-         "with rollout.tp {c.rollout.tp} an engine's ranks are placed close together, and engines where there is room",
-         "false|rollout.tp=1"),
-    Rule("rollout.tp", lambda c: c.rollout.tp > 1 and c.cluster.placement.rollout == "colocated" and not is_cut(c),
-         "colocated with learners that hold whole models, rollout reads their tensors",
-         "1|cluster.placement.rollout=separated|sizes of learn.parallel"),
-    Rule("learn.moe.balance",
-         lambda c: c.learn.moe.balance == "bias" and (c.rollout.engine == "vllm" or c.rollout.tp > 1),
-         "vLLM and engines over several ranks get only weights, and would choose experts without the bias",
-         "rollout.engine=native with rollout.tp=1|learn.moe.balance=aux_loss"),
+    Rule(INVARIANT, lambda c: c.rollout.batch_invariant and (is_cut(c) or c.rollout.ranks > 1),
+         "only a single rank can promise it, and learn.parallel or rollout.tp, dp and pp ask for several", "false"),
+    *(Rule(f"rollout.{size}", engine_over(size, is_local),
+           "one process has one rank", "cluster.executor=processes or ray|1") for size in ENGINE_SIZES),
+    *(Rule(f"rollout.{size}", engine_over(size, not_native),
+           "{c.rollout.engine} has one rank for each", "1") for size in ENGINE_SIZES),
+    Rule("cluster.spread", lambda c: c.cluster.spread and c.cluster.executor == "ray" and c.rollout.ranks > 1,
+         "an engine of {c.rollout.ranks} ranks has them close together, and engines lie where there is room",
+         "false|rollout.tp=1 with dp and pp of 1"),
+    *(Rule(f"rollout.{size}", engine_over(size, lambda c: c.cluster.placement.rollout == "colocated" and not is_cut(c)),
+           "colocated with learners that hold whole models, rollout reads their tensors",
+           "1|cluster.placement.rollout=separated|sizes of learn.parallel") for size in ENGINE_SIZES),
+    Rule("rollout.ep", lambda c: c.rollout.ep is not None and c.rollout.ep > 1 and c.rollout.ranks == 1,
+         "experts are spread over the ranks of an engine, and this one has one", "none|rollout.dp={c.rollout.ep}"),
+    Rule("rollout.experts.spare", lambda c: c.rollout.experts.spare > 0 and c.rollout.ranks == 1,
+         "an engine of one rank has no use for copies of experts", "0"),
+    Rule("learn.moe.balance", lambda c: c.learn.moe.balance == "bias" and c.rollout.engine == "vllm",
+         "vLLM gets only weights, and would choose experts without the bias",
+         "rollout.engine=native|learn.moe.balance=aux_loss"),
     # The learner over several ranks or processes
     Rule("observe.dump", lambda c: bool(c.observe.dump) and (is_cut(c) or not is_local(c)), ONE_PROCESS,
          "cluster.executor=local with learn.parallel sizes of 1|leaving it out"),
@@ -176,9 +198,9 @@ RULES = (
          lambda c: c.algorithm.credit.discount < 1
          and (registry.of(c).has_critic or c.algorithm.name == "reinforce_pp"),
          "{c.algorithm.name} sums rewards token by token", "1|with ppo algorithm.critic.gamma"),
-    Rule("environment.players", lambda c: _players(c) > 1 and (c.rollout.engine != "native" or c.rollout.tp > 1)
+    Rule("environment.players", lambda c: _players(c) > 1 and (c.rollout.engine != "native" or c.rollout.ranks > 1)
          and c.environment is not None and c.environment.league is not None,
-         "past versions play in native engines of one rank", "rollout.engine=native with rollout.tp=1|no league"),
+         "past versions play in native engines of one rank", "rollout.engine=native with one rank|no league"),
     Rule("train.samples_per_prompt", lambda c: c.train.samples_per_prompt % _players(c) != 0,
          "each match of environment.players {c.environment.players} gives that many samples",
          "a multiple of {c.environment.players}"),

@@ -36,6 +36,7 @@ class Problem:
     answer: str
     response: str | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[Any, ...] = ()  # that the prompt shows
     key: str | None = None  # what tells it from others, where the prompt does not (a game whose openings are alike)
 
     @property
@@ -145,4 +146,4 @@ def held_out(name: str, make: Generator, args: Mapping[str, Any], size: int) -> 
 
 
 def as_example(problem: Problem, where: str) -> Example:
-    return Example(problem.prompt, problem.answer, problem.response, problem.meta, where)
+    return Example(problem.prompt, problem.answer, problem.response, problem.meta, where, images=problem.images)

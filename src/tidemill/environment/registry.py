@@ -13,6 +13,7 @@ from tidemill.recipe.config import EnvironmentSettings
 
 BUILT_IN = {
     "nim": "tidemill.environment.nim:Nim",
+    "seen_grid": "tidemill.environment.seen_grid:SeenGrid",
     "nim_duel": "tidemill.environment.duels:NimDuel",
     "tictactoe": "tidemill.environment.duels:TicTacToe",
     "tools": "tidemill.environment.tools.environment:Tools",

@@ -297,9 +297,7 @@ class Learner(MeshModel):
     # What lies where, and what is kept
 
     def held(self) -> list[Tensor]:
-        if self.meshes.computes_alone:
-            return learner_tensors(self.model, self.optimizer)
-        return self.optimizer_tensors()
+        return learner_tensors(self.model, self.optimizer)
 
     def optimizer_tensors(self) -> list[Tensor]:
         return [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]

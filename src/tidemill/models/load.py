@@ -21,6 +21,7 @@ from tidemill.models.network import make as network
 from tidemill.models.policy import Policy
 from tidemill.models.trial import try_out
 from tidemill.models.vision import small
+from tidemill.models.vision.eyes import eyes
 from tidemill.models.vision.eyes.find import give_eyes
 from tidemill.models.vision.views import find as views
 from tidemill.models.vision.views.view import View
@@ -136,7 +137,15 @@ def save_folder(model: Any, tokenizer: Any, folder: Path) -> None:
     state = lora.merged(model) | persistent(model) if lora.is_attached(model) else model.state_dict()
     own = {name: tensor for name, tensor in state.items() if not name.endswith(f".{routing.GIVEN}")}
     model.save_pretrained(folder, state_dict=own)
+    save_reading(model, tokenizer, folder)
+
+
+def save_reading(model: Any, tokenizer: Any, folder: Path) -> None:
+    """What turns texts and images into what the model reads."""
     tokenizer.save_pretrained(folder)
+    if (own := eyes.of(model)) is not None:
+        settings = json.dumps(own.view.processor(), indent=2) + "\n"
+        (folder / views.FILES[0]).write_text(settings, encoding="utf-8")
 
 
 def keep_definition(loaded: LoadedModel, run: Path) -> None:
@@ -148,7 +157,7 @@ def keep_definition(loaded: LoadedModel, run: Path) -> None:
     if base is not None:  # exports have it again, whatever the run computes in
         (run / DEFINITION / BASE).write_text(json.dumps({"dtype": base}) + "\n", encoding="utf-8")
     loaded.model.generation_config.save_pretrained(run / DEFINITION)
-    loaded.tokenizer.save_pretrained(run / DEFINITION)
+    save_reading(loaded.model, loaded.tokenizer, run / DEFINITION)
 
 
 def _dtype_of(folder: Path) -> str | None:

@@ -8,14 +8,15 @@ from pydantic import Field, field_validator, model_validator
 
 from tidemill.recipe.algorithm import KL, AlgorithmSettings, Covariance, Critic, Overlong, Preference
 from tidemill.recipe.environment import EnvironmentSettings, LeagueSettings
+from tidemill.recipe.images import ImageSettings
 from tidemill.recipe.model import ModelSettings, TinyModel, TinyVision
 from tidemill.recipe.section import ParallelSettings, Places, Rate, Rows, Section, Temperature
 
 __all__ = [
     "KL", "VLLM", "AlgorithmSettings", "Checkpoint", "Cluster", "Config", "Covariance", "Critic",
-    "CurriculumSettings", "Data", "EnvironmentSettings", "Eval", "Flow", "LeagueSettings", "Learn", "Mixture",
-    "ModelSettings", "Observe", "Overlong", "ParallelSettings", "PlacementSettings", "Preference", "Reshard",
-    "RewardSpec", "Rewards", "Rollout", "Section", "TinyModel", "TinyVision", "Train",
+    "CurriculumSettings", "Data", "EnvironmentSettings", "Eval", "Flow", "ImageSettings", "LeagueSettings", "Learn",
+    "Mixture", "ModelSettings", "Observe", "Overlong", "ParallelSettings", "PlacementSettings", "Preference",
+    "Reshard", "RewardSpec", "Rewards", "Rollout", "Section", "TinyModel", "TinyVision", "Train",
 ]  # fmt: skip
 
 
@@ -59,6 +60,9 @@ class Data(Section):
     learn_turns: Literal["last", "all"] = Field(
         "last", description="what sft learns from a conversation: the assistant's last turn, or all its turns"
     )
+    images: ImageSettings | None = Field(
+        None, description="how prompts show images; none: set where the data's rows have some"
+    )
     max_prompt_tokens: Places = Field(1024, description="a longer prompt is a bad row")
     on_bad_row: Literal["fail", "skip"] = Field("fail", description="what to do with a row that cannot be used")
     shuffle: bool = Field(True, description="reshuffle for each pass over the data")
@@ -93,6 +97,13 @@ class VLLM(Section):
     )
 
 
+class EngineExperts(Section):
+    """Where the experts of an engine over several ranks lie: busy ones get copies, and all are packed by their load."""
+
+    spare: int = Field(0, ge=0, le=64, description="places on each rank for copies of busy experts")
+    every: int = Field(10, ge=0, description="steps after which experts are laid out anew by their load; 0: never")
+
+
 class Rollout(Section):
     engine: Literal["native", "hf", "vllm"] = Field("native", description="what generates the tokens")
     max_new_tokens: Places = Field(256, description="longest response")
@@ -101,8 +112,12 @@ class Rollout(Section):
     top_k: int = Field(0, ge=0, description="most likely tokens kept; 0: all")
     min_p: float = Field(0.0, ge=0, le=1, description="smallest probability kept, relative to the most likely token's")
     stop: tuple[str, ...] = Field((), description="strings that end a response")
-    tp: int = Field(1, ge=1, description="tensor parallel: ranks, one device each, per engine")
-    concurrent: Rows = Field(256, description="most sequences decoded at once")
+    tp: int = Field(1, ge=1, description="ranks of an engine, one device each, that share each layer (tensor parallel)")
+    dp: int = Field(1, ge=1, description="replicas inside an engine, each with requests of its own, that share experts")
+    pp: int = Field(1, ge=1, description="stages of an engine, each with a run of layers (pipeline parallel)")
+    ep: int | None = Field(None, ge=1, description="ranks of a stage that experts are spread over; none: all, dp × tp")
+    experts: EngineExperts = EngineExperts()
+    concurrent: Rows = Field(256, description="most sequences that an engine decodes at once")
     page_size: int | None = Field(
         None, ge=1, description="tokens per page of the key/value cache; none: what the engine measured best"
     )
@@ -120,6 +135,11 @@ class Rollout(Section):
         False, description="native engine on a CPU: rollout and learner agree bit for bit, at a third of the speed"
     )
     vllm: VLLM = VLLM()
+
+    @property
+    def ranks(self) -> int:
+        """Of one engine."""
+        return self.pp * self.dp * self.tp
 
 
 class RewardSpec(Section):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from tidemill import device as devices
 from tidemill.errors import CheckpointError, ConfigError, ModelError, did_you_mean
@@ -27,12 +27,15 @@ from tidemill.models.load import (
     DTYPES,
     EXPORTED,
     LoadedModel,
+    auto_class,
     load,
     open_folder,
     save_folder,
     wrap,
 )
 from tidemill.models.mixture import routing
+from tidemill.models.vision.eyes.find import give_eyes
+from tidemill.models.vision.views import find as views
 from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe import config as settings
 from tidemill.recipe.config import Config
@@ -98,7 +101,7 @@ def _from_run(run: RunFolder, place: torch.device, raw: bool, step: int | None, 
     if has_adapters and not _holds_all(tensors):
         model = _base(run)
     else:
-        model = AutoModelForCausalLM.from_config(definition, attn_implementation=attention.NAME)  # type: ignore[no-untyped-call]
+        model = auto_class(definition).from_config(definition, attn_implementation=attention.ours(definition))
         model = model.to(DTYPES[run.config.model.dtype])
     routing.widen(model)
     routing.make_room(model, run.config.learn.moe)
@@ -114,6 +117,7 @@ def _from_run(run: RunFolder, place: torch.device, raw: bool, step: int | None, 
         raise CheckpointError(f"{found.path} lacks {len(missing)} of the model's tensors, first {missing[0]}")
     model.load_state_dict(own, strict=False)  # tied weights and buffers are made by the model itself
     tokenizer = AutoTokenizer.from_pretrained(run.path / DEFINITION)
+    give_eyes(model, views.view_of(definition.to_dict(), tokenizer, views.settings_of(run.path / DEFINITION)))
     window = getattr(definition.get_text_config(), "max_position_embeddings", 1 << 20)
     loaded = wrap(model.to(place), tokenizer, window)
     return Trained(loaded, run.config, found.step, head, is_mean, _base_dtype(run))

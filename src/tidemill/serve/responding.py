@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tidemill.serve.asking import Chatting, Refused
-from tidemill.serve.chatting import ChatCall, begin, finish_of, told
+from tidemill.serve.chatting import ChatCall, Read, begin, finish_of, told
 from tidemill.serve.service import Service, Session, new_id, news, whole
 
 MOST_KEPT = 4096  # responses that can be gone on from
@@ -41,7 +41,7 @@ class Responding(msgspec.Struct, kw_only=True):
 
 
 class Responses:
-    """What was answered, for `previous_response_id`. Sessions do not see each other's."""
+    """What was answered, for `previous_response_id`. Sessions do not see each other's; the oldest are forgotten."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
@@ -65,12 +65,14 @@ class Responses:
 class ResponseCall:
     """A request on its way, and the items that it comes to."""
 
-    def __init__(self, service: Service, session: Session, body: Responding, kept: Responses, owner: str) -> None:
+    call: ChatCall
+
+    def __init__(self, body: Responding, kept: Responses, owner: str) -> None:
         self.body, self.kept, self.owner = body, kept, owner
         before = kept.messages(owner, body.previous_response_id)
         self.messages = [*before, *messages_of(body.input)]
         head = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        chat = Chatting(
+        self.chat = Chatting(
             model=body.model,
             messages=[*head, *self.messages],
             max_tokens=body.max_output_tokens,
@@ -83,8 +85,10 @@ class ResponseCall:
             top_p=body.top_p,
             seed=body.seed,
         )
-        self.call: ChatCall = begin(service, session, chat)
         self.id, self.created = new_id("resp"), int(time.time())
+
+    def begin(self, service: Service, session: Session, given: Read) -> None:
+        self.call = begin(service, session, self.chat, given)
 
     async def answer(self) -> dict[str, Any]:
         (completion,) = await whole(self.call.answering)

@@ -17,6 +17,7 @@ from tidemill.serve.asking import Drawing, Refused, choices_of, sampling
 from tidemill.serve.link import Answering, EngineGone, EngineLink
 from tidemill.serve.metrics import Metrics
 from tidemill.serve.talk import Memory, Talk
+from tidemill.tiles import Tiles
 
 SERVED = object()  # marks requests of the endpoint among others of the same engine
 MOST_MEMORIES = 1024  # sessions whose conversations are remembered at once
@@ -39,6 +40,15 @@ class Served:
     @property
     def version(self) -> int:
         return self.link.engine.version
+
+    def check_length(self, characters: int, field: str = "messages") -> None:
+        """Refuse a text that cannot fit before seconds are spent on it."""
+        if characters > self.window * self.talk.longest:
+            raise Refused(
+                f"the prompt has {characters} characters, and the model's window is {self.window} tokens",
+                field,
+                code="context_length_exceeded",
+            )
 
 
 class Session:
@@ -118,8 +128,10 @@ class Service:
     def remembered_tokens(self) -> int:
         return sum(memory.size for memory in self._memories.values())
 
-    def ask(self, session: Session, model: Served, prompt: list[int], asked: Drawing, wanted: Wanted) -> Answering:
-        """Send a request on its way."""
+    def ask(
+        self, session: Session, model: Served, prompt: list[int], asked: Drawing, wanted: Wanted, tiles: Tiles = ()
+    ) -> Answering:
+        """Send a request on its way. `tiles`: what the prompt shows."""
         count = choices_of(asked)
         if sum(m.link.open_samples for m in self.models.values()) + count > self.most_open:
             raise Refused("too many requests wait already: come back later", status=429, code="rate_limit_exceeded")
@@ -137,7 +149,13 @@ class Service:
         how = sampling(asked, most, session.base)
         how = replace(how, grammar=wanted.grammar, top_logprobs=wanted.tops)
         request = Request(
-            model.link.new_id(), prompt, how, n=count, draw_id=session.draw_id(prompt, asked.seed), user=SERVED
+            model.link.new_id(),
+            prompt,
+            how,
+            n=count,
+            draw_id=session.draw_id(prompt, asked.seed),
+            tiles=tiles,
+            user=SERVED,
         )
         began = time.monotonic()
 

@@ -5,6 +5,8 @@ One sandbox runs one program at a time; use several for more.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import socket
 import subprocess
@@ -114,6 +116,8 @@ class Sandbox:
             why = "its process did not start" if message is None else message["failed"]
             raise SandboxError(f"code cannot be run safely on this machine: {why}", "use another reward here")
         self.has_scratch = bool(message["scratch"])
+        with contextlib.suppress(OSError):  # its root lies in memory, and is no longer reached by this name
+            os.rmdir(folder)
         return self._wire
 
     def close(self) -> None:

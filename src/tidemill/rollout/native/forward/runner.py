@@ -24,9 +24,10 @@ from tidemill.models.vision.eyes import eyes
 from tidemill.models.vision.eyes.eyes import Eyes, Seen
 from tidemill.rollout.native import ascend_kernels
 from tidemill.rollout.native.ascend_kernels import AscendKernels
-from tidemill.rollout.native.forward import latent, lean
+from tidemill.rollout.native.forward import latent, lean, mixture
 from tidemill.rollout.native.forward.fused import FusedKernels, FusedRunner
 from tidemill.rollout.native.kernels import Kernels
+from tidemill.rollout.native.ranks.links import Links
 
 
 class Runner(Protocol):
@@ -84,7 +85,7 @@ class PlainRunner:
 
 def fused_kernels(model: Any, device: torch.device) -> Callable[[], FusedKernels] | None:
     """What makes the kernels that run the model on an accelerator; None where there are none for one of the two."""
-    if not (lean.supports(model) or latent.supports(model)):
+    if not (lean.supports(model) or latent.supports(model)) or not mixture.has_plain_experts(model):
         return None
     if has_triton(device.type):
         from tidemill.rollout.native.triton_kernels import TritonKernels
@@ -99,22 +100,18 @@ def make_runner(
     kernels: Kernels | None,
     is_plain: bool,
     fused: Callable[[], FusedKernels] | None = None,
-    group: Any = None,
+    links: Links | None = None,
 ) -> Runner:
-    """`fused`: what makes an accelerator's kernels, where they may be used. `group`: ranks that share the work."""
-    if group is not None:
-        if is_plain or not lean.supports(model):
-            raise ModelError(
-                f"{type(model).__name__} cannot be served tensor-parallel",
-                f"this works for {', '.join(families.llama_forms(mixtures=True))}",
-            )
-        from tidemill.rollout.native.forward.parallel import ParallelRunner
-
-        return ParallelRunner(model, max_len, kernels, group)
-    if is_plain or not (lean.supports(model) or latent.supports(model)):
-        return PlainRunner(model)
+    """`fused`: what makes an accelerator's kernels, where they may be used. `links`: to ranks that share the work."""
     is_latent = latent.supports(model)
+    if is_plain or not (is_latent or lean.supports(model)):
+        if links is not None:
+            raise ModelError(
+                f"{type(model).__name__} cannot be served by an engine over several ranks",
+                f"this works for {', '.join(families.served_over_ranks())}",
+            )
+        return PlainRunner(model)
     if fused is not None:
         make = latent.FusedLatentRunner if is_latent else FusedRunner
         return make(model, max_len, fused())
-    return (latent.LatentRunner if is_latent else lean.LeanRunner)(model, max_len, kernels)
+    return (latent.LatentRunner if is_latent else lean.LeanRunner)(model, max_len, kernels, links)
