@@ -19,6 +19,7 @@ from tidemill.recipe.config import Config
 class A2C(PPO):
     name = "a2c"
     about = "critic and plain policy gradient, one update a step"
+    policies = ("network",)
     paper = {"aggregation": "token_mean", "critic": {"lam": 1.0, "whiten": False, "value_clip": None}}
 
     def unused(self, config: Config) -> dict[str, str]:

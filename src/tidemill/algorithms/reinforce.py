@@ -1,8 +1,8 @@
 """REINFORCE (Williams 1992): no critic, no groups, no ratio. Loss per decision −G log π.
 
-G is what came after the decision, brought to mean 0 and standard deviation 1 over the step (`advantage_scale: none`
-leaves it as it is; of a network `critic.whiten: false`). Of an episode that goes on after a fragment only what was seen
-counts: fragments should be as long as episodes, or γ small.
+G is the sum of rewards after the decision, brought to mean 0 and standard deviation 1 over the step (`critic.whiten:
+false` leaves it as it is). Of an episode that goes on after a fragment only what was seen counts: fragments should be
+as long as episodes, or γ small.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ from tidemill.recipe.config import Config
 class Reinforce(ReinforcePP):
     name = "reinforce"
     about = "plain policy gradient with what came after each decision"
-    policies = ("decoder", "network")
+    policies = ("network",)
 
     def unused(self, config: Config) -> dict[str, str]:
         return dict.fromkeys(RATIO_SETTINGS, "has no ratio: its loss is −G log π")
 
     def graph(self, config: Config) -> Graph:
-        return steps.graph(self.name, config, returns=False) if steps.is_network(config) else super().graph(config)
+        return steps.graph(self.name, config, returns=False)
 
     def advantages(self, batch: Batch, config: Config) -> Batch:
-        if not steps.is_network(config):
-            return super().advantages(batch, config)
         to_go = steps.returns(batch, config.algorithm.critic.gamma, steps.scaled_rewards(batch))
         return Batch({"advantages": steps.column(steps.normalised(to_go, config), batch)})
 
