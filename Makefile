@@ -9,12 +9,13 @@ BROWSER_VENV ?= .venv-browser
 DOCS_VENV ?= .venv-docs
 LOGGERS_VENV ?= .venv-loggers
 CLIENTS_VENV ?= .venv-clients
+MINDSPORE_VENV ?= .venv-mindspore
 
 # These start eight processes that compute together: beside another worker's they would crowd two cores.
 RANKS := tests/learn/parallel tests/rollout/ranks
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-npu test-slurm test-ray-jobs test-vllm test-browser test-clients test-loggers docs lint layers types quick slow learning bench peers clean
+.PHONY: help install quickstart test test-npu test-slurm test-ray-jobs test-vllm test-browser test-clients test-loggers mindspore test-mindspore test-kernels docs lint layers types quick slow learning bench peers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -91,6 +92,28 @@ $(LOGGERS_VENV)/.installed:
 test-loggers: install $(LOGGERS_VENV)/.installed ## W&B, MLflow, Trackio and SwanLab write offline, and their files are read back
 	@TIDEMILL_LOGGERS_PYTHON=$(abspath $(LOGGERS_VENV)/bin/python) $(BIN)/python -m pytest -rs tests/observe/test_loggers.py
 
+# MindSpore wants numpy 1, so it has an environment of its own, in which `learn.backend=mindspore` starts its processes.
+$(MINDSPORE_VENV)/.installed:
+	@echo "Installing MindSpore into $(MINDSPORE_VENV) (1 GB) …"
+	@test -x $(MINDSPORE_VENV)/bin/python || $(PYTHON) -m venv $(MINDSPORE_VENV)
+	@$(MINDSPORE_VENV)/bin/python -m pip install -q --disable-pip-version-check mindspore==2.10.0 numpy==1.26.4
+	@touch $@
+
+mindspore: $(MINDSPORE_VENV)/.installed ## an environment for learn.backend=mindspore
+
+test-mindspore: install mindspore ## MindSpore's learner beside torch's
+	@TIDEMILL_MINDSPORE=$(abspath $(MINDSPORE_VENV)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/learn/mindspore
+
+# Triton's interpreter cannot read numpy 2.4: both go into a folder that is put before the packages of $(VENV).
+KERNELS_SITE ?= .site-triton
+$(KERNELS_SITE)/.installed:
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --target $(KERNELS_SITE) triton==3.6.0 "numpy<2.4"
+	@touch $@
+
+test-kernels: install $(KERNELS_SITE)/.installed ## Triton kernels against plain torch, in Triton's interpreter
+	@PYTHONPATH=$(abspath $(KERNELS_SITE)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs \
+		tests/learn/test_triton_logprob.py tests/learn/test_triton_adam.py tests/rollout/native/test_triton_kernels.py
+
 $(DOCS_VENV)/.installed: requirements.docs.lock
 	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
 	@$(DOCS_VENV)/bin/python -m pip install -q --disable-pip-version-check -r requirements.docs.lock
@@ -135,4 +158,4 @@ bench: install ## the benchmarks that run on this machine, as tables
 	@for name in step; do $(BIN)/tidemill bench $$name; done
 
 clean: ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) $(BROWSER_VENV) $(DOCS_VENV) $(LOGGERS_VENV) $(CLIENTS:%=$(CLIENTS_VENV)-%) $(CLIENTS_VENV)-node $(RAY_DEFAULT) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(BROWSER_VENV) $(DOCS_VENV) $(LOGGERS_VENV) $(CLIENTS:%=$(CLIENTS_VENV)-%) $(CLIENTS_VENV)-node $(MINDSPORE_VENV) $(KERNELS_SITE) $(RAY_DEFAULT) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,6 +20,7 @@ ABOUT = "TransferQueue's interface beside TransferQueue, TRL's trainer with our 
 OPTIONS: dict[str, Any] = {
     "parts": ["transfer_queue", "trl"],
     "peer_python": "",
+    "queue": ["answers", "flows", "speeds"],
     "rounds": 5,  # of put and get
     "seeds": [0, 1, 2],
     "arms": ["generate", "rollout", "packed"],
@@ -53,21 +54,33 @@ def transfer_queue(options: Mapping[str, Any]) -> dict[str, Any]:
             extra = {"RAY_TMPDIR": ray_folder, "TQ_LOGGING_LEVEL": "ERROR", **environment}
             return program([python, *words], options["limit_s"], extra)
 
-        answers = {side: cases(child, side) for side in SIDES}
-        flows = {side: child("-m", FLOW, side, "rows", "--ray") for side in SIDES}
-        killed = {side: child("-m", FLOW, side, "killed", "--ray") for side in SIDES}
-        speeds = {kind: speed(child, kind, options["rounds"]) for kind in ("simple", "complex")}
+        made: dict[str, Any] = {}
+        for name in options["queue"]:
+            made |= {"answers": answers, "flows": flows, "speeds": speeds}[name](child, options)
+            print(json.dumps(made), file=sys.stderr, flush=True)
+    return made
+
+
+def answers(child: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    theirs, ours = (cases(child, side) for side in SIDES)
+    differing = [name for name, told in theirs.items() if ours.get(name) != told]
+    return {"cases": len(theirs), "differences": differing}
+
+
+def flows(child: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    ran, killed = ({side: child("-m", FLOW, side, what, "--ray") for side in SIDES} for what in ("rows", "killed"))
     return {
-        "cases": len(answers["theirs"]),
-        "differences": [name for name, told in answers["theirs"].items() if answers["ours"].get(name) != told],
-        "dataflow_rows": len(flows["theirs"]["rows"]),
-        "dataflow_is_same": flows["theirs"] == flows["ours"],
-        "killed_consumer_lost": {side: told["lost"] for side, told in killed.items()},
+        "dataflow_rows": len(ran["theirs"]["rows"]),
+        "dataflow_is_same": ran["theirs"] == ran["ours"],
         "killed_consumer_rows": killed["ours"]["rows"],
-        "speeds": speeds,
-        "put_times_theirs (>= 5)": speeds["simple"]["put_ratio"],
-        "get_times_theirs (>= 10)": speeds["simple"]["get_ratio"],
+        "killed_consumer_lost": {side: told["lost"] for side, told in killed.items()},
     }
+
+
+def speeds(child: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    found = {kind: speed(child, kind, options["rounds"]) for kind in ("simple", "complex")}
+    simple = found["simple"]
+    return {"speeds": found, "put_ratio (>= 5)": simple["put_ratio"], "get_ratio (>= 10)": simple["get_ratio"]}
 
 
 def cases(child: Any, side: str) -> dict[str, Any]:

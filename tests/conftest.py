@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+if not torch.accelerator.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which what follows may do
 
 from tidemill import owned
 from tidemill.cluster.start import choose

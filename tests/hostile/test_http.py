@@ -138,9 +138,10 @@ def test_the_metrics_of_a_run_stay_there_beside_connections_that_say_nothing(tmp
         with held(made.port, 300):
             began = time.monotonic()
             said = urlopen(f"http://127.0.0.1:{made.port}/metrics", timeout=10).read().decode()
-            assert 'tidemill_reward{run="r"} 0.5' in said and time.monotonic() - began < 5
-            handlers = [t for t in threading.enumerate() if "process_request" in t.name]
-            assert len(handlers) <= MOST_CONNECTIONS + 2
+            assert 'tidemill_reward{run="r"} 0.5' in said and time.monotonic() - began < 10
+            while (handlers := sum("process_request" in t.name for t in threading.enumerate())) > MOST_CONNECTIONS + 2:
+                assert time.monotonic() - began < 60, handlers  # those of closed connections end when they have a core
+                time.sleep(0.05)
 
 
 # Whose processes

@@ -22,6 +22,9 @@ LISTED = {
     ("bridges/transfer_queue/pickles.py", "pickle"): "TransferQueue carries any object; see that file for who opens it",
     ("bridges/transfer_queue/pickles.py", "cloudpickle"): "writes the sampler of the dock's own starter",
     ("bridges/transfer_queue/pickles.py", "pickle.loads"): "the same",
+    ("models/foreign/sharded.py", "pickle"): "a checkpoint's index: only the classes that an index has are loaded",
+    ("models/foreign/sharded.py", "Unpickler"): "the same",
+    ("models/foreign/verl.py", "torch.load"): "tensors alone (weights_only); a user names the file",
     (
         "cluster/start/forkserver.py",
         "Connection",

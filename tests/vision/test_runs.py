@@ -140,3 +140,26 @@ def test_rows_of_a_file_with_images_are_learned_from(tmp_path) -> None:
     data = {"source": str(tmp_path / "rows.jsonl"), "held_out": 4, "max_prompt_tokens": 64}
     tidemill.train(recipe(tmp_path, data=data))
     is_on_policy(metrics(tmp_path))
+
+
+def looks(samples) -> list[float]:
+    """As good as the prompt's images are many and bright."""
+    return [float(len(s.images)) + float(np.mean([image.mean() for image in s.images])) / 255 for s in samples]
+
+
+looks.is_batched = True
+
+
+@pytest.mark.parametrize("executor", ["local", "processes"])
+def test_a_reward_may_see_the_images(executor: str, tmp_path) -> None:
+    rewards = {"functions": [{"function": "tests.vision.test_runs:looks"}], "images": True}
+    tidemill.train(
+        recipe(
+            tmp_path,
+            rewards=rewards,
+            cluster={"executor": executor},
+            train={"steps": 1, "prompts_per_step": 4, "samples_per_prompt": 2},
+        )
+    )
+    (step,) = metrics(tmp_path)
+    assert 1.5 < step["reward"] < 2.0  # one image each, mostly paper

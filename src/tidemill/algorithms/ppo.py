@@ -31,7 +31,7 @@ class PPO(GRPO):
     compares_samples = False
     credits_turns = True
     has_critic = True
-    policies = ("decoder", "network")
+    policies: tuple[str, ...] = ("decoder", "network")
     judges = "states"
 
     def graph(self, config: Config) -> Graph:

@@ -61,6 +61,10 @@ def _players(c: Config) -> int:
     return 1 if c.environment is None else c.environment.players
 
 
+def in_mindspore(c: Config) -> bool:
+    return c.learn.backend == "mindspore"
+
+
 def engine_over(size: str, when: When) -> When:
     """An engine with that many replicas, stages or ranks of a layer, where `when` holds too."""
     return lambda c: getattr(c.rollout, size) > 1 and when(c)
@@ -69,6 +73,7 @@ def engine_over(size: str, when: When) -> When:
 NATIVE = "{c.rollout.engine} does not have this setting of the native engine"
 ONE_PROCESS = "it shows what one process does, and here several work"
 INVARIANT = "rollout.batch_invariant"
+MINDSPORE = "learn.backend=mindspore "
 ENGINE_SIZES = ("tp", "dp", "pp")
 
 RULES = (
@@ -80,6 +85,8 @@ RULES = (
          "environment.program asks with text alone", "leave the images out with data.columns.images=none"),
     Rule("data.images", lambda c: shows_images(c) and _players(c) > 1,
          "games of several players are played in text alone", "leave the images out with data.columns.images=none"),
+    Rule("rewards.images", lambda c: not c.rewards.images and any(r.function == "ocr" for r in c.rewards.functions),
+         "the reward ocr reads the prompt's images", "true"),
     # Rollout
     Rule("rollout.cache_dtype", lambda c: not_native(c) and c.rollout.cache_dtype != "auto", NATIVE, "auto"),
     Rule("rollout.speculate", lambda c: not_native(c) and c.rollout.speculate == "on", NATIVE, "auto"),
@@ -149,6 +156,30 @@ RULES = (
          "over ranks, a critic has a decoder of its own", "own"),
     Rule("learn.parallel.pp", lambda c: learns_values(c) and value_stages(c) > 1,
          "a value model is not cut into stages", "algorithm.critic.parallel with pp: 1 and the same product"),
+    # MindSpore's learner
+    Rule("model.dtype", lambda c: in_mindspore(c) and c.model.dtype != "float32",
+         MINDSPORE + "learns in float32", "float32|learn.backend=torch"),
+    Rule("algorithm", lambda c: in_mindspore(c) and registry.of(c).learns_values,
+         MINDSPORE + "has no value models", "learn.backend=torch"),
+    Rule("algorithm.critic.trunk", lambda c: in_mindspore(c) and "critic" in registry.roles_of(c)
+         and c.algorithm.critic.trunk == "shared", "with " + MINDSPORE + "torch computes the critic alone", "own"),
+    Rule("learn.parallel", lambda c: in_mindspore(c) and is_cut(c), MINDSPORE + "holds whole models",
+         "sizes of 1 with learn.mindspore.processes=2"),
+    Rule("cluster.learners", lambda c: in_mindspore(c) and not is_local(c) and c.cluster.learners > 1,
+         MINDSPORE + "learns in one worker", "1 with learn.mindspore.processes=2"),
+    Rule("learn.lora_rank", lambda c: in_mindspore(c) and c.learn.lora_rank > 0, MINDSPORE + "has no adapters", "0"),
+    Rule("learn.optimizer", lambda c: in_mindspore(c) and c.learn.optimizer != "adamw",
+         MINDSPORE + "has AdamW alone", "adamw"),
+    Rule("learn.moments", lambda c: in_mindspore(c) and c.learn.moments == "int8",
+         MINDSPORE + "keeps moments in float32", "same"),
+    Rule("learn.ema", lambda c: in_mindspore(c) and c.learn.ema > 0, MINDSPORE + "keeps no running mean", "0"),
+    Rule("learn.fp8", lambda c: in_mindspore(c) and c.learn.fp8 != "none", MINDSPORE + "learns in float32", "none"),
+    Rule("learn.recompute", lambda c: in_mindspore(c) and c.learn.recompute not in ("none", "full"),
+         MINDSPORE + "recomputes whole layers", "full|none"),
+    Rule("observe.dump", lambda c: in_mindspore(c) and bool(c.observe.dump),
+         MINDSPORE + "keeps its gradients to itself", "leaving it out"),
+    Rule(INVARIANT, lambda c: in_mindspore(c) and c.rollout.batch_invariant,
+         MINDSPORE + "adds up in another order than rollout", "false"),
     # The reference
     Rule("algorithm.kl.target", lambda c: c.algorithm.kl.target is not None and c.algorithm.kl.coef == 0,
          "an adaptive coefficient begins with algorithm.kl.coef, which is 0", "algorithm.kl.coef=0.01"),
@@ -242,6 +273,9 @@ UNREAD = (
            lambda c: c.flow.schedule != "async" and not c.flow.carry_over,
            "flow.schedule is {c.flow.schedule}: no sample is older than its step"),
     Unread(("learn.lora_alpha", "learn.lora_experts"), lambda c: not c.learn.lora_rank, "learn.lora_rank is 0"),
+    Unread(("learn.mindspore",), lambda c: not in_mindspore(c), "learn.backend is torch"),
+    Unread(("learn.attention", "learn.compile", "learn.master", "learn.offload", "learn.optimizer_on_host",
+            "learn.recompute_every", "learn.reduce_dtype"), in_mindspore, "learn.backend is mindspore"),
     Unread(("learn.min_lr_share",), lambda c: c.learn.schedule == "constant", "learn.schedule is constant"),
     Unread(("learn.recompute_every",), lambda c: c.learn.recompute == "none", "learn.recompute is none"),
     Unread(("learn.moe.coef",), lambda c: c.learn.moe.balance != "aux_loss", "learn.moe.balance is not aux_loss"),

@@ -19,7 +19,7 @@ from tidemill.recipe.config import Config
 from tidemill.reward.api import Sample
 from tidemill.reward.score import Failures, Scorer
 from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
-from tidemill.tiles import Tiles
+from tidemill.tiles import Tiles, images
 
 # Far above any training group's id, so that an evaluation never draws a training request's random stream.
 FIRST_ID = 1 << 48
@@ -165,12 +165,13 @@ def _answer(
 
 
 def _sample(problem: Asked, made: Completion, id: int, decode: Callable[[list[int]], str]) -> Sample:
-    example, prompt, _ = problem
+    example, prompt, tiles = problem
     return Sample(
         prompt=decode(prompt),
         response=decode(made.tokens if made.mask is None else made.tokens[last_said(made.mask) :]),
         transcript=decode(made.tokens),
         tokens=[*prompt, *made.tokens],
+        images=images(tiles),
         played={} if made.played is None else made.played.plain(),
         answer=example.answer,
         meta=example.meta,

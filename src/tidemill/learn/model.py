@@ -35,9 +35,10 @@ from tidemill.learn.rows.routes import routed
 from tidemill.models import lora
 from tidemill.models.attention.contexts import Attention, choose
 from tidemill.models.buffers import persistent
+from tidemill.models.calling import plug
 from tidemill.models.layers import stages
 from tidemill.models.layers.forms import fuse
-from tidemill.models.mixture import experts, routing
+from tidemill.models.mixture import routing
 from tidemill.models.policy import Policy
 from tidemill.models.vision.eyes import eyes
 from tidemill.recipe.config import Config
@@ -78,7 +79,7 @@ class MeshModel:
             self.attention = self._attention()
             return
         if meshes.made is not None:
-            experts.plug(model)
+            plug(model)
         self.routers = routing.prepare(model, config.learn.moe, self.device)
         if self.routers is not None:
             self.routers.share = 1.0 / meshes.parallel.tp  # ranks of tp route the same tokens, and add gradients up
@@ -235,8 +236,12 @@ class MeshModel:
         for i, part in enumerate(parts):
             row = self._row(part)
             with lora.without(self.model):
-                keep(row, i, self.root(row.own))
+                keep(row, i, self._scores(row))
         return out
+
+    def _scores(self, row: Row) -> Scores:
+        found: Scores = self.root(row.own)
+        return found
 
     def layout(self) -> Layout:
         """Of this rank's pipeline stage; `reshard.layout.merge` joins those of all."""

@@ -95,6 +95,7 @@ class VLLM(Section):
     sleep_level: Literal[1, 2] = Field(
         1, description="while asleep, vLLM keeps its weights in host memory (1) or drops them until the next update (2)"
     )
+    additional_config: dict[str, Any] = Field({}, description="settings of vLLM's plug-in for the device, if any")
 
 
 class EngineExperts(Section):
@@ -159,6 +160,7 @@ class Rewards(Section):
         description="a reward that raises, hangs or is not finite: counts as 0, drops its group, or ends the run",
     )
     correct_above: float = Field(0.5, description="a sample counts as correct when its first reward exceeds this")
+    images: bool = Field(False, description="give the prompt's images to rewards that run in this process")
     workers: int | Literal["auto"] = Field(
         "auto", description="processes for rewards that do not run in this one; auto: one per core, at most 32"
     )
@@ -201,7 +203,14 @@ class Mixture(Section):
     replay: bool = Field(False, description="route tokens in learning as in rollout (native engine)")
 
 
+class MindSpore(Section):
+    python: str = Field("", description="interpreter that has MindSpore, or its environment; empty: .venv-mindspore")
+    processes: int = Field(1, ge=1, le=64, description="processes that share out a step's samples")
+
+
 class Learn(Section):
+    backend: Literal["torch", "mindspore"] = Field("torch", description="what the policy's learner computes with")
+    mindspore: MindSpore = MindSpore()
     lr: Rate = Field(1e-6, description="learning rate")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="learning-rate schedule after warm-up"

@@ -52,6 +52,7 @@ def make_plain(loaded: LoadedModel, config: Config, links: Links | None = None) 
         case "native":
             from tidemill.rollout.native.engine import NativeEngine
             from tidemill.rollout.native.ranks.replicas import Replicas
+            from tidemill.rollout.native.trial import try_rollout
 
             native = NativeEngine(
                 loaded.model,
@@ -68,7 +69,10 @@ def make_plain(loaded: LoadedModel, config: Config, links: Links | None = None) 
                 cache_dtype=rollout.cache_dtype,
                 reuse_prefix=config.environment is not None,  # each turn begins with those before it
             )
-            return native if links is None else Replicas(native, links)
+            if links is not None:
+                return Replicas(native, links)
+            try_rollout(native)
+            return native
         case "hf":
             from tidemill.rollout.hf import HFEngine
 
@@ -86,4 +90,5 @@ def make_plain(loaded: LoadedModel, config: Config, links: Links | None = None) 
                 sleep_level=rollout.vllm.sleep_level,
                 truncates=rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0,
                 seed=config.seed,
+                additional_config=rollout.vllm.additional_config,
             )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks import _families_tiny as tiny
 from tests.device.test_mapped import HostDriver
 from tests.rollout.tiny import VOCAB, roll, tiny_model
 from torch import Tensor
@@ -19,9 +20,9 @@ from tidemill.rollout.engine import Completion, Request, Sampling
 from tidemill.rollout.native.attention import causal_attention
 from tidemill.rollout.native.draw import device_draw
 from tidemill.rollout.native.engine import NativeEngine
-from tidemill.rollout.native.forward import graphs, latent
+from tidemill.rollout.native.forward import graphs
 from tidemill.rollout.native.forward.fused import FusedRunner
-from tidemill.rollout.native.forward.latent import FusedLatentRunner
+from tidemill.rollout.native.forward.runner import fused_form
 from tidemill.rollout.native.speculate import MOST, ON_ACCELERATOR, Speculator
 
 HAS_DEVICE = torch.accelerator.is_available()
@@ -34,8 +35,17 @@ class TorchKernels:
     draw, draw_truncated = staticmethod(device_draw.draw), staticmethod(device_draw.draw_truncated)
     draw_steered = staticmethod(device_draw.draw_steered)
 
-    def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, eps)
+    def rms(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight + shift, eps)
+
+    def norm_rotate(
+        self, x: Tensor, stride: int, norm: Tensor, shift: float, cos: Tensor, sin: Tensor, position: Tensor, eps: float
+    ) -> Tensor:
+        dim, turned = len(norm), cos.shape[-1]
+        normed = F.rms_norm(x[..., :dim], (dim,), norm + shift, eps)
+        part = normed[..., :turned]
+        part = part * cos[position][:, None] + part.roll(turned // 2, -1) * sin[position][:, None]
+        return torch.cat([part, normed[..., turned:]], -1)
 
     def turns(self, cos: Tensor, sin: Tensor, position: Tensor) -> tuple[Tensor, ...]:
         return cos, sin, position
@@ -104,8 +114,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch, model: Any, **options: Any) -> Native
     if not HAS_DEVICE:
         monkeypatch.setattr(graphs, "CapturedGraph", AgainEachTime)
         engine.kernels = None
-        make = FusedLatentRunner if latent.supports(model) else FusedRunner
-        engine.runner = make(model, 64, TorchKernels())
+        engine.runner = fused_form(model)(model, 64, TorchKernels())
         engine.decoder = engine._graph_decoder_of(engine.runner)
     assert engine.decoder is not None
     return engine
@@ -148,6 +157,57 @@ def test_a_mixture_decodes_ahead_as_it_does_in_step(
     assert tokens(made) == tokens(wanted)
     for key, completion in made.items():
         np.testing.assert_allclose(completion.logprobs, wanted[key].logprobs, atol=5e-3 if HAS_DEVICE else 1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.0}], ids=str)
+def test_states_move_on_inside_the_graph(monkeypatch: pytest.MonkeyPatch, family: str, how: dict[str, Any]) -> None:
+    """With pauses, after which some states are kept and others made again."""
+    model = tiny.models(family)[0].to(DEVICE)
+    wanted = roll(NativeEngine(model, eos_ids=range(2, 12), max_len=64, plain=True), asked(4, **how))
+    engine = ahead(monkeypatch, model, eos_ids=range(2, 12))
+    for request in asked(4, **how):
+        engine.submit(request)
+    done: dict[tuple[int, int], Completion] = {}
+    for keeps in (True, False):
+        for completion in [c for _ in range(4) for c in engine.step()]:
+            done[completion.request.id, completion.index] = completion
+        engine.resume(engine.pause(keep_cache=keeps))
+    done |= roll(engine, [])
+    assert tokens(done) == tokens(wanted)
+    for key, completion in done.items():
+        np.testing.assert_allclose(completion.logprobs, wanted[key].logprobs, atol=5e-3 if HAS_DEVICE else 1e-4)
+    assert engine.decoder is not None and engine.decoder.buckets
+
+
+def test_graphs_with_states_can_be_captured_before_the_first_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.models("qwen3_5_text")[0].to(DEVICE)
+    wanted = tokens(roll(NativeEngine(model, eos_ids=[], max_len=64, plain=True), asked(3)))
+    engine = ahead(monkeypatch, model, eos_ids=[])
+    assert engine.decoder is not None and engine.states is not None
+    with torch.inference_mode() if HAS_DEVICE else torch.no_grad():
+        engine.decoder.capture()
+    before = {place: held.data_ptr() for place, held in engine.states.held.items()}
+    assert tokens(roll(engine, asked(3))) == wanted
+    assert before == {place: held.data_ptr() for place, held in engine.states.held.items()}  # graphs hold the addresses
+
+
+def test_states_outlive_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.models("qwen3_5_text")[0].to(DEVICE)
+    wanted = tokens(roll(NativeEngine(model, eos_ids=[], max_len=64, plain=True), asked(3)))
+    engine = ahead(monkeypatch, model, eos_ids=[])
+    assert engine.states is not None
+    if not HAS_DEVICE:
+        engine.states.memory = engine.store.memory = MappedMemory(HostDriver())
+    for request in asked(3):
+        engine.submit(request)
+    done = [completion for _ in range(5) for completion in engine.step()]
+    assert engine.states.nbytes
+    engine.sleep()
+    assert engine.states.nbytes == engine.store.nbytes == 0
+    engine.wake()
+    after = roll(engine, []) | {(c.request.id, c.index): c for c in done}
+    assert tokens(after) == wanted
 
 
 def test_routes_are_recorded_inside_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:

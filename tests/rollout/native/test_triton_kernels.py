@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch
 import torch.nn.functional as F
 
 HAS_DEVICE = torch.accelerator.is_available()
-if not HAS_DEVICE:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton")
 
 from tidemill.models.attention.registry import AttentionForm  # noqa: E402
@@ -53,6 +50,17 @@ def test_norm_gate_and_rotation(dim: int) -> None:
     wanted = torch.cat([turned(q, norms[0]).flatten(1), turned(k, norms[1]).flatten(1), kept], 1)
     KERNELS.rotate(both, (3, 2), norms, KERNELS.turns(cos, sin, at), 1e-6)
     close(both, wanted)
+
+
+def test_norms_that_count_from_one_and_heads_that_turn_in_part() -> None:
+    torch.manual_seed(0)
+    x, w, at = randn(5, 3, 48), randn(24), torch.randint(0, 20, (5,), device=DEVICE)
+    cos, sin = randn(20, 8), randn(20, 8)
+    close(KERNELS.rms(x[0], randn(48) * 0, 1e-6, 1.0), F.rms_norm(x[0], (48,), None, 1e-6))
+    normed = F.rms_norm(x[..., :24], (24,), w + 1.0, 1e-6)
+    part = normed[..., :8]
+    wanted = torch.cat([part * cos[at][:, None] + part.roll(4, -1) * sin[at][:, None], normed[..., 8:]], -1)
+    close(KERNELS.norm_rotate(x, 48, w, 1.0, cos, sin, at, 1e-6), wanted)
 
 
 @pytest.mark.parametrize("splits", [1, 4])

@@ -35,7 +35,9 @@ def with_images(graph: Graph, config: Config) -> Graph:
     for stage in graph.stages:
         if stage.name == "rollout":
             stage = replace(stage, reads=(*stage.reads, *PROMPT_COLUMNS), writes=(*stage.writes, *turns))
-        elif stage.role != "reward" and "tokens" in stage.reads:
+        elif stage.role == "reward":
+            stage = replace(stage, reads=(*stage.reads, *PROMPT_COLUMNS)) if config.rewards.images else stage
+        elif "tokens" in stage.reads:
             stage = replace(stage, reads=(*stage.reads, *PROMPT_COLUMNS, *turns))
         stages.append(stage)
     return replace(graph, source=(*graph.source, *PROMPT_COLUMNS), stages=tuple(stages))

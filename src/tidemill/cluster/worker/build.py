@@ -30,6 +30,7 @@ from tidemill.flow.feed import FEEDS, encoder_of
 from tidemill.learn import build as parts
 from tidemill.learn.checkpoint.model_folder import empty_model, materialise
 from tidemill.learn.engine import Learner, freeze
+from tidemill.learn.mindspore.learner import MindSporeLearner
 from tidemill.learn.model import MeshModel
 from tidemill.learn.network import NetworkLearner
 from tidemill.learn.parallel import mesh
@@ -141,7 +142,9 @@ def _teach(state: WorkerState, task: Assignment) -> None:
     elif algorithm.has_critic or algorithm.learns_values:
         shares_trunk = algorithm.has_critic and config.algorithm.critic.trunk == "shared"
         critic = ValueLearner(ValueModel(model, shares_trunk), config, algorithm, updates)
-    if state.learner is None:
+    if config.learn.backend == "mindspore":
+        state.learner = MindSporeLearner(model, config, algorithm, updates, task.logs / "mindspore.log")
+    elif state.learner is None:
         state.learner = critic if algorithm.learns_values and critic else Learner(model, config, algorithm, updates)
     state.critic = critic if algorithm.has_critic else None  # the learner itself is the reward model
     state.teams = {role: Team(state.world.rank, state.world.size) for role in ("learn", "learn_values")}

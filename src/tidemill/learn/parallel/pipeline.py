@@ -21,7 +21,9 @@ from torch.nn import ModuleList
 from tidemill.learn.parallel.collectives import MeshLink
 from tidemill.learn.parallel.schedule import Action, Timetable, forward_only, timetable
 from tidemill.learn.rows.packing import PackedBatch
+from tidemill.models.calling import through
 from tidemill.models.layers.stages import Elsewhere, norm_name, stage_of
+from tidemill.models.parts import decoder_of
 
 Group = Any
 Call = Callable[[int, PackedBatch, Tensor | None], Any]
@@ -53,15 +55,12 @@ class Stages:
 
     def __init__(self, model: Any, rank: int, ranks: int, chunks: int = 1) -> None:
         self.last = ranks * chunks - 1
-        self.views = {stage: self._view(model.get_decoder(), stage) for stage in range(rank, self.last + 1, ranks)}
+        self.views = {stage: self._view(decoder_of(model), stage) for stage in range(rank, self.last + 1, ranks)}
 
     def __call__(self, stage: int, packed: PackedBatch, came: Tensor | None) -> Tensor:
         """(1, tokens, width) from the stage before, None for the first → the same after this stage."""
         start = {"input_ids": packed.tokens[None]} if came is None else {"inputs_embeds": came}
-        out: Tensor = self.views[stage](
-            **start, position_ids=packed.positions[None], use_cache=False, tide=packed.context
-        ).last_hidden_state
-        return out
+        return through(self.views[stage], packed.context, **start, position_ids=packed.positions[None])
 
     def _view(self, decoder: Any, stage: int) -> Any:
         """The decoder with one stage's layers alone; its weights and hooks are the decoder's own."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tidemill.models.mixture import experts
+from tidemill.models.parts import decoder_of, layers_of
 
 Weights = Literal["int8", "fp8"]
 FP8 = torch.float8_e4m3fn
@@ -30,16 +31,16 @@ class NarrowLinear(nn.Linear):
 
 def narrow(model: Any, weights: Weights) -> Any:
     """Every matrix of the decoder's layers, stacked experts included; embeddings, norms, routers and the head stay."""
-    experts.plug(model.get_decoder())
-    for module in model.get_decoder().layers.modules():  # fused forms look for weights that are about to go
+    experts.plug(decoder_of(model))
+    for module in layers_of(model).modules():  # fused forms look for weights that are about to go
         vars(module).pop("forward", None)
-    for module in [m for m in model.get_decoder().layers.modules() if experts.is_known(m)]:
+    for module in [m for m in layers_of(model).modules() if experts.is_known(m)]:
         for stack in experts.STACKS:
             code, scale = encode(getattr(module, stack).detach(), weights)
             delattr(module, stack)
             module.register_buffer(f"{stack}_code", code)
             module.register_buffer(f"{stack}_scale", scale)
-    for linear in [m for m in model.get_decoder().layers.modules() if type(m) is nn.Linear]:
+    for linear in [m for m in layers_of(model).modules() if type(m) is nn.Linear]:
         code, scale = encode(linear.weight.detach(), weights)
         del linear.weight
         linear.register_buffer("code", code)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from tidemill.errors import ModelError
+from tidemill.models.parts import decoder_of, layers_of
 
 
 class Elsewhere(Module):
@@ -28,13 +29,13 @@ def stage_of(layer: int, layers: int, stages: int) -> int:
 
 def here(model: Any) -> list[tuple[int, Any]]:
     """The layers that this rank has, and their numbers."""
-    layers = enumerate(model.get_decoder().layers)
+    layers = enumerate(layers_of(model))
     return [(i, layer) for i, layer in layers if not isinstance(layer, Elsewhere)]
 
 
 def split(model: Any, rank: int, ranks: int, chunks: int = 1) -> None:
     """Drop what this rank does not need of a whole model."""
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     layers, stages = len(decoder.layers), ranks * chunks
     _check(model, layers, stages)
     is_first, is_last = rank == 0, rank == ranks - 1
@@ -60,7 +61,7 @@ def _check(model: Any, layers: int, stages: int) -> None:
         raise ModelError(f"{name} has {layers} layers, fewer than {stages} stages", f"at most {layers} stages would do")
     if getattr(settings, "embedding_multiplier", None) not in (None, 1.0):
         raise ModelError(f"{name} scales its inputs in the decoder itself: it cannot be cut into stages", "use pp: 1")
-    norm_name(model.get_decoder())
+    norm_name(decoder_of(model))
 
 
 def norm_name(decoder: Any) -> str:

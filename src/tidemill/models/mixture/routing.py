@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from tidemill.errors import ModelError
-from tidemill.models.attention.registry import AttentionForm, Context
+from tidemill.models.attention.registry import AttentionForm, Context, serving
 from tidemill.models.lora import Reference
+from tidemill.models.parts import layers_of
 
 if TYPE_CHECKING:  # rollout alone needs no settings, so it can be used without their library
     from tidemill.recipe.config import Mixture
@@ -49,8 +50,10 @@ class RouterKind:
 
 KINDS = {
     # GPT-OSS takes the softmax of the chosen logits alone: that of all, made to sum to one.
-    **dict.fromkeys(("MixtralTopKRouter", "GptOssTopKRouter"), RouterKind(sums_to_one=True)),
-    **dict.fromkeys(("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "OlmoeTopKRouter"), RouterKind()),
+    **dict.fromkeys(("MixtralTopKRouter", "GptOssTopKRouter", "Qwen3_5MoeTopKRouter"), RouterKind(sums_to_one=True)),
+    **dict.fromkeys(
+        ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3NextTopKRouter", "OlmoeTopKRouter"), RouterKind()
+    ),
     **dict.fromkeys(
         (
             "DeepseekV3TopkRouter",
@@ -76,8 +79,11 @@ class Routed:
     weights: Tensor | None = None  # (tokens,) how much each learns
     made: dict[int, Tensor] | None = None  # filled with what each layer chose, if a dict is given
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         return self.inner.attend(layer, q, k, v, form)
+
+    def recur(self, call: Any) -> Any:
+        return self.inner.recur(call)  # type: ignore[attr-defined]
 
 
 class Routers:
@@ -88,7 +94,7 @@ class Routers:
 
         self.settings = Mixture()
         self.share = 1.0  # of the auxiliary loss that this rank counts, where several compute the same tokens
-        found = [(layer, gate) for layer in model.get_decoder().layers if (gate := _gate(layer)) is not None]
+        found = [(layer, gate) for layer in layers_of(model) if (gate := _gate(layer)) is not None]
         self.layers, self.k = len(found), int(found[0][1].top_k) if found else 0
         self.experts = int(found[0][1].weight.shape[0]) if found else 0
         self.gates = [gate for _, gate in found]
@@ -108,7 +114,7 @@ class Routers:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self, at: int, layer: Any, args: Any, kwargs: Any) -> None:
-        context = kwargs.get("tide")
+        context = serving(kwargs)
         self._context[at] = context if isinstance(context, Routed) else None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -213,7 +219,7 @@ def of(model: Any, device: torch.device | None = None) -> Routers | None:
     if getattr(model, "shares_trunk", False):  # a critic's: the layers are the policy's, whose learner sees to them
         return None
     if "tide_routers" not in model.__dict__:
-        has_some = any(_gate(layer) is not None for layer in model.get_decoder().layers)
+        has_some = any(_gate(layer) is not None for layer in layers_of(model))
         device = device or next(model.parameters()).device
         model.__dict__["tide_routers"] = Routers(model, device) if has_some else None
     routers: Routers | None = model.__dict__["tide_routers"]

@@ -23,13 +23,13 @@ MOST_SPLITS = 16
 
 
 @triton.jit
-def _rms(x, weight, out, eps, dim, BLOCK_DIM: tl.constexpr):
+def _rms(x, weight, out, eps, shift, dim, BLOCK_DIM: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK_DIM)
     inside = at < dim
     value = tl.load(x + row * dim + at, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / dim + eps)
-    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + shift
     tl.store(out + row * dim + at, (value * scale * w).to(out.dtype.element_ty), mask=inside)
 
 
@@ -63,6 +63,29 @@ def _rotate(
     s_b = tl.load(sin + table + HALF + at, mask=in_half, other=0.0).to(tl.float32)[None, :]
     tl.store(x + where, (a * c_a + b * s_a).to(x.dtype.element_ty), mask=inside)
     tl.store(x + where + HALF, (b * c_b + a * s_b).to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_rotate(
+    x, out, norm, cos, sin, position, row_stride, head_stride, eps, shift, heads,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: normed, its first TURNED numbers turned, the others as they are."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, DIM_PAD)
+    inside, turns = at < DIM, at < TURNED
+    own = x + row * row_stride + head * head_stride
+    value = tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / DIM + eps)
+    value = value * scale * (tl.load(norm + at, mask=inside, other=0.0).to(tl.float32) + shift)
+    # The number that each is turned with lies half of the turned part away.
+    other_at = tl.where(at < TURNED // 2, at + TURNED // 2, at - TURNED // 2)
+    other = tl.load(own + other_at, mask=turns, other=0.0).to(tl.float32)
+    other = other * scale * (tl.load(norm + other_at, mask=turns, other=0.0).to(tl.float32) + shift)
+    table = tl.load(position + row) * TURNED
+    c = tl.load(cos + table + at, mask=turns, other=1.0).to(tl.float32)
+    s = tl.load(sin + table + at, mask=turns, other=0.0).to(tl.float32)
+    tl.store(out + (row * heads + head) * DIM + at, (value * c + other * s).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -269,11 +292,25 @@ class TritonKernels:
         self.draw_steered = triton_draw.draw_steered
         self.route, self.add_experts = triton_experts.route, triton_experts.add_experts
 
-    def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
+        """`shift`: what is added to the weight, of norms that count from 1."""
         out = torch.empty_like(x)
         dim = x.shape[-1]
         block = triton.next_power_of_2(dim)
-        _rms[(x.numel() // dim,)](x, weight, out, eps, dim, block, num_warps=4 if block <= 4096 else 8)
+        _rms[(x.numel() // dim,)](x, weight, out, eps, shift, dim, block, num_warps=4 if block <= 4096 else 8)
+        return out
+
+    def norm_rotate(
+        self, x: Tensor, stride: int, norm: Tensor, shift: float, cos: Tensor, sin: Tensor, position: Tensor, eps: float
+    ) -> Tensor:
+        """x (tokens, heads, …), of which each head has `norm.shape` numbers and begins `stride` after the one before:
+        normed, and the first numbers turned, as many as the tables have. (tokens, heads, dim)"""
+        (tokens, heads), dim, turned = x.shape[:2], norm.shape[0], cos.shape[-1]
+        out = torch.empty(tokens, heads, dim, dtype=x.dtype, device=x.device)
+        _norm_rotate[(tokens, heads)](
+            x, out, norm, cos, sin, position, x.stride(0), stride, eps, shift, heads,
+            dim, triton.next_power_of_2(dim), turned, num_warps=2,
+        )  # fmt: skip
         return out
 
     def turns(self, cos: Tensor, sin: Tensor, position: Tensor) -> tuple[Tensor, ...]:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.models.attention.registry import AttentionForm, Context, attention_window
+from tidemill.models.parts import decoder_of
 from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.rollout.native.forward import mixture
 from tidemill.rollout.native.forward.lean import add_deep, embedded, numbered, rotary_tables, turns_at
@@ -78,7 +79,7 @@ class _Layer:
 
 class FusedRunner:
     def __init__(self, model: Any, max_len: int, kernels: FusedKernels) -> None:
-        config, decoder = model.config.get_text_config(), model.get_decoder()
+        config, decoder = model.config.get_text_config(), decoder_of(model)
         self.model = model
         self.kernels = kernels
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -148,7 +149,7 @@ def float_logits(x: Tensor, head: Tensor) -> Tensor:
 
 def _bind(layer: Any, number: int) -> _Layer:
     a, m = layer.self_attn, layer.mlp
-    weight, bias = _join(a.q_proj, a.k_proj, a.v_proj)
+    weight, bias = join(a.q_proj, a.k_proj, a.v_proj)
     shared = mixture.shared_of(m) if mixture.is_mixture(m) else None
     return _Layer(
         norm_in=layer.input_layernorm.weight,
@@ -156,18 +157,18 @@ def _bind(layer: Any, number: int) -> _Layer:
         out=(a.o_proj.weight, a.o_proj.bias),
         norms=(a.q_norm.weight, a.k_norm.weight) if hasattr(a, "q_norm") else None,
         norm_mlp=layer.post_attention_layernorm.weight,
-        mlp=mixture.bind(m, number) if mixture.is_mixture(m) else _bind_gated(m),
-        shared=None if shared is None else _bind_gated(shared, getattr(m, "shared_expert_gate", None)),
+        mlp=mixture.bind(m, number) if mixture.is_mixture(m) else bind_gated(m),
+        shared=None if shared is None else bind_gated(shared, getattr(m, "shared_expert_gate", None)),
         window=attention_window(a),
     )
 
 
-def _bind_gated(m: Any, scale: Any = None) -> Gated:
-    gate_up, _ = _join(m.gate_proj, m.up_proj)
+def bind_gated(m: Any, scale: Any = None) -> Gated:
+    gate_up, _ = join(m.gate_proj, m.up_proj)
     return Gated(gate_up, m.down_proj.weight, None if scale is None else scale.weight)
 
 
-def _join(*linears: Any) -> tuple[Tensor, Tensor | None]:
+def join(*linears: Any) -> tuple[Tensor, Tensor | None]:
     """One matrix (and bias) whose row blocks are the modules' own parameters from now on."""
     weight = _joined([linear.weight for linear in linears])
     bias = None if linears[0].bias is None else _joined([linear.bias for linear in linears])

@@ -17,6 +17,7 @@ from tidemill.models import families
 from tidemill.models.attention.registry import AttentionForm, Context, attention_window
 from tidemill.models.layers import rowwise, stages
 from tidemill.models.mixture import routing
+from tidemill.models.parts import decoder_of
 from tidemill.models.vision.eyes import eyes
 from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.reshard.layouts.layout import Shard
@@ -36,7 +37,7 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 def supports(model: Any) -> bool:
     """Whether its layers are: norm, attention with rotary positions, norm, gated SiLU or a router and experts."""
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     if not _has_form(model):
         return False
     return (
@@ -124,7 +125,7 @@ class LeanRunner:
 
     def _bind_ends(self) -> None:
         """What lies before and behind the layers; of a stage of several, some of it."""
-        body, output = self.model.get_decoder(), self.model.get_output_embeddings()
+        body, output = decoder_of(self.model), self.model.get_output_embeddings()
         self.first_layer = stages.here(self.model)[0][0]
         self.embed: Tensor = getattr(body.embed_tokens, "weight", ELSEWHERE)
         self.norm: Tensor = getattr(body.norm, "weight", ELSEWHERE)
@@ -261,7 +262,7 @@ def own_words(head: Weight, model: Any, links: Links) -> Weight:
 def rotary_tables(model: Any, dim: int, max_len: int) -> tuple[Tensor, Tensor]:
     """cos and signed sin, (max_len, 1, dim): rotated(x) = x * cos + swap_halves(x) * sin. In the model's own dtype, as
     its module would use them."""
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     like = next(decoder.parameters())
     like = like.new_empty(1, decoder.config.hidden_size)
     with torch.no_grad():
@@ -288,7 +289,7 @@ def turns_at(model: Any, tables: tuple[Tensor, Tensor], positions: Tensor) -> tu
     is made for each."""
     if positions.ndim == 1:
         return tables, positions
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     cos, sin = decoder.rotary_emb(decoder.embed_tokens.weight[:1], positions[1:, None])
     return _signed(cos, sin, tables[0].shape[-1]), torch.arange(positions.shape[1], device=positions.device)
 

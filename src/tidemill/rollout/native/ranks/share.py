@@ -18,6 +18,7 @@ from tidemill.errors import ModelError, either
 from tidemill.models.buffers import carried, persistent
 from tidemill.models.layers import stages
 from tidemill.models.mixture import experts, routing
+from tidemill.models.parts import layers_of
 from tidemill.recipe.ranks import divisors
 from tidemill.reshard.layouts.layout import Layout, LayoutEntry, Mesh, Part, Place, Replicate, Shape, Shard
 from tidemill.reshard.move import BufferRing, GroupWire, Job, move
@@ -185,7 +186,7 @@ def _of_stack(module: Any, where: str, kind: str) -> dict[str, Any]:
 
 
 def _stages(model: Any, name: str, grid: Grid) -> tuple[int, ...]:
-    layers = len(model.get_decoder().layers)
+    layers = len(layers_of(model))
     if found := LAYER.search(name):
         return (stages.stage_of(int(found[1]), layers, grid.pp),)
     if "embed_tokens" in name:
