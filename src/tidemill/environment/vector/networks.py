@@ -14,10 +14,10 @@ from tidemill.recipe.config import Config
 # Settings of decoders: section, name.
 OF_DECODERS = (
     ("learn", "lora_rank"), ("learn", "backend"), ("learn", "fp8"), ("learn", "master"), ("learn", "moments"),
-    ("learn", "recompute"), ("learn", "offload"), ("learn", "optimizer_on_host"), ("rollout", "engine"),
-    ("rollout", "tp"), ("rollout", "batch_invariant"), ("rollout", "stop"), ("flow", "carry_over"), ("model", "path"), ("model", "tiny"),
-    ("model", "warm_start"), ("model", "dtype"), ("train", "updates_per_step"), ("train", "passes_per_step"),
-    ("algorithm", "dynamic_sampling"),
+    ("learn", "recompute"), ("learn", "offload"), ("learn", "optimizer_on_host"), ("learn", "optimizer"),
+    ("rollout", "engine"), ("rollout", "tp"), ("rollout", "batch_invariant"), ("rollout", "stop"),
+    ("flow", "carry_over"), ("model", "path"), ("model", "tiny"), ("model", "warm_start"), ("model", "dtype"),
+    ("train", "updates_per_step"), ("train", "passes_per_step"), ("algorithm", "dynamic_sampling"),
 )  # fmt: skip
 INSTEAD = {
     "updates_per_step": "learn.minibatch cuts a step's decisions",
