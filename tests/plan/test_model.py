@@ -16,7 +16,7 @@ from tidemill.plan.calibration import Calibration, Grid
 from tidemill.plan.decoding import DecodingClock, Sample, Trunk, drain
 from tidemill.plan.features import Cut
 from tidemill.plan.fit import fit, off
-from tidemill.plan.step_estimate import estimate
+from tidemill.plan.step_estimate import drawn, estimate, rollout_of
 from tidemill.plan.time_model import TimeModel, calibration_for
 from tidemill.recipe.config import Config
 from tidemill.topology.tree import KINDS, Level, Topology
@@ -94,6 +94,16 @@ def test_async_is_never_slower_than_sync_by_estimate() -> None:
     config = config_of()
     ahead = config_of(flow={"schedule": "async", "max_staleness": 2})
     assert seconds(ahead) <= seconds(config)
+
+
+def test_engines_that_hold_several_steps_have_fuller_slots() -> None:
+    layout: dict[str, Any] = {"cluster": {"rollouts": 8}, "learn": {"parallel": {"fsdp": 8}}}
+    machines = hardware.cluster_of("H200", 2)
+    one, four = (config_of(**layout, flow={"schedule": "async", "max_staleness": n}) for n in (1, 4))
+    own = drawn(one, lengths.of(one, "256,1000"))
+    apart, together = (rollout_of(TimeModel(config, machines), own) for config in (one, four))
+    assert together.rows > 2 * apart.rows and together.seconds < 0.7 * apart.seconds
+    assert together.tokens == pytest.approx(apart.tokens)
 
 
 def test_an_engine_makes_every_token_once_and_never_more_samples_at_once_than_slots() -> None:

@@ -13,6 +13,8 @@ from tidemill.plan.lengths import Lengths
 from tidemill.plan.time_model import TimeModel
 from tidemill.recipe.config import Config
 
+STEPS_AHEAD = 8  # more than so many steps in the engines at once change nothing: their slots are full
+
 
 @dataclass(frozen=True, slots=True)
 class StepEstimate:
@@ -100,7 +102,18 @@ def _active(model: TimeModel) -> float:
     return shape.total - asleep
 
 
-def rollout_of(model: TimeModel, own: Sequence[tuple[int, Sequence[int]]]) -> Drained:
+def rollout_of(model: TimeModel, own: Groups) -> Drained:
+    """A step of the engine that has most to do; with several steps ahead in the engines, the mean of so many."""
+    flow = model.config.flow
+    ahead = min(flow.max_staleness, STEPS_AHEAD) if flow.schedule == "async" else 1
+    if ahead <= 1:
+        return _rollout_of(model, own)
+    several = _rollout_of(model, [*own] * ahead)
+    ends = tuple(end / ahead for end in several.ends)
+    return Drained(several.seconds / ahead, several.tokens / ahead, ends, several.rows)
+
+
+def _rollout_of(model: TimeModel, own: Groups) -> Drained:
     """Of the engine that has most to do: groups are dealt out as engines have room."""
     engines = min(model.engines, len(own))
     loads = [0.0] * engines
