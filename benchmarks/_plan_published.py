@@ -202,13 +202,13 @@ class Published(TimeModel):
     @property
     def engine_cut(self) -> Cut:
         tp = self.row.rollout_tp
-        return Cut(tp=tp, ep=(self.row.rollout_ep or tp) if self.shape.experts else 1)
+        return Cut(tp=tp, ep=max(1, self.row.rollout_ep // tp))
 
     def _engine_exchange_s(self, tokens: float) -> float:
         spent = super()._engine_exchange_s(tokens)
-        if self.engine_cut.ep > self.engine_cut.tp:  # tokens travel to the engines that hold their experts
+        if self.engine_cut.ep > 1:  # tokens travel to the engines that hold their experts
             size = tokens * self.shape.experts_per_token * self.shape.hidden * self.width / self.engine_cut.tp
-            ranks = range(self.engine_cut.ep)
+            ranks = range(self.row.rollout_ep)
             spent += 2 * self.shape.moe_layers * links.all_to_all_s(self.machines.topology, ranks, size)
         return spent
 

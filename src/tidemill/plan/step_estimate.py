@@ -103,10 +103,11 @@ def _active(model: TimeModel) -> float:
 
 
 def rollout_of(model: TimeModel, own: Groups) -> Drained:
-    """A step of the engine that has most to do; with several steps ahead in the engines, the mean of so many."""
+    """A step of the engine that has most to do. Under async it holds the tail of one step and the steps ahead together,
+    and this is their mean."""
     flow = model.config.flow
-    ahead = min(flow.max_staleness, STEPS_AHEAD) if flow.schedule == "async" else 1
-    if ahead <= 1:
+    ahead = min(1 + flow.max_staleness, STEPS_AHEAD) if flow.schedule == "async" else 1
+    if ahead == 1:
         return _rollout_of(model, own)
     several = _rollout_of(model, [*own] * ahead)
     ends = tuple(end / ahead for end in several.ends)
@@ -169,7 +170,7 @@ def together(
     elif schedule == "streamed":  # learning goes on behind the tail, from the first full micro-batch on
         seconds = max(rollout.seconds, _behind(model, rollout, spent)) + publish + other + reward / 4
     else:
-        seconds = max(_steady(rollout), spent + publish) + other
+        seconds = max(rollout.seconds, spent + publish) + other
     return seconds, limit_of(model, rollout, learn, publish, seconds)
 
 
@@ -181,15 +182,6 @@ def _behind(model: TimeModel, rollout: Drained, spent: float) -> float:
         ready = ends[min(len(ends) - 1, (i + 1) * len(ends) // cuts - 1)] if ends else 0.0
         at = max(at, ready) + spent / cuts
     return at
-
-
-def _steady(rollout: Drained) -> float:
-    """With steps ahead in the engine, its slots stay as full as they are on average while the step begins."""
-    if not rollout.ends:
-        return 0.0
-    third = rollout.ends[len(rollout.ends) * 3 // 4]
-    share = 0.75
-    return min(rollout.seconds, third / share)
 
 
 def limit_of(model: TimeModel, rollout: Drained, learn: dict[str, float], publish: float, seconds: float) -> str:

@@ -98,8 +98,8 @@ class TimeModel:
 
     @property
     def engine_cut(self) -> Cut:
-        tp = 1 if self.config.cluster.executor == "local" else self.config.rollout.tp
-        return Cut(tp=tp, ep=tp if self.shape.experts else 1)
+        """An engine's ranks share each product; experts too lie over these ranks, and over no others."""
+        return Cut(tp=1 if self.config.cluster.executor == "local" else self.config.rollout.tp)
 
     @property
     def learners(self) -> int:
