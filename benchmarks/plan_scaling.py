@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from tidemill.plan.search import Candidate
 
 MODELS = ("qwen2.5-7b", "qwen2.5-32b", "qwen3-235b-a22b")
-DEVICES = (8, 32, 128, 512, 1024, 3072)
+DEVICES = (8, 64, 512, 3072)
 EACH, PROMPT, RESPONSE, LONGEST = 16, 256, 2000, 8192
 PROMPTS = 512  # of a step that stays as large as it is
-PROMPTS_PER_DEVICE = 4  # of a step that grows with the cluster
+PROMPTS_PER_DEVICE = 2  # of a step that grows with the cluster
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,14 @@ def point(model: str, devices: int, prompts: int) -> Point:
             "cluster": {"executor": "ray"},
         }
     )
-    choices = Choices(micro=(16_384,), at_once=(64, 256), recompute=("none", "full"), pp=(1, 4), tp=(1, 4, 8))
+    choices = Choices(micro=(16_384,), at_once=(64, 256), recompute=("full",), pp=(1, 4), tp=(1, 4, 8))
     search = Search(
         TimeModel(config, hardware.cluster_of("H200", devices // 8)), Lengths(PROMPT, RESPONSE, LONGEST), choices
     )
     best = search.run(keep=1).best
-    return Point(model, devices, prompts, best[0] if best else None)
+    made = Point(model, devices, prompts, best[0] if best else None)
+    print(table([made]).splitlines()[-1], file=sys.stderr, flush=True)
+    return made
 
 
 def table(points: list[Point]) -> str:

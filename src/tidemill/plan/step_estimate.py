@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -117,17 +118,28 @@ def rollout_of(model: TimeModel, own: Groups) -> Drained:
 def _rollout_of(model: TimeModel, own: Groups) -> Drained:
     """Of the engine that has most to do: groups are dealt out as engines have room."""
     engines = min(model.engines, len(own))
-    loads = [0.0] * engines
-    dealt: list[list[tuple[int, Sequence[int]]]] = [[] for _ in range(engines)]
     share = -(-len(own) // engines)
-    for group in own:
-        at = min((i for i in range(engines) if len(dealt[i]) < share), key=lambda i: loads[i])
-        dealt[at].append(group)
-        loads[at] += sum(group[1])
+    dealt, loads = _deal(own, [sum(responses) for _, responses in own], engines, share)
     slots = model.config.rollout.concurrent
     busiest = sorted(range(engines), key=lambda i: (-max(max(g[1]) for g in dealt[i]), -loads[i]))[:2]
     chosen = {*busiest, int(np.argmax(loads))}
     return max((drain(model, dealt[i], slots, model.cache_capacity()) for i in chosen), key=lambda d: d.seconds)
+
+
+def _deal(groups: Groups, loads: Sequence[float], count: int, most: int) -> tuple[list[Groups], list[float]]:
+    """Give each group in turn to the one that has least to do and fewer than `most` groups."""
+    dealt: list[list[tuple[int, Sequence[int]]]] = [[] for _ in range(count)]
+    given = [0.0] * count
+    free = [(0.0, i) for i in range(count)]
+    for group, load in zip(groups, loads, strict=True):
+        _, i = free[0]
+        dealt[i].append(group)
+        given[i] += load
+        if len(dealt[i]) < most:
+            heapq.heapreplace(free, (given[i], i))
+        else:
+            heapq.heappop(free)
+    return list(dealt), given
 
 
 def learning_parts(model: TimeModel, own: Sequence[tuple[int, Sequence[int]]]) -> dict[str, float]:
@@ -135,12 +147,7 @@ def learning_parts(model: TimeModel, own: Sequence[tuple[int, Sequence[int]]]) -
     config = model.config
     teams = max(1, model.teams)
     order = sorted(own, key=lambda g: -sum(g[1]))
-    dealt: list[list[tuple[int, Sequence[int]]]] = [[] for _ in range(teams)]
-    loads = [0.0] * teams
-    for group in order:
-        at = int(np.argmin(loads))
-        dealt[at].append(group)
-        loads[at] += sum(group[1]) + group[0]
+    dealt, loads = _deal(order, [prompt + sum(responses) for prompt, responses in order], teams, len(order))
     most = dealt[int(np.argmax(loads))]
     updates = config.train.updates_per_step
     found: dict[str, float] = {}
