@@ -13,7 +13,6 @@ from statistics import median
 from typing import Any
 
 from tidemill.plan import features, hardware, links, step_estimate
-from tidemill.plan.features import Cut
 from tidemill.plan.lengths import Lengths
 from tidemill.plan.time_model import TimeModel
 from tidemill.recipe.config import Config
@@ -55,7 +54,7 @@ class Row:
     folds: bool = False  # as Megatron does: tensor parallel ranks are expert parallel ranks too
     longest_prompt: int = 0
     is_padded: bool = False  # every sample is learned at the longest length
-    rollout_ep: int = 0  # devices over which engines spread their experts; 0: those of one engine
+    rollout_dp: int = 1  # replicas of an engine that share its experts
     assumed: str = ""
 
     @property
@@ -188,7 +187,7 @@ ROWS: tuple[Row, ...] = (
               is_padded=True),
     mindspeed("Qwen2.5-32B", "910C", 16, (64, 16), 1024, 2048, 220, 4, {"tp": 4, "pp": 4}, 64, micro=2458),
     mindspeed("Qwen2.5-32B", "910B", 16, (64, 16), 1024, 1024, 100, 2, {"tp": 4, "pp": 4}, 64, micro=1434),
-    mindspeed("DeepSeek-R1", "910C", 384, (384, 32), 1024, 2048, 210, 2, R1, 64, micro=4096, rollout_ep=64),
+    mindspeed("DeepSeek-R1", "910C", 384, (384, 32), 1024, 2048, 210, 2, R1, 2048, micro=4096, rollout_dp=32),
 )  # fmt: skip
 
 
@@ -199,24 +198,12 @@ class Published(TimeModel):
         super().__init__(config, machines)
         self.row = row
 
-    @property
-    def engine_cut(self) -> Cut:
-        tp = self.row.rollout_tp
-        return Cut(tp=tp, ep=max(1, self.row.rollout_ep // tp))
-
-    def _engine_exchange_s(self, tokens: float) -> float:
-        spent = super()._engine_exchange_s(tokens)
-        if self.engine_cut.ep > 1:  # tokens travel to the engines that hold their experts
-            size = tokens * self.shape.experts_per_token * self.shape.hidden * self.width / self.engine_cut.tp
-            ranks = range(self.row.rollout_ep)
-            spent += 2 * self.shape.moe_layers * links.all_to_all_s(self.machines.topology, ranks, size)
-        return spent
-
     def cache_capacity(self) -> float:
         """As much as 85 % of the engine's memory leaves beside its weights."""
-        tp, token = self.row.rollout_tp, features.cache_bytes(self.shape, self.width, self.row.rollout_tp)
-        weights = self.shape.total * self.width / max(tp, self.row.rollout_ep)
-        return max(0.1 * self.machines.sheet.memory_bytes, 0.85 * self.machines.sheet.memory_bytes - weights) / token
+        grid, have = self.engine_grid, 0.85 * self.machines.sheet.memory_bytes
+        weights = self.shape.total * self.width / (grid.tp * grid.dp)
+        token = features.cache_bytes(self.shape, self.width, grid.tp)
+        return grid.dp * max(0.1 * have, have - weights) / token
 
     def ranks_of(self, name: str) -> list[int]:
         if name == "ep" and self.row.folds:
@@ -254,7 +241,12 @@ def predicted(row: Row) -> dict[str, Any]:
     plain: dict[str, Any] = {
         "model": {"path": row.model, "dtype": "bfloat16"},
         "data": {"max_prompt_tokens": row.longest_prompt or max(1, round(prompt * 2))},
-        "rollout": {"max_new_tokens": row.longest, "tp": row.rollout_tp, "concurrent": row.at_once},
+        "rollout": {
+            "max_new_tokens": row.longest,
+            "tp": row.rollout_tp,
+            "dp": row.rollout_dp,
+            "concurrent": row.at_once,
+        },
         "train": {
             "prompts_per_step": row.samples[0],
             "samples_per_prompt": row.samples[1],
@@ -274,7 +266,7 @@ def predicted(row: Row) -> dict[str, Any]:
         "flow": {"schedule": row.schedule, **({"max_staleness": row.steps_ahead} if row.schedule == "async" else {})},
         "cluster": {
             "executor": "ray",
-            "rollouts": max(1, (row.devices - row.learners) // row.rollout_tp),
+            "rollouts": max(1, (row.devices - row.learners) // row.rollout_tp // row.rollout_dp),
             "placement": {"rollout": "separated" if row.learners else "colocated"},
         },
     }

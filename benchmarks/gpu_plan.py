@@ -126,10 +126,9 @@ class Bench:
     def __init__(self, model: str, folder: Path, layers: int | None = None) -> None:
         import torch
         from safetensors.torch import save_file
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
         from tidemill.models import load as loading
-        from tidemill.models.attention import registry as attention
         from tidemill.reward.registry import BUILT_IN, BuiltIn
 
         BUILT_IN["noise"] = BuiltIn("benchmarks._step_ours:noise", True)
@@ -140,9 +139,7 @@ class Bench:
         torch.manual_seed(0)
         place = torch.device(torch.accelerator.current_accelerator() if self.on_device else "cpu")  # type: ignore[arg-type]
         with place:
-            module: Any = AutoModelForCausalLM.from_config(
-                self.config, attn_implementation=attention.ours(self.config), dtype=self.dtype
-            )
+            module = loading.from_config(self.config, dtype=self.dtype)
         self.module, self.tokens = module, tokenizer()
         (folder / "model").mkdir()
         self.config.save_pretrained(folder / "model")

@@ -19,7 +19,7 @@ from tidemill.learn.layers import compile_layers
 from tidemill.learn.optim.adam import Adam, _encode, decode, stochastic_bfloat16
 from tidemill.learn.optim.muon import Muon, orthogonal
 from tidemill.learn.optim.pinned import Pinned
-from tidemill.models import lora
+from tidemill.models import lora, parts
 from tidemill.models.attention.packed import Packed
 from tidemill.models.attention.registry import AttentionForm
 from tidemill.models.attention.varlen import FlashPacked, FlashShared, Spans
@@ -73,7 +73,7 @@ def kept_bytes(learn: dict[str, Any], tokens: int = 512) -> int:
 def served_in_training(made: Any) -> bool:
     """Whether a layer is in training mode while the model serves rollout."""
     seen: list[bool] = []
-    hook = layers.layers_of(made)[1].register_forward_pre_hook(lambda m, _: seen.append(m.training))
+    hook = parts.layers_of(made)[1].register_forward_pre_hook(lambda m, _: seen.append(m.training))
     at = torch.arange(3)
     with torch.no_grad():
         PlainRunner(made).forward(at, at, Packed([3], CPU), None)
@@ -93,7 +93,7 @@ def test_recomputed_layers_neither_drop_nor_shake_anything(engine: str) -> None:
                 assert not any(m.training for m in made.modules())
         if engine == "native":
             assert not served_in_training(made)
-        assert any(m.training for m in layers.layers_of(made)) == (recompute == "full")
+        assert any(m.training for m in parts.layers_of(made)) == (recompute == "full")
         learner.accumulate(samples())
         found.append(({n: p.grad / learner._whole for n, p in made.named_parameters()}, learner.update()))
     assert_same(*found)

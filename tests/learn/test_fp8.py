@@ -11,6 +11,7 @@ from tidemill.errors import ModelError
 from tidemill.learn import fp8, layers
 from tidemill.learn.engine import Learner, freeze, score
 from tidemill.learn.fp8 import FINE, WIDE, fp8_linear, product, quantized
+from tidemill.models import parts
 from tidemill.models.load import make_tiny
 from tidemill.recipe.config import TinyModel
 
@@ -99,7 +100,7 @@ def test_a_model_without_a_layer_that_fits_is_refused():
 def test_layers_whose_sides_do_not_fit_are_left_alone_and_all_can_be_undone():
     model = make_tiny(SHAPE, torch.float32, 0, CPU).model
     model.get_decoder().layers[0].mlp.down_proj = torch.nn.Linear(90, 64)
-    assert fp8.attach(layers.layers_of(model), "rowwise") == 13
+    assert fp8.attach(parts.layers_of(model), "rowwise") == 13
     layers.undo(model)
     assert not any("forward" in m.__dict__ for m in model.modules())
 

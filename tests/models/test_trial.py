@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +12,10 @@ from tests.learn.grouped import grouped
 from tests.rollout.tiny import MODELS, VOCAB, tiny_model
 from transformers import AutoModelForCausalLM
 
-from tidemill.check.model_folder import folder_problems
 from tidemill.errors import ModelError
 from tidemill.learn.engine import score
-from tidemill.models.attention.registry import plain
+from tidemill.models.attention.registry import is_dense, plain
+from tidemill.models.recurrent import mixers
 from tidemill.models.trial import try_out
 from tidemill.recipe.config import Config
 
@@ -55,34 +53,35 @@ def strange(kind: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "why"),
+    ("kind", "changes"),
     [
-        ("Qwen3NextConfig", {"num_experts": 4, "num_experts_per_tok": 2, "layer_types": ["linear_attention"] * 3},
-         "layers of linear_attention"),
-        ("CodeGenConfig", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
-         "other logits of packed samples"),
-        ("BloomConfig", {"n_layer": 2, "n_head": 4}, "other logits of packed samples"),
-        ("StableLmConfig", {}, "cannot be learned from packed rows"),
+        ("CodeGenConfig", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4}),
+        ("BloomConfig", {"n_layer": 2, "n_head": 4}),
     ],
-)  # fmt: skip
-def test_a_model_that_mixes_samples_is_refused(kind: str, changes: dict[str, Any], why: str) -> None:
+)
+def test_a_model_that_mixes_samples_in_a_row_is_computed_densely(kind: str, changes: dict[str, Any]) -> None:
     model = strange(kind, **changes)
-    with pytest.raises(ModelError, match=why):
+    try_out(model)
+    assert is_dense(model)
+
+
+def test_a_model_whose_head_does_more_than_one_product_is_refused() -> None:
+    model = strange("BertConfig", is_decoder=True)
+    with pytest.raises(ModelError, match="makes logits of hidden states in a way"):
         try_out(model)
     assert model.config._attn_implementation == "tidemill"
+
+
+def test_states_that_go_wrong_behind_a_shared_prompt_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tidemill.models.recurrent.mixers.FROM_NOTHING", frozenset())
+    model = strange("JambaConfig", num_experts=2, attn_layer_period=3, attn_layer_offset=2)
+    mixers.plug(model)
+    try_out(model)
+    assert is_dense(model)  # Mamba-1's scan does not take the state: whole samples are right all the same
 
 
 def test_a_logit_scale_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("granite")
     monkeypatch.setattr("tidemill.models.logits.scale", lambda settings: 1.0)
-    with pytest.raises(ModelError, match="changes logits"):
+    with pytest.raises(ModelError, match="makes logits of hidden states in a way"):
         try_out(model)
-
-
-def test_layers_of_another_kind_are_told_before_the_model_is_loaded(tmp_path: Path) -> None:
-    text = {"layer_types": ["full_attention", "linear_attention"]}
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": text}), encoding="utf-8")
-    (tmp_path / "model.safetensors").touch()
-    (tmp_path / "tokenizer.json").touch()
-    (told,) = folder_problems("model.path", str(tmp_path))
-    assert "linear_attention" in told

@@ -43,6 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
         "decoder_sparse_step": 1}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": None}),
+    "mixtral-window": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": 9}),
     "deepseek-v3": ("DeepseekV3Config", {
         "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
         "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,

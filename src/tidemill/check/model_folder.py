@@ -9,7 +9,6 @@ from pathlib import Path
 from tidemill.errors import did_you_mean
 from tidemill.models.box import find
 from tidemill.models.box.known import KNOWN
-from tidemill.models.shape import unknown_layers
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 INDEX = "model.safetensors.index.json"
@@ -59,8 +58,7 @@ def _look(folder: Path, name: str) -> str:
     """Say what is wrong inside a file that can be read; "": nothing."""
     raw = json.loads((folder / name).read_text(encoding="utf-8"))
     if name != INDEX:
-        unknown = unknown_layers(raw.get("text_config") or raw) if isinstance(raw, dict) else ""
-        return unknown and f"has layers of {unknown}, which cannot be trained; docs/models.md lists what can"
+        return ""
     shards = sorted(set(raw["weight_map"].values()))
     missing = [s for s in shards if not (folder / s).exists()]
     lacks = f"lacks {len(missing)} of {len(shards)} weight files, the first" if missing else ""

@@ -19,6 +19,7 @@ from tidemill.learn.values.critic import ValueLearner
 from tidemill.learn.values.model import ValueModel
 from tidemill.models.box import find
 from tidemill.models.load import DTYPES, make_tiny
+from tidemill.models.parts import decoder_of
 from tidemill.recipe.config import Config, ParallelSettings, TinyModel
 
 
@@ -68,7 +69,7 @@ def critic(config: Config, updates: int, path: Path | None = None, place: RankPl
     if folder is None:
         return ValueLearner(ValueModel(_tiny(config, place)), config, algorithm, updates, meshes)
     policy = empty_model(folder, config.model)
-    decoder = next(name for name, module in policy.named_modules() if module is policy.get_decoder())
+    decoder = next(name for name, module in policy.named_modules() if module is decoder_of(policy))
     with HuggingFace(folder) as stored, stored.renamed(f"{decoder}.", "decoder.") as source:
         return ValueLearner(ValueModel(policy), config, algorithm, updates, meshes, source, place.device)
 

@@ -32,7 +32,7 @@ from tidemill.learn.checkpoint.stored import HeldSource, StoredSource
 from tidemill.learn.ema import Ema
 from tidemill.learn.forward import Scores
 from tidemill.learn.gradients import Gradients
-from tidemill.learn.layers import kept_activations, layers_of
+from tidemill.learn.layers import kept_activations
 from tidemill.learn.model import ALONE, MeshModel, Row, nothing, pieces_of
 from tidemill.learn.notes import Noted, Notes
 from tidemill.learn.optim.make import learning_rate, optimizer_of, plain_state, restored
@@ -47,6 +47,7 @@ from tidemill.learn.rows.packing import Ints, PackedBatch
 from tidemill.learn.rows.tokens import mismatch, on_host, stats_from_plain, stats_to_plain, token_batch
 from tidemill.models import lora
 from tidemill.models.layers.narrow import narrow
+from tidemill.models.parts import layers_of
 from tidemill.recipe.config import Config
 from tidemill.reshard.layouts.layout import merge
 from tidemill.reshard.swap import learner_tensors
@@ -159,7 +160,7 @@ class Learner(MeshModel):
         for part in parts:
             row = self._row(part)
             with kept_activations(self.config.learn, self.model):
-                loss = self._loss(row, self.root(row.own))
+                loss = self._loss(row, self._scores(row))
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
 
@@ -297,9 +298,7 @@ class Learner(MeshModel):
     # What lies where, and what is kept
 
     def held(self) -> list[Tensor]:
-        if self.meshes.computes_alone:
-            return learner_tensors(self.model, self.optimizer)
-        return self.optimizer_tensors()
+        return learner_tensors(self.model, self.optimizer)
 
     def optimizer_tensors(self) -> list[Tensor]:
         return [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]

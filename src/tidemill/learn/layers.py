@@ -20,6 +20,7 @@ from tidemill.learn import fp8
 from tidemill.learn.logprob.tokens import can_fuse
 from tidemill.models.attention import registry as attention
 from tidemill.models.layers.forms import fuse
+from tidemill.models.parts import decoder_of, layers_of
 
 if TYPE_CHECKING:
     from tidemill.recipe.config import Learn
@@ -47,17 +48,13 @@ def prepare(model: Any, learn: Learn, fused: bool = True) -> None:
         fuse(model)
 
 
-def layers_of(model: Any) -> list[Any]:
-    return list(model.get_decoder().layers)
-
-
 def recompute(model: Any, kind: Recompute, every: int = 1) -> None:
     """Keep less of one layer in `every`, and compute the rest again when the backward pass needs it.
 
     full: the layer's input alone is kept. mlp: everything outside the MLP, and its input. selective: everything but the
     MLP's activation, so no product is computed twice. The MLP is by far the widest part of a layer.
     """
-    chosen = layers_of(model)[::every]
+    chosen = list(layers_of(model))[::every]
     if kind == "full":
         _recompute_whole(model, chosen)
         return
@@ -72,7 +69,7 @@ def recompute(model: Any, kind: Recompute, every: int = 1) -> None:
 
 
 def _recompute_whole(model: Any, chosen: list[Any]) -> None:
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": attention.serve_again})
     for layer in layers_of(model):
         layer.gradient_checkpointing = any(layer is one for one in chosen)
         # transformers recomputes only in training mode; modules inside stay out of it, so none draws dropout or noise.
@@ -137,7 +134,7 @@ def _thrifty(backend: Any) -> Any:
 def undo(model: Any) -> None:
     """The model as it was before `prepare`."""
     AttentionInterface.register(attention.NAME, attention.attend)
-    model.get_decoder().gradient_checkpointing_disable()
+    decoder_of(model).gradient_checkpointing_disable()
     model.eval()
     fp8.detach(layers_of(model))
     for layer in layers_of(model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from tidemill.models import lora, tiny
 from tidemill.models.attention import registry as attention
 from tidemill.models.box import find
 from tidemill.models.buffers import persistent
-from tidemill.models.mixture import experts, routing
+from tidemill.models.calling import plug
+from tidemill.models.mixture import routing
 from tidemill.models.trial import try_out
 from tidemill.models.vision import small
+from tidemill.models.vision.eyes import eyes
 from tidemill.models.vision.eyes.find import give_eyes
 from tidemill.models.vision.views import find as views
 from tidemill.models.vision.views.view import View
@@ -67,14 +70,24 @@ def make_tiny(shape: settings.TinyModel, dtype: torch.dtype, seed: int, device: 
     config = tiny.make_config(shape, len(tokenizer))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        module: Any = auto_class(config).from_config(config, attn_implementation=attention.ours(config))
+        module = from_config(config)
     give_eyes(module, views.view_of(config.to_dict(), tokenizer, small.small_images(shape)))
     return wrap(module.to(dtype=dtype, device=device), tokenizer, shape.window)
 
 
+def from_config(config: Any, **how: Any) -> Any:
+    """A model with fresh weights and our attention."""
+    make = auto_class(config).from_config
+    return attention.plugged(config, lambda attn: make(config, attn_implementation=attn, **how))
+
+
 def auto_class(config: Any) -> Any:
     """Which of transformers' classes opens a model of this config."""
-    return AutoModelForImageTextToText if views.looks(config.to_dict()) else AutoModelForCausalLM
+    return AutoModelForImageTextToText if _looks(config) else AutoModelForCausalLM
+
+
+def _looks(config: Any) -> bool:
+    return views.looks(config.to_dict())
 
 
 def view_of(model: settings.ModelSettings, tokenizer: Any, path: str | Path | None = None) -> View | None:
@@ -91,13 +104,14 @@ def view_of(model: settings.ModelSettings, tokenizer: Any, path: str | Path | No
 def open_folder(folder: Path, model: settings.ModelSettings, device: torch.device) -> LoadedModel:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
-        module: Any = auto_class(config).from_pretrained(
+        make = partial(
+            auto_class(config).from_pretrained,
             folder,
             config=config,
             dtype=DTYPES[model.dtype],
-            attn_implementation=attention.ours(config),
             trust_remote_code=model.trust_remote_code,
         )
+        module: Any = attention.plugged(config, lambda attn: make(attn_implementation=attn))
     except Exception as error:
         raise ModelError(
             f"model.path={folder}: transformers cannot open it: {_first_line(error)}",
@@ -126,7 +140,15 @@ def save_folder(model: Any, tokenizer: Any, folder: Path) -> None:
     state = lora.merged(model) | persistent(model) if lora.is_attached(model) else model.state_dict()
     own = {name: tensor for name, tensor in state.items() if not name.endswith(f".{routing.GIVEN}")}
     model.save_pretrained(folder, state_dict=own)
+    save_reading(model, tokenizer, folder)
+
+
+def save_reading(model: Any, tokenizer: Any, folder: Path) -> None:
+    """What turns texts and images into what the model reads."""
     tokenizer.save_pretrained(folder)
+    if (own := eyes.of(model)) is not None:
+        settings = json.dumps(own.view.processor(), indent=2) + "\n"
+        (folder / views.FILES[0]).write_text(settings, encoding="utf-8")
 
 
 def keep_definition(loaded: LoadedModel, run: Path) -> None:
@@ -136,7 +158,7 @@ def keep_definition(loaded: LoadedModel, run: Path) -> None:
     if base is not None:  # exports have it again, whatever the run computes in
         (run / DEFINITION / BASE).write_text(json.dumps({"dtype": base}) + "\n", encoding="utf-8")
     loaded.model.generation_config.save_pretrained(run / DEFINITION)
-    loaded.tokenizer.save_pretrained(run / DEFINITION)
+    save_reading(loaded.model, loaded.tokenizer, run / DEFINITION)
 
 
 def _dtype_of(folder: Path) -> str | None:
@@ -151,7 +173,7 @@ def _dtype_of(folder: Path) -> str | None:
 
 def wrap(module: Any, tokenizer: Any, window: int) -> LoadedModel:
     """Ready to roll out and to learn."""
-    experts.plug(module)
+    plug(module)
     routing.widen(module)
     module.eval()  # dropout has no place in RL: rollout and learning must agree
     ids = module.generation_config.eos_token_id

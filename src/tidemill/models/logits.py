@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+DIVIDES_STATES = "logits_mup_width_multiplier"  # the states that the head takes: the same, as it has no bias
+
 
 def scale(settings: Any) -> float:
-    """The factor of a model with these (text) settings. Cohere's multiplies, Granite's and MiniCPM's divides."""
+    """The factor of a model with these (text) settings. Cohere's multiplies; Granite's, MiniCPM's and Inkling's
+    divide."""
     if str(settings.model_type).startswith("cohere"):
         return float(getattr(settings, "logit_scale", None) or 1.0)
-    factor = float(getattr(settings, "logits_scaling", None) or 1.0)
+    factor = float(getattr(settings, "logits_scaling", None) or getattr(settings, DIVIDES_STATES, None) or 1.0)
     return factor if settings.model_type == "hyperclovax" else 1.0 / factor
 
 

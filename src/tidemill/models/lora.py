@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tidemill.errors import ModelError, did_you_mean
 from tidemill.models.buffers import persistent
 from tidemill.models.mixture.experts import STACKS, is_known, plug
+from tidemill.models.parts import decoder_of, layers_of
 
 Json = dict[str, Any]
 SUFFIXES = ("lora_a", "lora_b", "lora_m")
@@ -98,7 +99,7 @@ def attach(
         adapted.lora_b = nn.Parameter(weight.new_zeros(module.out_features, rank))
         adapted.factor, adapted.is_on = alpha / rank, True
         adapted.lora_m = nn.Parameter(adapted.row_norms().to(weight.dtype)) if magnitudes else None
-    plug(model.get_decoder())  # another implementation would not know of adapters
+    plug(decoder_of(model))  # another implementation would not know of adapters
     for name, module, stack in list(_stacks(model)):
         if name in first:
             weight = getattr(module, stack)
@@ -119,7 +120,7 @@ def first_values(
     def drawn(*shape: int) -> Tensor:
         return torch.empty(shape).uniform_(-1, 1, generator=draw) * float(shape[-1] ** -0.5)
 
-    layers = model.get_decoder().layers
+    layers = layers_of(model)
     linears = {names[id(m)]: drawn(rank, m.in_features) for m in layers.modules() if type(m) is nn.Linear}
     stacks: list[tuple[str, Any]] = []
     if experts:
@@ -147,6 +148,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _refuse_unknown(layers: Any) -> None:
     for module in layers.modules():
+        if isinstance(module, nn.Conv1d):  # short convolutions stay as they are
+            continue
         if not is_known(module) and any(p.ndim == 3 for p in module.parameters(recurse=False)):
             raise ModelError(
                 f"{type(module).__name__} stacks its experts in a form that adapters are not known for",
@@ -156,7 +159,7 @@ def _refuse_unknown(layers: Any) -> None:
 
 def _stacks(model: Any) -> Iterator[tuple[str, Any, str]]:
     """Every stack of experts in the decoder's layers: its name, its module, and what it is called there."""
-    inside = {id(m) for m in model.get_decoder().layers.modules() if is_known(m)}
+    inside = {id(m) for m in layers_of(model).modules() if is_known(m)}
     for name, module in model.named_modules():
         if id(module) in inside:
             yield from ((f"{name}.{stack}", module, stack) for stack in STACKS)

@@ -22,8 +22,6 @@ if TYPE_CHECKING:  # models are opened and tried where the settings' library is 
 
 SPECIAL_TOKENS = 3  # of a small model's tokenizer: padding, end, unknown
 DEFAULT_VOCABULARY = 32_000  # when config.json does not say
-# Kinds of layers that can be learned from packed rows.
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -196,20 +194,13 @@ def _small_decoder(tiny: TinyModel, vocabulary: int) -> dict[str, Any]:
         "intermediate_size": tiny.intermediate,
         "num_hidden_layers": tiny.layers,
         "num_attention_heads": tiny.heads,
-        "num_key_value_heads": tiny.kv_heads,
+        "num_key_value_heads": tiny.heads if family.latent_form else tiny.kv_heads,
         "head_dim": tiny.hidden // tiny.heads,
         "max_position_embeddings": tiny.window,
         "tie_word_embeddings": True,
         **({**experts, "num_experts_per_tok": tiny.experts_per_token} if experts else {}),
         **family.small,
     }
-
-
-def unknown_layers(settings: Mapping[str, Any]) -> str:
-    """The kinds of a model's layers that are not attention as it is known here."""
-    kinds = settings.get("layer_types")
-    found = {str(kind) for kind in kinds} - ATTENTION_LAYERS if isinstance(kinds, list | tuple) else set()
-    return ", ".join(sorted(found))
 
 
 def header_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -1,12 +1,14 @@
 """Whether a model can be learned from packed rows, tried with a few tokens before anything else is done with it.
 
-A model that mixes tokens outside of its attention (state-space and linear-attention layers, convolutions, attention
-of its own) would let one sample see another without any error, and every log-probability would be of nothing.
+A model that mixes tokens outside of what is known of it (attention of its own, masks, positions that it counts itself)
+would let one sample see another without any error, and every log-probability would be of nothing. Such a model is
+computed densely: whole samples through transformers' own attention. What is wrong even then is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,57 +17,102 @@ from torch import Tensor
 
 from tidemill.errors import ModelError
 from tidemill.models import logits
-from tidemill.models.attention.packed import Packed
-from tidemill.models.attention.registry import plain
-from tidemill.models.shape import unknown_layers
+from tidemill.models.attention.contexts import choose
+from tidemill.models.attention.registry import Context, is_dense, plain, set_attention
+from tidemill.models.calling import hidden_states
+from tidemill.models.parts import decoder_of
+
+log = logging.getLogger(__name__)
 
 LENGTHS = (7, 5)  # of two samples
+SHARED = 4  # tokens of the first that another one continues, with as many as it has of its own
 LOCAL = ("sliding_window", "attention_chunk_size")
 FEW = 3  # tokens in a window or chunk while a model is tried
 STRIDE = 7919  # between tried tokens, modulo the vocabulary
+MOST_OF_HEAD = 0.05  # by which logits of one head may differ, relative
 REMEDY = "docs/models.md lists models that can be"
 
 
 def try_out(model: Any) -> None:
-    """Two samples in one row must give the logits that transformers itself gives of each."""
-    kind = type(model).__name__
-    unknown = unknown_layers(model.config.get_text_config().to_dict())
-    if unknown:
-        raise ModelError(f"{kind} has layers of {unknown}, which cannot be learned from packed rows", REMEDY)
+    """Samples in one row must give the logits that transformers itself gives of each; a model with which they do not is
+    computed densely from here on, if that helps."""
     samples = _samples(model)
-    with _narrowed(model.config.get_text_config()):
+    try:
+        with _narrowed(model.config.get_text_config()):
+            _compare(model, samples)
+        return
+    except ModelError as error:
+        if is_dense(model):
+            raise
+        refusal = error
+    usual = model.config._attn_implementation
+    set_attention(model, "sdpa" if model._supports_sdpa else "eager")
+    try:
         _compare(model, samples)
+    except ModelError as error:
+        is_head = not _has_known_head(model, samples[0])
+        set_attention(model, usual)
+        if is_head:
+            raise ModelError(
+                f"{type(model).__name__} makes logits of hidden states in a way that is not known", REMEDY
+            ) from error
+        raise refusal from error
+    log.info("%s is computed densely: %s", type(model).__name__, refusal.args[0])
 
 
 def _compare(model: Any, samples: list[Tensor]) -> None:
+    """Two samples by themselves, and one that shares its first tokens with another."""
     kind = type(model).__name__
+    first, second = samples
+    third = torch.cat([first[:SHARED], second[:SHARED]])
     try:
-        ours = _packed(model, samples)
+        packed = _packed(model, [first, second])
+        shared = _shared(model, [first[:SHARED], second], [first[SHARED:], third[SHARED:]])
     except ModelError:
         raise
     except Exception as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{kind} cannot be learned from packed rows: {why}", REMEDY) from error
+        raise ModelError(f"{kind} cannot be learned from packed rows: {_first_line(error)}", REMEDY) from error
     try:
-        theirs = _alone(model, samples)
-    except Exception:  # nothing to compare with
-        return
-    if not torch.isfinite(theirs).all():
+        alone = [_alone(model, sample) for sample in (first, second, third)]
+    except Exception as error:
+        raise ModelError(f"transformers cannot run {kind}: {_first_line(error)}", REMEDY) from error
+    if not all(torch.isfinite(one).all() for one in alone):
         raise ModelError(
             f"{kind}'s weights give numbers that are not finite{_not_finite(model)}",
             "the folder's weights are broken: copy them again, or take an earlier checkpoint",
         )
-    first, second = _apart(ours, theirs)
-    apart = max(first, second)
-    # What leaks leaks into the second sample alone; the first has rounding in it, and a scale that is not known. 16-bit
+    behind = [alone[0][:SHARED], alone[1], alone[0][SHARED:], alone[2][SHARED:]]
+    for ours, theirs in ((packed, alone[:2]), (shared, behind)):
+        _hold_together(kind, ours, theirs)
+
+
+def _hold_together(kind: str, ours: Tensor, theirs: Sequence[Tensor]) -> None:
+    own, *others = _apart(ours, theirs)
+    apart = max(own, *others)
+    # What leaks leaks into later samples alone; the first has rounding in it, and a scale that is not known. 16-bit
     # rounding differs from token to token, and a sound model that is refused is the worse mistake.
-    most, more = (0.01, 0.01) if ours.dtype == torch.float32 else (0.15, 0.05)
-    if not (apart < most and second < 4 * first + more):
+    most, more = (1e-3, 1e-3) if ours.dtype == torch.float32 else (0.15, 0.05)
+    if not (apart < most and max(others) < 4 * own + more):
         raise ModelError(
-            f"{kind} gives other logits of packed samples than of each alone (by {apart:.0%}): it mixes tokens outside "
-            "of its attention, or changes logits in a way that is not known",
+            f"{kind} gives other logits of packed samples than of each alone (by {apart:.0%}): it mixes tokens, or "
+            "changes logits, in a way that is not known",
             REMEDY,
         )
+
+
+@torch.no_grad()
+def _has_known_head(model: Any, sample: Tensor) -> bool:
+    """Whether logits are the output layer's product of the decoder's states, scaled and capped as is known."""
+    with plain(model):
+        hidden = decoder_of(model)(input_ids=sample[None], use_cache=False).last_hidden_state[0]
+    try:
+        return max(_apart(logits.of(model, hidden), [_alone(model, sample)])) < MOST_OF_HEAD
+    except RuntimeError:  # of other sizes
+        return False
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _not_finite(model: Any) -> str:
@@ -80,15 +127,30 @@ def _samples(model: Any) -> list[Tensor]:
     return list(tokens.split(LENGTHS))
 
 
-@torch.no_grad()
-def _packed(model: Any, samples: list[Tensor]) -> Tensor:
+def _packed(model: Any, samples: Sequence[Tensor]) -> Tensor:
     """(tokens, words), the way the learner goes."""
     device = samples[0].device
-    positions = torch.cat([torch.arange(len(sample), device=device) for sample in samples])
-    context = Packed([len(sample) for sample in samples], device)
-    hidden = model.get_decoder()(
-        input_ids=torch.cat(samples)[None], position_ids=positions[None], use_cache=False, tide=context
-    ).last_hidden_state[0]
+    context = choose(model, _kind(model)).packed([len(sample) for sample in samples], device)
+    return _logits(model, context, samples, [0] * len(samples))
+
+
+def _shared(model: Any, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Tensor:
+    """The same of prompts and responses that all continue the first."""
+    device, owners = prompts[0].device, [0] * len(responses)
+    begun, behind = ([len(one) for one in some] for some in (prompts, responses))
+    context = choose(model, _kind(model)).shared(begun, behind, owners, device)
+    starts = [0] * len(prompts) + [len(prompts[0])] * len(responses)
+    return _logits(model, context, [*prompts, *responses], starts)
+
+
+def _kind(model: Any) -> str:
+    return "dense" if is_dense(model) else "blocks"
+
+
+@torch.no_grad()
+def _logits(model: Any, context: Context, parts: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
+    positions = torch.cat([torch.arange(at, at + len(one), device=one.device) for at, one in zip(starts, parts)])
+    hidden = hidden_states(model, context, input_ids=torch.cat(list(parts))[None], position_ids=positions[None])
     return logits.of(model, hidden)
 
 
@@ -106,13 +168,15 @@ def _narrowed(settings: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _alone(model: Any, samples: list[Tensor]) -> Tensor:
+def _alone(model: Any, sample: Tensor) -> Tensor:
     with plain(model):
-        return torch.cat([model(input_ids=sample[None], use_cache=False).logits[0] for sample in samples])
+        found: Tensor = model(input_ids=sample[None], use_cache=False).logits[0]
+    return found
 
 
-def _apart(ours: Tensor, theirs: Tensor) -> list[float]:
-    """Of each sample, relative, its token in the middle: 16-bit rounding may send one token to another expert."""
-    ours, theirs = (x.float() - x.float().mean(-1, keepdim=True) for x in (ours, theirs))
-    gap = torch.linalg.vector_norm(ours - theirs, dim=-1) / torch.linalg.vector_norm(theirs, dim=-1).clamp(min=1e-6)
-    return [float(part.median()) for part in gap.split(LENGTHS)]
+def _apart(ours: Tensor, theirs: Sequence[Tensor]) -> list[float]:
+    """Of each part, relative, its token in the middle: 16-bit rounding may send one token to another expert."""
+    lengths = [len(one) for one in theirs]
+    own, other = (x.float() - x.float().mean(-1, keepdim=True) for x in (ours, torch.cat(list(theirs))))
+    gap = torch.linalg.vector_norm(own - other, dim=-1) / torch.linalg.vector_norm(other, dim=-1).clamp(min=1e-6)
+    return [float(part.median()) for part in gap.split(lengths)]

@@ -203,17 +203,15 @@ class _Meter:
             torch.accelerator.empty_cache()
 
     def _model(self, trial: TrialModel, window: int) -> tuple[Any, ModelShape]:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
-        from tidemill.models.attention import registry as attention
+        from tidemill.models.load import from_config
 
         plain = trial.settings(window)
         config = AutoConfig.for_model(plain.pop("model_type"), **plain)
         torch.manual_seed(0)
         with self.on:
-            made: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, attn_implementation=attention.NAME, dtype=self.dtype
-            )
+            made = from_config(config, dtype=self.dtype)
         made.config.use_cache = False
         shape = parse(made.config.to_dict())
         assert shape is not None

@@ -27,10 +27,13 @@ from tidemill.errors import ConfigError, ModelError, did_you_mean
 from tidemill.models.attention import registry as attention
 from tidemill.models.mixture import experts
 from tidemill.models.modes import at_rest
+from tidemill.models.recurrent import mixers
 from tidemill.rollout.engine import Completion, Fresh, Request, RolloutEngine, Sampling
 from tidemill.rollout.native.engine import NativeEngine
 from tidemill.rollout.native.forward import latent, lean
+from tidemill.rollout.native.forward.dense import DenseRunner
 from tidemill.rollout.native.forward.runner import PlainRunner
+from tidemill.rollout.native.trial import try_rollout
 from tidemill.rollout.pieces import Piece, Pieces
 
 T = TypeVar("T")
@@ -82,17 +85,19 @@ class Engine:
         self.model, self.tokenizer = model, tokenizer
         window = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST
         self.max_length = min(window, max_length or LONGEST)
-        _refuse_unknown(model)
+        self._attention = _tried(model)
         self.tools: Sequence[Schema] = ()  # that prompts tell the model of
-        self._native = NativeEngine(
-            model,
-            eos_ids=end_tokens(model, tokenizer),
-            tokenizer=tokenizer,
-            max_seqs=concurrent,
-            max_len=self.max_length,
-            cache_tokens=cache_tokens or max(CACHE_TOKENS, self.max_length),
-            reuse_prefix=reuse_prefix,
-        )
+        with borrowed(model, self._attention):
+            self._native = NativeEngine(
+                model,
+                eos_ids=end_tokens(model, tokenizer),
+                tokenizer=tokenizer,
+                max_seqs=concurrent,
+                max_len=self.max_length,
+                cache_tokens=cache_tokens or max(CACHE_TOKENS, self.max_length),
+                reuse_prefix=reuse_prefix,
+            )
+            try_rollout(self._native)
         self._native.on_tokens = self._hear
         self._engine: RolloutEngine = self._native
         self._task: Task | None = None
@@ -282,10 +287,10 @@ class Engine:
         while not self._inbox.empty():
             self._inbox.get()()
         if self._engine.has_work:
-            is_module = isinstance(self._native.runner, PlainRunner)
+            is_module = isinstance(self._native.runner, PlainRunner | DenseRunner)
             # A trainer may have turned mixed precision on: the engine computes in the dtype of the weights.
             exact = torch.autocast(self._native.device.type, enabled=False)
-            with exact, borrowed(self.model) if is_module else nullcontext():
+            with exact, borrowed(self.model, self._attention) if is_module else nullcontext():
                 self._engine.step()
 
     def _run_loop(self) -> None:
@@ -383,33 +388,37 @@ def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 @contextmanager
-def borrowed(model: Any) -> Iterator[None]:
-    """Inside, the model's attention and experts are ours; outside, they are what its owner chose."""
+def borrowed(model: Any, kind: Any) -> Iterator[None]:
+    """Inside, the model's attention is of this kind and its experts are ours; outside, both are its owner's choice."""
     config = model.config
-    usual, usual_experts = config._attn_implementation, getattr(config, "_experts_implementation", None)
-    if usual == attention.NAME:
+    usual, usual_experts = attention.attention_of(model), getattr(config, "_experts_implementation", None)
+    if usual == kind:
         yield
         return
     has_experts = any(experts.is_known(m) for m in model.modules())
-    model.set_attn_implementation(attention.ours(config))
+    attention.set_attention(model, kind)
     if has_experts:
         model.set_experts_implementation(experts.NAME)
     try:
         yield
     finally:
-        model.set_attn_implementation(usual)
+        attention.set_attention(model, usual)
         if has_experts and usual_experts is not None:
             model.set_experts_implementation(usual_experts)
 
 
-def _refuse_unknown(model: Any) -> None:
-    """Refuse what the engine would compute wrongly. A model whose layers it knows needs no trial."""
+def _tried(model: Any) -> Any:
+    """Refuse what the engine would compute wrongly; the attention with which it computes the others. A model whose
+    layers it knows needs no trial."""
+    kind = attention.ours(model.config)
     if lean.supports(model) or latent.supports(model):
-        return
+        return kind
     from tidemill.models.trial import try_out
 
-    with borrowed(model), at_rest(model.modules()):
+    mixers.plug(model)
+    with borrowed(model, kind), at_rest(model.modules()):
         try_out(model)
+        return model.config._attn_implementation if attention.is_dense(model) else kind
 
 
 def _opened(where: str | Path, tokenizer: Any, device: str) -> tuple[Any, Any]:

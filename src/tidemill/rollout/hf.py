@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from tidemill.models.attention import registry as attention
+from tidemill.models.calling import parameters_of
 from tidemill.models.modes import at_rest
 from tidemill.models.vision.eyes import eyes
 from tidemill.models.vision.eyes.eyes import TilePixels
@@ -67,7 +67,7 @@ class HFEngine:
         how, device = request.sampling, next(self.model.parameters()).device
         key = torch.tensor([stream_key(how.seed, request.draws_as, sample.index)], device=device)
         limit = min(token_limit(request, sample.index), self.max_len - len(request.prompt))
-        cache = DynamicCache(config=self.model.config)
+        cache: Any = None
         ids = torch.tensor([[*map(int, request.prompt), *sample.tokens]], device=device)
         finish: Finish = "length"
         shown = self._shown(request, ids)
@@ -75,7 +75,9 @@ class HFEngine:
         guides.seat(0, how.grammar, sample.tokens)
         while len(sample.tokens) < limit:
             given, shown = shown, {}
-            made = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **given)
+            before = len(request.prompt) + len(sample.tokens) - ids.shape[1]
+            made = self.model(**self._inputs(ids, cache, before), **given)
+            cache = made.get("past_key_values", made.get("cache_params"))
             logits = made.logits[:, -1]
             drawn = draw(logits, self._how(sample, key, logits, guides))
             if not torch.isfinite(drawn.logprobs).all():
@@ -95,6 +97,16 @@ class HFEngine:
                 break
             ids = drawn.tokens.unsqueeze(1)
         yield replace(self._completion(sample, finish), tops=tops or None)
+
+    def _inputs(self, ids: Tensor, cache: Any, before: int) -> dict[str, Any]:
+        """What the model's own generation calls it with, behind `before` tokens that are in the cache. The model makes
+        the cache itself: some have one of a kind of their own."""
+        named, takes_more = parameters_of(self.model)
+        given: dict[str, Any] = {"input_ids": ids, "use_cache": True, "logits_to_keep": 1}
+        given["cache_params" if "cache_params" in named else "past_key_values"] = cache
+        if self.eyes is None:  # a model that looks works positions out from what it is shown
+            given["position_ids"] = torch.arange(before, before + ids.shape[1], device=ids.device)[None]
+        return {name: value for name, value in given.items() if takes_more or name in named}
 
     def _shown(self, request: Request, ids: Tensor) -> dict[str, Any]:
         """The prompt's images, as the model's own forward pass takes them with the first tokens."""

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from tidemill import device as devices
 from tidemill.errors import CheckpointError, ConfigError, ModelError, did_you_mean
 from tidemill.learn import checkpoint
 from tidemill.learn.ema import adapters_of, weights_of
 from tidemill.models import lora
-from tidemill.models.attention import registry as attention
 from tidemill.models.box import find
 from tidemill.models.box.known import KNOWN, cache
 from tidemill.models.load import (
@@ -27,12 +26,16 @@ from tidemill.models.load import (
     DTYPES,
     EXPORTED,
     LoadedModel,
+    from_config,
     load,
     open_folder,
     save_folder,
     wrap,
 )
 from tidemill.models.mixture import routing
+from tidemill.models.parts import decoder_of
+from tidemill.models.vision.eyes.find import give_eyes
+from tidemill.models.vision.views import find as views
 from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe import config as settings
 from tidemill.recipe.config import Config
@@ -94,12 +97,12 @@ def _from_run(run: RunFolder, place: torch.device, raw: bool, step: int | None, 
     if has_adapters and not _holds_all(tensors):
         model = _base(run)
     else:
-        model = AutoModelForCausalLM.from_config(definition, attn_implementation=attention.NAME)  # type: ignore[no-untyped-call]
+        model = from_config(definition)
         model = model.to(DTYPES[run.config.model.dtype])
     routing.widen(model)
     routing.make_room(model, run.config.learn.moe)
     own, is_mean = weights_of(tensors, raw)
-    prefix = next(n for n, m in model.named_modules() if m is model.get_decoder())
+    prefix = next(n for n, m in model.named_modules() if m is decoder_of(model))
     head = own.pop("head.weight", None) if _is_reward_model(tensors) else None
     own = {_policys_name(name, prefix, head): tensor for name, tensor in own.items()}
     if has_adapters and not _holds_all(tensors):
@@ -110,6 +113,7 @@ def _from_run(run: RunFolder, place: torch.device, raw: bool, step: int | None, 
         raise CheckpointError(f"{found.path} lacks {len(missing)} of the model's tensors, first {missing[0]}")
     model.load_state_dict(own, strict=False)  # tied weights and buffers are made by the model itself
     tokenizer = AutoTokenizer.from_pretrained(run.path / DEFINITION)
+    give_eyes(model, views.view_of(definition.to_dict(), tokenizer, views.settings_of(run.path / DEFINITION)))
     window = getattr(definition.get_text_config(), "max_position_embeddings", 1 << 20)
     loaded = wrap(model.to(place), tokenizer, window)
     return Trained(loaded, run.config, found.step, head, is_mean, _base_dtype(run))
@@ -240,7 +244,7 @@ def export(
         save_folder(trained.loaded.model, trained.loaded.tokenizer, aside)
     else:
         model = trained.loaded.model
-        decoder = model.get_decoder().state_dict()
+        decoder = decoder_of(model).state_dict()
         reward_model.save(decoder, trained.reward_head, model.config, trained.loaded.tokenizer, aside)
     if folder.exists():
         folder.rmdir()

@@ -30,17 +30,15 @@ UNSTACKED = frozenset({"qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "
 
 def empty_model(folder: Path, model: settings.ModelSettings) -> Any:
     """The module of a folder, on the meta device, with our attention plugged in."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    from tidemill.models.attention import registry as attention
     from tidemill.models.load import DTYPES as MODEL_DTYPES
+    from tidemill.models.load import from_config
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
         with torch.device("meta"):
-            module: Any = AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention.NAME, trust_remote_code=model.trust_remote_code
-            )  # type: ignore[no-untyped-call]
+            module = from_config(config, trust_remote_code=model.trust_remote_code)
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(f"model.path={folder}: transformers cannot open it: {first}") from error

@@ -140,7 +140,7 @@ class Ulysses:
         self.order = upload(order, device)  # rank after rank, as tokens arrive
         self.restore = upload(np.argsort(order), device)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         own, given = self.shares.counts[self.rank], q.shape[0]
         wanted = upload(key_heads(q.shape[1], k.shape[1], self.ranks), k.device)
         k, v = k.index_select(1, wanted), v.index_select(1, wanted)

@@ -21,7 +21,7 @@ class Padded:
     def __init__(self, inner: Context | None, tokens: int) -> None:
         self.inner, self.tokens = inner, tokens
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         n = self.tokens
         rest = q.new_zeros((q.shape[0] - n, q.shape[1], v.shape[-1]))
         if self.inner is None:

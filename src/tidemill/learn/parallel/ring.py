@@ -71,7 +71,7 @@ class AttentionRing:
         self.tile = tile or (TILE if device.type == "cpu" else ACCELERATOR_TILE)
         self._plans: dict[tuple[int | None, int | None], RingPlan] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         key = (form.window, form.chunk)
         if key not in self._plans:
             sight = within(self.sight, *key)

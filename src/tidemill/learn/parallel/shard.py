@@ -16,11 +16,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard as TorchShard
 from torch.nn import Parameter
 
-from tidemill.learn.layers import layers_of
 from tidemill.learn.parallel.collectives import Group, all_gather, reduce_scatter
 from tidemill.learn.parallel.cuts import Cuts
 from tidemill.learn.parallel.flight import Flight
 from tidemill.learn.parallel.mesh import Meshes
+from tidemill.models.parts import layers_of
 from tidemill.recipe.config import Learn
 
 DTYPES = {"same": None, "float32": torch.float32, "bfloat16": torch.bfloat16}

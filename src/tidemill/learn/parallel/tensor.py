@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.errors import ModelError
-from tidemill.learn.layers import layers_of
 from tidemill.learn.parallel.collectives import MeshLink, copy_tokens, gather_tokens, keep_tokens, scatter_tokens
 from tidemill.learn.parallel.cuts import Cut, Cuts, narrow, replace_parameter
 from tidemill.models.lora import LoraLinear
 from tidemill.models.mixture import experts
+from tidemill.models.parts import decoder_of, layers_of
 from tidemill.reshard.layouts.layout import Replicate, Shard
 
 COLUMNS, ROWS, WHOLE, EXPERTS = "colwise", "rowwise", "replicated_with_grad_allreduce", "moe_tp_experts"
@@ -190,7 +190,7 @@ def _sum_gradients(modules: list[Any], names: dict[int, str], cuts: Cuts) -> Non
 
 
 def _final_norms(model: Any) -> list[Any]:
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     return [m for name, m in decoder.named_children() if name not in ("layers", "embed_tokens") and _is_vector(m)]
 
 

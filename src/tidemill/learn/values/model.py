@@ -10,6 +10,8 @@ from torch import Tensor
 
 from tidemill.learn.parallel.collectives import MeshLink, copy_tokens
 from tidemill.learn.rows.packing import PackedBatch
+from tidemill.models.calling import hidden_states
+from tidemill.models.parts import decoder_of
 from tidemill.models.vision.eyes import eyes
 
 
@@ -23,7 +25,7 @@ class ValueModel(torch.nn.Module):
     def __init__(self, policy: Any, shares_trunk: bool = False) -> None:
         super().__init__()
         self.config, self.shares_trunk = policy.config, shares_trunk
-        decoder = policy.get_decoder()
+        decoder = decoder_of(policy)
         if shares_trunk:
             self._shared = (decoder,)  # in a tuple, so that its parameters are not this model's
         else:
@@ -50,7 +52,7 @@ class ValueModel(torch.nn.Module):
         return [self.head]
 
     def get_input_embeddings(self) -> Any:
-        return self.decoder.get_input_embeddings()
+        return self.get_decoder().get_input_embeddings()
 
     def get_output_embeddings(self) -> None:
         """There are no words to give."""
@@ -61,10 +63,7 @@ class ValueModel(torch.nn.Module):
 
 def decoded(model: Any, packed: PackedBatch) -> Tensor:
     """(tokens, width) of any model's decoder, or this rank's tokens of it."""
-    out: Tensor = model.get_decoder()(
-        **decoder_inputs(model, packed), use_cache=False, tide=packed.context
-    ).last_hidden_state.squeeze(0)  # not [0], whose gradient is a zeroed copy
-    return out
+    return hidden_states(model, packed.context, **decoder_inputs(model, packed))
 
 
 def decoder_inputs(model: Any, packed: PackedBatch) -> dict[str, Any]:

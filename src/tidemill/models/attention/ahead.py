@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +51,10 @@ class SeesAhead:
             for alike in shapes.values()
         ]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+    def recur(self, call: Any) -> Any:
+        return self.inner.recur(call)  # type: ignore[attr-defined]
+
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         out = self.inner.attend(layer, q, k, v, form)
         if self.windows and form.window is None:
             return out

@@ -106,7 +106,7 @@ class Flex:
         )
         self._masks: dict[tuple[int | None, int | None], BlockMask] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         key = (form.window, form.chunk)
         if key not in self._masks:
             self._masks[key] = self._block_mask(form)

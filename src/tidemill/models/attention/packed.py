@@ -44,25 +44,27 @@ class Block:
         return x.reshape(self.count * self.longest, *x.shape[2:]).index_select(0, self.place)
 
 
-def make_block(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Block:
-    longest = max(lengths)
+def make_block(starts: Sequence[int], lengths: Sequence[int], device: torch.device, at_least: int = 0) -> Block:
+    longest = max(at_least, *lengths)
     tokens = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths)])
     place = np.concatenate([np.arange(i * longest, i * longest + n) for i, n in enumerate(lengths)])
     return Block(upload(tokens, device), upload(place, device), len(lengths), longest)
 
 
+def alike(lengths: Sequence[int]) -> list[list[int]]:
+    """Which sequences go together, the longest first."""
+    found: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if not found or lengths[i] < (1 - BLOCK_WASTE) * lengths[found[-1][0]]:
+            found.append([])
+        found[-1].append(i)
+    return found
+
+
 def blocks(lengths: Sequence[int], device: torch.device) -> list[Block]:
     """Packed sequences, sorted into dense blocks of like length."""
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-    made: list[Block] = []
-    current: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if current and lengths[i] < (1 - BLOCK_WASTE) * lengths[current[0]]:
-            made.append(make_block([int(starts[j]) for j in current], [lengths[j] for j in current], device))
-            current = []
-        current.append(i)
-    made.append(make_block([int(starts[j]) for j in current], [lengths[j] for j in current], device))
-    return made
+    starts = np.cumsum([0, *lengths])
+    return [make_block(starts[some].tolist(), [lengths[i] for i in some], device) for some in alike(lengths)]
 
 
 class Packed:
@@ -75,7 +77,7 @@ class Packed:
         is_sorted = len(self.blocks) == 1 and list(lengths) == sorted(lengths, reverse=True)
         self.restore = None if is_sorted else torch.argsort(order)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         parts = []
         for block in self.blocks:
             dense_q, dense_k, dense_v = (block.dense(x).transpose(1, 2) for x in (q, k, v))
@@ -114,7 +116,7 @@ class SharedPrompt:
             self._masks[key] = torch.cat([in_prompt, in_own], -1).unsqueeze(1)
         return self._masks[key]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         prompt = [self.prompts.dense(x) for x in (q, k, v)]
         dense_q, dense_k, dense_v = (x.transpose(1, 2) for x in prompt)
         prompt_out = causal_attention(dense_q, dense_k, dense_v, form)

@@ -136,7 +136,7 @@ class Short:
     def plain(self) -> Context:
         return self.make_plain()
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         if not _fits(self.families, q, form):
             return self.plain.attend(layer, q, k, v, form)
         return attend(self.families, q, k, v, form.scale)

@@ -128,7 +128,7 @@ class FlashPacked:
         self.lengths, self.device = [n for n in lengths if n], device
         self.spans: dict[int | None, Spans] = {None: Spans.of(self.lengths, device)}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         if form.chunk not in self.spans:  # a chunk sees itself alone, as a sample does
             cut = [piece for n in self.lengths for piece in pieces(0, n, form.chunk)]
             self.spans[form.chunk] = Spans.of(cut, self.device)
@@ -154,7 +154,7 @@ class FlashShared:
         self.make_spans = partial(SharedSpans.of, prompts, responses, group, device)
         self.spans: dict[int | None, SharedSpans] = {None: self.make_spans(None)}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         if form.chunk not in self.spans:
             self.spans[form.chunk] = self.make_spans(form.chunk)
         spans, n = self.spans[form.chunk], self.split

@@ -181,6 +181,6 @@ def _first(out: Any) -> Tensor:
 class _Last:
     """As an attention context: no softmax, but every number of q, k and v counts."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
         groups = q.shape[1] // k.shape[1]
         return q * k.repeat_interleave(groups, 1) + v.repeat_interleave(groups, 1)

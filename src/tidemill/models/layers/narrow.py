@@ -5,16 +5,14 @@ Both codes are exact in bfloat16 and float32, so products are computed as before
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tidemill.models.layers.eight import DTYPES, Weights, encode
 from tidemill.models.mixture import experts
-
-Weights = Literal["int8", "fp8"]
-FP8 = torch.float8_e4m3fn
+from tidemill.models.parts import decoder_of, layers_of
 
 
 class NarrowLinear(nn.Linear):
@@ -30,27 +28,19 @@ class NarrowLinear(nn.Linear):
 
 def narrow(model: Any, weights: Weights) -> Any:
     """Every matrix of the decoder's layers, stacked experts included; embeddings, norms, routers and the head stay."""
-    experts.plug(model.get_decoder())
-    for module in model.get_decoder().layers.modules():  # fused forms look for weights that are about to go
+    experts.plug(decoder_of(model))
+    for module in layers_of(model).modules():  # fused forms look for weights that are about to go
         vars(module).pop("forward", None)
-    for module in [m for m in model.get_decoder().layers.modules() if experts.is_known(m)]:
+    for module in [m for m in layers_of(model).modules() if experts.is_known(m)]:
         for stack in experts.STACKS:
-            code, scale = encode(getattr(module, stack).detach(), weights)
+            code, scale = encode(getattr(module, stack).detach(), DTYPES[weights])
             delattr(module, stack)
             module.register_buffer(f"{stack}_code", code)
             module.register_buffer(f"{stack}_scale", scale)
-    for linear in [m for m in model.get_decoder().layers.modules() if type(m) is nn.Linear]:
-        code, scale = encode(linear.weight.detach(), weights)
+    for linear in [m for m in layers_of(model).modules() if type(m) is nn.Linear]:
+        code, scale = encode(linear.weight.detach(), DTYPES[weights])
         del linear.weight
         linear.register_buffer("code", code)
         linear.register_buffer("scale", scale)
         linear.__class__ = NarrowLinear
     return model
-
-
-def encode(weight: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-    """(…, out, in) → the same in 8 bits, and (…, out) scales."""
-    largest = weight.abs().amax(-1).float().clamp(min=1e-12)
-    scale = largest / (127 if weights == "int8" else torch.finfo(FP8).max)
-    share = weight.float() / scale[..., None]
-    return (share.round().to(torch.int8) if weights == "int8" else share.to(FP8)), scale

@@ -200,7 +200,7 @@ class RowwiseContext:
             self.table[i, : len(sequence)] = sequence
         self.which, self.length = np.array(rows, np.int64).T
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         with torch.no_grad():
             out = attention(q, k, v, self.table, self.which, self.length, 1, form)
         if not q.requires_grad:

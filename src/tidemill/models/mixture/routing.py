@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from tidemill.errors import ModelError
-from tidemill.models.attention.registry import AttentionForm, Context
+from tidemill.models.attention.registry import AttentionForm, Context, serving
 from tidemill.models.lora import Reference
+from tidemill.models.parts import layers_of
 
 if TYPE_CHECKING:  # rollout alone needs no settings, so it can be used without their library
     from tidemill.recipe.config import Mixture
@@ -48,8 +49,11 @@ class RouterKind:
 
 
 KINDS = {
-    "MixtralTopKRouter": RouterKind(sums_to_one=True),
-    **dict.fromkeys(("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "OlmoeTopKRouter"), RouterKind()),
+    # GPT-OSS takes the softmax of the chosen logits alone: that of all, made to sum to one.
+    **dict.fromkeys(("MixtralTopKRouter", "GptOssTopKRouter", "Qwen3_5MoeTopKRouter"), RouterKind(sums_to_one=True)),
+    **dict.fromkeys(
+        ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3NextTopKRouter", "OlmoeTopKRouter"), RouterKind()
+    ),
     **dict.fromkeys(
         (
             "DeepseekV3TopkRouter",
@@ -75,8 +79,11 @@ class Routed:
     weights: Tensor | None = None  # (tokens,) how much each learns
     made: dict[int, Tensor] | None = None  # filled with what each layer chose, if a dict is given
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         return self.inner.attend(layer, q, k, v, form)
+
+    def recur(self, call: Any) -> Any:
+        return self.inner.recur(call)  # type: ignore[attr-defined]
 
 
 class Routers:
@@ -87,7 +94,7 @@ class Routers:
 
         self.settings = Mixture()
         self.share = 1.0  # of the auxiliary loss that this rank counts, where several compute the same tokens
-        found = [(layer, gate) for layer in model.get_decoder().layers if (gate := _gate(layer)) is not None]
+        found = [(layer, gate) for layer in layers_of(model) if (gate := _gate(layer)) is not None]
         self.layers, self.k = len(found), int(found[0][1].top_k) if found else 0
         self.experts = int(found[0][1].weight.shape[0]) if found else 0
         self.gates = [gate for _, gate in found]
@@ -96,13 +103,18 @@ class Routers:
         self.load = torch.full(shape, 1.0 / max(1, self.experts), device=device)  # of the update before
         self.replayed = torch.zeros(2, device=device)  # routes replayed; of them those the router would have chosen
         self._context: list[Any] = [None] * self.layers
+        self._hooks = []
         for at, (layer, gate) in enumerate(found):
-            layer.register_forward_pre_hook(partial(self._enter, at), with_kwargs=True)
-            gate.register_forward_hook(partial(self._choose, at))
+            self._hooks.append(layer.register_forward_pre_hook(partial(self._enter, at), with_kwargs=True))
+            self._hooks.append(gate.register_forward_hook(partial(self._choose, at)))
+
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self, at: int, layer: Any, args: Any, kwargs: Any) -> None:
-        context = kwargs.get("tide")
+        context = serving(kwargs)
         self._context[at] = context if isinstance(context, Routed) else None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -207,11 +219,18 @@ def of(model: Any, device: torch.device | None = None) -> Routers | None:
     if getattr(model, "shares_trunk", False):  # a critic's: the layers are the policy's, whose learner sees to them
         return None
     if "tide_routers" not in model.__dict__:
-        has_some = any(_gate(layer) is not None for layer in model.get_decoder().layers)
+        has_some = any(_gate(layer) is not None for layer in layers_of(model))
         device = device or next(model.parameters()).device
         model.__dict__["tide_routers"] = Routers(model, device) if has_some else None
     routers: Routers | None = model.__dict__["tide_routers"]
     return routers
+
+
+def detach(model: Any) -> None:
+    """Undo `of`, for a model that is about to be cut: then it has other routers."""
+    routers: Routers | None = model.__dict__.pop("tide_routers", None)
+    if routers is not None:
+        routers.detach()
 
 
 HARMLESS = "make_inputs_require_grads"  # transformers' hook for checkpoints of layers: it changes no number
@@ -276,9 +295,16 @@ def take_away(model: Any) -> None:
         module._buffers.pop(GIVEN, None)
 
 
+def gate_of(block: Any) -> Any:
+    """The router of a layer's block; None where the block is no mixture."""
+    if not hasattr(block, "experts"):
+        return None
+    return getattr(block, "gate", None) or getattr(block, "router", None)
+
+
 def _gate(layer: Any) -> Any:
-    block = next((m for m in layer.children() if hasattr(m, "experts") and hasattr(m, "gate")), None)
-    return block.gate if block is not None and type(block.gate).__name__ in KINDS else None
+    gate = next((gate for m in layer.children() if (gate := gate_of(m)) is not None), None)
+    return gate if type(gate).__name__ in KINDS else None
 
 
 def _kind(gate: Any) -> RouterKind:

@@ -26,7 +26,7 @@ def launch(engine: NativeEngine, decoder: GraphDecoder) -> list[Pending]:
         engine.drain()  # drafts and grammars follow tokens that the host must have seen
     launched: list[Pending] = []
     scheduler.grow()
-    readings, rows = scheduler.admit(), np.flatnonzero(slots.active & (slots.launched < slots.limit))
+    readings, rows = engine.admit(), np.flatnonzero(slots.active & (slots.launched < slots.limit))
     _guide(engine, decoder, rows)
     if len(rows) and not (may_draft and _draft(engine, decoder, rows)):
         slots.length[rows] += 1

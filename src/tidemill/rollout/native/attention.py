@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +19,13 @@ from torch import Tensor
 from tidemill.batch import Array
 from tidemill.models.attention.packed import first_seen, seen, softmax
 from tidemill.models.attention.registry import AttentionForm
+from tidemill.models.recurrent.mixers import Call
 from tidemill.models.vision.eyes.eyes import Ahead
 from tidemill.rollout.native import paged
 from tidemill.rollout.native.cache import PageStore
 from tidemill.rollout.native.kernels import Kernels
 from tidemill.rollout.native.paged import PagedAttention, Queries
+from tidemill.rollout.native.states import PassStates
 
 warnings.filterwarnings("ignore", message=r"index_reduce\(\) is in beta")
 
@@ -81,10 +83,13 @@ class Paged:
     has_drafts: bool = False  # some rows are of the same sequence, one token after another
     library: PagedAttention | None = None  # decodes instead of walking the pages; the store is then a `TokenStore`
     ahead: Ahead = "never"  # in which layers `until` of chunks counts
+    states: PassStates | None = None  # of a model that has layers with some
+    calls: int = 0  # of `attend` so far
     _bias: dict[tuple[int, int | None, int | None], Tensor] = field(default_factory=dict)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
-        decode = self.rows.count
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+        decode, layer = self.rows.count, self.calls if layer is None else layer
+        self.calls = layer + 1
         if self.kernels is not None and decode:
             out = self._decode_in_c(layer, q, k, v, form)
         else:
@@ -97,6 +102,10 @@ class Paged:
         for rows, chunks in _by_shape(self.chunks):
             out[rows] = self._prefill(layer, q, k, v, rows, chunks, form)
         return out
+
+    def recur(self, call: Call) -> Any:
+        assert self.states is not None
+        return self.states.recur(call)
 
     def _decode_in_c(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
         assert self.kernels is not None
@@ -173,8 +182,8 @@ class Paged:
             v = v[rows].view(n, length, *v.shape[1:]).transpose(1, 2)
         else:
             pages = torch.cat([chunk.pages for chunk in chunks])
-            k = _unpage(self.store.read_keys(layer, pages, q.dtype).transpose(2, 3), n, context + length)
-            v = _unpage(self.store.read_values(layer, pages, q.dtype), n, context + length)
+            k = unpage(self.store.read_keys(layer, pages, q.dtype).transpose(2, 3), n, context + length)
+            v = unpage(self.store.read_values(layer, pages, q.dtype), n, context + length)
         out = causal_attention(q, k, v, context, form, self._until(chunks, form.window))
         return out.transpose(1, 2).reshape(n * length, q.shape[1], -1)
 
@@ -259,7 +268,7 @@ def _rows(chunks: list[PageChunk]) -> Tensor | slice:
     return torch.cat([torch.arange(chunk.first, chunk.last) for chunk in chunks])
 
 
-def _unpage(pages: Tensor, n: int, tokens: int) -> Tensor:
+def unpage(pages: Tensor, n: int, tokens: int) -> Tensor:
     """Pages (n * each, kv_heads, page_size, dim) of n sequences → (n, kv_heads, tokens, dim)."""
     _, kv_heads, page_size, dim = pages.shape
     apart = pages.reshape(n, -1, kv_heads, page_size, dim).transpose(1, 2)

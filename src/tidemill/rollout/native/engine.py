@@ -17,30 +17,35 @@ from torch import Tensor
 from tidemill.batch import Array
 from tidemill.device import has_triton, mapped
 from tidemill.errors import ConfigError
-from tidemill.models.attention.registry import Context
+from tidemill.models.attention.registry import is_dense
+from tidemill.models.mixture import routing
+from tidemill.models.recurrent import mixers
 from tidemill.models.vision.eyes import eyes
 from tidemill.rollout.engine import Completion, Finish, Grammar, OnTokens, Partial, Request, load_part, run_callbacks
-from tidemill.rollout.native import paged, resuming
+from tidemill.rollout.native import paged, passes, resuming
 from tidemill.rollout.native.ahead import launch
-from tidemill.rollout.native.attention import Paged
 from tidemill.rollout.native.cache import PagePool, PageStore, TokenStore
 from tidemill.rollout.native.check import RequestLimits, find_problem, refused
 from tidemill.rollout.native.draw.drawing import draw_rows
 from tidemill.rollout.native.draw.guides import Grammars, Guides
 from tidemill.rollout.native.draw.sampling import Drawn
+from tidemill.rollout.native.forward import runner as runners
+from tidemill.rollout.native.forward.dense import DenseRunner
 from tidemill.rollout.native.forward.graphs import GraphDecoder
-from tidemill.rollout.native.forward.invariant import RowwisePaged, RowwiseRunner
+from tidemill.rollout.native.forward.invariant import RowwiseRunner
 from tidemill.rollout.native.forward.routes import RouteRecorder
-from tidemill.rollout.native.forward.runner import CapturableRunner, PlainRunner, Runner, fused_kernels, make_runner
-from tidemill.rollout.native.inputs import inputs_of
 from tidemill.rollout.native.kernels import LANES, Kernels
 from tidemill.rollout.native.kernels import load as load_kernels
 from tidemill.rollout.native.looking import Looking
 from tidemill.rollout.native.pending import Fetch, Pending
+from tidemill.rollout.native.ranks import share
+from tidemill.rollout.native.ranks.links import Links
 from tidemill.rollout.native.resuming import completes_a_stop
 from tidemill.rollout.native.rows import RunningRows
-from tidemill.rollout.native.scheduler import Kept, Reading, Scheduler, Sequence, Trunk
+from tidemill.rollout.native.scheduler import Scheduler
+from tidemill.rollout.native.sequences import Kept, Reading, Sequence, Trunk
 from tidemill.rollout.native.speculate import When, speculator_for
+from tidemill.rollout.native.states import Hand, StateStore
 from tidemill.rollout.native.telling import Teller
 
 # Small pages waste little; larger ones let an accelerator's attention read longer runs. On an H200, 512 rows of 257-768
@@ -62,9 +67,9 @@ class NativeEngine:
     accelerator. All three are for comparison. `batch_invariant` (a CPU in float32) makes a token's numbers depend on
     its own sample alone, bit for bit, and equal to those of a learner in the same mode; it is slower. `speculate`
     drafts tokens by lookup ("auto": with the compiled kernels, where it is expected to pay; "on": in graphs too).
-    `cache_dtype` int8 or fp8 keeps keys and values in one byte an element, with a scale per token and head. `group` is
-    a process group whose ranks share the work of one model; each must be given the same requests, in the same order,
-    between the same steps. `keeps_features`: new weights do not change how images look, because the tower is frozen."""
+    `cache_dtype` int8 or fp8 keeps keys and values in one byte an element, with a scale per token and head. `links` are
+    those of a rank that holds its share of the model alone, to the ranks that have the others (`ranks.replicas`).
+    `keeps_features`: new weights do not change how images look, because the tower is frozen."""
 
     def __init__(
         self,
@@ -81,11 +86,12 @@ class NativeEngine:
         plain: bool = False,
         kernels: bool = True,
         graphs: bool = True,
-        group: Any = None,
+        links: Links | None = None,
         batch_invariant: bool = False,
         record_routes: bool = False,
         speculate: When = "off",
         cache_dtype: Literal["auto", "int8", "fp8"] = "auto",
+        weights: Literal["same", "int8", "fp8"] = "same",
         keeps_features: bool = False,
     ) -> None:
         parameter = next(model.parameters())
@@ -95,16 +101,18 @@ class NativeEngine:
         self.max_len = max_len
         self.reuse_prefix = reuse_prefix
         self.version = 0
-        output = model.get_output_embeddings()
-        self.vocab = int(output.weight.shape[0] if group is None else output.out_features)
+        self.links = links
+        self.vocab = share.of(model).vocabulary if links else int(model.get_output_embeddings().weight.shape[0])
         self.is_end = np.zeros(self.vocab, bool)
         self.is_end[[i for i in eos_ids if 0 <= i < self.vocab]] = True
-        if batch_invariant and cache_dtype != "auto":
-            raise ConfigError(f"cache_dtype {cache_dtype} rounds; the batch-invariant mode must not", "use auto")
+        self.eight = runners.eight_dtype(weights, cache_dtype, self.device, batch_invariant)
+        if batch_invariant and (is_dense(model) or mixers.has_some(model)):
+            name = type(model).__name__
+            raise ConfigError(f"rollout.batch_invariant: {name} has layers that it is not known for", "set it to false")
         is_plain_cache = cache_dtype == "auto" and not batch_invariant
         self.library = paged.choose(model, self.device, parameter.dtype) if is_plain_cache else None
-        may_fuse = kernels and not plain and group is None and self.device.type != "cpu"
-        fused = fused_kernels(model, self.device) if may_fuse else None
+        may_fuse = kernels and not plain and links is None and self.device.type != "cpu"
+        fused = runners.fused_kernels(model, self.device) if may_fuse else None
         if fused is not None and has_triton(self.device.type):
             self.library = None  # these kernels walk pages themselves
         usual = PAGE_SIZE if self.device.type == "cpu" else ACCELERATOR_PAGE_SIZE
@@ -116,25 +124,38 @@ class NativeEngine:
         kind = None if cache_dtype == "auto" else cache_dtype
         # One page more than can be given out: captured decoding writes its padding there.
         self.store = make_store(pages + 1, page_size, self.device, kind)
-        self.routes = RouteRecorder(model, self.store) if record_routes else None
+        has_none = links is not None and routing.of(model) is None  # of this stage's layers
+        self.routes = RouteRecorder(model, self.store) if record_routes and not has_none else None
         self.eyes = eyes.of(model)
         self.looking = Looking(self.eyes, self.device, keeps_features)
         self.limits = RequestLimits(self.vocab, max_len, pages * page_size, tokenizer is not None, self.eyes)
         step_tokens = step_tokens or (STEP_TOKENS if self.device.type == "cpu" else ACCELERATOR_STEP_TOKENS)
-        self.scheduler = Scheduler(self.pool, max_seqs, max_len, max(step_tokens, max_seqs + page_size), self.eyes)
+        self.states = StateStore(max_seqs, self.device) if mixers.has_some(model) else None
+        step_tokens = max(step_tokens, max_seqs + page_size)
+        self.scheduler = Scheduler(
+            self.pool, max_seqs, max_len, step_tokens, self.eyes, has_states=self.states is not None
+        )
         self.rows = RunningRows(self.scheduler, self.device)
         self.kernels = self._kernels(parameter) if kernels and not batch_invariant else None
-        self.runner: Runner = (
-            RowwiseRunner(model) if batch_invariant else make_runner(model, max_len, self.kernels, plain, fused, group)
+        self.runner: runners.Runner = (
+            RowwiseRunner(model)
+            if batch_invariant
+            else runners.make_runner(model, max_len, self.kernels, plain, fused, links, self.eight)
         )
         # Inference mode saves bookkeeping, but a foreign module may keep a tensor it makes.
-        self._no_grad = torch.no_grad if isinstance(self.runner, PlainRunner) else torch.inference_mode
+        takes_foreign = isinstance(self.runner, runners.PlainRunner | DenseRunner)
+        self._no_grad = torch.no_grad if takes_foreign else torch.inference_mode
         self.decoder = self._graph_decoder(graphs)
         if self.decoder is not None:
             self.store.memory = mapped.open(self.device)
-        self.speculator = speculator_for(speculate, self.scheduler, self.decoder is not None, self.kernels is not None)
+            if self.states is not None:
+                self.states.memory = self.store.memory
+        self.speculator = speculator_for(
+            speculate, self.scheduler, self.decoder is not None, self.kernels is not None, self.states is not None
+        )
         self.guides: Guides | None = None  # from the first request with a grammar
         self.teller = Teller(self.scheduler)
+        self.passes = 0  # made so far by `forward`
         self.inflight: list[Pending] = []
         self._refused: list[Completion] = []
 
@@ -145,10 +166,12 @@ class NativeEngine:
 
     def _graph_decoder(self, wanted: bool) -> GraphDecoder | None:
         is_capturable = self.device.type != "cpu" and hasattr(self.runner, "device_kernels")
-        return self._graph_decoder_of(cast(CapturableRunner, self.runner)) if wanted and is_capturable else None
+        return self._graph_decoder_of(cast(runners.CapturableRunner, self.runner)) if wanted and is_capturable else None
 
-    def _graph_decoder_of(self, runner: CapturableRunner) -> GraphDecoder:
-        return GraphDecoder(runner, self.store, self.scheduler.slots, self.vocab, self.routes, self.library)
+    def _graph_decoder_of(self, runner: runners.CapturableRunner) -> GraphDecoder:
+        return GraphDecoder(
+            runner, self.store, self.scheduler.slots, self.vocab, self.routes, self.library, self.states
+        )
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -201,7 +224,7 @@ class NativeEngine:
         """Prompt tokens and one token of every running sequence in one pass, with what was drafted after it."""
         scheduler, slots = self.scheduler, self.scheduler.slots
         scheduler.grow()
-        readings = scheduler.admit()
+        readings = self.admit()
         rows = np.flatnonzero(slots.active)
         drafts = self.speculator.propose(rows) if self.speculator is not None and len(rows) else None
         if drafts is None:
@@ -236,13 +259,25 @@ class NativeEngine:
         for trunk, row in zip(ended, () if logits is None else logits):
             trunk.logits = row
         born, copies = self.scheduler.branch()
-        if copies:
-            self.store.copy(*zip(*copies))
-        for _, sequence in born:
+        self._copy(copies)
+        for trunk, sequence in born:
+            if self.states is not None:
+                self.states.put(sequence.slot, trunk.hand)
             sequence.spans = [(0, self.version)]
             if self.guides is not None:
                 self.guides.seat(sequence.slot, sequence.request.sampling.grammar, sequence.tokens)
         return born
+
+    def admit(self) -> list[Reading]:
+        """Which prompt tokens to read in this step."""
+        readings = self.scheduler.admit()
+        copies, self.scheduler.copies = self.scheduler.copies, []
+        self._copy(copies)
+        return readings
+
+    def _copy(self, pages: list[tuple[int, int]]) -> None:
+        if pages:
+            self.store.copy(*zip(*pages))
 
     def drain(self) -> None:
         """Wait for the step under way; what it ends is given by the next `step`."""
@@ -252,25 +287,18 @@ class NativeEngine:
                 self._refused += self._settle(pending)
 
     def forward(self, rows: Array, readings: list[Reading], newest: Array, ahead: Array) -> Tensor:
-        x = inputs_of(self.scheduler, rows, readings, newest, ahead, self.device)
-        running = self.rows.of(rows, x.seen)
-        context: Context
-        if self.batch_invariant:
-            assert isinstance(self.store, TokenStore)
-            context = RowwisePaged.of(self.store, x.page, x.offset, running, x.chunks)
-        else:
-            has_drafts = bool(ahead.any())
-            context = Paged(self.store, x.page, x.offset, running, x.chunks, self.kernels, has_drafts, self.library)
-            context.ahead = "never" if self.eyes is None else self.eyes.ahead
-        seen = self.looking.seen(readings, len(rows))
-        if self.routes is None:
-            return self.runner.forward(x.ids, x.position, context, x.keep, seen)
-        return self.routes.forward(
-            lambda routed: self.runner.forward(x.ids, x.position, routed, x.keep, seen), context, x.page, x.offset
-        )
+        self.passes += 1
+        return passes.forward(self, rows, readings, newest, ahead)
 
     def _draw(self, rows: Array, logits: Tensor, ahead: Array | int = 0) -> Drawn:
-        return draw_rows(self.scheduler, rows, logits, ahead, self.kernels, self.batch_invariant, self.guides)
+        def draw() -> Drawn:
+            return draw_rows(self.scheduler, rows, logits, ahead, self.kernels, self.batch_invariant, self.guides)
+
+        if self.links is None:
+            return draw()
+        slots = self.scheduler.slots
+        has_kept, tops = bool(slots.truncated[rows].any()), int(slots.tops[rows].max()) if len(rows) else 0
+        return self.links.drawn(draw, len(rows), has_kept, tops, self.device)
 
     def _settle(self, pending: Pending) -> list[Completion]:
         """Write the new tokens down and take out what has ended."""
@@ -322,10 +350,17 @@ class NativeEngine:
             self.speculator.ended(sequence)
         is_worth_keeping = self.reuse_prefix and finish in ("stop", "length")
         pages = sequence.pages
-        self.scheduler.leave(sequence, remember=sequence.identity()[:cached] if is_worth_keeping else None)
+        if is_worth_keeping:
+            self.scheduler.leave(sequence, remember=sequence.identity()[:cached], hand=self._hand(sequence))
+        else:
+            self.scheduler.leave(sequence)
         if finish == "error":
             self._scrub(pages)
         return sequence.as_completion(finish, error, routes)
+
+    def _hand(self, sequence: Sequence) -> Hand:
+        """The states of a running sequence, apart from its slot."""
+        return {} if self.states is None else self.states.take(sequence.slot)
 
     def _scrub(self, pages: list[int]) -> None:
         """Zero those pages that are now free: they may hold NaN, which masked positions would let through. Pages that
@@ -363,9 +398,10 @@ class NativeEngine:
         partials: list[Partial] = []
         for sequence in sorted(scheduler.running(), key=lambda s: int(scheduler.slots.arrival[s.slot])):
             cached = int(scheduler.slots.length[sequence.slot])
-            cache = scheduler.keep(sequence) if keep_cache else None
+            hand = self._hand(sequence)
+            cache = scheduler.keep(sequence, hand) if keep_cache else None
             scheduler.slots.save(sequence)
-            scheduler.leave(sequence, remember=None if keep_cache else sequence.identity()[:cached])
+            scheduler.leave(sequence, remember=None if keep_cache else sequence.identity()[:cached], hand=hand)
             partials.append(sequence.as_partial(cache))
         partials += [sequence.as_partial() for sequence in scheduler.remove(None)]
         self._scrub_abandoned()
@@ -397,12 +433,13 @@ class NativeEngine:
         if weights is not None:
             load_part(self.model, weights)
         self.version = version
+        runners.refresh(self.runner)
         self.looking.new_weights()
         if self.speculator is not None:
             self.speculator.reset()
         self.scheduler.restart_reading()
         self._scrub_abandoned()
-        self.pool.index.forget_all()
+        self.scheduler.forget()
         for sequence in self.scheduler.running():
             sequence.spans.append((int(self.scheduler.slots.made[sequence.slot]), version))
 
@@ -422,8 +459,10 @@ class NativeEngine:
         self.rebuild()
         while self.scheduler.give_up_kept():
             pass
-        self.pool.index.forget_all()
+        self.scheduler.forget()
         self.store.clear()
+        if self.states is not None:
+            self.states.clear()
         self.looking.clear()
         if self.decoder is not None and self.store.memory is None:
             self.decoder.forget_graphs()  # they hold the addresses of what was just given back

@@ -13,7 +13,8 @@ from tidemill.batch import Array
 from tidemill.models.upload import upload
 from tidemill.models.vision.eyes.eyes import AXES
 from tidemill.rollout.native.attention import PageChunk
-from tidemill.rollout.native.scheduler import Reading, Scheduler
+from tidemill.rollout.native.scheduler import Scheduler
+from tidemill.rollout.native.sequences import Reading
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from typing import Any
 
 from tidemill.rollout.engine import Completion, Partial, token_limit
 from tidemill.rollout.native.check import RequestLimits, find_problem
-from tidemill.rollout.native.scheduler import Scheduler, Sequence, Trunk
+from tidemill.rollout.native.scheduler import Scheduler
+from tidemill.rollout.native.sequences import Sequence, Trunk
 from tidemill.rollout.stops import ends_by_string
 
 
@@ -48,7 +49,7 @@ def trunk_of(scheduler: Scheduler, sequence: Sequence, cache: Any) -> Trunk:
     if cache in scheduler.kept:
         scheduler.kept.remove(cache)
         trunk.pages, trunk.found, trunk.done = cache.pages, cache.shared, cache.length
-        trunk.weights = cache.weights
+        trunk.weights, trunk.hand = cache.weights, cache.hand
         cache.pages = []
     return trunk
 

@@ -1,108 +1,40 @@
 """Who runs next: sequences in slots, prompts being read, requests waiting; and which pages each of them holds.
 
-Host-side bookkeeping only. What changes every step is kept in arrays indexed by slot, so that a step costs a few array
-operations and not a loop over sequences. A `Trunk` is a run of tokens to be read into the cache once, however many
-samples branch off its end: a prompt with its n samples, or a half-made sample that goes on after a pause.
+Host-side bookkeeping only.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
-from torch import Tensor
 
 from tidemill.batch import Array
 from tidemill.models.vision.eyes.eyes import Eyes
-from tidemill.rollout.engine import Completion, Finish, Partial, Request, Top, token_limit
 from tidemill.rollout.native.cache import PagePool
-from tidemill.rollout.native.draw.sampling import is_steered, is_truncated, stream_key
-from tidemill.rollout.native.scene import Scene, scene_of
-
-OFF = 1 << 40  # a top-k that is more than any vocabulary
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One sample of a request. The tokens it makes lie in its slot's arrays; the lists here hold those from before it
-    last lost its slot."""
-
-    request: Request
-    index: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    kept: list[float] | None = None
-    tops: list[Top] | None = None
-    slot: int = -1
-    pages: list[int] = field(default_factory=list)
-    shared: int = 0  # leading pages that others may hold too
-    weights: int = 0  # that its pages began to be written with, as `PrefixIndex` counts
-    spans: list[tuple[int, int]] = field(default_factory=list)  # (tokens made in this slot before, version from there)
-    scene: Scene | None = None  # what its prompt shows
-
-    def context(self) -> Array:
-        """What is read to go on with it."""
-        return np.array([*self.request.prompt, *self.tokens], np.int64)
-
-    def identity(self) -> Array:
-        """The same with images told apart."""
-        made = self.context()
-        if self.scene is not None:
-            prompt = len(self.request.prompt)
-            made[:prompt] = self.scene.identity[:prompt]
-        return made
-
-    def as_partial(self, cache: Kept | None = None) -> Partial:
-        return Partial(self.request, self.index, self.tokens, self.logprobs, self.versions, self.kept, cache)
-
-    def as_completion(self, finish: Finish, error: str | None = None, routes: Array | None = None) -> Completion:
-        made = (self.tokens, self.logprobs, self.versions)
-        return Completion(self.request, self.index, *made, finish, error, self.kept, routes, tops=self.tops)
-
-
-@dataclass(slots=True, eq=False)
-class Trunk:
-    tokens: Array
-    members: deque[Sequence]
-    is_sole: bool  # one sample only: it takes the pages over
-    pages: list[int] = field(default_factory=list)
-    found: int = 0  # leading pages that were already cached
-    done: int = 0  # tokens in the cache
-    weights: int = 0  # that its pages began to be written with
-    logits: Tensor | None = None  # after the last token, once all are read
-    scene: Scene | None = None  # what the tokens show; None: text alone
-
-    @property
-    def identity(self) -> Array:
-        """What tells its pages from those of others."""
-        return self.tokens if self.scene is None else self.scene.identity
-
-
-@dataclass(slots=True, eq=False)
-class Kept:
-    """The cache of a paused sample, held for when it goes on. Without pages it was given up, and is read again."""
-
-    pages: list[int]
-    shared: int
-    length: int  # tokens in it
-    weights: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Tokens `first:last` of a trunk are read in this step."""
-
-    trunk: Trunk
-    first: int
-    last: int
+from tidemill.rollout.native.prefixes import StatePrefixes
+from tidemill.rollout.native.scene import scene_of
+from tidemill.rollout.native.sequences import Kept, Reading, Sequence, Trunk
+from tidemill.rollout.native.slots import Slots
+from tidemill.rollout.native.states import Hand
 
 
 class Scheduler:
-    def __init__(self, pool: PagePool, max_seqs: int, max_len: int, step_tokens: int, eyes: Eyes | None = None) -> None:
+    """`has_states`: a sequence cannot be gone on from its pages alone."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        max_seqs: int,
+        max_len: int,
+        step_tokens: int,
+        eyes: Eyes | None = None,
+        has_states: bool = False,
+    ) -> None:
         self.pool = pool
+        self.prefixes = StatePrefixes(pool, max_seqs) if has_states else None
+        self.copies: list[tuple[int, int]] = []  # pages whose content is to be copied before the next pass
         self.eyes = eyes
         self.max_seqs = max_seqs
         self.max_len = max_len
@@ -115,7 +47,7 @@ class Scheduler:
         self.sequence: list[Sequence | None] = [None] * max_seqs
         self.free_slots = list(range(max_seqs - 1, -1, -1))
         self.promised = 0  # slots that samples of admitted trunks will take
-        self.slots = _Slots(max_seqs, max_len, pool)
+        self.slots = Slots(max_seqs, max_len, pool)
         self.changed = True  # rows or pages differ from the step before
         self.preemptions = 0
         self._arrivals = 0
@@ -164,19 +96,39 @@ class Scheduler:
         is_busy = bool(running or self.reading or self.ready)
         # Room for a page more per running sequence, so that admitting does not at once preempt.
         reserve = running if is_busy else 0
-        while self.pool.available < needed + reserve:
+        while self._is_short(needed + reserve):
             if is_busy or not (self.give_up_kept() or self.give_up_resumed()):
                 return False
             needed = -(-len(trunk.tokens) // size) - len(trunk.pages)  # its own may have been what was given up
         if trunk.pages:  # kept through a pause
             trunk.pages += [self.pool.take() for _ in range(needed)]
             return True
-        trunk.pages = self.pool.index.find(trunk.identity)
-        trunk.found = len(trunk.pages)
-        trunk.done = trunk.found * size
         trunk.weights = self.pool.index.weights
+        tail = self._find(trunk)
+        trunk.found = len(trunk.pages)
         trunk.pages += [self.pool.take() for _ in range(needed - trunk.found)]
+        if tail is not None:
+            self.copies.append((tail, trunk.pages[trunk.found]))
         return True
+
+    def _find(self, trunk: Trunk) -> int | None:
+        """Let a trunk begin with what is known of it already; a page that it is to have a copy of, if there is one."""
+        if self.prefixes is None:
+            trunk.pages = self.pool.index.find(trunk.identity)
+            trunk.done = len(trunk.pages) * self.pool.page_size
+            return None
+        known = self.prefixes.find(trunk.identity)
+        if known is None:
+            return None
+        trunk.pages, trunk.done, trunk.hand = known.pages, known.length, dict(known.hand)
+        return known.tail
+
+    def _is_short(self, pages: int) -> bool:
+        """Of so many pages, also when all that is only remembered is forgotten."""
+        while self.pool.available < pages:
+            if self.prefixes is None or not self.prefixes.forget_oldest():
+                return True
+        return False
 
     def has_read(self, reading: Reading) -> bool:
         """Note that the tokens are cached; true when the trunk is complete."""
@@ -223,7 +175,7 @@ class Scheduler:
         """For one page more. When nobody runs who could give one back, paused samples do; and where there are none, one
         sample takes the trunk over and the others wait to read it again."""
         is_running = len(self.free_slots) < self.max_seqs
-        while not self.pool.available:
+        while self._is_short(1):
             if is_running:
                 return False
             if self.give_up_kept() or self.give_up_resumed():
@@ -254,7 +206,7 @@ class Scheduler:
             sequence = self.sequence[slot]
             if sequence is None or len(sequence.pages) * self.pool.page_size > slots.length[slot]:
                 continue
-            while not self.pool.available and sequence.slot >= 0:
+            while sequence.slot >= 0 and self._is_short(1):
                 preempted.append(self._make_room())
             if sequence.slot >= 0:
                 slots.add_page(slot, len(sequence.pages), self.pool.take(), sequence.pages)
@@ -275,11 +227,14 @@ class Scheduler:
         self.leave(sequence)
         self.add(self.trunk(deque([sequence]), is_sole=True), first=True)
 
-    def leave(self, sequence: Sequence, *, remember: Array | None = None) -> None:
-        """Free the slot and the pages; with `remember`, full pages stay findable by these tokens."""
+    def leave(self, sequence: Sequence, *, remember: Array | None = None, hand: Hand | None = None) -> None:
+        """Free the slot and the pages; with `remember`, full pages stay findable by these tokens, and `hand` with them:
+        the states after them."""
         slot = sequence.slot
         if remember is not None:
             self.pool.index.remember(remember, sequence.pages, sequence.weights)
+            if self.prefixes is not None and hand is not None and sequence.weights == self.pool.index.weights:
+                self.prefixes.remember(remember, sequence.pages, hand)
         self.slots.clear(slot, sequence.pages[sequence.shared :])
         for page in reversed(sequence.pages):  # the end of a text is forgotten first: no page is found without its past
             self.pool.drop(page)
@@ -302,10 +257,12 @@ class Scheduler:
             self.pool.drop(page)
         trunk.pages = []
         trunk.done = trunk.found = 0
+        trunk.hand = {}
 
-    def keep(self, sequence: Sequence) -> Kept:
-        """Hold the pages of a sequence that is about to leave."""
-        kept = Kept(list(sequence.pages), sequence.shared, int(self.slots.length[sequence.slot]), sequence.weights)
+    def keep(self, sequence: Sequence, hand: Hand) -> Kept:
+        """Hold the pages of a sequence that is about to leave, and its states."""
+        length = int(self.slots.length[sequence.slot])
+        kept = Kept(list(sequence.pages), sequence.shared, length, sequence.weights, hand)
         for page in kept.pages:
             self.pool.hold(page)
         self.kept.append(kept)
@@ -320,7 +277,7 @@ class Scheduler:
             self.kept.remove(kept)
             for page in reversed(kept.pages):
                 self.pool.drop(page)
-            kept.pages = []
+            kept.pages, kept.hand = [], {}
         return True
 
     def give_up_resumed(self) -> bool:
@@ -351,99 +308,11 @@ class Scheduler:
                 removed += trunk.members
         return removed
 
+    def forget(self) -> None:
+        """New weights, or no cache: what was remembered is no longer true."""
+        self.pool.index.forget_all()
+        if self.prefixes is not None:
+            self.prefixes.forget_all()
+
     def running(self) -> Iterator[Sequence]:
         return (sequence for sequence in self.sequence if sequence is not None)
-
-
-class _Slots:
-    """What a step needs of every sequence, one array per field, indexed by slot."""
-
-    def __init__(self, max_seqs: int, max_len: int, pool: PagePool) -> None:
-        n, pages = max_seqs, -(-max_len // pool.page_size)
-        self.active = np.zeros(n, bool)
-        self.arrival = np.zeros(n, np.int64)
-        self.length = np.zeros(n, np.int64)  # tokens in the cache
-        self.token = np.zeros(n, np.int64)  # the newest token, not in the cache yet
-        self.made = np.zeros(n, np.int64)  # tokens made since the sequence was seated, as far as the host has seen
-        self.launched = np.zeros(n, np.int64)  # the same, with those a device is still making
-        self.before = np.zeros(n, np.int64)  # and before that
-        self.limit = np.zeros(n, np.int64)  # of `made`
-        self.key = np.zeros(n, np.int64)
-        self.temperature = np.ones(n, np.float32)
-        self.greedy = np.zeros(n, bool)
-        self.top_k = np.zeros(n, np.int64)
-        self.top_p = np.ones(n, np.float32)
-        self.min_p = np.zeros(n, np.float32)
-        self.truncated = np.zeros(n, bool)
-        self.ignore_eos = np.zeros(n, bool)
-        self.watched = np.zeros(n, bool)  # has stop tokens or strings of its own
-        self.steered = np.zeros(n, bool)  # has penalties, bias, allowed tokens or a grammar
-        self.guided = np.zeros(n, bool)  # has a grammar
-        self.tops = np.zeros(n, np.int64)  # of each token so many of the likeliest ones are wanted
-        self.stream = np.full(n, -1, np.int64)  # who hears of its tokens; -1: nobody
-        self.shared = np.zeros(n, np.int64)
-        self.shift = np.zeros(n, np.int64)  # from a place in the cache to the position that is turned by
-        self.table = np.zeros((n, pages), np.int64)
-        self.tokens = np.zeros((n, max_len), np.int32)
-        self.logprobs = np.zeros((n, max_len), np.float32)
-        self.kept = np.zeros((n, max_len), np.float32)
-        # By page: the one slot that holds it as its own (-1: none), and the position of its first token.
-        self.page_slot = np.full(pool.pages, -1, np.int64)
-        self.page_start = np.zeros(pool.pages, np.int64)
-        self.page_size = pool.page_size
-
-    def seat(self, slot: int, sequence: Sequence, length: int, arrival: int) -> None:
-        request, how = sequence.request, sequence.request.sampling
-        self.active[slot] = True
-        self.arrival[slot] = arrival
-        self.length[slot] = length
-        self.made[slot] = self.launched[slot] = 0
-        self.before[slot] = len(sequence.tokens)
-        left = token_limit(request, sequence.index) - len(sequence.tokens)
-        self.limit[slot] = min(left, self.tokens.shape[1] - length)
-        self.key[slot] = stream_key(how.seed, request.draws_as, sequence.index)
-        self.greedy[slot] = how.temperature == 0
-        self.temperature[slot] = how.temperature or 1.0
-        # Off is written as a value that cannot cut anything, so rounding cannot either.
-        self.top_k[slot] = min(how.top_k or OFF, OFF)
-        self.top_p[slot] = how.top_p if how.top_p < 1 else 2.0
-        self.min_p[slot] = how.min_p
-        self.truncated[slot] = is_truncated(how)
-        self.ignore_eos[slot] = how.ignore_eos
-        self.watched[slot] = len(how.stop_tokens) > 0 or len(how.stop_strings) > 0
-        self.steered[slot] = is_steered(how)
-        self.guided[slot] = how.grammar is not None
-        self.tops[slot] = how.top_logprobs
-        self.stream[slot] = -1 if request.stream is None else request.stream + sequence.index
-        self.shared[slot] = sequence.shared
-        self.shift[slot] = 0 if sequence.scene is None else sequence.scene.shift
-        pages = np.asarray(sequence.pages, np.int64)
-        self.table[slot, : len(pages)] = pages
-        own = pages[sequence.shared :]
-        self.page_slot[own] = slot
-        self.page_start[own] = np.arange(sequence.shared, len(pages)) * self.page_size
-
-    def add_page(self, slot: int, place: int, page: int, pages: list[int]) -> None:
-        pages.append(page)
-        self.table[slot, place] = page
-        self.page_slot[page] = slot
-        self.page_start[page] = place * self.page_size
-
-    def clear(self, slot: int, own: list[int]) -> None:
-        self.active[slot] = False
-        mine = np.asarray(own, np.int64)
-        self.page_slot[mine] = -1
-
-    def save(self, sequence: Sequence) -> None:
-        """Move what the slot made into the sequence's own lists."""
-        slot, made = sequence.slot, int(self.made[sequence.slot])
-        sequence.tokens += self.tokens[slot, :made].tolist()
-        sequence.logprobs += self.logprobs[slot, :made].tolist()
-        ends = [*(start for start, _ in sequence.spans[1:]), made]
-        for (start, version), end in zip(sequence.spans, ends):
-            sequence.versions += [version] * (end - start)
-        sequence.spans = []
-        if sequence.kept is not None or self.truncated[slot]:
-            sequence.kept = (sequence.kept or []) + self.kept[slot, :made].tolist()
-        self.made[slot] = 0
-        self.before[slot] = len(sequence.tokens)

@@ -18,7 +18,8 @@ from tidemill.errors import ConfigError
 from tidemill.rollout.engine import Request
 from tidemill.rollout.native.draw.sampling import Drawn
 from tidemill.rollout.native.pending import Pending
-from tidemill.rollout.native.scheduler import Scheduler, Sequence
+from tidemill.rollout.native.scheduler import Scheduler
+from tidemill.rollout.native.sequences import Sequence
 
 When = Literal["auto", "on", "off"]
 
@@ -209,8 +210,17 @@ class Speculator:
             self._texts.pop(request_id, None)
 
 
-def speculator_for(when: When, scheduler: Scheduler, has_graphs: bool, has_kernels: bool) -> Speculator | None:
+def speculator_for(
+    when: When, scheduler: Scheduler, has_graphs: bool, has_kernels: bool, has_states: bool = False
+) -> Speculator | None:
     """In graphs "auto" stays off: that it pays there has not been measured."""
+    if has_states:
+        if when == "on":
+            raise ConfigError(
+                "rollout.speculate=on: the model has layers with a state, which drafts that turn out wrong would spoil",
+                "set rollout.speculate=auto",
+            )
+        return None
     if has_graphs:
         return Speculator(when, scheduler, ON_ACCELERATOR) if when == "on" else None
     if has_kernels:

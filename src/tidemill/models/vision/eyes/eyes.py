@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tidemill.batch import Array
 from tidemill.errors import ModelError
+from tidemill.models.parts import decoder_of
 from tidemill.models.upload import upload
 from tidemill.models.vision.views.view import Size, View
 from tidemill.tiles import Tile
@@ -108,7 +109,7 @@ class Eyes(Protocol):
 
     def embedded(self, ids: Tensor, seen: Seen | None) -> Tensor:
         """(1, tokens, width)"""
-        words = self.model.get_decoder().get_input_embeddings()
+        words = decoder_of(self.model).get_input_embeddings()
         x: Tensor = words(ids[None] if seen is None else self.readable(ids)[None])
         return x if seen is None else x.index_copy(1, seen.at, seen.rows.to(x.dtype)[None])
 

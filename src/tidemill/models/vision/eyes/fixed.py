@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tidemill.models.parts import decoder_of
 from tidemill.models.vision.eyes.eyes import Ahead, Eyes, Features, TilePixels
 from tidemill.models.vision.views.view import View
 
@@ -83,5 +84,5 @@ class Gemma3Eyes(ProjectedEyes):
         return super().foreign(tiles, ids) | {"token_type_ids": (ids == self.view.token).int()}
 
     def readable(self, ids: Tensor) -> Tensor:
-        words = self.model.get_decoder().get_input_embeddings().num_embeddings
+        words = decoder_of(self.model).get_input_embeddings().num_embeddings
         return ids if self.view.token < words else ids.masked_fill(ids == self.view.token, 0)

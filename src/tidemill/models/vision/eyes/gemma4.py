@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tidemill.models.parts import decoder_of
 from tidemill.models.vision.eyes.eyes import Ahead, Eyes, Features, Seen, TilePixels
 from tidemill.models.vision.views.gemma4 import Gemma4View
 
@@ -62,7 +63,7 @@ class Gemma4Eyes(Eyes):
 
     def inputs(self, ids: Tensor, positions: Tensor, seen: Seen | None) -> dict[str, Any]:
         found = super().inputs(ids, positions, seen)
-        decoder = self.model.get_decoder()
+        decoder = decoder_of(self.model)
         if getattr(decoder, "hidden_size_per_layer_input", 0):
             read = ids if seen is None else ids.clone()
             if seen is not None:

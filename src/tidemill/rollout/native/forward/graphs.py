@@ -17,6 +17,8 @@ from torch import Tensor
 from tidemill.batch import Array
 from tidemill.device.graph import CapturedGraph
 from tidemill.models.attention.registry import AttentionForm
+from tidemill.models.recurrent.chunked import layer
+from tidemill.models.recurrent.mixers import Call
 from tidemill.models.upload import upload
 from tidemill.models.vision.eyes import eyes
 from tidemill.rollout.native import paged
@@ -29,7 +31,8 @@ from tidemill.rollout.native.forward.routes import RouteRecorder
 from tidemill.rollout.native.forward.runner import CapturableRunner
 from tidemill.rollout.native.paged import PagedAttention, Queries
 from tidemill.rollout.native.pending import Fetch, Made
-from tidemill.rollout.native.scheduler import Sequence as Tenant
+from tidemill.rollout.native.sequences import Sequence as Tenant
+from tidemill.rollout.native.states import StateStore
 
 # A batch is padded to the next of these; padding rows decode a dummy token into a page of their own.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -103,14 +106,20 @@ class _Context:
     """Implements `models.attention.Context` for one token per row, by kernels that walk pages or by a library."""
 
     def __init__(
-        self, store: PageStore, walking: WalkingKernels | None, library: PagedAttention | None, bucket: Bucket
+        self,
+        store: PageStore,
+        walking: WalkingKernels | None,
+        library: PagedAttention | None,
+        bucket: Bucket,
+        states: StateStore | None = None,
     ) -> None:
-        self.store, self.walking, self.library, self.bucket = store, walking, library, bucket
+        self.store, self.walking, self.library, self.bucket, self.states = store, walking, library, bucket, states
         self.place: tuple[Tensor, Tensor] | None = None
         if walking is None or bucket.kind.has_drafts:  # rows of one sequence must see each other, and run together
             self.place = _place(bucket, store.page_size)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+        assert layer is not None  # captured passes number their layers themselves
         keys, values = self.store.layer(layer, k, v)
         if self.place is None and self.walking is not None and self.walking.reads_cache(k, v):
             self.place = _place(self.bucket, self.store.page_size)
@@ -121,6 +130,14 @@ class _Context:
             return self.walking.attend(q, k, v, keys, values, bucket.table, bucket.length, form, scales=scales)
         queries = Queries(bucket.table, bucket.length, [1] * len(q), form.scale, form.window)  # told before each replay
         return paged.attend(self.store, layer, q, queries, form, self.library)
+
+    def recur(self, call: Call) -> Tensor:
+        """Of a gated delta net, whose states are changed where they lie."""
+        assert self.states is not None
+        for key, (shape, dtype) in layer.states_of(call.module).items():
+            self.states.make_room((call.number, key), shape, dtype)
+        conv, delta = (self.states.held[call.number, key] for key in (layer.CONV_STATE, layer.DELTA_STATE))
+        return layer.step(call.module, call.hidden, conv, delta, self.bucket.slot)[None]
 
 
 def _place(bucket: Bucket, page_size: int) -> tuple[Tensor, Tensor]:
@@ -139,8 +156,10 @@ class GraphDecoder:
         vocab: int,
         routes: RouteRecorder | None = None,
         library: PagedAttention | None = None,
+        states: StateStore | None = None,
     ) -> None:
-        self.runner, self.store, self.slots, self.vocab, self.routes = runner, store, slots, vocab, routes
+        self.runner, self.store, self.slots, self.vocab = runner, store, slots, vocab
+        self.routes, self.states = routes, states
         self.kernels = cast(DrawKernels, runner.device_kernels)
         self.walking = cast(WalkingKernels, self.kernels) if hasattr(self.kernels, "attend") else None
         self.library = library
@@ -310,7 +329,7 @@ class GraphDecoder:
     def _logits(self, bucket: Bucket) -> Tensor:
         slot = bucket.slot.long()
         ids = bucket.ids.long() if bucket.kind.has_drafts else self.state.latest[slot]
-        context = _Context(self.store, self.walking, self.library, bucket)
+        context = _Context(self.store, self.walking, self.library, bucket, self.states)
         positions = (bucket.length - 1).long()
         if self.has_axes:
             positions = positions + self.state.shift[slot]

@@ -37,6 +37,7 @@ class RowwisePaged:
     table: np.ndarray
     which: np.ndarray
     length: np.ndarray
+    calls: int = 0  # of `attend` so far
 
     @classmethod
     def of(
@@ -52,7 +53,9 @@ class RowwisePaged:
             length.append(chunk.context + 1 + np.arange(count))
         return cls(store, page, offset, table, np.concatenate(which), np.concatenate(length))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+    def attend(self, layer: int | None, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+        layer = self.calls if layer is None else layer
+        self.calls = layer + 1
         self.store.write(layer, k, v, self.page, self.offset)
         keys, values = self.store.keys[layer].flatten(0, 1), self.store.values[layer].flatten(0, 1)
         return rowwise.attention(q, keys, values, self.table, self.which, self.length, self.store.page_size, form)

@@ -9,24 +9,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tidemill.device import has_triton
-from tidemill.errors import ModelError
+from tidemill.errors import ConfigError, ModelError
 from tidemill.models import families, logits
-from tidemill.models.attention.registry import Context
+from tidemill.models.attention.registry import Context, is_dense
+from tidemill.models.calling import hidden_states
+from tidemill.models.layers.eight import DTYPES
 from tidemill.models.modes import at_rest
 from tidemill.models.vision.eyes import eyes
-from tidemill.models.vision.eyes.eyes import Eyes, Seen
+from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.rollout.native import ascend_kernels
 from tidemill.rollout.native.ascend_kernels import AscendKernels
-from tidemill.rollout.native.forward import latent, lean
+from tidemill.rollout.native.forward import hybrid, latent, lean, mixture
+from tidemill.rollout.native.forward.dense import DenseRunner
 from tidemill.rollout.native.forward.fused import FusedKernels, FusedRunner
 from tidemill.rollout.native.kernels import Kernels
+from tidemill.rollout.native.ranks.links import Links
 
 
 class Runner(Protocol):
@@ -60,37 +64,43 @@ class PlainRunner:
         # Computing layers again is the learner's business.
         with at_rest(self.model.modules()) if self.first.training else nullcontext():
             if self.eyes is not None:
-                return self._looking(self.eyes, ids, positions, context, keep, seen)
-            options: dict[str, Any] = {} if keep is None else {"logits_to_keep": keep}
-            out = self.model(
-                input_ids=ids.unsqueeze(0),
-                position_ids=positions.unsqueeze(0),
-                use_cache=False,
-                tide=context,
-                **options,
-            )
-        return cast(Tensor, out.logits[0])
-
-    def _looking(
-        self, eyes: Eyes, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None, seen: Seen | None
-    ) -> Tensor:
-        """The decoder of a model that looks, called with what its own forward pass would call it with."""
-        given = eyes.inputs(ids, positions, seen)
-        hidden = self.model.get_decoder()(**given, use_cache=False, tide=context).last_hidden_state[0]
-        if keep is not None:
-            hidden = hidden.index_select(0, keep)
-        return logits.of(self.model, hidden)
+                given = self.eyes.inputs(ids, positions, seen)
+            else:
+                given = {"input_ids": ids[None], "position_ids": positions[None]}
+            hidden = hidden_states(self.model, context, **given)
+            return logits.of(self.model, hidden if keep is None else hidden.index_select(0, keep))
 
 
 def fused_kernels(model: Any, device: torch.device) -> Callable[[], FusedKernels] | None:
     """What makes the kernels that run the model on an accelerator; None where there are none for one of the two."""
-    if not (lean.supports(model) or latent.supports(model)):
+    if not mixture.has_plain_experts(model):
         return None
-    if has_triton(device.type):
+    has_form = lean.supports(model) or latent.supports(model)
+    if has_triton(device.type) and (has_form or hybrid.supports(model)):
         from tidemill.rollout.native.triton_kernels import TritonKernels
 
         return TritonKernels
-    return partial(AscendKernels, device) if ascend_kernels.works_on(device) else None
+    return partial(AscendKernels, device) if has_form and ascend_kernels.works_on(device) else None
+
+
+def fused_form(model: Any) -> Any:
+    """The runner that uses an accelerator's kernels."""
+    if hybrid.supports(model):
+        return hybrid.HybridRunner
+    return latent.FusedLatentRunner if latent.supports(model) else FusedRunner
+
+
+def eight_dtype(weights: str, cache_dtype: str, device: torch.device, batch_invariant: bool) -> torch.dtype | None:
+    """The type of 8-bit weights on a device; None: weights stay as they are."""
+    if batch_invariant and cache_dtype != "auto":
+        raise ConfigError(f"cache_dtype {cache_dtype} rounds; the batch-invariant mode must not", "use auto")
+    if weights == "same":
+        return None
+    if batch_invariant:
+        raise ConfigError(f"weights {weights} round; the batch-invariant mode must not", "use same")
+    if weights == "int8" and device.type != "cpu":
+        raise ConfigError(f"int8 weights are for CPUs, and this engine is on {device.type}", "use rollout.weights=fp8")
+    return DTYPES[weights]
 
 
 def make_runner(
@@ -99,22 +109,37 @@ def make_runner(
     kernels: Kernels | None,
     is_plain: bool,
     fused: Callable[[], FusedKernels] | None = None,
-    group: Any = None,
+    links: Links | None = None,
+    eight: torch.dtype | None = None,
 ) -> Runner:
-    """`fused`: what makes an accelerator's kernels, where they may be used. `group`: ranks that share the work."""
-    if group is not None:
-        if is_plain or not lean.supports(model):
-            raise ModelError(
-                f"{type(model).__name__} cannot be served tensor-parallel",
-                f"this works for {', '.join(families.llama_forms(mixtures=True))}",
-            )
-        from tidemill.rollout.native.forward.parallel import ParallelRunner
-
-        return ParallelRunner(model, max_len, kernels, group)
-    if is_plain or not (lean.supports(model) or latent.supports(model)):
-        return PlainRunner(model)
+    """`fused`: what makes an accelerator's kernels, where they may be used. `links`: to ranks that share the work.
+    `eight`: an 8-bit type for attention's and dense MLPs' products."""
     is_latent = latent.supports(model)
+    has_form = not is_plain and (is_latent or lean.supports(model))
+    if links is not None and not has_form:
+        raise ModelError(
+            f"{type(model).__name__} cannot be served by an engine over several ranks",
+            f"this works for {', '.join(families.served_over_ranks())}",
+        )
+    if eight is not None and not has_form:
+        raise ModelError(
+            f"{type(model).__name__} cannot be served with 8-bit weights",
+            f"use rollout.weights=same; 8 bits work for {', '.join(families.served_over_ranks())}",
+        )
+    if is_dense(model):
+        return DenseRunner(model)
     if fused is not None:
-        make = latent.FusedLatentRunner if is_latent else FusedRunner
-        return make(model, max_len, fused())
-    return (latent.LatentRunner if is_latent else lean.LeanRunner)(model, max_len, kernels)
+        form, made = fused_form(model), fused()
+        if eight is not None and not hasattr(made, "rms_rounded"):
+            raise ModelError("this device's kernels have no 8-bit products", "use rollout.weights=same")
+        runner: Runner = form(model, max_len, made) if eight is None else form(model, max_len, made, eight)
+        return runner
+    if not has_form:
+        return PlainRunner(model)
+    return (latent.LatentRunner if is_latent else lean.LeanRunner)(model, max_len, kernels, links, eight)
+
+
+def refresh(runner: Runner) -> None:
+    """Make what a runner derived from the parameters again, now that they have changed."""
+    if isinstance(runner, lean.LeanRunner | FusedRunner):
+        runner.refresh()

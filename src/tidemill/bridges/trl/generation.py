@@ -19,10 +19,12 @@ from torch import Tensor
 from tidemill import imports
 from tidemill.chat.template import Chat
 from tidemill.errors import ConfigError
-from tidemill.rollout.generation import Answer, Engine
+from tidemill.models.shape import parse
+from tidemill.rollout.generation import CACHE_TOKENS, CONCURRENT, Answer, Engine
 
 Made = dict[str, list[Any]]
 RolloutFunction = Callable[[list[Any], Any], Made]
+PROMPT_TOKENS = 512  # of a sample, when the cache's size is chosen; a group's samples hold their prompt once
 # What `generate` may be asked for besides lengths and sampling, and the value at which it changes nothing.
 NEUTRAL: dict[str, Any] = {
     "num_beams": 1, "num_beam_groups": 1, "penalty_alpha": None, "constraints": None, "force_words_ids": None,
@@ -63,7 +65,7 @@ class _Rollout:
         self.calls = 0
 
     def __call__(self, prompts: list[Any], trainer: Any) -> Made:
-        engine = self._engine_of(trainer)
+        engine = self._engine_of(trainer, len(prompts))
         engine.refresh()
         self.calls += 1
         sampling = _sampling_of_args(trainer.args, seed=(trainer.args.seed << 32) + self.calls)
@@ -74,13 +76,17 @@ class _Rollout:
             engine.sleep()
         return _columns(answers, has_mask=self.environment is not None)
 
-    def _engine_of(self, trainer: Any) -> Engine:
+    def _engine_of(self, trainer: Any, samples: int) -> Engine:
         if self.engine is None:
-            model = _whole(trainer.accelerator.unwrap_model(trainer.model))
+            model = whole(trainer.accelerator.unwrap_model(trainer.model))
             tokenizer = _tokenizer_of(trainer.processing_class)
-            # Prompts are as long as the data's, so the limit is the model's own.
-            options = {"reuse_prefix": self.environment is not None} | self.options
-            self.engine = Engine(model, tokenizer, **{"max_length": _longest(model), **options})
+            usual = {
+                "max_length": _longest(model),  # prompts are as long as the data's, so the limit is the model's own
+                "concurrent": max(CONCURRENT, samples),
+                "cache_tokens": _cache_tokens(model, samples * (PROMPT_TOKENS + trainer.args.max_completion_length)),
+                "reuse_prefix": self.environment is not None,
+            }
+            self.engine = Engine(model, tokenizer, **(usual | self.options))
             if self.environment is not None:
                 self.engine.converse(self.environment, max_turns=self.max_turns)
         return self.engine
@@ -105,12 +111,23 @@ class _Rollout:
         return [list(ids) for ids in encoded["input_ids"]]
 
 
+def _cache_tokens(model: Any, wanted: int) -> int | None:
+    """Room for a whole batch on an accelerator, if a third of its free memory holds that. Sequences beyond it wait."""
+    shape = parse(model.config.to_dict())
+    place = next(model.parameters()).device
+    if place.type == "cpu" or shape is None:
+        return None
+    each = 2 * shape.layers * shape.kv_heads * shape.head_dim * next(model.parameters()).element_size()
+    held: int = torch.accelerator.get_memory_info(place)[0] // 3 // each
+    return max(min(wanted, held), CACHE_TOKENS, _longest(model))
+
+
 def take_over(model: Any, tokenizer: Any = None, **engine: Any) -> Engine:
     """Let `model.generate` run the native engine, with the arguments and the result of transformers'. Serves every
     trainer that generates with the model it trains, such as TRL's RLOO and online DPO. `give_back(model)` undoes it.
 
     What the engine cannot do (beams, processors of logits, streamers) is refused by name."""
-    made = Engine(model, tokenizer, **{"max_length": _longest(_whole(model)), "reuse_prefix": False, **engine})
+    made = Engine(model, tokenizer, **{"max_length": _longest(whole(model)), "reuse_prefix": False, **engine})
     model.__dict__["generate"] = _Generate(model, made)
     return made
 
@@ -120,6 +137,11 @@ def give_back(model: Any) -> None:
     taken = model.__dict__.pop("generate", None)
     if isinstance(taken, _Generate):
         taken.engine.close()
+
+
+def is_taken_over(model: Any) -> bool:
+    """Say whether `model.generate` runs the native engine."""
+    return isinstance(model.__dict__.get("generate"), _Generate)
 
 
 class _Generate:
@@ -226,7 +248,7 @@ def _refuse_foreign(settings: Mapping[str, Any]) -> None:
             )
 
 
-def _whole(model: Any) -> Any:
+def whole(model: Any) -> Any:
     """The model whose tensors the engine reads. Parameters cut over processes cannot be read in place."""
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id") or type(parameter).__name__ == "DTensor":

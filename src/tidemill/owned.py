@@ -11,6 +11,7 @@ import shutil
 import stat
 import tempfile
 import time
+import weakref
 from pathlib import Path
 
 PREFIX = "tm-"  # short: sockets lie in these folders, and a socket's path is limited
@@ -29,6 +30,23 @@ def own(folder: Path) -> int:
     lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return lock
+
+
+class OwnedFolder:
+    """A new folder of this process, until it is closed, forgotten, or the process ends."""
+
+    def __init__(self) -> None:
+        self.path = make()
+        self._end = weakref.finalize(self, _remove, self.path, own(self.path), os.getpid())
+
+    def close(self) -> None:
+        self._end()
+
+
+def _remove(folder: Path, lock: int, owner: int) -> None:
+    if os.getpid() == owner:  # and not a copy of it
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 def remove_orphans() -> list[Path]:
