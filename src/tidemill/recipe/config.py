@@ -95,7 +95,9 @@ class VLLM(Section):
     sleep_level: Literal[1, 2] = Field(
         1, description="while asleep, vLLM keeps its weights in host memory (1) or drops them until the next update (2)"
     )
-    additional_config: dict[str, Any] = Field({}, description="settings of vLLM's plug-in for the device, if any")
+    args: dict[str, Any] = Field(
+        {}, description="further arguments of vllm.LLM, such as quantization or tensor_parallel_size"
+    )
 
 
 class EngineExperts(Section):
@@ -127,6 +129,9 @@ class Rollout(Section):
     )
     cache_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto", description="type of the key/value cache: the model's own, or one byte with scales"
+    )
+    weights: Literal["same", "int8", "fp8"] = Field(
+        "same", description="rollout's weights and inputs of attention and dense MLPs: the model's dtype, or 8 bits"
     )
     speculate: Literal["auto", "on", "off"] = Field(
         "auto",

@@ -67,6 +67,7 @@ def make_plain(loaded: LoadedModel, config: Config, links: Links | None = None) 
                 record_routes=config.learn.moe.replay,
                 speculate=rollout.speculate,
                 cache_dtype=rollout.cache_dtype,
+                weights=rollout.weights,
                 reuse_prefix=config.environment is not None,  # each turn begins with those before it
             )
             if links is not None:
@@ -90,5 +91,5 @@ def make_plain(loaded: LoadedModel, config: Config, links: Links | None = None) 
                 sleep_level=rollout.vllm.sleep_level,
                 truncates=rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0,
                 seed=config.seed,
-                additional_config=rollout.vllm.additional_config,
+                **rollout.vllm.args,
             )
