@@ -51,12 +51,12 @@ class Shape:
         from transformers import AutoModelForCausalLM
 
         import tidemill.models.attention.registry  # noqa: F401  registers the attention
-        from tidemill.models.mixture import experts
+        from tidemill.models.calling import plug
 
         torch.manual_seed(0)
         with torch.device(self.device):
             model = AutoModelForCausalLM.from_config(self.config, attn_implementation="tidemill", dtype=self.dtype)
-        experts.plug(model)
+        plug(model)
         return model.eval()
 
 
@@ -155,6 +155,8 @@ def vllm_job(shape: Shape, works: dict[str, Work], repeats: int) -> dict[str, An
         "sequences": max(work.lengths.size for work in works.values()),
         "vocab": shape.config.vocab_size,
         "repeats": repeats,
+        # Of models with states vLLM decides itself: it copies them along with cached prefixes, which may cost more than it saves.
+        "prefix_caching": None if hasattr(shape.config, "linear_num_value_heads") else True,
         "cases": {name: {"prompts": w.prompts, "lengths": w.lengths.tolist()} for name, w in works.items()},
     }
 
@@ -167,10 +169,11 @@ def _vllm_folder(shape: Shape) -> str:
     """A config and a tokenizer of one word: vLLM wants to see one."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     folder = tempfile.mkdtemp()
     config = type(shape.config)(**{**shape.config.to_dict(), "eos_token_id": 2, "dtype": shape.dtype})
-    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<bos>": 1, "<end>": 2}, unk_token="<pad>"))
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>").save_pretrained(folder)

@@ -49,6 +49,8 @@ SHAPES = {
     "moe64": (2048, 12, 16, 4, 128, 768, 151936, True),
     "a3b": (2048, 12, 32, 4, 128, 768, 151936, False),  # Qwen3-30B-A3B with a quarter of its layers
     "moe": (256, 4, 4, 2, 64, 128, 8192, True),
+    "q35": (2048, 24, 8, 2, 256, 6144, 248320, True),  # Qwen3.5-2B: three of four layers are gated delta nets
+    "states": (256, 4, 4, 2, 64, 512, 8192, True),  # the same, small
     "dsv3": (7168, 3, 128, 128, 128, 2048, 129280, False),  # DeepSeek-V3 with one dense layer and two mixtures
 }
 # Of mixtures: how many experts a layer has, and how many a token uses; "intermediate" above is that of one expert.
@@ -65,15 +67,17 @@ class Size:
     longest: int = 2048
 
 
+DELTA_NETS = {"q35": (16, 128), "states": (4, 32)}  # heads and their width
 SIZES = {
     "quickstart": Size(prompts=32, prompt=128, response=128, median=82, longest=512),
     "60m": Size(prompts=8, prompt=128, response=64, median=41, longest=256),
     "moe": Size(prompts=8, prompt=128, response=64, median=41, longest=256),
+    "states": Size(prompts=8, prompt=128, response=64, median=41, longest=256),
 }
-CPU_CASES = ("fixed-quickstart", "tail-quickstart", "fixed-60m", "tail-60m", "fixed-moe", "tail-moe")
+CPU_CASES = ("fixed-quickstart", "tail-quickstart", "fixed-60m", "tail-60m", "fixed-moe", "tail-moe", "fixed-states")
 GPU_CASES = (
     "fixed-0.5b", "tail-0.5b", "fixed-1.5b", "tail-1.5b", "fixed-7b", "tail-7b",
-    "fixed-moe64", "tail-moe64", "fixed-a3b", "tail-a3b", "fixed-dsv3", "tail-dsv3",
+    "fixed-moe64", "tail-moe64", "fixed-a3b", "tail-a3b", "fixed-dsv3", "tail-dsv3", "fixed-q35", "tail-q35",
 )  # fmt: skip
 TAIL_SIGMA = 0.8
 
@@ -311,7 +315,7 @@ def _peak_gib(device: str) -> float:
 
 
 def _shape(name: str, device: str, window: int) -> Shape:
-    from transformers import DeepseekV3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+    from transformers import DeepseekV3Config, Qwen2Config, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
     if name == "dsv3":
         special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
@@ -324,17 +328,22 @@ def _shape(name: str, device: str, window: int) -> Shape:
         return Shape(config, device)
     hidden, layers, heads, kv_heads, dim, inside, vocabulary, tied = SHAPES[name]
     kind: Any = Qwen3Config if name in SIZES else Qwen2Config
-    mixture: dict[str, Any] = {}
+    more: dict[str, Any] = {}
+    if name in DELTA_NETS:
+        count, wide = DELTA_NETS[name]
+        kind = Qwen3_5TextConfig
+        more = {"linear_num_key_heads": count, "linear_num_value_heads": count}
+        more |= {"linear_key_head_dim": wide, "linear_value_head_dim": wide}
     if name in EXPERTS:
         experts, used = EXPERTS[name]
         kind = Qwen3MoeConfig
-        mixture = {"num_experts": experts, "num_experts_per_tok": used, "norm_topk_prob": True}
-        mixture["moe_intermediate_size"] = inside
+        more = {"num_experts": experts, "num_experts_per_tok": used, "norm_topk_prob": True}
+        more["moe_intermediate_size"] = inside
     config = kind(
         vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=dim, intermediate_size=inside, tie_word_embeddings=tied,
         max_position_embeddings=max(window, 4096), bos_token_id=None, eos_token_id=None, pad_token_id=0,
-        **mixture,
+        **more,
     )  # fmt: skip
     return Shape(config, device)
 
@@ -347,6 +356,11 @@ def _floor_ms(shape: Shape, work: Work) -> float:
     layers, heads, kv_heads, dim = (
         config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads, config.head_dim
     )  # fmt: skip
+    state = 0  # bytes that a sequence's delta nets read and write for one token
+    if hasattr(config, "linear_num_value_heads"):
+        nets = list(config.layer_types).count("linear_attention")
+        layers -= nets
+        state = 2 * 4 * nets * config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
     if hasattr(config, "kv_lora_rank"):  # a latent and a rotary key that all heads share
         kv_heads, dim = 1, (config.kv_lora_rank + config.qk_rope_head_dim) / 2
     named = dict(Shape(config, "meta").model.named_parameters())
@@ -369,7 +383,7 @@ def _floor_ms(shape: Shape, work: Work) -> float:
         # A group's prompt is read once; each sample reads what it made itself.
         cached = int(running.any(1).sum()) * prompt + rows * step
         flops = 2 * used * rows + 4 * layers * heads * dim * rows * (prompt + step)
-        total += max(flops / flops_per_s, (weights * width + cached * per_token) / bytes_per_s)
+        total += max(flops / flops_per_s, (weights * width + cached * per_token + rows * state) / bytes_per_s)
     return total * 1e3
 
 
