@@ -17,11 +17,12 @@ MECHANISMS = {
     "kimi_linear": "packed, with states",  # delta attention with a gate for each number, beside latent attention
     "zamba2": "packed, with states",  # one attention module called by several layers
     "llama4_text": "packed",  # chunked attention
+    "gemma3": "packed",  # behind a tower that looks
     "stablelm": "packed",  # hands no keywords down to its attention
     "deepseek_v32": "dense",  # an indexer that picks what is seen
     "bloom": "dense",  # an attention of its own
 }
-REFUSED = {"bert": "gives other logits", "rwkv": "takes no cache"}
+REFUSED = {"bert": "makes logits", "xlnet": "gives other logits", "rwkv": "takes no cache"}
 
 
 @pytest.fixture(scope="module")

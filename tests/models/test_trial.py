@@ -67,7 +67,7 @@ def test_a_model_that_mixes_samples_in_a_row_is_computed_densely(kind: str, chan
 
 def test_a_model_whose_head_does_more_than_one_product_is_refused() -> None:
     model = strange("BertConfig", is_decoder=True)
-    with pytest.raises(ModelError, match="other logits of packed samples"):
+    with pytest.raises(ModelError, match="makes logits of hidden states in a way"):
         try_out(model)
     assert model.config._attn_implementation == "tidemill"
 
@@ -83,5 +83,5 @@ def test_states_that_go_wrong_behind_a_shared_prompt_are_refused(monkeypatch: py
 def test_a_logit_scale_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("granite")
     monkeypatch.setattr("tidemill.models.logits.scale", lambda settings: 1.0)
-    with pytest.raises(ModelError, match="changes logits"):
+    with pytest.raises(ModelError, match="makes logits of hidden states in a way"):
         try_out(model)

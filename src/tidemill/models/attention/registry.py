@@ -168,13 +168,14 @@ def is_dense(model: Any) -> bool:
 @contextmanager
 def plain(model: Any) -> Iterator[None]:
     """Inside, the model's attention is transformers' own."""
-    usual = model.config._attn_implementation
+    config = model.config
+    parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
+    usual = {name: part._attn_implementation for name, part in {"": config, **parts}.items()}
     set_attention(model, "eager")
     try:
         yield
     finally:
-        has_tower = getattr(model.config, "vision_config", None) is not None
-        set_attention(model, ours(True) if has_tower else usual)
+        set_attention(model, usual if parts else usual[""])
 
 
 def register() -> None:
