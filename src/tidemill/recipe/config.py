@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,8 +13,8 @@ from tidemill.recipe.section import ParallelSettings, Places, Rate, Rows, Sectio
 
 __all__ = [
     "KL", "VLLM", "AlgorithmSettings", "Checkpoint", "Cluster", "Config", "Covariance", "Critic",
-    "CurriculumSettings", "Data", "EnvironmentSettings", "Eval", "Flow", "LeagueSettings", "Learn", "Mixture",
-    "ModelSettings", "Observe", "Overlong", "ParallelSettings", "PlacementSettings", "Preference", "Reshard",
+    "CurriculumSettings", "Data", "DataSource", "EnvironmentSettings", "Eval", "Flow", "LeagueSettings", "Learn",
+    "Mixture", "ModelSettings", "Observe", "Overlong", "ParallelSettings", "PlacementSettings", "Preference", "Reshard",
     "RewardSpec", "Rewards", "Rollout", "Section", "TinyModel", "TinyVision", "Train",
 ]  # fmt: skip
 
@@ -29,10 +29,49 @@ class CurriculumSettings(Section):
     window: int = Field(256, ge=1, description="samples over which accuracy is measured")
 
 
+class RewardSpec(Section):
+    function: str = Field(description="a built-in reward's name, or package.module:function")
+    weight: float = Field(1.0, description="factor in the total")
+    args: dict[str, Any] = Field({}, description="keyword arguments of the function")
+    label: str | None = Field(None, description="name of its value in metrics; none: the function's name")
+    sources: tuple[str, ...] = Field((), description="names of the data.sources whose samples it judges; none: all")
+
+
+def _in_long_form(functions: Any) -> Any:
+    """`exact` and `[exact, {function: …}]` are short for a list of objects."""
+    given = [functions] if isinstance(functions, str) else functions
+    return [{"function": f} if isinstance(f, str) else f for f in given] if isinstance(given, list | tuple) else given
+
+
+class DataSource(Section):
+    """One of several sources. What is not set is taken from `data`."""
+
+    OWN: ClassVar = ("args", "columns", "split", "eval_split", "answer_pattern", "rewrite")
+
+    source: str = Field(description="a file, a folder, a generator's name, as data.source")
+    name: str | None = Field(None, min_length=1, description="its name in metrics; none: the file's")
+    weight: float = Field(1.0, gt=0, le=1e6, description="its share of the prompts, relative to the others'")
+    rewards: tuple[RewardSpec, ...] = Field((), description="rewards of its samples alone; none: those of all")
+    args: dict[str, Any] | None = Field(None, description="the generator's own settings")
+    columns: dict[str, str] | None = Field(None, description="our name: the file's column")
+    split: str | None = Field(None, description="split of a dataset folder")
+    eval_split: str | None = Field(None, description="split used as held-out data")
+    answer_pattern: str | None = Field(None, description="regular expression; its first group is the answer")
+    rewrite: dict[str, tuple[tuple[str, str], ...]] | None = Field(None, description="as data.rewrite")
+
+    @field_validator("rewards", mode="before")
+    @classmethod
+    def _short_forms(cls, value: Any) -> Any:
+        return _in_long_form(value)
+
+
 class Data(Section):
     source: str = Field(
         "arithmetic",
         description="a file (.jsonl .json .csv .tsv .parquet .txt), a Hugging Face dataset folder, a generator's name",
+    )
+    sources: tuple[DataSource, ...] = Field(
+        (), description="several sources, mixed by their weights, instead of source"
     )
     args: dict[str, Any] = Field({}, description="the generator's own settings")
     curriculum: CurriculumSettings | None = Field(None, description="raise the difficulty with measured accuracy")
@@ -65,6 +104,11 @@ class Data(Section):
     fit: bool = Field(
         False, description="take sizes, columns and rewards that are not set from the model and the data's rows"
     )
+
+    @property
+    def called(self) -> str:
+        """The source's name, or the names of several."""
+        return ", ".join(entry.name or entry.source for entry in self.sources) or self.source
 
 
 class Train(Section):
@@ -121,13 +165,6 @@ class Rollout(Section):
     vllm: VLLM = VLLM()
 
 
-class RewardSpec(Section):
-    function: str = Field(description="a built-in reward's name, or package.module:function")
-    weight: float = Field(1.0, description="factor in the total")
-    args: dict[str, Any] = Field({}, description="keyword arguments of the function")
-    label: str | None = Field(None, description="name of its value in metrics; none: the function's name")
-
-
 class Rewards(Section):
     functions: tuple[RewardSpec, ...] = Field(
         (RewardSpec(function="exact"),), min_length=1, description="rewards, added with their weights"
@@ -150,10 +187,8 @@ class Rewards(Section):
             value = [value]
         if isinstance(value, list | tuple):
             value = {"functions": value}
-        if isinstance(value, dict) and isinstance(value.get("functions"), list | tuple | str):
-            given = value["functions"]
-            given = [given] if isinstance(given, str) else given
-            value = {**value, "functions": [{"function": f} if isinstance(f, str) else f for f in given]}
+        if isinstance(value, dict) and "functions" in value:
+            value = {**value, "functions": _in_long_form(value["functions"])}
         return value
 
     @field_validator("workers", mode="plain")
