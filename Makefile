@@ -9,12 +9,13 @@ BROWSER_VENV ?= .venv-browser
 DOCS_VENV ?= .venv-docs
 LOGGERS_VENV ?= .venv-loggers
 CLIENTS_VENV ?= .venv-clients
+MINDSPORE_VENV ?= .venv-mindspore
 
 # These start eight processes that compute together: beside another worker's they would crowd two cores.
-RANKS := tests/learn/parallel
+RANKS := tests/learn/parallel tests/rollout/ranks
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-npu test-slurm test-ray-jobs test-vllm test-browser test-clients test-loggers docs lint layers types quick slow learning bench peers clean
+.PHONY: help install quickstart test test-npu test-slurm test-ray-jobs test-vllm test-browser test-clients test-loggers mindspore test-mindspore test-kernels docs lint layers types quick slow learning bench peers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -46,11 +47,11 @@ types: install
 	@$(BIN)/mypy
 
 quick: install ## the quick tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu" --ignore $(RANKS) --ignore tests/npu
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(addprefix --ignore=,$(RANKS) tests/npu)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" $(RANKS)
 
 slow: install ## the slow tests: learning, faults, peers
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu and not learning" --ignore $(RANKS) --ignore tests/npu
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu and not learning" $(addprefix --ignore=,$(RANKS) tests/npu)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" $(RANKS)
 
 test-npu: install ## tests on NPUs: this machine's, or a stand-in where there are none (it says which)
@@ -91,6 +92,28 @@ $(LOGGERS_VENV)/.installed:
 test-loggers: install $(LOGGERS_VENV)/.installed ## W&B, MLflow, Trackio and SwanLab write offline, and their files are read back
 	@TIDEMILL_LOGGERS_PYTHON=$(abspath $(LOGGERS_VENV)/bin/python) $(BIN)/python -m pytest -rs tests/observe/test_loggers.py
 
+# MindSpore wants numpy 1, so it has an environment of its own, in which `learn.backend=mindspore` starts its processes.
+$(MINDSPORE_VENV)/.installed:
+	@echo "Installing MindSpore into $(MINDSPORE_VENV) (1 GB) …"
+	@test -x $(MINDSPORE_VENV)/bin/python || $(PYTHON) -m venv $(MINDSPORE_VENV)
+	@$(MINDSPORE_VENV)/bin/python -m pip install -q --disable-pip-version-check mindspore==2.10.0 numpy==1.26.4
+	@touch $@
+
+mindspore: $(MINDSPORE_VENV)/.installed ## an environment for learn.backend=mindspore
+
+test-mindspore: install mindspore ## MindSpore's learner beside torch's
+	@TIDEMILL_MINDSPORE=$(abspath $(MINDSPORE_VENV)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/learn/mindspore
+
+# Triton's interpreter cannot read numpy 2.4: both go into a folder that is put before the packages of $(VENV).
+KERNELS_SITE ?= .site-triton
+$(KERNELS_SITE)/.installed:
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --target $(KERNELS_SITE) triton==3.6.0 "numpy<2.4"
+	@touch $@
+
+test-kernels: install $(KERNELS_SITE)/.installed ## Triton kernels against plain torch, in Triton's interpreter
+	@PYTHONPATH=$(abspath $(KERNELS_SITE)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs \
+		tests/learn/test_triton_logprob.py tests/learn/test_triton_adam.py tests/rollout/native/test_triton_kernels.py
+
 $(DOCS_VENV)/.installed: requirements.docs.lock
 	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
 	@$(DOCS_VENV)/bin/python -m pip install -q --disable-pip-version-check -r requirements.docs.lock
@@ -100,20 +123,23 @@ docs: install $(DOCS_VENV)/.installed ## the documentation as a site in build/si
 	@NO_MKDOCS_2_WARNING=1 TIDEMILL_PYTHON=$(abspath $(BIN)/python) $(DOCS_VENV)/bin/mkdocs build -q
 	@echo "build/site/index.html"
 
-# litellm and openai-agents want an openai package of version 2, inspect-ai one of version 3.
-$(CLIENTS_VENV)/.installed:
-	@test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
-	@$(CLIENTS_VENV)/bin/python -m pip install -q --disable-pip-version-check pytest pytest-timeout \
-		"openai>=2,<3" litellm langchain-openai openai-agents openenv==0.10.0 "mcp<2"
-	@test -x $(CLIENTS_VENV)-3/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)-3
-	@$(CLIENTS_VENV)-3/bin/python -m pip install -q --disable-pip-version-check pytest pytest-timeout "openai>=3" inspect-ai
-	@mkdir -p $(CLIENTS_VENV)/node && cd $(CLIENTS_VENV)/node && { npm --version > /dev/null 2>&1 && npm install --silent openai || true; }
+# Their pins conflict with each other's, so each group has an environment of its own.
+CLIENTS := agents openai3 openenv verifiers gyms
+$(CLIENTS_VENV)-%/.installed: tests/clients/requirements/%.txt
+	@echo "Installing other people's clients into $(@D) …"
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install -q --disable-pip-version-check -r $<
 	@touch $@
 
-test-clients: install $(CLIENTS_VENV)/.installed ## other people's clients against `tidemill serve`: openai, litellm, LangChain, agents, Inspect
-	@TIDEMILL_PYTHON=$(abspath $(BIN)/python) CLIENTS_NODE=$(abspath $(CLIENTS_VENV)/node) \
-		$(CLIENTS_VENV)/bin/python -m pytest -rs --confcutdir tests/clients tests/clients
-	@TIDEMILL_PYTHON=$(abspath $(BIN)/python) $(CLIENTS_VENV)-3/bin/python -m pytest -rs --confcutdir tests/clients tests/clients
+$(CLIENTS_VENV)-node/.installed:
+	@mkdir -p $(@D) && cd $(@D) && { npm --version > /dev/null 2>&1 && npm install --silent openai || true; }
+	@touch $@
+
+# our code reaches them by its source alone: their interpreters have none of our packages
+test-clients: install $(CLIENTS:%=$(CLIENTS_VENV)-%/.installed) $(CLIENTS_VENV)-node/.installed ## other people's clients against `tidemill serve`, and other people's environments
+	@for name in $(CLIENTS); do echo "with $$name:"; \
+		PYTHONPATH=$(abspath src) TIDEMILL_PYTHON=$(abspath $(BIN)/python) CLIENTS_NODE=$(abspath $(CLIENTS_VENV)-node) \
+		$(CLIENTS_VENV)-$$name/bin/python -m pytest -rs --confcutdir tests/clients tests/clients || exit 1; done
 
 test-slurm: install ## a recipe on a real Slurm with two nodes (apt-get install slurm-wlm munge; as root)
 	@TIDEMILL_TEST_SLURM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/launch/test_slurm_itself.py
@@ -132,4 +158,4 @@ bench: install ## the benchmarks that run on this machine, as tables
 	@for name in step; do $(BIN)/tidemill bench $$name; done
 
 clean: ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) $(BROWSER_VENV) $(DOCS_VENV) $(LOGGERS_VENV) $(CLIENTS_VENV) $(CLIENTS_VENV)-3 $(RAY_DEFAULT) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(BROWSER_VENV) $(DOCS_VENV) $(LOGGERS_VENV) $(CLIENTS:%=$(CLIENTS_VENV)-%) $(CLIENTS_VENV)-node $(MINDSPORE_VENV) $(KERNELS_SITE) $(RAY_DEFAULT) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -155,7 +155,7 @@ def vllm_job(shape: Shape, works: dict[str, Work], repeats: int) -> dict[str, An
         "sequences": max(work.lengths.size for work in works.values()),
         "vocab": shape.config.vocab_size,
         "repeats": repeats,
-        # Of models with states vLLM decides itself: there it keeps copies of states, which may cost more than it saves.
+        # Of models with states vLLM decides itself: the copies of states that it keeps may cost more than they save.
         "prefix_caching": None if hasattr(shape.config, "linear_num_value_heads") else True,
         "cases": {name: {"prompts": w.prompts, "lengths": w.lengths.tolist()} for name, w in works.items()},
     }

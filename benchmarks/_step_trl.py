@@ -1,4 +1,5 @@
-"""TRL's half of `gpu_step`, and the model both halves load. A program of its own that never imports tidemill.
+"""TRL's half of `gpu_step` and `gpu_bridges`, and the model all systems load. A program of its own, which imports
+tidemill only where TRL's trainer is to roll out with our engine.
 
 Settings are TRL's documented way to be fast on one device: vLLM in the same process (colocate), bfloat16, gradient
 checkpointing, 32 samples a pass. The last line of output is one JSON object.
@@ -19,17 +20,27 @@ import torch
 VOCABULARY = 151936
 SHAPES: dict[str, dict[str, Any]] = {
     "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "smollm2-135m": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+    },
     "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
     "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2},
 }
 LETTERS = "qwertyuiopxzvnm"  # no two of them ever stand together in what the tokenizer learned from: one token each
+OURS = ("rollout", "packed")  # what TRL's trainer takes from us: the engine, and the packed log-probs too
 GIB = 2**30
 
 
 def make(shape: str, folder: str) -> None:
-    """A Qwen2 of this shape with random weights and a tokenizer of bytes, as a folder."""
+    """A decoder (Qwen2 unless the shape names another) with random weights and a tokenizer of bytes, as a folder."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     words = Tokenizer(models.BPE())
@@ -43,13 +54,14 @@ def make(shape: str, folder: str) -> None:
         tokenizer_object=words, eos_token="<end>", pad_token="<pad>", padding_side="left"
     )
     on_device = torch.accelerator.is_available()
-    config = Qwen2Config(
-        vocab_size=VOCABULARY if on_device else 1000, num_key_value_heads=2, tie_word_embeddings=True,
-        max_position_embeddings=32768, eos_token_id=2, pad_token_id=0, bos_token_id=None, **SHAPES[shape],
+    usual = {"model_type": "qwen2", "vocab_size": VOCABULARY if on_device else 1000, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(
+        **{**usual, **SHAPES[shape]}, tie_word_embeddings=True, max_position_embeddings=32768, eos_token_id=2,
+        pad_token_id=0, bos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device(torch.accelerator.current_accelerator() if on_device else "cpu"):
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16 if on_device else torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if on_device else torch.float32)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -91,11 +103,18 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     def peak_gib() -> float:
         return torch.accelerator.max_memory_allocated() / GIB if on_device else 0.0
 
-    vllm: dict[str, Any] = {
+    arm = job.get("arm") or ("vllm" if job["vllm"] else "generate")
+    more: dict[str, Any] = {}
+    if arm in OURS:
+        from tidemill.bridges.trl import pack, rollout
+
+        more = {"rollout_func": rollout()}
+    ways: dict[str, dict[str, Any]] = {name: {"generation_kwargs": {"ignore_eos": True}} for name in OURS}
+    ways["generate"] = {"generation_kwargs": {"min_new_tokens": job["response"]}}
+    ways["vllm"] = {
         "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.35,
         "vllm_max_model_length": max(1024, job["prompt"] + job["response"]), "generation_kwargs": {"ignore_eos": True},
     }  # fmt: skip
-    plain: dict[str, Any] = {"generation_kwargs": {"min_new_tokens": job["response"]}}
     with tempfile.TemporaryDirectory() as folder:
         settings = GRPOConfig(
             output_dir=folder, per_device_train_batch_size=job["trl_batch"],
@@ -103,7 +122,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
             max_completion_length=job["response"], max_steps=job["steps"], learning_rate=1e-6, beta=0.0,
             temperature=1.0, bf16=on_device, use_cpu=not on_device, gradient_checkpointing=True, logging_steps=1,
             save_strategy="no", report_to="none", disable_tqdm=True,
-            model_init_kwargs={"dtype": "bfloat16" if on_device else "float32"}, **(vllm if job["vllm"] else plain),
+            model_init_kwargs={"dtype": "bfloat16" if on_device else "float32"}, **ways[arm],
         )  # fmt: skip
         trainer = GRPOTrainer(
             model=job["model"],
@@ -111,7 +130,10 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
             args=settings,
             train_dataset=Dataset.from_dict({"prompt": prompts_of(job)}),
             callbacks=[Clock()],
+            **more,
         )
+        if arm == "packed":
+            pack(trainer)
         at_rest = torch.accelerator.memory_allocated() / GIB if on_device else 0.0
         weights = sum(p.nbytes for p in trainer.model.parameters()) / GIB
         generate = trainer._generate_and_score_completions

@@ -9,6 +9,7 @@ killed with SIGKILL; a warehouse loses its bytes with it. The next kill comes wh
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -59,7 +60,7 @@ def _connect(address: Address, node: str) -> RemoteDock:
     return RemoteDock(address if node == NODES[0] else replace(address, local=""), node)
 
 
-def produce(address: Address, node: str, number: int, progress: Path, stop: Any) -> None:
+def produce(address: Address, node: str, number: int, progress: Path, stop: Path) -> None:
     """Groups of rows whose content follows from their id. Progress is on file: a successor repeats the last put."""
     _quiet()
     dock = _connect(address, node)
@@ -73,17 +74,17 @@ def produce(address: Address, node: str, number: int, progress: Path, stop: Any)
         scratch = progress.with_suffix(".tmp")
         scratch.write_text(str(done))
         os.replace(scratch, progress)
-        if stop.is_set():  # after a put: one that its killed predecessor made and did not note is repeated, and noted
+        if stop.exists():  # after a put: one that its killed predecessor made and did not note is repeated, and noted
             break
     dock.close()
 
 
-def consume(address: Address, node: str, stage: str, log: Path, stop: Any) -> None:
+def consume(address: Address, node: str, stage: str, log: Path, stop: Path) -> None:
     _quiet()
     dock = _connect(address, node)
     rng = random.Random(os.getpid())
     with open(log, "ab", buffering=0) as committed:
-        while not stop.is_set():
+        while not stop.exists():
             lease = dock.take(stage, Want(rows=rng.randint(1, 4 * GROUP), groups=rng.randint(1, 4)), wait=0.5)
             if lease is None:
                 continue
@@ -128,6 +129,7 @@ def _check(batch: Batch, column: str, expected: Any) -> None:
 
 def _quiet() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)  # where each one is, when nothing moves
 
 
 # -- the killer -------------------------------------------------------------------------------------------------------
@@ -150,8 +152,9 @@ class Soak:
     folder: Path
     rng: random.Random
     context: Any
-    stop: Any  # set: nothing more is produced
-    drained: Any  # set: everything is through, nothing more is consumed
+    # Files as signs: an event's lock stays locked when its holder is killed, and everybody else waits forever.
+    stop: Path  # there: nothing more is produced
+    drained: Path  # there: everything is through, nothing more is consumed
     workers: list[Worker] = field(default_factory=list)
     recoveries: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     crashed: int = 0  # workers that ended by themselves: they found wrong bytes or a split group
@@ -221,19 +224,28 @@ class Soak:
         deadline = time.monotonic() + GIVE_UP_S
         while not is_so(self.dock.figures()):
             if time.monotonic() > deadline:
+                self._show_stacks()
                 raise TidemillError(f"waited {GIVE_UP_S:.0f} s for {what}", json.dumps(self.dock.figures()))
             time.sleep(0.005)
 
+    def _show_stacks(self) -> None:
+        for worker in self.workers:
+            print("---", worker.target.__name__, worker.arguments[1:3], "is alive:", worker.process.is_alive(),
+                  file=sys.stderr, flush=True)  # fmt: skip
+            if worker.process.is_alive():
+                os.kill(worker.process.pid, signal.SIGUSR1)
+                time.sleep(0.2)
+
     def finish(self) -> dict[str, Any]:
         """Stop producing, let everything through, and count."""
-        self.stop.set()
+        self.stop.touch()
         for worker in self.workers:
             if worker.target is produce:  # its last put may wait until consumers have made room
                 worker.process.join(30)
         produced = sum(int((self.folder / f"producer-{i}").read_text()) for i in range(len(NODES)))
         self._wait(lambda f: f["rows"] == 0, "all rows to get through")
         figures = self.dock.figures()
-        self.drained.set()
+        self.drained.touch()
         for worker in self.workers:
             worker.process.join(30)
         logged = Counter[int]()
@@ -269,7 +281,7 @@ def run(options: dict[str, Any] | None = None) -> dict[str, Any]:
     started = time.monotonic()
     try:
         with DockServer(setup, folder / "dock", nodes=NODES) as server:
-            soak = Soak(server, folder, random.Random(seed), context, context.Event(), context.Event())
+            soak = Soak(server, folder, random.Random(seed), context, folder / "stop", folder / "drained")
             soak.begin()
             for i in range(kills):
                 soak.kill_one()

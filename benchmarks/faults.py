@@ -136,7 +136,7 @@ def train(
         "accuracy": summary.accuracy_after,
         "learned": sum(int(line.get("learned_samples", 0)) for line in learned),
         "lines": learned,
-        "workers_lost": getattr(getattr(workers, "crew", None), "lost_total", 0),
+        "workers_lost": getattr(getattr(workers, "pool", None), "lost_total", 0),
         "stalls": getattr(workers, "stalls", 0),
     }
 

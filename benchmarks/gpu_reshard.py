@@ -6,7 +6,6 @@ Needs torch and numpy only: `PYTHONPATH=src python benchmarks/gpu_reshard.py` pr
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -22,6 +21,7 @@ PEERS: dict[str, str] = {}
 
 
 def run(options: Mapping[str, Any]) -> dict[str, Any]:
+    from benchmarks import publish
     from tidemill import device
 
     chosen = device.pick()
@@ -32,7 +32,8 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
     repeats = int(options["repeats"])
     result: dict[str, Any] = {"device": chosen.name}
     result |= _swap(chosen, str(options["model"]), repeats)
-    result |= _two_processes(str(options["moved_model"]), repeats)
+    sizes = {"learner": "fsdp1", "engine": "tp1", "model": options["moved_model"], "repeats": repeats}
+    result["publish"] = publish.run({**publish.OPTIONS, **sizes})
     return result
 
 
@@ -197,83 +198,6 @@ def _timed(work: Callable[[], object]) -> float:
     work()
     torch.accelerator.synchronize()
     return time.perf_counter() - started
-
-
-# Two processes on one device
-
-
-def _two_processes(name: str, repeats: int) -> dict[str, Any]:
-    import torch.multiprocessing as mp
-
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    token = f"gpu-{os.getpid()}"
-    processes = [context.Process(target=_rank, args=(r, name, token, repeats, queue), daemon=True) for r in range(2)]
-    for process in processes:
-        process.start()
-    said = [queue.get(timeout=80) for _ in processes]
-    for process in processes:
-        process.join(10)
-    failed = [s["error"] for s in said if "error" in s]
-    if failed:
-        return {"ipc_error": failed[0]}
-    seconds = max(s["seconds"] for s in said)
-    received = sum(s["received"] for s in said)
-    return {
-        "ipc_exact": all(s["exact"] for s in said),
-        "ipc_seconds": seconds,
-        "ipc_received_bytes": received,
-        "ipc_lower_bound_bytes": said[0]["lower_bound"],
-        "ipc_gb_per_s": received / 1e9 / seconds,
-        "ipc_peak_extra_bytes": max(s["peak"] for s in said),
-        "ipc_ring_bytes": said[0]["ring"],
-        "ipc_bucket_bytes": said[0]["bucket"],
-    }
-
-
-def _rank(rank: int, name: str, token: str, repeats: int, queue: Any) -> None:
-    try:
-        queue.put(_moved(rank, name, token, repeats))
-    except Exception as error:
-        queue.put({"error": f"rank {rank}: {type(error).__name__}: {error}"})
-
-
-def _moved(rank: int, name: str, token: str, repeats: int) -> dict[str, Any]:
-    import torch
-
-    from benchmarks import _weights
-    from tidemill import device
-    from tidemill.estimate import weight_flow
-    from tidemill.reshard.layouts import parallel
-    from tidemill.reshard.move import Job, move
-    from tidemill.reshard.plan import Topology, plan
-    from tidemill.reshard.wires.one_node import SharedWire
-
-    where = device.pick().torch_device
-    model = weight_flow.published(name)
-    source = parallel.learner(model, parallel.parse("fsdp2"))
-    target = parallel.engine(model, parallel.parse("tp2"))
-    made = plan(source, target, Topology(devices=(0, 0)), direct=True)
-    sources, targets = _weights.filled(source, rank, where), _weights.empty(target, rank, where)
-    torch.accelerator.synchronize()
-    torch.accelerator.reset_peak_memory_stats()
-    before = torch.accelerator.memory_allocated()
-    wire = SharedWire(token, rank, 2, device=where, bucket_bytes=32 << 20, timeout_s=60)
-    seconds, moved = [], None
-    for version in range(1, repeats + 2):
-        moved = move(Job(made, rank, sources, targets, version, "all" if version == 1 else "sample"), wire)
-        torch.accelerator.synchronize()
-        seconds.append(moved.seconds)
-    assert moved is not None
-    return {
-        "exact": _weights.is_right(target, rank, {n: t.cpu() for n, t in targets.items()}),
-        "seconds": statistics.median(seconds[1:]),
-        "received": moved.received_bytes,
-        "lower_bound": made.lower_bound_bytes,
-        "peak": torch.accelerator.max_memory_allocated() - before,
-        "ring": wire.nbytes,
-        "bucket": wire.bucket_bytes,
-    }
 
 
 def main() -> None:

@@ -114,7 +114,8 @@ def child(program: str, job: Mapping[str, Any], extra: Mapping[str, str]) -> dic
     from tidemill.bench import peer_environment
 
     command = [sys.executable, str(HERE / program), json.dumps(job)]
-    paths = [str(HERE.parent / "src"), str(HERE.parent)] if program == "_step_ours.py" else []
+    is_ours = program == "_step_ours.py" or job.get("takes_ours", False)
+    paths = [str(HERE.parent / "src"), str(HERE.parent)] if is_ours else []
     clean = peer_environment()
     path = os.pathsep.join([*filter(None, [clean.get("PYTHONPATH")]), *paths])
     process = subprocess.Popen(

@@ -8,11 +8,13 @@ imported above the functions: a peer's process must load torch as if we were not
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ OPTIONS: dict[str, Any] = {
     "threads": 0,  # 0: all cores
     "schedule": "sync",
     "trl_batch": 256,  # samples in TRL's forward pass; the whole step at once was the fastest here
+    "crowd": 0,  # cores that stress-ng keeps busy beside every system
 }
 SHAPES = {
     "quickstart": {},
@@ -105,9 +108,24 @@ def in_process(system: str, model: Path, options: Mapping[str, Any]) -> dict[str
     from tidemill.bench import peer_environment
 
     command = [sys.executable, __file__, json.dumps({**options, "system": system, "model": str(model)})]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=peer_environment())
+    with crowded(int(options["crowd"])):
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=peer_environment())
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
+
+
+@contextmanager
+def crowded(cores: int) -> Iterator[None]:
+    """Somebody else's work on the last so many cores, as heavy for every system (`apt-get install stress-ng`)."""
+    if not cores:
+        yield
+        return
+    taken = ",".join(map(str, sorted(os.sched_getaffinity(0))[-cores:]))
+    with subprocess.Popen(["stress-ng", "--quiet", "--cpu", f"{cores}", "--taskset", taken]) as other:
+        try:
+            yield
+        finally:
+            other.terminate()
 
 
 def measured(laps: list[tuple[float, float, float]], warmup: int) -> dict[str, float]:

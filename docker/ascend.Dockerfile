@@ -3,8 +3,8 @@
 #   docker run --device /dev/davinci0 --device /dev/davinci_manager --device /dev/devmm_svm --device /dev/hisi_hdc \
 #     -v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro -v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi:ro \
 #     -v "$PWD:/home/tidemill" tidemill:ascend train RECIPE
-ARG CANN=8.3.rc2-910b-ubuntu22.04-py3.11
-FROM ascendai/cann:${CANN}
+ARG CANN=9.1.0-910b-ubuntu22.04-py3.12
+FROM quay.io/ascend/cann:${CANN}
 
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
@@ -15,7 +15,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 # torch_npu names the torch that it is built for; both are of one release.
-ARG TORCH=2.11.0
+ARG TORCH=2.12.0
 RUN pip install "torch==${TORCH}" "torch-npu==${TORCH}"
 
 COPY . /opt/tidemill

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from tidemill.cluster.start import choose, owned
+if not torch.accelerator.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which what follows may do
+
+from tidemill import owned
+from tidemill.cluster.start import choose
 from tidemill.cluster.start.forkserver import Forks
 from tidemill.models.box.known import cache
 

@@ -100,4 +100,13 @@ def test_every_page_that_a_message_names_is_there() -> None:
     assert named and not [page for page in sorted(named) if not (ROOT / page).exists()]
 
 
+def test_every_file_that_a_page_names_is_there() -> None:
+    files = {
+        path.as_posix() for folder in ("src", "tests", "benchmarks", "recipes") for path in (ROOT / folder).rglob("*.*")
+    }
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    named = [(page.name, f) for page in pages for f in re.findall(r"`([\w/]+\.(?:py|c|h))`", page.read_text("utf-8"))]
+    assert named and not [one for one in named if not any(f.endswith(f"/{one[1]}") for f in files)]
+
+
 CPU = torch.device("cpu")

@@ -12,6 +12,7 @@ from tidemill.device import hints
 from tidemill.estimate import ranks_memory
 from tidemill.models.shape import shape_of
 from tidemill.recipe import load as recipe
+from tidemill.rollout.native.ranks.grid import Grid
 
 FITTING = ["data.max_prompt_tokens=64", "rollout.max_new_tokens=64", "device=cpu"]
 
@@ -103,13 +104,14 @@ def test_an_engine_over_several_devices_is_judged_by_its_share() -> None:
     over = [*FITTING, "cluster.executor=processes", "rollout.tp=2", "model.tiny.hidden=256"]
     alone = doctor.examine(recipe.load("quickstart", ["model.warm_start=none", *over]))
     found = {f.area: f for f in alone}["recipe rollout"]
-    assert found.status == "ok" and "a share of an engine over 2" in found.what
+    assert found.status == "ok" and "a share of an engine of tp 2" in found.what
     settings = recipe.load("quickstart", ["model.warm_start=none", *over]).config
     shape = shape_of(settings.model)
     assert shape is not None
     sizes = shape
-    (whole, token), (half, less) = (ranks_memory.engine_share(settings, sizes, tp) for tp in (1, 2))
-    assert whole == sizes.total * 4 and half == (sizes.total + sizes.embedding) * 2 and less == token // 2
+    (whole, token), (half, less) = (ranks_memory.engine_share(settings, sizes, Grid(tp=tp)) for tp in (1, 2))
+    assert whole == sizes.total * 4 and less == token // 2
+    assert half == (sizes.total + sizes.embedding + sizes.hidden) * 2
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from tidemill.models.shape import ModelShape, shape_of
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import Config
 from tidemill.recipe.load import LoadedRecipe
+from tidemill.rollout.native.ranks.grid import Grid
 
 Status = Literal["ok", "note", "warn", "bad"]  # bad: will fail; warn: may fail or be slow; note: not needed
 
@@ -211,9 +212,9 @@ def _one_rank(config: Config, shape: ModelShape | None, chosen: device.Device) -
     taken = "" if handed_over == "never" else f", at once {human(most)} with flow.hand_over={handed_over}"
     what = f"{human(needed.total)} by estimate ({parts}){taken}; {human(free)} is free on {chosen.kind}"
     yield _fitting("recipe memory", what, most <= free, "; ".join(_savings(config, needed)))
-    if config.rollout.tp > 1:  # on devices of its own, without the learner
+    if config.rollout.ranks > 1:  # on devices of its own, without the learner
         alone = ranks_memory.RankMemory(*(0 for _ in fields(ranks_memory.RankMemory)))
-        have = chosen.memory().total // (config.rollout.tp * config.cluster.rollouts if chosen.kind == "cpu" else 1)
+        have = chosen.memory().total // (config.rollout.ranks * config.cluster.rollouts if chosen.kind == "cpu" else 1)
         yield _beside_learner(config, shape, alone, have)
     on_host = host_bytes(config, shape) + turns.host_bytes(needed, handed_over) if chosen.kind != "cpu" else 0
     if on_host:
@@ -234,8 +235,8 @@ def _on_paper(config: Config, shape: ModelShape) -> Iterator[Finding]:
     missing = "model.path="  # what precheck says about a missing folder
     problems = [p for p in precheck.problems(config, config.model) if not p.startswith(missing)]
     problems += parallel.size_problems(config.learn.parallel, shape)
-    if config.rollout.tp > 1:
-        problems += parallel.engine_problems(config.rollout.tp, shape)
+    if config.rollout.ranks > 1:
+        problems += parallel.engine_problems(Grid.of(config.rollout), shape)
     if problems:
         yield Finding("recipe", recipe.as_list(list(dict.fromkeys(problems))), "bad", "change these keys")
         return
@@ -253,7 +254,7 @@ def _devices_here(config: Config) -> Iterator[Finding]:
         return
     wanted = 1 if cluster.executor == "local" and sizes.ranks == 1 else max(sizes.ranks, cluster.learners)
     if cluster.executor != "local" and cluster.placement.rollout == "separated":
-        wanted += cluster.rollouts * config.rollout.tp
+        wanted += cluster.rollouts * config.rollout.ranks
     found, here = device.count()
     if here >= wanted:
         return
@@ -292,32 +293,37 @@ def _ranks(config: Config, shape: ModelShape) -> Iterator[Finding]:
         yield _beside_learner(config, shape, needed, have)
 
 
+SIZES = ("tp", "dp", "pp")
+
+
 def _beside_learner(config: Config, shape: ModelShape, learner: ranks_memory.RankMemory, have: int) -> Finding:
-    """Say whether an engine's share of the weights and of its cache fits, too. Colocated, the cache takes turns with
-    what only learning needs."""
-    at_rest, at_work = 0, 0
-    if config.cluster.placement.rollout == "colocated":
-        most_handed = "all" if config.flow.hand_over == "auto" else config.flow.hand_over
-        at_rest = turns.at_rest(learner, most_handed if turns.are_taken(config) else "never")
-        at_work = learner.total
-    tp = config.rollout.tp
-    copy, token = ranks_memory.engine_share(config, shape, tp)
-    cache = estimate.cache_tokens(config) * token
-    most = max(at_rest + cache, at_work) + copy
-    whose = "an engine's whole copy" if tp == 1 else f"a share of an engine over {tp}"
-    what = f"{human(most)} of {human(have)} with {whose} ({human(copy)}) and its cache ({human(cache)})"
+    """Say whether an engine's share of the weights and of its cache fits, too. Colocated, rollout takes turns with
+    learning."""
+    is_colocated = config.cluster.placement.rollout == "colocated"
+    most_handed = "all" if config.flow.hand_over == "auto" else config.flow.hand_over
+    what: turns.HandedOver = most_handed if is_colocated and turns.are_taken(config) else "never"
+    mine = learner if is_colocated else ranks_memory.RankMemory(*(0 for _ in fields(ranks_memory.RankMemory)))
+    grid = Grid.of(config.rollout)
+    copy, cache = ranks_memory.engine_share(config, shape, grid)
+    most = turns.rank_peak(mine, copy, cache, what, grid.ranks > 1)
+    whose = "an engine's whole copy" if grid.ranks == 1 else f"a share of an engine of {grid}"
+    text = f"{human(most)} of {human(have)} with {whose} ({human(copy)}) and its cache ({human(cache)})"
     if most <= have:
-        return Finding("recipe rollout", what)
-    for wider in parallel.engine_sizes(config, shape):
-        copy, token = ranks_memory.engine_share(config, shape, wider)
-        room = (have - at_rest - copy) // token
-        if at_work + copy <= have and room >= estimate.longest(config):
-            key = f"rollout.tp={wider} " if wider != tp else ""
+        return Finding("recipe rollout", text)
+    grids = parallel.engine_grids(config, shape)
+    for wider in grids:
+        copy, cache = ranks_memory.engine_share(config, shape, wider)
+        token = max(1, cache * wider.dp // estimate.cache_tokens(config))  # of one replica's ranks
+        room = (have - turns.at_rest(mine, what) - copy) // token * wider.dp
+        if (
+            turns.rank_peak(mine, copy, 0, what, wider.ranks > 1) <= have
+            and room >= estimate.longest(config) * wider.dp
+        ):
+            keys = " ".join(f"rollout.{n}={v}" for n in SIZES if (v := getattr(wider, n)) != getattr(grid, n))
             tokens = f"rollout.cache_tokens={room}" if room < estimate.cache_tokens(config) else ""
-            return Finding("recipe rollout", what, "warn", f"{key}{tokens}".strip() + " would fit")
-    widest = parallel.engine_sizes(config, shape)[-1]
-    no_more = f"larger devices; an engine of this model has at most {widest} rank{'s' if widest > 1 else ''}"
-    return Finding("recipe rollout", what, "warn", no_more)
+            return Finding("recipe rollout", text, "warn", f"{keys} {tokens}".strip() + " would fit")
+    no_more = f"larger devices; an engine of this model has at most {grids[-1].ranks} ranks here"
+    return Finding("recipe rollout", text, "warn", no_more)
 
 
 def _rank_savings(shape: ModelShape, needed: ranks_memory.RankMemory) -> list[str]:

@@ -54,6 +54,10 @@ class CollectiveError(TidemillError):
     """A collective failed or was not joined by all ranks in time."""
 
 
+class InterpreterError(TidemillError):
+    """A part of the run in another Python interpreter has died."""
+
+
 class MissingExtra(TidemillError):
     """A feature needs a package that is not installed."""
 

@@ -90,6 +90,11 @@ def of_batch(batch: Batch) -> list[Tiles]:
     return [tiles + tuple(_cut(later[row], turn_places[row])) for row, tiles in enumerate(found)]
 
 
+def kept(tiles: Tiles) -> Tiles:
+    """The same with pixels of their own: those of a batch may lie in memory that is used again."""
+    return tuple(replace(tile, pixels=tile.pixels.copy()) for tile in tiles)
+
+
 def images(tiles: Sequence[Tile]) -> list[npt.NDArray[np.uint8]]:
     """One picture for each image, as people look at it: of one that was cut, the whole at a lower resolution, which is
     its last tile."""

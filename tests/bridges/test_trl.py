@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 
 from tests.rollout.test_generation import SMALL
 from tidemill import imports
-from tidemill.bridges.trl import give_back, rollout, take_over
+from tidemill.bridges.trl import give_back, pack, rollout, take_over, unpack
 from tidemill.environment.api import Turn
 from tidemill.errors import ConfigError
 from tidemill.models.tiny import make_tokenizer
@@ -141,18 +141,116 @@ def test_a_model_in_pieces_is_refused(model: Any) -> None:
 
 
 def test_grpo_trainer_itself_rolls_out_and_learns(model: Any, tmp_path: Any) -> None:
+    before = model.lm_head.weight.detach().clone()
+    trainer = trl_trainer("GRPO", model, tmp_path, rollout_func=rollout())
+    trainer.train()
+    assert not torch.equal(model.lm_head.weight, before) and trainer.state.global_step == 2
+
+
+def trl_trainer(kind: str, model: Any, folder: Any, **more: Any) -> Any:
     trl = pytest.importorskip("trl", reason="trl is not installed: make peers")
     from datasets import Dataset
 
-    args = trl.GRPOConfig(
-        output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, max_completion_length=4,
-        max_steps=2, report_to=[], use_cpu=True, learning_rate=1e-3, logging_steps=1,
+    model.save_pretrained(folder / "reference")
+    model.config._name_or_path = str(folder / "reference")  # where the trainer finds its reference policy
+    args = getattr(trl, f"{kind}Config")(
+        output_dir=str(folder), per_device_train_batch_size=4, num_generations=4, max_completion_length=6, max_steps=2,
+        report_to=[], use_cpu=True, learning_rate=1e-3, logging_steps=1, temperature=0.7, bf16=False,
+        **more.pop("args", {}),
     )  # fmt: skip
+    return getattr(trl, f"{kind}Trainer")(
+        model, reward_funcs=lambda completions, **_: [float(len(c) % 3) for c in completions], args=args,
+        train_dataset=Dataset.from_list([{"prompt": "1+1="}, {"prompt": "20+30="}] * 8),
+        processing_class=make_tokenizer(TinyModel(alphabet=ALPHABET)), **more,
+    )  # fmt: skip
+
+
+def padded_rows() -> dict[str, Any]:
+    """What TRL's loss is given: two groups of two samples, padded, the last without a completion."""
+    torch.manual_seed(5)
+    prompt = torch.tensor([[0, 5, 6], [0, 5, 6], [7, 8, 9], [7, 8, 9]])
+    completion = torch.tensor([[3, 4, 5, 0], [6, 0, 0, 0], [9, 8, 7, 6], [0, 0, 0, 0]])
+    lengths = torch.tensor([3, 1, 4, 0])
+    return {
+        "prompt_ids": prompt, "prompt_mask": (prompt > 0).long(), "completion_ids": completion,
+        "completion_mask": (torch.arange(4) < lengths[:, None]).long(), "num_items_in_batch": torch.tensor(8),
+        "advantages": torch.tensor([1.0, -1.0, 0.5, 2.0]), "old_per_token_logps": -torch.rand(4, 4),
+        "ref_per_token_logps": -torch.rand(4, 4), "old_logps": -torch.rand(4),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_packed_rows_have_the_loss_and_gradient_of_padded_ones(
+    kind: str, checkpointing: bool, model: Any, tmp_path: Any
+) -> None:
+    take_over(model)
+    options = {"beta": 0.1, "gradient_checkpointing": checkpointing}
+    trainer = trl_trainer(kind, model, tmp_path, args=options)
+    trainer.current_gradient_accumulation_steps = 1
+    found = []
+    for change in (lambda _: None, pack, unpack):
+        change(trainer)
+        model.zero_grad()
+        loss = trainer._compute_loss(model.train(), padded_rows())
+        loss.backward()
+        found.append((loss.detach(), [p.grad.clone() for p in model.parameters()]))
+    for loss, gradients in found[1:]:
+        assert torch.allclose(loss, found[0][0], atol=1e-5)
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(gradients, found[0][1]))
+
+
+def test_packing_refuses_what_it_cannot_do(model: Any, tmp_path: Any) -> None:
+    trainer = trl_trainer("GRPO", model, tmp_path)
+    with pytest.raises(ConfigError, match="attention that transformers' generate cannot use"):
+        pack(trainer)
+    with pytest.raises(ConfigError, match="nothing to pack"):
+        pack(SimpleNamespace())
+    trainer = trl_trainer("GRPO", model, tmp_path, rollout_func=rollout())
+    pack(trainer)
+    with pytest.raises(ConfigError, match=r"images \(pixel_values\)"):
+        trainer._get_per_token_logps_and_entropies(
+            model, torch.ones(1, 2), torch.ones(1, 2), 1, pixel_values=torch.ones(1)
+        )
+
+
+def test_grpo_trainer_learns_from_packed_rows_with_adapters(model: Any, tmp_path: Any) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    trainer = trl_trainer("GRPO", model, tmp_path, rollout_func=rollout(), peft_config=lora, args={"beta": 0.1})
+    pack(trainer)
+    before = [p.detach().clone() for p in trainer.model.parameters() if p.requires_grad]
+    trainer.train()
+    after = [p.detach() for p in trainer.model.parameters() if p.requires_grad]
+    assert trainer.state.global_step == 2 and any(not torch.equal(a, b) for a, b in zip(before, after))
+
+
+def test_rloo_trainer_generates_with_the_engine_and_learns_from_packed_rows(model: Any, tmp_path: Any) -> None:
+    trainer = trl_trainer("RLOO", model, tmp_path)
+    engine = take_over(trainer.model)
+    pack(trainer)
     before = model.lm_head.weight.detach().clone()
-    trainer = trl.GRPOTrainer(
-        model, reward_funcs=lambda completions, **_: [float(i % 2) for i, _ in enumerate(completions)],
-        args=args, train_dataset=Dataset.from_list([{"prompt": "1+1="}] * 8),
-        processing_class=make_tokenizer(TinyModel(alphabet=ALPHABET)), rollout_func=rollout(),
-    )  # fmt: skip
     trainer.train()
     assert not torch.equal(model.lm_head.weight, before) and trainer.state.global_step == 2
+    assert engine._native.version == 2  # each of its two batches was rolled out by the engine
+
+
+def test_online_dpo_trainer_generates_with_the_engine(model: Any, tmp_path: Any) -> None:
+    pytest.importorskip("trl", reason="trl is not installed: make peers")
+    from datasets import Dataset
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+    args = OnlineDPOConfig(
+        output_dir=str(tmp_path), per_device_train_batch_size=2, max_new_tokens=6, max_steps=2, report_to=[],
+        use_cpu=True, bf16=False, learning_rate=1e-3, logging_steps=1,
+    )  # fmt: skip
+    trainer = OnlineDPOTrainer(
+        model, args=args, train_dataset=Dataset.from_list([{"prompt": "1+1="}] * 8),
+        reward_funcs=lambda completions, **_: [float(len(set(c))) for c in completions],
+        processing_class=make_tokenizer(TinyModel(alphabet=ALPHABET)),
+    )  # fmt: skip
+    engine = take_over(trainer.model)
+    before = model.lm_head.weight.detach().clone()
+    trainer.train()
+    assert not torch.equal(model.lm_head.weight, before) and trainer.state.global_step == 2
+    assert engine._native.version == 2

@@ -12,9 +12,10 @@ from tidemill.check import precheck
 from tidemill.device import DeviceMemory
 from tidemill.estimate import handover as turns
 from tidemill.estimate.memory import memory
-from tidemill.estimate.ranks_memory import per_rank
+from tidemill.estimate.ranks_memory import engine_share, per_rank
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import ModelSettings
+from tidemill.rollout.native.ranks.grid import Grid
 
 
 def config(*overrides: str) -> Any:
@@ -97,11 +98,15 @@ def test_colocated_workers_take_turns() -> None:
     assert turns.chosen(own, own.model, Device(1 << 20)) == "all"  # type: ignore[arg-type]
 
 
-def test_of_a_rank_of_a_cut_learner_the_optimizer_leaves() -> None:
+def test_a_rank_of_a_cut_learner_gives_the_device_away_and_gets_it_back() -> None:
     own = config("learn.parallel.fsdp=4", "rollout.cache_tokens=800000")
     sizes = replace(QWEN_7B, parameters=None)
     learner = per_rank(own, sizes, on_accelerator=True)
-    assert turns.at_rest(learner, "cache") - turns.at_rest(learner, "all") == learner.optimizer
-    assert turns.at_rest(learner, "never") == learner.total
-    never, cache, everything = (turns.rank_peak(own, learner, sizes, what) for what in turns.OPTIONS)
-    assert never > cache > everything
+    held = learner.weights + learner.optimizer + learner.reference + learner.critic + learner.mean
+    assert [turns.at_rest(learner, what) for what in turns.OPTIONS] == [learner.total, held, 0]
+    copy, cache = engine_share(own, sizes, Grid())
+    never, cached, everything = (turns.rank_peak(learner, copy, cache, what, True) for what in turns.OPTIONS)
+    assert never == copy + cache + learner.total and cached == max(copy + held + cache, copy + learner.total)
+    assert everything == max(copy + cache, learner.total, copy + held) < cached < never
+    graphs_stay = turns.rank_peak(learner, copy, cache, "all", False)  # those of a whole engine hold its addresses
+    assert graphs_stay == max(copy + cache, copy + learner.total)

@@ -20,6 +20,7 @@ def problems(config: Config, model: ModelSettings) -> list[str]:
 
 
 TINY = {"hidden": 64, "layers": 4, "heads": 8, "kv_heads": 2, "intermediate": 96}
+MOE = {"tiny": {**TINY, "architecture": "qwen3_moe", "experts": 12}}
 
 
 def found(parallel: dict[str, Any], model: dict[str, Any] | None = None, **learn: Any) -> str:
@@ -124,7 +125,7 @@ def refused(tp: int, model: dict[str, Any] | None = None, **over: Any) -> str:
         "model": model or {"tiny": TINY},
     }
     config = Config.model_validate({**made, "data": {"max_prompt_tokens": 16}, **over})
-    return "\n".join(p for p in all_problems(config, config.model) if p.startswith("rollout.tp"))
+    return "\n".join(p for p in all_problems(config, config.model) if p.startswith("rollout."))
 
 
 def test_an_engine_of_as_many_ranks_as_divide_the_model_passes() -> None:
@@ -136,14 +137,24 @@ def test_an_engine_of_as_many_ranks_as_divide_the_model_passes() -> None:
 @pytest.mark.parametrize(
     ("tp", "over", "words"),
     [
-        (4, {}, "does not divide the model's key/value heads 2, MLP width 96; 1 or 2 would do"),
+        (
+            3,
+            {},
+            "rollout.tp is 3, which does not divide the model's 8 heads and 2 key/value heads; 1, 2, 4 or 8 would do",
+        ),
+        (16, {}, "rollout.tp is 16, which does not divide"),
+        (1, {"rollout": {"pp": 5}}, "rollout.pp is 5, but it is more than the model's 4 layers; at most 4 would do"),
+        (1, {"rollout": {"dp": 2, "engine": "hf"}}, "hf has one rank for each; 1 would do"),
+        (1, {"rollout": {"dp": 4, "ep": 3}, "model": MOE}, "rollout.ep is 3: 3 parts of the experts do not lie evenly"),
+        (1, {"rollout": {"ep": 2}, "model": MOE}, "none would do, or rollout.dp=2"),
+        (1, {"model": {"tiny": {**TINY, "architecture": "gemma3"}}, "rollout": {"dp": 2}}, "not gemma3"),
         (2, {"cluster": {"executor": "local"}}, "cluster.executor=processes or ray would do, or 1"),
         (2, {"rollout": {"tp": 2, "engine": "hf"}}, "hf has one rank for each; 1 would do"),
         (2, {"cluster": {"executor": "ray", "placement": "colocated"}}, "cluster.placement.rollout=separated"),
         (
             2,
             {"model": {"tiny": {**TINY, "architecture": "qwen3_moe", "experts": 3}}},
-            "does not divide the model's key/value heads 2, experts 3; 1 would do",
+            "rollout.ep is 2, which does not divide the model's 3 experts; 1 or 3 would do",
         ),
     ],
 )

@@ -21,6 +21,8 @@ def told(*overrides: str) -> str:
         ("flow.max_staleness=3", "flow.schedule is sync"),
         ("learn.lora_alpha=8", "learn.lora_rank is 0"),
         ("rollout.vllm.sleep_level=2", "rollout.vllm.sleep_level=2: rollout.engine is native"),
+        ("learn.mindspore.processes=2", "learn.backend is torch"),
+        ("learn.backend=mindspore & learn.compile=on", "learn.compile=on: learn.backend is mindspore"),
         ("algorithm.critic.lam=0.5", "algorithm.critic.lam=0.5: grpo has no critic"),
         ("algorithm.kl.estimator=k1", "there is no reference"),
         ("algorithm.constant_length=8", "algorithm.aggregation is not constant"),

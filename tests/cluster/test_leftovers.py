@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.cluster.start import owned
+from tidemill import owned
 from tidemill.dock.net.process import TOKEN_FILE
 from tidemill.dock.server import remove_dock
 from tidemill.dock.store import arena
 
-HOLD = "import sys; from pathlib import Path; from tidemill.cluster.start import owned; owned.own(Path(sys.argv[1]));"
+HOLD = "import sys; from pathlib import Path; from tidemill import owned; owned.own(Path(sys.argv[1]));"
 
 
 @pytest.fixture
@@ -49,6 +49,21 @@ def test_a_folder_that_others_can_enter_or_that_has_no_owner_is_left_alone(folde
     os.close(owned.own(folder))
     folder.chmod(0o755)
     assert owned.remove_orphans() == [] and folder.exists()
+
+
+def test_a_folder_goes_with_its_process_and_not_with_a_copy_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made = owned.OwnedFolder()
+    child = os.fork()
+    if child == 0:
+        made.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert made.path.is_dir()
+    made.close()
+    assert not made.path.exists()
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no shared memory here")

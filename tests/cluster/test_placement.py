@@ -111,7 +111,7 @@ def test_an_engine_of_several_ranks_takes_a_device_for_each_and_one_place_for_re
     ]  # fmt: skip
     with pytest.raises(PlacementError) as raised:
         check(made, [{"CPU": 16.0, "GPU": 4.0}], config.cluster)
-    assert "2 engines of rollout.tp 2" in raised.value.message
+    assert "2 engines of 2 ranks" in raised.value.message
     assert "this would fit: cluster.rollouts=1" in raised.value.remedy
     with pytest.raises(PlacementError) as raised:
         check(made, [{"CPU": 16.0, "GPU": 2.0}], config.cluster)

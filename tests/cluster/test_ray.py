@@ -200,3 +200,9 @@ def test_a_cluster_that_runs_is_found_and_left_as_it_was(
     while ray.available_resources().get("CPU", 0) != ray.cluster_resources()["CPU"]:  # all places are given back
         assert time.monotonic() < deadline
         time.sleep(0.2)
+
+
+def test_a_gateway_killed_on_ray_in_mid_conversation_costs_no_sample(tmp_path: Path, cluster: Any) -> None:
+    from tests.serve.test_gateway_faults import assert_made_up_for
+
+    assert_made_up_for(tmp_path, over(learners=1))

@@ -1,7 +1,9 @@
 import os
+import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -234,6 +236,17 @@ def test_a_process_is_told_what_suits_its_role_and_what_the_user_set_stands(monk
     assert npu_settings.environment(npu_settings.EVERY)["TASK_QUEUE_ENABLE"] == "1"
     assert npu_settings.environment(["rollout"], is_deterministic=True)["HCCL_DETERMINISTIC"] == "true"
     assert all(setting.reason and set(setting.roles) <= set(npu_settings.EVERY) for setting in npu_settings.TABLE)
+
+
+def test_the_page_shows_the_table_of_settings():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "ascend.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \| (.+?) \|", page, re.M)
+    assert rows == [(s.name, s.value, _named(s)) for s in npu_settings.TABLE]
+
+
+def _named(setting):
+    roles = "all" if setting.roles == npu_settings.EVERY else ", ".join(setting.roles)
+    return f"{roles}, with `deterministic`" if setting.only_deterministic else roles
 
 
 def test_installed_versions_are_read_from_the_driver_up(tmp_path, monkeypatch):

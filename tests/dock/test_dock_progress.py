@@ -173,7 +173,7 @@ def test_counts_agree_with_the_table_after_any_steps() -> None:
         steps[int(random.integers(len(steps)))]()
         for c in ledger.controllers:
             live = ledger.rows.state == 1
-            for tag in (None, *ledger.tags):
+            for tag in (None, *ledger.tags.values()):
                 mine = live if tag is None else live & (ledger.rows.tag == ledger.tag_code(tag))
                 pending = mine & ((ledger.rows.pending & c.bit) != 0)
                 held = mine & ((ledger.rows.leased & c.bit) != 0)

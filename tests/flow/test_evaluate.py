@@ -41,7 +41,7 @@ class Engine:
 
 
 def test_many_answers_are_judged_in_pieces_and_keep_their_order() -> None:
-    problems = [(Example("", where=f"row {i}"), [i]) for i in range(evaluate.PIECE)]
+    problems = [(Example("", where=f"row {i}"), [i], ()) for i in range(evaluate.PIECE)]
     told: list[int] = []
 
     def decode(tokens: list[int]) -> str:
@@ -75,7 +75,7 @@ def test_an_evaluation_that_is_stopped_leaves_nothing_in_the_engine() -> None:
         raise Stopped
 
     engine: Any = Slow()
-    problems = [(Example("", where="row"), [1])]
+    problems = [(Example("", where="row"), [1], ())]
     with Scorer(Rewards()) as scorer, pytest.raises(Stopped):
         progress = evaluate.Progress(stop, 0, 1)
         evaluate._answer(engine, problems, [None], Sampling(), 1, lambda tokens: "", scorer, progress)

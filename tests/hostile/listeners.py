@@ -50,7 +50,7 @@ def files(page: Path) -> dict[str, int]:
 def opened_by_descendants(root: int, under: Sequence[Path]) -> set[Path]:
     """First entries in these folders that hold a file which a process that comes from `root` has open or mapped."""
     found: set[str] = set()
-    for pid in _descendants(root):
+    for pid in _descendants(root, ""):
         with contextlib.suppress(OSError):
             found |= set(
                 re.findall(r"^\S+ \S+ \S+ \S+ \d+ +(/.*)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE)
@@ -62,23 +62,23 @@ def opened_by_descendants(root: int, under: Sequence[Path]) -> set[Path]:
     return {folder / path.relative_to(folder).parts[0] for folder in under for path in paths if folder in path.parents}
 
 
-def of_descendants(root: int) -> set[Listener]:
-    """Of all processes that come from `root`, and of itself."""
+def of_descendants(root: int, name: str = "driver") -> set[Listener]:
+    """Of all processes that come from `root`, and of itself, which is called `name`."""
     opened = dict(_tcp()) | dict(_unix())
     return {
         Listener(name, *opened[inode])
-        for pid, name in _descendants(root).items()
+        for pid, name in _descendants(root, name).items()
         for inode in _sockets(pid)
         if inode in opened
     }
 
 
-def _descendants(root: int) -> dict[int, str]:
+def _descendants(root: int, name: str) -> dict[int, str]:
     parents: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    found, news = {root: "driver"}, [root]
+    found, news = {root: name}, [root]
     while news:
         parent = news.pop()
         for pid in [p for p, its in parents.items() if its == parent]:
@@ -92,6 +92,8 @@ def _name(pid: int, parent: str) -> str:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
         if "forkserver import listen" in " ".join(words):
             return "worker" if parent in ("fork server", "worker") else "fork server"
+        if "multiprocessing.forkserver" in " ".join(words):
+            return "ranks"
         for kind in ("ledger", "warehouse"):
             if kind in words and "tidemill" in " ".join(words):
                 return kind

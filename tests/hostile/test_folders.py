@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.hostile import strangers
 from tidemill.cluster.start import forkserver
-from tidemill.errors import TidemillError
+from tidemill.device import compiled
+from tidemill.errors import ConfigError, TidemillError
+from tidemill.jobs.queue import Queue
+from tidemill.launch.targets.ssh import claim
+from tidemill.reward.sandbox.run import Sandbox, SandboxError
 
 pytest.importorskip("msgspec")
 
@@ -69,3 +75,92 @@ def test_a_warehouse_does_not_take_up_an_arena_that_others_may_enter(tmp_path: P
     forged.mkdir()
     forged.chmod(0o777)
     assert _identity(place)[1] != forged
+
+
+SOURCE = "int answer(void) { return %d; }"
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """C code, and an empty cache to keep it in."""
+    if compiled._compiler() is None:
+        pytest.skip("there is no C compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("TIDEMILL_KERNELS", raising=False)
+    compiled._private_folder.cache_clear()
+    path = tmp_path / "plain.c"
+    path.write_text(SOURCE % 1)
+    return path
+
+
+def forge(source: Path, owner: int, mode: int) -> Path:
+    """Put other code in the place of what was compiled."""
+    library = compiled.library(source)
+    assert library is not None and library.answer() == 1
+    (made,) = (source.parent / "cache" / "tidemill").glob("*.so")
+    other = source.parent / "other.c"
+    other.write_text(SOURCE % 2)
+    made.unlink()
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(made), str(other)], check=True)
+    os.chown(made, owner, -1)
+    made.chmod(mode)
+    return made
+
+
+@strangers.needs_root
+def test_code_that_another_user_left_in_the_cache_is_not_run(source: Path) -> None:
+    forge(source, strangers.NOBODY, 0o755)
+    library = compiled.library(source)
+    assert library is not None and library.answer() == 1
+
+
+def test_code_that_everybody_may_change_is_not_run(source: Path) -> None:
+    forge(source, -1, 0o777)
+    library = compiled.library(source)
+    assert library is not None and library.answer() == 1
+
+
+@strangers.needs_root
+def test_a_cache_of_another_user_holds_no_code_of_ours(source: Path) -> None:
+    folder = source.parent / "cache" / "tidemill"
+    folder.mkdir(parents=True)
+    os.chown(folder, strangers.NOBODY, strangers.NOBODY)
+    library = compiled.library(source)
+    assert library is not None and library.answer() == 1 and not list(folder.iterdir())
+
+
+@strangers.needs_root
+def test_jobs_that_another_user_put_into_a_queue_are_not_run(tmp_path: Path) -> None:
+    queue = tmp_path / "queue"
+    queue.mkdir()
+    (queue / "journal.jsonl").touch()
+    os.chown(queue / "journal.jsonl", strangers.NOBODY, -1)
+    with pytest.raises(ConfigError, match="would run as you"):
+        Queue(queue)
+
+
+def test_a_queue_that_everybody_may_write_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "queue").mkdir()
+    (tmp_path / "queue").chmod(0o777)
+    with pytest.raises(ConfigError, match="would run as you"):
+        Queue(tmp_path / "queue")
+
+
+@strangers.needs_root
+def test_a_job_is_not_unpacked_where_another_user_can_change_it(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    os.chown(tmp_path / "theirs", strangers.NOBODY, -1)
+    assert subprocess.run(["sh", "-c", claim(f"{tmp_path}/ours")]).returncode == 0
+    refused = subprocess.run(["sh", "-c", claim(f"{tmp_path}/theirs")], capture_output=True, text=True)
+    assert refused.returncode == 73 and "another user" in refused.stderr
+
+
+def test_a_sandbox_leaves_no_folder_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Sandbox() as sandbox:
+        try:
+            first = sandbox.run("open('file', 'w').write('x')", ["open('file').read() == 'x'"])
+        except SandboxError as error:
+            pytest.skip(str(error))
+        assert first.passed == sandbox.has_scratch and not list(tmp_path.iterdir())
+        assert sandbox.run("import os", ["os.listdir('.') == []"]).passed == sandbox.has_scratch

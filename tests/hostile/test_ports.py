@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import stat
+import subprocess
+import sys
 import tempfile
 from fnmatch import fnmatch
 from pathlib import Path
@@ -49,6 +51,16 @@ def knock(listener):
         return type(error).__name__
     peer.settimeout(1)
     seen = 0
+    if kind == "tcp":
+        with socket.create_connection((host, int(port)), 5) as asking:
+            asking.settimeout(2)
+            asking.sendall(b"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
+            try:
+                said = asking.recv(100)
+            except OSError:
+                said = b""
+            if said.startswith(b"HTTP/"):
+                return "HTTP " + said.split()[1].decode()
     for said in (HELLO, REQUEST, bytes(512)):
         try:
             peer.sendall(said)
@@ -68,12 +80,13 @@ class Scan(Watcher):
 
     def __init__(self) -> None:
         self.found: set[Listener] = set()
-        # Runs of a test session share a fork server, so the run's own may be older than the run.
+        # Runs of a test session share a fork server, so the run's own, and its folder, may be older than the run.
         self.before = {x for x in listeners.of_descendants(os.getpid()) if x.process != "fork server"}
         self.answers: dict[Listener, Any] = {}
         self.lost = 0
         self.files: dict[Path, os.stat_result] = {}
-        self.files_before = listeners.opened_by_descendants(os.getpid(), PUBLIC)
+        opened = listeners.opened_by_descendants(os.getpid(), PUBLIC)
+        self.files_before = {path for path in opened if not path.name.startswith("tm-")}
 
     def started(self, workers: Any, first_step: int) -> None:
         self.workers: Driver = workers
@@ -99,14 +112,20 @@ def row_of(found: Listener) -> Row:
 def check(scan: Scan, address: str) -> None:
     assert len(scan.found) > 4 and scan.lost == 0
     assert {found.process for found in scan.found} >= {"ledger", "warehouse", "worker", "fork server"}
+    check_each(scan, address)
+
+
+def check_each(scan: Scan, address: str) -> None:
     for found in scan.found:
         if row_of(found).opened_with != RAYS and found.kind == "tcp":
-            assert found.place.startswith(f"{address}:"), f"{found} can be reached from elsewhere"
+            assert found.place.startswith((f"{address}:", "127.0.0.1:")), f"{found} can be reached from elsewhere"
     for found, answer in scan.answers.items():
         if row_of(found).opened_with == RAYS:
             continue
-        if row_of(found).opened_with == OWNER:
+        if row_of(found).opened_with.startswith(OWNER):
             assert answer in ("PermissionError", "FileNotFoundError"), (found, answer)
+        elif isinstance(answer, str) and answer.startswith("HTTP"):
+            assert answer in ("HTTP 401", "HTTP 403", "HTTP 404"), (found, answer)
         else:
             assert isinstance(answer, int) and answer <= GREETING_BYTES, (found, answer)
 
@@ -158,9 +177,62 @@ def test_a_learner_over_ranks_listens_only_where_the_page_says(tmp_path: Path) -
     check(scan, "127.0.0.1")
 
 
+PROGRAM: dict[str, Any] = {
+    "environment": {"program": f"{Path(__file__).with_name('agent.py')}:solve"},
+    "rewards": "environment",
+    "observe": {"tensorboard": False, "loggers": ["prometheus"]},
+}
+
+
+@pytest.mark.slow
+def test_a_run_of_programs_listens_only_where_the_page_says(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn")
+    scan = Scan()
+    train(tmp_path, scan, train={"steps": 3}, **PROGRAM)
+    check(scan, "127.0.0.1")
+    if scan.answers:
+        assert sorted(a for a in scan.answers.values() if str(a).startswith("HTTP")) == ["HTTP 401", "HTTP 404"]
+
+
+@pytest.mark.slow
+def test_ranks_of_a_local_run_listen_only_where_the_page_says(tmp_path: Path) -> None:
+    scan = Scan()
+    train(tmp_path, scan, train={"steps": 3}, learn={"parallel": {"fsdp": 2}}, cluster={"executor": "local"})
+    assert "ranks" in {found.process for found in scan.found} <= {"ranks", "driver", "fork server"}
+    check_each(scan, "127.0.0.1")
+    listed = {k.replace("TMP", tempfile.gettempdir()): mode for k, mode in listeners.files(PAGE).items()}
+    for path, seen in scan.files.items():
+        if tmp_path not in path.parents and path not in tmp_path.parents:
+            assert any(fnmatch(str(path), pattern) for pattern in listed), path
+            assert seen.st_uid == os.geteuid() and not stat.S_IMODE(seen.st_mode) & 0o077
+
+
+@pytest.mark.parametrize(("command", "answer"), [("serve", "HTTP 403"), ("watch", "HTTP 401")])
+def test_a_server_listens_only_where_the_page_says(tmp_path: Path, command: str, answer: str) -> None:
+    pytest.importorskip("uvicorn")
+    folder = tmp_path / "runs"
+    if command == "serve":
+        from tests.serve.made import model_folder
+
+        model_folder(folder)
+    folder.mkdir(exist_ok=True)
+    words = [sys.executable, "-m", "tidemill", command, str(folder), "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None and (said := server.stdout.readline()).startswith("http://127.0.0.1:")
+            (found,) = listeners.of_descendants(server.pid, command)
+            assert found.place == said.split("/")[2]
+            assert row_of(found).opened_with
+            if strangers.PYTHON is not None:
+                told = strangers.told(strangers.start(KNOCK, json.dumps([(found.kind, found.place)])))
+                assert json.loads(told) == [answer]
+        finally:
+            server.terminate()
+
+
 @pytest.mark.slow
 def test_a_run_on_ray_listens_only_on_the_address_that_ray_uses(tmp_path: Path) -> None:
     ray = pytest.importorskip("ray")
     scan = Scan()
-    train(tmp_path, scan, train={"steps": 3}, rollout={"tp": 2}, cluster={"executor": "ray"})
+    train(tmp_path, scan, train={"steps": 3}, cluster={"executor": "ray"}, **PROGRAM)
     check(scan, ray.util.get_node_ip_address())

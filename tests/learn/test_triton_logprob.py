@@ -9,8 +9,6 @@ import sys
 import pytest
 import torch
 
-if not torch.accelerator.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton")
 
 from tidemill.learn.logprob import tokens as logprob

@@ -1,5 +1,6 @@
 """What Ascend's fused operator is asked, held against a stand-in that computes what its documentation says."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def stand_in(q: Any, k: Any, v: Any, head_num: int, input_layout: str, **asked: 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_operator_is_asked_for_what_the_plain_attention_computes(shared, window, monkeypatch):
-    monkeypatch.setattr(fusion, "operator", lambda: stand_in)
+    monkeypatch.setattr(fusion.vendor, "operators", lambda _: SimpleNamespace(npu_fusion_attention=stand_in))
 
     def made(kind: str) -> Any:
         a = KINDS[kind]

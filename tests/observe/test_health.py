@@ -1,6 +1,8 @@
+import random
+
 import pytest
 
-from tidemill.observe.health import signs, warnings
+from tidemill.observe.health import MOST, shortened, signs, warnings
 
 FINE = {
     "equal_reward_groups": 0.2,
@@ -87,3 +89,19 @@ def test_a_run_that_never_earns_anything_is_told() -> None:
     steps = [{"reward": 0.0, "accuracy": 0.0}] * 20
     assert any("No response has earned any reward" in w for w in warnings(steps))
     assert not any("No response" in w for w in warnings(steps[:10]))
+
+
+def test_a_shortened_history_shows_the_same_signs():
+    draw = random.Random(0)
+    for _ in range(40):
+        kept, whole = [], []
+        change = draw.randrange(300)
+        for step in range(300):
+            one = dict(FINE) if step < change else {k: v * draw.choice((0, 0.5, 1, 3)) for k, v in FINE.items()}
+            one |= {"reward": draw.choice((0.0, 0.0, 0.0, 1.0)) if draw.random() < 0.02 else 0.0}
+            one |= {"skipped_updates": float(step > change)}
+            whole.append(one)
+            kept = shortened([*kept, one])
+            if step % 7 == 0:
+                assert signs(kept) == signs(whole)
+        assert len(kept) <= MOST

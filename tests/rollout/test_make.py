@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from tests.environment.test_turns import EOS, Echo, Words
@@ -23,6 +24,15 @@ def test_turns_are_read_once_where_there_are_some(environment: dict[str, str] | 
     config = Config(environment=environment)  # type: ignore[arg-type]
     engine = make_plain(LoadedModel(tiny_model("qwen2"), None, (2,), 256), config)
     assert isinstance(engine, NativeEngine) and engine.reuse_prefix == (environment is not None)
+
+
+def test_a_devices_plug_in_of_vllm_is_told_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr("tidemill.rollout.vllm.start", lambda model, **options: told.update(options))
+    settings = {"weight_nz_mode": 0, "rl_config": {"enabled": True}}
+    config = Config.model_validate({"rollout": {"engine": "vllm", "vllm": {"additional_config": settings}}})
+    make_plain(LoadedModel(tiny_model("qwen2"), None, (2,), 256), config)
+    assert told["additional_config"] == settings
 
 
 def test_each_turn_reads_only_what_is_new() -> None:

@@ -128,3 +128,44 @@ def parallel(base_url, api_key, task):
 
 def judged(task, value):
     return {"reward": 2.0 * value["reward"], "solved": value["solved"]}
+
+
+def where(base_url, api_key, task):
+    """Ask once, and say which interpreter this is and which packages it has."""
+    import importlib.util
+    import sys
+
+    ask(base_url, api_key, [{"role": "user", "content": "hello"}], max_tokens=3)
+    has = {name: importlib.util.find_spec(name) is not None for name in ("torch", "numpy", "pydantic")}
+    return {"reward": float(not any(has.values())), "parts": {"is_own": sys.prefix == os.environ["OWN_PREFIX"]}}
+
+
+def slowly(base_url, api_key, task, log, turns=3, pause_s=0.1):
+    """Think between turns, and note the beginning and the end. The reward is a matter of what was said alone."""
+    note = f"{os.getpid()} {os.getppid()}"
+    with open(log, "a") as file:
+        file.write(f"began {note}\n")
+    messages, said = [{"role": "user", "content": task["prompt"]}], ""
+    for _ in range(turns):
+        answer = ask(base_url, api_key, messages, max_tokens=6)["content"]
+        said += answer
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "="}]
+        time.sleep(pause_s)
+    with open(log, "a") as file:
+        file.write(f"ended {note}\n")
+    return {"reward": sum(map(ord, said)) % 2, "parts": {"turns": turns}}
+
+
+def lazily(base_url, api_key, task):
+    """Import when it is needed, as frameworks do, and say what was there before."""
+    import sys
+
+    had = {name: name in sys.modules for name in ("wave", "own_lazy", "email.mime.audio")}
+    import email.mime.audio
+    import wave
+
+    import own_lazy
+
+    assert wave and email.mime.audio and own_lazy
+    ask(base_url, api_key, [{"role": "user", "content": "hello"}], max_tokens=2)
+    return {"reward": 1.0, "parts": {name.replace(".", "_"): float(was) for name, was in had.items()}}

@@ -177,7 +177,7 @@ def test_a_client_that_goes_away_frees_its_place(server):
     for streams in (b"true", b"false"):
         body = b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1000, "ignore_eos": true, "stream": %s}'
         body %= streams
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
         with socket.create_connection((host, port)) as end:
             end.sendall(head + body)
             wait_until(lambda: link.open_requests > 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import venv
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,13 @@ import torch
 
 from tests.serve.made import model_folder
 from tidemill.batch import GROUP, ID
+from tidemill.environment import program
 from tidemill.environment.api import Task
+from tidemill.errors import ConfigError
 from tidemill.flow.stages.rolling import rollout_columns
 from tidemill.learn.engine import score
 from tidemill.models.load import open_folder
-from tidemill.recipe.config import Config
+from tidemill.recipe.config import Config, EnvironmentSettings
 from tidemill.rollout.engine import Request, Sampling
 from tidemill.serve.make import close_engine, make_engine
 
@@ -158,3 +161,52 @@ def test_a_command_is_a_program_too(playing, folder, tmp_path):
     )
     done, sampled, _ = playing("talk", [Task()], program=f"{sys.executable} {script}")
     assert done[0].played.reward == 0.25 and len(sampled) == 1
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory):
+    """An interpreter without any package."""
+    folder = tmp_path_factory.mktemp("other") / "venv"
+    venv.create(folder, with_pip=False)
+    return folder / "bin" / "python"
+
+
+def test_a_program_runs_in_an_interpreter_of_its_own(playing, bare_python, monkeypatch):
+    monkeypatch.setenv("OWN_PREFIX", str(bare_python.parents[1]))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    done, sampled, _ = playing("where", [Task(), Task()], python=str(bare_python))
+    assert [c.played.reward for c in done] == [1.0, 1.0] and all(c.played.parts["is_own"] for c in done)
+    assert len(sampled) == 2
+
+
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        ({"program": "agent.py:gone"}, "agent.py has no 'gone'"),
+        ({"program": "agent.py:needs"}, "cannot be called with"),
+        ({"program": "broken.py:solve"}, "No module named 'torch'"),
+        ({"program": "agent.py:solve", "python": "no/such/python"}, "there is no interpreter"),
+        ({"program": "agent.py:solve", "python": "/bin/true"}, "cannot run Tidemill's side"),
+        ({"program": "echo hello"}, "environment.python is for functions"),
+    ],
+)
+def test_what_another_interpreter_cannot_run_is_refused_before_a_model_is_loaded(
+    bare_python, tmp_path, monkeypatch, own, says
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    Path("agent.py").write_text("def solve(base_url, api_key, task): ...\ndef needs(base_url): ...\n")
+    Path("broken.py").write_text("import torch\ndef solve(base_url, api_key, task): ...\n")
+    with pytest.raises(ConfigError) as refused:
+        program.check(EnvironmentSettings(**{"python": str(bare_python), **own}))
+    assert says in refused.value.message
+    program.check(EnvironmentSettings(program="agent.py:solve", python=str(bare_python)))
+
+
+def test_what_the_first_sample_imports_is_there_for_later_ones_but_for_the_agents_own(playing, tmp_path, monkeypatch):
+    (tmp_path / "own_lazy.py").write_text("import os\nKEY = os.environ['OPENAI_API_KEY']\n")
+    monkeypatch.chdir(tmp_path)
+    done, _, _ = playing("lazily", [Task() for _ in range(6)], workers=1)
+    parts = [c.played.parts for c in sorted(done, key=lambda c: c.request.id)]
+    assert parts[0]["wave"] == 0.0 and parts[-1]["wave"] == parts[-1]["email_mime_audio"] == 1.0
+    assert all(p["own_lazy"] == 0.0 for p in parts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -58,11 +58,18 @@ class Chat:
             why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise TemplateError(f"the chat template refuses the conversation: {why}") from error
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Schema] | None = None) -> list[int]:
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Schema] | None = None,
+        written: Callable[[str], str] | None = None,
+    ) -> list[int]:
+        """`written`: writes out the images that the text shows."""
         messages = [self.cleaned(message) for message in messages]
         if tools and not self.takes_tools(tools):
             messages, tools = self.told(messages, tools), None
-        return self.encode(self.render(messages, tools, asks=True))
+        text = self.render(messages, tools, asks=True)
+        return self.encode(text if written is None else written(text))
 
     def takes_tools(self, tools: Sequence[Schema]) -> bool:
         """Whether the template tells the model of the tools that it is given."""
@@ -84,16 +91,23 @@ class Chat:
         return [joined, *map(dict, messages[1:])]
 
     def follow(
-        self, said: Message, new: Sequence[Message], tools: Sequence[Schema] | None, *, has_ended: bool
+        self,
+        said: Message,
+        new: Sequence[Message],
+        tools: Sequence[Schema] | None,
+        *,
+        has_ended: bool,
+        written: Callable[[str], str] | None = None,
     ) -> list[int] | None:
         """The tokens behind the model's message `said`, up to where it speaks next. `has_ended`: it closed its message
-        itself. None where the template writes a message otherwise once others follow it."""
+        itself. `written`: writes out the images that the text shows. None where the template writes a message
+        otherwise once others follow it."""
         new = [self.cleaned(message) for message in new]
         found = self._behind(said, new, tools)
         if found is None:
             return None
         own, behind = found
-        return self.encode(("" if has_ended else own) + behind)
+        return self.encode(("" if has_ended else own) + (behind if written is None else written(behind)))
 
     def _behind(self, said: Message, new: Sequence[Message], tools: Sequence[Schema] | None) -> tuple[str, str] | None:
         """The end token that closes `said`, and what the template writes behind it."""
@@ -121,6 +135,14 @@ class Chat:
     def cleaned(self, message: Message) -> dict[str, Any]:
         """Nobody but the template writes special tokens: a text that could would end messages or speak for others."""
         return mapped(message, self.clean)
+
+    def clean_all(self, value: Any) -> Any:
+        """Clean every text inside a value."""
+        if isinstance(value, str):
+            return self.clean(value)
+        if isinstance(value, Mapping):
+            return {self.clean(str(name)): self.clean_all(inner) for name, inner in value.items()}
+        return [self.clean_all(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     def clean(self, text: str) -> str:
         if not self._words or self._any_word.search(text) is None:

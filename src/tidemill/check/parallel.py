@@ -11,6 +11,10 @@ from tidemill.models import families
 from tidemill.models.shape import ModelShape, shape_of
 from tidemill.recipe.config import Config, ModelSettings, ParallelSettings
 from tidemill.recipe.ranks import divisors, folding_problem
+from tidemill.rollout.native.ranks.grid import Grid
+
+MOST_ENGINE_RANKS = 64  # that a remedy suggests
+ONE_NODE = 8  # ranks that share a layer are within one
 
 
 def problems(config: Config, model: ModelSettings) -> Iterator[str]:
@@ -21,7 +25,7 @@ def problems(config: Config, model: ModelSettings) -> Iterator[str]:
     for key, sizes in (("kl", config.algorithm.kl.parallel), ("critic", config.algorithm.critic.parallel)):
         if sizes is not None:
             yield from _beside(f"algorithm.{key}.parallel", sizes, parallel, shape)
-    if config.rollout.tp > 1:
+    if config.rollout.ranks > 1:
         yield from _engine(config, shape)
 
 
@@ -74,38 +78,62 @@ def _widths(parallel: ParallelSettings, shape: ModelShape) -> Iterator[str]:
 
 def _engine(config: Config, shape: ModelShape | None) -> Iterator[str]:
     """Check a rollout engine over several ranks."""
-    tp, ranks = config.rollout.tp, config.learn.parallel.ranks
-    if config.cluster.placement.rollout == "colocated" and ranks % tp:
-        yield undivided("rollout.tp", tp, f"the {ranks} ranks of learn.parallel that engines share", divisors(ranks))
+    grid, ranks = Grid.of(config.rollout), config.learn.parallel.ranks
+    if config.cluster.placement.rollout == "colocated" and ranks % grid.ranks:
+        what = f"the {ranks} ranks of learn.parallel that engines share"
+        yield undivided("rollout.tp × dp × pp", grid.ranks, what, divisors(ranks))
     if shape is not None:
-        yield from engine_problems(tp, shape)
+        yield from engine_problems(grid, shape)
 
 
-def engine_problems(tp: int, shape: ModelShape) -> Iterator[str]:
-    """Check that each rank of an engine gets whole key/value heads, and an equal share of the MLP and of the
-    experts."""
-    served = families.llama_forms(mixtures=True)
+def engine_problems(grid: Grid, shape: ModelShape) -> Iterator[str]:
+    """Check that each rank of an engine gets whole heads, and an equal share of the MLP and of the experts."""
+    served = families.served_over_ranks()
     if shape.architecture not in served:
         what = f"engines over several ranks serve {', '.join(served)}, not {shape.architecture}"
-        yield unfit("rollout.tp", tp, what, "1 would do")
+        yield unfit("rollout.tp × dp × pp", grid.ranks, what, "1 would do")
         return
-    dense = shape.intermediate if shape.moe_layers < shape.layers else shape.shared_width
-    parts = {"key/value heads": shape.kv_heads, "MLP width": dense, "experts": shape.experts}
-    if any(size % tp for size in parts.values()):
-        what = ", ".join(f"{name} {size}" for name, size in parts.items() if size)
-        fit = [n for n in divisors(shape.kv_heads) if not any(size % n for size in parts.values())]
-        yield undivided("rollout.tp", tp, f"the model's {what}", fit)
+    keys = shape.heads if shape.is_latent else shape.kv_heads
+    if max(keys, grid.tp) % min(keys, grid.tp) or shape.heads % grid.tp:
+        heads = f"the model's {shape.heads} heads and {keys} key/value heads"
+        yield undivided("rollout.tp", grid.tp, heads, head_cuts(shape))
+    dense = shape.intermediate if shape.moe_layers < shape.layers else 0
+    for what, size in (("MLP width", dense), ("shared expert's width", shape.shared_width)):
+        if size % grid.tp:
+            yield undivided("rollout.tp", grid.tp, f"the model's {what}, {size}", divisors(size))
+    if shape.experts and (problem := grid.problem()):
+        yield problem
+    elif shape.experts % grid.ep:
+        yield undivided("rollout.ep", grid.ep, f"the model's {shape.experts} experts", divisors(shape.experts))
+    elif shape.expert_width % grid.widths:
+        what = f"an expert's width of {shape.expert_width}"
+        yield undivided("rollout.tp / rollout.ep", grid.widths, what, divisors(shape.expert_width))
+    if grid.pp > shape.layers:
+        what = f"it is more than the model's {shape.layers} layers"
+        yield unfit("rollout.pp", grid.pp, what, f"at most {shape.layers} would do")
 
 
-def engine_sizes(config: Config, shape: ModelShape) -> list[int]:
-    """List values of rollout.tp that the model and, colocated, the learner's ranks allow."""
-    ranks = config.learn.parallel.ranks
+def engine_grids(config: Config, shape: ModelShape) -> list[Grid]:
+    """List engines that the model and, colocated, the learner's ranks allow, the smallest first; of those as large,
+    the one with fewer stages."""
+    ranks, now = config.learn.parallel.ranks, Grid.of(config.rollout)
     is_colocated = config.cluster.placement.rollout == "colocated"
-    return [
-        n
-        for n in range(config.rollout.tp, max(config.rollout.tp, shape.kv_heads) + 1)
-        if n == config.rollout.tp or (not any(engine_problems(n, shape)) and (not is_colocated or ranks % n == 0))
-    ]
+    most = ranks if is_colocated else max(now.ranks, MOST_ENGINE_RANKS)
+    sizes = [n for n in head_cuts(shape) if n <= min(most, max(now.tp, ONE_NODE))]
+    wider = [1 << i for i in range(most.bit_length())]
+    grids = {now} | {
+        Grid(tp, dp, pp)
+        for pp in wider
+        for tp in sizes
+        for dp in (wider if shape.experts else (1,))
+        if tp * dp * pp <= most
+    }
+
+    def fits(grid: Grid) -> bool:
+        has_room = grid.ranks >= now.ranks and not (is_colocated and ranks % grid.ranks)
+        return has_room and not any(engine_problems(grid, shape))
+
+    return sorted((g for g in grids if g == now or fits(g)), key=lambda g: (g.ranks, g.pp, g.dp, g.tp))
 
 
 def _sequence(config: Config) -> Iterator[str]:
@@ -121,4 +149,5 @@ def _sequence(config: Config) -> Iterator[str]:
 
 def head_cuts(shape: ModelShape) -> list[int]:
     """List tensor-parallel sizes: they divide the heads, and divide or are divided by the key/value heads."""
-    return [n for n in divisors(shape.heads) if max(shape.kv_heads, n) % min(shape.kv_heads, n) == 0]
+    keys = shape.heads if shape.is_latent else shape.kv_heads
+    return [n for n in divisors(shape.heads) if max(keys, n) % min(keys, n) == 0]

@@ -49,6 +49,10 @@ def not_native(c: Config) -> bool:
     return c.rollout.engine != "native"
 
 
+def shows_images(c: Config) -> bool:
+    return c.data.images is not None
+
+
 def _program(c: Config) -> str | None:
     return None if c.environment is None else c.environment.program
 
@@ -57,11 +61,32 @@ def _players(c: Config) -> int:
     return 1 if c.environment is None else c.environment.players
 
 
+def in_mindspore(c: Config) -> bool:
+    return c.learn.backend == "mindspore"
+
+
+def engine_over(size: str, when: When) -> When:
+    """An engine with that many replicas, stages or ranks of a layer, where `when` holds too."""
+    return lambda c: getattr(c.rollout, size) > 1 and when(c)
+
+
 NATIVE = "{c.rollout.engine} does not have this setting of the native engine"
 ONE_PROCESS = "it shows what one process does, and here several work"
 INVARIANT = "rollout.batch_invariant"
+MINDSPORE = "learn.backend=mindspore "
+ENGINE_SIZES = ("tp", "dp", "pp")
 
 RULES = (
+    # Images
+    Rule("data.images", lambda c: shows_images(c) and c.rollout.engine == "vllm",
+         "vLLM would write out the images' places anew, so what it samples would not be what is learned",
+         "rollout.engine=native|hf"),
+    Rule("data.images", lambda c: shows_images(c) and _program(c) is not None,
+         "environment.program asks with text alone", "leave the images out with data.columns.images=none"),
+    Rule("data.images", lambda c: shows_images(c) and _players(c) > 1,
+         "games of several players are played in text alone", "leave the images out with data.columns.images=none"),
+    Rule("rewards.images", lambda c: not c.rewards.images and any(r.function == "ocr" for r in c.rewards.functions),
+         "the reward ocr reads the prompt's images", "true"),
     # Rollout
     Rule("rollout.cache_dtype", lambda c: not_native(c) and c.rollout.cache_dtype != "auto", NATIVE, "auto"),
     Rule("rollout.speculate", lambda c: not_native(c) and c.rollout.speculate == "on", NATIVE, "auto"),
@@ -77,21 +102,25 @@ RULES = (
          "it rounds, which rollout.batch_invariant must not", "auto"),
     Rule("learn.recompute", lambda c: c.rollout.batch_invariant and c.learn.recompute != "none",
          "layers would be recomputed outside rollout.batch_invariant", "none"),
-    Rule(INVARIANT, lambda c: c.rollout.batch_invariant and (is_cut(c) or c.rollout.tp > 1),
-         "only a single rank can promise it, and learn.parallel or rollout.tp asks for several", "false"),
-    Rule("rollout.tp", lambda c: c.rollout.tp > 1 and is_local(c),
-         "one process has one rank", "cluster.executor=processes or ray|1"),
-    Rule("rollout.tp", lambda c: c.rollout.tp > 1 and not_native(c), "{c.rollout.engine} has one rank for each", "1"),
-    Rule("cluster.spread", lambda c: c.cluster.spread and c.cluster.executor == "ray" and c.rollout.tp > 1,
-         "with rollout.tp {c.rollout.tp} an engine's ranks are placed close together, and engines where there is room",
-         "false|rollout.tp=1"),
-    Rule("rollout.tp", lambda c: c.rollout.tp > 1 and c.cluster.placement.rollout == "colocated" and not is_cut(c),
-         "colocated with learners that hold whole models, rollout reads their tensors",
-         "1|cluster.placement.rollout=separated|sizes of learn.parallel"),
-    Rule("learn.moe.balance",
-         lambda c: c.learn.moe.balance == "bias" and (c.rollout.engine == "vllm" or c.rollout.tp > 1),
-         "vLLM and engines over several ranks get only weights, and would choose experts without the bias",
-         "rollout.engine=native with rollout.tp=1|learn.moe.balance=aux_loss"),
+    Rule(INVARIANT, lambda c: c.rollout.batch_invariant and (is_cut(c) or c.rollout.ranks > 1),
+         "only a single rank can promise it, and learn.parallel or rollout.tp, dp and pp ask for several", "false"),
+    *(Rule(f"rollout.{size}", engine_over(size, is_local),
+           "one process has one rank", "cluster.executor=processes or ray|1") for size in ENGINE_SIZES),
+    *(Rule(f"rollout.{size}", engine_over(size, not_native),
+           "{c.rollout.engine} has one rank for each", "1") for size in ENGINE_SIZES),
+    Rule("cluster.spread", lambda c: c.cluster.spread and c.cluster.executor == "ray" and c.rollout.ranks > 1,
+         "an engine of {c.rollout.ranks} ranks has them close together, and engines lie where there is room",
+         "false|rollout.tp=1 with dp and pp of 1"),
+    *(Rule(f"rollout.{size}", engine_over(size, lambda c: c.cluster.placement.rollout == "colocated" and not is_cut(c)),
+           "colocated with learners that hold whole models, rollout reads their tensors",
+           "1|cluster.placement.rollout=separated|sizes of learn.parallel") for size in ENGINE_SIZES),
+    Rule("rollout.ep", lambda c: c.rollout.ep is not None and c.rollout.ep > 1 and c.rollout.ranks == 1,
+         "experts are spread over the ranks of an engine, and this one has one", "none|rollout.dp={c.rollout.ep}"),
+    Rule("rollout.experts.spare", lambda c: c.rollout.experts.spare > 0 and c.rollout.ranks == 1,
+         "an engine of one rank has no use for copies of experts", "0"),
+    Rule("learn.moe.balance", lambda c: c.learn.moe.balance == "bias" and c.rollout.engine == "vllm",
+         "vLLM gets only weights, and would choose experts without the bias",
+         "rollout.engine=native|learn.moe.balance=aux_loss"),
     # The learner over several ranks or processes
     Rule("observe.dump", lambda c: bool(c.observe.dump) and (is_cut(c) or not is_local(c)), ONE_PROCESS,
          "cluster.executor=local with learn.parallel sizes of 1|leaving it out"),
@@ -127,6 +156,30 @@ RULES = (
          "over ranks, a critic has a decoder of its own", "own"),
     Rule("learn.parallel.pp", lambda c: learns_values(c) and value_stages(c) > 1,
          "a value model is not cut into stages", "algorithm.critic.parallel with pp: 1 and the same product"),
+    # MindSpore's learner
+    Rule("model.dtype", lambda c: in_mindspore(c) and c.model.dtype != "float32",
+         MINDSPORE + "learns in float32", "float32|learn.backend=torch"),
+    Rule("algorithm", lambda c: in_mindspore(c) and registry.of(c).learns_values,
+         MINDSPORE + "has no value models", "learn.backend=torch"),
+    Rule("algorithm.critic.trunk", lambda c: in_mindspore(c) and "critic" in registry.roles_of(c)
+         and c.algorithm.critic.trunk == "shared", "with " + MINDSPORE + "torch computes the critic alone", "own"),
+    Rule("learn.parallel", lambda c: in_mindspore(c) and is_cut(c), MINDSPORE + "holds whole models",
+         "sizes of 1 with learn.mindspore.processes=2"),
+    Rule("cluster.learners", lambda c: in_mindspore(c) and not is_local(c) and c.cluster.learners > 1,
+         MINDSPORE + "learns in one worker", "1 with learn.mindspore.processes=2"),
+    Rule("learn.lora_rank", lambda c: in_mindspore(c) and c.learn.lora_rank > 0, MINDSPORE + "has no adapters", "0"),
+    Rule("learn.optimizer", lambda c: in_mindspore(c) and c.learn.optimizer != "adamw",
+         MINDSPORE + "has AdamW alone", "adamw"),
+    Rule("learn.moments", lambda c: in_mindspore(c) and c.learn.moments == "int8",
+         MINDSPORE + "keeps moments in float32", "same"),
+    Rule("learn.ema", lambda c: in_mindspore(c) and c.learn.ema > 0, MINDSPORE + "keeps no running mean", "0"),
+    Rule("learn.fp8", lambda c: in_mindspore(c) and c.learn.fp8 != "none", MINDSPORE + "learns in float32", "none"),
+    Rule("learn.recompute", lambda c: in_mindspore(c) and c.learn.recompute not in ("none", "full"),
+         MINDSPORE + "recomputes whole layers", "full|none"),
+    Rule("observe.dump", lambda c: in_mindspore(c) and bool(c.observe.dump),
+         MINDSPORE + "keeps its gradients to itself", "leaving it out"),
+    Rule(INVARIANT, lambda c: in_mindspore(c) and c.rollout.batch_invariant,
+         MINDSPORE + "adds up in another order than rollout", "false"),
     # The reference
     Rule("algorithm.kl.target", lambda c: c.algorithm.kl.target is not None and c.algorithm.kl.coef == 0,
          "an adaptive coefficient begins with algorithm.kl.coef, which is 0", "algorithm.kl.coef=0.01"),
@@ -176,9 +229,9 @@ RULES = (
          lambda c: c.algorithm.credit.discount < 1
          and (registry.of(c).has_critic or c.algorithm.name == "reinforce_pp"),
          "{c.algorithm.name} sums rewards token by token", "1|with ppo algorithm.critic.gamma"),
-    Rule("environment.players", lambda c: _players(c) > 1 and (c.rollout.engine != "native" or c.rollout.tp > 1)
+    Rule("environment.players", lambda c: _players(c) > 1 and (c.rollout.engine != "native" or c.rollout.ranks > 1)
          and c.environment is not None and c.environment.league is not None,
-         "past versions play in native engines of one rank", "rollout.engine=native with rollout.tp=1|no league"),
+         "past versions play in native engines of one rank", "rollout.engine=native with one rank|no league"),
     Rule("train.samples_per_prompt", lambda c: c.train.samples_per_prompt % _players(c) != 0,
          "each match of environment.players {c.environment.players} gives that many samples",
          "a multiple of {c.environment.players}"),
@@ -220,6 +273,9 @@ UNREAD = (
            lambda c: c.flow.schedule != "async" and not c.flow.carry_over,
            "flow.schedule is {c.flow.schedule}: no sample is older than its step"),
     Unread(("learn.lora_alpha", "learn.lora_experts"), lambda c: not c.learn.lora_rank, "learn.lora_rank is 0"),
+    Unread(("learn.mindspore",), lambda c: not in_mindspore(c), "learn.backend is torch"),
+    Unread(("learn.attention", "learn.compile", "learn.master", "learn.offload", "learn.optimizer_on_host",
+            "learn.recompute_every", "learn.reduce_dtype"), in_mindspore, "learn.backend is mindspore"),
     Unread(("learn.min_lr_share",), lambda c: c.learn.schedule == "constant", "learn.schedule is constant"),
     Unread(("learn.recompute_every",), lambda c: c.learn.recompute == "none", "learn.recompute is none"),
     Unread(("learn.moe.coef",), lambda c: c.learn.moe.balance != "aux_loss", "learn.moe.balance is not aux_loss"),

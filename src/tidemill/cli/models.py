@@ -41,21 +41,33 @@ def get(name: Name) -> None:
 
 @models.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(help="a .gguf file")],
+    source: Annotated[Path, typer.Argument(help="a .gguf file, or a checkpoint of verl, Megatron-core or FSDP2")],
     to: Annotated[Path, typer.Option("--to", help="the Hugging Face folder to write")],
     dtype: Annotated[str, typer.Option(help="dtype of the written weights: float32, bfloat16 or float16")] = "float32",
     tokenizer: Annotated[
-        str | None, typer.Option(help="take the tokenizer from this folder or org/name instead of the file")
+        str | None, typer.Option(help="GGUF: take the tokenizer from this folder or org/name instead of the file")
+    ] = None,
+    definition: Annotated[
+        str | None,
+        typer.Option(help="checkpoints: folder or org/name with config.json and tokenizer, if none is beside them"),
     ] = None,
 ) -> None:
-    """Turn a GGUF file into a Hugging Face folder: dequantised weights, tokenizer and chat template."""
+    """Turn a GGUF file or another framework's checkpoint into a Hugging Face folder to start from."""
     from tidemill.models.box import find
+
+    if source.suffix != ".gguf":
+        from tidemill.models.foreign.convert import import_checkpoint
+
+        named = find.resolve(definition) if definition is not None else None
+        made = import_checkpoint(source, to, dtype=dtype, definition=named)
+        console.print(f"{made.source} ({made.kind}) is now {to}: {made.architecture}, {made.parameters:,} parameters")
+        return
     from tidemill.models.gguf.convert import import_file
 
     own = find.resolve(tokenizer) if tokenizer is not None else None
-    done = import_file(file, to, dtype=dtype, tokenizer=own)
+    done = import_file(source, to, dtype=dtype, tokenizer=own)
     kinds = ", ".join(f"{count} {kind}" for kind, count in done.quantisations.items())
-    console.print(f"{file} is now {to}: {done.architecture}, {done.parameters:,} parameters ({kinds} tensors read)")
+    console.print(f"{source} is now {to}: {done.architecture}, {done.parameters:,} parameters ({kinds} tensors read)")
 
 
 @models.command()

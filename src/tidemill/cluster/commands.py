@@ -139,6 +139,10 @@ class WorkerCommands(Protocol):
 
     def join_engine(self, where: StoreAddress) -> None: ...
 
+    def lay_out_experts(self) -> bool:
+        """Choose anew where an engine's experts lie; whether any of them moves with the next version."""
+        ...
+
     def describe(self, rank: int, mates: tuple[int, ...]) -> tuple[Layout, Layout]:
         """Return the layouts of what is sent and of what is received, for this rank of a link; `mates`: ranks of its
         engine."""

@@ -45,7 +45,8 @@ class Failure:
 
     @staticmethod
     def of(error: BaseException) -> Failure:
-        passing = errors.DockError | errors.ReshardError | errors.CollectiveError  # another worker was lost
+        # Another worker or another interpreter was lost: what is started anew may work.
+        passing = errors.DockError | errors.ReshardError | errors.CollectiveError | errors.InterpreterError
         users = isinstance(error, TidemillError) and not isinstance(error, passing)
         message = error.message if isinstance(error, TidemillError) else f"{type(error).__name__}: {error}"
         remedy = error.remedy if isinstance(error, TidemillError) else ""

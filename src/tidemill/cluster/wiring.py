@@ -60,7 +60,7 @@ ROLES: dict[str, Role] = {
             ROLLOUT,
             takes=_of_role("rollout"),
             is_apart=is_rollout_apart,
-            workers=lambda config, stages: config.cluster.rollouts * config.rollout.tp,
+            workers=lambda config, stages: config.cluster.rollouts * config.rollout.ranks,
             restart="engine",
             is_needed=True,
         ),
@@ -214,7 +214,7 @@ def wire(config: Config, graph: Graph, accelerator: str | None = None) -> Wiring
                 is_feeder=home[REWARD] == name,
                 has_engine=rolls_out,
                 is_cut=has_processes and name == LEARNER and config.learn.parallel.ranks > 1,
-                engine_ranks=config.rollout.tp if rolls_out and has_processes else 1,
+                engine_ranks=config.rollout.ranks if rolls_out and has_processes else 1,
                 restart=role.restart,
             )
         )
@@ -230,7 +230,7 @@ def _has_workers(role: Role, config: Config) -> bool:
 
 def _shared(group: WorkerGroup) -> str:
     engines = group.ranks // group.engine_ranks
-    return f" ({engines} engines of rollout.tp {group.engine_ranks})" if group.engine_ranks > 1 else ""
+    return f" ({engines} engines of {group.engine_ranks} ranks)" if group.engine_ranks > 1 else ""
 
 
 def needs_text(needs: tuple[tuple[str, float], ...]) -> str:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tidemill.data.source import Message
@@ -102,18 +102,22 @@ def render(
         ) from error
 
 
+Grown = Callable[[str], str]
+
+
 def spoken(
-    tokenizer: Any, messages: list[Message], tools: list[Any] | None, where: str
+    tokenizer: Any, messages: list[Message], tools: list[Any] | None, where: str, grown: Grown | None = None
 ) -> tuple[list[int], list[bool]]:
-    """Give all tokens of a conversation, and whether an assistant said each: its words and the end token behind."""
+    """Give all tokens of a conversation, and whether an assistant said each: its words and the end token behind.
+    `grown`: writes out what a beginning of it shows."""
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(f"{where}: the conversation has no assistant's turn to learn from", LEAVE_OUT)
-    if any(mark in tokenizer.chat_template for mark in GENERATION):
+    if grown is None and any(mark in tokenizer.chat_template for mark in GENERATION):
         marked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         found = render(tokenizer, messages, tools, where, asks=False, **marked)
         tokens, said = list(found["input_ids"]), [bool(mark) for mark in found["assistant_masks"]]
     else:
-        tokens, said = _by_turns(tokenizer, messages, tools, where)
+        tokens, said = _by_turns(tokenizer, messages, tools, where, grown or str)
     end = tokenizer.eos_token_id
     _end_at(said, [token == end for token in tokens])
     if said[-1] and end is not None and tokens[-1] != end:  # the template closes no turn: the last one is closed here
@@ -124,7 +128,7 @@ def spoken(
 
 
 def _by_turns(
-    tokenizer: Any, messages: list[Message], tools: list[Any] | None, where: str
+    tokenizer: Any, messages: list[Message], tools: list[Any] | None, where: str, grown: Grown
 ) -> tuple[list[int], list[bool]]:
     whole = render(tokenizer, messages, tools, where, asks=False)
     spans = []
@@ -139,8 +143,8 @@ def _by_turns(
                 "assistant said cannot be told apart",
                 "data.learn_turns=last learns the last turn alone; a template with {% generation %} marks all",
             )
-        spans.append((len(before), len(after)))
-    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+        spans.append((len(grown(before)), len(grown(after))))
+    encoded = tokenizer(grown(whole), add_special_tokens=False, return_offsets_mapping=True)
     inside = [any(a <= start and stop <= b for a, b in spans) for start, stop in encoded["offset_mapping"]]
     return list(encoded["input_ids"]), inside
 

@@ -19,8 +19,11 @@ from tidemill.imports import built_in, check_arguments, is_import_path, load
 HELD_OUT_SHARE = 8  # one problem in this many belongs to the held-out side
 PACKAGES = {  # PREFIX:TASK
     "reasoning_gym": "tidemill.data.gym:generator",
+    "gem": "tidemill.environment.gem:generator",
     "gymnasium": "tidemill.environment.gymnasium:generator",
+    "openenv": "tidemill.environment.openenv:generator",
     "textarena": "tidemill.environment.textarena:generator",
+    "verifiers": "tidemill.environment.verifiers:generator",
 }
 PATIENCE = 400  # draws in a row that land on the wrong side (or repeat) before the generator counts as exhausted
 
@@ -33,6 +36,7 @@ class Problem:
     answer: str
     response: str | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[Any, ...] = ()  # that the prompt shows
     key: str | None = None  # what tells it from others, where the prompt does not (a game whose openings are alike)
 
     @property
@@ -142,4 +146,4 @@ def held_out(name: str, make: Generator, args: Mapping[str, Any], size: int) -> 
 
 
 def as_example(problem: Problem, where: str) -> Example:
-    return Example(problem.prompt, problem.answer, problem.response, problem.meta, where)
+    return Example(problem.prompt, problem.answer, problem.response, problem.meta, where, images=problem.images)

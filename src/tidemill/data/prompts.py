@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 from tidemill.chat.answer import Schema
 from tidemill.chat.template import Chat
 from tidemill.data import conversations
+from tidemill.data.pictures.shown import HERE, Pictures, with_parts
 from tidemill.data.source import Example, Message
 from tidemill.errors import ConfigError, DataError, did_you_mean
+from tidemill.models.vision.views.view import Plan, View
+from tidemill.tiles import Tiles
 
 if TYPE_CHECKING:
     from tidemill.recipe.config import Data
@@ -20,13 +23,19 @@ if TYPE_CHECKING:
 class PromptTokens:
     """Turns examples into token lists with one tokenizer and one set of data settings. `longest_response`: of the
     responses in the data; longer ones are cut, and counted in `cut_responses`. `tools`: what every prompt offers,
-    beside the row's own."""
+    beside the row's own. `view`: how the model takes images; None where it reads text alone."""
 
     def __init__(
-        self, tokenizer: Any, data: Data, longest_response: int | None = None, tools: Sequence[Schema] = ()
+        self,
+        tokenizer: Any,
+        data: Data,
+        longest_response: int | None = None,
+        tools: Sequence[Schema] = (),
+        view: View | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.data = data
+        self.pictures = Pictures.of(view, data.images)
         self.tools = list(tools)
         self.longest_response = longest_response
         self.cut_responses = 0
@@ -56,18 +65,39 @@ class PromptTokens:
                 f"{example.where}: the row is a document, not a prompt",
                 "algorithm sft learns from documents; set eval.size=0, since there is nothing to ask of them",
             )
+        plans = self._plans(example)
         if self.is_chat:
             tools, messages = self._tools(example), self._messages(example)
             if tools and not self.chat.takes_tools(tools):
                 messages, tools = self.chat.told(messages, tools), None
             options = {"asks": True, **self.data.chat_args}
             text = conversations.render(self.tokenizer, messages, tools, example.where, **options)
+            if self.pictures is not None:
+                text = self.pictures.written(text, plans, example.where)
             tokens = list(self.tokenizer.encode(text, add_special_tokens=False))
         else:
-            tokens = self._plain_tokens(self.text(example))
+            text = self.text(example)
+            tokens = self._plain_tokens(text if not plans else self._looking().placed(text, plans, example.where))
         if not tokens:
             raise DataError(f"{example.where}: the prompt is empty", "fill it, or set data.on_bad_row=skip")
         return tokens
+
+    def tiles(self, example: Example, tokens: Sequence[int]) -> Tiles:
+        """What the prompt shows, where its tokens have places for it."""
+        if not example.images:
+            return ()
+        return self._looking().tiles(example.images, tokens, example.where, self._plans(example))
+
+    def _plans(self, example: Example) -> list[Plan]:
+        return self._looking(example.where).plans(example.images, example.where) if example.images else []
+
+    def _looking(self, where: str = "") -> Pictures:
+        if self.pictures is None:
+            raise DataError(
+                f"{where}: the row has images, and data.images is none",
+                "set data.images to show them to a model that looks, or name no column of images",
+            )
+        return self.pictures
 
     @cached_property
     def chat(self) -> Chat:
@@ -91,7 +121,11 @@ class PromptTokens:
         if self.data.learn_turns == "all" and self.is_chat and example.messages and self.data.template is None:
             messages = self._with_system(list(example.messages))
             tools = conversations.tools_of(example.meta)
-            tokens, said = conversations.spoken(self.tokenizer, messages, tools, example.where)
+            plans = self._plans(example)
+            if plans:
+                messages = with_parts(messages, len(plans), example.where)
+            grown = (lambda text: self._looking().partly(text, plans)) if plans else None
+            tokens, said = conversations.spoken(self.tokenizer, messages, tools, example.where, grown)
             first = said.index(True)
             self._check_length(tokens[:first], example.where)
             return tokens[:first], self._cut(tokens[first:]), said[first:][: self.longest_response]
@@ -117,8 +151,8 @@ class PromptTokens:
             return str(example.text)
         if isinstance(example.prompt, str) or self.data.template is not None:
             return self.text(example)
-        asked = [str(m["content"]) for m in example.prompt if m["role"] == "user"]
-        return asked[-1] if asked else str(example.prompt[-1]["content"])
+        asked = [_words(m["content"]) for m in example.prompt if m["role"] == "user"]
+        return asked[-1] if asked else _words(example.prompt[-1]["content"])
 
     def encode_pair(self, example: Example) -> tuple[list[int], list[int]]:
         """Prompt and response for supervised training; the response ends with the model's end token."""
@@ -162,7 +196,7 @@ class PromptTokens:
                 f"{example.where}: the prompt is a list of chat messages, but the tokenizer has no chat template",
                 "use a chat model, or set data.chat=off to join the messages' texts",
             )
-        return "\n".join(str(message["content"]) for message in example.prompt)
+        return "\n".join(_words(message["content"]) for message in example.prompt)
 
     def _messages(self, example: Example) -> list[Message]:
         if isinstance(example.prompt, list) and self.data.template is None:
@@ -170,6 +204,8 @@ class PromptTokens:
         else:
             messages = [{"role": "user", "content": self.text(example)}]
         messages = self._with_system(messages)
+        if example.images:
+            messages = with_parts(messages, len(example.images), example.where)
         if not any(str(message["content"]).strip() for message in messages):
             raise DataError(f"{example.where}: the prompt is empty")
         return messages
@@ -185,6 +221,14 @@ class PromptTokens:
         while tokens and tokens[-1] == self.tokenizer.eos_token_id:
             tokens.pop()
         return tokens
+
+
+def _words(content: Any) -> str:
+    """A message's text; where an image stands, it says so."""
+    if not isinstance(content, list):
+        return str(content)
+    parts = (part if isinstance(part, dict) else {} for part in content)
+    return "".join(HERE if part.get("type") == "image" else str(part.get("text", "")) for part in parts)
 
 
 def fill(template: str, example: Example) -> str:

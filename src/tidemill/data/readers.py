@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidemill.data import conversations, known
+from tidemill.data.pictures.opened import NoPicture
+from tidemill.data.pictures.shown import of_row
 from tidemill.data.prompts import template_columns
 from tidemill.data.source import Example, FileRows, Message
 from tidemill.errors import ConfigError, DataError, MissingExtra, did_you_mean
@@ -19,7 +21,7 @@ from tidemill.errors import ConfigError, DataError, MissingExtra, did_you_mean
 if TYPE_CHECKING:
     from tidemill.recipe.config import Data
 
-OUR_COLUMNS = ("prompt", *conversations.COLUMNS, "answer", "response")
+OUR_COLUMNS = ("prompt", *conversations.COLUMNS, "answer", "response", "image", "images")
 FORMS = "a .json file is a list of objects; a .jsonl file has one object per line"
 UTF8 = "save it as UTF-8, for example with iconv -t utf-8"
 KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
@@ -353,7 +355,8 @@ def compiled(key: str, pattern: str) -> re.Pattern[str]:
 
 def to_example(where: str, row: Mapping[str, Any], data: Data, pattern: re.Pattern[str] | None) -> Example | BadRow:
     named = {**row, **{ours: row.get(theirs) for ours, theirs in data.columns.items()}}
-    meta = {name: value for name, value in named.items() if name not in OUR_COLUMNS}
+    aside = {*OUR_COLUMNS, *(data.columns[name] for name in ("image", "images") if name in data.columns)}
+    meta = {name: value for name, value in named.items() if name not in aside}
     prompt, response = named.get("prompt"), named.get("response")
     try:
         messages = conversations.messages_of(named) if prompt is None else None
@@ -364,6 +367,13 @@ def to_example(where: str, row: Mapping[str, Any], data: Data, pattern: re.Patte
             prompt, response = messages[:-1], messages[-1]["content"] if response is None else response
         else:
             prompt = messages
+    try:
+        images, shown = of_row(
+            named, prompt if isinstance(prompt, list) else None, Path(where.rpartition(":")[0]).parent
+        )
+    except NoPicture as wrong:
+        return BadRow(where, f"has an image that {wrong}")
+    prompt = shown if isinstance(prompt, list) else prompt
     if prompt is None and data.template is None and TEXT in named:
         return as_document(where, named[TEXT], meta)
     if prompt is None and data.template is None:
@@ -381,7 +391,8 @@ def to_example(where: str, row: Mapping[str, Any], data: Data, pattern: re.Patte
         if found is None:
             return BadRow(where, f"has an answer that data.answer_pattern does not match: {answer[:60]!r}")
         answer = found[1].strip()
-    return Example(prompt or "", answer, None if response is None else as_text(response), meta, where, messages)
+    said = None if response is None else as_text(response)
+    return Example(prompt or "", answer, said, meta, where, messages, images=images)
 
 
 def as_document(where: str, text: Any, meta: Mapping[str, Any]) -> Example | BadRow:

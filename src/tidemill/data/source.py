@@ -5,6 +5,7 @@ Everything is a function of (settings, seed, index), so the position of a run in
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -33,11 +34,22 @@ class Example:
     where: str = ""
     messages: list[Message] | None = None  # the whole conversation, where the row is one
     text: str | None = None  # a document to learn from as it is, where the row is one
+    images: tuple[Any, ...] = ()  # that the prompt shows, as `data/pictures` takes them
 
     @property
     def problem(self) -> str:
         """What makes it another example than others: its prompt, or its text."""
-        return repr(self.prompt) if self.text is None else self.text
+        if self.text is not None:
+            return self.text
+        return repr(self.prompt) if not self.images else repr((self.prompt, [_known(one) for one in self.images]))
+
+
+def _known(picture: Any) -> str:
+    """What tells an image from others: where it lies, or what it holds."""
+    if isinstance(picture, str):
+        return picture
+    held = picture if isinstance(picture, bytes) else picture.tobytes()
+    return hashlib.blake2b(held, digest_size=16).hexdigest()
 
 
 class Source(Protocol):

@@ -102,6 +102,19 @@ def checked(source: Source) -> Sequence[Example]:
     return source.examples if isinstance(source, FileRows) else sampled(source)
 
 
+def with_images(config: Config, examples: Sequence[Example]) -> Config:
+    """Turn images on where rows have some, and look at each once."""
+    from tidemill.data.pictures.shown import check_rows
+    from tidemill.recipe.images import ImageSettings
+
+    if not any(example.images for example in examples):
+        return config
+    images = config.data.images or ImageSettings()
+    if config.data.on_bad_row == "fail":
+        check_rows(examples, images)
+    return config.model_copy(update={"data": config.data.model_copy(update={"images": images})})
+
+
 def measure(examples: Sequence[Example], encode: PromptTokens, config: Config) -> Lengths:
     """Tokenise the rows. A prompt over the limit is a DataError that says which limit would do, unless such rows are
     skipped."""

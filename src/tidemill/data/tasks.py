@@ -9,8 +9,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from tidemill.data import nim, tictactoe
+from tidemill.data import nim, seen_grid, tictactoe
 from tidemill.data.generators import Generator, Problem
+from tidemill.data.pictures.shapes import shapes
 from tidemill.errors import DataError
 
 Span = int | Sequence[int]
@@ -207,4 +208,6 @@ GENERATORS: dict[str, Generator] = {
     "countdown": countdown,
     "nim": nim.nim,
     "tictactoe": tictactoe.tictactoe,
+    "shapes": shapes,
+    "seen_grid": seen_grid.seen_grid,
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,7 @@ from pathlib import Path
 import torch
 
 from tidemill.device.compiling import compiling
+from tidemill.owned import OwnedFolder
 
 HEADER = Path(__file__).with_name("vectors.h")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-shared", "-fPIC")
@@ -49,9 +52,14 @@ def library(source: Path) -> ctypes.CDLL | None:
         "\n".join([source.read_text(), HEADER.read_text(), *FLAGS, compiler, _machine()]).encode()
     ).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill"
-    made = folder / f"{source.stem}-{stamp}.so"
     try:
-        if not made.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        if folder.stat().st_uid == os.geteuid() and folder.stat().st_mode & 0o022:
+            folder.chmod(0o755)  # the umask of many systems lets the group write
+        if not is_unchanged_by_others(folder):
+            folder = _private_folder()
+        made = folder / f"{source.stem}-{stamp}.so"
+        if not made.exists() or not is_unchanged_by_others(made):
             with compiling("kernels"):
                 _compile(compiler, source, folder, made)
         return ctypes.CDLL(str(made))
@@ -59,8 +67,22 @@ def library(source: Path) -> ctypes.CDLL | None:
         return None
 
 
+def is_unchanged_by_others(path: Path) -> bool:
+    """Whether nobody but this user and root can have written it: what lies there runs as this user."""
+    seen = path.lstat()
+    is_plain = stat.S_ISREG(seen.st_mode) or stat.S_ISDIR(seen.st_mode)
+    return is_plain and seen.st_uid in (os.geteuid(), 0) and not seen.st_mode & 0o022
+
+
+@cache
+def _private_folder() -> Path:
+    """A folder for compiled code where the usual one can be written by others."""
+    made = OwnedFolder()
+    atexit.register(made.close)
+    return made.path
+
+
 def _compile(compiler: str, source: Path, folder: Path, made: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as aside:
         aside_made = Path(aside) / "made.so"
         words = [*FLAGS, f"-I{HEADER.parent}", "-o", str(aside_made), str(source), "-lm"]
@@ -70,6 +92,7 @@ def _compile(compiler: str, source: Path, folder: Path, made: Path) -> None:
             if done.returncode == 0:
                 break
         done.check_returncode()
+        aside_made.chmod(0o755)  # whatever the user's umask is
         aside_made.replace(made)
 
 

@@ -13,10 +13,11 @@ from tidemill.device.api import DeviceMemory
 
 CGROUP = Path("/sys/fs/cgroup")
 KEPT_PRODUCTS = 64
-# Read once, when torch loads OpenMP: a thread that waits for its partners looks for some 30 microseconds, then sleeps.
-# Spinning for long, a thread on a busy machine holds the core its partner needs (measured: 81 tokens/s spinning, 1,615
-# sleeping); sleeping at once, every small product of a free machine pays for being woken (a sixth of a small step).
-OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
+# Read once, when torch loads OpenMP: a thread that waits for its partners looks for some 10 microseconds, then sleeps.
+# Spinning for long, a thread on a busy machine holds the core its partner needs (81 tokens/s, against 1,615 sleeping);
+# sleeping at once, every small product of a free machine pays for being woken (a fifth of a small step). With 3000,
+# a free machine gains 3 % and one with a busy core loses 17 % (docs/results/hardening.md).
+OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
 
 def cores() -> int:

@@ -18,15 +18,22 @@ NOTHING = -1
 
 def gather(value: Any, size: int, group: Any = None) -> list[Any]:
     """Every rank's value, in order of rank: None, numbers, strings, lists and dicts of them. All ranks call it."""
-    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    return [json.loads(found) for found in gather_bytes(json.dumps(value).encode(), size, group)]
+
+
+def gather_bytes(data: bytes, size: int, group: Any = None) -> list[bytes]:
+    """Every rank's bytes, in order of rank; each may say as many as it likes, or none. All ranks call it."""
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([own.numel()]), group=group)
+    dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
     longest = max(int(n) for n in lengths)
+    if not longest:
+        return [b""] * size
     padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: own.numel()] = own
+    if data:
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     found = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
     dist.all_gather(found, padded, group=group)
-    return [json.loads(x[: int(n)].numpy().tobytes()) for x, n in zip(found, lengths)]
+    return [x[: int(n)].numpy().tobytes() for x, n in zip(found, lengths)]
 
 
 def broadcast(data: Tensor | None, source: int, group: Any = None) -> Tensor | None:

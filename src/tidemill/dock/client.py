@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from tidemill.batch import GROUP, ID, LENGTH, VERSION, Batch
 from tidemill.dock.address import Address
 from tidemill.dock.api import DockState, LeaseExpired, Progress, Until, Want
+from tidemill.dock.keyed.partition import Absent
 from tidemill.dock.lease import LeaseRenewer, TakenLease
 from tidemill.dock.ledger.counts import Counts, Tallied
 from tidemill.dock.ledger.records import Grant, Piece, Written, entry, split
@@ -25,9 +26,12 @@ from tidemill.dock.net.compact import unpack
 from tidemill.dock.net.wire import new_owner
 from tidemill.dock.store import chunk as chunks
 from tidemill.dock.store.node import Node
-from tidemill.dock.store.segment import SegmentGone
+from tidemill.dock.store.segment import Bytes, SegmentGone
+from tidemill.dock.store.writer import Reservation
 from tidemill.errors import DockError
 from tidemill.graph import Stage
+
+Stored = TypeVar("Stored")
 
 WAIT_SLICE_S = 1.0  # longer waits are split into pieces, so that a lost ledger is noticed
 LOST_PAUSE_S = 0.02  # before asking again for rows whose bytes were lost: the ledger learns of it in a moment
@@ -43,9 +47,10 @@ class RemoteDock:
         self._owner = new_owner()
         self._local = threading.local()
         self._callers: dict[threading.Thread, Caller] = {}
-        setup = self._ask(m.AskSetup())
+        setup = self.ask(m.AskSetup())
         self.stages = tuple(Stage(*stage) for stage in setup.stages)
         self._source, self._watch, self._replicas = setup.source, setup.watch, setup.replicas
+        self.keyed_lease_s: float = setup.keyed_lease_s
         self._read_somewhere = frozenset(column for stage in self.stages for column in stage.reads)
         self._node = Node(address.token, node, self._directory)
         self._renewer = LeaseRenewer(self, setup.lease_s) if renews else None
@@ -67,7 +72,7 @@ class RemoteDock:
         deadline = started + wait
         while True:
             slice_s = min(max(0.0, deadline - now), WAIT_SLICE_S)
-            answer = self._ask(m.Take(stage, want, slice_s, now - started), wait_s=slice_s)
+            answer = self.ask(m.Take(stage, want, slice_s, now - started), wait_s=slice_s)
             if isinstance(answer, m.Granted):
                 lease = self._open(answer)
                 if lease is not None:
@@ -77,23 +82,23 @@ class RemoteDock:
                 return None
 
     def advance(self, version: int) -> None:
-        self._ask(m.Advance(version))
+        self.ask(m.Advance(version))
 
     def progress(self, stage: str, tag: str | None = None, until: Until | None = None, wait: float = 0.0) -> Progress:
         deadline = time.monotonic() + wait
         while True:
             slice_s = min(max(0.0, deadline - time.monotonic()), WAIT_SLICE_S)
-            answer: m.ProgressReply = self._ask(m.AskProgress(stage, tag, until, slice_s), wait_s=slice_s)
+            answer: m.ProgressReply = self.ask(m.AskProgress(stage, tag, until, slice_s), wait_s=slice_s)
             progress = Progress(answer.pending, answer.ready, answer.leased)
             if until is None or progress.has_come_to(until) or time.monotonic() >= deadline:
                 return progress
 
     def finished(self, stage: str, tag: str) -> list[int]:
-        groups: list[int] = np.frombuffer(self._ask(m.AskFinished(stage, tag)).ids, np.int64).tolist()
+        groups: list[int] = np.frombuffer(self.ask(m.AskFinished(stage, tag)).ids, np.int64).tolist()
         return groups
 
     def retag(self, groups: Sequence[int], tag: str) -> None:
-        self._ask(m.Retag(np.asarray(groups, np.int64).tobytes(), tag))
+        self.ask(m.Retag(np.asarray(groups, np.int64).tobytes(), tag))
 
     def state(self) -> DockState:
         record = self.figures()
@@ -102,17 +107,17 @@ class RemoteDock:
 
     def figures(self) -> dict[str, Any]:
         """Return everything the ledger counts, as plain values."""
-        record: dict[str, Any] = self._ask(m.AskState()).state
+        record: dict[str, Any] = self.ask(m.AskState()).state
         return record
 
     def counted(self) -> Tallied:
-        answer: m.CountedReply = self._ask(m.AskCounted(self._heard))
+        answer: m.CountedReply = self.ask(m.AskCounted(self._heard))
         self._heard = answer.number
         return Tallied(answer.number, answer.sums, answer.means)
 
     def missing(self) -> list[int]:
         """Return ids whose bytes were lost with a warehouse since the last call: their producer may put them again."""
-        ids: list[int] = np.frombuffer(self._ask(m.Missing()).ids, np.int64).tolist()
+        ids: list[int] = np.frombuffer(self.ask(m.Missing()).ids, np.int64).tolist()
         return ids
 
     def leave(self) -> None:
@@ -137,7 +142,7 @@ class RemoteDock:
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
-    def _ask(self, message: m.Message, wait_s: float = 0.0) -> Any:
+    def ask(self, message: m.Message, wait_s: float = 0.0) -> Any:
         caller: Caller | None = getattr(self._local, "caller", None)
         if caller is None:
             caller = self._local.caller = self._new_caller()
@@ -149,7 +154,7 @@ class RemoteDock:
                 "check that its process runs and that the token is this dock's",
             ) from None
         if isinstance(answer, m.Refused):
-            kinds = {"lease": LeaseExpired, "gone": SegmentGone}
+            kinds = {"lease": LeaseExpired, "gone": SegmentGone, "absent": Absent}
             raise kinds.get(answer.kind, DockError)(answer.message, answer.remedy)
         return answer
 
@@ -166,7 +171,7 @@ class RemoteDock:
         return caller
 
     def _directory(self) -> tuple[m.Announce, ...]:
-        warehouses: tuple[m.Announce, ...] = self._ask(m.AskSetup()).warehouses
+        warehouses: tuple[m.Announce, ...] = self.ask(m.AskSetup()).warehouses
         return warehouses
 
     # -- writing -----------------------------------------------------------------------------------------------------
@@ -177,23 +182,37 @@ class RemoteDock:
             self._tell_written(message(_outputs(written, 0, ())))
             return
         plan = chunks.plan(stored)
+        self.store(
+            [(plan.nbytes, lambda target: chunks.write(stored, plan, target))],
+            lambda copies: self._tell_written(message(_outputs(written, plan.nbytes, copies[0]))),
+        )
+
+    def store(
+        self, chunks: Sequence[tuple[int, Callable[[Bytes], None]]], tell: Callable[[list[tuple[m.Copy, ...]]], Stored]
+    ) -> Stored:
+        """Write chunks, each given by its size and by what writes it; then let `tell` tell the ledger where the copies
+        of each are. All is done again when the bytes were lost in between."""
         while True:
-            reservation = self._node.reserve(plan.nbytes)
+            reservations: list[Reservation] = []
             try:
-                chunks.write(stored, plan, reservation.target)
-                copies = self._node.copies(reservation, plan.nbytes, self._replicas)
-                self._tell_written(message(_outputs(written, plan.nbytes, copies)))
-                self.written_bytes += plan.nbytes
-                return
+                copies = []
+                for nbytes, fill in chunks:
+                    reservations.append(self._node.reserve(nbytes))
+                    fill(reservations[-1].target)
+                    copies.append(self._node.copies(reservations[-1], nbytes, self._replicas))
+                answer = tell(copies)
+                self.written_bytes += sum(nbytes for nbytes, _ in chunks)
+                return answer
             except SegmentGone:
                 time.sleep(LOST_PAUSE_S)
                 self._node.refresh()
             finally:
-                self._node.settle(reservation)
+                for reservation in reservations:
+                    self._node.settle(reservation)
 
     def _tell_written(self, message: m.Put | m.Commit) -> None:
         started = time.monotonic()
-        while isinstance(self._ask(message, wait_s=WAIT_SLICE_S), m.Nothing):
+        while isinstance(self.ask(message, wait_s=WAIT_SLICE_S), m.Nothing):
             assert isinstance(message, m.Put)  # the dock is full: the repeated request is what waits
             message.waited_s = time.monotonic() - started
 
@@ -203,19 +222,29 @@ class RemoteDock:
         self._write(written, stored, lambda outputs: m.Commit(grant.lease, outputs, dropped, counts))
 
     def renew_lease(self, grant: Grant) -> None:
-        self._ask(m.Renew(grant.lease))
+        self.ask(m.Renew(grant.lease))
 
     def abandon_lease(self, grant: Grant) -> None:
-        self._ask(m.Abandon(grant.lease))
+        self.ask(m.Abandon(grant.lease))
 
     # -- reading -----------------------------------------------------------------------------------------------------
+
+    def read(self, chunk: m.ChunkAt) -> chunks.StoredChunk:
+        """Open a chunk, which a warehouse of this node pulls where it has no copy. Raises SegmentGone when its bytes
+        are no longer anywhere."""
+        return chunks.StoredChunk(self.raw(chunk))
+
+    def raw(self, chunk: m.ChunkAt) -> Bytes:
+        """The same, as bytes."""
+        self.read_bytes += chunk.nbytes
+        return self._node.read(chunk)
 
     def _open(self, granted: m.Granted) -> TakenLease | None:
         """Return the lease with its chunks open; None when their bytes were lost, and the rows given back."""
         try:
             stored = {chunk.key: chunks.StoredChunk(self._node.read(chunk)) for chunk in granted.chunks}
         except SegmentGone:
-            self._ask(m.Abandon(granted.lease))
+            self.ask(m.Abandon(granted.lease))
             time.sleep(LOST_PAUSE_S)
             self._node.refresh()
             return None

@@ -4,10 +4,35 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from tidemill.dock.keyed.sampling import sampler_of
+from tidemill.dock.keyed.table import KeyedTable
+from tidemill.dock.ledger.credit import Chunks
 from tidemill.dock.ledger.ledger import Ledger
 from tidemill.graph import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedSetup:
+    """Settings of the dock's keyed table."""
+
+    sampler: str = ""  # import path of a function that makes one of the dock's folder; empty: rows as they came
+    polls: bool = False  # a fetch that finds too little gets nothing at once, instead of waiting
+    spare_rows: int = 1  # of a new partition, that count as not consumed before they are written
+    max_rows: int | None = None  # writes beyond it are refused
+    lease_s: float = 60.0  # a consumer on another machine that is silent for this long is dead
+
+    def table(self, chunks: Chunks, folder: Path) -> KeyedTable:
+        return KeyedTable(
+            chunks,
+            sampler=sampler_of(self.sampler, folder),
+            polls=self.polls,
+            spare_rows=self.spare_rows,
+            max_rows=self.max_rows,
+            lease_s=self.lease_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +51,7 @@ class DockSetup:
     memory_bytes: int | None = None  # of each warehouse; None: half of the shared memory
     spill_bytes: int | None = None  # above this much in memory, segments are spilled to disk; None: at memory_bytes
     segment_bytes: int = 32 << 20
+    keyed: KeyedSetup = KeyedSetup()
 
     def ledger(self, epoch: int = 1) -> Ledger:
         return Ledger(
@@ -47,7 +73,8 @@ class DockSetup:
     def from_json(text: str) -> DockSetup:
         record: dict[str, Any] = json.loads(text)
         stages = tuple(_stage(stage) for stage in record.pop("stages"))
-        return DockSetup(stages=stages, source=tuple(record.pop("source")), **record)
+        keyed = KeyedSetup(**record.pop("keyed"))
+        return DockSetup(stages=stages, source=tuple(record.pop("source")), keyed=keyed, **record)
 
 
 def _stage(record: dict[str, Any]) -> Stage:

@@ -38,6 +38,7 @@ class Turn:
     is_solved: bool | None = None  # whether the sample counts as correct; None: decided by its reward
     parts: Mapping[str, float] = field(default_factory=dict)
     messages: Sequence[Mapping[str, Any]] = ()  # for a chat model, in place of the text: messages of any role
+    images: Sequence[Any] = ()  # that the text shows where it says <image>, or first: arrays, PIL images, paths
 
 
 class Environment(Protocol):

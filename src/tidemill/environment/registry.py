@@ -13,12 +13,16 @@ from tidemill.recipe.config import EnvironmentSettings
 
 BUILT_IN = {
     "nim": "tidemill.environment.nim:Nim",
+    "seen_grid": "tidemill.environment.seen_grid:SeenGrid",
     "nim_duel": "tidemill.environment.duels:NimDuel",
     "tictactoe": "tidemill.environment.duels:TicTacToe",
     "tools": "tidemill.environment.tools.environment:Tools",
 }
 PACKAGES = {  # PREFIX:GAME
+    "gem": "tidemill.environment.gem:maker",
     "gymnasium": "tidemill.environment.gymnasium:maker",
+    "openenv": "tidemill.environment.openenv:maker",
+    "skyrl": "tidemill.environment.skyrl:maker",
     "textarena": "tidemill.environment.textarena:maker",
 }
 

@@ -11,8 +11,12 @@ from typing import Any
 
 from tidemill.chat.answer import Answer, Schema
 from tidemill.chat.template import Chat, TemplateError
+from tidemill.data.pictures.shown import Pictures, with_parts
 from tidemill.environment.api import Turn
-from tidemill.errors import ConfigError
+from tidemill.errors import ConfigError, DataError
+from tidemill.tiles import Tiles
+
+ANSWER = "the environment's answer"  # what messages call it
 
 
 class Speech:
@@ -23,8 +27,10 @@ class Speech:
         role: str = "user",
         options: Mapping[str, Any] | None = None,
         tools: Sequence[Schema] = (),
+        pictures: Pictures | None = None,
     ) -> None:
-        """`options`: of the chat template. `tools`: what every prompt offers."""
+        """`options`: of the chat template. `tools`: what every prompt offers. `pictures`: how the model sees images."""
+        self.pictures = pictures
         self.chat = Chat(tokenizer, options or {})
         self.is_chat, self.role, self.tools = is_chat, role, tools
         self._has_tool_role = is_chat and self._takes("tool")
@@ -53,14 +59,30 @@ class Speech:
         """The tokens of an answer. `has_ended`: the model closed its message itself, with its end token."""
         if not isinstance(turn.text, str):
             raise TypeError("its text is none")
+        plans = self._looking().plans(turn.images, ANSWER) if turn.images else []
         if turn.is_inline or not self.is_chat:
+            if plans:
+                return self.chat.encode(self._looking().placed(turn.text, plans, ANSWER, self.chat.clean))
             return self.chat.encode(self.chat.clean(turn.text))
         message = {"role": "assistant", "content": ""} if said is None else said.message()
-        new = self._messages(turn)
-        made = self.chat.follow(message, new, self.tools, has_ended=has_ended)
+        new = with_parts(self._messages(turn), len(plans), ANSWER) if plans else self._messages(turn)
+        written = (lambda text: self._looking().written(text, plans, ANSWER)) if plans else None
+        made = self.chat.follow(message, new, self.tools, has_ended=has_ended, written=written)
         if made is None:
             raise TemplateError("the chat template writes the model's message otherwise once an answer follows it")
         return made
+
+    def tiles(self, turn: Turn, tokens: Sequence[int]) -> Tiles:
+        """What an answer shows, by their places among its tokens."""
+        if not turn.images:
+            return ()
+        plans = self._looking().plans(turn.images, ANSWER)
+        return self._looking().tiles(turn.images, tokens, ANSWER, plans)
+
+    def _looking(self) -> Pictures:
+        if self.pictures is None:
+            raise DataError("the environment shows images, and data.images is none", "set data.images={}")
+        return self.pictures
 
     def _messages(self, turn: Turn) -> list[Mapping[str, Any]]:
         if not turn.messages:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 from tidemill.device import Device
-from tidemill.estimate import run as estimate
 from tidemill.estimate.memory import MemoryEstimate, memory
 from tidemill.estimate.ranks_memory import RankMemory, engine_share, per_rank
 from tidemill.models.shape import ModelShape, shape_of
 from tidemill.recipe.config import Config, ModelSettings
+from tidemill.rollout.native.ranks.grid import Grid
 
 HandedOver = Literal["never", "cache", "all"]
 OPTIONS: tuple[HandedOver, ...] = ("never", "cache", "all")  # the cheapest first
@@ -47,7 +47,9 @@ def peaks(config: Config, model: ModelSettings, shape: ModelShape) -> dict[Hande
     """Bytes that an accelerator needs at most, by what is handed over; none where the model's size is not known."""
     if config.learn.parallel.ranks > 1:
         learner = per_rank(config, shape, on_accelerator=True)
-        return {what: rank_peak(config, learner, shape, what) for what in OPTIONS}
+        grid = Grid.of(config.rollout)
+        share = engine_share(config, shape, grid)
+        return {what: rank_peak(learner, *share, what, grid.ranks > 1) for what in OPTIONS}
     needed = memory(config, shape, on_accelerator=True)
     return {} if needed is None else {what: peak(needed, what) for what in OPTIONS}
 
@@ -69,19 +71,25 @@ def peak(needed: MemoryEstimate, what: HandedOver) -> int:
     return max(rolling, needed.total - needed.cache)
 
 
-def rank_peak(config: Config, learner: RankMemory, shape: ModelShape, what: HandedOver) -> int:
-    """Of one rank: its part of the learner, its engine's share of the weights and of the cache."""
-    copy, token = engine_share(config, shape, config.rollout.tp)
-    cache = estimate.cache_tokens(config) * token
-    return copy + max(at_rest(learner, what) + cache, learner.total)
+def rank_peak(learner: RankMemory, copy: int, cache: int, what: HandedOver, is_shared: bool) -> int:
+    """Of one rank: its part of the learner, its engine's weights (`copy`) and cache. Where all is handed over, a share
+    of an engine over ranks (`is_shared`) is not there while learning works; it is while new weights come."""
+    rolling = copy + at_rest(learner, what) + cache
+    if what != "all" or not is_shared:
+        return max(rolling, copy + learner.total)
+    return max(rolling, learner.total, copy + between_steps(learner))
 
 
 def at_rest(learner: RankMemory, what: HandedOver) -> int:
-    """What a rank's part of the learner holds while rollout works. All that leaves of it is the optimizer's state."""
+    """What a rank's part of the learner holds while rollout works."""
     if what == "never":
         return learner.total
-    kept = learner.weights + learner.reference + learner.critic + learner.mean
-    return kept + (learner.optimizer if what == "cache" else 0)
+    return 0 if what == "all" else between_steps(learner)
+
+
+def between_steps(learner: RankMemory) -> int:
+    """What it holds while nothing is computed."""
+    return learner.weights + learner.optimizer + learner.reference + learner.critic + learner.mean
 
 
 def host_bytes(needed: MemoryEstimate, what: HandedOver) -> int:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, fields
 
 from tidemill.algorithms.shared import registry
 from tidemill.estimate.memory import PLAIN_LOGITS, adapter_parameters, optimizer_bytes
-from tidemill.estimate.run import BYTES, microbatch_tokens
+from tidemill.estimate.run import BYTES, cache_tokens, microbatch_tokens
 from tidemill.models.shape import ModelShape
 from tidemill.recipe.config import Config, ParallelSettings
+from tidemill.rollout.native.ranks.grid import Grid
 
 GATHERED_LAYERS = 2  # the one at work and the one fetched ahead
 SHORT = 256  # tokens of a sample whose attention needs no blocks on a CPU (`models.short`)
@@ -71,14 +72,19 @@ def per_rank(
     )
 
 
-def engine_share(config: Config, shape: ModelShape, tp: int) -> tuple[int, int]:
-    """Bytes that one of `tp` ranks of an engine holds: of the weights, and of a token in the cache. The embedding lies
-    whole on each; an output layer of its own is cut."""
+def engine_share(config: Config, shape: ModelShape, grid: Grid) -> tuple[int, int]:
+    """Bytes that the fullest rank of an engine holds: of the weights, and of its replica's cache. The embedding lies
+    whole on each rank of the first stage; an output layer of its own is cut."""
     width = BYTES[config.model.dtype]
-    head = 0 if shape.is_tied else shape.embedding
-    rest = shape.total - shape.embedding - head
-    weights = shape.embedding + -(-head // tp) + -(-rest // tp)
-    return weights * width, shape.layers * 2 * (shape.kv_heads // tp) * shape.head_dim * width
+    layers, moe = (-(-n // grid.pp) for n in (shape.layers, shape.moe_layers))
+    whole = shape.hidden * (shape.q_rank + shape.kv_rank + shape.rotary) if shape.is_latent else 0
+    each = shape.expert_parameters // max(1, shape.experts)
+    held = shape.experts // grid.ep + (config.rollout.experts.spare if shape.experts else 0)
+    experts = moe * held * -(-each // grid.widths)
+    head = 0 if shape.is_tied or grid.pp > 1 else -(-shape.embedding // grid.tp)
+    weights = shape.embedding + shape.hidden + head + layers * (whole + -(-(shape.layer - whole) // grid.tp)) + experts
+    kept = shape.kv_rank + shape.rotary if shape.is_latent else 2 * max(1, shape.kv_heads // grid.tp) * shape.head_dim
+    return weights * width, -(-cache_tokens(config) // grid.dp) * layers * kept * width
 
 
 def trained_per_rank(config: Config, shape: ModelShape, parallel: ParallelSettings) -> int:

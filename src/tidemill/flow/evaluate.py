@@ -19,6 +19,7 @@ from tidemill.recipe.config import Config
 from tidemill.reward.api import FROM, Sample
 from tidemill.reward.score import Failures, Scorer
 from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
+from tidemill.tiles import Tiles, images
 
 # Far above any training group's id, so that an evaluation never draws a training request's random stream.
 FIRST_ID = 1 << 48
@@ -45,8 +46,8 @@ def evaluate(
     is_sampled = samples > 1 or (config.eval.temperature > 0 and samples > 0)
     greedy = Sampling(temperature=0.0, max_tokens=base.max_tokens, stop_strings=base.stop_strings)
     own = config.environment
-    tasks = [None if own is None else Task(e.answer, e.meta, e.where, is_trial=True) for e, _ in problems]
-    shown = [encode.shown(example) for example, _ in problems]
+    tasks = [None if own is None else Task(e.answer, e.meta, e.where, is_trial=True) for e, *_ in problems]
+    shown = [encode.shown(example) for example, *_ in problems]
     whole = len(problems) * (1 + (samples if is_sampled else 0))
     before = scorer.failures
     answers = _answer(engine, problems, tasks, greedy, 1, decode, scorer, Progress(tell, 0, whole))
@@ -99,14 +100,18 @@ def averaged(learner: Any, engine: RolloutEngine) -> Iterator[None]:
         engine.load(None, engine.version)
 
 
-def held_out(source: Source, encode: PromptTokens, size: int) -> list[tuple[Example, list[int]]]:
+Asked = tuple[Example, list[int], Tiles]  # a problem, its tokens, and what these show
+
+
+def held_out(source: Source, encode: PromptTokens, size: int) -> list[Asked]:
     """Return the first `size` usable held-out problems, always the same ones."""
-    problems: list[tuple[Example, list[int]]] = []
+    problems: list[Asked] = []
     last_error = ""
     for index in range(size if source.size is None else min(size, source.size)):
         example = source.example(index)
         try:
-            problems.append((example, encode.encode(example)))
+            tokens = encode.encode(example)
+            problems.append((example, tokens, encode.tiles(example, tokens)))
         except DataError as error:
             last_error = error.message
     if not problems:
@@ -116,7 +121,7 @@ def held_out(source: Source, encode: PromptTokens, size: int) -> list[tuple[Exam
 
 def _answer(
     engine: RolloutEngine,
-    problems: Sequence[tuple[Example, list[int]]],
+    problems: Sequence[Asked],
     tasks: Sequence[Task | None],
     sampling: Sampling,
     n: int,
@@ -124,8 +129,8 @@ def _answer(
     scorer: Scorer,
     progress: Progress,
 ) -> list[list[Answered]]:
-    for i, (_, prompt) in enumerate(problems):
-        engine.submit(Request(FIRST_ID + i, prompt, sampling, n=n, task=tasks[i]))
+    for i, (_, prompt, tiles) in enumerate(problems):
+        engine.submit(Request(FIRST_ID + i, prompt, sampling, n=n, task=tasks[i], tiles=tiles))
     done: dict[tuple[int, int], Completion] = {}
     try:
         while engine.has_work:
@@ -152,15 +157,14 @@ def _answer(
     return [flat[i * n : (i + 1) * n] for i in range(len(problems))]
 
 
-def _sample(
-    problem: tuple[Example, list[int]], made: Completion, id: int, decode: Callable[[list[int]], str]
-) -> Sample:
-    example, prompt = problem
+def _sample(problem: Asked, made: Completion, id: int, decode: Callable[[list[int]], str]) -> Sample:
+    example, prompt, tiles = problem
     return Sample(
         prompt=decode(prompt),
         response=decode(made.tokens if made.mask is None else made.tokens[last_said(made.mask) :]),
         transcript=decode(made.tokens),
         tokens=[*prompt, *made.tokens],
+        images=images(tiles),
         played={} if made.played is None else made.played.plain(),
         answer=example.answer,
         meta=example.meta,

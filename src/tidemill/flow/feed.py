@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tidemill import tiles
 from tidemill.batch import GROUP, ID, LENGTH, Batch, Column
 from tidemill.data.curriculum import Curriculum
 from tidemill.data.mix import Mixed
@@ -55,7 +56,8 @@ class Feed:
             yield example, tokens
 
     def _tokens(self, example: Example) -> Any:
-        return self.encode.encode(example)
+        tokens = self.encode.encode(example)
+        return tokens, self.encode.tiles(example, tokens)
 
     def rows(self, prompts: int | None = None) -> Batch:
         """Make one step's rows (or those of `prompts` prompts): each prompt samples_per_prompt times, one group
@@ -81,15 +83,21 @@ class Feed:
             ID: groups * n + np.tile(np.arange(n), prompts),
             GROUP: groups,
             "group_size": np.full(len(groups), n, np.int32),
-            LENGTH: np.array([len(tokens) for _, tokens in picked], np.int32)[place],
-            "prompt": Column.jagged([tokens for _, tokens in picked], np.int32).grouped(place),
+            LENGTH: np.array([len(tokens) for _, (tokens, _) in picked], np.int32)[place],
+            "prompt": Column.jagged([tokens for _, (tokens, _) in picked], np.int32).grouped(place),
             "answer": Column.text([e.answer for e, _ in picked]).grouped(place),
             "meta": Column.text([json.dumps(e.meta) for e, _ in picked]).grouped(place),
             "where": Column.text([e.where for e, _ in picked]).grouped(place),
         }
+        if self.config.data.images is not None:
+            shown = tiles.columns([own for _, (_, own) in picked])
+            columns |= {name: column.grouped(place) for name, column in shown.items()}
         if self.greedy_rows:
             columns["greedy"] = np.tile(np.arange(n) < self.greedy_rows, prompts).astype(np.uint8)
         return Batch(columns)
+
+    def _shown(self, rows: list[tiles.Tiles]) -> dict[str, Column]:
+        return {} if self.config.data.images is None else tiles.columns(rows)
 
     @property
     def left_out(self) -> int:
@@ -113,6 +121,16 @@ class Feed:
             self.source.report(metrics["accuracy"], train.prompts_per_step * train.samples_per_prompt)
 
 
+def encoder_of(config: Config, tokenizer: Any, longest_response: int | None = None) -> PromptTokens:
+    """What turns this run's examples into tokens, and their images into tiles."""
+    from tidemill.environment.registry import offered
+    from tidemill.models.load import view_of
+    from tidemill.recipe.load import model_of
+
+    view = None if config.data.images is None else view_of(model_of(config), tokenizer)
+    return PromptTokens(tokenizer, config.data, longest_response, offered(config.environment), view)
+
+
 class PairFeed(Feed):
     """Feeds prompts with given responses, conversations and documents: every row is its own group and enters ready
     to learn. A document longer than a sample may be becomes several rows."""
@@ -123,9 +141,10 @@ class PairFeed(Feed):
 
     def _tokens(self, example: Example) -> list[Any]:
         if example.text is None:
-            return [self.encode.encode_taught(example)]
+            prompt, response, learned = self.encode.encode_taught(example)
+            return [(prompt, response, learned, self.encode.tiles(example, [*prompt, *response]))]
         longest = self.config.data.max_prompt_tokens + self.config.rollout.max_new_tokens
-        return self.encode.encode_text(example, longest)
+        return [(*piece, ()) for piece in self.encode.encode_text(example, longest)]
 
     def _next(self) -> Any:
         if not self.left:
@@ -146,7 +165,8 @@ class PairFeed(Feed):
         taught = [self._next() for _ in range(count)]
         ids = np.arange(self.groups, self.groups + count, dtype=np.int64)
         self.groups += count
-        return given_rows(ids, ids, 1, [(p, r) for p, r, _ in taught], [learned for *_, learned in taught])
+        pairs, learned = [(p, r) for p, r, *_ in taught], [marks for _, _, marks, _ in taught]
+        return given_rows(ids, ids, 1, pairs, learned).merge(self._shown([own for *_, own in taught]))
 
 
 class PreferenceFeed(Feed):
@@ -161,16 +181,18 @@ class PreferenceFeed(Feed):
                 f"{example.where}: the row has no rejected response",
                 "set data.columns.rejected to its column, and data.columns.response to that of the chosen one",
             )
-        return prompt, chosen, self.encode.response_tokens(rejected, example.where)
+        said = self.encode.response_tokens(rejected, example.where)
+        return prompt, chosen, said, self.encode.tiles(example, prompt)
 
     def rows(self, prompts: int | None = None) -> Batch:
         count = prompts or self.config.train.prompts_per_step
         triples = [triple for _, triple in self.examples(count)]
         groups = np.repeat(np.arange(self.groups, self.groups + count, dtype=np.int64), 2)
         self.groups += count
-        pairs = [(p, r) for p, chosen, rejected in triples for r in (chosen, rejected)]
+        pairs = [(p, r) for p, chosen, rejected, _ in triples for r in (chosen, rejected)]
         chosen = np.tile(np.array([1.0, 0.0], np.float32), count)
-        return given_rows(2 * groups + np.tile([0, 1], count), groups, 2, pairs).merge({"chosen": chosen})
+        made = given_rows(2 * groups + np.tile([0, 1], count), groups, 2, pairs).merge({"chosen": chosen})
+        return made.merge(self._shown([own for *_, own in triples for _ in range(2)]))
 
 
 class JudgedFeed(PreferenceFeed):
@@ -189,7 +211,9 @@ class JudgedFeed(PreferenceFeed):
         mismatched = np.repeat(np.array([0.0, 1.0], np.float32), len(order))
         # a group belongs to a prompt: its two responses, and the two mismatched ones
         groups = np.concatenate([pairs.values(GROUP), pairs.values(GROUP)])
-        return given_rows(ids, groups, 4, own + strange).merge({"chosen": chosen, "mismatched": mismatched})
+        shown = tiles.of_batch(pairs)
+        made = given_rows(ids, groups, 4, own + strange).merge({"chosen": chosen, "mismatched": mismatched})
+        return made.merge(self._shown([*shown, *shown]))
 
 
 def given_rows(

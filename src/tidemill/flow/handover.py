@@ -1,6 +1,7 @@
 """Hand-over: rollout and learning take turns with one device's memory. While samples are made, what only learning needs
-(the optimizer's state, a critic, a frozen reference) lies in host memory; while others work, the engine's cache is
-freed. Tensors keep their identity and their bytes, so a run computes the same numbers with it as without."""
+(the optimizer's state, a critic, a frozen reference; of a learner that is cut its weights too) lies in host memory;
+while others work, the engine's cache is freed, and weights that an engine over ranks has of its own lie in host memory.
+Tensors keep their identity and their bytes, so a run computes the same numbers with it as without."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class Away(Protocol):
     def back(self) -> None: ...
 
 
-class LearningState:
+class Leaving:
     """Implements `Away` for tensors of this process. `tensors` is called each time, because an optimizer has none
     before its first update."""
 
@@ -40,15 +41,27 @@ class LearningState:
     def back(self) -> None:
         self.swap.back()
 
+    def room(self) -> None:
+        """The memory back, for whoever writes all of it next."""
+        self.swap.back(copies=False)
+
 
 class Handover:
     """Tracks whose turn it is. Each worker calls it before it works: a no-op if it already owns the device."""
 
     def __init__(
-        self, engine: RolloutEngine | None, tally: Tally, device: Device, what: HandedOver, away: Away | None
+        self,
+        engine: RolloutEngine | None,
+        tally: Tally,
+        device: Device,
+        what: HandedOver,
+        away: Away | None,
+        copy: Leaving | None = None,
     ) -> None:
+        """`copy`: weights of the engine's own, which arrive anew before each of its turns."""
         self.engine = engine if what != "never" else None
         self.away = away if what == "all" else None
+        self.copy = copy if what == "all" else None
         self.tally, self.device = tally, device
         self.is_asleep = self.is_away = False  # the engine's cache; learning's state
         self._due: int | None = None  # a version that a sleeping engine has not loaded
@@ -59,6 +72,9 @@ class Handover:
             with self.tally.time("hand_over"):
                 self.tally.add("handed_over/state_bytes", float(self.away.out()))
             self.is_away = True
+        if self.copy is not None and self.copy.swap.is_out:
+            with self.tally.time("hand_over"):
+                self.copy.back()
         if self.is_asleep:
             with self.tally.time("hand_over"):
                 self._wake()
@@ -69,6 +85,19 @@ class Handover:
             with self.tally.time("hand_over"):
                 self.tally.add("handed_over/cache_bytes", float(self._sleep(self.engine)))
             self.is_asleep = True
+        if self.copy is not None and not self.copy.swap.is_out:
+            with self.tally.time("hand_over"):
+                self.tally.add("handed_over/engine_bytes", float(self.copy.out()))
+        self._bring_back()
+
+    def publishing(self) -> None:
+        """Make room for the weights that go from the learner to the engine's own tensors."""
+        if self.copy is not None and self.copy.swap.is_out:
+            with self.tally.time("hand_over"):
+                self.copy.room()
+        self._bring_back()
+
+    def _bring_back(self) -> None:
         if self.is_away:
             assert self.away is not None
             with self.tally.time("hand_over"):

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tidemill.errors import ConfigError
+
 Event = dict[str, Any]
 
 
@@ -19,6 +21,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._read_bytes = 0
+        refuse_foreign(path)
 
     def read(self) -> list[Event]:
         """Return the whole lines written since the last call."""
@@ -52,6 +55,19 @@ class Journal:
             yield handle
         finally:
             os.close(handle)
+
+
+def refuse_foreign(path: Path) -> None:
+    """The queue says what is run as this user, so another user may not have written it."""
+    for one in (path.parent, path):
+        if not one.exists():
+            continue
+        seen = one.stat()
+        if seen.st_uid not in (os.geteuid(), 0) or seen.st_mode & 0o002:
+            raise ConfigError(
+                f"user {seen.st_uid} owns {one}, or anybody may write there: what it says would run as you",
+                f"use a folder of your own, or `chown` this one and `chmod o-w {one}`",
+            )
 
 
 def _write(handle: int, event: Mapping[str, Any]) -> None:

@@ -11,12 +11,10 @@ import argparse
 import contextlib
 import ctypes
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +22,7 @@ from types import FrameType
 
 from tidemill.launch import entry, place
 from tidemill.launch.place import Place
+from tidemill.owned import OwnedFolder
 from tidemill.recipe import load as recipes
 
 JOIN_S = 600.0  # longest that node 0 waits for the others, and they for it
@@ -100,15 +99,15 @@ def ray_start(*words: str) -> list[str]:
 @contextlib.contextmanager
 def head(here: Place) -> Iterator[None]:
     """Keep the Ray head up. Its folder is the job's own and goes with it."""
-    folder = Path(tempfile.mkdtemp(prefix="tm-ray-"))  # short: sockets lie in it
-    words = ("--head", f"--port={here.port}", f"--node-ip-address={here.head}", f"--temp-dir={folder}")
+    folder = OwnedFolder()  # its name is short: sockets lie in it
+    words = ("--head", f"--port={here.port}", f"--node-ip-address={here.head}", f"--temp-dir={folder.path}")
     started = spawn(ray_start(*words, "--include-dashboard=false", *_limits()))
     try:
         _wait_until(lambda: is_open(here), started)
         yield
     finally:
         _end(started)
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.close()
 
 
 def wait_for_nodes(here: Place) -> None:

@@ -160,7 +160,7 @@ class Learner(MeshModel):
         for part in parts:
             row = self._row(part)
             with kept_activations(self.config.learn, self.model):
-                loss = self._loss(row, self.root(row.own))
+                loss = self._loss(row, self._scores(row))
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
 
@@ -298,9 +298,7 @@ class Learner(MeshModel):
     # What lies where, and what is kept
 
     def held(self) -> list[Tensor]:
-        if self.meshes.computes_alone:
-            return learner_tensors(self.model, self.optimizer)
-        return self.optimizer_tensors()
+        return learner_tensors(self.model, self.optimizer)
 
     def optimizer_tensors(self) -> list[Tensor]:
         return [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]

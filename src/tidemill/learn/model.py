@@ -36,6 +36,7 @@ from tidemill.models import lora
 from tidemill.models.attention.contexts import Attention, choose
 from tidemill.models.buffers import persistent
 from tidemill.models.calling import plug
+from tidemill.models.layers import stages
 from tidemill.models.layers.forms import fuse
 from tidemill.models.mixture import routing
 from tidemill.models.vision.eyes import eyes
@@ -105,6 +106,8 @@ class MeshModel:
         return context.parallel(chosen, self.links["cp"], self.meshes.parallel.cp_form, heads)
 
     def _cut(self) -> Cuts:
+        if "ep" in self.links:
+            expert.check(self.model)  # whole: of its stages some may have none
         cuts, over = self._cut_stages(cutting.whole(self.model)), self.links.get("tp")
         if "ep" in self.links:
             tp = (over.rank, over.size) if over is not None else (0, 1)
@@ -122,8 +125,8 @@ class MeshModel:
         """Leave this rank its layers; a tied weight is on two ranks, whose gradients add up."""
         if "pp" not in self.links:
             return cuts
-        pp, is_tied = self.links["pp"], pipeline.is_tied(self.model)
-        pipeline.split(self.model, pp.rank, pp.size, self.meshes.parallel.pp_chunks)
+        pp, is_tied = self.links["pp"], stages.is_tied(self.model)
+        stages.split(self.model, pp.rank, pp.size, self.meshes.parallel.pp_chunks)
         cuts = {name: cuts[name] for name, _ in self.model.named_parameters()}
         if is_tied and (pair := pipeline.ends(pp.group)) is not None:
             members = dist.get_process_group_ranks(pair)
@@ -227,11 +230,15 @@ class MeshModel:
         for i, part in enumerate(parts):
             row = self._row(part)
             with lora.without(self.model):
-                keep(row, i, self.root(row.own))
+                keep(row, i, self._scores(row))
         return out
 
+    def _scores(self, row: Row) -> Scores:
+        found: Scores = self.root(row.own)
+        return found
+
     def layout(self) -> Layout:
-        """Of this rank's pipeline stage; `reshard.layouts.layout.merge` joins those of all."""
+        """Of this rank's pipeline stage; `reshard.layout.merge` joins those of all."""
         return self._layout
 
     @cached_property
@@ -245,9 +252,8 @@ class MeshModel:
         return adapters.merged(self.model, pieces_of(self.model))
 
     def held(self) -> list[Tensor]:
-        """What leaves the device while rollout has it: nothing of a model that is cut, whose weights are in use by the
-        exchange."""
-        return learner_tensors(self.model) if self.meshes.computes_alone else []
+        """What leaves the device while rollout has it."""
+        return learner_tensors(self.model)
 
     def close(self) -> None:
         self.flight.close()

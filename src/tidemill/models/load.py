@@ -21,6 +21,7 @@ from tidemill.models.calling import plug
 from tidemill.models.mixture import routing
 from tidemill.models.trial import try_out
 from tidemill.models.vision import small
+from tidemill.models.vision.eyes import eyes
 from tidemill.models.vision.eyes.find import give_eyes
 from tidemill.models.vision.views import find as views
 from tidemill.models.vision.views.view import View
@@ -77,7 +78,7 @@ def make_tiny(shape: settings.TinyModel, dtype: torch.dtype, seed: int, device: 
 def from_config(config: Any, **how: Any) -> Any:
     """A model with fresh weights and our attention."""
     make = auto_class(config).from_config
-    return attention.plugged(_looks(config), lambda attn: make(config, attn_implementation=attn, **how))
+    return attention.plugged(config, lambda attn: make(config, attn_implementation=attn, **how))
 
 
 def auto_class(config: Any) -> Any:
@@ -110,7 +111,7 @@ def open_folder(folder: Path, model: settings.ModelSettings, device: torch.devic
             dtype=DTYPES[model.dtype],
             trust_remote_code=model.trust_remote_code,
         )
-        module: Any = attention.plugged(_looks(config), lambda attn: make(attn_implementation=attn))
+        module: Any = attention.plugged(config, lambda attn: make(attn_implementation=attn))
     except Exception as error:
         raise ModelError(
             f"model.path={folder}: transformers cannot open it: {_first_line(error)}",
@@ -139,7 +140,15 @@ def save_folder(model: Any, tokenizer: Any, folder: Path) -> None:
     state = lora.merged(model) | persistent(model) if lora.is_attached(model) else model.state_dict()
     own = {name: tensor for name, tensor in state.items() if not name.endswith(f".{routing.GIVEN}")}
     model.save_pretrained(folder, state_dict=own)
+    save_reading(model, tokenizer, folder)
+
+
+def save_reading(model: Any, tokenizer: Any, folder: Path) -> None:
+    """What turns texts and images into what the model reads."""
     tokenizer.save_pretrained(folder)
+    if (own := eyes.of(model)) is not None:
+        settings = json.dumps(own.view.processor(), indent=2) + "\n"
+        (folder / views.FILES[0]).write_text(settings, encoding="utf-8")
 
 
 def keep_definition(loaded: LoadedModel, run: Path) -> None:
@@ -149,7 +158,7 @@ def keep_definition(loaded: LoadedModel, run: Path) -> None:
     if base is not None:  # exports have it again, whatever the run computes in
         (run / DEFINITION / BASE).write_text(json.dumps({"dtype": base}) + "\n", encoding="utf-8")
     loaded.model.generation_config.save_pretrained(run / DEFINITION)
-    loaded.tokenizer.save_pretrained(run / DEFINITION)
+    save_reading(loaded.model, loaded.tokenizer, run / DEFINITION)
 
 
 def _dtype_of(folder: Path) -> str | None:

@@ -194,7 +194,7 @@ def _small_decoder(tiny: TinyModel, vocabulary: int) -> dict[str, Any]:
         "intermediate_size": tiny.intermediate,
         "num_hidden_layers": tiny.layers,
         "num_attention_heads": tiny.heads,
-        "num_key_value_heads": tiny.kv_heads,
+        "num_key_value_heads": tiny.heads if family.latent_form else tiny.kv_heads,
         "head_dim": tiny.hidden // tiny.heads,
         "max_position_embeddings": tiny.window,
         "tie_word_embeddings": True,

@@ -21,7 +21,7 @@ def make_tokenizer(shape: TinyModel) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
@@ -30,6 +30,9 @@ def make_tokenizer(shape: TinyModel) -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
+    if shape.chat_template is not None:
+        made.chat_template = shape.chat_template
+    return made
 
 
 def make_config(tiny: TinyModel, vocabulary: int) -> Any:

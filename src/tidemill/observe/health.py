@@ -9,6 +9,7 @@ Metrics = Mapping[str, float]
 
 GAP = 0.1  # nats; two correct computations in bfloat16 are 0.02 to 0.05 apart, a stale layer whole nats
 WINDOW = 5  # steps that a sign must last, so that one odd step raises no alarm
+BEGINNING, END, MOST = 4 * WINDOW, 2 * WINDOW, 20 * WINDOW  # steps that a history keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ def warnings(history: Sequence[Metrics]) -> list[str]:
 
 
 def signs(history: Sequence[Metrics]) -> list[Warning]:
-    """`history`: the metrics of every step so far, oldest first."""
+    """`history`: the metrics of every step so far, oldest first, or as `shortened` leaves them."""
     recent = history[-WINDOW:]
     if not recent:
         return []
@@ -33,6 +34,14 @@ def signs(history: Sequence[Metrics]) -> list[Warning]:
     more = (environment_errors, length_growth, repetition, skipped, flat_reward, critic)
     found = [check(recent, history) for check in (*checks, *more)]
     return [w for w in found if w is not None]
+
+
+def shortened(history: list[Metrics]) -> list[Metrics]:
+    """What the checks need of a long history: its beginning, its end, and a step in between that earned something."""
+    if len(history) <= MOST:
+        return history
+    earned = [step for step in history[BEGINNING:-END] if step.get("reward", 1.0) != 0.0]
+    return [*history[:BEGINNING], *earned[:1], *history[-END:]]
 
 
 def mean(steps: Sequence[Metrics], name: str) -> float | None:

@@ -17,16 +17,18 @@ from tidemill.estimate.memory import memory
 from tidemill.estimate.ranks_memory import engine_share, per_rank
 from tidemill.estimate.run import cache_tokens, longest, samples_per_step
 from tidemill.models.shape import ModelShape
-from tidemill.plan import features, step_estimate
+from tidemill.plan import step_estimate
 from tidemill.plan.decoding import Drained
 from tidemill.plan.lengths import Lengths
 from tidemill.plan.step_estimate import StepEstimate
 from tidemill.plan.time_model import TimeModel
 from tidemill.recipe.config import Config, ParallelSettings
 from tidemill.recipe.ranks import divisors
+from tidemill.rollout.native.ranks.grid import Grid
 
 Goal = Literal["throughput", "cost", "deadline"]
 FITS = 0.9  # of a device's memory: graphs, workspaces and fragments take the rest
+REPLICAS = (1, 2, 8, 32)  # of a mixture's engine
 SAME = 0.02  # candidates nearer than this take equally long: the one that asks for less goes first
 
 
@@ -69,7 +71,7 @@ class Candidate:
     def sizes(self) -> tuple[int, ...]:
         """Of less first: ranks that talk to one another."""
         p = self.config.learn.parallel
-        return (p.pp, p.tp, p.cp, p.ep, self.config.rollout.tp, self.config.train.tokens_per_microbatch)
+        return (p.pp, p.tp, p.cp, p.ep, self.config.rollout.ranks, self.config.train.tokens_per_microbatch)
 
 
 @dataclass(slots=True)
@@ -130,33 +132,35 @@ class Search:
 
     def _local(self) -> Iterator[Config]:
         """One device: one process does everything."""
-        base = _with(self.model.config, cluster={"executor": "local"}, rollout={"tp": 1}, parallel=ParallelSettings())
+        base = _with(
+            self.model.config, cluster={"executor": "local"}, rollout=_sizes(Grid()), parallel=ParallelSettings()
+        )
         yield from self._works(base, list(self._at_once(base, 1)))
 
     def _colocated(self, count: int) -> Iterator[Config]:
         if self.model.config.flow.schedule == "async":
             return  # rollout that is ahead works beside learning
         for parallel in self._parallel(count):
-            for tp in self._engine_tp(count):
+            for grid in self._grids(count):
                 base = _with(
                     self.model.config,
                     cluster=self._cluster(count, 1, "colocated"),
-                    rollout={"tp": tp},
+                    rollout=_sizes(grid),
                     parallel=parallel,
                     flow={"schedule": "sync"},
                 )
-                yield from self._works(base, self._at_once(base, count // tp))
+                yield from self._works(base, self._at_once(base, count // grid.ranks))
 
     def _separated(self, count: int) -> Iterator[Config]:
         schedules = ("async",) if self.model.config.flow.schedule == "async" else ("streamed", "sync")
         for learners in _splits(count, self.model.machines.per_node):
-            for tp in self._engine_tp(count - learners):
-                engines = (count - learners) // tp
+            for grid in self._grids(count - learners):
+                engines = (count - learners) // grid.ranks
                 for parallel, schedule in product(self._parallel(learners), schedules):
                     base = _with(
                         self.model.config,
                         cluster=self._cluster(learners, engines, "separated"),
-                        rollout={"tp": tp},
+                        rollout=_sizes(grid),
                         parallel=parallel,
                         flow={"schedule": schedule},
                     )
@@ -226,12 +230,16 @@ class Search:
                         found.append(made)
         return found
 
-    def _engine_tp(self, devices: int) -> list[int]:
+    def _grids(self, devices: int) -> list[Grid]:
+        """Engines that the model allows: ranks of a node share a layer, and replicas of a mixture its experts."""
         node = self.model.machines.per_node
+        grids = (Grid(tp, dp) for tp in self.choices.tp for dp in (REPLICAS if self.shape.experts else (1,)))
         return [
-            tp
-            for tp in self.choices.tp
-            if tp <= node and devices % tp == 0 and (tp == 1 or not any(engine_problems(tp, self.shape)))
+            grid
+            for grid in grids
+            if grid.tp <= node
+            and devices % grid.ranks == 0
+            and (grid.ranks == 1 or not any(engine_problems(grid, self.shape)))
         ]
 
     # One of them
@@ -260,7 +268,7 @@ class Search:
 
     def _timed(self, model: TimeModel) -> StepEstimate:
         c = model.config
-        engine = (model.engines, c.rollout.tp, c.rollout.concurrent, c.rollout.cache_tokens)
+        engine = (model.engines, model.engine_grid, c.rollout.concurrent, c.rollout.cache_tokens)
         if engine not in self._rollouts:
             self._rollouts[engine] = step_estimate.rollout_of(model, self.own)
         learner = (c.learn.parallel, model.learners, c.train.tokens_per_microbatch, c.learn.recompute)
@@ -292,9 +300,9 @@ def held_bytes(model: TimeModel) -> tuple[float, float, float]:
     """Bytes of the fullest learner's device without rollout, of an engine's without its cache, of one token there."""
     config, shape = model.config, model.shape
     is_device = model.machines.sheet.kind != "cpu"
-    tp = model.engine_cut.tp
-    copy, _ = engine_share(config, shape, tp)
-    token = features.cache_bytes(shape, model.width, tp)
+    grid = model.engine_grid
+    copy, cache = engine_share(config, shape, grid)
+    token = cache / cache_tokens(config)
     if config.rollout.cache_dtype != "auto":
         token /= model.width
     if config.learn.parallel.ranks > 1:
@@ -305,8 +313,12 @@ def held_bytes(model: TimeModel) -> tuple[float, float, float]:
         learner = needed.total - needed.cache - needed.copies
     shares_tensors = model.is_colocated and config.learn.parallel.ranks == 1
     copies = 0 if shares_tensors else 2 if config.flow.schedule == "async" else 1
-    work = 64e6 + config.rollout.concurrent * shape.vocabulary / tp * 6
+    work = 64e6 + config.rollout.concurrent * shape.vocabulary / grid.stage * 6
     return learner, copies * copy + work, token
+
+
+def _sizes(grid: Grid) -> dict[str, int]:
+    return {"tp": grid.tp, "dp": grid.dp, "pp": grid.pp}
 
 
 def _with(config: Config, parallel: ParallelSettings | None = None, **sections: dict[str, Any]) -> Config:
@@ -366,7 +378,7 @@ def _distinct(order: list[Candidate]) -> list[Candidate]:
     rest: list[Candidate] = []
     for c in order:
         p = c.config
-        key = (p.learn.parallel, c.placement, p.cluster.rollouts, p.rollout.tp, p.flow.schedule)
+        key = (p.learn.parallel, c.placement, p.cluster.rollouts, Grid.of(p.rollout), p.flow.schedule)
         (rest if key in seen else first).append(c)
         seen.add(key)
     return first + rest
@@ -376,7 +388,7 @@ SIDES: dict[str, Callable[[Candidate], object]] = {
     "placement": lambda c: c.placement,
     "schedule": lambda c: c.config.flow.schedule,
     "learner": lambda c: words_of(c.config.learn.parallel),
-    "rollout.tp": lambda c: c.config.rollout.tp,
+    "engine": lambda c: str(Grid.of(c.config.rollout)),
     "micro-batch": lambda c: c.config.train.tokens_per_microbatch,
     "recompute": lambda c: c.config.learn.recompute,
     "at once": lambda c: c.config.rollout.concurrent,
@@ -412,7 +424,7 @@ def overrides(config: Config) -> dict[str, Any]:
         "flow": {"schedule": config.flow.schedule},
         "learn": {"recompute": config.learn.recompute},
         "train": {"tokens_per_microbatch": config.train.tokens_per_microbatch},
-        "rollout": {"concurrent": config.rollout.concurrent, "tp": config.rollout.tp},
+        "rollout": {"concurrent": config.rollout.concurrent, **_sizes(Grid.of(config.rollout))},
     }
     if c.executor != "local":
         found["cluster"] |= {"rollouts": c.rollouts, "learners": 1, "placement": {"rollout": c.placement.rollout}}

@@ -87,7 +87,7 @@ def put_together(model: TimeModel, own: Groups, rollout: Drained, learn: dict[st
         devices=model.devices,
         limit=limit,
         parts={"rollout": rollout.seconds, **learn, "publish": publish, "reward": reward, "other": other},
-        rollout_share=1.0 if model.is_colocated else model.engines * model.engine_cut.tp / model.devices,
+        rollout_share=1.0 if model.is_colocated else model.engines * model.engine_grid.ranks / model.devices,
         learn_share=model.learners / model.devices,
         flop=known * (2 * made + 6 * tokens),
     )

@@ -26,6 +26,7 @@ from tidemill.plan.features import Cut, Pass
 from tidemill.plan.hardware import SHEETS, DeviceSheet, Machines
 from tidemill.recipe.config import Config
 from tidemill.recipe.load import model_of
+from tidemill.rollout.native.ranks.grid import Grid
 
 OVERLAP = 0.8  # share of the layers' arithmetic behind which weights are gathered and gradients reduced
 REWARD_S = 0.00015  # of one sample, where the rewards are rules
@@ -97,9 +98,14 @@ class TimeModel:
         return Cut(tp=p.tp, pp=p.pp, ep=p.ep, cp=p.cp)
 
     @property
+    def engine_grid(self) -> Grid:
+        return Grid() if self.config.cluster.executor == "local" else Grid.of(self.config.rollout)
+
+    @property
     def engine_cut(self) -> Cut:
-        tp = 1 if self.config.cluster.executor == "local" else self.config.rollout.tp
-        return Cut(tp=tp, ep=tp if self.shape.experts else 1)
+        """All layers are gone through one after the other, however many stages share them."""
+        grid = self.engine_grid
+        return Cut(tp=grid.tp, ep=grid.ep if self.shape.experts else 1)
 
     @property
     def learners(self) -> int:
@@ -122,17 +128,18 @@ class TimeModel:
         c = self.config
         if c.cluster.executor == "local":
             return 1
-        return max(1, self.learners // c.rollout.tp) if self.is_colocated else c.cluster.rollouts
+        return max(1, self.learners // c.rollout.ranks) if self.is_colocated else c.cluster.rollouts
 
     @property
     def devices(self) -> int:
         """That the recipe's workers with models ask for."""
-        return self.learners + (0 if self.is_colocated else self.engines * self.engine_cut.tp)
+        return self.learners + (0 if self.is_colocated else self.engines * self.engine_grid.ranks)
 
     # Rollout
 
     def step_s(self, rows: int) -> float:
-        """A decoding step without what reading the cache takes."""
+        """A decoding step, its rows shared out by replicas, without what reading the cache takes."""
+        rows = -(-rows // self.engine_grid.dp)
         if rows not in self._steps:
             cost = features.decode(self.made, self.shape, rows, 0.0, self.width, self.engine_cut)
             self._steps[rows] = self.made.seconds(cost) + self._engine_exchange_s(rows)
@@ -140,25 +147,29 @@ class TimeModel:
 
     @cached_property
     def token_read_s(self) -> float:
-        """Reading one token of the cache, all layers, in every step."""
+        """Reading one token of the cache, all layers, in every step: each replica reads its share of the tokens."""
         width = 1 if self.config.rollout.cache_dtype != "auto" else self.width
         read = features.cache_bytes(self.shape, width, self.engine_cut.tp) / self.made.bytes_per_s
-        return read * self.made.coefficients.get("decode.attention", 1.3)
+        return read * self.made.coefficients.get("decode.attention", 1.3) / self.engine_grid.dp
 
     def prefill_s(self, tokens: float, pairs: float, ends: float) -> float:
         """Reading so many prompt tokens, beside what else the engine does."""
         if tokens <= 0:
             return 0.0
+        tokens, pairs, ends = (n / self.engine_grid.dp for n in (tokens, pairs, ends))
         cost = features.prefill(self.made, self.shape, tokens, pairs, ends, self.width, self.engine_cut)
         return self.made.seconds(cost) + self._engine_exchange_s(tokens)
 
     def _engine_exchange_s(self, tokens: float) -> float:
-        """Sums between the ranks of one engine: two a layer."""
-        tp = self.engine_cut.tp
-        if tp == 1:
-            return 0.0
-        size = tokens * self.shape.hidden * self.width
-        return 2 * self.shape.layers * links.all_reduce_s(self.machines.topology, range(tp), size)
+        """Of the ranks of one engine: two sums a layer, and rows to the experts of other replicas and back."""
+        grid, topology = self.engine_grid, self.machines.topology
+        size, spent = tokens * self.shape.hidden * self.width, 0.0
+        if grid.tp > 1:
+            spent += 2 * self.shape.layers * links.all_reduce_s(topology, range(grid.tp), size)
+        if grid.joined > 1 and self.shape.experts:
+            rows, ranks = size * self.shape.experts_per_token / grid.tp, range(0, grid.ep, grid.tp)
+            spent += 2 * self.shape.moe_layers * links.all_to_all_s(topology, ranks, rows)
+        return spent
 
     def cache_capacity(self) -> float:
         """Tokens that one engine's cache may hold."""
@@ -272,17 +283,17 @@ class TimeModel:
         """From the learners' layout to the engines': what the busiest device receives, and what leaves the sources."""
         if self.is_colocated and self.config.learn.parallel.ranks == 1:
             return self.overheads.publish_s / 10
-        share, _ = engine_share(self.config, self.shape, self.engine_cut.tp)
+        share, _ = engine_share(self.config, self.shape, self.engine_grid)
         whole = self.shape.total * self.width
         topology = self.machines.topology
         node = topology.levels[0] if topology.levels[-1].name == "node" else topology.levels[-1]
         inner = topology.levels[0].link
         spans = self.devices > self.machines.per_node
-        per_node = min(self.machines.per_node, max(1, self.engines * self.engine_cut.tp))
+        per_node = min(self.machines.per_node, max(1, self.engines * self.engine_grid.ranks))
         received = share / (inner.gb_per_s * 1e9)
         if spans:  # each node fetches every byte once, over all of its devices' links
             received += min(whole, share * per_node) / (node.link.gb_per_s * 1e9 * per_node)
-        nodes = math.ceil(self.engines * self.engine_cut.tp / self.machines.per_node)
+        nodes = math.ceil(self.engines * self.engine_grid.ranks / self.machines.per_node)
         sent = (
             whole
             * (nodes if spans else 1)
@@ -307,7 +318,7 @@ class TimeModel:
 
     @cached_property
     def graph(self) -> Graph:
-        return registry.of(self.config).graph(self.config)
+        return registry.graph_of(self.config)
 
 
 def calibration_for(sheet: DeviceSheet, threads: int = 1) -> Calibration:

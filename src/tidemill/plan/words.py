@@ -7,6 +7,7 @@ from typing import Any
 from tidemill.estimate.run import cache_tokens
 from tidemill.plan.search import Candidate, Found, words_of
 from tidemill.plan.time_model import TimeModel
+from tidemill.rollout.native.ranks.grid import Grid
 
 
 def lines(c: Candidate, peak: float) -> tuple[str, str, str]:
@@ -24,9 +25,13 @@ def lines(c: Candidate, peak: float) -> tuple[str, str, str]:
         return came + cost, f"{where} ({memory}); {sizes}", c.step.limit
     learner = words_of(config.learn.parallel)
     if c.placement == "separated":
-        engines = f"rollout {config.cluster.rollouts} × tp {config.rollout.tp} ({c.rollout_bytes / 1e9:.3g} GB)"
+        engines = f"rollout {config.cluster.rollouts} × {Grid.of(config.rollout)} ({c.rollout_bytes / 1e9:.3g} GB)"
         return came + cost, f"{where}; learner {learner} ({memory}); {engines}; {sizes}", c.step.limit
-    return came + cost, f"{where}; learner {learner}, rollout tp {config.rollout.tp} ({memory}); {sizes}", c.step.limit
+    return (
+        came + cost,
+        f"{where}; learner {learner}, rollout {Grid.of(config.rollout)} ({memory}); {sizes}",
+        c.step.limit,
+    )
 
 
 def plain(c: Candidate, peak: float) -> dict[str, Any]:
@@ -37,6 +42,8 @@ def plain(c: Candidate, peak: float) -> dict[str, Any]:
         "learner": words_of(config.learn.parallel),
         "rollouts": config.cluster.rollouts if c.placement == "separated" else 0,
         "rollout_tp": config.rollout.tp,
+        "rollout_dp": config.rollout.dp,
+        "rollout_pp": config.rollout.pp,
         "tokens_per_microbatch": config.train.tokens_per_microbatch,
         "recompute": config.learn.recompute,
         "concurrent": config.rollout.concurrent,

@@ -8,14 +8,15 @@ from pydantic import Field, field_validator, model_validator
 
 from tidemill.recipe.algorithm import KL, AlgorithmSettings, Covariance, Critic, Overlong, Preference
 from tidemill.recipe.environment import EnvironmentSettings, LeagueSettings
+from tidemill.recipe.images import ImageSettings
 from tidemill.recipe.model import ModelSettings, TinyModel, TinyVision
 from tidemill.recipe.section import ParallelSettings, Places, Rate, Rows, Section, Temperature
 
 __all__ = [
     "KL", "VLLM", "AlgorithmSettings", "Checkpoint", "Cluster", "Config", "Covariance", "Critic",
-    "CurriculumSettings", "Data", "DataSource", "EnvironmentSettings", "Eval", "Flow", "LeagueSettings", "Learn",
-    "Mixture", "ModelSettings", "Observe", "Overlong", "ParallelSettings", "PlacementSettings", "Preference", "Reshard",
-    "RewardSpec", "Rewards", "Rollout", "Section", "TinyModel", "TinyVision", "Train",
+    "CurriculumSettings", "Data", "DataSource", "EnvironmentSettings", "Eval", "Flow", "ImageSettings", "LeagueSettings",
+    "Learn", "Mixture", "ModelSettings", "Observe", "Overlong", "ParallelSettings", "PlacementSettings", "Preference",
+    "Reshard", "RewardSpec", "Rewards", "Rollout", "Section", "TinyModel", "TinyVision", "Train",
 ]  # fmt: skip
 
 
@@ -98,6 +99,9 @@ class Data(Section):
     learn_turns: Literal["last", "all"] = Field(
         "last", description="what sft learns from a conversation: the assistant's last turn, or all its turns"
     )
+    images: ImageSettings | None = Field(
+        None, description="how prompts show images; none: set where the data's rows have some"
+    )
     max_prompt_tokens: Places = Field(1024, description="a longer prompt is a bad row")
     on_bad_row: Literal["fail", "skip"] = Field("fail", description="what to do with a row that cannot be used")
     shuffle: bool = Field(True, description="reshuffle for each pass over the data")
@@ -134,6 +138,14 @@ class VLLM(Section):
     sleep_level: Literal[1, 2] = Field(
         1, description="while asleep, vLLM keeps its weights in host memory (1) or drops them until the next update (2)"
     )
+    additional_config: dict[str, Any] = Field({}, description="settings of vLLM's plug-in for the device, if any")
+
+
+class EngineExperts(Section):
+    """Where the experts of an engine over several ranks lie: busy ones get copies, and all are packed by their load."""
+
+    spare: int = Field(0, ge=0, le=64, description="places on each rank for copies of busy experts")
+    every: int = Field(10, ge=0, description="steps after which experts are laid out anew by their load; 0: never")
 
 
 class Rollout(Section):
@@ -144,8 +156,12 @@ class Rollout(Section):
     top_k: int = Field(0, ge=0, description="most likely tokens kept; 0: all")
     min_p: float = Field(0.0, ge=0, le=1, description="smallest probability kept, relative to the most likely token's")
     stop: tuple[str, ...] = Field((), description="strings that end a response")
-    tp: int = Field(1, ge=1, description="tensor parallel: ranks, one device each, per engine")
-    concurrent: Rows = Field(256, description="most sequences decoded at once")
+    tp: int = Field(1, ge=1, description="ranks of an engine, one device each, that share each layer (tensor parallel)")
+    dp: int = Field(1, ge=1, description="replicas inside an engine, each with requests of its own, that share experts")
+    pp: int = Field(1, ge=1, description="stages of an engine, each with a run of layers (pipeline parallel)")
+    ep: int | None = Field(None, ge=1, description="ranks of a stage that experts are spread over; none: all, dp × tp")
+    experts: EngineExperts = EngineExperts()
+    concurrent: Rows = Field(256, description="most sequences that an engine decodes at once")
     page_size: int | None = Field(
         None, ge=1, description="tokens per page of the key/value cache; none: what the engine measured best"
     )
@@ -164,6 +180,11 @@ class Rollout(Section):
     )
     vllm: VLLM = VLLM()
 
+    @property
+    def ranks(self) -> int:
+        """Of one engine."""
+        return self.pp * self.dp * self.tp
+
 
 class Rewards(Section):
     functions: tuple[RewardSpec, ...] = Field(
@@ -175,6 +196,7 @@ class Rewards(Section):
         description="a reward that raises, hangs or is not finite: counts as 0, drops its group, or ends the run",
     )
     correct_above: float = Field(0.5, description="a sample counts as correct when its first reward exceeds this")
+    images: bool = Field(False, description="give the prompt's images to rewards that run in this process")
     workers: int | Literal["auto"] = Field(
         "auto", description="processes for rewards that do not run in this one; auto: one per core, at most 32"
     )
@@ -215,7 +237,14 @@ class Mixture(Section):
     replay: bool = Field(False, description="route tokens in learning as in rollout (native engine)")
 
 
+class MindSpore(Section):
+    python: str = Field("", description="interpreter that has MindSpore, or its environment; empty: .venv-mindspore")
+    processes: int = Field(1, ge=1, le=64, description="processes that share out a step's samples")
+
+
 class Learn(Section):
+    backend: Literal["torch", "mindspore"] = Field("torch", description="what the policy's learner computes with")
+    mindspore: MindSpore = MindSpore()
     lr: Rate = Field(1e-6, description="learning rate")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="learning-rate schedule after warm-up"

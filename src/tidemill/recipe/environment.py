@@ -29,7 +29,9 @@ class EnvironmentSettings(Section):
     """What the model talks to: each sample is a conversation of several turns."""
 
     name: str = Field(
-        "", description="nim, nim_duel, tictactoe, tools, gymnasium:GAME, textarena:GAME, or package.module:Class"
+        "",
+        description="nim, nim_duel, tictactoe, tools, gem:GAME, gymnasium:GAME, textarena:GAME, skyrl:ID, openenv:URL, "
+        "or package.module:Class",
     )
     program: str | None = Field(
         None,
@@ -37,6 +39,9 @@ class EnvironmentSettings(Section):
     )
     evaluator: str | None = Field(
         None, description="with a program: package.module:function that makes its reward of the task and its value"
+    )
+    python: str | None = Field(
+        None, description="with a program: the interpreter that runs it, where its packages conflict with ours"
     )
     args: dict[str, Any] = Field({}, description="the environment's own settings")
     max_turns: int = Field(8, ge=1, description="limit of the model's turns in one conversation")
@@ -74,6 +79,8 @@ class EnvironmentSettings(Section):
             raise PydanticCustomError("one_kind", "give either environment.name or environment.program")
         if self.evaluator is not None and self.program is None:
             raise PydanticCustomError("no_program", "environment.evaluator needs environment.program")
+        if self.python is not None and self.program is None:
+            raise PydanticCustomError("no_program", "environment.python needs environment.program")
         if self.program is not None and self.players > 1:
             raise PydanticCustomError("one_player", "environment.players is for games: a program is one player")
         if self.league is not None and self.players == 1:

@@ -47,6 +47,9 @@ class TinyModel(Section):
         "0123456789+-*/=()<>.,:;?! \nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ'\"[]{}_#$%&@^|~`\\",
         description="the tokenizer's characters, one token each",
     )
+    chat_template: str | None = Field(
+        None, description="how messages become text, as a Jinja template; none: the model reads plain text"
+    )
     vision: TinyVision | None = Field(
         None, description="of architectures that take images (qwen3_vl, smolvlm, …); none: the usual sizes"
     )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tidemill.errors import either
-from tidemill.recipe.section import ParallelSettings
+
+if TYPE_CHECKING:  # an engine alone needs no recipes
+    from tidemill.recipe.section import ParallelSettings
 
 MOST_SUGGESTED = 256
 

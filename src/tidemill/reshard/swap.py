@@ -135,16 +135,21 @@ class Swap:
         now = time.perf_counter()
         return Swapped(copied, sum(h.nbytes for h in held) - copied, now - started, now - freeing)
 
-    def back(self, *, wait: bool = True) -> Swapped:
-        """Bring everything back. Without `wait` the copies run on while the caller does something else (prefetch)."""
+    @property
+    def is_out(self) -> bool:
+        return bool(self._out)
+
+    def back(self, *, wait: bool = True, copies: bool = True) -> Swapped:
+        """Bring everything back. Without `wait` the copies run on while the caller does something else (prefetch);
+        without `copies` only the memory comes, for who writes all of it next."""
         started = time.perf_counter()
-        done = Swapped(sum(h.nbytes for h in self._out), 0, len(self._out))
+        done = Swapped(sum(h.nbytes for h in self._out) if copies else 0, 0, len(self._out))
         for batch in _batches(self._out):  # while one batch is copied the next gets its memory
             for one in batch:
                 assert one.storage is not None
                 one.storage.resize_(one.nbytes)
             with _on(self._stream):
-                for one in batch:
+                for one in batch if copies else ():
                     for host, device in self._pairs(one):
                         device.copy_(host, non_blocking=self._on_device)
         self._coming = True

@@ -22,6 +22,7 @@ class Sample:
     finish: str = "stop"  # why the response ended: stop, length, error, cancelled
     transcript: str = ""  # all turns of a conversation, answers included; without an environment the response
     tokens: Sequence[int] = ()  # prompt and response as they were sampled; only where the reward runs in this process
+    images: Sequence[Any] = ()  # of the prompt, uint8 (height, width, 3); as tokens, and only with rewards.images
     played: Mapping[str, Any] = field(default_factory=dict)  # what the environment made of it: reward, turns, parts, …
 
     @property

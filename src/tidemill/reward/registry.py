@@ -82,6 +82,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     ),
     "code": BuiltIn("tidemill.reward.verifiers.code:code", False, reads=columns("tests|answer")),
     "environment": BuiltIn("tidemill.reward.verifiers.played:environment", True),
+    "ocr": BuiltIn("tidemill.reward.verifiers.ocr:ocr", False),
     "judge": BuiltIn("tidemill.reward.verifiers.judge:judge", False),
     "model": BuiltIn("tidemill.reward.verifiers.model:model", False, wants_device=True),
 }

@@ -391,7 +391,7 @@ def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
 def borrowed(model: Any, kind: Any) -> Iterator[None]:
     """Inside, the model's attention is of this kind and its experts are ours; outside, both are its owner's choice."""
     config = model.config
-    usual, usual_experts = config._attn_implementation, getattr(config, "_experts_implementation", None)
+    usual, usual_experts = attention.attention_of(model), getattr(config, "_experts_implementation", None)
     if usual == kind:
         yield
         return
@@ -410,7 +410,7 @@ def borrowed(model: Any, kind: Any) -> Iterator[None]:
 def _tried(model: Any) -> Any:
     """Refuse what the engine would compute wrongly; the attention with which it computes the others. A model whose
     layers it knows needs no trial."""
-    kind = attention.ours(getattr(model.config, "vision_config", None) is not None)
+    kind = attention.ours(model.config)
     if lean.supports(model) or latent.supports(model):
         return kind
     from tidemill.models.trial import try_out

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tidemill.models.load import LoadedModel
+from tidemill.models.vision.eyes import eyes
 from tidemill.recipe.config import Config
 from tidemill.rollout.engine import RolloutEngine
+
+if TYPE_CHECKING:
+    from tidemill.rollout.native.ranks.links import Links
 
 
 def with_turns(
@@ -17,12 +21,15 @@ def with_turns(
     `writer`: this worker's name there."""
     if config.environment is None:
         return engine
+    from tidemill.data.pictures.shown import Pictures
     from tidemill.environment.registry import offered
     from tidemill.environment.speech import Speech
     from tidemill.rollout.turns import TurnsEngine
 
     is_chat = bool(loaded.tokenizer.chat_template) and config.data.chat != "off"
-    own = (config.environment.role, config.data.chat_args, offered(config.environment))
+    looks = eyes.of(loaded.model)
+    pictures = Pictures.of(None if looks is None else looks.view, config.data.images)
+    own = (config.environment.role, config.data.chat_args, offered(config.environment), pictures)
     speech = Speech(loaded.tokenizer, is_chat, *own)
     if config.environment.players > 1:
         from tidemill.rollout.seats import SeatsEngine
@@ -31,32 +38,35 @@ def with_turns(
     return TurnsEngine(engine, config.environment, speech, loaded.eos_ids)
 
 
-def make_plain(loaded: LoadedModel, config: Config, group: Any = None) -> RolloutEngine:
-    """An engine whose samples are one turn each. `group`: ranks that share the work (native engine)."""
-    rollout = config.rollout
+def make_plain(loaded: LoadedModel, config: Config, links: Links | None = None) -> RolloutEngine:
+    """An engine whose samples are one turn each. `links`: to the ranks that share the work (native engine)."""
+    rollout, replicas = config.rollout, 1 if links is None else links.grid.dp
     max_len = min(loaded.window, config.data.max_prompt_tokens + rollout.max_new_tokens)
     match rollout.engine:
         case "native":
             from tidemill.rollout.native.engine import NativeEngine
+            from tidemill.rollout.native.ranks.replicas import Replicas
             from tidemill.rollout.native.trial import try_rollout
 
-            engine = NativeEngine(
+            native = NativeEngine(
                 loaded.model,
                 eos_ids=loaded.eos_ids,
                 tokenizer=loaded.tokenizer,
-                max_seqs=rollout.concurrent,
+                max_seqs=-(-rollout.concurrent // replicas),
                 max_len=max_len,
-                group=group,
+                links=links,
                 page_size=rollout.page_size,
-                cache_tokens=rollout.cache_tokens,
+                cache_tokens=None if rollout.cache_tokens is None else -(-rollout.cache_tokens // replicas),
                 batch_invariant=rollout.batch_invariant,
                 record_routes=config.learn.moe.replay,
                 speculate=rollout.speculate,
                 cache_dtype=rollout.cache_dtype,
                 reuse_prefix=config.environment is not None,  # each turn begins with those before it
             )
-            try_rollout(engine)
-            return engine
+            if links is not None:
+                return Replicas(native, links)
+            try_rollout(native)
+            return native
         case "hf":
             from tidemill.rollout.hf import HFEngine
 
@@ -74,4 +84,5 @@ def make_plain(loaded: LoadedModel, config: Config, group: Any = None) -> Rollou
                 sleep_level=rollout.vllm.sleep_level,
                 truncates=rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0,
                 seed=config.seed,
+                additional_config=rollout.vllm.additional_config,
             )

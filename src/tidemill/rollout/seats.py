@@ -117,7 +117,7 @@ class SeatsEngine:
         return bool(self.inner.has_work or self.past.has_work or self.waiting or self.thinking or self.ready)
 
     def submit(self, request: Request) -> None:
-        if request.task is None or find_problem(request, ANY):
+        if request.task is None or find_problem(replace(request, tiles=()), ANY):
             self.inner.submit(request)
             return
         self._paused = [p for p in self._paused if p.request.user.match.request.id != request.id]  # a step made again

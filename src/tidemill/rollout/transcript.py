@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from tidemill.batch import Array
 from tidemill.environment.api import Played
 from tidemill.rollout.engine import Completion, Finish, Partial, Request
+from tidemill.tiles import Tiles
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -21,6 +22,9 @@ class Transcript:
     kept: list[float] = field(default_factory=list)
     routes: Array | None = None  # the last turn's: it has read all that was said before
     is_cut: bool = False  # some turn was drawn from a truncated distribution: `kept` counts
+    tiles: Tiles = ()  # of images that answers showed, by their places in prompt and response
+    before: int = 0  # tokens of the prompt
+    images: int = 0  # that the prompt shows
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)  # where each turn begins, and what it earned
 
     def speak(self, made: Completion | Partial) -> None:
@@ -33,7 +37,10 @@ class Transcript:
         self.is_cut |= made.kept is not None
         self.routes = made.routes if isinstance(made, Completion) else None
 
-    def hear(self, tokens: Sequence[int], version: int) -> None:
+    def hear(self, tokens: Sequence[int], version: int, tiles: Tiles = ()) -> None:
+        """`tiles`: what the tokens show, by their places among them."""
+        images = self.tiles[-1].image + 1 if self.tiles else self.images
+        self.tiles += tuple(tile.moved(self.before + len(self.tokens), images) for tile in tiles)
         self.tokens += tokens
         self.logprobs += [0.0] * len(tokens)
         self.versions += [version] * len(tokens)
@@ -52,4 +59,5 @@ class Transcript:
             self.kept if self.is_cut else None, self.routes, self.mask, played,
         )  # fmt: skip
         made.turn_rewards = self.turn_rewards
+        made.tiles = self.tiles
         return made

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
 from tidemill.chat.answer import Answer
-from tidemill.chat.template import TemplateError
 from tidemill.environment.api import Closes, Environment, Interrupts, Maker, Played, Task, Turn, UsesTools
 from tidemill.environment.registry import find
 from tidemill.environment.speech import Speech
-from tidemill.errors import PlayError
+from tidemill.errors import DataError, PlayError
 from tidemill.recipe.config import EnvironmentSettings as Settings
 from tidemill.rollout.engine import Completion, Finish, Partial, Request, RolloutEngine, run_callbacks, token_limit
 from tidemill.rollout.native.check import RequestLimits, find_problem
@@ -41,6 +40,7 @@ class Conversation(Transcript):
     played: Played = field(default_factory=Played)
     turn_id: int = 0  # of the engine's request under way
     is_cancelled: bool = False
+    strays: int = 0  # places for images that the model wrote itself
 
     @property
     def room(self) -> int:
@@ -77,13 +77,19 @@ class TurnsEngine:
         return self.inner.has_work or bool(self.thinking) or bool(self.ready)
 
     def submit(self, request: Request) -> None:
-        if request.task is None or find_problem(request, ANY):  # the engine says what is wrong with it
+        if request.task is None or find_problem(
+            replace(request, tiles=()), ANY
+        ):  # the engine says what is wrong with it
             self.inner.submit(request)
             return
         seed = turn_id(request.id, request.sampling.seed, 0)
         task = replace(request.task, prompt=self.speech.text(request.prompt), seed=seed)
+        shown = request.tiles[-1].image + 1 if request.tiles else 0
         conversations = [
-            Conversation(request=request, index=k, environment=self._begin(task)) for k in range(request.n)
+            Conversation(
+                request=request, index=k, environment=self._begin(task), before=len(request.prompt), images=shown
+            )
+            for k in range(request.n)
         ]
         self.under_way |= {id(c): c for c in conversations}
         limits = [self._turn_limit(c) for c in conversations]
@@ -119,7 +125,8 @@ class TurnsEngine:
         sampling = who[0].request.sampling
         if isinstance(who[0].environment, Interrupts) and not self._uses_tools(who[0].environment):
             sampling = replace(sampling, stop_strings=(*sampling.stop_strings, *who[0].environment.stop))
-        return Request(id, prompt, sampling, n=len(who), limits=limits, user=who)
+        shown, strays = who[0].request.tiles + who[0].tiles, who[0].strays
+        return Request(id, prompt, sampling, n=len(who), limits=limits, tiles=shown, strays=strays, user=who)
 
     def _turn_limit(self, conversation: Conversation) -> int:
         return min(conversation.room, self.settings.max_turn_tokens or conversation.room)
@@ -132,6 +139,8 @@ class TurnsEngine:
             return [completion]
         conversation: Conversation = completion.request.user[completion.index]
         conversation.speak(completion)
+        if self.speech.pictures is not None:
+            conversation.strays += completion.tokens.count(self.speech.pictures.view.token)
         if completion.finish in ("error", "cancelled"):
             return [self._finish(conversation, completion.finish, completion.error)]
         has_ended = bool(completion.tokens) and completion.tokens[-1] in self.eos_ids
@@ -178,7 +187,8 @@ class TurnsEngine:
             conversation.played = conversation.played.after(turn)
             conversation.gain(float(turn.reward))
             tokens = [] if turn.is_done else self._heard_tokens(turn, thinking)
-        except TemplateError as refusal:
+            shown = self.speech.tiles(turn, tokens) if tokens else ()
+        except DataError as refusal:
             return [self._fail(conversation, f"cannot be heard: {refusal.message}")]
         except (TypeError, ValueError, AttributeError) as error:  # a text that is none, a reward that is no number
             return [self._fail(conversation, f"answered with {turn!r:.80}: {error}")]
@@ -186,7 +196,7 @@ class TurnsEngine:
             return [self._finish(conversation, "stop")]
         if conversation.played.turns >= self.settings.max_turns or len(tokens) >= conversation.room:
             return [self._finish(conversation, "length")]
-        conversation.hear(tokens, self.version)
+        conversation.hear(tokens, self.version, shown)
         self._go_on(conversation)
         return []
 

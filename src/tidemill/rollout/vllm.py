@@ -11,8 +11,6 @@ import atexit
 import copy
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any
@@ -25,6 +23,7 @@ from tidemill.errors import ModelError
 from tidemill.models import lora
 from tidemill.models.buffers import persistent
 from tidemill.models.mixture import routing
+from tidemill.owned import OwnedFolder
 from tidemill.rollout.engine import (
     Completion,
     Finish,
@@ -322,12 +321,12 @@ def check_version(version: str) -> None:
 
 def _config_folder(model: Any) -> str:
     """vLLM reads a model's shape from a folder, and again whenever it likes: it stays until the process ends."""
-    folder = tempfile.mkdtemp(prefix="tidemill-vllm-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = OwnedFolder()
+    atexit.register(folder.close)
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    config.save_pretrained(folder)
-    return folder
+    config.save_pretrained(folder.path)
+    return str(folder.path)
 
 
 def params_of(how: Sampling, left: int, eos_ids: Sequence[int]) -> dict[str, Any]:

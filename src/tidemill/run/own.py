@@ -93,16 +93,15 @@ class _Fit:
     def lengths(self) -> None:
         """Make room for the longest prompt, and give the response what the model's window leaves."""
         from tidemill.data import survey
-        from tidemill.data.prompts import PromptTokens
         from tidemill.data.source import open_source
-        from tidemill.environment.registry import offered
+        from tidemill.flow.feed import encoder_of
         from tidemill.models.load import load_tokenizer
         from tidemill.models.shape import shape_of
 
         config = self.config()
         shape = shape_of(config.model)
         window = (shape.window if shape else None) or 4096
-        encode = PromptTokens(load_tokenizer(config.model), config.data, tools=offered(config.environment))
+        encode = encoder_of(config, load_tokenizer(config.model))
         training, held_out = open_source(config.data, config.seed)
         examples = [*survey.sampled(training), *survey.sampled(held_out)]
         longest = max(len(encode.prompt(example)) for example in examples)

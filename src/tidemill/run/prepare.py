@@ -48,6 +48,9 @@ def prepare(loaded: recipes.LoadedRecipe) -> Prepared:
     rows = survey.checked(training)
     survey.check_columns(rows, config)
     config = _check_rewards(config, [*rows, *survey.checked(held_out)], notes.append)
+    shown = survey.with_images(config, [*rows, *survey.checked(held_out)])
+    if shown is not config:
+        precheck.check(config := shown)
     lengths = _measured(config, survey.sampled(training))
     notes += [*survey.left_out(training), *survey.left_out(held_out), *lengths.sentences(config), *rules.unread(config)]
     as_one = recipes.load(config).layers  # what was chosen here is part of the recipe from now on
@@ -173,9 +176,8 @@ def _check_rewards(config: Config, examples: list[Any], note: Callable[[str], No
 
 def _measured(config: Config, examples: list[Any]) -> Lengths:
     from tidemill.data import survey
-    from tidemill.data.prompts import PromptTokens
-    from tidemill.environment.registry import offered
+    from tidemill.flow.feed import encoder_of
     from tidemill.models.load import load_tokenizer
 
-    encode = PromptTokens(load_tokenizer(recipes.model_of(config)), config.data, tools=offered(config.environment))
+    encode = encoder_of(config, load_tokenizer(recipes.model_of(config)))
     return survey.measure(examples, encode, config)

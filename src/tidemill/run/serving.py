@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import threading
@@ -13,15 +14,19 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tidemill.data.pictures.shown import Pictures
 from tidemill.errors import ConfigError, TidemillError
 from tidemill.learn import checkpoint
 from tidemill.models.load import LoadedModel
+from tidemill.models.vision.eyes import eyes
 from tidemill.observe.run_folder import RunFolder
+from tidemill.recipe.images import ImageSettings
 from tidemill.rollout.native.engine import NativeEngine
 from tidemill.run.trained import Trained, open_trained
 from tidemill.serve.app import App, OneKey
+from tidemill.serve.connections import MOST_CONNECTIONS
 from tidemill.serve.link import EngineLink, EngineThread
-from tidemill.serve.server import MOST_CONNECTIONS, HttpServer, listen
+from tidemill.serve.server import LOOPBACK_NAMES, HttpServer, listen
 from tidemill.serve.service import Served, Service
 from tidemill.serve.talk import Talk
 
@@ -74,8 +79,9 @@ class ModelServer:
         self.service = Service(self.served, most_open=options.most_open)
         links = [model.link for model in self.served]
         self.engines = EngineThread(links)
-        app = App(self.service, OneKey(self.service, options.key), options.most_body)
-        self.http = HttpServer(app, links, self.listener, options.most_connections)
+        hosts = () if options.key else LOOPBACK_NAMES
+        app = App(self.service, OneKey(self.service, options.key), options.most_body, hosts)
+        self.http = HttpServer(app, links, self.listener, options.most_connections, own_user_only=not options.key)
         self.follower = Follower(options.where, self.served[0], first.step) if options.follows else None
 
     def _served(self, name: str, trained: Trained, root: str, parent: str | None = None) -> Served:
@@ -85,7 +91,9 @@ class ModelServer:
         window = min(loaded.window, self.options.window or loaded.window)
         engine = make_engine(loaded, window, self.options.concurrent, self.options.cache_tokens)
         engine.version = trained.step or 0
-        talk = Talk(loaded.tokenizer, config.data.chat_args, is_chat=config.data.chat != "off")
+        looks = eyes.of(loaded.model)
+        pictures = None if looks is None else Pictures.of(looks.view, config.data.images or ImageSettings())
+        talk = Talk(loaded.tokenizer, config.data.chat_args, config.data.chat != "off", pictures)
         return Served(name, talk, EngineLink(engine), window, frozenset(loaded.eos_ids), root, parent)
 
     def start(self) -> None:
@@ -99,6 +107,10 @@ class ModelServer:
         self.engines.start()
         if self.follower is not None:
             self.follower.start()
+        # A million objects of imported packages live as long as the server: looking through them for garbage again and
+        # again takes about a tenth of the tokens per second.
+        gc.collect()
+        gc.freeze()
         self.http.run(told)
 
     def end(self) -> None:

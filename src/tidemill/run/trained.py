@@ -34,6 +34,8 @@ from tidemill.models.load import (
 )
 from tidemill.models.mixture import routing
 from tidemill.models.parts import decoder_of
+from tidemill.models.vision.eyes.find import give_eyes
+from tidemill.models.vision.views import find as views
 from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe import config as settings
 from tidemill.recipe.config import Config
@@ -111,6 +113,7 @@ def _from_run(run: RunFolder, place: torch.device, raw: bool, step: int | None, 
         raise CheckpointError(f"{found.path} lacks {len(missing)} of the model's tensors, first {missing[0]}")
     model.load_state_dict(own, strict=False)  # tied weights and buffers are made by the model itself
     tokenizer = AutoTokenizer.from_pretrained(run.path / DEFINITION)
+    give_eyes(model, views.view_of(definition.to_dict(), tokenizer, views.settings_of(run.path / DEFINITION)))
     window = getattr(definition.get_text_config(), "max_position_embeddings", 1 << 20)
     loaded = wrap(model.to(place), tokenizer, window)
     return Trained(loaded, run.config, found.step, head, is_mean, _base_dtype(run))

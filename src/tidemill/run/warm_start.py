@@ -82,9 +82,11 @@ def _code() -> str:
 
 def train(own: Config, made: Path, watch: Watcher) -> None:
     from tidemill.cluster.start.choose import start
+    from tidemill.data import survey
     from tidemill.run.interrupt import drained
     from tidemill.run.loop import train_loop
 
+    own = survey.with_images(own, survey.checked(survey.open_rows(own)[0]))
     with RunFolder.create(own) as inner, closing(start(own, warm_start(own, inner, watch), inner)) as workers:
         if drained(train_loop(own, inner, workers, watch, None)).is_stopped:
             raise KeyboardInterrupt

@@ -86,7 +86,7 @@ def device_seconds(config: Config, stage: str, measured: Mapping[str, float]) ->
     seconds = measured.get(f"time/{stage}", 0.0)
     if config.cluster.executor == "local":
         return seconds * (config.learn.parallel.ranks if stage != "rollout" else 1)
-    return seconds * (config.rollout.tp if stage == "rollout" else 1)
+    return seconds * (config.rollout.ranks if stage == "rollout" else 1)
 
 
 def shares(

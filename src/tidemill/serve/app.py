@@ -7,7 +7,7 @@ import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -23,7 +23,11 @@ from tidemill.serve.link import Answering
 from tidemill.serve.service import Service, Session
 
 MOST_BODY = 8 << 20  # bytes of one request
+LONG = 1 << 15  # bytes of a request, that take milliseconds
+BODY_S = 60.0  # for a request's body to come
 CLOSED = 499  # what proxies write down where the client went away
+
+T = TypeVar("T")
 
 encode = msgspec.json.Encoder().encode
 
@@ -51,6 +55,7 @@ class App:
     service: Service
     door: Doorkeeper
     most_body: int = MOST_BODY
+    hosts: tuple[str, ...] = ()  # names that it answers to; none: any
     kept: responding.Responses = None  # type: ignore[assignment]  # made below
 
     def __post_init__(self) -> None:
@@ -59,22 +64,28 @@ class App:
     # Endpoints
 
     async def chat(self, request: Request, session: Session) -> Response:
-        body: Chatting = decoded(Chatting, await self._body(request))
-        call = chatting.begin(self.service, session, body)
+        text = await self._body(request)
+        body: Chatting = decoded(Chatting, text)
+        given = await _apart(len(text), chatting.read, self.service, session, body)
+        call = chatting.begin(self.service, session, body, given)
         if body.stream:
             return Events(chatting.chunks(call), lambda: self._cancel(call.answering))
         return JSON(await self._watched(request, chatting.answer(call), [call.answering]))
 
     async def completions(self, request: Request, session: Session) -> Response:
-        body: Completing = decoded(Completing, await self._body(request))
-        call = completing.begin(self.service, session, body)
+        text = await self._body(request)
+        body: Completing = decoded(Completing, text)
+        prompts = await _apart(len(text), completing.read, self.service, body)
+        call = completing.begin(self.service, session, body, prompts)
         if body.stream:
             return Events(completing.chunks(call), lambda: self._cancel(*call.answering))
         return JSON(await self._watched(request, completing.answer(call), call.answering))
 
     async def responses(self, request: Request, session: Session) -> Response:
-        body: responding.Responding = decoded(responding.Responding, await self._body(request))
-        call = responding.ResponseCall(self.service, session, body, self.kept, _key(request))
+        text = await self._body(request)
+        body: responding.Responding = decoded(responding.Responding, text)
+        call = responding.ResponseCall(body, self.kept, _key(request))
+        call.begin(self.service, session, await _apart(len(text), chatting.read, self.service, session, call.chat))
         if body.stream:
             return Events(responding.numbered(call.events()), lambda: self._cancel(call.call.answering), has_names=True)
         return JSON(await self._watched(request, call.answer(), [call.call.answering]))
@@ -84,10 +95,12 @@ class App:
         return JSON(await completing.generate(self.service, session, body))
 
     async def tokenize(self, request: Request, session: Session) -> Response:
-        return JSON(completing.tokenize(self.service, decoded(Tokenizing, await self._body(request))))
+        text = await self._body(request)
+        return JSON(await _apart(len(text), completing.tokenize, self.service, decoded(Tokenizing, text)))
 
     async def detokenize(self, request: Request, session: Session) -> Response:
-        return JSON(completing.detokenize(self.service, decoded(Detokenizing, await self._body(request))))
+        text = await self._body(request)
+        return JSON(await _apart(len(text), completing.detokenize, self.service, decoded(Detokenizing, text)))
 
     async def models(self, request: Request, session: Session) -> Response:
         return JSON({"object": "list", "data": [_model(m) for m in self.service.models.values()]})
@@ -106,11 +119,15 @@ class App:
         if not declared.isdecimal() or int(declared) > self.most_body:
             raise Refused(f"the body is larger than {self.most_body} bytes", status=413)
         parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > self.most_body:
-                raise Refused(f"the body is larger than {self.most_body} bytes", status=413)
-            parts.append(part)
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > self.most_body:
+                        raise Refused(f"the body is larger than {self.most_body} bytes", status=413)
+                    parts.append(part)
+        except TimeoutError:
+            raise Refused(f"the body did not come within {BODY_S:g} s", status=408) from None
         return b"".join(parts)
 
     async def _watched(self, request: Request, answer: Awaitable[Any], answering: list[Answering]) -> Any:
@@ -140,6 +157,7 @@ class App:
 
         async def opened(request: Request) -> Response:
             try:
+                self._refuse_other_sites(request)
                 session = self.door.session(_key(request), request.headers)
                 if session is None:
                     raise Refused("the API key is not right", status=401, code="invalid_api_key")
@@ -151,9 +169,16 @@ class App:
 
         return opened
 
+    def _refuse_other_sites(self, request: Request) -> None:
+        """Refuse a page of the web that the user's browser has open: its name may lead here, or it asks blindly."""
+        for header, status in (("host", 421), ("origin", 403)):
+            place = request.headers.get(header, "" if header == "host" else None)
+            if self.hosts and place is not None and _name(place) not in self.hosts:
+                raise Refused(f"without a key this server answers to the {header} localhost alone", status=status)
+
     def _refusal(self, refused: Refused) -> Response:
         self.service.metrics.refused[refused.status] += 1
-        return JSON(error_of(refused), refused.status, close=refused.status == 413)
+        return JSON(error_of(refused), refused.status, close=refused.status in (408, 413))
 
 
 def application(app: App) -> Starlette:
@@ -181,6 +206,11 @@ def application(app: App) -> Starlette:
     return Starlette(routes=routes, exception_handlers={HTTPException: refused, 500: failed})
 
 
+async def _apart(size: int, work: Callable[..., T], *given: Any) -> T:
+    """What a request asks for, beside the loop where it is long: others are answered in the meantime."""
+    return await asyncio.to_thread(work, *given) if size > LONG else work(*given)
+
+
 async def _health(request: Request) -> Response:
     return PlainTextResponse("")
 
@@ -192,6 +222,12 @@ def _model(model: Any) -> dict[str, Any]:
 
 def _key(request: Request) -> str:
     return request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+
+
+def _name(place: str) -> str:
+    """Return the host of a Host or Origin header."""
+    host = place.rpartition("//")[2]
+    return host if host.endswith("]") else host.rpartition(":")[0] or host
 
 
 def error_of(refused: Refused) -> dict[str, Any]:

@@ -123,14 +123,19 @@ def decoded(kind: type[Any], body: bytes) -> Any:
         raise Refused(f"the body is no JSON: {error}") from None
 
 
+def choices_of(asked: Drawing) -> int:
+    """How many answers are asked for."""
+    if asked.n is not None and not 1 <= asked.n <= MOST_CHOICES:
+        raise Refused(f"n is {asked.n}; it must be from 1 to {MOST_CHOICES}", "n")
+    return asked.n or 1
+
+
 def sampling(asked: Drawing, most: int, base: Sampling | None = None) -> Sampling:
     """How tokens are drawn for a request. `base`: of a run, whose temperature and cuts are the recipe's own, because
     learning computes log-probabilities at these."""
     stops = [asked.stop] if isinstance(asked.stop, str) else list(asked.stop or ())
     if len(stops) > MOST_STOPS:
         raise Refused(f"stop has {len(stops)} strings; at most {MOST_STOPS} are looked for", "stop")
-    if asked.n is not None and not 1 <= asked.n <= MOST_CHOICES:
-        raise Refused(f"n is {asked.n}; it must be from 1 to {MOST_CHOICES}", "n")
     drawn = Sampling() if base is None else base
     given: dict[str, Any] = {
         "max_tokens": most,

@@ -11,6 +11,7 @@ from typing import Any
 
 from tidemill.chat.answer import Answer, Schema, ToolCall
 from tidemill.chat.template import TemplateError
+from tidemill.data.pictures.shown import in_messages
 from tidemill.rollout.engine import Completion
 from tidemill.serve.asking import Chatting, Refused, grammar_of, tools_of
 from tidemill.serve.link import Answering
@@ -40,7 +41,17 @@ class ChatCall:
         return bool(self.body.logprobs)
 
 
-def begin(service: Service, session: Session, body: Chatting) -> ChatCall:
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A chat request's messages as tokens."""
+
+    model: Served
+    tools: list[Schema]
+    asked: Asked
+
+
+def read(service: Service, session: Session, body: Chatting) -> Read:
+    """Read the messages, in any thread: long ones take seconds."""
     model = service.model(body.model)
     if not body.messages:
         raise Refused("messages is empty", "messages")
@@ -48,10 +59,24 @@ def begin(service: Service, session: Session, body: Chatting) -> ChatCall:
         if not isinstance(message.get("role"), str):
             raise Refused(f"messages[{i}] has no role", "messages")
     tools = tools_of(body.tools, body.tool_choice)
+    model.check_length(_characters(in_messages(body.messages)[0]))
     try:
         asked = model.talk.asked(body.messages, tools, body.chat_template_kwargs or {}, session.memory)
     except (TemplateError, TypeError, AttributeError, KeyError) as error:
         raise Refused(getattr(error, "message", None) or f"messages cannot be read: {error}", "messages") from None
+    return Read(model, tools, asked)
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        value = list(value.values())
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
+
+
+def begin(service: Service, session: Session, body: Chatting, given: Read) -> ChatCall:
+    model, tools, asked = given.model, given.tools, given.asked
     is_parallel = body.parallel_tool_calls is not False
     chat = model.talk.chat
     grammar = grammar_of(tools, body.tool_choice, body.response_format, chat.format, chat.specials, is_parallel)
@@ -60,7 +85,7 @@ def begin(service: Service, session: Session, body: Chatting) -> ChatCall:
     tops = body.top_logprobs or 0
     asked_most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     wanted = Wanted(asked_most, body.stream and not tops, grammar, tops)  # the likeliest are known at the end
-    answering = service.ask(session, model, asked.tokens, body, wanted)
+    answering = service.ask(session, model, asked.tokens, body, wanted, asked.tiles)
     stops = answering.request.sampling.stop_strings
     count = answering.request.n
     sayings = [Saying(model.talk, tools, stops, has_thoughts=asked.has_thoughts) for _ in range(count)]

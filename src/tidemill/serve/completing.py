@@ -39,9 +39,13 @@ class TextCall:
     created: int
 
 
-def begin(service: Service, session: Session, body: Completing) -> TextCall:
+def read(service: Service, body: Completing) -> list[list[int]]:
+    """Read the prompts, in any thread: long ones take seconds."""
+    return _prompts(service.model(body.model), body.prompt)
+
+
+def begin(service: Service, session: Session, body: Completing, prompts: list[list[int]]) -> TextCall:
     model = service.model(body.model)
-    prompts = _prompts(model, body.prompt)
     if body.echo:
         raise Refused("echo is not supported", "echo")
     if body.stream and len(prompts) > 1:
@@ -56,7 +60,7 @@ def begin(service: Service, session: Session, body: Completing) -> TextCall:
 
 def _prompts(model: Served, given: str | list[Any]) -> list[list[int]]:
     if isinstance(given, str):
-        return [model.talk.chat.encode(given) or _refuse_empty()]
+        given = [given]
     if not given:
         _refuse_empty()
     if all(isinstance(x, int) for x in given):
@@ -64,6 +68,7 @@ def _prompts(model: Served, given: str | list[Any]) -> list[list[int]]:
     if len(given) > MOST_PROMPTS:
         raise Refused(f"prompt has {len(given)} entries; at most {MOST_PROMPTS} go into one request", "prompt")
     if all(isinstance(x, str) for x in given):
+        model.check_length(max(map(len, given)), "prompt")
         return [model.talk.chat.encode(text) or _refuse_empty() for text in given]
     if all(isinstance(x, list) and x and all(isinstance(t, int) for t in x) for x in given):
         return given

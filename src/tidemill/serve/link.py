@@ -80,6 +80,7 @@ class EngineLink:
         self._asked: deque[tuple[str, Any]] = deque()
         self._made: deque[Fresh | Completion] = deque()
         self._answering: dict[int, Answering] = {}  # by the engine's id of the request
+        self._samples = 0  # of these requests
         self._streams: dict[int, tuple[Answering, int]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_due = False  # the loop was told that something waits for it
@@ -167,6 +168,7 @@ class EngineLink:
         answering = Answering.of(request)
         answering.on_whole = on_whole
         self._answering[request.id] = answering
+        self._samples += request.n
         if stream is not None:
             self._streams |= {stream + k: (answering, k) for k in range(request.n)}
         self._asked.append(("ask", request))
@@ -187,6 +189,10 @@ class EngineLink:
     @property
     def open_requests(self) -> int:
         return len(self._answering)
+
+    @property
+    def open_samples(self) -> int:
+        return self._samples
 
     def _look(self) -> None:
         """Take what was made, now or once the server's share of the time allows."""
@@ -238,6 +244,7 @@ class EngineLink:
         answering.tokens[k], answering.logprobs[k] = completion.tokens, completion.logprobs
         if answering.is_whole:
             del self._answering[completion.request.id]
+            self._samples -= answering.request.n
             if answering.request.stream is not None:
                 for k in range(answering.request.n):
                     self._streams.pop(answering.request.stream + k, None)
@@ -250,6 +257,7 @@ class EngineLink:
             answering.failure = EngineGone(str(self._error))
             answering.wake()
         self._answering.clear()
+        self._samples = 0
         self._streams.clear()
 
 

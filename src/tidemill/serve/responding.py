@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 
 from tidemill.serve.asking import Chatting, Refused
-from tidemill.serve.chatting import ChatCall, begin, finish_of, told
+from tidemill.serve.chatting import ChatCall, Read, begin, finish_of, told
 from tidemill.serve.service import Service, Session, new_id, news, whole
 
 MOST_KEPT = 4096  # responses that can be gone on from
+MOST_BYTES = 256 << 20  # of their messages, as JSON
 
 
 class Responding(msgspec.Struct, kw_only=True):
@@ -40,33 +41,38 @@ class Responding(msgspec.Struct, kw_only=True):
 
 
 class Responses:
-    """What was answered, for `previous_response_id`. Sessions do not see each other's."""
+    """What was answered, for `previous_response_id`. Sessions do not see each other's; the oldest are forgotten."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], list[dict[str, Any]]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        self._bytes = 0
 
     def keep(self, owner: str, id: str, messages: list[dict[str, Any]]) -> None:
-        self._kept[owner, id] = messages
-        while len(self._kept) > MOST_KEPT:
-            self._kept.popitem(last=False)
+        told = msgspec.json.encode(messages)
+        self._kept[owner, id] = told
+        self._bytes += len(told)
+        while len(self._kept) > MOST_KEPT or (self._bytes > MOST_BYTES and len(self._kept) > 1):
+            self._bytes -= len(self._kept.popitem(last=False)[1])
 
     def messages(self, owner: str, id: str | None) -> list[dict[str, Any]]:
         if id is None:
             return []
         if (owner, id) not in self._kept:
             raise Refused(f"there is no response {id!r}", "previous_response_id", 404)
-        return self._kept[owner, id]
+        return list(msgspec.json.decode(self._kept[owner, id]))
 
 
 class ResponseCall:
     """A request on its way, and the items that it comes to."""
 
-    def __init__(self, service: Service, session: Session, body: Responding, kept: Responses, owner: str) -> None:
+    call: ChatCall
+
+    def __init__(self, body: Responding, kept: Responses, owner: str) -> None:
         self.body, self.kept, self.owner = body, kept, owner
         before = kept.messages(owner, body.previous_response_id)
         self.messages = [*before, *messages_of(body.input)]
         head = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        chat = Chatting(
+        self.chat = Chatting(
             model=body.model,
             messages=[*head, *self.messages],
             max_tokens=body.max_output_tokens,
@@ -79,8 +85,10 @@ class ResponseCall:
             top_p=body.top_p,
             seed=body.seed,
         )
-        self.call: ChatCall = begin(service, session, chat)
         self.id, self.created = new_id("resp"), int(time.time())
+
+    def begin(self, service: Service, session: Session, given: Read) -> None:
+        self.call = begin(service, session, self.chat, given)
 
     async def answer(self) -> dict[str, Any]:
         (completion,) = await whole(self.call.answering)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -13,12 +13,15 @@ import uvicorn
 
 from tidemill.errors import ConfigError
 from tidemill.serve.app import App, application
+from tidemill.serve.connections import BACKLOG, MOST_CONNECTIONS, config
 from tidemill.serve.link import EngineLink
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-MOST_CONNECTIONS = 4096
-BACKLOG = 2048
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")  # as a request's Host has them
 START_S = 30.0
+# For how long one thread may keep Python's lock while another wants it. With the usual 5 ms the engine waits several
+# times a step for the server's thread: at 256 streaming clients that takes some 5 % of its tokens per second.
+SWITCH_S = 0.0005
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -46,22 +49,17 @@ class HttpServer:
     """uvicorn around the app, in this thread or in one of its own."""
 
     def __init__(
-        self, app: App, links: Sequence[EngineLink], listener: socket.socket, most_connections: int = MOST_CONNECTIONS
+        self,
+        app: App,
+        links: Sequence[EngineLink],
+        listener: socket.socket,
+        most_connections: int = MOST_CONNECTIONS,
+        own_user_only: bool = False,
     ) -> None:
-        raise_file_limit(most_connections + 256)
+        sys.setswitchinterval(SWITCH_S)
         self.links, self.listener, self.address = links, listener, address_of(listener)
-        config = uvicorn.Config(
-            application(app),
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            limit_concurrency=most_connections,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=3,
-            backlog=BACKLOG,
-            ws="none",
-        )
-        self._server = _Attached(config, links)
+        made = config(application(app), most_connections, own_user_only, lifespan="off")
+        self._server = _Attached(made, links)
         self._thread: threading.Thread | None = None
 
     def run(self, told: Callable[[], None] = lambda: None) -> None:
@@ -102,11 +100,3 @@ class _Attached(uvicorn.Server):
             link.attach(asyncio.get_running_loop())
         await super().startup(sockets=sockets)
         self.on_start()
-
-
-def raise_file_limit(wanted: int) -> None:
-    """Allow a file for each connection, as far as the system lets us."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or soft < min(wanted, hard):
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted if hard == -1 else min(wanted, hard)), hard))

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 
 from tidemill.rollout.engine import Completion, Grammar, Request, Sampling
-from tidemill.serve.asking import Drawing, Refused, sampling
+from tidemill.serve.asking import Drawing, Refused, choices_of, sampling
 from tidemill.serve.link import Answering, EngineGone, EngineLink
 from tidemill.serve.metrics import Metrics
 from tidemill.serve.talk import Memory, Talk
+from tidemill.tiles import Tiles
 
 SERVED = object()  # marks requests of the endpoint among others of the same engine
 MOST_MEMORIES = 1024  # sessions whose conversations are remembered at once
+MOST_REMEMBERED = 1 << 24  # tokens of all of them
 
 
 @dataclass(slots=True)
@@ -38,6 +40,15 @@ class Served:
     @property
     def version(self) -> int:
         return self.link.engine.version
+
+    def check_length(self, characters: int, field: str = "messages") -> None:
+        """Refuse a text that cannot fit before seconds are spent on it."""
+        if characters > self.window * self.talk.longest:
+            raise Refused(
+                f"the prompt has {characters} characters, and the model's window is {self.window} tokens",
+                field,
+                code="context_length_exceeded",
+            )
 
 
 class Session:
@@ -84,13 +95,13 @@ class Service:
         most_open: int = 4096,
         takes_any_name: bool = False,
     ) -> None:
-        """`most_open`: requests that wait or run at once; more are told to come back. `takes_any_name`: whatever a
+        """`most_open`: samples that wait or run at once; more are told to come back. `takes_any_name`: whatever a
         client calls the model, it is the first one."""
         self.models = {model.name: model for model in models}
         self.default = models[0]
         self.metrics = metrics or Metrics()
         self.most_open, self.takes_any_name = most_open, takes_any_name
-        self._memories: OrderedDict[str, Memory] = OrderedDict()
+        self._memories: OrderedDict[bytes, Memory] = OrderedDict()
 
     def model(self, name: str) -> Served:
         if not name or (self.takes_any_name and name not in self.models):
@@ -104,15 +115,25 @@ class Service:
         """`name`: of a conversation that the client wants remembered."""
         session = Session()
         if name:
-            session.memory = self._memories.setdefault(name, Memory(1 << 18))
-            self._memories.move_to_end(name)
-            while len(self._memories) > MOST_MEMORIES:
+            key = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+            session.memory = self._memories.setdefault(key, Memory(1 << 18))
+            self._memories.move_to_end(key)
+            while len(self._memories) > 1 and (
+                len(self._memories) > MOST_MEMORIES or self.remembered_tokens > MOST_REMEMBERED
+            ):
                 self._memories.popitem(last=False)
         return session
 
-    def ask(self, session: Session, model: Served, prompt: list[int], asked: Drawing, wanted: Wanted) -> Answering:
-        """Send a request on its way."""
-        if sum(m.link.open_requests for m in self.models.values()) >= self.most_open:
+    @property
+    def remembered_tokens(self) -> int:
+        return sum(memory.size for memory in self._memories.values())
+
+    def ask(
+        self, session: Session, model: Served, prompt: list[int], asked: Drawing, wanted: Wanted, tiles: Tiles = ()
+    ) -> Answering:
+        """Send a request on its way. `tiles`: what the prompt shows."""
+        count = choices_of(asked)
+        if sum(m.link.open_samples for m in self.models.values()) + count > self.most_open:
             raise Refused("too many requests wait already: come back later", status=429, code="rate_limit_exceeded")
         room = model.window - len(prompt)
         if room < 1:
@@ -128,7 +149,13 @@ class Service:
         how = sampling(asked, most, session.base)
         how = replace(how, grammar=wanted.grammar, top_logprobs=wanted.tops)
         request = Request(
-            model.link.new_id(), prompt, how, n=asked.n or 1, draw_id=session.draw_id(prompt, asked.seed), user=SERVED
+            model.link.new_id(),
+            prompt,
+            how,
+            n=count,
+            draw_id=session.draw_id(prompt, asked.seed),
+            tiles=tiles,
+            user=SERVED,
         )
         began = time.monotonic()
 

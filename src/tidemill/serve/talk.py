@@ -8,26 +8,40 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
+import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from tidemill.batch import Array
 from tidemill.chat.answer import Answer, Schema
 from tidemill.chat.formats.api import THINK, without_thoughts
 from tidemill.chat.messages import Message, plain, text_of
 from tidemill.chat.template import Chat, TemplateError
+from tidemill.data.pictures.opened import NoPicture, as_picture
+from tidemill.data.pictures.shown import Pictures, has_images, in_messages, text_with_places
+from tidemill.errors import DataError
+from tidemill.models.vision.views.view import Plan
+from tidemill.tiles import Tiles
 
+WHERE = "messages"
 HEARD = {"role": "tool", "name": "called", "tool_call_id": "call00000", "content": "heard"}
 MOST_VARIANTS = 32  # of a chat template's options, kept at once
+# No template's options: what is handed to it otherwise.
+TAKEN = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
     """An answer that the server gave: the tokens up to its end, and what the client was told it says."""
 
-    tokens: tuple[int, ...]  # prompt and answer
+    tokens: Array  # int32, of prompt and answer
     message: Mapping[str, Any]
     has_ended: bool  # the model closed its message itself
 
@@ -37,16 +51,16 @@ class Memory:
 
     def __init__(self, most_tokens: int = 1 << 22) -> None:
         self._said: OrderedDict[bytes, Said] = OrderedDict()
-        self._tokens, self._most = 0, most_tokens
+        self.size, self._most = 0, most_tokens  # in tokens
 
     def keep(self, key: bytes, said: Said) -> None:
         if key in self._said:  # the same words twice: the first answer stays, so that no request depends on another's
             return
         self._said[key] = said
-        self._tokens += len(said.tokens)
-        while self._tokens > self._most and len(self._said) > 1:
+        self.size += len(said.tokens)
+        while self.size > self._most and len(self._said) > 1:
             _, oldest = self._said.popitem(last=False)
-            self._tokens -= len(oldest.tokens)
+            self.size -= len(oldest.tokens)
 
     def find(self, key: bytes) -> Said | None:
         return self._said.get(key)
@@ -59,25 +73,81 @@ class Asked:
     tokens: list[int]
     key: bytes  # of the messages, which `Memory` keeps the answer by
     has_thoughts: bool  # the prompt ends inside the model's thoughts
+    tiles: Tiles = ()  # what they show
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The images of some messages."""
+
+    looking: Pictures | None  # None where there are no images
+    pictures: list[Any]
+    plans: list[Plan]
+
+    def behind(self, messages: Sequence[Message]) -> Shown:
+        """Those that come after the ones of these messages."""
+        before = len(in_messages(messages)[1])
+        return Shown(self.looking, self.pictures[before:], self.plans[before:])
+
+    def written(self, text: str) -> str:
+        if self.looking is None:
+            return text
+        try:
+            return self.looking.written(text, self.plans, WHERE)
+        except DataError as error:
+            raise TemplateError(error.message) from None
+
+    def placed(self, messages: Sequence[Message], clean: Callable[[str], str]) -> str:
+        """Plain text, for a model without a template."""
+        if self.looking is None:
+            return "".join(clean(text_of(message)) for message in messages)
+        try:
+            return self.looking.placed("".join(map(text_with_places, messages)), self.plans, WHERE, clean)
+        except DataError as error:
+            raise TemplateError(error.message) from None
+
+    def tiles(self, tokens: Sequence[int]) -> Tiles:
+        if self.looking is None:
+            return ()
+        try:
+            return self.looking.tiles(self.pictures, tokens, WHERE, self.plans)
+        except DataError as error:
+            raise TemplateError(error.message) from None
 
 
 class Talk:
-    def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None, is_chat: bool = True) -> None:
-        """`is_chat`: false for a model that reads plain text though its tokenizer has a template."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        options: Mapping[str, Any] | None = None,
+        is_chat: bool = True,
+        pictures: Pictures | None = None,
+    ) -> None:
+        """`is_chat`: false for a model that reads plain text though its tokenizer has a template. `pictures`: how
+        messages may show images; None where they may not."""
+        self.pictures = pictures
         self.tokenizer, self.options = tokenizer, dict(options or {})
         self._variants: OrderedDict[str, Chat] = OrderedDict()
+        self._mutex = threading.Lock()  # messages are read in several threads
+        self.longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token
         self.chat = self._chat({})
         self.has_template = self.chat.has_template and is_chat
         self._has_tool_role = self.has_template and self._shows("heard", HEARD)
         self._has_calls = self.has_template and self._shows("called")
 
     def _chat(self, options: Mapping[str, Any]) -> Chat:
+        own = TAKEN & options.keys()
+        if own:  # among them a template of the client's own, which is a program
+            raise TemplateError(f"chat_template_kwargs are a template's own options, and {min(own)!r} is none")
         key = json.dumps(options, sort_keys=True, default=str)
-        if key not in self._variants:
-            self._variants[key] = Chat(self.tokenizer, {**self.options, **options})
-            while len(self._variants) > MOST_VARIANTS:
-                self._variants.popitem(last=False)
-        return self._variants[key]
+        with self._mutex:
+            found = self._variants.get(key)
+            if found is None:
+                told = self.chat.clean_all(options) if options else {}
+                found = self._variants[key] = Chat(self.tokenizer, {**self.options, **told})
+                while len(self._variants) > MOST_VARIANTS:
+                    self._variants.popitem(last=False)
+        return found
 
     # Messages to tokens
 
@@ -88,31 +158,52 @@ class Talk:
         options: Mapping[str, Any],
         memory: Memory | None,
     ) -> Asked:
-        """Raise TemplateError where the template refuses the messages."""
+        """Raise TemplateError where the template refuses the messages, or an image cannot be shown."""
         keys = _keys(messages, tools, options)
-        chat = self._chat(options)
+        chat, shown = self._chat(options), self._shown(messages)
         for count in range(len(messages), 0, -1) if memory is not None else ():
             said = memory.find(keys[count]) if memory is not None else None
             if said is not None and messages[count - 1].get("role") == "assistant":
-                behind = self._behind(chat, said, messages[count:], tools)
+                behind = self._behind(chat, said, messages[count:], tools, shown.behind(messages[:count]))
                 if behind is not None:
-                    return self._asked([*said.tokens, *behind], keys[-1], chat)
-        return self._asked(self._prompt(chat, messages, tools), keys[-1], chat)
+                    return self._asked([*said.tokens.tolist(), *behind], keys[-1], chat, shown)
+        return self._asked(self._prompt(chat, messages, tools, shown), keys[-1], chat, shown)
 
-    def _asked(self, tokens: list[int], key: bytes, chat: Chat) -> Asked:
-        return Asked(tokens, key, self.has_template and chat.opens_thoughts(tokens))
+    def _shown(self, messages: Sequence[Message]) -> Shown:
+        """What the messages show. Only what stands in them is looked at: no request leads to a file or an address."""
+        _, found = in_messages(messages)
+        if not found and not has_images(messages):
+            return Shown(None, [], [])
+        if self.pictures is None:
+            raise TemplateError("the messages show an image, and this model is asked with text alone")
+        for url in found:
+            if not isinstance(url, str) or not url.startswith("data:"):
+                raise TemplateError("an image must stand in the message itself, as a data: URL")
+        try:
+            pictures = [as_picture(url) for url in found]
+            return Shown(self.pictures, pictures, self.pictures.plans(pictures, WHERE))
+        except NoPicture as error:
+            raise TemplateError(f"an image {error}") from None
+        except DataError as error:
+            raise TemplateError(error.message) from None
 
-    def _behind(self, chat: Chat, said: Said, new: Sequence[Message], tools: Sequence[Schema]) -> list[int] | None:
+    def _asked(self, tokens: list[int], key: bytes, chat: Chat, shown: Shown) -> Asked:
+        return Asked(tokens, key, self.has_template and chat.opens_thoughts(tokens), shown.tiles(tokens))
+
+    def _behind(
+        self, chat: Chat, said: Said, new: Sequence[Message], tools: Sequence[Schema], shown: Shown
+    ) -> list[int] | None:
         if not new:
             return None
         if not self.has_template:
-            return chat.encode("".join(chat.clean(text_of(message)) for message in new))
-        return chat.follow(said.message, self._fitting(new), tools or None, has_ended=said.has_ended)
+            return chat.encode(shown.placed(new, chat.clean))
+        fitting = in_messages(self._fitting(new))[0]
+        return chat.follow(said.message, fitting, tools or None, has_ended=said.has_ended, written=shown.written)
 
-    def _prompt(self, chat: Chat, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
+    def _prompt(self, chat: Chat, messages: Sequence[Message], tools: Sequence[Schema], shown: Shown) -> list[int]:
         if self.has_template:
-            return chat.prompt(self._fitting(messages), tools or None)
-        return chat.encode("".join(chat.clean(text_of(message)) for message in messages))
+            return chat.prompt(in_messages(self._fitting(messages))[0], tools or None, shown.written)
+        return chat.encode(shown.placed(messages, chat.clean))
 
     def _fitting(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """The messages in a form that the template knows: one that has no tools reads calls and results as words."""
@@ -167,7 +258,8 @@ class Talk:
     def keep(
         self, memory: Memory, asked: Asked, tokens: Sequence[int], message: Mapping[str, Any], has_ended: bool
     ) -> None:
-        memory.keep(_next(asked.key, message), Said((*asked.tokens, *tokens), message, has_ended))
+        whole = np.array([*asked.tokens, *tokens], np.int32)
+        memory.keep(_next(asked.key, message), Said(whole, message, has_ended))
 
 
 def _keys(messages: Sequence[Message], tools: Sequence[Schema], options: Mapping[str, Any]) -> list[bytes]:

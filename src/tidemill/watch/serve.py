@@ -13,6 +13,7 @@ from tidemill.errors import ConfigError
 from tidemill.watch.runs import Runs
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+MOST_CONNECTIONS = 256
 
 
 def serve(
@@ -28,6 +29,7 @@ def serve(
     try:
         import uvicorn
 
+        from tidemill.serve.connections import config
         from tidemill.watch import guard, server
     except ImportError as missing:
         remedy = "pip install 'tidemill[watch]'"
@@ -43,14 +45,13 @@ def serve(
     listener = _listener(host, port)
     address = f"http://{host if ':' not in host else f'[{host}]'}:{listener.getsockname()[1]}/"
     told(f"{address}{f'?token={token}' if token else ''}")
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=3, lifespan="on")
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             ending.set()
             super().handle_exit(sig, frame)
 
-    Server(config).run(sockets=[listener])
+    Server(config(app, MOST_CONNECTIONS, own_user_only=not token, lifespan="on")).run(sockets=[listener])
 
 
 def _listener(host: str, port: int) -> socket.socket:

@@ -11,10 +11,11 @@ from tidemill.algorithms.shared.registry import get
 from tidemill.errors import ModelError
 from tidemill.learn.engine import Learner, score
 from tidemill.learn.logprob.tokens import token_logprobs
-from tidemill.learn.parallel.pipeline import Pipeline, Stages, ends, split
+from tidemill.learn.parallel.pipeline import Pipeline, Stages, ends
 from tidemill.learn.parallel.schedule import Action, forward_only, kept, play, timetable
 from tidemill.learn.rows.packing import microbatches, pack
 from tidemill.learn.rows.tokens import token_batch
+from tidemill.models.layers.stages import split
 
 CPU = torch.device("cpu")
 

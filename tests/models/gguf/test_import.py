@@ -12,7 +12,7 @@ from tests.models.gguf.written import write
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tidemill.errors import ConfigError, ModelError
-from tidemill.models.gguf import convert
+from tidemill.models.foreign import write as write_folder
 from tidemill.models.gguf.convert import import_file
 from tidemill.models.gguf.families import llama3_divisors
 from tidemill.models.gguf.file import open_file
@@ -190,7 +190,7 @@ def test_an_imported_folder_can_be_trained_from(tmp_path: Path) -> None:
 
 
 def test_a_model_larger_than_a_shard_is_written_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr(write_folder, "SHARD_BYTES", 100_000)
     original = made("llama")
     import_file(write(tmp_path / "m.gguf", "llama", original), tmp_path / "folder", dtype="bfloat16")
     assert len(list((tmp_path / "folder").glob("model-*-of-*.safetensors"))) > 1

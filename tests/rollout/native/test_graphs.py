@@ -180,6 +180,18 @@ def test_states_move_on_inside_the_graph(monkeypatch: pytest.MonkeyPatch, family
     assert engine.decoder is not None and engine.decoder.buckets
 
 
+def test_graphs_with_states_can_be_captured_before_the_first_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.models("qwen3_5_text")[0].to(DEVICE)
+    wanted = tokens(roll(NativeEngine(model, eos_ids=[], max_len=64, plain=True), asked(3)))
+    engine = ahead(monkeypatch, model, eos_ids=[])
+    assert engine.decoder is not None and engine.states is not None
+    with torch.inference_mode() if HAS_DEVICE else torch.no_grad():
+        engine.decoder.capture()
+    before = {place: held.data_ptr() for place, held in engine.states.held.items()}
+    assert tokens(roll(engine, asked(3))) == wanted
+    assert before == {place: held.data_ptr() for place, held in engine.states.held.items()}  # graphs hold the addresses
+
+
 def test_states_outlive_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.models("qwen3_5_text")[0].to(DEVICE)
     wanted = tokens(roll(NativeEngine(model, eos_ids=[], max_len=64, plain=True), asked(3)))

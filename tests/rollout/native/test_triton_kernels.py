@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch
 import torch.nn.functional as F
 
 HAS_DEVICE = torch.accelerator.is_available()
-if not HAS_DEVICE:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton")
 
 from tidemill.models.attention.registry import AttentionForm  # noqa: E402

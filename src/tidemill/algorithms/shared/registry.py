@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 from tidemill.algorithms.api import Algorithm
+from tidemill.algorithms.shared import tables
 from tidemill.errors import ConfigError, did_you_mean
+from tidemill.graph import Graph
 from tidemill.imports import files_of, is_import_path, load, named
 from tidemill.recipe.config import Config
 
@@ -39,6 +41,11 @@ def of(config: Config) -> Algorithm:
     return get(config.algorithm.name)
 
 
+def graph_of(config: Config) -> Graph:
+    """The table of the config's algorithm, with what its data adds to it."""
+    return tables.with_images(of(config).graph(config), config)
+
+
 def roles_of(config: Config) -> tuple[str, ...]:
     """The roles that the table of the config's algorithm needs: a critic, a reference, …"""
-    return of(config).graph(config).roles()
+    return graph_of(config).roles()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tidemill.batch import GROUP, ID, LENGTH, VERSION
-from tidemill.graph import Stage
+from tidemill.graph import Graph, Stage
 from tidemill.recipe.config import Config
+from tidemill.tiles import PROMPT_COLUMNS, TURN_COLUMNS
 
 # What each row has when it enters: prompt tokens (int32, jagged) and the text columns of its example.
 SOURCE = (ID, GROUP, "prompt", "answer", "meta", "where")
@@ -21,6 +24,23 @@ def rollout(config: Config, *more: str) -> Stage:
     if config.environment is not None:
         reads, writes = (*reads, "answer", "meta", "where"), (*writes, "played", *turns(config))
     return Stage("rollout", "rollout", (*reads, *more), (*writes, *routes(config), *starts(config)), "group")
+
+
+def with_images(graph: Graph, config: Config) -> Graph:
+    """The table with the columns of images, for every stage that calls a model. No algorithm says anything of them."""
+    if config.data.images is None:
+        return graph
+    turns = TURN_COLUMNS if config.environment is not None else ()
+    stages = []
+    for stage in graph.stages:
+        if stage.name == "rollout":
+            stage = replace(stage, reads=(*stage.reads, *PROMPT_COLUMNS), writes=(*stage.writes, *turns))
+        elif stage.role == "reward":
+            stage = replace(stage, reads=(*stage.reads, *PROMPT_COLUMNS)) if config.rewards.images else stage
+        elif "tokens" in stage.reads:
+            stage = replace(stage, reads=(*stage.reads, *PROMPT_COLUMNS, *turns))
+        stages.append(stage)
+    return replace(graph, source=(*graph.source, *PROMPT_COLUMNS), stages=tuple(stages))
 
 
 def routes(config: Config) -> tuple[str, ...]:

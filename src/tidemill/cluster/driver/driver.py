@@ -73,7 +73,7 @@ class Driver:
         self.kl_coef: float | None = None  # where it adapts: workers that start (again) get it
         self.feed_state: dict[str, Any] = {}
         self._first_feed: dict[str, Any] = {}
-        self._history: list[dict[str, float]] = []
+        self._history: list[health.Metrics] = []
         self._warned: set[str] = set()
         self._shown: dict[str, list[tuple[bool, int]]] = {}  # samples that could be shown, by the worker that has them
         self.is_up = False
@@ -325,7 +325,7 @@ class Driver:
         if "curriculum" in self.feed_state:  # the curriculum changed with the step
             now = self.pool.call(self.feeder, request(WorkerCommands.feed_state))
             self.feed_state = self.feed_state | {"curriculum": now["curriculum"]}
-        self._history.append(measured)
+        self._history = health.shortened([*self._history, measured])
         fresh = [sign for sign in health.signs(self._history) if sign.sign not in self._warned]
         self._warned |= {sign.sign for sign in fresh}
         return [sign.sentence for sign in fresh]

@@ -62,7 +62,7 @@ def _advice(wiring: Wiring, nodes: Sequence[Resources], wanted: Cluster) -> str:
         if not shortage(smaller, nodes):
             return f"this would fit: {words}; or add nodes"
     sizes = ["a size of learn.parallel"] if wiring.learners.is_cut else []
-    sizes += ["rollout.tp"] if any(g.engine_ranks > 1 for g in wiring.groups) else []
+    sizes += ["rollout.tp, dp or pp"] if any(g.engine_ranks > 1 for g in wiring.groups) else []
     return f"lower {' or '.join(['cluster.cpus', *sizes])}, or add nodes"
 
 

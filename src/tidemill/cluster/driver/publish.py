@@ -25,6 +25,7 @@ class Publisher:
         self.pool, self.check = pool, check
         self.timeout_s, self.verify = config.cluster.collective_s, config.reshard.verify
         self.serves_on = schedule_of(config).serves_on  # rollout works while weights arrive
+        self.lay_out_every = config.rollout.experts.every if config.rollout.ranks > 1 else 0
         self.version = -1
         self.checked = 0.0  # blocks whose checksums were compared
         self.seconds = 0.0
@@ -37,8 +38,21 @@ class Publisher:
     def publish(self) -> int:
         """Send the learner's current weights to every engine."""
         self.version = self.pool.call(self.pool.learners()[0], request(WorkerCommands.version))
-        self.bring(self._engines())
+        engines = self._engines()
+        self._lay_out_experts(engines)
+        self.bring(engines)
         return self.version
+
+    def _lay_out_experts(self, engines: Sequence[Member]) -> None:
+        """Let engines of several ranks spread their experts anew. Where one does, all plan again, and the weights go
+        straight to where they are wanted."""
+        if not self.lay_out_every or self.version % self.lay_out_every:
+            return
+        with contextlib.suppress(WorkerLost):  # seen to when the weights are brought
+            alive = self.pool.complete(m for m in engines if m.state == "ready")
+            asked = request(WorkerCommands.lay_out_experts)
+            if any(self.pool.call_all(alive, lambda _: asked, self.timeout_s + 5).values()):
+                self._linked = ()
 
     def newcomers(self) -> list[Member]:
         """List rollout workers that are up but lack the current version."""

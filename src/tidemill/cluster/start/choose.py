@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tidemill import owned
 from tidemill.cluster.driver import placement
 from tidemill.cluster.driver.driver import Driver
-from tidemill.cluster.start import owned
 from tidemill.cluster.start.handle import Starter
 from tidemill.cluster.wiring import wire
 from tidemill.graph import Graph
@@ -51,9 +51,9 @@ def start(
 
 
 def _graph(config: Config) -> Graph:
-    from tidemill.algorithms.shared.registry import get
+    from tidemill.algorithms.shared.registry import graph_of
 
-    return get(config.algorithm.name).graph(config)
+    return graph_of(config)
 
 
 def fork_server() -> Forks:

@@ -28,9 +28,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tidemill import owned
 from tidemill.cluster.commands import Request
 from tidemill.cluster.report import Answer, Numbers
-from tidemill.cluster.start import owned
 from tidemill.cluster.start.handle import WorkerLost
 from tidemill.cluster.worker.host import own_process
 from tidemill.device import BEFORE_FORK, after_fork

@@ -15,12 +15,11 @@ from tidemill.cluster.commands import HostCommands, Request
 from tidemill.cluster.report import Answer
 from tidemill.cluster.wiring import Post, Resources, Wiring
 from tidemill.cluster.worker.host import Host
-from tidemill.data.prompts import PromptTokens
 from tidemill.data.survey import open_rows
 from tidemill.dock import Dock
 from tidemill.dock.address import Address
-from tidemill.environment.registry import offered
 from tidemill.flow.evaluate import decoder, evaluate
+from tidemill.flow.feed import encoder_of
 from tidemill.flow.records import Activity, Evaluation
 from tidemill.graph import Graph
 from tidemill.models.load import LoadedModel
@@ -185,7 +184,7 @@ def evaluate_trained(
     """Evaluate a model that is not being trained."""
     _, held_out = open_rows(config)
     encode, decode = (
-        PromptTokens(loaded.tokenizer, config.data, tools=offered(config.environment)),
+        encoder_of(config, loaded.tokenizer),
         decoder(loaded.tokenizer),
     )
     with Scorer(config.rewards, device=config.device) as scorer:

@@ -17,7 +17,7 @@ from tidemill.batch import Batch, Column
 from tidemill.cluster.start.ranks import Ranks
 from tidemill.device import determinism, host
 from tidemill.errors import ConfigError
-from tidemill.flow.handover import LearningState
+from tidemill.flow.handover import Leaving
 from tidemill.learn import build
 from tidemill.learn.notes import Noted
 from tidemill.models.buffers import carried
@@ -114,7 +114,7 @@ class RankedLearner(RankedRole):
         bring_over(self.model, self.shared)
 
     def out(self) -> int:
-        """Move the optimizers' state off the ranks' devices for rollout; return the bytes."""
+        """Move what learning holds off the ranks' devices for rollout; return the bytes."""
         return sum(self._call(_out))
 
     def back(self) -> None:
@@ -228,6 +228,7 @@ def _noted(shown: list[int]) -> list[Noted]:
 
 
 def _publish() -> None:
+    _back()
     learner, rank = _held[LEARNER], dist.get_rank()
     layout, own = learner.layout(), learner.pieces()
     with torch.no_grad():
@@ -239,18 +240,19 @@ def _publish() -> None:
 
 
 def _out() -> int:
-    away: LearningState = _held.setdefault("away", LearningState(_held["place"].device, _optimizers))
+    away: Leaving = _held.setdefault("away", Leaving(_held["place"].device, _learning_tensors))
     return away.out()
 
 
 def _back() -> None:
-    _held["away"].back()
+    if "away" in _held and _held["away"].swap.is_out:
+        _held["away"].back()
 
 
-def _optimizers() -> list[Tensor]:
+def _learning_tensors() -> list[Tensor]:
     kind = _held["place"].kind
-    roles = [_held[role] for role in (LEARNER, CRITIC) if role in _held]
-    return [t for role in roles for t in role.optimizer_tensors() if t.device.type == kind]
+    roles = [_held[role] for role in (LEARNER, CRITIC, REFERENCE) if role in _held]
+    return [t for role in roles for t in role.held() if t.device.type == kind]
 
 
 def _average() -> None:

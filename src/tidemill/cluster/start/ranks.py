@@ -7,7 +7,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from tidemill.device import collective
 from tidemill.errors import TidemillError
+from tidemill.owned import OwnedFolder
 
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.fsdp", "transformers", "tidemill.cluster.start.ranks")
 STOP_S = 5.0  # for a rank to end by itself before it is killed
@@ -36,14 +36,14 @@ class Ranks:
     ) -> None:
         self.count, self.kind, self.timeout_s = count, kind, timeout_s
         # Ranks meet in a file that only this user can open: torch's other stores accept anyone who can connect.
-        self.folder = tempfile.TemporaryDirectory(prefix="tm-", ignore_cleanup_errors=True)
+        self.folder = OwnedFolder()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOAD, *preload])
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            settings = (rank, self.folder.name, kind, timeout_s, threads)
+            settings = (rank, str(self.folder.path), kind, timeout_s, threads)
             process = context.Process(target=_serve, args=(theirs, settings), daemon=True, name=f"rank-{rank}")
             process.start()
             theirs.close()
@@ -114,7 +114,7 @@ class Ranks:
         for process in self.processes:
             process.join(STOP_S)
         self.kill()
-        self.folder.cleanup()
+        self.folder.close()
 
     def __enter__(self) -> Ranks:
         return self

@@ -13,11 +13,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from tidemill import owned
 from tidemill.cluster.commands import HostCommands, Request
 from tidemill.cluster.driver import status
 from tidemill.cluster.driver.placement import PlacementError
 from tidemill.cluster.report import Answer, Numbers
-from tidemill.cluster.start import owned
 from tidemill.cluster.start.forkserver import Forks, environment
 from tidemill.cluster.start.handle import Elsewhere, WorkerLost
 from tidemill.cluster.wiring import ROLLOUT, Post, Resources, Wiring

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,18 +19,17 @@ from tidemill.cluster.worker.engine_ranks import Follower, LeadEngine, Notes, en
 from tidemill.cluster.worker.kept_tally import tally_of
 from tidemill.cluster.worker.learners import World
 from tidemill.cluster.worker.worker_state import WorkerState
-from tidemill.data.prompts import PromptTokens
 from tidemill.data.survey import open_rows
 from tidemill.device import determinism
 from tidemill.device.collective import backend
 from tidemill.dock import Dock
-from tidemill.environment.registry import offered
 from tidemill.errors import ConfigError
 from tidemill.estimate import handover as turns
-from tidemill.flow.feed import FEEDS
+from tidemill.flow.feed import FEEDS, encoder_of
 from tidemill.learn import build as parts
 from tidemill.learn.checkpoint.model_folder import empty_model, materialise
 from tidemill.learn.engine import Learner, freeze
+from tidemill.learn.mindspore.learner import MindSporeLearner
 from tidemill.learn.model import MeshModel
 from tidemill.learn.parallel import mesh
 from tidemill.learn.parallel.cuts import elements
@@ -42,7 +41,10 @@ from tidemill.models.mixture import routing
 from tidemill.recipe.config import Config
 from tidemill.reward.score import Scorer
 from tidemill.rollout.make import make_plain
-from tidemill.rollout.native.forward import parallel
+from tidemill.rollout.native.ranks import share
+from tidemill.rollout.native.ranks.grid import Grid
+from tidemill.rollout.native.ranks.links import Links
+from tidemill.rollout.native.ranks.replicas import Replicas
 from tidemill.serve.make import conversing, make_engine
 
 
@@ -72,7 +74,7 @@ def build_worker(task: Assignment, dock: Dock) -> WorkerState:
         _make_engine(state, task)
     if post.feeds:
         training, _ = open_rows(config)
-        encode = PromptTokens(state.tokenizer, config.data, config.rollout.max_new_tokens, offered(config.environment))
+        encode = encoder_of(config, state.tokenizer, config.rollout.max_new_tokens)
         state.feed = FEEDS[state.algorithm.input_kind](training, config, encode, state.algorithm.greedy_rows)
         state.open_feed()
     if "reward" in post.stages:
@@ -129,7 +131,10 @@ def _teach(state: WorkerState, task: Assignment) -> None:
     if algorithm.has_critic or algorithm.learns_values:
         shares_trunk = algorithm.has_critic and config.algorithm.critic.trunk == "shared"
         critic = ValueLearner(ValueModel(model, shares_trunk), config, algorithm, updates)
-    state.learner = critic if algorithm.learns_values and critic else Learner(model, config, algorithm, updates)
+    if config.learn.backend == "mindspore":
+        state.learner = MindSporeLearner(model, config, algorithm, updates, task.logs / "mindspore.log")
+    else:
+        state.learner = critic if algorithm.learns_values and critic else Learner(model, config, algorithm, updates)
     state.critic = critic if algorithm.has_critic else None  # the learner itself is the reward model
     state.teams = {role: Team(state.world.rank, state.world.size) for role in ("learn", "learn_values")}
     if task.hooks.dump is not None:
@@ -175,11 +180,13 @@ def share_of_model(task: Assignment, device: torch.device) -> LoadedModel:
     folder = task.model_path or (find.resolve(model.path) if model.path else None)
     if folder is None:
         loaded = load(model, seed=task.config.seed, device=torch.device("cpu"))
-        parallel.cut(loaded.model, post.part, post.group.engine_ranks)
+        routing.make_room(loaded.model, task.config.learn.moe)
+        share.cut(loaded.model, Grid.of(task.config.rollout), post.part, task.config.rollout.experts.spare)
         loaded.model.to(device)
         return loaded
     module = empty_model(folder, model)
-    parallel.cut(module, post.part, post.group.engine_ranks)
+    routing.make_room(module, task.config.learn.moe)
+    share.cut(module, Grid.of(task.config.rollout), post.part, task.config.rollout.experts.spare)
     materialise(module, device)
     if (folder / "generation_config.json").exists():
         module.generation_config = GenerationConfig.from_pretrained(folder)
@@ -189,15 +196,14 @@ def share_of_model(task: Assignment, device: torch.device) -> LoadedModel:
 
 def share_engine(state: WorkerState, task: Assignment, where: StoreAddress) -> None:
     """Join the ranks' parts into one engine, once the ranks are in one world; the others follow its first rank."""
-    config, post = state.config, task.post
+    config, post, wait_s = state.config, task.post, task.config.cluster.collective_s
     assert state.loaded is not None
     kind, ranks = backend(state.device.type), post.group.engine_ranks
-    if post.group.learns:
-        state.engine_group = engine_groups(kind, post.group.ranks, ranks, config.cluster.collective_s)
-    else:
-        state.engine_group = dist.group.WORLD
-    notes = Notes(where, post.engine, ranks - 1, config.cluster.collective_s)
-    engine = make_plain(state.loaded, config, state.engine_group)
+    learns = post.group.learns
+    state.engine_group = engine_groups(kind, post.group.ranks, ranks, wait_s) if learns else dist.group.WORLD
+    links = Links(Grid.of(config.rollout), state.engine_group, wait_s)
+    notes = Notes(where, post.engine, ranks - 1, wait_s)
+    engine = state.engine_part = cast(Replicas, make_plain(state.loaded, config, links))
     if state.lead is not None:
         state.lead.join(engine, notes)
     else:

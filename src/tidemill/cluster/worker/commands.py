@@ -26,7 +26,7 @@ from tidemill.flow.adjust import adjust, adjusted
 from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.tally import Counted
 from tidemill.flow.workers import Stopped
-from tidemill.models.load import keep_definition, save_folder
+from tidemill.models.load import keep_definition, save_folder, save_reading
 from tidemill.observe import pictures
 from tidemill.observe.run_folder import NOTES
 from tidemill.reshard.layouts.layout import Layout
@@ -322,7 +322,7 @@ class RoleWorker:
             return
         whole = state.lead.gathered(state.loaded.model, state.engine_group)
         state.loaded.model.save_pretrained(folder, state_dict=whole)
-        state.loaded.tokenizer.save_pretrained(folder)
+        save_reading(state.loaded.model, state.loaded.tokenizer, folder)
 
     # Other ranks, and weights
 
@@ -342,6 +342,10 @@ class RoleWorker:
         """Join the ranks of one engine, which are processes of their own."""
         self.state.world.join(where, self.state.device, self.task.config.cluster.collective_s)
         share_engine(self.state, self.task, where)
+
+    def lay_out_experts(self) -> bool:
+        self._in_turn()
+        return self.weights.lay_out_experts()
 
     def describe(self, rank: int, mates: tuple[int, ...]) -> tuple[Layout, Layout]:
         return self.weights.describe(rank, mates)

@@ -22,7 +22,7 @@ from tidemill.cluster.worker.learners import World
 from tidemill.cluster.worker.store import KeyedStore
 from tidemill.errors import CollectiveError
 from tidemill.rollout.engine import Completion, OnTokens, Partial, Request, RolloutEngine, Sampling, Streams
-from tidemill.rollout.native.forward import parallel
+from tidemill.rollout.native.ranks import share
 
 KEPT_NOTES = 64  # kept in the store: every step waits for all ranks, so none is that far behind
 IDLE = timedelta(days=1)  # a first rank without work writes nothing; when it ends, the store closes
@@ -41,6 +41,7 @@ class Submit(Call, frozen=True):
     n: int
     limits: list[int] | None
     draw_id: int | None = None
+    stream: int | None = None
 
 
 class Step(Call, frozen=True):
@@ -163,7 +164,11 @@ class LeadEngine:
 
     def submit(self, request: Request) -> None:
         limits = None if request.limits is None else list(request.limits)
-        self._say(Submit(request.id, list(request.prompt), request.sampling, request.n, limits, request.draw_id))
+        self._say(
+            Submit(
+                request.id, list(request.prompt), request.sampling, request.n, limits, request.draw_id, request.stream
+            )
+        )
         self.engine.submit(request)
 
     def step(self) -> list[Completion]:
@@ -178,7 +183,9 @@ class LeadEngine:
         if self._engine is None:
             return []
         self._say(Pause())
-        return self.engine.pause()
+        self._write()  # replicas tell each other what they took out
+        with self.world.within("pausing an engine's ranks"):
+            return self.engine.pause()
 
     def resume(self, partials: Sequence[Partial]) -> None:
         if partials:
@@ -215,7 +222,7 @@ class LeadEngine:
         """Gather the whole model in host memory."""
         self._say(Gather())
         self._write()
-        return parallel.gathered(model, group)
+        return share.gathered(model, group)
 
     def _say(self, call: Call) -> None:
         self._unsaid.append(call)
@@ -277,8 +284,8 @@ class Follower:
     def _do(self, call: Call) -> None:
         engine = self.engine
         match call:
-            case Submit(id, prompt, sampling, n, limits, draw_id):
-                engine.submit(Request(id, prompt, sampling, n, limits, draw_id=draw_id))
+            case Submit(id, prompt, sampling, n, limits, draw_id, stream):
+                engine.submit(Request(id, prompt, sampling, n, limits, draw_id=draw_id, stream=stream))
             case Step(made):
                 self._step(made)
             case Pause():
@@ -297,7 +304,7 @@ class Follower:
             case Order():
                 self._stand_still()
             case Gather():
-                parallel.gathered(self.model, self.group)
+                share.gathered(self.model, self.group)
 
     def _step(self, made: int) -> None:
         if made != self._made:

@@ -45,7 +45,7 @@ from tidemill.reshard.schedule import Round
 from tidemill.reshard.serve import Aside, Serving
 from tidemill.reshard.wires.one_node import SharedWire
 from tidemill.reshard.wires.one_process import OneProcessWire
-from tidemill.rollout.native.forward import parallel
+from tidemill.rollout.native.ranks import share
 
 if TYPE_CHECKING:
     from tidemill.cluster.worker.worker_state import WorkerState
@@ -107,8 +107,19 @@ class WeightPort:
         sent = learner.layout() if is_cut else from_tensors(dict(self.sources().tensors), rank)
         if self.state.is_shared:
             assert self.state.loaded is not None
-            return sent, parallel.layout(self.state.loaded.model, mates)
+            return sent, share.of(self.state.loaded.model).layout(mates)
         return sent, from_tensors(dict(self.serving().tensors), rank)
+
+    def lay_out_experts(self) -> bool:
+        """Choose anew where the engine's experts lie, by their load; whether any moves with the next version."""
+        part = self.state.engine_part
+        if part is None or part.balance is None:
+            return False
+        with self._between_steps():
+            busiest = part.balance.plan()
+        if self.state.lead is not None:
+            self.state.tally.mean("moe_engine_busiest", busiest)
+        return part.balance.is_due
 
     # Plan
 
@@ -129,6 +140,7 @@ class WeightPort:
 
     def move(self, version: int) -> MoveReport:
         """Send and receive while no work is done."""
+        self.state.publishing()
         if self._carrier is None:
             return MoveReport(0, 0, 0.0)
         if not self._has_own:

@@ -17,15 +17,13 @@ from tidemill.cluster.worker.cut import Calls, Team
 from tidemill.cluster.worker.engine_ranks import Follower, LeadEngine
 from tidemill.cluster.worker.learners import World
 from tidemill.cluster.worker.stages import STAGES
-from tidemill.data.prompts import PromptTokens
 from tidemill.data.survey import open_rows
 from tidemill.dock import Dock
-from tidemill.environment.registry import offered
 from tidemill.estimate.handover import HandedOver
 from tidemill.flow.ahead import Ahead
 from tidemill.flow.evaluate import averaged, decoder, evaluate
-from tidemill.flow.feed import Feed
-from tidemill.flow.handover import Away, Handover, LearningState, kept_tensors
+from tidemill.flow.feed import Feed, encoder_of
+from tidemill.flow.handover import Away, Handover, Leaving, kept_tensors
 from tidemill.flow.records import Activity, Evaluation
 from tidemill.flow.reference import ReferenceKeeper
 from tidemill.flow.stages.learning import LearnWorker
@@ -34,10 +32,12 @@ from tidemill.flow.stages.scoring import AdvantageWorker, ScoreWorker
 from tidemill.flow.stages.stage import Worker
 from tidemill.flow.tally import Tally
 from tidemill.learn.model import MeshModel
+from tidemill.models.buffers import carried
 from tidemill.models.load import LoadedModel
 from tidemill.recipe.config import Config
 from tidemill.reward.score import Scorer
 from tidemill.rollout.engine import Completion, Partial, RolloutEngine
+from tidemill.rollout.native.ranks.replicas import Replicas
 from tidemill.serve.make import close_engine, make_engine
 
 
@@ -98,6 +98,7 @@ class WorkerState:
     lead: LeadEngine | None = None  # an engine of several ranks: this rank is called, the others follow
     follower: Follower | None = None
     engine_group: Any = None
+    engine_part: Replicas | None = None  # this rank's part of such an engine
     scorer: Scorer | None = None
     feed: Feed | None = None
     ahead: Ahead | None = None  # of the feeder: steps whose rows are in the dock
@@ -146,15 +147,23 @@ class WorkerState:
         """Let rollout and learning take turns with the device's memory, where the recipe says so."""
         if self.loaded is None or self.handed_over == "never":
             return
-        own = LearningState(self.device, lambda: kept_tensors(self.loaded.model, self.device, self._kept()))  # type: ignore[union-attr]
+        own = Leaving(self.device, lambda: kept_tensors(self.loaded.model, self.device, self._kept()))  # type: ignore[union-attr]
         away = self.away if self.away is not None else own
+        # Captured graphs hold the addresses of an engine's weights; engines over ranks have none.
+        leaves = self.is_cut and (self.is_shared or self.device.type == "cpu")
+        copy = Leaving(self.device, lambda: carried(self.loaded.model).values()) if leaves else None  # type: ignore[union-attr]
         device = devices.pick(str(self.device))
-        self.turns = Handover(self.engine, self.tally, device, self.handed_over, away)
+        self.turns = Handover(self.engine, self.tally, device, self.handed_over, away, copy)
 
     def rolling(self) -> None:
         """Announce that rollout works next."""
         if self.turns is not None:
             self.turns.rolling()
+
+    def publishing(self) -> None:
+        """Announce that weights go from the learner to the engine next."""
+        if self.turns is not None:
+            self.turns.publishing()
 
     def learning(self) -> None:
         """Announce that something else works next, or reads the learner's weights."""
@@ -207,7 +216,7 @@ class WorkerState:
             engine = make_engine(self.loaded, self.config.model_copy(update={"rollout": own}))
         _, held_out = open_rows(self.config)
         encode, decode = (
-            PromptTokens(self.tokenizer, self.config.data, tools=offered(self.config.environment)),
+            encoder_of(self.config, self.tokenizer),
             decoder(self.tokenizer),
         )
         watched = cast(RolloutEngine, _EvaluatingEngine(engine, self.moved_on))

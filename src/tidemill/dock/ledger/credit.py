@@ -78,5 +78,9 @@ class Chunks:
         if not held.rows and not held.nbytes:
             del self._held[tag]
 
+    def rows_of(self, tag: str) -> int:
+        held = self._held.get(tag)
+        return held.rows if held is not None else 0
+
     def held(self) -> dict[str, HeldChunk]:
         return self._held

@@ -65,8 +65,9 @@ class Ledger:
         self.groups = Groups(len(self.group_stages), group_size)
         self.slot_of: dict[int, int] = {}
         self.ended_ids = EndedIds()
-        self._tag_codes: dict[str, int] = {"": 0}
-        self.tags = [""]
+        self.tags: dict[int, str] = {}  # of the rows that are here, by code; a code is never used again
+        self.next_tag = 0
+        self._tag_codes: dict[str, int] = {}
         self.leases = Leases(epoch)
         self.committed: dict[int, None] = {}
         self.serial = 0
@@ -219,8 +220,17 @@ class Ledger:
 
     def learn_tag(self, tag: str) -> None:
         if tag not in self._tag_codes:
-            self._tag_codes[tag] = len(self.tags)
-            self.tags.append(tag)
+            self.load_tag(self.next_tag, tag)
+            self.next_tag += 1
+
+    def load_tag(self, code: int, tag: str) -> None:
+        self._tag_codes[tag], self.tags[code] = code, tag
+
+    def count_rows(self, tag: str, n: int) -> None:
+        """Count rows that came or left. A tag without rows is forgotten: each step has its own."""
+        self.chunks.count_rows(tag, n)
+        if not self.chunks.rows_of(tag) and tag in self._tag_codes:
+            del self.tags[self._tag_codes.pop(tag)]
 
     @property
     def has_groups(self) -> bool:

@@ -56,7 +56,7 @@ def enter(ledger: Ledger, ids: Ints, group: Ints, what: Written, places: Ints, t
         c.pending.change(code, n)
     rows.chunk[:, slots] = -1
     _place(ledger, 0, slots, what, places, tag)
-    ledger.chunks.count_rows(tag, n)
+    ledger.count_rows(tag, n)
     return slots
 
 
@@ -217,9 +217,9 @@ def retag(ledger: Ledger, slots: Ints, tag: str) -> None:
             counts.change(code, int(is_in.sum()))
         c.ready.rekey(units(ledger, c, slots))
         ledger.touched.add(c.stage.name)
+    ledger.count_rows(tag, len(slots))
     for before, n in Counter(old.tolist()).items():
-        ledger.chunks.count_rows(ledger.tags[before], -n)
-        ledger.chunks.count_rows(tag, n)
+        ledger.count_rows(ledger.tags[before], -n)
 
 
 def free_rows(ledger: Ledger, slots: Ints) -> None:
@@ -243,7 +243,7 @@ def clear(ledger: Ledger, slots: Ints) -> None:
     for i in rows.id[slots].tolist():
         del ledger.slot_of[i]
     for tag, n in Counter(rows.tag[slots].tolist()).items():
-        ledger.chunks.count_rows(ledger.tags[tag], -n)
+        ledger.count_rows(ledger.tags[tag], -n)
     rows.release(slots)
 
 

@@ -19,7 +19,7 @@ from tidemill.errors import DockError
 Arrays = dict[str, npt.NDArray[Any]]
 
 ROW_FIELDS = ("id", "group", "version", "length", "score", "tag", "serial", "born", "written", "source", "pending")
-FORMAT = 1
+FORMAT = 2
 
 
 def dump(ledger: Ledger) -> tuple[dict[str, Any], Arrays]:
@@ -42,7 +42,8 @@ def dump(ledger: Ledger) -> tuple[dict[str, Any], Arrays]:
         "counts": [ledger.dropped, ledger.expired, ledger.stale, ledger.ended],
         "done": [c.done for c in ledger.controllers],
         "turn": [c.turn for c in ledger.controllers],
-        "tags": ledger.tags,
+        "tags": list(ledger.tags.items()),
+        "next_tag": ledger.next_tag,
         "serial": ledger.serial,
         "highest_id": ledger.highest_id,
         "groups": ledger.groups.dump(),
@@ -72,8 +73,9 @@ def load(ledger: Ledger, record: dict[str, Any], arrays: Arrays) -> None:
     ledger.groups.load(record["groups"])
     ledger.ended_ids.load({n.removeprefix("ended."): a for n, a in arrays.items() if n.startswith("ended.")})
     ledger.committed.update(dict.fromkeys(arrays["committed"].tolist()))
-    for tag in record["tags"]:
-        ledger.learn_tag(tag)
+    ledger.next_tag = record["next_tag"]
+    for code, tag in record["tags"]:
+        ledger.load_tag(code, tag)
     ledger.serial, ledger.highest_id = record["serial"], record["highest_id"]
     ledger.columns.learn_source(tuple(record["columns"]))
     slots = _load_rows(ledger, arrays)
@@ -101,7 +103,7 @@ def _load_rows(ledger: Ledger, arrays: Arrays) -> Ints:
     for c in ledger.controllers:
         c.pending.add(rows.tag[slots[(rows.pending[slots] & c.bit) != 0]], 1)
     for tag in rows.tag[slots].tolist():
-        ledger.chunks.count_rows(ledger.tags[tag], 1)
+        ledger.count_rows(ledger.tags[tag], 1)
     return slots
 
 

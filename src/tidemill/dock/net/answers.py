@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from tidemill.batch import GROUP, ID, LENGTH, VERSION
 from tidemill.dock.api import LeaseExpired, Progress
+from tidemill.dock.keyed.partition import Absent
 from tidemill.dock.ledger.records import Grant
 from tidemill.dock.net import messages as m
 from tidemill.dock.net.compact import pack
@@ -45,8 +46,8 @@ def progress_reply(progress: Progress) -> m.ProgressReply:
 def refusal(error: Exception) -> m.Refused:
     if not isinstance(error, DockError):
         return m.Refused("error", f"the ledger cannot read this message: {error}", "use matching versions")
-    kind = "lease" if isinstance(error, LeaseExpired) else "gone" if isinstance(error, SegmentGone) else "error"
-    return m.Refused(kind, error.message, error.remedy)
+    kinds = {LeaseExpired: "lease", SegmentGone: "gone", Absent: "absent"}
+    return m.Refused(kinds.get(type(error), "error"), error.message, error.remedy)
 
 
 def ints(raw: bytes) -> npt.NDArray[np.int64]:

@@ -41,8 +41,8 @@ def _unpack(code: int, data: memoryview) -> Any:
     return np.frombuffer(raw, dtype.decode())
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
-_decoder = msgspec.msgpack.Decoder(ext_hook=_unpack)
+encode = msgspec.msgpack.Encoder(enc_hook=_pack).encode
+decode = msgspec.msgpack.Decoder(ext_hook=_unpack).decode
 
 
 class Journal:
@@ -69,7 +69,7 @@ class Journal:
         os.lseek(self._fd, 0, os.SEEK_END)
 
     def append(self, effects: Sequence[tuple[Any, ...]]) -> None:
-        record = b"".join(_framed(_encoder.encode(effect)) for effect in effects)
+        record = b"".join(_framed(encode(effect)) for effect in effects)
         view = memoryview(record)
         while view:
             view = view[os.write(self._fd, view) :]
@@ -106,7 +106,7 @@ def read_snapshot(path: Path) -> Snapshot:
 def read_records(path: Path) -> Iterator[tuple[Any, ...]]:
     data = path.read_bytes() if path.exists() else b""
     for start, end in _sound(data):
-        yield tuple(_decoder.decode(data[start:end]))
+        yield tuple(decode(data[start:end]))
 
 
 def _sound(data: bytes) -> Iterator[tuple[int, int]]:

@@ -12,18 +12,22 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tidemill.dock.keyed import state
+from tidemill.dock.keyed.steps import KeyedSteps
+from tidemill.dock.keyed.table import KEYED
 from tidemill.dock.ledger import requeue as again
 from tidemill.dock.ledger import snapshot
 from tidemill.dock.ledger.counts import Counts
 from tidemill.dock.ledger.records import Grant, Written
 from tidemill.dock.ledger.waiters import ProgressWaiter, Waiter, Waiters
 from tidemill.dock.local import with_waiting
+from tidemill.dock.net import keyed_messages
 from tidemill.dock.net import messages as m
 from tidemill.dock.net.answers import granted, ints, of_rows, progress_reply, refusal
 from tidemill.dock.net.journal import Journal
@@ -44,6 +48,7 @@ PAUSE_S = 1.0
 # errors that a malformed message may cause
 NONSENSE = (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError, OverflowError)
 CATALOG = "catalog"
+KEYED_MESSAGES = get_args(keyed_messages.FromClient)
 
 
 @dataclass(slots=True)
@@ -63,6 +68,7 @@ class LedgerServer:
         self.epoch = _next_epoch(folder)
         self._ledger = setup.ledger(self.epoch)
         self._catalog = Catalog(setup.replicas)
+        self._keyed = KeyedSteps(setup.keyed.table(self._ledger.chunks, folder.parent), self._catalog)
         self._recover()
         self._waiters = Waiters(self._ledger)
         self._parked_puts: list[ParkedPut] = []
@@ -104,6 +110,7 @@ class LedgerServer:
             self._forget(client, has_ended)
             if has_ended:
                 self._ledger.release(owner)
+                self._keyed.table.release(owner)
         self._wire.left.clear()
 
     def _forget(self, client: bytes, has_ended: bool) -> None:
@@ -115,6 +122,7 @@ class LedgerServer:
         del self._last[client]
         if last[1] is None:
             self._waiters.forget(client)
+            self._keyed.forget(client)
             self._parked_puts = [put for put in self._parked_puts if put.client != client]
 
     def _handle(self, client: bytes, seq: bytes, body: bytes, now: float) -> None:
@@ -147,6 +155,7 @@ class LedgerServer:
     def _settle(self, now: float) -> None:
         """Serve what the steps of this round made possible."""
         self._waiters.serve(now)
+        self._keyed.serve(self._answer_or_refuse, now)
         while self._admit_parked(now):
             self._waiters.serve(now)
         freed, self._ledger.chunks.freed = self._ledger.chunks.freed, []
@@ -156,10 +165,11 @@ class LedgerServer:
 
     def _flush(self) -> None:
         """Write the journal, then the answers: what was answered is never lost."""
-        effects = (self._catalog.effects or []) + (self._ledger.effects or [])
+        table = self._keyed.table
+        effects = (self._catalog.effects or []) + (self._ledger.effects or []) + (table.effects or [])
         if effects:
             self._journal.append(effects)
-            self._catalog.effects, self._ledger.effects = [], []
+            self._catalog.effects, self._ledger.effects, table.effects = [], [], []
         for client, seq, body in self._outbox:
             self._wire.send(client, seq, body)
         self._outbox.clear()
@@ -171,6 +181,7 @@ class LedgerServer:
         self._note_who_left()
         self._ledger.expire(now)
         self._waiters.expire(now)
+        self._keyed.expire(self._answer_or_refuse, now)
         while self._parked_puts and any(p.deadline <= now for p in self._parked_puts):
             put = next(p for p in self._parked_puts if p.deadline <= now)
             self._parked_puts.remove(put)
@@ -216,8 +227,13 @@ class LedgerServer:
             case m.Missing():
                 missing, self._ledger.missing = self._ledger.missing, []
                 return m.Ids(np.array(missing, np.int64).tobytes())
+            case _ if isinstance(message, KEYED_MESSAGES):
+                return self._keyed.step(client, seq, message, now)
             case _:
                 return self._warehouse_step(client, message, now)
+
+    def _answer_or_refuse(self, client: bytes, seq: bytes, answer: m.Message | Exception) -> None:
+        self._answer(client, seq, refusal(answer) if isinstance(answer, Exception) else answer)
 
     def _put(self, client: bytes, seq: bytes, message: m.Put, now: float) -> m.Message | None:
         rows = len(ints(message.ids))
@@ -345,6 +361,7 @@ class LedgerServer:
         if chunks:
             log.warning("the bytes of %d chunks are lost; their rows are made or put again", len(chunks))
             again.lose(self._ledger, chunks)
+            self._keyed.table.lose(chunks)
 
     def _watch_warehouses(self, now: float) -> None:
         """Give up a warehouse that has long been silent. Time in which this process itself stood still (a paused
@@ -378,6 +395,7 @@ class LedgerServer:
         record = asdict(state)
         record["refused"] = self._refused + self._wire.refused
         record["warehouses"] = {w.hello.node: w.figures for w in self._catalog.warehouses.values()}
+        record["keyed"] = self._keyed.table.figures()
         record["short_of_copies"] = self._catalog.short_of_copies()
         record["epoch"] = self.epoch
         record["oldest_lease"], record["last_lease"] = self._ledger.leases.span()
@@ -391,12 +409,14 @@ class LedgerServer:
             watch=self._setup.watch,
             replicas=self._setup.replicas,
             lease_s=self._setup.lease_s,
+            keyed_lease_s=self._setup.keyed.lease_s,
             warehouses=tuple(w.hello for w in self._catalog.warehouses.values()),
         )
 
     def _snapshot(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         record, arrays = snapshot.dump(self._ledger)
         record[CATALOG] = self._catalog.dump()
+        arrays[KEYED] = np.frombuffer(state.dump(self._keyed.table), np.uint8)
         return record, arrays
 
     def _recover(self) -> None:
@@ -405,15 +425,20 @@ class LedgerServer:
         if saved is not None:
             snapshot.load(self._ledger, *saved)
             self._catalog.load(saved[0][CATALOG])
+            held = {int(key): (int(key), nbytes) for key, (_, nbytes, _) in saved[0]["chunks"].items()}
+            state.load(self._keyed.table, saved[1][KEYED].tobytes(), held)
         for effect in effects:
-            if effect[0] in ("chunk", "copy", "lost"):
+            if effect[0] == KEYED:
+                self._keyed.table.redo(effect)
+            elif effect[0] in ("chunk", "copy", "lost"):
                 self._catalog.redo(effect)
             else:
                 again.redo(self._ledger, effect)
         self._ledger.chunks.freed.clear()
         self._catalog.keep_only(self._ledger.chunks)
         self._ledger.max_staleness = limit
-        self._ledger.effects, self._catalog.effects = [], []
+        self._ledger.effects, self._catalog.effects, self._keyed.table.effects = [], [], []
+        self._keyed.table.keep_all(time.monotonic())
         self._journal.open()
 
 

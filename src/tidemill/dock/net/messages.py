@@ -8,45 +8,10 @@ import msgspec
 
 from tidemill.dock.api import Until, Want
 from tidemill.dock.ledger.counts import Counts
+from tidemill.dock.net import keyed_messages as keyed
+from tidemill.dock.net.parts import ChunkAt, Copy, Message, Outputs, WirePiece
 
-
-class Message(msgspec.Struct, array_like=True, tag=True):
-    """One request or answer; on the wire its name, then its fields."""
-
-
-class Copy(msgspec.Struct, array_like=True, frozen=True):
-    """Where one copy of a chunk lies."""
-
-    warehouse: int
-    segment: int
-    generation: int
-    offset: int
-
-
-class WirePiece(msgspec.Struct, array_like=True, frozen=True):
-    """Like records.Piece: for each row its chunk (int64) and its place there (int32), or one chunk and the first
-    place for all rows."""
-
-    part: int
-    chunks: bytes | int
-    places: bytes | int
-
-
-class ChunkAt(msgspec.Struct, array_like=True, frozen=True):
-    key: int
-    nbytes: int
-    copies: tuple[Copy, ...]
-
-
-class Outputs(msgspec.Struct, array_like=True, frozen=True):
-    """What a put or a commit wrote. Arrays travel as their bytes."""
-
-    columns: tuple[str, ...] = ()
-    nbytes: int = 0
-    copies: tuple[Copy, ...] = ()
-    version: bytes | None = None  # int32
-    length: bytes | None = None  # int32
-    score: bytes | None = None  # float32
+__all__ = ["ChunkAt", "Copy", "Message", "Outputs", "WirePiece"]  # and all below
 
 
 # -- to the ledger ----------------------------------------------------------------------------------------------------
@@ -250,6 +215,7 @@ class Setup(Message):
     watch: str
     replicas: int
     lease_s: float
+    keyed_lease_s: float
     warehouses: tuple[Announce, ...]
 
 
@@ -307,7 +273,7 @@ FromClient = (
     | AskSetup
     | Missing
 )
-ToLedger = FromClient | Announce | StateReport | HeldPieces | Retire | Lost
+ToLedger = FromClient | keyed.FromClient | Announce | StateReport | HeldPieces | Retire | Lost
 ToWarehouse = Lend | Close | Fetch | AskFigures
 Answer = (
     Done
@@ -326,6 +292,7 @@ Answer = (
     | Figures
     | Empty
     | Hold
+    | keyed.Answer
 )
 
 encode = msgspec.msgpack.Encoder().encode

@@ -26,6 +26,7 @@ ALIGN = 64
 _PREFIX = struct.Struct("<II")
 _MAGIC = 0x74_6D_63_32
 _OFFSET, _INDEX = np.dtype(np.int64), np.dtype(np.int32)
+Bytes = npt.NDArray[np.uint8]
 _KINDS = "biufc"  # bool, int, unsigned, float, complex: types that can be copied as raw bytes
 
 
@@ -54,9 +55,14 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_header = msgspec.msgpack.Decoder(list[ColumnPlace]).decode
 
 
+# Of a column: name, dtype and shape of its values, is it text, rows where they are jagged (else -1), entries of an
+# index (else -1).
+Layout = tuple[str, np.dtype[Any], tuple[int, ...], bool, int, int]
+
+
 def plan(batch: Batch) -> ChunkPlan:
     """Plan where everything goes, before a byte is written."""
-    return _plan(tuple((name, *_shape(column.base), _index_rows(column)) for name, column in batch.items()))
+    return plan_of(tuple((name, *_shape(column.base), _index_rows(column)) for name, column in batch.items()))
 
 
 def _shape(column: Column) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
@@ -69,7 +75,8 @@ def _index_rows(column: Column) -> int:
 
 
 @lru_cache(maxsize=256)  # small puts mostly have the last one's shape
-def _plan(shapes: tuple[tuple[str, np.dtype[Any], tuple[int, ...], bool, int, int], ...]) -> ChunkPlan:
+def plan_of(shapes: tuple[Layout, ...]) -> ChunkPlan:
+    """Plan for columns that are somewhere else, such as on a device: `begin` and `room` then say where they go."""
     places = []
     at = 0
     for name, dtype, shape, is_text, jagged_rows, index_rows in shapes:
@@ -93,7 +100,7 @@ def _plan(shapes: tuple[tuple[str, np.dtype[Any], tuple[int, ...], bool, int, in
 
 def write(batch: Batch, plan: ChunkPlan, out: npt.NDArray[np.uint8]) -> None:
     """Write with one copy per column, straight to its place."""
-    out.data[: _PREFIX.size + len(plan.header)] = _PREFIX.pack(_MAGIC, len(plan.header)) + plan.header
+    begin(plan, out)
     for place in plan.places:
         column, index = batch[place.name].base, batch[place.name].index
         _put(out, plan.body_at + place.at, column.values)
@@ -101,6 +108,21 @@ def write(batch: Batch, plan: ChunkPlan, out: npt.NDArray[np.uint8]) -> None:
             _put(out, plan.body_at + place.offsets_at, column.offsets)
         if index is not None:
             _put(out, plan.body_at + place.index_at, index.astype(_INDEX, copy=False))
+
+
+def begin(plan: ChunkPlan, out: npt.NDArray[np.uint8]) -> None:
+    """Write the header."""
+    out.data[: _PREFIX.size + len(plan.header)] = _PREFIX.pack(_MAGIC, len(plan.header)) + plan.header
+
+
+def room(plan: ChunkPlan, place: ColumnPlace, out: npt.NDArray[np.uint8]) -> tuple[Bytes, npt.NDArray[np.int64] | None]:
+    """Return where a column's values go, as bytes, and where its offsets go."""
+    nbytes = math.prod((place.count, *place.tail)) * np.dtype(place.dtype).itemsize
+    at = plan.body_at + place.at
+    if place.offsets_at < 0:
+        return out[at : at + nbytes], None
+    first = plan.body_at + place.offsets_at
+    return out[at : at + nbytes], out[first : first + 8 * (place.kept + 1)].view(_OFFSET)
 
 
 def to_bytes(batch: Batch) -> npt.NDArray[np.uint8]:

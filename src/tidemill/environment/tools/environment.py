@@ -14,7 +14,7 @@ from typing import Any
 from tidemill.chat.answer import Answer, Schema, ToolCall, call_of
 from tidemill.environment.api import Task, Turn
 from tidemill.environment.tools.api import ClosesTool, as_text
-from tidemill.environment.tools.find import toolbox
+from tidemill.environment.tools.find import Entry, toolbox
 from tidemill.errors import did_you_mean
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
@@ -27,7 +27,7 @@ class Tools:
     def __init__(
         self,
         task: Task,
-        functions: Sequence[str] = ("calculator",),
+        functions: Sequence[Entry] = ("calculator",),
         opening: str | None = None,
         closing: str | None = None,
         inline: bool = False,
@@ -47,7 +47,7 @@ class Tools:
         self.longest_result = longest_result
 
     @staticmethod
-    def offered(functions: Sequence[str] = ("calculator",), **others: Any) -> list[Schema]:
+    def offered(functions: Sequence[Entry] = ("calculator",), **others: Any) -> list[Schema]:
         """What prompts tell a chat model, for these arguments; nothing where calls are plain text."""
         return Tools(Task(), functions, **others).schemas
 

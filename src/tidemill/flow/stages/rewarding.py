@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,6 +19,7 @@ from tidemill.flow.tally import Tally
 from tidemill.reward.api import FROM, Sample, Scored
 from tidemill.reward.score import Scorer
 from tidemill.reward.verifiers.text import repetition
+from tidemill.tiles import images, of_batch
 
 
 class RewardWorker:
@@ -54,7 +55,8 @@ class RewardWorker:
             self._since = self._since if self.scoring else self.tally.now()
             self._rows += lease.batch.rows
             prompts: dict[tuple[int, ...], str] = {}  # the same for a whole group
-            samples = [self._sample(lease.batch.row(i), prompts) for i in range(lease.batch.rows)]
+            shown = [images(tiles) for tiles in of_batch(lease.batch)]
+            samples = [self._sample(lease.batch.row(i), prompts, shown[i]) for i in range(lease.batch.rows)]
             self.scoring.append((lease, samples, self.scorer.submit(samples)))
         is_done = [future.done() for *_, future in self.scoring]  # read once: it may become true between two reads
         done = [s for s, done in zip(self.scoring, is_done) if done]
@@ -66,7 +68,7 @@ class RewardWorker:
             self._rows = 0
         return lease is not None or bool(done)
 
-    def _sample(self, row: dict[str, Any], prompts: dict[tuple[int, ...], str]) -> Sample:
+    def _sample(self, row: dict[str, Any], prompts: dict[tuple[int, ...], str], shown: Sequence[Any]) -> Sample:
         start = int(row["prompt_length"])
         tokens = row["tokens"].tolist()
         prompt = tuple(tokens[:start])
@@ -80,6 +82,7 @@ class RewardWorker:
             response=self.decode(tokens[start + last_said(row["mask"]) :]) if is_said_last else transcript,
             transcript=transcript,
             tokens=tokens,
+            images=shown,
             played=played,
             answer=row["answer"],
             meta=json.loads(row["meta"]),

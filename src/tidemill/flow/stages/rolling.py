@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tidemill import tiles
 from tidemill.batch import GROUP, LENGTH, VERSION, Batch, Column
 from tidemill.dock import Counts, Dock, Lease, Want
 from tidemill.environment.api import Played, Task
@@ -135,13 +136,15 @@ class RolloutWorker:
         greedy = batch.values("greedy") != 0 if "greedy" in batch else np.zeros(batch.rows, np.bool_)
         drawn, fixed = np.flatnonzero(~greedy).tolist(), np.flatnonzero(greedy).tolist()
         task = None if self.config.environment is None else task_of(batch.row(0))
+        shown = tiles.kept(tiles.of_batch(batch.gather([0]))[0])
         requests = []
         if drawn:
-            requests.append(Request(group, prompt, self.sampling, n=len(drawn), task=task, user=(group, drawn)))
+            own = (group, drawn)
+            requests.append(Request(group, prompt, self.sampling, n=len(drawn), task=task, tiles=shown, user=own))
         if fixed:
             sampling = replace(self.sampling, temperature=0.0)
             id = GREEDY_ID + group
-            requests.append(Request(id, prompt, sampling, n=len(fixed), task=task, user=(group, fixed)))
+            requests.append(Request(id, prompt, sampling, n=len(fixed), task=task, tiles=shown, user=(group, fixed)))
         return requests
 
     def _finish(self, completion: Completion) -> None:
@@ -192,6 +195,8 @@ def rollout_columns(made: list[Completion]) -> Batch:
         columns["seat"] = np.array([c.seat for c in made], np.int8)
         turns = [c.turn_rewards or [] for c in made]
         columns["turns"] = Column.jagged([[place for place, _ in own] for own in turns], np.int32)
+        if made[0].request.tiles or any(c.tiles for c in made):
+            columns |= tiles.columns([c.tiles for c in made], tiles.TURN_COLUMNS)
         columns["turn_rewards"] = Column.jagged([[reward for _, reward in own] for own in turns], np.float32)
     return Batch(columns)
 

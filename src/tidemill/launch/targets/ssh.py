@@ -51,7 +51,7 @@ class Ssh:
         folder = _folder(job)
         found: list[Step] = [Token(job.folder / "token")]
         for host in hosts:
-            found.append(_on(host, f"mkdir -p {folder}/code && tar -xzf - -C {folder}/code", job.archive))
+            found.append(_on(host, f"{claim(folder)} && tar -xzf - -C {folder}/code", job.archive))
             found.append(_on(host, f"umask 077 && cat > {folder}/token", job.folder / "token"))
         for rank, host in enumerate(hosts):
             found.append(_on(host, f"cat > {folder}/job.sh", script.script(options, _variables(options, hosts, rank))))
@@ -71,6 +71,12 @@ class Ssh:
         """Node 0 saves and ends; the others leave when the head is gone."""
         with contextlib.suppress(LaunchError):
             _on(_hosts(job)[0], detached.stop(_folder(job))).perform()
+
+
+def claim(folder: str) -> str:
+    """The shell's words that make a job's folder. One that another user has made is refused: it could be changed."""
+    refusal = f'{{ echo "{folder} belongs to another user: name another -o folder" >&2; exit 73; }}'
+    return f"mkdir -p {folder}/code && {{ [ -O {folder} ] && [ -O {folder}/code ] || {refusal}; }}"
 
 
 def read_hosts(file: Path) -> list[Host]:

@@ -16,85 +16,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module, ModuleList
+from torch.nn import ModuleList
 
-from tidemill.errors import ModelError
 from tidemill.learn.parallel.collectives import MeshLink
 from tidemill.learn.parallel.schedule import Action, Timetable, forward_only, timetable
 from tidemill.learn.rows.packing import PackedBatch
 from tidemill.models.calling import through
+from tidemill.models.layers.stages import Elsewhere, norm_name, stage_of
 from tidemill.models.parts import decoder_of
 
 Group = Any
 Call = Callable[[int, PackedBatch, Tensor | None], Any]
 Finish = Callable[[int, Any], Tensor]  # micro-batch, what the last stage gave → the loss
 Wire = Callable[[PackedBatch], tuple[int, ...]]
-
-
-class Elsewhere(Module):
-    """In the place of a layer that another rank has: hands on what it gets. So names and numbers of layers stay."""
-
-    def __init__(self, kind: str | None = None) -> None:
-        super().__init__()
-        self.layer_type = kind
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden_states
-
-
-def stage_of(layer: int, layers: int, stages: int) -> int:
-    """Layers in even runs."""
-    return layer * stages // layers
-
-
-def split(model: Any, rank: int, ranks: int, chunks: int = 1) -> None:
-    """Drop what this rank does not need of a whole model."""
-    decoder = decoder_of(model)
-    layers, stages = len(decoder.layers), ranks * chunks
-    _check(model, layers, stages)
-    is_first, is_last = rank == 0, rank == ranks - 1
-    for i, layer in enumerate(decoder.layers):
-        if stage_of(i, layers, stages) % ranks != rank:
-            decoder.layers[i] = Elsewhere(getattr(layer, "layer_type", None))
-    tied = is_tied(model)  # the last rank keeps its copy under the embedding's name, as a whole model has it
-    if not is_first and not (is_last and tied):
-        model.set_input_embeddings(Elsewhere())
-    if not is_last:
-        setattr(decoder, _norm_name(decoder), Elsewhere())
-        model.set_output_embeddings(Elsewhere())
-
-
-def is_tied(model: Any) -> bool:
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    return getattr(head, "weight", None) is not None and head.weight is getattr(embedding, "weight", None)
-
-
-def _check(model: Any, layers: int, stages: int) -> None:
-    name, settings = type(model).__name__, model.config.get_text_config()
-    if stages > layers:
-        raise ModelError(f"{name} has {layers} layers, fewer than {stages} stages", f"at most {layers} stages would do")
-    if getattr(settings, "embedding_multiplier", None) not in (None, 1.0):
-        raise ModelError(f"{name} scales its inputs in the decoder itself: it cannot be cut into stages", "use pp: 1")
-    _norm_name(decoder_of(model))
-
-
-def _norm_name(decoder: Any) -> str:
-    """Of the one thing that comes after the layers."""
-    inputs = decoder.get_input_embeddings()
-    found: list[str] = [
-        name
-        for name, child in decoder.named_children()
-        if name != "layers"
-        and child is not inputs
-        and (isinstance(child, Elsewhere) or any(True for _ in child.parameters()))
-    ]
-    if len(found) != 1:
-        raise ModelError(
-            f"{type(decoder).__name__} has {', '.join(found) or 'nothing'} beside its layers and embedding, where "
-            "pipeline stages expect a final norm alone",
-            "use pp: 1",
-        )
-    return found[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,7 +72,7 @@ class Stages:
             for i, layer in enumerate(decoder.layers)
         )
         if stage != self.last:
-            setattr(view, _norm_name(decoder), Elsewhere())
+            setattr(view, norm_name(decoder), Elsewhere())
         return view
 
 

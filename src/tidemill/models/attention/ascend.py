@@ -8,7 +8,6 @@ by a test with a stand-in; the operator itself has not been run by this project.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from tidemill.errors import ModelError
 from tidemill.models.attention.registry import AttentionForm
 from tidemill.models.attention.varlen import Spans
 
-OPERATOR = "npu::npu_fusion_attention"
 TRIANGLE = 2048  # the mask's side that modes 2 to 4 ask for, whatever the lengths
 CAUSAL, BAND = 3, 4
 EVERYTHING = 2**31 - 1
@@ -28,14 +26,14 @@ def works_on(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the vendor's package brought the operator for this device, and the operator takes this dtype."""
     if dtype not in (torch.bfloat16, torch.float16):
         return False
-    return vendor.implements(device.type, OPERATOR)
+    return vendor.implements(device.type, f"{device.type}::npu_fusion_attention")
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, queries: Spans, keys: Spans, form: AttentionForm) -> Tensor:
     """q (tokens, heads, dim), k and v (keys, kv_heads, dim); the last query of a sequence sees its last key."""
     if form.sinks is not None:
         raise ModelError("Ascend's fused attention knows no attention sinks", "set learn.attention=blocks")
-    found = operator()(
+    found = vendor.operators(q.device).npu_fusion_attention(
         q, k, v, q.shape[1], "TND",
         atten_mask=_triangle(q.device), scale=form.scale, keep_prob=1.0,
         pre_tockens=EVERYTHING if form.window is None else form.window - 1, next_tockens=0,
@@ -44,11 +42,6 @@ def causal(q: Tensor, k: Tensor, v: Tensor, queries: Spans, keys: Spans, form: A
     )  # fmt: skip
     out: Tensor = found[0]
     return out
-
-
-def operator() -> Any:
-    namespace, _, name = OPERATOR.partition("::")
-    return getattr(getattr(torch.ops, namespace), name)
 
 
 @functools.cache

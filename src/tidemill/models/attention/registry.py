@@ -136,16 +136,18 @@ def local_mask(*_: Any, config: Any = None, local_size: int | None = None, **__:
 TOWER = "sdpa"  # torch's own: the tiles of a tower are a dense batch, and need no context
 
 
-def ours(has_tower: bool) -> Any:
-    """What transformers is told as `attn_implementation`: ours for the decoder."""
-    return {"text_config": NAME, "vision_config": TOWER} if has_tower else NAME
+def ours(config: Any) -> Any:
+    """What transformers is told as `attn_implementation` of a model with this config: ours for its decoder."""
+    if getattr(config, "vision_config", None) is None:
+        return NAME
+    return {"text_config": NAME, "vision_config": TOWER}
 
 
-def plugged(has_tower: bool, make: Callable[[Any], Any]) -> Any:
-    """The model that `make` gives with the `attn_implementation` it is given: ours, or, of classes that know none but
-    their own, that."""
+def plugged(config: Any, make: Callable[[Any], Any]) -> Any:
+    """The model of this config that `make` gives with the `attn_implementation` it is given: ours, or, of classes that
+    know none but their own, that."""
     try:
-        return make(ours(has_tower))
+        return make(ours(config))
     except KeyError as error:
         if NAME not in error.args:
             raise
@@ -160,6 +162,14 @@ def set_attention(model: Any, kind: Any) -> None:
         model.config._attn_implementation = kind
 
 
+def attention_of(model: Any) -> Any:
+    """What `set_attention` would be given to make it as it is: one for each part of the model."""
+    config = model.config
+    parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
+    chosen = {name: part._attn_implementation for name, part in {"": config, **parts}.items()}
+    return chosen if parts else chosen[""]
+
+
 def is_dense(model: Any) -> bool:
     """Whether the model's attention is its own, so that it reads whole samples in dense batches."""
     return str(model.config.get_text_config()._attn_implementation) != NAME
@@ -168,14 +178,12 @@ def is_dense(model: Any) -> bool:
 @contextmanager
 def plain(model: Any) -> Iterator[None]:
     """Inside, the model's attention is transformers' own."""
-    config = model.config
-    parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
-    usual = {name: part._attn_implementation for name, part in {"": config, **parts}.items()}
+    usual = attention_of(model)
     set_attention(model, "eager")
     try:
         yield
     finally:
-        set_attention(model, usual if parts else usual[""])
+        set_attention(model, usual)
 
 
 def register() -> None:

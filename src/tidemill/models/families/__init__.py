@@ -22,6 +22,7 @@ class Family:
     # The prefix of its transformers classes where its layers are Llama's (norm, rotary attention, norm, gated SiLU or
     # experts): these have fused forms, a lean forward pass in rollout, and engines over several ranks.
     llama_form: str = ""
+    latent_form: str = ""  # the same where attention is multi-head latent attention: its lean pass has a latent cache
     has_bias: bool = False  # of queries, keys and values
     has_head_norms: bool = False  # queries and keys are normed
     is_tied: bool = False  # the output layer is the embedding unless config.json says otherwise
@@ -44,12 +45,26 @@ def find(model_type: str) -> Family:
     if (own := model_type.removesuffix("_text")) in known:
         return _read(own)
     after = [name for name in known if model_type.startswith(name)]
-    return replace(_read(max(after, key=len)), name=model_type, llama_form="") if after else Family(model_type)
+    return (
+        replace(_read(max(after, key=len)), name=model_type, llama_form="", latent_form="")
+        if after
+        else Family(model_type)
+    )
 
 
 def llama_forms(mixtures: bool = False) -> dict[str, str]:
     """Families whose layers are Llama's, with the prefix of their classes; with those that have experts, or without."""
     return _forms(tuple(names()), mixtures)
+
+
+def served_over_ranks() -> tuple[str, ...]:
+    """Families that engines over several ranks serve."""
+    return tuple(sorted({*llama_forms(mixtures=True), *latent_forms()}))
+
+
+def latent_forms() -> dict[str, str]:
+    """Families with multi-head latent attention, with the prefix of their classes."""
+    return {one.name: one.latent_form for one in map(_read, names()) if one.latent_form}
 
 
 @cache

@@ -1,7 +1,7 @@
 """Experts of a mixture as grouped products: tokens sorted by expert, one product for each or one call for all.
 
-Plugged into transformers through its ExpertsInterface, so every mixture whose experts are stacked, gated and without
-bias runs it; the loop that transformers calls `eager` is the plain form it must equal.
+Plugged into transformers through its ExpertsInterface, so every mixture whose experts are stacked and gated runs it;
+the loop that transformers calls `eager` is the plain form it must equal.
 """
 
 from __future__ import annotations
@@ -23,8 +23,15 @@ ALIGNED = 16  # bytes: rows of the fused call's operands begin at multiples of t
 
 def plug(model: Any) -> None:
     """Let the model's experts run here, where they are of the form that is known here."""
-    if any(is_known(m) for m in model.modules()):
+    if any(is_gated(m) for m in model.modules()):
         model.set_experts_implementation(NAME)
+
+
+def is_gated(module: Any) -> bool:
+    """Stacked, gated experts, with or without bias, rows or columns first; the module's own `_apply_gate` knows how
+    gate and up lie in the first stack, and what becomes of them."""
+    stacks = all(hasattr(module, name) for name in STACKS)
+    return stacks and getattr(module, "has_gate", None) is True and hasattr(module, "_apply_gate")
 
 
 def is_known(module: Any) -> bool:
@@ -60,7 +67,11 @@ def linear(module: Any, stack: str, x: Tensor, ends: Tensor) -> Tensor:
     code = getattr(module, f"{stack}_code", None)
     if code is not None:
         return _narrow(x, code, getattr(module, f"{stack}_scale"), ends)
-    out = grouped(x, getattr(module, stack), ends)
+    weight, bias = getattr(module, stack), getattr(module, f"{stack}_bias", None)
+    out = grouped(x, weight.transpose(-2, -1) if getattr(module, "is_transposed", False) else weight, ends)
+    if bias is not None:
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        out = out + bias.repeat_interleave(counts, 0, output_size=len(x))
     pair = adapter(module, stack)
     if pair is None:
         return out

@@ -49,7 +49,8 @@ class RouterKind:
 
 
 KINDS = {
-    **dict.fromkeys(("MixtralTopKRouter", "Qwen3_5MoeTopKRouter"), RouterKind(sums_to_one=True)),
+    # GPT-OSS takes the softmax of the chosen logits alone: that of all, made to sum to one.
+    **dict.fromkeys(("MixtralTopKRouter", "GptOssTopKRouter", "Qwen3_5MoeTopKRouter"), RouterKind(sums_to_one=True)),
     **dict.fromkeys(
         ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3NextTopKRouter", "OlmoeTopKRouter"), RouterKind()
     ),
@@ -102,9 +103,14 @@ class Routers:
         self.load = torch.full(shape, 1.0 / max(1, self.experts), device=device)  # of the update before
         self.replayed = torch.zeros(2, device=device)  # routes replayed; of them those the router would have chosen
         self._context: list[Any] = [None] * self.layers
+        self._hooks = []
         for at, (layer, gate) in enumerate(found):
-            layer.register_forward_pre_hook(partial(self._enter, at), with_kwargs=True)
-            gate.register_forward_hook(partial(self._choose, at))
+            self._hooks.append(layer.register_forward_pre_hook(partial(self._enter, at), with_kwargs=True))
+            self._hooks.append(gate.register_forward_hook(partial(self._choose, at)))
+
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self, at: int, layer: Any, args: Any, kwargs: Any) -> None:
@@ -220,6 +226,13 @@ def of(model: Any, device: torch.device | None = None) -> Routers | None:
     return routers
 
 
+def detach(model: Any) -> None:
+    """Undo `of`, for a model that is about to be cut: then it has other routers."""
+    routers: Routers | None = model.__dict__.pop("tide_routers", None)
+    if routers is not None:
+        routers.detach()
+
+
 HARMLESS = "make_inputs_require_grads"  # transformers' hook for checkpoints of layers: it changes no number
 
 
@@ -282,9 +295,16 @@ def take_away(model: Any) -> None:
         module._buffers.pop(GIVEN, None)
 
 
+def gate_of(block: Any) -> Any:
+    """The router of a layer's block; None where the block is no mixture."""
+    if not hasattr(block, "experts"):
+        return None
+    return getattr(block, "gate", None) or getattr(block, "router", None)
+
+
 def _gate(layer: Any) -> Any:
-    block = next((m for m in layer.children() if hasattr(m, "experts") and hasattr(m, "gate")), None)
-    return block.gate if block is not None and type(block.gate).__name__ in KINDS else None
+    gate = next((gate for m in layer.children() if (gate := gate_of(m)) is not None), None)
+    return gate if type(gate).__name__ in KINDS else None
 
 
 def _kind(gate: Any) -> RouterKind:

@@ -14,6 +14,7 @@ from tidemill.cluster.report import Answer, MoveReport
 from tidemill.cluster.wiring import Post, Resources, Wiring
 from tidemill.dock.address import Address
 from tidemill.dock.local import LocalDock
+from tidemill.estimate.ranks_memory import engine_share
 from tidemill.flow.schedule import staleness_limit
 from tidemill.flow.tally import Counted
 from tidemill.graph import Graph
@@ -125,7 +126,9 @@ class World:
         return self.model.publish_s * self.faults.network(self._rng)
 
     def moved_bytes(self, post: Post) -> float:
-        return 0.0 if post.group.learns else self.model.shape.total * self.model.width / self.model.engine_cut.tp
+        return (
+            0.0 if post.group.learns else engine_share(self.model.config, self.model.shape, self.model.engine_grid)[0]
+        )
 
     def moving(self) -> Promise:
         """One answer for all who only send or receive."""

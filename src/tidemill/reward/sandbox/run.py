@@ -5,6 +5,8 @@ One sandbox runs one program at a time; use several for more.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import socket
 import subprocess
@@ -71,6 +73,18 @@ class Sandbox:
         is_new = bool(message.pop("is_new"))
         return Result(**message), is_new
 
+    def forget(self) -> None:
+        """End the program that is told turn by turn; nothing of it is left for the next one."""
+        if self._wire is None:
+            return
+        try:
+            self._wire.send({"forget": True})
+            message = self._wire.receive(GRACE_S)
+        except (EOFError, OSError):
+            message = None
+        if message is None or not message["is_clean"]:
+            self.close()
+
     def _start(self) -> JsonSocket:
         if sys.platform != "linux":
             raise SandboxError("code can be run safely only on Linux", "use another reward here")
@@ -102,6 +116,8 @@ class Sandbox:
             why = "its process did not start" if message is None else message["failed"]
             raise SandboxError(f"code cannot be run safely on this machine: {why}", "use another reward here")
         self.has_scratch = bool(message["scratch"])
+        with contextlib.suppress(OSError):  # its root lies in memory, and is no longer reached by this name
+            os.rmdir(folder)
         return self._wire
 
     def close(self) -> None:

@@ -36,19 +36,26 @@ class Session:
         if is_new:
             self._begin()
         data = code.encode("utf-8", "surrogatepass")
-        status = ""
-        try:
-            os.write(self._ask, HEAD.pack(len(data)))
-            while data:
-                data = data[os.write(self._ask, data) :]
-        except BrokenPipeError:
-            status = "killed"
-        output, status = (b"", status) if status else self._watch(began)
+        status = self._ask_for(HEAD.pack(len(data)) + data, began)
+        output, status = (b"", self.end(status)) if status else self._watch(began)
         text = output.decode(errors="replace")
         return {"status": status, "output": text, "seconds": time.monotonic() - began, "is_new": is_new}
 
+    def _ask_for(self, data: bytes, began: float) -> str:
+        """Send a turn; return what ended the program, if it does not read (it may have forged its last answer)."""
+        while data:
+            left = self.limits.wall_s - (time.monotonic() - began)
+            if left <= 0 or not select.select([], [self._ask], [], left)[1]:
+                return "timeout"
+            try:
+                data = data[os.write(self._ask, data) :]
+            except BrokenPipeError:
+                return "killed"
+        return ""
+
     def _begin(self) -> None:
         ask, self._ask = os.pipe()
+        os.set_blocking(self._ask, False)
         self._out, out = os.pipe()
         self._done, done = os.pipe()
         self.pid = os.fork()

@@ -67,6 +67,13 @@ def serve(libc: ctypes.CDLL, wire: JsonSocket, folder: str, own_path: str) -> No
         if "turn" in message:
             wire.send(talk.turn(message["turn"]))
             continue
+        if "forget" in message:
+            talk.end()
+            wire.send({"is_clean": is_cleared(place)})
+            continue
+        if talk.pid:  # a program that was told to turn by turn, and its files, have no part in another's
+            talk.end()
+            is_cleared(place)
         result = run(libc, wire, place, message, limits)
         wire.send({**result, "is_clean": is_cleared(place)})
 

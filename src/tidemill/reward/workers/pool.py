@@ -24,7 +24,7 @@ from tidemill.reward.workers.wire import JsonSocket
 
 START_S = 120.0  # a worker may import a user's large module; no sample's clock runs meanwhile
 MOST_PER_MESSAGE = 32  # units sent at once: saves round trips, keeps lanes even
-SENT = tuple(field.name for field in fields(Sample) if field.name != "tokens")
+SENT = tuple(field.name for field in fields(Sample) if field.name not in ("tokens", "images"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,5 +186,5 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def as_message(sample: Sample) -> dict[str, Any]:
-    """All but the tokens: functions in workers judge text."""
+    """All but tokens and images: functions in workers judge text."""
     return {name: getattr(sample, name) for name in SENT}

@@ -18,6 +18,7 @@ from tidemill.batch import Array
 from tidemill.device import has_triton, mapped
 from tidemill.errors import ConfigError
 from tidemill.models.attention.registry import is_dense
+from tidemill.models.mixture import routing
 from tidemill.models.recurrent import mixers
 from tidemill.models.vision.eyes import eyes
 from tidemill.rollout.engine import Completion, Finish, Grammar, OnTokens, Partial, Request, load_part, run_callbacks
@@ -37,6 +38,8 @@ from tidemill.rollout.native.kernels import LANES, Kernels
 from tidemill.rollout.native.kernels import load as load_kernels
 from tidemill.rollout.native.looking import Looking
 from tidemill.rollout.native.pending import Fetch, Pending
+from tidemill.rollout.native.ranks import share
+from tidemill.rollout.native.ranks.links import Links
 from tidemill.rollout.native.resuming import completes_a_stop
 from tidemill.rollout.native.rows import RunningRows
 from tidemill.rollout.native.scheduler import Scheduler
@@ -64,9 +67,9 @@ class NativeEngine:
     accelerator. All three are for comparison. `batch_invariant` (a CPU in float32) makes a token's numbers depend on
     its own sample alone, bit for bit, and equal to those of a learner in the same mode; it is slower. `speculate`
     drafts tokens by lookup ("auto": with the compiled kernels, where it is expected to pay; "on": in graphs too).
-    `cache_dtype` int8 or fp8 keeps keys and values in one byte an element, with a scale per token and head. `group` is
-    a process group whose ranks share the work of one model; each must be given the same requests, in the same order,
-    between the same steps. `keeps_features`: new weights do not change how images look, because the tower is frozen."""
+    `cache_dtype` int8 or fp8 keeps keys and values in one byte an element, with a scale per token and head. `links` are
+    those of a rank that holds its share of the model alone, to the ranks that have the others (`ranks.replicas`).
+    `keeps_features`: new weights do not change how images look, because the tower is frozen."""
 
     def __init__(
         self,
@@ -83,7 +86,7 @@ class NativeEngine:
         plain: bool = False,
         kernels: bool = True,
         graphs: bool = True,
-        group: Any = None,
+        links: Links | None = None,
         batch_invariant: bool = False,
         record_routes: bool = False,
         speculate: When = "off",
@@ -97,8 +100,8 @@ class NativeEngine:
         self.max_len = max_len
         self.reuse_prefix = reuse_prefix
         self.version = 0
-        output = model.get_output_embeddings()
-        self.vocab = int(output.weight.shape[0] if group is None else output.out_features)
+        self.links = links
+        self.vocab = share.of(model).vocabulary if links else int(model.get_output_embeddings().weight.shape[0])
         self.is_end = np.zeros(self.vocab, bool)
         self.is_end[[i for i in eos_ids if 0 <= i < self.vocab]] = True
         if batch_invariant and cache_dtype != "auto":
@@ -108,7 +111,7 @@ class NativeEngine:
             raise ConfigError(f"rollout.batch_invariant: {name} has layers that it is not known for", "set it to false")
         is_plain_cache = cache_dtype == "auto" and not batch_invariant
         self.library = paged.choose(model, self.device, parameter.dtype) if is_plain_cache else None
-        may_fuse = kernels and not plain and group is None and self.device.type != "cpu"
+        may_fuse = kernels and not plain and links is None and self.device.type != "cpu"
         fused = fused_kernels(model, self.device) if may_fuse else None
         if fused is not None and has_triton(self.device.type):
             self.library = None  # these kernels walk pages themselves
@@ -121,7 +124,8 @@ class NativeEngine:
         kind = None if cache_dtype == "auto" else cache_dtype
         # One page more than can be given out: captured decoding writes its padding there.
         self.store = make_store(pages + 1, page_size, self.device, kind)
-        self.routes = RouteRecorder(model, self.store) if record_routes else None
+        has_none = links is not None and routing.of(model) is None  # of this stage's layers
+        self.routes = RouteRecorder(model, self.store) if record_routes and not has_none else None
         self.eyes = eyes.of(model)
         self.looking = Looking(self.eyes, self.device, keeps_features)
         self.limits = RequestLimits(self.vocab, max_len, pages * page_size, tokenizer is not None, self.eyes)
@@ -134,7 +138,7 @@ class NativeEngine:
         self.rows = RunningRows(self.scheduler, self.device)
         self.kernels = self._kernels(parameter) if kernels and not batch_invariant else None
         self.runner: Runner = (
-            RowwiseRunner(model) if batch_invariant else make_runner(model, max_len, self.kernels, plain, fused, group)
+            RowwiseRunner(model) if batch_invariant else make_runner(model, max_len, self.kernels, plain, fused, links)
         )
         # Inference mode saves bookkeeping, but a foreign module may keep a tensor it makes.
         self._no_grad = torch.no_grad if isinstance(self.runner, PlainRunner | DenseRunner) else torch.inference_mode
@@ -148,6 +152,7 @@ class NativeEngine:
         )
         self.guides: Guides | None = None  # from the first request with a grammar
         self.teller = Teller(self.scheduler)
+        self.passes = 0  # made so far by `forward`
         self.inflight: list[Pending] = []
         self._refused: list[Completion] = []
 
@@ -279,10 +284,18 @@ class NativeEngine:
                 self._refused += self._settle(pending)
 
     def forward(self, rows: Array, readings: list[Reading], newest: Array, ahead: Array) -> Tensor:
+        self.passes += 1
         return passes.forward(self, rows, readings, newest, ahead)
 
     def _draw(self, rows: Array, logits: Tensor, ahead: Array | int = 0) -> Drawn:
-        return draw_rows(self.scheduler, rows, logits, ahead, self.kernels, self.batch_invariant, self.guides)
+        def draw() -> Drawn:
+            return draw_rows(self.scheduler, rows, logits, ahead, self.kernels, self.batch_invariant, self.guides)
+
+        if self.links is None:
+            return draw()
+        slots = self.scheduler.slots
+        has_kept, tops = bool(slots.truncated[rows].any()), int(slots.tops[rows].max()) if len(rows) else 0
+        return self.links.drawn(draw, len(rows), has_kept, tops, self.device)
 
     def _settle(self, pending: Pending) -> list[Completion]:
         """Write the new tokens down and take out what has ended."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import tempfile
 import threading
 import time
 from collections import deque
@@ -34,6 +35,7 @@ from tidemill.serve.talk import Talk
 
 PATIENCE_S = 0.02  # between looks, when no model works
 AT_ONCE = 32
+TOKENIZER = "TIDEMILL_TOKENIZER"  # the tokenizer's folder, for programs that make tokens themselves
 GRACE_S = 5.0  # for a killed program to be reported
 
 
@@ -69,7 +71,10 @@ class ProgramsEngine:
         self.service = Service([Served("policy", talk, self.link, self.window, eos_ids)], takes_any_name=True)
         self.text = talk.text
         self.doors = Doors()
-        self.programs = Programs(config.environment.program, config.environment.evaluator, self.link.notice)
+        self._tokenizer_folder = tempfile.TemporaryDirectory(prefix="tidemill-tokenizer-")
+        loaded.tokenizer.save_pretrained(self._tokenizer_folder.name)
+        variables = {TOKENIZER: self._tokenizer_folder.name}
+        self.programs = Programs(config.environment, self.link.notice, variables)
         self.waiting: deque[Seat] = deque()
         self.playing: dict[str, Seat] = {}  # by the program's name
         self.ready: list[Completion] = []
@@ -118,7 +123,7 @@ class ProgramsEngine:
             self.playing[name] = seat
             self.doors.let_in(seat)
             seat.begin()
-            self.programs.start(name, f"{self._address()}/v1", seat.key, seat.task(), self.settings.args)
+            self.programs.start(name, f"{self._address()}/v1", seat.key, seat.task())
 
     def _address(self) -> str:
         if self._http is None:
@@ -217,3 +222,4 @@ class ProgramsEngine:
         if self._http is not None:
             self._http.end()
             self._http = None
+        self._tokenizer_folder.cleanup()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from tidemill.environment.interpreter import command
 from tidemill.errors import PlayError
+from tidemill.recipe.config import EnvironmentSettings
 from tidemill.reward.workers.wire import JsonSocket
 
 START_S = 120.0  # an agent framework's import can take long on a crowded machine
@@ -31,15 +31,19 @@ class Outcome:
 class Programs:
     """Copies of one zygote. `on_done` is called in a thread of ours when a program has ended."""
 
-    def __init__(self, program: str, evaluator: str | None, on_done: Callable[[], None]) -> None:
-        self.program, self.evaluator, self.on_done = program, evaluator, on_done
+    def __init__(
+        self, settings: EnvironmentSettings, on_done: Callable[[], None], variables: Mapping[str, str] | None = None
+    ) -> None:
+        """`variables`: of the environment that every program finds."""
+        self.settings, self.on_done, self.variables = settings, on_done, dict(variables or {})
+        self.program, self.evaluator = str(settings.program), settings.evaluator
         self.done: deque[Outcome] = deque()
         self._under_way: set[str] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self._wire: JsonSocket | None = None
         self._lock = threading.Lock()
 
-    def start(self, name: str, base_url: str, api_key: str, task: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+    def start(self, name: str, base_url: str, api_key: str, task: Mapping[str, Any]) -> None:
         wire = self._wire or self._begin()
         variables = {
             "OPENAI_BASE_URL": base_url,
@@ -48,7 +52,7 @@ class Programs:
             "TIDEMILL_TASK": str(task.get("prompt", ""))[:4096],
         }
         self._under_way.add(name)
-        told = {"start": name, "base_url": base_url, "api_key": api_key, "task": task, "args": args}
+        told = {"start": name, "base_url": base_url, "api_key": api_key, "task": task}
         self._send(wire, {**told, "variables": variables})
 
     def kill(self, name: str) -> None:
@@ -64,17 +68,13 @@ class Programs:
 
     def _begin(self) -> JsonSocket:
         ours, theirs = socket.socketpair()
-        source = str(Path(__file__).resolve().parents[3])
-        begin = (
-            f"import sys; sys.path.insert(0, {source!r}); sys.path.append({os.getcwd()!r}); "
-            f"from tidemill.serve.programs import zygote; "
-            f"zygote.main({theirs.fileno()}, {self.program!r}, {self.evaluator!r})"
-        )
+        call = f"main({theirs.fileno()}, {self.program!r}, {self.evaluator!r}, {dict(self.settings.args)!r})"
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", begin],
+                command(self.settings.python, "tidemill.serve.programs.zygote", call),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                env={**os.environ, **self.variables},
                 start_new_session=True,
             )
         wire = JsonSocket(ours)

@@ -3,7 +3,8 @@ its own, which may crash, hang or write without end and harm no other.
 
 It is started by `processes.Programs` and speaks with it over a socket: `{"start": …}` and `{"kill": …}` in,
 `{"done": …}` out. A program is `module:function` or `file.py:function`, or else a command. The function's value, or the
-last line that the command prints, is the outcome.
+last line that the command prints, is the outcome. Where the function has an attribute `prepare`, that is called with
+the recipe's arguments before the first sample: what it loads all copies share.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import importlib
 import inspect
 import json
 import os
@@ -20,7 +22,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +32,8 @@ PR_SET_PDEATHSIG = 1
 MOST_RESULT = 1 << 20  # bytes of an outcome
 MOST_TAIL = 4000  # of what a program wrote, for people
 LOOK_S = 0.02
+WATCHED = 4  # copies in a row that must import nothing new before they are no longer watched
+MOST_NAMES = 4000
 
 
 @dataclass(slots=True)
@@ -39,12 +43,14 @@ class Child:
     written: int
     said: bytearray = field(default_factory=bytearray)
     tail: bytearray = field(default_factory=bytearray)
+    is_watched: bool = False  # it tells what it imported
 
 
 class Zygote:
-    def __init__(self, wire: JsonSocket, program: str, evaluator: str | None) -> None:
-        self.wire, self.program = wire, program
+    def __init__(self, wire: JsonSocket, program: str, evaluator: str | None, args: Mapping[str, Any]) -> None:
+        self.wire, self.program, self.args = wire, program, args
         self.children: dict[str, Child] = {}
+        self.watches = WATCHED  # copies that are still to tell what they imported
         self.function: Callable[..., Any] | None = None
         self.evaluator: Callable[..., Any] | None = None
         from tidemill.errors import ConfigError
@@ -52,6 +58,9 @@ class Zygote:
 
         if is_import_path(program):
             self.function = load(program, ConfigError, "environment.program")
+            prepare = getattr(self.function, "prepare", None)
+            if prepare is not None:
+                prepare(**args)
         if evaluator is not None:
             self.evaluator = load(evaluator, ConfigError, "environment.evaluator")
 
@@ -93,7 +102,7 @@ class Zygote:
         os.close(written_end)
         for pipe in (result, written):
             os.set_blocking(pipe, False)
-        self.children[name] = Child(pid, result, written)
+        self.children[name] = Child(pid, result, written, is_watched=self.watches > 0)
 
     def _reap(self) -> None:
         for name, child in list(self.children.items()):
@@ -107,7 +116,22 @@ class Zygote:
             os.close(child.written)
             del self.children[name]
             tail = child.tail.decode(errors="replace")
-            self.wire.send({"done": name, "status": _in_words(status), **self._outcome(child.said), "tail": tail})
+            outcome = self._outcome(child.said)
+            imported = outcome.pop("imported", [])
+            self.wire.send({"done": name, "status": _in_words(status), **outcome, "tail": tail})
+            if child.is_watched and self.watches > 0:
+                self._import(imported)
+
+    def _import(self, names: list[str]) -> None:
+        """Import once, for later copies, what a copy had to import: frameworks load half of themselves on first use.
+        Only the rest of packages that are here already, and Python's own: other modules may want a sample's key."""
+        found = [name for name in names if name not in sys.modules and _is_rest(name)]
+        self.watches = WATCHED if found else self.watches - 1
+        for name in found:
+            with contextlib.suppress(Exception):  # it may exist under this name in the copy alone
+                importlib.import_module(name)
+        if found:
+            gc.freeze()
 
     def _outcome(self, said: bytearray) -> dict[str, Any]:
         if len(said) >= MOST_RESULT:
@@ -157,16 +181,31 @@ class Zygote:
             os._exit(127)
 
     def _outcome_of(self, message: dict[str, Any]) -> bytes:
+        before = set(sys.modules)
+        outcome = self._tried(message)
+        if self.watches > 0:
+            outcome["imported"] = sorted(set(sys.modules) - before)[:MOST_NAMES]
         try:
-            value = _called(self.function, message["base_url"], message["api_key"], message["task"], **message["args"])
+            return json.dumps(outcome).encode()
+        except (TypeError, ValueError) as error:
+            return json.dumps({"error": f"gave an outcome that is no JSON: {error}"[:2000]}).encode()
+
+    def _tried(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            value = _called(self.function, message["base_url"], message["api_key"], message["task"], **self.args)
             if self.evaluator is not None:
                 value = _called(self.evaluator, message["task"], value)
-            return json.dumps({"value": value}).encode()
+            return {"value": value}
         except BaseException as error:
             import traceback
 
             traceback.print_exc()
-            return json.dumps({"error": f"raised {type(error).__name__}: {error}"[:2000]}).encode()
+            return {"error": f"raised {type(error).__name__}: {error}"[:2000]}
+
+
+def _is_rest(name: str) -> bool:
+    top = name.partition(".")[0]
+    return top in sys.stdlib_module_names if top == name else top in sys.modules
 
 
 def _called(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -218,13 +257,13 @@ def _in_words(status: int) -> str:
     return "" if code == 0 else f"exit status {code}"
 
 
-def main(handle: int, program: str, evaluator: str | None) -> None:
+def main(handle: int, program: str, evaluator: str | None, args: Mapping[str, Any]) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the run, which ends this itself
     wire = JsonSocket.at(handle)
     zygote = None
     try:
-        zygote = Zygote(wire, program, evaluator)
+        zygote = Zygote(wire, program, evaluator, args)
         zygote.serve()
     except (EOFError, ConnectionError):  # the process that asks is gone
         for child in zygote.children.values() if zygote is not None else ():

@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tidemill.models import families
 from tidemill.models.attention.registry import AttentionForm, Context
+from tidemill.models.layers import stages
 from tidemill.models.mixture import routing
 from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.rollout.native.forward import lean, mixture
@@ -23,14 +25,13 @@ from tidemill.rollout.native.forward.fused import FusedKernels, float_logits
 from tidemill.rollout.native.forward.lean import Gated, LeanRunner, Weight
 from tidemill.rollout.native.forward.mixture import Mixture
 from tidemill.rollout.native.kernels import Kernels
-
-FAMILY = ("DeepseekV3ForCausalLM",)
+from tidemill.rollout.native.ranks.links import Links
 
 
 def supports(model: Any) -> bool:
-    if type(model).__name__ not in FAMILY:
+    if type(model).__name__.removesuffix("ForCausalLM") not in families.latent_forms().values():
         return False
-    layers = model.model.layers
+    layers = [layer for _, layer in stages.here(model)]
     return (
         model.config.hidden_act == "silu"
         and model.model.rotary_emb.rope_type in lean.STATIC_ROPE
@@ -57,9 +58,9 @@ class _Layer:
 class LatentRunner(LeanRunner):
     layers: list[Any]
 
-    def __init__(self, model: Any, max_len: int, kernels: Kernels | None = None) -> None:
-        self.model, self.kernels = model, kernels
-        config, first = model.config, model.model.layers[0].self_attn
+    def __init__(self, model: Any, max_len: int, kernels: Kernels | None = None, links: Links | None = None) -> None:
+        self.model, self.kernels, self.links = model, kernels, links
+        config, first = model.config, stages.here(model)[0][1].self_attn
         self.eps, self.scale = config.rms_norm_eps, first.scaling
         self.rank, self.nope, self.rope = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
         self.is_interleaved = bool(config.rope_interleave)
@@ -68,10 +69,8 @@ class LatentRunner(LeanRunner):
         self.cos, self.sin = _half_tables(model, max_len)
 
     def bind(self) -> None:
-        body = self.model.model
         self.layers = [_bind(layer, number, self) for layer, number in lean.numbered(self.model)]
-        self.embed, self.norm = body.embed_tokens.weight, body.norm.weight
-        self.head = (self.model.lm_head.weight, self.model.lm_head.bias)
+        self._bind_ends()
 
     def _layer(self, i: int, w: _Layer, x: Tensor, positions: Tensor, context: Context) -> Tensor:  # type: ignore[override]
         x = self._add(x, self._attend(i, w, self._norm(x, w.norm_in), positions, context), *w.o)
@@ -130,7 +129,7 @@ class FusedLatentRunner(LatentRunner):
     def _small_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.fused.rms(x, weight, self.small_eps)
 
-    def _feed_forward(self, x: Tensor, h: Tensor, w: Gated | Mixture, context: Context) -> Tensor:
+    def _feed_forward(self, x: Tensor, h: Tensor, w: Gated | Mixture, context: Context | None) -> Tensor:
         if not isinstance(w, Mixture):
             return super()._feed_forward(x, h, w, context)
         chosen, shares = mixture.choose(w, mixture.router_logits(w, h))
@@ -143,7 +142,7 @@ class FusedLatentRunner(LatentRunner):
 
 def _bind(layer: Any, number: int, runner: LatentRunner) -> _Layer:
     a, m = layer.self_attn, layer.mlp
-    heads = a.num_heads
+    heads = a.num_heads * len(a.kv_b_proj.weight) // a.kv_b_proj.out_features  # those that are here
     up = a.kv_b_proj.weight.view(heads, -1, runner.rank)
     direct = getattr(a, "q_proj", None)
     down = None if direct is not None else (_weight(a.q_a_proj), a.q_a_layernorm.weight)
@@ -171,8 +170,8 @@ def _weight(linear: Any) -> Weight:
 
 def _half_tables(model: Any, max_len: int) -> tuple[Tensor, Tensor]:
     """cos and sin (max_len, 1, rope / 2): a pair of numbers has one angle."""
-    like = model.model.embed_tokens.weight
+    like = next(model.model.parameters()).new_empty(1, model.config.hidden_size)
     with torch.no_grad():
-        cos, sin = model.model.rotary_emb(like[:1], torch.arange(max_len, device=like.device).unsqueeze(0))
+        cos, sin = model.model.rotary_emb(like, torch.arange(max_len, device=like.device).unsqueeze(0))
     half = cos.shape[-1] // 2
     return cos[0, :, :half].unsqueeze(1).contiguous(), sin[0, :, :half].unsqueeze(1).contiguous()

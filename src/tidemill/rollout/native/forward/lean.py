@@ -6,7 +6,7 @@ module makes about sixty. Parameters are read where they are, so the learner's i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,14 +15,18 @@ from torch import Tensor, nn
 
 from tidemill.models import families
 from tidemill.models.attention.registry import AttentionForm, Context, attention_window
-from tidemill.models.layers import rowwise
+from tidemill.models.layers import rowwise, stages
 from tidemill.models.mixture import routing
-from tidemill.models.parts import decoder_of, layers_of
+from tidemill.models.parts import decoder_of
 from tidemill.models.vision.eyes import eyes
 from tidemill.models.vision.eyes.eyes import Seen
+from tidemill.reshard.layouts.layout import Shard
 from tidemill.rollout.native.forward import mixture
 from tidemill.rollout.native.forward.mixture import Mixture
 from tidemill.rollout.native.kernels import Kernels
+from tidemill.rollout.native.ranks import share
+from tidemill.rollout.native.ranks.experts import SpreadExperts, names_of
+from tidemill.rollout.native.ranks.links import Links
 
 # A large weight with few rows is read once and never rearranged by our own product; the library's takes up to twice as
 # long (60 M parameters, one thread: 41 ms against 24 for 2 rows, 35 against 27 for 4, 39 against 38 for 8).
@@ -34,21 +38,21 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 def supports(model: Any) -> bool:
     """Whether its layers are: norm, attention with rotary positions, norm, gated SiLU or a router and experts."""
     decoder = decoder_of(model)
-    if not _has_form(model, decoder):
+    if not _has_form(model):
         return False
     return (
         model.config.get_text_config().hidden_act == "silu"
         and decoder.rotary_emb.rope_type in STATIC_ROPE
-        and all(type(m) is nn.Linear for layer in decoder.layers for m in _linears(layer))
+        and all(type(m) is nn.Linear for _, layer in stages.here(model) for m in _linears(layer))
         and all(mixture.is_known(mlp) for mlp in _mixtures(model))
         and not any(routing.has_foreign_hooks(m) for m in (*decoder.modules(), model.get_output_embeddings()))
     )
 
 
-def _has_form(model: Any, decoder: Any) -> bool:
+def _has_form(model: Any) -> bool:
     """Whether its layers are of a family that is known, with nothing between them and the output layer but a norm."""
     kind = type(model).__name__.removesuffix("ForCausalLM") if eyes.of(model) is None else None
-    form = type(layers_of(model)[0]).__name__.removesuffix("DecoderLayer")
+    form = type(stages.here(model)[0][1]).__name__.removesuffix("DecoderLayer")
     return kind in (None, form) and form in families.llama_forms(mixtures=True).values()
 
 
@@ -61,19 +65,20 @@ def _linears(layer: Any) -> tuple[Any, ...]:
 
 
 def _mixtures(model: Any) -> list[Any]:
-    return [layer.mlp for layer in layers_of(model) if mixture.is_mixture(layer.mlp)]
+    return [layer.mlp for _, layer in stages.here(model) if mixture.is_mixture(layer.mlp)]
 
 
 def numbered(model: Any) -> list[tuple[Any, int]]:
-    """Every layer, and how many layers before it have experts: recorded routes count those alone."""
+    """Every layer that is here, and how many before it have experts: recorded routes count those alone."""
     number, found = 0, []
-    for layer in layers_of(model):
+    for _, layer in stages.here(model):
         found.append((layer, number))
         number += mixture.is_mixture(layer.mlp)
     return found
 
 
 Weight = tuple[Tensor, Tensor | None]  # and bias
+ELSEWHERE = torch.empty(0)  # in the place of what another stage has
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,41 +100,71 @@ class _Layer:
     norm_mlp: Tensor
     mlp: Gated | Mixture
     window: int | None
+    sinks: Tensor | None
 
 
 class LeanRunner:
-    def __init__(self, model: Any, max_len: int, kernels: Kernels | None = None) -> None:
+    """`links`: of a rank that holds its share of the model alone, to the others of its engine."""
+
+    def __init__(self, model: Any, max_len: int, kernels: Kernels | None = None, links: Links | None = None) -> None:
         self.model = model
         self.kernels = kernels
+        self.links = links
         config = model.config.get_text_config()
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.eps = config.rms_norm_eps
-        self.scale = layers_of(model)[0].self_attn.scaling
+        self.scale = stages.here(model)[0][1].self_attn.scaling
         self.bind()
         self.cos, self.sin = rotary_tables(model, self.dim, max_len)
-
         self.turns = self.cos, self.sin
 
     def bind(self) -> None:
         """Look the parameters up again: only needed when they were replaced, not when they were changed in place."""
-        body = decoder_of(self.model)
         self.layers = [_bind(layer, number) for layer, number in numbered(self.model)]
-        self.embed = body.embed_tokens.weight
-        self.norm = body.norm.weight
-        self.head: Weight = (self.model.lm_head.weight, self.model.lm_head.bias)
+        self._bind_ends()
+
+    def _bind_ends(self) -> None:
+        """What lies before and behind the layers; of a stage of several, some of it."""
+        body, output = decoder_of(self.model), self.model.get_output_embeddings()
+        self.first_layer = stages.here(self.model)[0][0]
+        self.embed: Tensor = getattr(body.embed_tokens, "weight", ELSEWHERE)
+        self.norm: Tensor = getattr(body.norm, "weight", ELSEWHERE)
+        self.head: Weight = (getattr(output, "weight", ELSEWHERE), getattr(output, "bias", None))
+        self.spread: dict[str, SpreadExperts] = {}
+        if self.links is not None:
+            self.layers, self.spread = over_ranks(self.model, self.layers, self.links)
+            self.head = own_words(self.head, self.model, self.links)
 
     def forward(
         self, ids: Tensor, positions: Tensor, context: Context, keep: Tensor | None, seen: Seen | None = None
     ) -> Tensor:
-        x = embedded(ids, self.embed, seen)
+        x = self._begin(ids, seen)
         self.turns, positions = turns_at(self.model, (self.cos, self.sin), positions)
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.layers, self.first_layer):
             x = self._layer(i, layer, x, positions, context)
             add_deep(x, i, seen)
+        if self.links is not None and not self.links.is_last:
+            self.links.send(x)
+            return x.new_empty(len(x) if keep is None else len(keep), 0)
         if keep is not None:
             x = x.index_select(0, keep)
-        x = self._norm(x, self.norm)
-        return self._linear(x, *self.head)
+        logits = self._linear(self._norm(x, self.norm), *self.head)
+        return logits if self.links is None else self.links.join_words(logits, share.of(self.model).vocabulary)
+
+    def _begin(self, ids: Tensor, seen: Seen | None) -> Tensor:
+        if self.links is not None:
+            self.links.enter(True)
+            if not self.links.is_first:
+                like = self.layers[0].norm_in
+                return self.links.receive(like.new_empty(len(ids), len(like)))
+        return embedded(ids, self.embed, seen)
+
+    def stand_by(self) -> None:
+        """Take part in a step for which this replica has no tokens: others' may have chosen experts that are here."""
+        if self.links is not None and self.links.crosses and self.links.enter(False):
+            for layer in self.layers:
+                if isinstance(layer.mlp, Mixture):
+                    self._feed_forward(*(layer.norm_in.new_empty(0, len(layer.norm_in)),) * 2, layer.mlp, None)
 
     def _layer(self, i: int, w: _Layer, x: Tensor, positions: Tensor, context: Context) -> Tensor:
         tokens = x.shape[0]
@@ -138,13 +173,13 @@ class LeanRunner:
         k = self._linear(h, *w.k).view(tokens, -1, self.dim)
         v = self._linear(h, *w.v).view(tokens, -1, self.dim)
         q, k = self._rotate(q, w.q_norm, positions), self._rotate(k, w.k_norm, positions)
-        a = context.attend(i, q, k, v, AttentionForm(self.scale, w.window)).reshape(tokens, -1)
+        a = context.attend(i, q, k, v, AttentionForm(self.scale, w.window, sinks=w.sinks)).reshape(tokens, -1)
         x = self._add(x, a, *w.o)
         return self._feed_forward(x, self._norm(x, w.norm_mlp), w.mlp, context)
 
-    def _feed_forward(self, x: Tensor, h: Tensor, w: Gated | Mixture, context: Context) -> Tensor:
+    def _feed_forward(self, x: Tensor, h: Tensor, w: Gated | Mixture, context: Context | None) -> Tensor:
         if isinstance(w, Mixture):
-            return mixture.forward(w, h, context).add_(x)
+            return self._sum(mixture.forward(w, h, context)).add_(x)
         h = self._gate(self._linear(h, *w.gate), self._linear(h, *w.up))
         return self._add(x, h, *w.down)
 
@@ -172,10 +207,15 @@ class LeanRunner:
         return self.kernels is not None and x.shape[0] <= FEW_ROWS and weight.numel() >= LARGE_WEIGHT
 
     def _add(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.links is not None and self.links.grid.tp > 1:
+            return self._sum(self._linear(x, weight, bias)).add_(residual)
         if self._is_few(x, weight):
             return rowwise.linear(x, weight, bias).add_(residual)
         out = torch.addmm(residual, x, weight.t())
         return out if bias is None else out.add_(bias)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return x if self.links is None else self.links.sum(x)
 
     def _gate(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.kernels is not None:
@@ -194,24 +234,51 @@ def _bind(layer: Any, number: int) -> _Layer:
         norm_mlp=layer.post_attention_layernorm.weight,
         mlp=mixture.bind(m, number) if mixture.is_mixture(m) else Gated(*gated),
         window=attention_window(a),
+        sinks=getattr(a, "sinks", None),
     )  # fmt: skip
+
+
+def over_ranks(model: Any, layers: list[Any], links: Links) -> tuple[list[Any], dict[str, SpreadExperts]]:
+    """Layers whose experts lie on several ranks, and those by the names of their modules."""
+    where = names_of(model, (layer.mlp.module for layer in layers if isinstance(layer.mlp, Mixture)))
+    slots, spread = share.of(model).slots, {}
+    for i, layer in enumerate(layers):
+        if isinstance(layer.mlp, Mixture):
+            name, gate = where[id(layer.mlp.module)], layer.mlp.gate.weight
+            spread[name] = SpreadExperts(links, len(gate), slots[name], gate.device)
+            layers[i] = replace(layer, mlp=replace(layer.mlp, over=spread[name]))
+    return layers, spread
+
+
+def own_words(head: Weight, model: Any, links: Links) -> Weight:
+    """This rank's rows of an output layer that is the embedding, which every rank has whole."""
+    weight, bias = head
+    if weight is ELSEWHERE or links.grid.tp == 1 or len(weight) < share.of(model).vocabulary:
+        return head
+    low, high = Shard(0).cut(0, len(weight), links.at.tp, links.grid.tp)
+    return weight[low:high], None if bias is None else bias[low:high]
 
 
 def rotary_tables(model: Any, dim: int, max_len: int) -> tuple[Tensor, Tensor]:
     """cos and signed sin, (max_len, 1, dim): rotated(x) = x * cos + swap_halves(x) * sin. In the model's own dtype, as
     its module would use them."""
     decoder = decoder_of(model)
-    like = decoder.embed_tokens.weight
+    like = next(decoder.parameters())
+    like = like.new_empty(1, decoder.config.hidden_size)
     with torch.no_grad():
         positions = torch.arange(max_len, device=like.device).unsqueeze(0)
         looks = eyes.of(model)
         if looks is not None and looks.has_axes:
             positions = positions.expand(eyes.AXES - 1, 1, -1)
-        return _signed(*decoder.rotary_emb(like[:1], positions))
+        cos, sin = decoder.rotary_emb(like, positions)
+    return _signed(cos, sin, dim)
 
 
-def _signed(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """(1, tokens, dim) as the module gives them → (tokens, 1, dim), the first half of the sines negative."""
+def _signed(cos: Tensor, sin: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """(1, tokens, dim) as the module gives them → (tokens, 1, dim), the first half of the sines negative. Some modules
+    give a half, which holds for both."""
+    if cos.shape[-1] < dim:
+        cos, sin = (torch.cat([half, half], -1) for half in (cos, sin))
     sin = sin[0].clone()
     sin[:, : sin.shape[1] // 2].neg_()
     return cos[0].unsqueeze(1).contiguous(), sin.unsqueeze(1).contiguous()
@@ -223,8 +290,8 @@ def turns_at(model: Any, tables: tuple[Tensor, Tensor], positions: Tensor) -> tu
     if positions.ndim == 1:
         return tables, positions
     decoder = decoder_of(model)
-    made = _signed(*decoder.rotary_emb(decoder.embed_tokens.weight[:1], positions[1:, None]))
-    return made, torch.arange(positions.shape[1], device=positions.device)
+    cos, sin = decoder.rotary_emb(decoder.embed_tokens.weight[:1], positions[1:, None])
+    return _signed(cos, sin, tables[0].shape[-1]), torch.arange(positions.shape[1], device=positions.device)
 
 
 def embedded(ids: Tensor, words: Tensor, seen: Seen | None) -> Tensor:

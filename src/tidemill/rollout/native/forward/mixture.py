@@ -8,7 +8,7 @@ one was given, and with what they chose written down for a pass that records rou
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,12 @@ class Shared:
     scale: Tensor | None
 
 
+class Elsewhere(Protocol):
+    """Experts that lie on several ranks (`ranks.experts`)."""
+
+    def forward(self, module: Any, h: Tensor, chosen: Tensor, shares: Tensor) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Mixture:
     """One layer's router and experts. `number` counts the layers that have some, as recorded routes do."""
@@ -38,7 +44,7 @@ class Mixture:
     sums_to_one: bool
     module: Any  # the experts: stacks (experts, 2 · inner, width) and (experts, width, inner), read at every pass
     shared: Shared | None
-    first: int = 0  # the number of the first expert that this rank holds
+    over: Elsewhere | None = None  # None: all experts are here
 
     @property
     def k(self) -> int:
@@ -50,15 +56,23 @@ class Mixture:
 
 
 def is_mixture(mlp: Any) -> bool:
-    return hasattr(mlp, "experts") and hasattr(mlp, "gate")
+    return routing.gate_of(mlp) is not None
 
 
 def is_known(mlp: Any) -> bool:
     """Whether this file computes what the module does: a router of a known kind, and stacked, gated experts as they
     were made (no adapters on them, not narrowed)."""
-    module = mlp.experts
-    is_plain = all(hasattr(module, name) for name in experts.STACKS) and not hasattr(module, "lora_on")
-    return type(mlp.gate).__name__ in routing.KINDS and experts.is_known(module) and is_plain
+    has_kind = type(routing.gate_of(mlp)).__name__ in routing.KINDS
+    return has_kind and experts.is_gated(mlp.experts) and not hasattr(mlp.experts, "lora_on")
+
+
+def has_plain_experts(model: Any) -> bool:
+    """Whether all experts of a model are without bias and rows first, and no attention has sinks: what an
+    accelerator's kernels are written for."""
+    return not any(
+        (experts.is_gated(m) and not experts.is_known(m)) or getattr(m, "sinks", None) is not None
+        for m in model.modules()
+    )
 
 
 def shared_of(mlp: Any) -> Any:
@@ -67,19 +81,22 @@ def shared_of(mlp: Any) -> Any:
 
 
 def bind(mlp: Any, number: int) -> Mixture:
-    kind = routing.KINDS[type(mlp.gate).__name__]
-    sums_to_one = bool(mlp.gate.norm_topk_prob if kind.sums_to_one is None else kind.sums_to_one)
+    gate = routing.gate_of(mlp)
+    kind = routing.KINDS[type(gate).__name__]
+    sums_to_one = bool(gate.norm_topk_prob if kind.sums_to_one is None else kind.sums_to_one)
     shared = None
     if (expert := shared_of(mlp)) is not None:
         scale = getattr(mlp, "shared_expert_gate", None)
         weights = (expert.gate_proj.weight, expert.up_proj.weight, expert.down_proj.weight)
         shared = Shared(*weights, None if scale is None else scale.weight)
-    return Mixture(number, mlp.gate, kind, sums_to_one, mlp.experts, shared)
+    return Mixture(number, gate, kind, sums_to_one, mlp.experts, shared)
 
 
 def router_logits(w: Mixture, h: Tensor) -> Tensor:
     """In the precision that the router itself computes in."""
-    return F.linear(h.float(), w.gate.weight.float()) if w.kind.has_place else F.linear(h, w.gate.weight)
+    if w.kind.has_place:
+        return F.linear(h.float(), w.gate.weight.float())
+    return F.linear(h, w.gate.weight, getattr(w.gate, "bias", None))
 
 
 def choose(w: Mixture, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,28 +114,26 @@ def choose(w: Mixture, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _best_groups(by: Tensor, groups: int, kept: int) -> Tensor:
     """Experts lie in groups, of which a token may use some: those whose two best are largest in sum."""
-    apart = by.view(len(by), groups, -1)
+    apart = by.view(len(by), groups, by.shape[1] // groups)
     best = apart.topk(2, -1).values.sum(-1).topk(kept, -1).indices
     is_kept = torch.zeros(apart.shape[:2], dtype=torch.bool, device=by.device).scatter_(1, best, True)
     return apart.masked_fill(~is_kept.unsqueeze(-1), float("-inf")).view_as(by)
 
 
-def record(w: Mixture, context: Context, chosen: Tensor) -> None:
+def record(w: Mixture, context: Context | None, chosen: Tensor) -> None:
     """Write down what was chosen, if the pass asks for it."""
     if isinstance(context, routing.Routed) and context.made is not None:
         context.made[w.number] = chosen
 
 
-def forward(w: Mixture, h: Tensor, context: Context) -> Tensor:
+def forward(w: Mixture, h: Tensor, context: Context | None) -> Tensor:
     """h (tokens, width), normed, through the experts chosen for it and the shared one: what the layer adds to it."""
     chosen, shares = choose(w, router_logits(w, h))
     record(w, context, chosen)
-    held = w.module.down_proj.shape[0]
-    if held < w.gate.weight.shape[0]:  # others' experts are others' work: a share of 0 of one that is here
-        is_here = (chosen >= w.first) & (chosen < w.first + held)
-        chosen = torch.where(is_here, chosen - w.first, 0)
-        shares = torch.where(is_here, shares, 0.0)
-    made = experts.forward(w.module, h, chosen, shares.to(h.dtype))
+    if w.over is None:
+        made = experts.forward(w.module, h, chosen, shares.to(h.dtype))
+    else:
+        made = w.over.forward(w.module, h, chosen, shares)
     return made if w.shared is None else made + through_shared(w.shared, h)
 
 

@@ -25,10 +25,11 @@ from tidemill.models.vision.eyes import eyes
 from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.rollout.native import ascend_kernels
 from tidemill.rollout.native.ascend_kernels import AscendKernels
-from tidemill.rollout.native.forward import hybrid, latent, lean
+from tidemill.rollout.native.forward import hybrid, latent, lean, mixture
 from tidemill.rollout.native.forward.dense import DenseRunner
 from tidemill.rollout.native.forward.fused import FusedKernels, FusedRunner
 from tidemill.rollout.native.kernels import Kernels
+from tidemill.rollout.native.ranks.links import Links
 
 
 class Runner(Protocol):
@@ -71,6 +72,8 @@ class PlainRunner:
 
 def fused_kernels(model: Any, device: torch.device) -> Callable[[], FusedKernels] | None:
     """What makes the kernels that run the model on an accelerator; None where there are none for one of the two."""
+    if not mixture.has_plain_experts(model):
+        return None
     has_form = lean.supports(model) or latent.supports(model)
     if has_triton(device.type) and (has_form or hybrid.supports(model)):
         from tidemill.rollout.native.triton_kernels import TritonKernels
@@ -92,24 +95,21 @@ def make_runner(
     kernels: Kernels | None,
     is_plain: bool,
     fused: Callable[[], FusedKernels] | None = None,
-    group: Any = None,
+    links: Links | None = None,
 ) -> Runner:
-    """`fused`: what makes an accelerator's kernels, where they may be used. `group`: ranks that share the work."""
-    if group is not None:
-        if is_plain or not lean.supports(model):
-            raise ModelError(
-                f"{type(model).__name__} cannot be served tensor-parallel",
-                f"this works for {', '.join(families.llama_forms(mixtures=True))}",
-            )
-        from tidemill.rollout.native.forward.parallel import ParallelRunner
-
-        return ParallelRunner(model, max_len, kernels, group)
+    """`fused`: what makes an accelerator's kernels, where they may be used. `links`: to ranks that share the work."""
+    is_latent = latent.supports(model)
+    has_form = not is_plain and (is_latent or lean.supports(model))
+    if links is not None and not has_form:
+        raise ModelError(
+            f"{type(model).__name__} cannot be served by an engine over several ranks",
+            f"this works for {', '.join(families.served_over_ranks())}",
+        )
     if is_dense(model):
         return DenseRunner(model)
     if fused is not None:
         runner: Runner = fused_form(model)(model, max_len, fused())
         return runner
-    if is_plain or not (lean.supports(model) or latent.supports(model)):
+    if not has_form:
         return PlainRunner(model)
-    is_latent = latent.supports(model)
-    return (latent.LatentRunner if is_latent else lean.LeanRunner)(model, max_len, kernels)
+    return (latent.LatentRunner if is_latent else lean.LeanRunner)(model, max_len, kernels, links)
