@@ -149,6 +149,7 @@ def test_a_mix_trains_tells_of_each_source_and_resumes_where_it_was(tmp_path: Pa
     def made(folder: str, steps: int) -> Path:
         source = {"source": "reversal", "args": {"length": 2}, "rewards": "exact"}
         data = {"sources": [{**source, "weight": 3}, {"source": "arithmetic", "name": "sums"}], "held_out": 4}
+        data["max_prompt_tokens"] = 16
         recipe = {**SMALL, "name": "run", "rewards": "last_number", "data": data, "checkpoint": {"every": 1}}
         recipe |= {"eval": {"size": 4, "before": False, "after": True}, "folder": str(tmp_path / folder)}
         Trainer(recipe=recipe, steps=steps).train()
