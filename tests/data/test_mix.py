@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.data.test_readers import jsonl
 
@@ -23,7 +23,7 @@ def sums(path: Path, n: int, sign: str = "+") -> str:
     return jsonl(path, [{"question": f"{i}{sign}1=", "answer": str(i)} for i in range(n)])
 
 
-def settings(tmp_path: Path, *weights: float, **more: Any) -> Data:
+def mixed(tmp_path: Path, *weights: float, **more: Any) -> Data:
     sources = [
         {"source": sums(tmp_path / f"s{i}.jsonl", 10 + 7 * i, sign), "weight": weight}
         for i, (weight, sign) in enumerate(zip(weights, "+-*/"))
@@ -35,6 +35,7 @@ def taken(source: Any, count: int) -> list[str]:
     return [source.example(i).meta[FROM] for i in range(count)]
 
 
+@settings(deadline=None, max_examples=30)
 @given(st.lists(st.sampled_from([0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 7.5]), min_size=1, max_size=4))
 def test_shares_are_exact_in_every_cycle_and_near_in_between(weights: list[float]) -> None:
     counts = whole_numbers(weights)
@@ -51,7 +52,7 @@ def test_shares_are_exact_in_every_cycle_and_near_in_between(weights: list[float
 
 
 def test_each_source_is_shuffled_and_begun_again_by_itself(tmp_path: Path) -> None:
-    training, held_out = open_source(settings(tmp_path, 3, 1), seed=4)
+    training, held_out = open_source(mixed(tmp_path, 3, 1), seed=4)
     assert training.size == 10 + 17 - 4 and held_out.size == 4
     examples = [training.example(i) for i in range(4 * 40)]
     assert Counter(e.meta[FROM] for e in examples) == {"s0": 120, "s1": 40}
@@ -66,7 +67,7 @@ def test_each_source_is_shuffled_and_begun_again_by_itself(tmp_path: Path) -> No
 
 def test_a_position_says_all(tmp_path: Path) -> None:
     """What comes at a position depends on nothing that was read before."""
-    data = settings(tmp_path, 2, 1, 1)
+    data = mixed(tmp_path, 2, 1, 1)
     one, other = open_source(data, seed=1)[0], open_source(data, seed=1)[0]
     wanted = [one.example(i).prompt for i in range(60)]
     assert [other.example(i).prompt for i in reversed(range(60))] == wanted[::-1]
