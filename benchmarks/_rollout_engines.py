@@ -71,11 +71,11 @@ def captured(model: Any, **settings: Any) -> Any:
     return engine
 
 
-def native(shape: Shape, works: list[Work]) -> Roll:
+def native(shape: Shape, works: list[Work], weights: str = "same") -> Roll:
     from tidemill.rollout.engine import Request, Sampling
 
     seqs, window = max(work.lengths.size for work in works), max(work.window for work in works)
-    engine = captured(shape.model, max_seqs=seqs, max_len=window)
+    engine = captured(shape.model, max_seqs=seqs, max_len=window, weights=weights)
 
     def roll(work: Work, brief: bool) -> int:
         for i, prompt in enumerate(work.prompts):
@@ -142,7 +142,7 @@ def hf_batching(shape: Shape, works: list[Work]) -> Roll:
     return roll
 
 
-def vllm_job(shape: Shape, works: dict[str, Work], repeats: int) -> dict[str, Any]:
+def vllm_job(shape: Shape, works: dict[str, Work], repeats: int, rounding: str = "same") -> dict[str, Any]:
     """What `_vllm_peer.py` is to measure, in a process where only vLLM lives."""
     parameters = sum(p.numel() for p in Shape(shape.config, "meta").model.parameters())
     window = max(work.window for work in works.values()) + 1
@@ -155,6 +155,7 @@ def vllm_job(shape: Shape, works: dict[str, Work], repeats: int) -> dict[str, An
         "sequences": max(work.lengths.size for work in works.values()),
         "vocab": shape.config.vocab_size,
         "repeats": repeats,
+        "quantization": None if rounding == "same" else rounding,
         # Of models with states vLLM decides itself: the copies of states that it keeps may cost more than they save.
         "prefix_caching": None if hasattr(shape.config, "linear_num_value_heads") else True,
         "cases": {name: {"prompts": w.prompts, "lengths": w.lengths.tolist()} for name, w in works.items()},

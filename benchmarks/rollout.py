@@ -1,7 +1,8 @@
 """How fast each rollout engine makes tokens: `fixed` and `tail` workloads, several model shapes, peers beside us.
 
 Both workloads have 64 prompts of 256 tokens with 8 samples each. `fixed` makes 512 tokens per sample; `tail` draws
-lengths from a log-normal with median 330, at most 2048. On a CPU one thread works and tokens are counted per
+lengths from a log-normal with median 330, at most 2048. A case that ends in `fp8` or `int8` serves 8-bit weights and
+inputs (vLLM too: its own fp8). On a CPU one thread works and tokens are counted per
 CPU-second, so that a busy machine does not decide; sizes are cut down as `SIZES` says.
 """
 
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks._rollout_engines import ENGINES, VLLM, Roll, Shape, Work, vllm_job
+from benchmarks._rollout_engines import ENGINES, VLLM, Roll, Shape, Work, native, vllm_job
 from tidemill.bench import peer_environment
 from tidemill.device import mapped
 from tidemill.errors import ConfigError
@@ -74,9 +76,12 @@ SIZES = {
     "moe": Size(prompts=8, prompt=128, response=64, median=41, longest=256),
     "states": Size(prompts=8, prompt=128, response=64, median=41, longest=256),
 }
-CPU_CASES = ("fixed-quickstart", "tail-quickstart", "fixed-60m", "tail-60m", "fixed-moe", "tail-moe", "fixed-states")
+CPU_CASES = (
+    "fixed-quickstart", "tail-quickstart", "fixed-60m", "tail-60m", "fixed-moe", "tail-moe", "fixed-states",
+    "fixed-60m-int8",
+)  # fmt: skip
 GPU_CASES = (
-    "fixed-0.5b", "tail-0.5b", "fixed-1.5b", "tail-1.5b", "fixed-7b", "tail-7b",
+    "fixed-0.5b", "tail-0.5b", "fixed-1.5b", "tail-1.5b", "fixed-7b", "tail-7b", "fixed-7b-fp8", "tail-7b-fp8",
     "fixed-moe64", "tail-moe64", "fixed-a3b", "tail-a3b", "fixed-dsv3", "tail-dsv3", "fixed-q35", "tail-q35",
 )  # fmt: skip
 TAIL_SIGMA = 0.8
@@ -139,7 +144,7 @@ def _by_shape(engine: str, names: list[str]) -> dict[str, list[str]]:
     """Cases that one process measures."""
     together: dict[str, list[str]] = {}
     for name in names:
-        together.setdefault(name.split("-")[1] if engine in VLLM else name, []).append(name)
+        together.setdefault(name.partition("-")[2] if engine in VLLM else name, []).append(name)
     return together
 
 
@@ -207,7 +212,7 @@ class Apart:
         works = {name: _work(name) for name in names}
         shape = _shape(names[0].split("-")[1], self.device, max(work.window for work in works.values()))
         job = result.with_suffix(".job")
-        job.write_text(json.dumps(vllm_job(shape, works, self.repeats)))
+        job.write_text(json.dumps(vllm_job(shape, works, self.repeats, _rounding(names[0]))))
         words = [VLLM_PYTHON or sys.executable, str(Path(__file__).with_name("_vllm_peer.py")), str(job), str(result)]
         return words, _vllm_environment(self.device) | VLLM[engine]
 
@@ -240,8 +245,13 @@ def _add_floor(case: dict[str, Any]) -> None:
             row["share_of_floor"] = case["share_of_floor"] * row["tokens_per_s"] / case["tokens_per_s"]
 
 
+def _rounding(name: str) -> str:
+    """What a case serves its weights in."""
+    return name.split("-")[2] if name.count("-") > 1 else "same"
+
+
 def _work(name: str) -> Work:
-    workload, shape = name.split("-")
+    workload, shape = name.split("-")[:2]
     size, vocabulary = SIZES.get(shape, Size()), SHAPES[shape][6]
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, vocabulary, (size.prompts, size.prompt)).tolist()
@@ -258,10 +268,13 @@ def measure(engine: str, names: list[str], device: str, repeats: int, result: Pa
         torch.set_num_threads(1)
     works = {name: _work(name) for name in names}
     shape = _shape(names[0].split("-")[1], device, max(work.window for work in works.values()))
-    floors = {name: _floor_ms(shape, work) for name, work in works.items()} if engine == "native" else {}
+    # What 8 bits would take at best is not worked out.
+    has_floor = engine == "native" and _rounding(names[0]) == "same"
+    floors = {name: _floor_ms(shape, work) for name, work in works.items()} if has_floor else {}
     shape.model  # noqa: B018  before the clock starts
     started = time.perf_counter()
-    roll = ENGINES[engine](shape, list(works.values()))
+    make = partial(native, weights=_rounding(names[0])) if engine == "native" else ENGINES[engine]
+    roll = make(shape, list(works.values()))
     start_s = time.perf_counter() - started
     rows: dict[str, Any] = {}
     for name, work in works.items():

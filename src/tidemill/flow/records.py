@@ -37,6 +37,7 @@ class Evaluation:
     scored: int = 0  # answers that were scored, sampled ones included
     failed: int = 0  # answers on which a reward failed
     first_failure: str = ""
+    shares: dict[str, float] = field(default_factory=dict)  # solved of each kind of problem, where there are several
 
     def metrics(self) -> dict[str, float]:
         named = {
@@ -48,6 +49,7 @@ class Evaluation:
         for source in sorted({answer.source for answer in self.answers} - {""}):
             own = [answer.correct for answer in self.answers if answer.source == source]
             named[f"eval/source/{source}/accuracy"] = sum(own) / len(own)
+        named |= {f"eval/{kind.replace(' ', '_')}": share for kind, share in self.shares.items()}
         return named | {f"eval/pass@{k}": share for k, share in self.pass_at.items()}
 
     def failures(self) -> dict[str, Any]:
