@@ -124,8 +124,8 @@ def speed(job: Mapping[str, Any]) -> dict[str, float]:
 
     make = build.make_engine
 
-    def simulated(loaded: Any, config: Any) -> Any:
-        return SimulatedDevice(make(loaded, config), job["decode_ms"] / 1000, job["long_every"])
+    def simulated(*told: Any) -> Any:
+        return SimulatedDevice(make(*told), job["decode_ms"] / 1000, job["long_every"])
 
     class SimulatedLearner(build.Learner):
         def accumulate(self, batch: Any) -> None:
