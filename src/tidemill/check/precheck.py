@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tidemill import device
 from tidemill.algorithms.shared import registry as algorithms
-from tidemill.check import algorithm, parallel, rules
+from tidemill.check import algorithm, parallel, rules, vllm_args
 from tidemill.check.model_folder import folder_problems
 from tidemill.check.sizes import longest_in_words, undivided, unfit, window_problems
 from tidemill.errors import ConfigError, TidemillError, did_you_mean, either, human
@@ -57,6 +57,7 @@ def problems(config: Config, model: ModelSettings) -> list[str]:
         _batch,
         lambda c, _: rules.problems(c),
         _eight_bits,
+        vllm_args.problems,
         _disk,
         parallel.problems,
         algorithm.problems,
@@ -182,6 +183,11 @@ def _functions(config: Config, _: ModelSettings) -> Iterator[str]:
 
 
 def _environment(config: Config, _: ModelSettings) -> Iterator[str]:
+    if config.model.policy is not None:
+        from tidemill.environment.vector import networks
+
+        yield from networks.problems(config)
+        return
     if config.environment is None:
         return
     from tidemill.environment import program, registry
