@@ -64,13 +64,13 @@ def table(points: list[Point]) -> str:
         "| model | devices | s a step | tokens/s | of linear | learners + engines | limited by |",
         "|---|---|---|---|---|---|---|",
     ]
-    first: dict[str, Candidate] = {}
+    first: dict[str, float] = {}  # tokens/s and device of a model's smallest cluster
     for p in points:
         if p.best is None:
             rows.append(f"| {p.model} | {p.devices:,} | no layout fits | | | | memory |")
             continue
-        base = first.setdefault(p.model, p.best)
-        share = p.best.step.tokens_per_s / p.best.step.devices / (base.step.tokens_per_s / base.step.devices)
+        each = p.best.step.tokens_per_s / p.devices
+        share = each / first.setdefault(p.model, each)
         config, step = p.best.config, p.best.step
         layout = f"{config.learn.parallel.ranks} + {config.cluster.rollouts} × {config.rollout.tp}"
         rows.append(
