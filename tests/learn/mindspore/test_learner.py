@@ -137,7 +137,8 @@ def by_torch(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 MINE = {**IN_MINDSPORE, "eps": 1e-4}
-PATIENT = {"executor": "processes", "stall_s": 600.0}  # a busy machine takes long to compile a graph
+# A busy machine takes long to start and to compile.
+PATIENT = {"executor": "processes", "stall_s": 600.0, "start_s": 900.0, "lease_s": 60.0}
 
 
 @pytest.mark.parametrize("cluster", [{"executor": "local"}, PATIENT], ids=["one process", "worker processes"])
